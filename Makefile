@@ -1,0 +1,40 @@
+# make train   set up the environment and run spleen segmentation from raw volumes to a checked engine
+# make test    checks and tests (10 minutes at most); make test-all adds the slow ones
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: train setup setup-dev check test test-all clean
+.DEFAULT_GOAL := train
+
+train: setup
+	$(BIN)/python apps/spleen/train.py $(ARGS)
+
+setup: .venv/installed
+setup-dev: .venv/installed-dev
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	@echo "setting up .venv (about a minute, once)"
+	$(PYTHON) -m venv .venv
+	$(INSTALL) -e '.[rtx]'
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	$(INSTALL) -e '.[dev,rtx]'
+	@touch $@
+
+check: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: check
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
