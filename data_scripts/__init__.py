@@ -1,0 +1,1 @@
+"""Scripts that download real data sets or make synthetic ones; no torch."""

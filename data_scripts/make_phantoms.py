@@ -1,0 +1,214 @@
+"""Make phantom data sets: synthetic scans in MSD layout, with a true label for every voxel."""
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import numpy.typing as npt
+from nibabel.filebasedimages import ImageFileError
+
+from common.files import sha256_of
+from data_scripts.phantom_sets import Parameters, Scan, write_set
+from data_scripts.scans_ct import Size, draw_scan, scan_around
+
+CT_VERSION = 1  # raised when the same parameters give other scans
+_EXAMPLES = """examples:
+  python data_scripts/make_phantoms.py ct --to data/phantoms --cases 20
+  python data_scripts/make_phantoms.py ct --to data/large --cases 4 --size msd --seed 1
+  python data_scripts/make_phantoms.py ct --to data/around_labels --labels data/Task09_Spleen
+"""
+
+
+def make_ct_phantoms(
+    folder: Path,
+    cases: int | None,
+    size: Size = "small",
+    labels: Path | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Path:
+    """Make a set of synthetic abdominal CT scans with a labelled spleen, in MSD layout; return its folder.
+
+    The same parameters give the same bytes, on any number of cores, with the same packages on the same kind of
+    processor; each case depends on (seed, its index) alone. A set that is already there is left as it is, an
+    unfinished one is finished.
+
+    Args:
+        folder: where the set goes.
+        cases: how many; with `labels`, the first so many by name, None for all.
+        size: "small" (about 96 x 96 x 64 voxels of 3.5 mm) or "msd" (512 x 512 x 50 to 168, as in MSD Task09).
+        labels: a folder in MSD layout, or of .nii.gz label volumes: each gets a CT on its own grid around it.
+        seed: draws everything.
+        progress: whether to show a progress bar.
+
+    Raises:
+        FileNotFoundError: `labels` is missing or holds no label volumes.
+        ValueError: fewer than one case, more cases than labels, a label volume that cannot be used, or `folder` holds
+            something else.
+    """
+    if cases is None and labels is None:
+        raise ValueError("--cases is missing: say how many phantoms to make, such as --cases 20")
+    if cases is not None and cases < 1:
+        raise ValueError(f"--cases {cases}: at least 1 phantom has to be made")
+    if seed < 0:
+        raise ValueError(f"--seed {seed}: must be 0 or more")
+    if labels is not None:
+        return _around_labels(folder, cases, labels, seed, progress)
+    assert cases is not None
+    parameters: Parameters = {"kind": "ct", "version": CT_VERSION, "cases": cases, "size": size, "seed": seed}
+    dataset = {
+        "name": "SpleenPhantoms",
+        "description": "Synthetic abdominal CT phantoms with a labelled spleen; no patient was scanned",
+        "reference": "medspeed, data_scripts/make_phantoms.py",
+        "licence": "Apache-2.0, as the program that drew them; not for clinical use",
+        "modality": {"0": "CT"},
+        "labels": {"0": "background", "1": "spleen"},
+    }
+    names = [f"phantom_{index:03d}" for index in range(cases)]
+    return write_set(
+        folder, names, lambda index: draw_scan(size, _generator(seed, index)), dataset, parameters, progress
+    )
+
+
+def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int, progress: bool) -> Path:
+    """Make a CT around each of the first label volumes of a folder."""
+    files = _label_files(labels)
+    if cases is not None and cases > len(files):
+        raise ValueError(f"--cases {cases}: {labels} holds {len(files)} label volumes; ask for that many at most")
+    files = files[:cases]
+    digest = hashlib.sha256("".join(f"{path.name} {sha256_of(path)}\n" for path in files).encode()).hexdigest()
+    parameters: Parameters = {
+        "kind": "ct",
+        "version": CT_VERSION,
+        "cases": len(files),
+        "labels_sha256": digest,
+        "seed": seed,
+    }
+
+    def draw(index: int) -> Scan:
+        return scan_around(*_read_label(files[index]), _generator(seed, index))
+
+    names = [path.name.removesuffix(".nii.gz") for path in files]
+    return write_set(folder, names, draw, _dataset_around(labels, files), parameters, progress)
+
+
+def _dataset_around(labels: Path, files: Sequence[Path]) -> dict[str, Any]:
+    """Return the entries of `dataset.json` for scans around labels: name and labels are those of the label folder."""
+    given = _given(labels / "dataset.json")
+    name = given.get("name", labels.name)
+    return {
+        "name": name,
+        "description": f"Synthetic CT drawn around real labels; no patient was scanned, results are none of {name}",
+        "reference": f"labels: {given.get('reference', labels.name)}; images: medspeed, data_scripts/make_phantoms.py",
+        "licence": f"that of the labels ({given.get('licence', 'see their source')}); not for clinical use",
+        "modality": {"0": "CT"},
+        "labels": given["labels"] if "labels" in given else _numbered(files),
+    }
+
+
+def _given(source: Path) -> dict[str, Any]:
+    """Return the label folder's own `dataset.json`; empty where it has none."""
+    if not source.is_file():
+        return {}
+    try:
+        given = json.loads(source.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{source}: not JSON ({error}); mend it or take it out") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"{source}: holds a {type(given).__name__}, expected an object; mend it or take it out")
+    return given
+
+
+def _numbered(files: Sequence[Path]) -> dict[str, str]:
+    """Name the label numbers that the volumes hold, for labels that come without a list of names."""
+    highest = max(int(_read_label(path)[0].max()) for path in files)
+    return {"0": "background", "1": "spleen"} | {str(n): f"label_{n}" for n in range(2, highest + 1)}
+
+
+def _label_files(labels: Path) -> list[Path]:
+    """Return the label volumes of a folder in MSD layout, or of a plain folder, sorted by name."""
+    if not labels.is_dir():
+        raise FileNotFoundError(f"--labels {labels}: no such folder; name one that holds labelsTr or .nii.gz labels")
+    folder = labels / "labelsTr" if (labels / "labelsTr").is_dir() else labels
+    # MSD's archives hold a hidden twin of each file, written by a desktop
+    files = sorted(path for path in folder.glob("*.nii.gz") if not path.name.startswith("."))
+    if not files:
+        raise FileNotFoundError(f"--labels {labels}: no .nii.gz files in {folder}; name the folder that has them")
+    return files
+
+
+def _read_label(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
+    """Return a label volume [X, Y, Z] uint8 and its affine to RAS mm."""
+    try:
+        image = nib.load(path)
+        voxels = np.asarray(image.dataobj)
+    except (ImageFileError, OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole NIfTI file ({error}); fetch it again or take it out") from error
+    if voxels.ndim != 3:
+        raise ValueError(f"{path}: shape {voxels.shape}, expected a label volume of 3 axes")
+    label: npt.NDArray[np.uint8] = voxels.astype(np.uint8)
+    if not np.array_equal(label, voxels):
+        raise ValueError(f"{path}: holds other values than the whole numbers 0 to 255; is it a label volume?")
+    return label, np.asarray(image.affine, dtype=np.float64)
+
+
+def _generator(seed: int, index: int) -> np.random.Generator:
+    """Return the generator of one case, whatever else is drawn."""
+    return np.random.default_rng([seed, index])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    ct = kinds.add_parser(
+        "ct",
+        help="abdominal CT with a labelled spleen",
+        description="Make synthetic abdominal CT scans with a labelled spleen. Same seed, same bytes.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    ct.add_argument("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the data set")
+    ct.add_argument("--cases", type=int, metavar="N", help="how many scans; with --labels the first N (default: all)")
+    ct.add_argument(
+        "--size",
+        choices=("small", "msd"),
+        help="small: about 96x96x64 voxels of 3.5 mm (default); msd: 512x512x50..168, as MSD Task09",
+    )
+    ct.add_argument(
+        "--labels",
+        type=Path,
+        metavar="FOLDER",
+        help="draw a CT around each label volume of this folder (MSD layout, or .nii.gz files), on its grid",
+    )
+    ct.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0, or 2 after one line on what to change."""
+    options = make_parser().parse_args(arguments)
+    try:
+        if options.size and options.labels:
+            raise ValueError(f"--size {options.size}: --labels has the scans take their size from the labels; drop one")
+        folder = make_ct_phantoms(options.to, options.cases, options.size or "small", options.labels, options.seed)
+    except (ValueError, FileNotFoundError) as error:
+        print(re.sub(r"\s*\n\s*", " ", f"make_phantoms.py: error: {error}"), file=sys.stderr)
+        return 2
+    print(f"{folder}: synthetic CT in MSD layout, seed {options.seed}; not for clinical use")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
