@@ -1,0 +1,180 @@
+"""Where voxels lie: the grid of a file, the grid a network works on, and the way from each to the other.
+
+A file's axes [X, Y, Z] run in any anatomical direction. They are first turned and flipped to run along R, A, S
+("oriented"), then the spacing is changed: the working grid keeps the first oriented voxel's centre, the directions and
+the field of view. All of it is the arithmetic of MONAI's `Orientationd` and `Spacingd`, in float64, so that even exact
+ties of nearest-neighbour sampling fall on the same side.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import nibabel
+import numpy as np
+import torch
+from monai.data.utils import AFFINE_TOL, affine_to_spacing, compute_shape_offset, zoom_affine
+from monai.networks.utils import to_norm_affine
+
+Shape = tuple[int, int, int]
+Box = tuple[tuple[int, int], ...]  # per axis: first voxel, one past the last
+MAX_SKEW = 1e-3  # voxels: what shear may displace anywhere before a volume no longer counts as separable
+
+
+@dataclass(frozen=True)
+class WorkingGrid:
+    """How the prepared voxels lie in the file they come from.
+
+    Attributes:
+        native_shape: [X, Y, Z] of the file.
+        native_affine: 4 x 4, voxel index of the file to RAS mm.
+        spacing: Working spacing that was asked for, mm, along R, A, S. A native spacing within 0.001 mm of it is kept.
+        shape: [X, Y, Z] of the whole working grid, along R, A, S.
+        crop_start: First voxel of the foreground crop in the whole working grid.
+        crop_shape: [X, Y, Z] of the crop: the shape of the prepared image.
+    """
+
+    native_shape: Shape
+    native_affine: tuple[tuple[float, ...], ...]
+    spacing: tuple[float, float, float]
+    shape: Shape
+    crop_start: Shape
+    crop_shape: Shape
+
+    def cropped(self, start: Sequence[int], shape: Sequence[int]) -> "WorkingGrid":
+        """Return the same grid with another crop."""
+        return replace(self, crop_start=_triple(start), crop_shape=_triple(shape))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain numbers and lists; `from_json` gives the same grid back, bit for bit."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "WorkingGrid":
+        """Return the grid that `to_json` described."""
+        affine = tuple(tuple(float(value) for value in row) for row in content["native_affine"])
+        spacing = tuple(float(value) for value in content["spacing"])
+        shapes = {key: _triple(content[key]) for key in ("native_shape", "shape", "crop_start", "crop_shape")}
+        return cls(native_affine=affine, spacing=(spacing[0], spacing[1], spacing[2]), **shapes)
+
+    @cached_property
+    def file_axes(self) -> Shape:
+        """Which axis of the file runs along R, A and S."""
+        return _triple(np.argsort(self._orientation[:, 0]))
+
+    @cached_property
+    def flipped(self) -> tuple[bool, bool, bool]:
+        """Whether that axis of the file runs the other way, to L, P or I."""
+        right, anterior, superior = (bool(self._orientation[axis, 1] < 0) for axis in self.file_axes)
+        return right, anterior, superior
+
+    @cached_property
+    def oriented_shape(self) -> Shape:
+        """[X, Y, Z] of the file's voxels once they run along R, A, S."""
+        return _triple(self.native_shape[axis] for axis in self.file_axes)
+
+    @cached_property
+    def affine(self) -> np.ndarray:
+        """[4, 4] float64: voxel index in the whole working grid to RAS mm."""
+        return _working_affine(self._oriented_affine, self.oriented_shape, self.spacing)[0]
+
+    @cached_property
+    def separable(self) -> bool:
+        """Whether both grids have parallel axes, so that each axis is resampled alone; false for a sheared affine."""
+        matrix = np.abs(np.linalg.solve(self._oriented_affine, self.affine)[:3, :3])
+        skew = matrix - np.diag(np.diag(matrix))
+        return bool((skew @ np.asarray(self.shape)).max() < MAX_SKEW)
+
+    def working_positions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return, per axis R, A, S, where the crop's voxels lie among the oriented voxels of the file (float64 [n])."""
+        whole = _positions(self._oriented_affine, self.oriented_shape, self.affine, self.shape)
+        x, y, z = (p[s : s + n] for p, s, n in zip(whole, self.crop_start, self.crop_shape, strict=True))
+        return x, y, z
+
+    def native_positions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return, per axis R, A, S, where the file's oriented voxels lie in the whole working grid (float64 [n])."""
+        return _positions(self.affine, self.shape, self._oriented_affine, self.oriented_shape)
+
+    @cached_property
+    def _orientation(self) -> np.ndarray:
+        return np.asarray(nibabel.io_orientation(np.asarray(self.native_affine)))
+
+    @cached_property
+    def _oriented_affine(self) -> np.ndarray:
+        turn = nibabel.orientations.inv_ornt_aff(self._orientation, self.native_shape)
+        return np.asarray(np.asarray(self.native_affine) @ turn, np.float64)
+
+
+def working_grid(shape: Sequence[int], affine: np.ndarray, spacing: Sequence[float]) -> WorkingGrid:
+    """Return the working grid of a file, not cropped yet.
+
+    Args:
+        shape: [X, Y, Z] of the file.
+        affine: [4, 4] voxel index of the file to RAS mm.
+        spacing: Working spacing along R, A, S, mm, > 0.
+    """
+    native = tuple(tuple(float(value) for value in row) for row in affine)
+    right, anterior, superior = (float(value) for value in spacing)
+    nowhere = (0, 0, 0)
+    grid = WorkingGrid(_triple(shape), native, (right, anterior, superior), nowhere, nowhere, nowhere)
+    whole = _working_affine(grid._oriented_affine, grid.oriented_shape, grid.spacing)[1]
+    return replace(grid, shape=whole, crop_shape=whole)
+
+
+def box_above(volume: torch.Tensor, bound: float) -> Box | None:
+    """Return the box of the voxels above a bound in any channel, None where there are none.
+
+    Two passes in the order in which the voxels lie in memory: the maximum over planes, and the maximum of each plane.
+
+    Args:
+        volume: [C, n0, n1, n2] of any real dtype.
+        bound: What a voxel must exceed.
+    """
+    order = sorted((1, 2, 3), key=volume.stride, reverse=True)
+    volume = volume.permute(0, *order)
+    planes = volume.amax(dim=0) if len(volume) > 1 else volume[0]
+    front = planes.amax(dim=0)
+    box = [(0, 0)] * 3
+    for axis, profile in zip(order, (planes.flatten(1).amax(1), front.amax(1), front.amax(0)), strict=True):
+        inside = torch.nonzero(profile > bound).flatten().tolist()
+        if not inside:
+            return None
+        box[axis - 1] = inside[0], inside[-1] + 1
+    return tuple(box)
+
+
+def _working_affine(oriented: np.ndarray, shape: Shape, spacing: Sequence[float]) -> tuple[np.ndarray, Shape]:
+    """Return affine and shape of the working grid. Source: `monai.transforms.Spacing.__call__`."""
+    current = affine_to_spacing(oriented)
+    target = np.where(np.abs(current - spacing) <= AFFINE_TOL, current, spacing)
+    affine = zoom_affine(oriented, target, diagonal=False)
+    whole, offset = compute_shape_offset(shape, oriented, affine)
+    affine[:3, 3] = offset
+    return np.asarray(affine, np.float64), _triple(whole)
+
+
+def _positions(
+    source_affine: np.ndarray, source_shape: Shape, target_affine: np.ndarray, target_shape: Shape
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return, per axis, where the target's voxels lie in the source, held inside it.
+
+    The detour over coordinates in [-1, 1] adds nothing but its rounding: it is what `torch.nn.functional.affine_grid`
+    and `grid_sample` compute, and exact ties (8 mm to 2 mm) are decided by that last bit.
+    Source: `monai.transforms.spatial.functional.spatial_resample`.
+    """
+    matrix = np.linalg.solve(source_affine, target_affine)
+    if source_shape == target_shape and np.allclose(matrix, np.eye(4), atol=AFFINE_TOL):
+        matrix = np.eye(4)  # so nearly the same grid that MONAI leaves the voxels as they are
+    theta = to_norm_affine(torch.as_tensor(matrix)[None], source_shape, target_shape, align_corners=False)[0].numpy()
+    positions = []
+    for axis, (n_source, n_target) in enumerate(zip(source_shape, target_shape, strict=True)):
+        centres = torch.linspace(-1, 1, n_target, dtype=torch.float64).numpy() * (n_target - 1) / n_target
+        normalised = centres * theta[axis, axis] + theta[axis, 3]
+        positions.append(np.clip(((normalised + 1) * n_source - 1) / 2, 0, n_source - 1))
+    return positions[0], positions[1], positions[2]
+
+
+def _triple(values: Any) -> Shape:  # noqa: ANN401 - anything iterable of whole numbers
+    x, y, z = (int(value) for value in values)
+    return x, y, z

@@ -1,0 +1,46 @@
+"""One case per thread: decoding, resampling and hashing release Python's lock, so that threads suffice."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TypeVar
+
+import torch
+from tqdm import tqdm
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_in_threads(
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    title: str,
+    workers: int | None = None,
+    progress: bool = True,
+) -> list[Result]:
+    """Return `[function(item) for item in items]`, computed in parallel under a progress bar.
+
+    The first error, or Ctrl-C, cancels what has not begun, waits for what has, and is raised.
+
+    Args:
+        function: called in a thread; torch runs single-threaded there, since the cases keep the cores busy.
+        items: one argument each.
+        title: what the progress bar calls it.
+        workers: threads; by default one per core that this process may use.
+        progress: show the bar.
+    """
+    if not items:
+        return []
+    workers = min(workers or len(os.sched_getaffinity(0)), len(items))
+    # A thread's count becomes the default of every thread that has not used torch yet, the main one included.
+    torch_threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, "case", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        futures = [pool.submit(function, item) for item in items]
+        for future in tqdm(as_completed(futures), title, len(items), unit="case", disable=not progress):
+            future.result()
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(torch_threads)

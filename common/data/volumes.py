@@ -1,0 +1,270 @@
+"""NIfTI files in and out: decompressed in one pass, voxels left as they lie, clear words when a file is broken."""
+
+import gzip
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import nibabel
+import numpy as np
+from isal import igzip, isal_zlib
+from nibabel.spatialimages import HeaderDataError
+from nibabel.volumeutils import apply_read_scaling
+
+from common.files import atomic_path
+
+HEADER_BYTES = 348
+GZIP_MAGIC = b"\x1f\x8b"
+COMPRESSED_BLOCK = 512 * 1024  # bytes read from the disk at a time
+MAX_VOXEL_BYTES = 2**36  # 64 GiB; a whole-body CT at 0.5 mm takes 2
+MAX_GZIP_RATIO = 1032  # no deflate stream expands further. Source: zlib.net/zlib_tech.html
+MAX_PADDING = 2**20  # bytes between the header and the voxels, and behind them
+# What reading a damaged gzip stream raises; isal's type stub takes its own class for an instance.
+DAMAGED = cast(tuple[type[Exception], ...], (EOFError, gzip.BadGzipFile, isal_zlib.error))
+MAX_GRID_DISTANCE = 0.1  # of the smallest spacing: how far image and label may lie apart at a corner
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A NIfTI file in memory.
+
+    Attributes:
+        voxels: [X, Y, Z] or [X, Y, Z, C] in the file's axes and dtype (float32 where the file scales its values),
+            Fortran order as in the file, native byte order.
+        affine: [4, 4] float64, voxel index to RAS mm (sform before qform, as nibabel reads it).
+        path: The file.
+    """
+
+    voxels: np.ndarray
+    affine: np.ndarray
+    path: Path
+
+
+def read_volume(path: Path, channels: int = 1) -> Volume:
+    """Read a .nii.gz or .nii file.
+
+    Args:
+        path: The file.
+        channels: 1 for a 3-D file; more for a 4-D file with that many volumes.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is empty, truncated, damaged or no NIfTI-1; its shape, type, affine or spacing cannot be used;
+            it holds not-a-number or infinite voxels. The message names the file, what was due and what was found.
+    """
+    with _open(path) as stream:
+        header = _parse_header(stream, path)
+        shape = _shape_of(header, path)
+        _check_channels(shape, channels, path)
+        affine = _affine_of(header, path)
+        voxels = _read_voxels(stream, header, shape, path)
+    voxels = _scaled(voxels, header, path)
+    _check_finite(voxels, path)
+    return Volume(voxels, affine, path)
+
+
+def read_header(path: Path) -> tuple[tuple[int, ...], np.ndarray]:
+    """Return shape ([X, Y, Z] or [X, Y, Z, C]) and affine ([4, 4] float64) of a file without reading its voxels.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_volume`, for what the header shows.
+    """
+    with _open(path) as stream:
+        header = _parse_header(stream, path)
+    return _shape_of(header, path), _affine_of(header, path)
+
+
+def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
+    """Write a label map as .nii.gz (or .nii), atomically.
+
+    Args:
+        path: The file to write.
+        labels: [X, Y, Z] uint8, in the axes that `affine` speaks of; Fortran order is written fastest.
+        affine: [4, 4] voxel index to RAS mm, stored as sform, and as qform where a qform can hold it (no shear).
+    """
+    assert labels.dtype == np.uint8, labels.dtype
+    header = nibabel.Nifti1Image(labels, affine).header
+    header.set_xyzt_units("mm")
+    header.set_sform(affine, code="scanner")
+    header.set_qform(affine, code="scanner")  # nibabel drops shear here: then the qform must not count
+    if not np.allclose(header.get_qform(), affine, rtol=1e-4, atol=1e-3):
+        header["qform_code"] = 0
+    header.set_data_offset(HEADER_BYTES + 4)
+    stored = io.BytesIO()
+    header.write_to(stored)
+    content = stored.getvalue().ljust(HEADER_BYTES + 4, b"\0") + labels.tobytes(order="F")
+    with atomic_path(path) as part:
+        part.write_bytes(igzip.compress(content, compresslevel=1, mtime=0) if path.suffix == ".gz" else content)
+
+
+def check_same_grid(image: Volume, label: Volume) -> None:
+    """Refuse a label that does not lie voxel on voxel on its image.
+
+    Raises:
+        ValueError: other shape, or corners further apart than a tenth of a voxel; both files, shapes and affines shown.
+    """
+    shape = image.voxels.shape[:3]
+    corners = np.array([[x, y, z, 1] for x in (0, shape[0]) for y in (0, shape[1]) for z in (0, shape[2])], np.float64)
+    distance = np.abs(corners @ (image.affine - label.affine).T).max()
+    smallest = np.linalg.norm(image.affine[:3, :3], axis=0).min()
+    if label.voxels.shape == shape and distance <= MAX_GRID_DISTANCE * smallest:
+        return
+    raise ValueError(
+        f"{label.path} does not lie on the grid of its image {image.path}: shape {label.voxels.shape} against {shape}, "
+        f"corners up to {distance:.3g} mm apart (at most {MAX_GRID_DISTANCE * smallest:.3g}); affines "
+        f"{label.affine.round(4).tolist()} and {image.affine.round(4).tolist()}; resample the label onto the image"
+    )
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[io.RawIOBase]:
+    """Yield the decompressed bytes of a file as a raw stream; errors of the gzip layer become ValueError."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    if not path.name.endswith((".nii", ".nii.gz")):
+        raise ValueError(f"{path}: expected a NIfTI file, named .nii.gz or .nii")
+    with path.open("rb", buffering=0) as file:
+        magic = file.read(2)
+        file.seek(0)
+        if not magic:
+            raise ValueError(f"{path} is empty (0 bytes): copy it again")
+        if (magic == GZIP_MAGIC) != (path.suffix == ".gz"):
+            found, name = ("gzip", ".nii.gz") if magic == GZIP_MAGIC else ("not gzip", ".nii")
+            raise ValueError(f"{path} is {found}, against its name: rename it to {name}, or fetch it again")
+        if path.suffix == ".nii":
+            yield file
+            return
+        try:
+            # What igzip.open reads through, without its detour over a bytes object for each large read.
+            yield cast(io.RawIOBase, isal_zlib._GzipReader(file, COMPRESSED_BLOCK))
+        except DAMAGED as error:
+            size = path.stat().st_size
+            raise ValueError(f"{path} ({size} bytes) is truncated or damaged ({error}): copy it again") from error
+
+
+def _read_exactly(stream: io.RawIOBase, buffer: np.ndarray) -> int:
+    """Fill `buffer` (uint8) from the stream; return how many bytes there were."""
+    view, filled = buffer.data, 0
+    while filled < len(buffer):
+        count = stream.readinto(view[filled:])
+        if not count:
+            break
+        filled += count
+    return filled
+
+
+def _parse_header(stream: io.RawIOBase, path: Path) -> nibabel.Nifti1Header:
+    block = np.empty(HEADER_BYTES, np.uint8)
+    found = _read_exactly(stream, block)
+    if found < HEADER_BYTES:
+        raise ValueError(f"{path} holds {found} bytes, less than a NIfTI-1 header ({HEADER_BYTES}): copy it again")
+    header = nibabel.Nifti1Header(block.tobytes(), check=False)
+    if header["sizeof_hdr"] != HEADER_BYTES or header["magic"].item() != b"n+1":
+        raise ValueError(
+            f"{path} is not a single-file NIfTI-1 (header size {header['sizeof_hdr']}, magic "
+            f"{header['magic'].item()!r}; expected {HEADER_BYTES} and b'n+1'): convert it to .nii.gz"
+        )
+    return header
+
+
+def _shape_of(header: nibabel.Nifti1Header, path: Path) -> tuple[int, ...]:
+    """Return [X, Y, Z] or [X, Y, Z, C]; axes of length 1 behind the third are dropped."""
+    shape = tuple(int(size) for size in header["dim"][1 : 1 + min(max(int(header["dim"][0]), 0), 7)])
+    while len(shape) > 3 and shape[-1] == 1:
+        shape = shape[:-1]
+    if len(shape) not in (3, 4) or min(shape) < 1:
+        raise ValueError(f"{path}: expected a volume of 3 axes (or 4 with channels), found shape {shape}")
+    return shape
+
+
+def _check_channels(shape: tuple[int, ...], channels: int, path: Path) -> None:
+    found = shape[3] if len(shape) == 4 else 1
+    if found == channels:
+        return
+    due = "3-D, one channel" if channels == 1 else f"4-D, {channels} channels last"
+    raise ValueError(
+        f"{path}: expected {due}, found shape {shape}: split or stack the volumes, or correct `modality` in "
+        "dataset.json"
+    )
+
+
+def _affine_of(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
+    if header["pixdim"][0] not in (-1, 1):
+        header["pixdim"][0] = 1  # the standard: 0 reads as 1
+    try:
+        affine = np.asarray(header.get_best_affine(), np.float64)
+    except (HeaderDataError, ValueError) as error:
+        raise ValueError(f"{path}: its header gives no affine ({error}): correct it with nibabel") from error
+    if not np.isfinite(affine).all():
+        raise ValueError(f"{path}: the affine is not finite, {affine.tolist()}: correct the header with nibabel")
+    spacing = np.linalg.norm(affine[:3, :3], axis=0)
+    if spacing.min() == 0:
+        raise ValueError(f"{path}: spacing {spacing.tolist()} mm has a zero: correct pixdim and sform in its header")
+    if abs(np.linalg.det(affine[:3, :3] / spacing)) < 1e-6:
+        raise ValueError(f"{path}: the affine is singular, {affine.tolist()}: correct the header with nibabel")
+    return affine
+
+
+def _read_voxels(stream: io.RawIOBase, header: nibabel.Nifti1Header, shape: tuple[int, ...], path: Path) -> np.ndarray:
+    """Read the voxels into one new array; what the header asks for is checked before memory is taken."""
+    dtype = _dtype_of(header, path)
+    needed = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    bound = path.stat().st_size * (MAX_GZIP_RATIO if path.suffix == ".gz" else 1)
+    if needed > min(bound, MAX_VOXEL_BYTES):
+        raise ValueError(
+            f"{path}: its header asks for {needed} bytes of voxels (shape {shape}, {dtype}), the file can hold at most "
+            f"{min(bound, MAX_VOXEL_BYTES)}: it is truncated or its header wrong; fetch it again"
+        )
+    offset = int(header["vox_offset"])
+    if not HEADER_BYTES <= offset <= HEADER_BYTES + MAX_PADDING:
+        raise ValueError(f"{path}: voxels are said to begin at byte {offset}, expected 352 or a little more")
+    _read_exactly(stream, np.empty(offset - HEADER_BYTES, np.uint8))
+    content = np.empty(needed, np.uint8)
+    found = _read_exactly(stream, content)
+    if found < needed:
+        raise ValueError(
+            f"{path}: expected {needed} bytes of voxels (shape {shape}, {dtype}), found {found}: fetch it again"
+        )
+    # At the end of the stream gzip keeps its checksum; a little padding before it does no harm.
+    if _read_exactly(stream, np.empty(MAX_PADDING, np.uint8)) == MAX_PADDING:
+        raise ValueError(f"{path} goes on behind the {needed} bytes of voxels that its header tells of: fetch it again")
+    voxels = content.view(dtype).reshape(shape, order="F")
+    return voxels if dtype.isnative else voxels.astype(dtype.newbyteorder("="), order="K")
+
+
+def _dtype_of(header: nibabel.Nifti1Header, path: Path) -> np.dtype:
+    try:
+        dtype: np.dtype | None = np.dtype(header.get_data_dtype())
+    except KeyError:
+        dtype = None
+    if dtype is None or dtype.kind not in "iuf" or dtype.itemsize > 8:
+        raise ValueError(
+            f"{path}: expected integer or real voxels of 1 to 8 bytes, found {dtype or 'an unknown type'} "
+            f"(NIfTI code {header['datatype']}): convert it to int16 or float32"
+        )
+    return dtype
+
+
+def _scaled(voxels: np.ndarray, header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
+    """Apply scl_slope and scl_inter; a slope of 0 or not-a-number means that there are none."""
+    try:
+        slope, inter = header.get_slope_inter()
+    except HeaderDataError as error:
+        raise ValueError(f"{path}: scl_slope is valid but scl_inter is not ({error}): correct its header") from error
+    if slope is None or (slope, inter) == (1.0, 0.0):
+        return voxels
+    return np.asarray(apply_read_scaling(voxels, slope, inter), np.float32)
+
+
+def _check_finite(voxels: np.ndarray, path: Path) -> None:
+    if voxels.dtype.kind != "f":
+        return
+    finite = np.isfinite(voxels)
+    if not finite.all():
+        count = int(voxels.size - np.count_nonzero(finite))
+        raise ValueError(
+            f"{path}: {count} of {voxels.size} voxels are not a number or infinite: repair or drop the file"
+        )

@@ -1,0 +1,66 @@
+"""Files that are never torn: written beside their place, flushed to the disk, then renamed into it."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the folder of `path`; on success it is flushed and renamed to `path`, on error removed.
+
+    A reader sees the old file or the whole new one, never a part, also when the process is killed at any moment.
+    The temporary name keeps the suffixes of `path`, since libraries choose the format by them.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full; `path` is then as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=".part-", suffix="-" + path.name, dir=path.parent)
+    os.close(descriptor)
+    part = Path(name)
+    try:
+        yield part
+        flush_to_disk(part)
+        part.chmod(0o666 & ~_umask())
+        part.replace(path)
+        flush_to_disk(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Force what was written to a file, or the names in a folder, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file atomically."""
+    with atomic_path(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: Any) -> None:  # noqa: ANN401 - whatever json takes
+    """Write an indented JSON file atomically; not-a-number and infinity are refused, since JSON has none."""
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file as 64 hexadecimal digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

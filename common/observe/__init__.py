@@ -1,0 +1,1 @@
+"""What a run writes about itself: folder, clock, curves, overlays, summary."""

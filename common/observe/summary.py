@@ -1,0 +1,67 @@
+"""The summary of a run: what ran, on what, how well, how long; one JSON file that other programs read."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from common.files import write_json
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The figure a run is judged by.
+
+    Args:
+        name: what it is, and on which grid.
+        value: mean over the cases.
+        per_case: value by case name.
+        selected_on: the cases on which the best weights were chosen.
+    """
+
+    name: str
+    value: float
+    per_case: dict[str, float]
+    selected_on: str
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The content of `summary.json`.
+
+    Args:
+        app: name of the app.
+        recipe: recipe of the run.
+        data: folder of the dataset, and whether it is synthetic.
+        held_out: whether no validation case was trained on.
+        device: what computed.
+        precision: of the training steps.
+        seed: of the run.
+        cases: number of training and validation cases.
+        steps: training steps done.
+        quality: the figure, on the native grid, by the best weights.
+        working_grid: Dice on the working grid of the best and of the last validation.
+        seconds: per stage, and in all since the process started.
+        onnx: the fp32 model (path, sha256, max_abs_diff, dice_delta) and, under "fp16", the same of the other.
+        engine: the fp32 engine (flavour, version, precision, path, sha256, ran, reason) and, under "fp16", the other;
+            where there is none, `reason` says why.
+    """
+
+    app: str
+    recipe: str
+    data: dict[str, Any]
+    held_out: bool
+    device: str
+    precision: str
+    seed: int
+    cases: dict[str, int]
+    steps: int
+    quality: Quality
+    working_grid: dict[str, float]
+    seconds: dict[str, float]
+    onnx: dict[str, Any]
+    engine: dict[str, Any]
+
+
+def write_summary(directory: Path, summary: RunSummary) -> None:
+    """Write `summary.json`."""
+    write_json(directory / "summary.json", asdict(summary))

@@ -1,0 +1,262 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from common.data import fingerprint as module
+from common.data.cases import Case, Dataset, read_dataset
+from common.data.fingerprint import Fingerprint, Intensity, explain_preparation, fingerprint, plan_preparation
+from common.data.preparation import Preparation
+from common.data.volumes import Volume, read_volume
+
+CT = Dataset(Path("somewhere"), "Organ", ("CT",), ("background", "organ", "lesion"), (), (), False)
+MR = replace(CT, modality=("FLAIR", "T1w"))
+SPLEEN = replace(CT, name="Spleen", labels=("background", "spleen"))
+
+
+def save(path: Path, voxels: np.ndarray, spacing: tuple[float, float, float] = (1, 1, 1)) -> None:
+    nib.save(nib.Nifti1Image(voxels, np.diag([*spacing, 1.0])), path)
+
+
+def write_case(folder: Path, name: str, image: np.ndarray, label: np.ndarray, spacing=(1.0, 1.0, 1.0)) -> Case:
+    case = Case(name, folder / f"{name}.nii.gz", folder / f"{name}_label.nii.gz")
+    assert case.label is not None
+    save(case.image, image, spacing)
+    save(case.label, label, spacing)
+    return case
+
+
+def figures_of(dataset: Dataset, **changes: object) -> Fingerprint:
+    intensity = (Intensity(-1003.6, 119.7, -400.0, 200.0),) * len(dataset.modality)
+    figures = Fingerprint(dataset.modality, 12, (0.7849, 0.7849, 5.0), (512, 512, 90), intensity, (0.9, 0.08, 0.02))
+    return replace(figures, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Case]:
+    """Three CTs whose figures are told by hand: in each, label 1 on a few voxels and label 2 on one."""
+    cases = []
+    for number, (shape, spacing) in enumerate([((4, 5, 6), (1, 2, 3)), ((4, 4, 8), (2, 2, 5)), ((6, 3, 7), (1, 1, 9))]):
+        image = np.full(shape, -1000, np.int16)
+        label = np.zeros(shape, np.uint8)
+        image[1, 1, 1:5] = [10, 20, 30, 40 + number]
+        label[1, 1, 1:5] = [1, 1, 1, 2]
+        cases.append(write_case(tmp_path, f"case{number}", image, label, spacing))
+    return cases
+
+
+def test_figures_told_by_hand(three):
+    found = fingerprint(three, CT, progress=False)
+    values = [10, 20, 30, 40, 10, 20, 30, 41, 10, 20, 30, 42]
+    assert found.spacing == (1.0, 2.0, 5.0)
+    assert found.shape == (4, 4, 7)
+    assert (found.modality, found.cases) == (("CT",), 3)
+    assert found.label_fractions == pytest.approx([(374 - 12) / 374, 9 / 374, 3 / 374])
+    assert found.intensity is not None
+    (channel,) = found.intensity
+    assert channel.mean == pytest.approx(sum(values) / 12)
+    assert channel.std == pytest.approx(np.std(values))
+    assert channel.percentile_0_5 == 10
+    assert channel.percentile_99_5 == pytest.approx(
+        41.945
+    )  # 0.945 of the way from the 11th of the sorted 12 to the 12th
+
+
+def test_axes_are_counted_along_right_anterior_superior(tmp_path):
+    # The file's axes run to S, L and A, with 3, 1 and 2 mm.
+    affine = np.array([[0, -1, 0, 5], [0, 0, 2, 6], [3, 0, 0, 7], [0, 0, 0, 1]], float)
+    case = Case("a", tmp_path / "a.nii.gz", tmp_path / "l.nii.gz")
+    voxels = np.ones((10, 20, 30), np.uint8)
+    for path in (case.image, case.label):
+        nib.save(nib.Nifti1Image(voxels, affine), path)
+    for dataset in (CT, SPLEEN):
+        found = fingerprint([case], dataset, progress=False)
+        assert found.spacing == (1.0, 2.0, 3.0)
+        assert found.shape == (20, 30, 10)
+
+
+def test_every_case_has_the_same_say(tmp_path):
+    shape = (40, 40, 40)
+    large = write_case(tmp_path, "large", np.full(shape, 100, np.int16), np.ones(shape, np.uint8))
+    small = write_case(tmp_path, "small", np.zeros((30, 30, 30), np.int16), np.ones((30, 30, 30), np.uint8))
+    found = fingerprint([large, small], CT, progress=False)
+    assert found.intensity is not None
+    assert found.intensity[0].mean == pytest.approx(50)  # 10,000 voxels of each, not 64,000 and 27,000
+
+
+def test_sampled_voxels_speak_for_all(tmp_path):
+    image = np.random.default_rng(0).normal(40, 25, (64, 64, 40)).astype(np.float32)
+    label = np.zeros(image.shape, np.uint8)
+    label[8:56, 8:56, 4:36] = 1
+    found = fingerprint([write_case(tmp_path, "a", image, label)], CT, progress=False)
+    assert found.intensity is not None
+    inside = image[label > 0]
+    assert found.intensity[0].mean == pytest.approx(inside.mean(), abs=1)
+    assert found.intensity[0].std == pytest.approx(inside.std(), abs=1)
+    assert found.intensity[0].percentile_0_5 == pytest.approx(np.percentile(inside, 0.5), abs=5)
+
+
+def test_each_channel_has_its_own_figures(tmp_path):
+    label = np.zeros((5, 6, 7), np.uint8)
+    label[1:3, 1:3, 1:3] = 1
+    image = np.stack([np.where(label, 3, 0), np.where(label, 8, -5)], -1).astype(np.float32)
+    found = fingerprint([write_case(tmp_path, "a", image, label)], MR, progress=False)
+    assert found.intensity is not None
+    assert [(channel.mean, channel.std) for channel in found.intensity] == [(3, 0), (8, 0)]
+
+
+def test_a_case_without_foreground_counts_for_spacing_only(three, tmp_path):
+    empty = write_case(tmp_path, "empty", np.zeros((4, 4, 4), np.int16), np.zeros((4, 4, 4), np.uint8), (1, 1, 1))
+    found = fingerprint([*three, empty], CT, progress=False)
+    assert found.intensity == fingerprint(three, CT, progress=False).intensity
+    assert found.spacing == (1.0, 1.5, 4.0)
+    with pytest.raises(ValueError, match="somewhere: no voxel of 1 training cases has a label above 0"):
+        fingerprint([empty], CT, progress=False)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [(np.uint8, 3), (np.int16, -1), (np.float32, 0.5)])
+def test_labels_that_are_not_listed_are_named(tmp_path, dtype, number):
+    label = np.zeros((4, 4, 4), dtype)
+    label[0, 0, :2] = [1, number]
+    case = write_case(tmp_path, "a", np.zeros((4, 4, 4), np.int16), label)
+    with pytest.raises(
+        ValueError, match=rf"a_label\.nii\.gz: found the labels \[{number}\]; .* lists 0 background, 1 organ"
+    ):
+        fingerprint([case], CT, progress=False)
+
+
+def test_image_and_label_must_share_a_grid(tmp_path):
+    case = write_case(tmp_path, "a", np.zeros((4, 4, 4), np.int16), np.ones((4, 4, 4), np.uint8))
+    assert case.label is not None
+    save(case.label, np.ones((4, 4, 4), np.uint8), (2, 1, 1))
+    with pytest.raises(ValueError, match=r"a_label\.nii\.gz .* of its image .*a\.nii\.gz"):
+        fingerprint([case], CT, progress=False)
+
+
+def test_a_known_dataset_is_not_read(three, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "read_volume", None)
+    found = fingerprint(three, SPLEEN, tmp_path / "store", progress=False)
+    assert (found.spacing, found.shape, found.cases) == ((1.0, 2.0, 5.0), (4, 4, 7), 3)
+    assert (found.intensity, found.label_fractions) == (None, None)
+    assert plan_preparation(SPLEEN, found) == Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
+    assert not (tmp_path / "store").exists()
+
+
+def test_figures_are_kept_until_a_file_or_a_list_changes(three, monkeypatch, tmp_path, caplog):
+    store = tmp_path / "store"
+    read: list[Path] = []
+
+    def spy(path: Path, channels: int = 1) -> Volume:
+        read.append(path)
+        return read_volume(path, channels)
+
+    monkeypatch.setattr(module, "read_volume", spy)
+    first = fingerprint(three, CT, store, progress=False)
+    assert len(read) == 6
+    assert fingerprint(three, CT, store, progress=False) == first
+    assert len(read) == 6
+    fingerprint(three[:2], CT, store, progress=False)
+    assert len(read) == 10
+    fingerprint(three[:2], replace(CT, labels=("background", "organ", "tumour")), store, progress=False)
+    assert len(read) == 14
+    save(three[0].image, np.full((4, 5, 6), 77, np.int16), (1, 2, 3))
+    changed = fingerprint(three, CT, store, progress=False)
+    assert len(read) == 20
+    assert changed != first
+    assert caplog.records == []
+    (store / "fingerprint.json").write_text("{")
+    assert fingerprint(three, CT, store, progress=False) == changed
+    assert len(read) == 26
+    assert "fingerprint.json: damaged" in caplog.text
+
+
+@pytest.mark.parametrize("changes", [{}, {"intensity": None, "label_fractions": None}])
+def test_figures_survive_json(changes):
+    figures = figures_of(MR, **changes)
+    assert Fingerprint.from_json(json.loads(json.dumps(figures.to_json()))) == figures
+
+
+def test_ct_gets_a_window_of_whole_units_and_the_median_spacing():
+    figures = figures_of(CT)
+    assert plan_preparation(CT, figures) == Preparation((0.78, 0.78, 5.0), "window", (-1004.0, 120.0))
+    assert explain_preparation(CT, figures) == (
+        "spacing (0.78, 0.78, 5) mm: the median of 12 training cases",
+        "window (-1004, 120) HU: 0.5 and 99.5 percentiles of the foreground of 12 training cases",
+    )
+
+
+def test_mr_gets_z_scores():
+    figures = figures_of(MR)
+    assert plan_preparation(MR, figures) == Preparation((0.78, 0.78, 5.0), "zscore", None, channels=2)
+    assert explain_preparation(MR, figures)[1] == (
+        "z-score per channel over the voxels that are not 0: the modality is FLAIR, T1w, not CT"
+    )
+    named_alike = replace(MR, name="Spleen", modality=("MRI",))
+    assert plan_preparation(named_alike, figures_of(named_alike)).normalisation == "zscore"
+
+
+def test_msd_spleen_gets_the_recipes_figures():
+    figures = figures_of(SPLEEN, intensity=None, label_fractions=None)
+    assert plan_preparation(SPLEEN, figures) == Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
+    assert explain_preparation(SPLEEN, figures) == (
+        "spacing (1.5, 1.5, 2) mm: the MONAI fast-training recipe's for Spleen",
+        "window (-57, 164) HU: the MONAI fast-training recipe's for Spleen",
+    )
+
+
+@pytest.mark.parametrize("dataset", [CT, SPLEEN])
+def test_what_is_asked_for_goes_first(dataset):
+    spacing, window = (3.0, 3.0, 4.0), (-160.0, 240.0)
+    figures = figures_of(dataset)
+    assert plan_preparation(dataset, figures, spacing, window) == Preparation(spacing, "window", window)
+    assert explain_preparation(dataset, figures, spacing, window) == (
+        "spacing (3, 3, 4) mm: as asked",
+        "window (-160, 240) HU: as asked",
+    )
+
+
+@pytest.mark.parametrize(
+    ("dataset", "wanted", "message"),
+    [
+        (CT, {"spacing": (1.0, 0.0, 1.0)}, r"spacing \(1\.0, 0\.0, 1\.0\)"),
+        (CT, {"spacing": (1.0, float("nan"), 1.0)}, "spacing"),
+        (CT, {"window": (164.0, -57.0)}, r"window \(164, -57\) HU: the lower bound must lie below"),
+        (CT, {"window": (float("-inf"), 5.0)}, r"window \(-inf, 5\) HU"),
+        (MR, {"window": (0.0, 1.0)}, "only CT has one, and the modality is FLAIR, T1w"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(dataset, wanted, message):
+    with pytest.raises(ValueError, match=message):
+        plan_preparation(dataset, figures_of(dataset), **wanted)
+
+
+def test_a_constant_foreground_has_no_window():
+    figures = figures_of(CT, intensity=(Intensity(50.0, 50.2, 50.0, 0.1),))
+    with pytest.raises(ValueError, match=r"window \(50, 50\) HU.*percentiles of the foreground"):
+        plan_preparation(CT, figures)
+
+
+@pytest.mark.real_data
+def test_real_scans(real_data):
+    dataset = read_dataset(real_data / "ct_spleen_real")
+    found = fingerprint(dataset.cases, dataset, progress=False)
+    images = [nib.load(case.image) for case in dataset.cases]
+    labels = [np.asarray(nib.load(case.label).dataobj) for case in dataset.cases]
+    assert found.spacing == pytest.approx(np.median([image.header.get_zooms() for image in images], axis=0))
+    assert found.label_fractions is not None
+    labelled = sum((label > 0).sum() for label in labels)
+    assert found.label_fractions[1] == pytest.approx(labelled / sum(label.size for label in labels))
+    assert found.intensity is not None
+    inside = [image.get_fdata()[label > 0] for image, label in zip(images, labels, strict=True)]
+    weights = [min(len(values), 10_000) for values in inside]
+    expected = np.average([values.mean() for values in inside], weights=weights)
+    assert found.intensity[0].mean == pytest.approx(expected, abs=2)
+    assert plan_preparation(dataset, found).normalisation == "window"
+
+    brain = read_dataset(real_data / "brain_tumour_real")
+    found = fingerprint(brain.cases, brain, progress=False)
+    assert (found.spacing, found.shape) == ((1, 1, 1), (240, 240, 155))
+    assert plan_preparation(brain, found) == Preparation((1.0, 1.0, 1.0), "zscore", None, channels=2)

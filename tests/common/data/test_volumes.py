@@ -1,0 +1,278 @@
+import gzip
+import io
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.data import volumes
+from common.data.volumes import Volume, check_same_grid, read_header, read_volume, write_label
+
+AFFINE = np.array([[-1.5, 0, 0, 40.5], [0, 1.25, 0, -61.5], [0, 0, 3.0, -804.5], [0, 0, 0, 1]])
+SHEARED = np.array([[1.0, 0, 0, 5], [0, 1.0, 0.4, -3], [0, 0, 2.0, 7], [0, 0, 0, 1]])
+
+
+def voxels_of(dtype: Any = np.int16, shape: tuple[int, ...] = (5, 4, 3)) -> np.ndarray:
+    values = np.random.default_rng(0).integers(0, 100, shape)
+    return np.asarray(values - (50 if np.dtype(dtype).kind in "if" else 0)).astype(dtype)
+
+
+def write(path: Path, voxels: np.ndarray, affine: np.ndarray = AFFINE, **fields: Any) -> Path:
+    """Write a NIfTI file by nibabel, then overwrite header fields byte by byte."""
+    image = nibabel.Nifti1Image(voxels, affine, dtype=voxels.dtype)
+    content = bytearray(image.to_bytes())
+    header = nibabel.Nifti1Header(bytes(content[:348]), check=False)
+    for name, value in fields.items():
+        header[name] = value
+    content[:348] = header.binaryblock
+    path.write_bytes(gzip.compress(bytes(content), compresslevel=1) if path.suffix == ".gz" else bytes(content))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.nii.gz", "a.nii"])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.int64, np.float32, np.float64])
+def test_reading_gives_what_nibabel_gives(tmp_path, name, dtype):
+    path = write(tmp_path / name, voxels_of(dtype))
+    volume = read_volume(path)
+    assert volume.voxels.dtype == dtype
+    assert np.array_equal(volume.voxels, np.asarray(nibabel.load(path).dataobj))
+    assert np.array_equal(volume.affine, AFFINE)
+    assert volume.voxels.flags.f_contiguous
+    assert volume.voxels.flags.writeable
+    assert volume.path == path
+
+
+def test_big_endian_files_come_in_native_order(tmp_path):
+    header = nibabel.Nifti1Header(endianness=">")
+    header.set_data_dtype(np.int16)
+    nibabel.save(nibabel.Nifti1Image(voxels_of(), AFFINE, header), tmp_path / "a.nii.gz")
+    volume = read_volume(tmp_path / "a.nii.gz")
+    assert nibabel.load(tmp_path / "a.nii.gz").header.endianness == ">"
+    assert volume.voxels.dtype == np.dtype(np.int16)
+    assert np.array_equal(volume.voxels, voxels_of())
+    assert volume.voxels.flags.f_contiguous
+
+
+@pytest.mark.parametrize(("slope", "inter"), [(2.0, -1024.0), (0.1, 0.0), (1.0, -1000.0)])
+def test_scaling_is_applied(tmp_path, slope, inter):
+    path = write(tmp_path / "a.nii.gz", voxels_of(), scl_slope=slope, scl_inter=inter)
+    volume = read_volume(path)
+    assert volume.voxels.dtype == np.float32
+    np.testing.assert_allclose(volume.voxels, nibabel.load(path).get_fdata(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("slope", [0.0, np.nan, 1.0])
+def test_a_slope_of_0_or_nan_means_none(tmp_path, slope):
+    volume = read_volume(write(tmp_path / "a.nii.gz", voxels_of(), scl_slope=slope, scl_inter=0))
+    assert volume.voxels.dtype == np.int16
+    assert np.array_equal(volume.voxels, voxels_of())
+
+
+@pytest.mark.parametrize("codes", [(1, 0), (0, 1), (0, 0), (2, 1)])
+def test_the_affine_is_nibabels_for_all_codes(tmp_path, codes):
+    path = write(tmp_path / "a.nii.gz", voxels_of(), sform_code=codes[0], qform_code=codes[1])
+    assert np.array_equal(read_volume(path).affine, nibabel.load(path).affine)
+
+
+def test_channels_and_axes_of_length_one(tmp_path):
+    four = write(tmp_path / "four.nii.gz", voxels_of(np.float32, (5, 4, 3, 2)))
+    single = write(tmp_path / "single.nii.gz", voxels_of(shape=(5, 4, 3, 1)))
+    volume = read_volume(four, channels=2)
+    assert volume.voxels.shape == (5, 4, 3, 2)
+    assert np.array_equal(volume.voxels, np.asarray(nibabel.load(four).dataobj))
+    assert read_volume(single).voxels.shape == (5, 4, 3)
+
+
+def test_the_header_is_read_without_the_voxels(tmp_path):
+    path = write(tmp_path / "a.nii", voxels_of())
+    path.write_bytes(path.read_bytes()[:352])
+    shape, affine = read_header(path)
+    assert shape == (5, 4, 3)
+    assert np.array_equal(affine, AFFINE)
+    with pytest.raises(ValueError, match=r"expected 120 bytes of voxels.*found 0"):
+        read_volume(path)
+
+
+def rotten(kind: str, path: Path) -> None:
+    """Write a file that is wrong in one way."""
+    whole = write(path, voxels_of(shape=(24, 24, 24))).read_bytes()
+    content = gzip.decompress(whole)
+    contents = {
+        "empty": b"",
+        "cut": whole[: len(whole) // 2],
+        "cut in the header": gzip.compress(content[:200]),
+        "checksum": whole[:-8] + bytes(4) + whole[-4:],
+        "short payload": gzip.compress(content[:-10]),
+        "plain": content,
+        "text": gzip.compress(b"not a scan " * 100),
+        "version 2": gzip.compress(nibabel.Nifti2Image(voxels_of(), AFFINE).to_bytes()),
+        "rgb": gzip.compress(nibabel.Nifti1Image(np.zeros((4, 4, 4), [(c, "u1") for c in "RGB"]), AFFINE).to_bytes()),
+    }
+    if kind in contents:
+        path.write_bytes(contents[kind])
+    elif kind == "complex":
+        write(path, voxels_of(np.complex64))
+    elif kind == "pair":
+        write(path, voxels_of(), magic=b"ni1")
+    elif kind == "unknown type":
+        write(path, voxels_of(), datatype=999)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("empty", "is empty"),
+        ("cut", "truncated or damaged"),
+        ("cut in the header", "200 bytes, less than a NIfTI-1 header"),
+        ("checksum", "truncated or damaged"),
+        ("short payload", "expected 27648 bytes of voxels.*found 27638"),
+        ("plain", "not gzip.*rename it to .nii,"),
+        ("text", "not a single-file NIfTI-1"),
+        ("pair", "magic b'ni1'"),
+        ("version 2", "header size 540"),
+        ("rgb", "found.*NIfTI code 128"),
+        ("complex", "found complex64"),
+        ("unknown type", "found an unknown type .NIfTI code 999"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, kind, said):
+    rotten(kind, tmp_path / "case_07.nii.gz")
+    with pytest.raises(ValueError, match=f"case_07.nii.gz.*{said}"):
+        read_volume(tmp_path / "case_07.nii.gz")
+
+
+def test_other_names_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"gone\.nii\.gz: no such file"):
+        read_volume(tmp_path / "gone.nii.gz")
+    (tmp_path / "scan.dcm").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"scan\.dcm: expected a NIfTI file"):
+        read_volume(tmp_path / "scan.dcm")
+    packed = write(tmp_path / "a.nii.gz", voxels_of()).rename(tmp_path / "a.nii")
+    with pytest.raises(ValueError, match=r"a\.nii is gzip.*rename it to \.nii\.gz"):
+        read_volume(packed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"dim": [3, 32767, 32767, 32767, 1, 1, 1, 1]}, "asks for 70362301923326 bytes"),
+        ({"dim": [2, 5, 4, 1, 1, 1, 1, 1]}, r"found shape \(5, 4\)"),
+        ({"dim": [3, 5, -4, 3, 1, 1, 1, 1]}, r"found shape \(5, -4, 3\)"),
+        ({"dim": [4, 5, 4, 1, 3, 1, 1, 1]}, r"expected 3-D.*found shape \(5, 4, 1, 3\)"),
+        ({"dim": [5, 5, 4, 1, 3, 2, 1, 1]}, r"found shape \(5, 4, 1, 3, 2\)"),
+        ({"vox_offset": 2.0**30}, "begin at byte 1073741824"),
+        ({"vox_offset": 12}, "begin at byte 12"),
+        ({"scl_slope": 1, "scl_inter": np.nan}, "scl_slope is valid but scl_inter is not"),
+        ({"srow_x": [np.nan, 0, 0, 0]}, "affine is not finite"),
+        ({"srow_x": [0, 0, 0, 0]}, r"spacing \[0.0, 1.25, 3.0\] mm has a zero"),
+        ({"srow_x": [1, 1, 0, 0], "srow_y": [1, 1, 0, 0]}, "affine is singular"),
+        ({"sform_code": 0, "qform_code": 0, "pixdim": [1, 1, 0, 1, 1, 1, 1, 1]}, "mm has a zero"),
+        ({"sform_code": 0, "qform_code": 1, "pixdim": [1, -1, 1, 1, 1, 1, 1, 1]}, "gives no affine"),
+    ],
+)
+def test_a_header_that_cannot_be_meant_is_refused(tmp_path, fields, said):
+    with pytest.raises(ValueError, match=f"odd.nii.gz.*{said}"):
+        read_volume(write(tmp_path / "odd.nii.gz", voxels_of(), **fields))
+
+
+def test_channels_that_do_not_fit_are_refused(tmp_path):
+    three = write(tmp_path / "three.nii.gz", voxels_of())
+    with pytest.raises(ValueError, match=r"three\.nii\.gz: expected 4-D, 2 channels last, found shape \(5, 4, 3\)"):
+        read_volume(three, channels=2)
+    four = write(tmp_path / "four.nii.gz", voxels_of(shape=(5, 4, 3, 2)))
+    with pytest.raises(ValueError, match=r"four\.nii\.gz: expected 4-D, 4 channels last, found shape \(5, 4, 3, 2\)"):
+        read_volume(four, channels=4)
+
+
+def test_bytes_behind_the_voxels_are_padding_or_an_error(tmp_path):
+    path = write(tmp_path / "a.nii", voxels_of())
+    whole = path.read_bytes()
+    path.write_bytes(whole + bytes(512))
+    assert np.array_equal(read_volume(path).voxels, voxels_of())
+    path.write_bytes(whole + bytes(2**20))
+    with pytest.raises(ValueError, match="goes on behind the 120 bytes of voxels"):
+        read_volume(path)
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(volumes, "MAX_VOXEL_BYTES", 100)
+    with pytest.raises(ValueError, match=r"asks for 120 bytes.*at most 100"):
+        read_volume(write(tmp_path / "a.nii.gz", voxels_of()))
+
+
+def test_voxels_that_are_no_numbers_are_counted(tmp_path):
+    voxels = voxels_of(np.float32)
+    voxels[0, 1, 2] = np.nan
+    voxels[3, 0, 0] = np.inf
+    with pytest.raises(ValueError, match=r"a\.nii\.gz: 2 of 60 voxels are not a number or infinite"):
+        read_volume(write(tmp_path / "a.nii.gz", voxels))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_no_cut_and_no_flipped_byte_changes_a_voxel_unnoticed(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("flip") / "a.nii.gz"
+    whole = write(path, voxels_of(shape=(12, 12, 12))).read_bytes()
+    place = data.draw(st.integers(1, len(whole) - 1), label="place")
+    path.write_bytes(whole[:place])
+    with pytest.raises(ValueError, match=r"a\.nii\.gz"):
+        read_volume(path)
+    flipped = whole[place] ^ data.draw(st.integers(1, 255), label="flip")
+    path.write_bytes(whole[:place] + bytes([flipped]) + whole[place + 1 :])
+    try:
+        found = read_volume(path)
+    except ValueError:
+        return
+    # Gzip's own header and length do not touch the content.
+    assert np.array_equal(found.voxels, voxels_of(shape=(12, 12, 12)))
+    assert np.array_equal(found.affine, AFFINE)
+
+
+@pytest.mark.parametrize("name", ["out/mask.nii.gz", "mask.nii"])
+@pytest.mark.parametrize("affine", [AFFINE, np.eye(4), SHEARED], ids=["LAS", "identity", "sheared"])
+def test_a_label_comes_back_as_it_was(tmp_path, name, affine):
+    labels = np.asfortranarray(voxels_of(np.uint8))
+    write_label(tmp_path / name, labels, affine)
+    found = nibabel.load(tmp_path / name)
+    assert np.array_equal(np.asarray(found.dataobj), labels)
+    np.testing.assert_allclose(found.affine, affine, rtol=1e-6)
+    assert found.get_data_dtype() == np.uint8
+    assert found.header.get_xyzt_units()[0] == "mm"
+    np.testing.assert_allclose(found.header.get_zooms(), np.linalg.norm(affine[:3, :3], axis=0), rtol=1e-6)
+    assert [file.name for file in (tmp_path / name).parent.iterdir()] == [Path(name).name]
+    assert np.array_equal(read_volume(tmp_path / name).voxels, labels)
+
+
+def test_the_qform_counts_only_where_it_says_the_same(tmp_path):
+    labels = voxels_of(np.uint8)  # C order: written as it should be all the same
+    write_label(tmp_path / "straight.nii.gz", labels, AFFINE)
+    straight = nibabel.load(tmp_path / "straight.nii.gz")
+    assert np.array_equal(np.asarray(straight.dataobj), labels)
+    assert (int(straight.header["sform_code"]), int(straight.header["qform_code"])) == (1, 1)
+    np.testing.assert_allclose(straight.get_qform(), AFFINE, atol=1e-4)
+    write_label(tmp_path / "sheared.nii.gz", labels, SHEARED)
+    sheared = nibabel.load(tmp_path / "sheared.nii.gz")
+    assert (int(sheared.header["sform_code"]), int(sheared.header["qform_code"])) == (1, 0)
+
+
+def test_the_same_label_gives_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        write_label(tmp_path / f"{name}.nii.gz", voxels_of(np.uint8), AFFINE)
+    assert (tmp_path / "a.nii.gz").read_bytes() == (tmp_path / "b.nii.gz").read_bytes()
+    with gzip.open(io.BytesIO((tmp_path / "a.nii.gz").read_bytes())) as stream:  # any gzip reads it
+        assert len(stream.read()) == 352 + 60
+
+
+def test_a_label_must_lie_on_its_image():
+    image = Volume(voxels_of(shape=(5, 4, 3, 2)), AFFINE, Path("image.nii.gz"))
+    nearly = AFFINE + np.array([[0, 0, 0, 0.05], [0] * 4, [0] * 4, [0] * 4])
+    check_same_grid(image, Volume(voxels_of(), nearly, Path("label.nii.gz")))
+    with pytest.raises(ValueError, match=r"label\.nii\.gz.*image\.nii\.gz: shape \(5, 4, 2\) against \(5, 4, 3\)"):
+        check_same_grid(image, Volume(voxels_of(shape=(5, 4, 2)), AFFINE, Path("label.nii.gz")))
+    flipped = AFFINE * np.array([[-1], [1], [1], [1]])
+    with pytest.raises(ValueError, match=r"corners up to 81 mm apart \(at most 0.125\).*-804\.5.*resample the label"):
+        check_same_grid(image, Volume(voxels_of(), flipped, Path("label.nii.gz")))

@@ -1,0 +1,156 @@
+"""The overlay picture: its pixels, its size, and that nothing odd breaks it."""
+
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+from PIL import Image
+
+from common.observe.overlays import draw_overlay
+
+AFFINE = np.diag([3.0, 3.0, 3.0, 1.0])
+
+
+def phantom(shape: tuple[int, int, int] = (60, 50, 40)) -> tuple[np.ndarray, np.ndarray]:
+    """Return a noisy body with one bright organ, and the organ's label."""
+    grid = np.stack(np.meshgrid(*(np.linspace(-1, 1, side) for side in shape), indexing="ij"))
+    image = np.where((grid[:2] ** 2).sum(0) < 0.8, 20.0, -1000.0)
+    organ = ((grid - np.array([-0.4, -0.1, 0.1])[:, None, None, None]) ** 2).sum(0) < 0.1
+    image[organ] += 60
+    noise = np.random.default_rng(0).normal(scale=25, size=shape)
+    return (image + noise).astype(np.float32), organ.astype(np.uint8)
+
+
+def drawn(path: Path, *arguments: Any, **options: Any) -> np.ndarray:
+    """Draw an overlay; return its pixels [rows, columns, 3] as signed integers."""
+    draw_overlay(path, *arguments, **options)
+    with Image.open(path) as picture:
+        assert picture.format == "PNG"
+        return np.asarray(picture.convert("RGB")).astype(int)
+
+
+def coloured(pixels: np.ndarray) -> np.ndarray:
+    """Return where pixels have a colour, above the legend."""
+    mask: np.ndarray = np.ptp(pixels, axis=-1) > 40
+    mask[-40:] = False
+    return mask
+
+
+def test_prediction_is_filled_where_it_is(tmp_path: Path):
+    image, organ = phantom()
+    pixels = drawn(tmp_path / "overlay.png", image, organ, AFFINE, window=(-57, 164), title="case")
+    assert pixels.shape[1] == 1170
+    assert 400 < pixels.shape[0] < 1000
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50  # grey levels, not a blank sheet
+    orange = coloured(pixels)
+    assert orange.sum() > 5000
+    red, green, blue = pixels[orange].mean(axis=0)
+    assert red > green > blue
+    # The organ is on the patient's left: on the right half of the first panel, which fills the left third.
+    columns = np.flatnonzero(orange[60:300, :360].any(axis=0))
+    assert 190 < columns.mean() < 340
+
+
+def test_another_mask_gives_another_picture_and_the_same_one_the_same_bytes(tmp_path: Path):
+    image, organ = phantom()
+    shifted = np.roll(organ, 2, axis=1)
+    first, again, other, outlined = (tmp_path / f"{name}.png" for name in "abcd")
+    a = drawn(first, image, organ, AFFINE)
+    drawn(again, image, organ, AFFINE)
+    drawn(other, image, shifted, AFFINE)
+    d = drawn(outlined, image, organ, AFFINE, truth=organ)
+    assert first.read_bytes() == again.read_bytes()
+    assert first.read_bytes() != other.read_bytes()
+    assert coloured(d).sum() > coloured(a).sum()  # the outline adds to the fill
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png", "c.png", "d.png"]  # nothing left over
+
+
+def test_truth_alone_is_outlined_only(tmp_path: Path):
+    image, organ = phantom()
+    empty = np.zeros_like(organ)
+    outline = coloured(drawn(tmp_path / "a.png", image, empty, AFFINE, truth=organ)).sum()
+    fill = coloured(drawn(tmp_path / "b.png", image, organ, AFFINE)).sum()
+    assert 0 < outline < 0.5 * fill
+    assert coloured(drawn(tmp_path / "c.png", image, empty, AFFINE)).sum() == 0
+
+
+def test_rare_colours_survive(tmp_path: Path):
+    image, organ = phantom()
+    organ[organ > 0] = 2
+    organ[18, 22, 20:24] = 3  # four voxels of yellow
+    pixels = drawn(tmp_path / "a.png", image, organ, AFFINE, names=("background", "a", "b", "c"))
+    red, green, blue = (pixels[..., channel] for channel in range(3))
+    above_legend = np.arange(len(pixels))[:, None] < len(pixels) - 40
+    assert ((blue > red + 40) & above_legend).any()
+    assert ((red > blue + 60) & (green > blue + 60) & (abs(red - green) < 30) & above_legend).any()
+
+
+@pytest.mark.parametrize("spacing", [(1.0, 1.0, 5.0), (2.0, 2.0, 2.0), (4.0, 1.0, 1.0)])
+def test_the_aspect_is_that_of_the_patient(tmp_path: Path, spacing: tuple[float, float, float]):
+    sides = [round(160 / mm) for mm in spacing]
+    image, labels = np.zeros(sides), np.zeros(sides, np.uint8)
+    labels[tuple(slice(round(60 / mm), round(100 / mm)) for mm in spacing)] = 1  # a cube of 40 mm
+    mask = coloured(drawn(tmp_path / "a.png", image, labels, np.diag([*spacing, 1.0]), window=(-1, 1)))
+    top = mask[:420]
+    for left in (0, 390, 780):  # axial, coronal, sagittal
+        rows, columns = np.nonzero(top[:, left : left + 390])
+        assert np.ptp(rows) == pytest.approx(np.ptp(columns), abs=3)
+        assert np.ptp(rows) > 60
+
+
+@pytest.mark.parametrize("shape", [(1, 40, 40), (40, 40, 1), (5, 5, 200), (200, 5, 5), (2, 2, 2)])
+def test_odd_shapes(tmp_path: Path, shape: tuple[int, int, int]):
+    labels = np.ones(shape, np.uint8)
+    assert coloured(drawn(tmp_path / "a.png", np.ones(shape), labels, np.eye(4), truth=labels)).any()
+
+
+def test_names_are_plain_text(tmp_path: Path):
+    image, organ = phantom()
+    names = ("background", "_$x^{2$ <img src=x>\n\x00 and a very long name indeed")
+    title = "case_$\\frac{1}$_" + 200 * "x" + "\nsecond line"
+    # As markup, these would be an error.
+    pixels = drawn(tmp_path / "a.png", image, organ, AFFINE, truth=organ, names=names, title=title)
+    assert (pixels[:40] < 100).all(axis=-1).sum() > 500  # the title is written
+    assert (pixels[:, -10:] == 255).all()  # and ends inside the page
+    pixels = drawn(tmp_path / "b.png", image, 9 * organ, AFFINE, names=names)  # a label without a name
+    assert (pixels[-40:, :200] < 100).all(axis=-1).sum() > 50
+
+
+def test_int_half_and_file_orders(tmp_path: Path):
+    image, organ = phantom()
+    whole = np.asfortranarray(image.round().astype(np.int16))
+    expected = drawn(tmp_path / "a.png", whole, organ, AFFINE, window=(-57, 164))
+    for dtype in (np.float16, np.float64):
+        assert np.array_equal(
+            drawn(tmp_path / "b.png", whole.astype(dtype), organ, AFFINE, window=(-57, 164)), expected
+        )
+
+
+def test_a_failed_write_leaves_the_old_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    image, organ = phantom()
+    path = tmp_path / "a.png"
+    path.write_bytes(b"old")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        draw_overlay(path, image, organ, AFFINE)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.real_data
+def test_a_real_ct_is_drawn_small(tmp_path: Path, real_data: Path):
+    scan = nib.load(real_data / "ct_spleen_real/imagesTr/real_b.nii.gz")
+    truth = np.asanyarray(nib.load(real_data / "ct_spleen_real/labelsTr/real_b.nii.gz").dataobj)
+    path = tmp_path / "real_b.png"
+    options = {"truth": truth, "names": ("background", "spleen"), "window": (-57, 164), "title": "real_b"}
+    pixels = drawn(path, np.asanyarray(scan.dataobj), np.roll(truth, 3, axis=1), scan.affine, **options)
+    assert path.stat().st_size < 300_000
+    # The file is L, A, S; the spleen must be on the right of the picture all the same.
+    columns = np.flatnonzero(coloured(pixels)[60:400, :580].any(axis=0))
+    assert columns.min() > 290
