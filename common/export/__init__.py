@@ -1,0 +1,1 @@
+"""From weights to ONNX and TensorRT, through the parity gate."""

@@ -1,0 +1,131 @@
+"""Export of a network to ONNX: one file, any batch size, fp32 or fp16 inside, float32 in and out."""
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from common.files import atomic_path
+
+ExportPrecision = Literal["fp32", "fp16"]
+Window = tuple[int, int, int, int]
+"""Shape (C, X, Y, Z) of one window."""
+OPSET = 20
+
+
+class HalfNetwork(nn.Module):
+    """A network in half precision that takes and gives float32.
+
+    Args:
+        network: is changed to half precision in place.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network.half()
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, K, X, Y, Z] float32 of windows [B, C, X, Y, Z] float32."""
+        logits: torch.Tensor = self.network(image.half())
+        return logits.float()
+
+
+def export_onnx(
+    network: nn.Module, path: Path, window: Window, precision: ExportPrecision, metadata: Mapping[str, str]
+) -> Path:
+    """Write a network as an ONNX model from `image` [batch, C, X, Y, Z] to `logits` [batch, K, X, Y, Z], both float32.
+
+    The network itself is left as it is, its device and mode too: a copy is exported, on the CPU, in evaluation mode.
+    The same weights give the same bytes, and no path of this machine is in them.
+
+    Args:
+        network: the plain module, neither compiled nor wrapped for several GPUs.
+        path: is written whole or not at all.
+        window: shape of one window; only the batch size is free.
+        precision: of weights and activations.
+        metadata: is kept in the file as its `metadata_props`, beside `precision` and `window`.
+
+    Returns:
+        `path`.
+
+    Raises:
+        onnx.checker.ValidationError: the model is no valid ONNX.
+    """
+    import onnx  # here, as torch.onnx: only the end of a run needs them
+
+    copied = copy.deepcopy(network).cpu().float().eval()
+    module = HalfNetwork(copied).eval() if precision == "fp16" else copied
+    batch = torch.zeros(2, *window)  # two, since torch would take a batch of one for a constant
+    with _quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            module,
+            (batch,),
+            input_names=["image"],
+            output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            opset_version=OPSET,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+    assert program is not None
+    model: Any = program.model_proto
+    _strip(model)
+    onnx.helper.set_model_props(
+        model, {**metadata, "precision": precision, "window": " ".join(str(side) for side in window)}
+    )
+    with atomic_path(path) as part:
+        onnx.save_model(model, str(part))
+        onnx.checker.check_model(str(part), full_check=True)
+    return path
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the `metadata_props` of an ONNX model.
+
+    Raises:
+        ValueError: the file is no ONNX model, or not one that `export_onnx` wrote.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    try:
+        model: Any = onnx.load_model(str(path))
+    except DecodeError as error:
+        raise ValueError(f"{path}: no ONNX model ({error})") from error
+    found = {entry.key: entry.value for entry in model.metadata_props}
+    if not {"precision", "window"} <= set(found):
+        raise ValueError(f"{path}: no `precision` and `window` in its metadata: not a model that export_onnx wrote")
+    return found
+
+
+def _strip(model: Any) -> None:  # noqa: ANN401 - a class of an untyped module
+    """Remove what torch notes beside each node and value: stack traces with this machine's paths, module names."""
+    graph = model.graph
+    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        del part.metadata_props[:]
+        part.doc_string = ""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop what the exporter says on every export and nobody can act on, and nothing else."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "torchvision is not installed" not in record.getMessage()
+
+    registry = logging.getLogger("torch.onnx._internal.exporter._registration")
+    registry.addFilter(is_news)
+    try:
+        with warnings.catch_warnings():
+            # torch 2.13 copies its own deprecated LeafSpec while it decomposes the graph.
+            warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+            yield
+    finally:
+        registry.removeFilter(is_news)

@@ -1,0 +1,131 @@
+"""Predictors: one callable for a network in torch, for its ONNX export and for its TensorRT engine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from common.inference.tensorrt_runtime import EnginePredictor, host_problem, read_manifest
+
+Predictor = Callable[[torch.Tensor], torch.Tensor]
+"""From windows [B, C, X, Y, Z] float32 to logits [B, K, X, Y, Z] float32 on the windows' device."""
+Precision = Literal["fp32", "bf16", "fp16"]
+Backend = Literal["tensorrt", "onnxruntime", "torch"]
+_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class OpenedPredictor:
+    """A predictor, what runs it in which precision, and in one line why."""
+
+    predict: Predictor
+    backend: Backend
+    precision: Precision
+    reason: str
+
+
+def torch_predictor(network: nn.Module, precision: Precision = "fp32", channels_last: bool = False) -> Predictor:
+    """Return a predictor that runs a network in torch on the network's device, without gradients.
+
+    Args:
+        network: in evaluation mode.
+        precision: "bf16" and "fp16" run under autocast.
+        channels_last: lay windows, and the network's own weights, out with the channels last.
+    """
+    assert not network.training, "a predictor needs network.eval()"
+    if channels_last:
+        for weight in network.parameters():
+            if weight.ndim == 5:
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+
+    def predict(windows: torch.Tensor) -> torch.Tensor:
+        half = torch.autocast(windows.device.type, _DTYPES.get(precision), enabled=precision in _DTYPES)
+        with torch.no_grad(), half:
+            # Not contiguous(): with one channel that changes nothing, and the first convolution goes the slow way.
+            laid_out = windows.clone(memory_format=torch.channels_last_3d) if channels_last else windows
+            logits: torch.Tensor = network(laid_out)
+        return logits.float()
+
+    return predict
+
+
+def onnxruntime_predictor(path: Path, threads: int | None = None) -> Predictor:
+    """Return a predictor that runs an ONNX model on the CPU; windows and logits may lie on another device.
+
+    Args:
+        path: the model, with one input and one output.
+        threads: threads of one call, by default those of torch.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: windows do not have the shape that the model takes.
+    """
+    import onnxruntime  # here, since a run on a GPU has no need of it
+
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: export the model first")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    session: Any = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    image = session.get_inputs()[0]
+
+    def predict(windows: torch.Tensor) -> torch.Tensor:
+        if list(windows.shape[1:]) != image.shape[1:]:
+            raise ValueError(f"windows {tuple(windows.shape)}: {path} takes windows of shape {tuple(image.shape[1:])}")
+        logits = session.run(None, {image.name: windows.float().contiguous().cpu().numpy()})[0]
+        return torch.from_numpy(logits).to(windows.device)
+
+    return predict
+
+
+def engine_predictor(path: Path, device: torch.device | None = None) -> EnginePredictor:
+    """Return a predictor that runs a TensorRT engine; what it raises is told in `EnginePredictor`."""
+    return EnginePredictor(path, device)
+
+
+def open_predictor(
+    folder: Path,
+    build_network: Callable[[], nn.Module],
+    *,
+    backend: Literal["auto", "tensorrt", "onnxruntime", "torch"] = "auto",
+    precision: Precision = "fp32",
+    torch_precision: Precision | None = None,
+    device: torch.device,
+) -> OpenedPredictor:
+    """Open the model that a run exported to `folder`/exports.
+
+    "auto" takes the engine where one fits this host, else torch on a GPU, else ONNX Runtime; bf16 is torch's alone.
+
+    Args:
+        folder: the run's folder.
+        build_network: returns the trained network on the CPU; called only where torch runs it.
+        backend: what runs the model.
+        precision: ONNX models and engines exist in "fp32" and "fp16".
+        torch_precision: instead of `precision` where torch runs the model.
+        device: where the windows lie; ONNX Runtime works on the CPU in any case.
+
+    Raises:
+        FileNotFoundError: the run has no such export.
+        ValueError: the export is damaged, does not fit this host, or there is none in this precision.
+    """
+    plan, onnx = (folder / "exports" / f"model_{precision}.{suffix}" for suffix in ("plan", "onnx"))
+    if backend in ("tensorrt", "onnxruntime") and precision == "bf16":
+        raise ValueError(f"precision bf16: backend {backend} takes fp32 or fp16")
+    reason = "as asked"
+    if backend == "auto":
+        problem = "no engine in this run" if not plan.is_file() else host_problem(plan, read_manifest(plan), device)
+        if problem is None:
+            backend, reason = "tensorrt", "an engine fits this GPU"
+        else:
+            on_cpu = device.type == "cpu" and onnx.is_file()
+            backend, reason = "onnxruntime" if on_cpu else "torch", problem
+    if backend == "tensorrt":
+        return OpenedPredictor(engine_predictor(plan, device), backend, precision, reason)
+    if backend == "onnxruntime":
+        return OpenedPredictor(onnxruntime_predictor(onnx), backend, precision, reason)
+    network = build_network().to(device).eval()
+    precision = torch_precision or precision
+    return OpenedPredictor(torch_predictor(network, precision, channels_last=True), backend, precision, reason)

@@ -1,0 +1,269 @@
+"""TensorRT engines at run time: is this plan the one that was built, does it fit this GPU, and running it."""
+
+import hashlib
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from common.files import sha256_of
+from common.inference.tensorrt_host import (
+    INSTALL,
+    EngineUnavailableError,
+    Flavour,
+    failure,
+    host_gpu,
+    message_log,
+    not_served,
+    rtx_serves,
+    tensorrt_module,
+)
+
+
+@dataclass(frozen=True)
+class EngineManifest:
+    """What lies beside a plan as `PLAN.json`: what the plan was built from, by what, and for which GPUs.
+
+    Attributes:
+        onnx: file name of the ONNX model, in the plan's folder.
+        onnx_sha256: its digest.
+        plan_sha256: digest of the plan.
+        flavour: the Python module that built it and must run it.
+        version: that module's version; another version cannot read the plan.
+        targets: compute capabilities of the GPUs that it runs on, such as "8.9".
+        precision: "fp32" or "fp16", as in the ONNX model.
+        window: shape (C, X, Y, Z) of one window.
+        batch: windows in one call: the fewest, the number that the engine is tuned for, the most.
+        torch: version of torch at the build.
+    """
+
+    onnx: str
+    onnx_sha256: str
+    plan_sha256: str
+    flavour: Flavour
+    version: str
+    targets: tuple[str, ...]
+    precision: Literal["fp32", "fp16"]
+    window: tuple[int, ...]
+    batch: tuple[int, int, int]
+    torch: str
+
+
+def manifest_path(plan: Path) -> Path:
+    """Return where the manifest of a plan lies."""
+    return plan.with_name(plan.name + ".json")
+
+
+def rebuild_command(plan: Path) -> str:
+    """Return the command that builds the plan anew on this host from the ONNX model beside it."""
+    return f"python -m common.export.tensorrt_engine {shlex.quote(str(plan))}"
+
+
+def read_manifest(plan: Path) -> EngineManifest:
+    """Read the manifest of a plan.
+
+    Raises:
+        FileNotFoundError: there is no plan, or no manifest beside it.
+        ValueError: the manifest is damaged.
+    """
+    path = manifest_path(plan)
+    for needed in (plan, path):
+        if not needed.is_file():
+            raise FileNotFoundError(f"{needed} is missing; build the engine with: {rebuild_command(plan)}")
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON ({error}); build it anew with: {rebuild_command(plan)}") from error
+    names = {field.name for field in fields(EngineManifest)}
+    if not isinstance(content, dict) or set(content) != names or content["flavour"] not in INSTALL:
+        raise ValueError(
+            f"{path}: an engine manifest holds {', '.join(sorted(names))}, flavour {' or '.join(INSTALL)}; "
+            f"build it anew with: {rebuild_command(plan)}"
+        )
+    values: Any = {name: tuple(item) if isinstance(item, list) else item for name, item in content.items()}
+    return EngineManifest(**values)
+
+
+def verified_plan(plan: Path, manifest: EngineManifest) -> bytes:
+    """Return the bytes of a plan that fits its manifest; a plan is native code and is never loaded otherwise.
+
+    This shows that the plan is whole and belongs to the model beside it. It does not show who made them: run only
+    models of people you trust.
+
+    Raises:
+        ValueError: the plan, or the ONNX model beside it, is not the one that the manifest describes.
+    """
+    content = plan.read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if found != manifest.plan_sha256:
+        raise ValueError(
+            f"{plan}: sha256 {found} is not that of its manifest ({manifest.plan_sha256}): the file was changed or "
+            f"damaged and is not loaded; build it anew with: {rebuild_command(plan)}"
+        )
+    verify_onnx(plan, manifest)
+    return content
+
+
+def verify_onnx(plan: Path, manifest: EngineManifest) -> None:
+    """Check that the ONNX model beside a plan, where there is one, is the one that the plan was built from.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    onnx = plan.parent / manifest.onnx
+    if onnx.is_file() and (found := sha256_of(onnx)) != manifest.onnx_sha256:
+        raise ValueError(
+            f"{onnx}: sha256 {found} is not that of the model which {plan.name} was built from "
+            f"({manifest.onnx_sha256}): one of the two was changed or damaged; export the model again"
+        )
+
+
+def host_problem(plan: Path, manifest: EngineManifest, device: torch.device | None = None) -> str | None:
+    """Return one line on why an engine cannot run on a GPU of this host, with the remedy, or None where it should.
+
+    The plan is not loaded for it.
+    """
+    gpu = host_gpu(device)
+    if gpu is None:
+        return "no CUDA device in use: an engine runs on a GPU only"
+    anew = f"build it for this host with: {rebuild_command(plan)}"
+    trt = tensorrt_module(manifest.flavour)
+    if trt is None:
+        install = INSTALL[manifest.flavour]
+        return f"built by {manifest.flavour} {manifest.version}, which is missing here: {install}; or {anew}"
+    if trt.__version__ != manifest.version:
+        return f"built by {manifest.flavour} {manifest.version}, here is {trt.__version__}; {anew}"
+    if gpu in manifest.targets:
+        return None
+    line = f"built for GPUs of compute capability {', '.join(manifest.targets)}, this one has {gpu}"
+    if manifest.flavour == "tensorrt_rtx" and not rtx_serves(gpu):
+        line = f"{line}; {not_served(gpu)}"
+    return f"{line}; {anew}"
+
+
+def deserialize(trt: ModuleType, content: bytes, plan: Path) -> tuple[Any, Any]:
+    """Return the runtime and the engine made of a plan; the runtime must live as long as the engine.
+
+    Raises:
+        EngineError: TensorRT refuses the plan, or finds no driver or no GPU.
+    """
+    log = message_log(trt)
+    log.messages.clear()
+    runtime = trt.Runtime(log)
+    engine = runtime.deserialize_cuda_engine(content)
+    if engine is None:
+        raise failure(f"{plan}: the engine could not be loaded", trt)
+    return runtime, engine
+
+
+class EnginePredictor:
+    """A predictor that runs a TensorRT engine on one GPU; not for use by two threads at once.
+
+    Every call returns memory of its own. Its work is queued, not awaited: the current stream is made to wait for it.
+
+    Args:
+        plan: the engine; its manifest lies beside it.
+        device: the GPU, by default the current one.
+
+    Raises:
+        FileNotFoundError: the plan or its manifest is missing.
+        ValueError: a digest does not fit; nothing was loaded then.
+        EngineUnavailableError: the engine was built for another GPU, flavour or version; the line holds the remedy.
+        EngineError: TensorRT refuses the plan.
+    """
+
+    def __init__(self, plan: Path, device: torch.device | None = None) -> None:
+        self.manifest = read_manifest(plan)
+        content = verified_plan(plan, self.manifest)
+        problem = host_problem(plan, self.manifest, device)
+        if problem is not None:
+            raise EngineUnavailableError(f"{plan}: {problem}")
+        trt = tensorrt_module(self.manifest.flavour)
+        assert trt is not None  # else there was a problem
+        self.device = _with_index(device or torch.device("cuda"))
+        self._trt, self._plan = trt, plan
+        with _current(self.device):
+            # The runtime and the engine are kept, since the context lives on them.
+            self._runtime, self._engine = deserialize(trt, content, plan)
+            self._input, self._output = _tensor_names(trt, self._engine)
+            self._context: Any = self._engine.create_execution_context()
+            if self._context is None:
+                raise failure(f"{plan}: no context for the engine, is the GPU's memory full?", trt)
+            cuda = self.device.type == "cuda"
+            self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, windows: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, K, X, Y, Z] float32 for windows [B, C, X, Y, Z] float32 on the engine's GPU.
+
+        Raises:
+            ValueError: shape, dtype or device is not what the engine was built for.
+            EngineError: TensorRT could not queue the work.
+        """
+        self._check(windows)
+        windows = windows.contiguous()
+        context, log = self._context, message_log(self._trt)
+        log.messages.clear()
+        with _current(self.device):
+            accepted = context.set_input_shape(self._input, tuple(windows.shape))
+            logits = torch.empty(tuple(context.get_tensor_shape(self._output)), dtype=torch.float32, device=self.device)
+            context.set_tensor_address(self._input, windows.data_ptr())
+            context.set_tensor_address(self._output, logits.data_ptr())
+            with _joined(self._stream) as handle:
+                if not (accepted and context.execute_async_v3(handle)):
+                    raise failure(f"{self._plan}: windows {tuple(windows.shape)} could not be run", self._trt)
+        return logits
+
+    def _check(self, windows: torch.Tensor) -> None:
+        fewest, _, most = self.manifest.batch
+        if tuple(windows.shape[1:]) != self.manifest.window or not fewest <= len(windows) <= most:
+            raise ValueError(
+                f"windows {tuple(windows.shape)}: {self._plan} takes {fewest} to {most} windows of shape "
+                f"{self.manifest.window}"
+            )
+        if windows.device != self.device or windows.dtype != torch.float32:
+            raise ValueError(f"windows on {windows.device} in {windows.dtype}: float32 on {self.device} is needed")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return "cuda" as "cuda:0", which is how tensors name their device."""
+    unnamed = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if unnamed else device
+
+
+def _tensor_names(trt: ModuleType, engine: Any) -> tuple[str, str]:  # noqa: ANN401 - a class of an untyped module
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    first = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
+    last = [name for name in names if name not in first]
+    assert len(first) == len(last) == 1, names  # our own exports have one input and one output
+    return first[0], last[0]
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """Make `device` the current GPU, which TensorRT works on."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _joined(stream: torch.cuda.Stream | None) -> Iterator[int]:
+    """Yield the handle of a stream that starts after the current stream's work and that the current stream awaits.
+
+    On the default stream itself TensorRT would wait for the device in every call.
+    """
+    if stream is None:
+        yield 0
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    yield stream.cuda_stream
+    current.wait_stream(stream)

@@ -1,0 +1,1 @@
+"""Networks: plain functions that return an nn.Module."""

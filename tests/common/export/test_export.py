@@ -1,0 +1,137 @@
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from common.export.export import ExportRecord, export_model
+from common.export.onnx_model import HalfNetwork, export_onnx
+from common.export.parity import ParityError
+from common.files import sha256_of, write_json
+from common.inference.predictors import Predictor, onnxruntime_predictor
+
+Dices = Callable[..., Callable[[Predictor], float]]
+
+
+def export(network: nn.Module, folder: Path, evaluate: Callable[[Predictor], float], **changes: Any) -> ExportRecord:
+    windows = torch.rand(2, 1, 8, 8, 8)
+    values = {"windows": windows, "evaluate": evaluate, "folder": folder, "batch": (1, 2, 4), "metadata": {"name": "t"}}
+    return export_model(network, **{**values, **changes})
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.fixture
+def engine_on_cpu(fake_tensorrt: Callable[..., Any]) -> Any:
+    """A stand-in TensorRT that is found on a GPU and runs."""
+    return fake_tensorrt()
+
+
+def test_all_is_exported_and_recorded(tmp_path: Path, tiny: nn.Module, dices: Dices):
+    pytest.importorskip("tensorrt_rtx")
+    if torch.cuda.is_available():
+        pytest.skip("the engines run on a GPU; the test is about the record where they cannot")
+    record = export(tiny, tmp_path / "exports", dices(0.9, 0.9004, 0.897), engine="tensorrt_rtx")
+    assert names(tmp_path / "exports") == {
+        f"model_{precision}{suffix}" for precision in ("fp32", "fp16") for suffix in (".onnx", ".plan", ".plan.json")
+    }
+    write_json(tmp_path / "record.json", record.to_json())
+    content = json.loads((tmp_path / "record.json").read_text())
+    assert [entry["precision"] for entry in content["onnx"]] == ["fp32", "fp16"]
+    for entry in (*content["onnx"], *content["engines"]):
+        assert entry["sha256"] == sha256_of(Path(entry["path"]))
+    assert content["onnx"][0]["max_abs_diff"] <= 1e-5 < content["onnx"][1]["max_abs_diff"] <= 1e-2
+    assert [entry["dice_delta"] for entry in content["onnx"]] == pytest.approx([0.0004, 0.003])
+    assert [entry["reason"] for entry in content["onnx"]] == [None, None]
+    for entry in content["engines"]:
+        assert (entry["flavour"], entry["ran"]) == ("tensorrt_rtx", False)
+        assert entry["reason"] == "no CUDA device in use: an engine runs on a GPU only"
+    assert content["no_engine"] is None
+
+
+def test_without_tensorrt_the_models_stay_and_one_line_says_why(
+    tmp_path: Path, tiny: nn.Module, dices: Dices, monkeypatch: pytest.MonkeyPatch
+):
+    for flavour in ("tensorrt", "tensorrt_rtx"):
+        monkeypatch.setitem(sys.modules, flavour, None)
+    record = export(tiny, tmp_path, dices(0.9))
+    assert record.no_engine is not None
+    assert record.no_engine.startswith("no TensorRT here: pip install -e '.[rtx]'")
+    assert record.engines == ()
+    assert names(tmp_path) == {"model_fp32.onnx", "model_fp16.onnx"}
+
+
+def test_engines_that_run_pass_the_same_gate(tmp_path: Path, tiny: nn.Module, dices: Dices, engine_on_cpu: Any):
+    record = export(tiny, tmp_path, dices(0.9, 0.9, 0.9, 0.9003, 0.896))
+    assert [engine.ran for engine in record.engines] == [True, True]
+    assert [engine.reason for engine in record.engines] == [None, None]
+    assert [engine.dice_delta for engine in record.engines] == pytest.approx([0.0003, 0.004])
+    differences = [engine.max_abs_diff for engine in record.engines]
+    assert differences == [model.max_abs_diff for model in record.onnx]  # the stand-in computes the same
+
+
+def test_fp32_engine_that_computes_something_else_is_an_error(
+    tmp_path: Path, tiny: nn.Module, dices: Dices, engine_on_cpu: Any
+):
+    engine_on_cpu.drift = 0.002
+    with pytest.raises(ParityError, match=r"model_fp32\.plan: a logit differs by 0\.002"):
+        export(tiny, tmp_path, dices(0.9))
+    assert "model_fp32.plan" not in names(tmp_path)
+
+
+def test_fp16_engine_with_another_dice_is_refused_alone(
+    tmp_path: Path, tiny: nn.Module, dices: Dices, engine_on_cpu: Any
+):
+    record = export(tiny, tmp_path, dices(0.9, 0.9, 0.9, 0.9, 0.8))
+    first, second = record.engines
+    assert (first.ran, first.reason) == (True, None)
+    assert (second.ran, second.path, second.sha256) == (True, None, None)
+    assert second.reason is not None
+    assert "model_fp16.plan: validation Dice 0.8000, 0.9000 in torch" in second.reason
+    assert names(tmp_path) == {"model_fp32.onnx", "model_fp32.plan", "model_fp32.plan.json", "model_fp16.onnx"}
+
+
+def test_network_that_half_precision_cannot_hold_stays_in_fp32(
+    tmp_path: Path, overflowing: nn.Module, dices: Dices, engine_on_cpu: Any
+):
+    for old in ("model_fp16.onnx", "model_fp16.plan", "model_fp16.plan.json"):
+        (tmp_path / old).write_bytes(b"of an earlier export")
+    record = export(overflowing, tmp_path, dices(0.9))
+    fp32, fp16 = record.onnx
+    assert fp32.reason is None
+    assert fp32.max_abs_diff is not None
+    assert fp16.path is None
+    assert fp16.reason is not None
+    assert "half precision: an activation of module 0 reaches" in fp16.reason
+    assert [engine.precision for engine in record.engines] == ["fp32"]
+    assert names(tmp_path) == {"model_fp32.onnx", "model_fp32.plan", "model_fp32.plan.json"}
+
+
+def test_changed_dice_of_the_fp32_model_is_an_error(tmp_path: Path, tiny: nn.Module, dices: Dices):
+    with pytest.raises(ParityError, match=r"model_fp32\.onnx: validation Dice 0\.8980, 0\.9000 in torch"):
+        export(tiny, tmp_path, dices(0.9, 0.898), engine="none")
+    assert names(tmp_path) == set()
+
+
+def test_changed_dice_of_the_fp16_model_leaves_fp32(tmp_path: Path, tiny: nn.Module, dices: Dices):
+    record = export(tiny, tmp_path, dices(0.9, 0.9, 0.89), engine="none")
+    assert record.no_engine == "switched off"
+    assert record.onnx[1].reason is not None
+    assert "validation Dice 0.8900" in record.onnx[1].reason
+    assert names(tmp_path) == {"model_fp32.onnx"}
+
+
+def test_why_the_range_is_checked_in_torch(tmp_path: Path, overflowing: nn.Module):
+    """ONNX Runtime computes half precision wider on the CPU: what overflows on a GPU comes out finite there."""
+    windows = torch.rand(1, 1, 8, 8, 8)
+    path = export_onnx(overflowing, tmp_path / "model.onnx", (1, 8, 8, 8), "fp16", {})
+    assert onnxruntime_predictor(path)(windows).isfinite().all()
+    with torch.no_grad():
+        assert not HalfNetwork(copy.deepcopy(overflowing))(windows).isfinite().all()

@@ -1,0 +1,122 @@
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from common.export.onnx_model import HalfNetwork, export_onnx, read_metadata
+
+WINDOW = (1, 16, 16, 16)
+
+
+def run(path: Path, windows: torch.Tensor) -> torch.Tensor:
+    session: Any = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(["logits"], {"image": windows.numpy()})[0])
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 2e-2)])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_any_batch_gives_the_logits_of_torch(
+    exported: Path, network: nn.Module, windows: torch.Tensor, precision: str, bound: float, batch: int
+):
+    with torch.no_grad():
+        expected = copy.deepcopy(network).eval()(windows[:batch])
+    found = run(exported / f"model_{precision}.onnx", windows[:batch])
+    assert found.dtype == torch.float32
+    assert found.shape == (batch, 2, 16, 16, 16)
+    assert (found - expected).abs().max() <= bound
+    assert expected.abs().max() > 0.3  # so that the bound says something
+
+
+def test_precision_is_in_the_graph_and_float32_at_its_ends(exported: Path):
+    kinds = {}
+    for precision in ("fp32", "fp16"):
+        model: Any = onnx.load(exported / f"model_{precision}.onnx")
+        ends = [model.graph.input[0], model.graph.output[0]]
+        assert [end.name for end in ends] == ["image", "logits"]
+        assert {end.type.tensor_type.elem_type for end in ends} == {onnx.TensorProto.FLOAT}
+        assert [entry.version for entry in model.opset_import if not entry.domain] == [20]
+        kinds[precision] = {item.data_type for item in model.graph.initializer} - {onnx.TensorProto.INT64}
+    assert kinds == {"fp32": {onnx.TensorProto.FLOAT}, "fp16": {onnx.TensorProto.FLOAT16}}
+    sizes = {name: (exported / f"model_{name}.onnx").stat().st_size for name in kinds}
+    assert sizes["fp16"] < 0.7 * sizes["fp32"]
+    assert {path.name for path in exported.iterdir()} == {"model_fp32.onnx", "model_fp16.onnx"}  # nothing beside them
+
+
+def test_metadata_comes_back(exported: Path):
+    assert read_metadata(exported / "model_fp16.onnx") == {
+        "name": "small",
+        "classes": "background spleen",
+        "batch": "1 2 4",
+        "precision": "fp16",
+        "window": "1 16 16 16",
+    }
+
+
+def test_the_same_weights_give_the_same_bytes_silently_and_are_left_alone(
+    tmp_path: Path,
+    exported: Path,
+    network: nn.Module,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.DEBUG, logger="torch.onnx")
+    training = copy.deepcopy(network)
+    for weight in training.parameters():
+        if weight.ndim == 5:
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+    before = copy.deepcopy(training.state_dict())
+    metadata = {"name": "small", "classes": "background spleen", "batch": "1 2 4"}
+    path = export_onnx(training, tmp_path / "new" / "model.onnx", WINDOW, "fp32", metadata)
+    content = path.read_bytes()
+    assert content == (exported / "model_fp32.onnx").read_bytes()
+    assert b"site-packages" not in content
+    assert str(Path(__file__).parents[3]).encode() not in content
+    assert training.training
+    assert all(weight.dtype == torch.float32 and weight.requires_grad for weight in training.parameters())
+    assert all(torch.equal(before[name], value) for name, value in training.state_dict().items())
+    assert capfd.readouterr() == ("", "")
+    assert [record.getMessage() for record in caplog.records if "torchvision" in record.getMessage()] == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["new", "model.onnx"]
+
+
+def test_a_model_that_the_checker_refuses_replaces_nothing(
+    tmp_path: Path, tiny: nn.Module, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"the old one")
+
+    def refuse(part: str, full_check: bool) -> None:
+        assert full_check
+        assert Path(part).stat().st_size > 0
+        raise onnx.checker.ValidationError("not valid")
+
+    monkeypatch.setattr(onnx.checker, "check_model", refuse)
+    with pytest.raises(onnx.checker.ValidationError):
+        export_onnx(tiny, path, (1, 8, 8, 8), "fp32", {})
+    assert path.read_bytes() == b"the old one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_half_network_computes_in_half(tiny: nn.Sequential):
+    dtypes = []
+    half = HalfNetwork(tiny)
+    tiny[1].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    with torch.no_grad():
+        assert half(torch.zeros(1, 1, 8, 8, 8)).dtype == torch.float32
+    assert dtypes == [torch.float16]
+
+
+def test_other_files_have_no_metadata(tmp_path: Path):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"this is no ONNX model at all")
+    with pytest.raises(ValueError, match=r"model\.onnx: no ONNX model"):
+        read_metadata(path)
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph([], "empty", [], [])), str(path))
+    with pytest.raises(ValueError, match=r"model\.onnx: no `precision` and `window`"):
+        read_metadata(path)

@@ -1,0 +1,296 @@
+import ast
+import hashlib
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import common.export.tensorrt_engine
+import common.inference.tensorrt_host
+import common.inference.tensorrt_runtime
+from common.export.tensorrt_engine import build_engine, main, rebuild_engine
+from common.inference.tensorrt_host import RTX_TARGETS, EngineError, EngineUnavailableError
+from common.inference.tensorrt_runtime import EnginePredictor, deserialize, manifest_path, read_manifest
+
+InstallFake = Callable[..., Any]
+Names = dict[str, dict[str, list[str]]]
+
+SOURCES = (common.export.tensorrt_engine, common.inference.tensorrt_host, common.inference.tensorrt_runtime)
+CLASS_OF = {  # how the sources call their objects
+    "builder": "Builder",
+    "network": "INetworkDefinition",
+    "parser": "OnnxParser",
+    "config": "IBuilderConfig",
+    "profile": "IOptimizationProfile",
+    "runtime": "Runtime",
+    "engine": "ICudaEngine",
+    "_engine": "ICudaEngine",
+    "context": "IExecutionContext",
+    "_context": "IExecutionContext",
+}
+ONLY_IN_RTX = {  # behind the check for a GPU of compute capability 7.5
+    ("ComputeCapability", ""),
+    ("ComputeCapability", "SM75"),
+    ("IBuilderConfig", "num_compute_capabilities"),
+    ("IBuilderConfig", "set_compute_capability"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, exported: Path) -> Path:
+    """A copy of the exports that a test may spoil."""
+    return Path(shutil.copytree(exported, tmp_path / "exports"))
+
+
+@pytest.fixture(scope="module")
+def rtx_folder(tmp_path_factory: pytest.TempPathFactory, exported: Path) -> Path:
+    """A folder with engines really built; read only."""
+    pytest.importorskip("tensorrt_rtx")
+    folder = tmp_path_factory.mktemp("rtx") / "exports"
+    shutil.copytree(exported, folder)
+    for precision in ("fp32", "fp16"):
+        onnx = folder / f"model_{precision}.onnx"
+        build_engine(onnx, onnx.with_suffix(".plan"), batch=(1, 2, 4), flavour="tensorrt_rtx")
+    return folder
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_rtx_builds_an_engine_with_its_manifest(rtx_folder: Path, precision: str):
+    plan = rtx_folder / f"model_{precision}.plan"
+    manifest = read_manifest(plan)
+    assert manifest.plan_sha256 == hashlib.sha256(plan.read_bytes()).hexdigest()
+    assert manifest.onnx_sha256 == hashlib.sha256(plan.with_suffix(".onnx").read_bytes()).hexdigest()
+    assert (manifest.flavour, manifest.version) == ("tensorrt_rtx", sys.modules["tensorrt_rtx"].__version__)
+    assert manifest.targets == RTX_TARGETS
+    assert (manifest.precision, manifest.window, manifest.batch) == (precision, (1, 16, 16, 16), (1, 2, 4))
+    assert manifest.torch == torch.__version__
+    assert plan.stat().st_size > 100_000
+
+
+def test_the_precision_is_in_the_plan(rtx_folder: Path):
+    sizes = {p: (rtx_folder / f"model_{p}.plan").stat().st_size for p in ("fp32", "fp16")}
+    assert sizes["fp16"] < sizes["fp32"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_real_plan_without_a_gpu_says_so(rtx_folder: Path, precision: str):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    trt = pytest.importorskip("tensorrt_rtx")
+    plan = rtx_folder / f"model_{precision}.plan"
+    with pytest.raises(EngineError, match=r"(?s)could not be loaded; TensorRT says: .*cudaError 35"):
+        deserialize(trt, plan.read_bytes(), plan)
+    with pytest.raises(EngineUnavailableError, match="no CUDA device in use"):
+        EnginePredictor(plan)
+
+
+@pytest.mark.parametrize("suffix", [".plan", ".onnx"])
+def test_a_changed_byte_never_reaches_the_real_library(
+    tmp_path: Path, rtx_folder: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+):
+    trt = pytest.importorskip("tensorrt_rtx")
+    folder = Path(shutil.copytree(rtx_folder, tmp_path / "exports"))
+    changed = folder / f"model_fp16{suffix}"
+    content = bytearray(changed.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    changed.write_bytes(bytes(content))
+    monkeypatch.setattr(trt, "Runtime", lambda log: pytest.fail("the plan was about to be loaded"))
+    with pytest.raises(ValueError, match=rf"model_fp16\{suffix}: sha256"):
+        EnginePredictor(folder / "model_fp16.plan")
+
+
+def test_rtx_targets_a_turing_gpu_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("tensorrt_rtx")
+    for user in ("common.inference.tensorrt_host", "common.export.tensorrt_engine"):
+        monkeypatch.setattr(f"{user}.host_gpu", lambda device=None: "7.5")
+    record = build_engine(
+        folder / "model_fp16.onnx", folder / "model_fp16.plan", batch=(1, 2, 4), flavour="tensorrt_rtx"
+    )
+    assert record.targets == ("7.5",)
+
+
+def test_an_engine_that_fits_is_kept_and_others_are_built_anew(
+    folder: Path, fake_tensorrt: InstallFake, caplog: pytest.LogCaptureFixture
+):
+    trt = fake_tensorrt()
+    onnx, plan = folder / "model_fp32.onnx", folder / "model_fp32.plan"
+
+    def builds(**changes: Any) -> tuple[int, list[str]]:
+        trt.calls.clear()
+        caplog.clear()
+        record = build_engine(onnx, plan, **{"batch": (1, 2, 4), **changes})
+        assert record.sha256 == hashlib.sha256(plan.read_bytes()).hexdigest() == read_manifest(plan).plan_sha256
+        return trt.calls.count(("build_serialized_network",)), [entry.getMessage() for entry in caplog.records]
+
+    caplog.set_level(logging.INFO)
+    assert builds() == (1, [])
+    assert builds() == (0, [])
+    assert builds(batch=(1, 2, 8)) == (1, [f"{plan} is built anew: its batch was (1, 2, 4), is now (1, 2, 8)"])
+    trt.__version__ = "11.5.0"
+    assert builds(batch=(1, 2, 8)) == (1, [f"{plan} is built anew: its version was 11.4.0, is now 11.5.0"])
+    shutil.copy(folder / "model_fp16.onnx", onnx)
+    assert builds(batch=(1, 2, 8)) == (1, [f"{plan} is built anew: the ONNX model is another one"])
+    plan.write_bytes(b"damaged")
+    count, lines = builds(batch=(1, 2, 8))
+    assert (count, len(lines)) == (1, 1)
+    assert "is not that of its manifest" in lines[0]
+    manifest_path(plan).unlink()
+    assert builds(batch=(1, 2, 8))[0] == 1
+    assert builds(batch=(1, 2, 8)) == (0, [])
+
+
+def test_another_gpu_builds_anew(folder: Path, fake_tensorrt: InstallFake, caplog: pytest.LogCaptureFixture):
+    fake_tensorrt(gpu="9.0")
+    build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan", batch=(1, 2, 4))
+    fake_tensorrt(gpu="8.0")
+    record = build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan", batch=(1, 2, 4))
+    assert record.targets == read_manifest(folder / "model_fp32.plan").targets == ("8.0",)
+    assert "its targets was ('9.0',), is now ('8.0',)" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["10.16.1", "11.4.0"])
+def test_full_tensorrt_is_called_the_same_way(folder: Path, fake_tensorrt: InstallFake, version: str):
+    trt = fake_tensorrt(version)
+    record = build_engine(folder / "model_fp16.onnx", folder / "model_fp16.plan", batch=(1, 2, 4))
+    assert trt.calls == [
+        ("create_network", 1 << 1),  # strongly typed
+        ("clear_flag", 7),  # no TensorFloat-32
+        ("set_shape", "image", (1, 1, 16, 16, 16), (2, 1, 16, 16, 16), (4, 1, 16, 16, 16)),
+        ("add_optimization_profile",),
+        ("build_serialized_network",),
+    ]
+    assert (record.flavour, record.version, record.targets, record.ran) == ("tensorrt", version, ("9.0",), False)
+    predict = EnginePredictor(folder / "model_fp16.plan", torch.device("cpu"))
+    assert predict(torch.zeros(3, 1, 16, 16, 16)).shape == (3, 2, 16, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("fail", "message"),
+    [
+        ("parse", r"model_fp32\.onnx: TensorRT cannot read the model \(unknown operator Frobnicate\); TensorRT says"),
+        ("build", r"model_fp32\.onnx: TensorRT built no engine; TensorRT says: no kernel for this layer"),
+    ],
+)
+def test_what_cannot_be_built_is_an_error_with_the_log(
+    folder: Path, fake_tensorrt: InstallFake, fail: str, message: str
+):
+    fake_tensorrt().fail = fail
+    with pytest.raises(EngineError, match=message):
+        build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan", batch=(1, 2, 4))
+    assert not list(folder.glob("*plan*"))
+
+
+def test_the_real_parser_names_what_it_does_not_know(tmp_path: Path):
+    pytest.importorskip("tensorrt_rtx")
+    import onnx
+
+    ends = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["b", 1, 8, 8, 8]) for n in ("image", "out")]
+    node = onnx.helper.make_node("Frobnicate", ["image"], ["out"], domain="nobody")
+    model: Any = onnx.helper.make_model(onnx.helper.make_graph([node], "odd", ends[:1], ends[1:]))
+    onnx.helper.set_model_props(model, {"precision": "fp32", "window": "1 8 8 8"})
+    onnx.save(model, str(tmp_path / "odd.onnx"))
+    with pytest.raises(EngineError, match=r"odd\.onnx: TensorRT cannot read the model \(.*Frobnicate"):
+        build_engine(tmp_path / "odd.onnx", tmp_path / "odd.plan", batch=(1, 1, 1), flavour="tensorrt_rtx")
+
+
+@pytest.mark.parametrize("batch", [(0, 1, 2), (2, 1, 4), (1, 4, 2)])
+def test_batch_out_of_order_is_refused(folder: Path, batch: tuple[int, int, int]):
+    with pytest.raises(ValueError, match=rf"batch \({batch[0]}, .*: 1 <= fewest <= best <= most"):
+        build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan", batch=batch)
+
+
+def test_command_builds_for_this_host(
+    folder: Path, fake_tensorrt: InstallFake, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    caplog.set_level(logging.INFO)
+    fake_tensorrt(gpu="9.0")
+    plan = folder / "model_fp16.plan"
+    build_engine(folder / "model_fp16.onnx", plan, batch=(1, 2, 4))
+    fake_tensorrt("10.16.1", gpu="8.0")
+    with pytest.raises(EngineUnavailableError, match=r"tensorrt_engine .*model_fp16\.plan"):
+        EnginePredictor(plan, torch.device("cpu"))
+    main([str(plan)])
+    assert f"{plan}: tensorrt 10.16.1, compute capability 8.0" in caplog.text
+    assert read_manifest(plan).batch == (1, 2, 4)  # as the ONNX model says
+    EnginePredictor(plan, torch.device("cpu"))
+    with pytest.raises(SystemExit, match="2"):
+        main([str(folder / "other.plan")])
+    assert "other.onnx is missing" in capsys.readouterr().err
+
+
+def test_command_refuses_a_changed_model(folder: Path, fake_tensorrt: InstallFake):
+    fake_tensorrt()
+    build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan", batch=(1, 2, 4))
+    shutil.copy(folder / "model_fp16.onnx", folder / "model_fp32.onnx")
+    with pytest.raises(ValueError, match=r"model_fp32\.onnx: sha256 .* export the model again"):
+        rebuild_engine(folder / "model_fp32.plan")
+
+
+def test_command_without_a_plan_or_a_batch(tmp_path: Path, folder: Path, fake_tensorrt: InstallFake):
+    import onnx
+
+    fake_tensorrt()
+    assert rebuild_engine(folder / "model_fp32.plan").path == str(folder / "model_fp32.plan")
+    model: Any = onnx.load(folder / "model_fp32.onnx")
+    onnx.helper.set_model_props(model, {"precision": "fp32", "window": "1 16 16 16"})
+    onnx.save(model, str(tmp_path / "old.onnx"))
+    with pytest.raises(ValueError, match=r"old\.onnx: no `batch`"):
+        rebuild_engine(tmp_path / "old.plan")
+
+
+def test_record_is_json(folder: Path, fake_tensorrt: InstallFake):
+    fake_tensorrt()
+    record = build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan", batch=(1, 2, 4))
+    assert json.loads(json.dumps(replace(record, reason="no GPU").__dict__))["reason"] == "no GPU"
+
+
+def used_names() -> Iterator[tuple[str, str]]:
+    """Yield (class, member) for each name of a TensorRT module that the sources use."""
+    for module in SOURCES:
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Attribute) or node.attr.startswith("__"):
+                continue
+            owner = node.value
+            if isinstance(owner, ast.Attribute) and isinstance(owner.value, ast.Name) and owner.value.id == "trt":
+                yield owner.attr, node.attr
+            elif isinstance(owner, ast.Name) and owner.id == "trt":
+                yield node.attr, ""
+            elif isinstance(owner, (ast.Name, ast.Attribute)):
+                called = owner.id if isinstance(owner, ast.Name) else owner.attr
+                if called in CLASS_OF and module is not common.inference.tensorrt_host:
+                    yield CLASS_OF[called], node.attr
+
+
+def test_every_name_used_exists_in_every_version(tensorrt_names: Names):
+    used = set(used_names())
+    assert {name for name, _ in used} >= {*CLASS_OF.values(), "ILogger", "TensorIOMode", "BuilderFlag"}
+    for name, member in used - ONLY_IN_RTX:
+        for version, classes in tensorrt_names.items():
+            assert name in classes, f"{name} is not in {version}"
+            assert not member or member in classes[name], f"{name}.{member} is not in {version}"
+    assert used >= ONLY_IN_RTX
+    rtx = tensorrt_names["tensorrt_rtx 1.7"]
+    assert all(not member or member in rtx[name] for name, member in ONLY_IN_RTX)
+
+
+def test_the_stand_in_offers_nothing_that_a_version_lacks(tensorrt_names: Names, fake_members: dict[str, set[str]]):
+    for version, classes in tensorrt_names.items():
+        for name, members in fake_members.items():
+            assert members <= set(classes[name]), f"{name} of {version}"
+
+
+def test_the_names_of_the_installed_library_are_those_of_the_list(tensorrt_names: Names):
+    trt = pytest.importorskip("tensorrt_rtx")
+    listed = tensorrt_names["tensorrt_rtx 1.7"]
+    for name, member in set(used_names()):
+        if trt.__version__.startswith("1.7."):
+            assert name in listed
+        assert hasattr(trt, name)
+        assert not member or hasattr(getattr(trt, name), member), f"{name}.{member}"

@@ -1,0 +1,216 @@
+from collections.abc import Callable, Sequence
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+import torch
+from monai.data import MetaTensor
+from monai.transforms import Compose, CropForegroundd, Invertd, Orientationd, Spacingd
+
+from common.data.geometry import Shape, WorkingGrid, working_grid
+from common.data.resample import to_working
+from common.data.volumes import read_volume
+from common.inference.restore import restore_labels
+
+ORIENTATIONS = [(axes, signs) for axes in permutations(range(3)) for signs in product((1, -1), repeat=3)]
+SHAPE = (19, 14, 11)
+SPACING = (1.53, 1.47, 2.11)  # no voxel of one grid lies exactly on one of the other: there MONAI's rounding decides
+LogitsOf = Callable[[Shape], torch.Tensor]
+CLOSE = 1e-5  # where two classes are nearer than this, either is right
+
+
+def affine_of(
+    axes: tuple[int, ...] = (0, 1, 2),
+    signs: tuple[int, ...] = (1, 1, 1),
+    spacing: Sequence[float] = (0.81, 0.93, 4.7),
+    shear: float = 0.0,
+    turn: float = 0.0,
+) -> np.ndarray:
+    affine = np.eye(4)
+    affine[:3, :3] = 0
+    for axis in range(3):
+        affine[axes[axis], axis] = signs[axis] * spacing[axis]
+    world = np.eye(4)
+    world[1, 2] = shear
+    world[:2, :2] = [[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]]
+    world[:3, 3] = (10.1, -200.7, 30.3)
+    return world @ affine
+
+
+def monai_way(
+    affine: np.ndarray, logits_of: LogitsOf, spacing: Sequence[float] = SPACING, margin: int = 3
+) -> tuple[WorkingGrid, torch.Tensor, torch.Tensor]:
+    """Return grid, logits, and MONAI's logits on the file's grid; the crop leaves out `margin` voxels of the file."""
+    image = torch.zeros((1, *SHAPE), dtype=torch.float64)
+    x, y, z = (slice(margin, n - margin) for n in SHAPE)
+    image[:, x, y, z] = 1
+    chain = Compose(
+        [
+            Orientationd("image", axcodes="RAS", labels=(("L", "R"), ("P", "A"), ("I", "S"))),
+            Spacingd("image", pixdim=spacing),
+            CropForegroundd("image", source_key="image", allow_smaller=True),
+        ]
+    )
+    case = chain({"image": MetaTensor(image, affine=torch.from_numpy(affine))})
+    cropped = case["image"].applied_operations[-1]["extra_info"]["cropped"]
+    grid = working_grid(SHAPE, affine, spacing).cropped(cropped[::2], case["image"].shape[1:])
+    logits = logits_of(grid.crop_shape)
+    inverse = Invertd("logits", chain, orig_keys="image", nearest_interp=False)
+    native = inverse({"logits": MetaTensor(logits), "image": case["image"]})["logits"].as_tensor()
+    return grid, logits, native
+
+
+def assert_equal_to_monai(found: np.ndarray, native: torch.Tensor) -> None:
+    ordered = native.sort(dim=0, descending=True).values
+    sure = (ordered[0] - ordered[1] > CLOSE).numpy()
+    assert found.shape == tuple(native.shape[1:])
+    assert found.dtype == np.uint8
+    assert sure.mean() > 0.3
+    assert np.array_equal(found[sure], native.argmax(0).numpy()[sure])
+
+
+def noise(classes: int) -> LogitsOf:
+    return lambda shape: torch.from_numpy(np.random.default_rng(0).normal(0, 1, (classes, *shape)).astype(np.float32))
+
+
+@pytest.mark.parametrize(("axes", "signs"), ORIENTATIONS)
+def test_every_orientation_equals_monai(axes, signs):
+    grid, logits, native = monai_way(affine_of(axes, signs), noise(2))
+    assert_equal_to_monai(restore_labels(logits, grid), native)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("native", "working"),
+    [((0.81, 0.93, 4.7), SPACING), ((3.1, 2.9, 1.1), (1.3, 1.7, 5.3)), ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))],
+    ids=["up and down", "down and up", "unchanged"],
+)
+def test_every_number_of_classes_equals_monai(classes, native, working):
+    affine = affine_of(signs=(-1, 1, -1), spacing=native)
+    grid, logits, found = monai_way(affine, noise(classes), spacing=working, margin=2)
+    assert_equal_to_monai(restore_labels(logits, grid), found)
+
+
+@pytest.mark.parametrize(("shear", "turn"), [(0.0, 0.4), (0.3, 0.0), (0.25, -0.7)])
+@pytest.mark.parametrize("margin", [0, 3])
+def test_oblique_grids_equal_monai(shear, turn, margin):
+    affine = affine_of(signs=(-1, 1, 1), shear=shear, turn=turn)
+    grid, logits, native = monai_way(affine, noise(3), margin=margin)
+    assert grid.separable == (shear == 0)
+    assert_equal_to_monai(restore_labels(logits, grid), native)
+
+
+@pytest.mark.parametrize(("shear", "turn"), [(0.0, 0.0), (0.3, 0.0), (-0.6, 0.5)])
+@pytest.mark.parametrize("spacing", [(0.81, 0.93, 4.7), (5.3, 7.1, 8.9)], ids=["fine", "coarse"])
+def test_a_small_blob_anywhere_equals_monai(spacing, shear, turn):
+    """Corners, edges, beyond the edge (of coarse voxels) and the middle: the box around the blob must miss nothing."""
+    rng = np.random.default_rng(0)
+
+    def blob(shape: Shape) -> torch.Tensor:
+        logits = torch.zeros((2, *shape))
+        logits[0] = 1
+        x, y, z = (slice(max(c - 1, 0), c + 2) for c in (int(rng.choice([0, n // 2, n - 1])) for n in shape))
+        logits[1, x, y, z] = 3
+        return logits
+
+    for _ in range(25):
+        margin = int(rng.choice([0, 3]))
+        grid, logits, native = monai_way(affine_of((1, 0, 2), (1, -1, 1), spacing, shear, turn), blob, margin=margin)
+        assert_equal_to_monai(restore_labels(logits, grid), native)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_one_channel_is_the_difference_of_two(dtype):
+    grid = working_grid(SHAPE, affine_of(), SPACING).cropped((1, 2, 0), (4, 5, 9))
+    difference = noise(1)(grid.crop_shape).to(dtype)
+    two = torch.cat([torch.zeros_like(difference), difference])
+    found = restore_labels(difference, grid)
+    assert 0 < found.mean() < 1
+    assert np.array_equal(found, restore_labels(two, grid))
+    assert found.flags.f_contiguous
+
+
+def test_nothing_positive_gives_an_empty_mask():
+    grid = working_grid(SHAPE, affine_of(), SPACING)
+    assert not restore_labels(torch.full((1, *grid.crop_shape), -1.0), grid).any()
+    assert not restore_labels(torch.zeros((3, *grid.crop_shape)), grid).any()  # all equal: background, as argmax says
+    between = torch.full((1, 41, 1, 1), -1.0)
+    between[0, 3] = 1  # at 1.5 mm, and the file has voxels at 0 and 5 mm only
+    fine = working_grid((5, 1, 1), np.diag([5.0, 1, 1, 1]), (0.5, 1, 1))
+    assert not restore_labels(between, fine).any()
+
+
+def test_of_equal_classes_the_first_is_taken():
+    grid = working_grid((2, 1, 1), np.eye(4), (1.0, 1.0, 1.0))
+    logits = torch.tensor([[0.0, 1], [2, 1], [2, 1]]).view(3, 2, 1, 1)
+    assert restore_labels(logits, grid).ravel().tolist() == [1, 0]
+
+
+def test_known_voxels():
+    """By hand: logits +1 and -3 at 0 and 4 mm cross zero at 1 mm; voxels of the file at 0, 1, 2, 3, 4 mm."""
+    grid = working_grid((5, 1, 1), np.eye(4), (4.0, 1.0, 1.0))
+    assert restore_labels(torch.tensor([1.0, -3.0]).view(1, 2, 1, 1), grid).ravel().tolist() == [1, 0, 0, 0, 0]
+    assert restore_labels(torch.tensor([1.0, -1.5]).view(1, 2, 1, 1), grid).ravel().tolist() == [1, 1, 0, 0, 0]
+    # Outside the crop logits are 0: foreground fades out, and is foreground as long as anything is left of it.
+    half = grid.cropped((0, 0, 0), (1, 1, 1))
+    assert restore_labels(torch.ones(1, 1, 1, 1), half).ravel().tolist() == [1, 1, 1, 1, 0]
+
+
+def test_logits_of_another_shape_are_a_programming_error():
+    grid = working_grid(SHAPE, affine_of(), SPACING)
+    with pytest.raises(AssertionError):
+        restore_labels(torch.zeros((2, 3, 3, 3)), grid)
+
+
+def there_and_back(label: torch.Tensor, grid: WorkingGrid) -> np.ndarray:
+    """Carry [z, y, x] labels to the working grid, and back as logits of +1 and -1."""
+    carried = to_working(label[None], grid, nearest=True).float()
+    return restore_labels(carried * 2 - 1, grid)
+
+
+def dice(a: np.ndarray, b: np.ndarray) -> float:
+    return float(2 * np.count_nonzero(a & b) / (np.count_nonzero(a) + np.count_nonzero(b)))
+
+
+def ellipsoid(shape: tuple[int, ...] = (40, 36, 24)) -> np.ndarray:
+    centred = [(np.arange(n) - n * 0.45) / (n * 0.3) for n in shape]
+    x, y, z = np.ix_(*centred)
+    return np.asfortranarray(x**2 + y**2 + z**2 < 1).astype(np.uint8)
+
+
+@pytest.mark.parametrize(("axes", "signs"), ORIENTATIONS[::5])
+@pytest.mark.parametrize(("factor", "least"), [(1.0, 1.0), (0.5, 0.99), (2.0, 0.9)])
+def test_a_label_comes_back(axes, signs, factor, least):
+    label = ellipsoid()
+    spacing = (0.8, 1.1, 2.5)
+    affine = affine_of(axes, signs, spacing)
+    working = [factor * spacing[axes.index(axis)] for axis in range(3)]
+    grid = working_grid(label.shape, affine, working)
+    assert dice(there_and_back(torch.from_numpy(label.T), grid), label) >= least
+
+
+@pytest.mark.real_data
+def test_the_real_labels_come_back(real_data):
+    """At twice the spacing along every axis: at least 0.92 in the median and 0.85 each; unchanged: the same voxels."""
+    found = []
+    for path in sorted((real_data / "msd_spleen_labels" / "labelsTr").glob("*.nii.gz")):
+        volume = read_volume(path)
+        label, spacing = torch.from_numpy(volume.voxels.T), np.linalg.norm(volume.affine[:3, :3], axis=0)
+        grid = working_grid(volume.voxels.shape, volume.affine, 2 * spacing)
+        found.append(dice(there_and_back(label, grid), volume.voxels))
+        if len(found) % 10 == 1:
+            same = working_grid(volume.voxels.shape, volume.affine, spacing)
+            assert np.array_equal(there_and_back(label, same), volume.voxels)
+    assert len(found) == 41
+    assert np.median(found) >= 0.92
+    assert min(found) >= 0.85
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shear", [0.0, 0.3])
+@pytest.mark.parametrize("classes", [1, 2, 4])
+def test_the_gpu_restores_what_the_cpu_restores(shear, classes):
+    grid = working_grid(SHAPE, affine_of((1, 0, 2), (1, -1, 1), shear=shear), SPACING)
+    grid = grid.cropped((1, 1, 1), [n - 2 for n in grid.shape])
+    logits = noise(classes)(grid.crop_shape)
+    assert np.mean(restore_labels(logits.cuda(), grid) != restore_labels(logits, grid)) < 1e-3

@@ -1,0 +1,109 @@
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from common.config import config_from_yaml, config_to_yaml, parse_config, resumed_config
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    """A small config.
+
+    Args:
+        recipe: which values.
+        epochs: passes over the data.
+        spacing: mm along R, A, S.
+        data: a folder.
+    """
+
+    recipe: Literal["fast", "slow"] = "fast"
+    epochs: int = 3
+    spacing: tuple[float, float, float] | None = None
+    data: Path | None = None
+
+    def __post_init__(self):
+        if self.epochs < 1:
+            raise ValueError(f"epochs {self.epochs}: must be at least 1")
+
+
+RECIPES = {"fast": ToyConfig(), "slow": ToyConfig(recipe="slow", epochs=9)}
+
+
+def parse(*arguments):
+    return parse_config(ToyConfig, RECIPES, list(arguments))
+
+
+def test_defaults_are_the_first_recipe():
+    assert parse() == ToyConfig()
+
+
+def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("recipe: slow\nspacing: [1, 2, 3]\n")
+    assert parse("--config", str(file)) == ToyConfig("slow", 9, (1.0, 2.0, 3.0))
+    assert parse("--config", str(file), "--epochs", "4") == ToyConfig("slow", 4, (1.0, 2.0, 3.0))
+    assert parse("--config", str(file), "--recipe", "fast").epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--epohcs", "5"], ["--epohcs", "did you mean --epochs"]),
+        (["--epoch", "5"], ["--epoch", "did you mean --epochs"]),
+        (["--epochs", "many"], ["epochs", "many"]),
+        (["--epochs", "0"], ["epochs 0", "at least 1"]),
+        (["--recipe", "medium"], ["--recipe medium", "fast, slow"]),
+        (["--config", "/nowhere/c.yaml"], ["/nowhere/c.yaml"]),
+    ],
+)
+def test_a_mistake_ends_with_status_2_and_one_line_that_names_it(arguments, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(*arguments)
+    text = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert text.count("\n") == 1
+    for word in words:
+        assert word in text
+
+
+def test_an_unknown_key_in_the_file_is_named(tmp_path, capsys):
+    file = tmp_path / "c.yaml"
+    file.write_text("epohcs: 4\n")
+    with pytest.raises(SystemExit, match="2"):
+        parse("--config", str(file))
+    assert "epohcs" in capsys.readouterr().err
+
+
+def test_a_broken_yaml_file_is_a_users_mistake(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("epochs: [1,")
+    with pytest.raises(SystemExit, match="2"):
+        parse("--config", str(tmp_path / "c.yaml"))
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_printed_config_fed_back_is_the_same(tmp_path, capsys):
+    given = ["--recipe", "slow", "--spacing", "[0.5,1,2]", "--data", "/scans"]
+    with pytest.raises(SystemExit, match="0"):
+        parse(*given, "--print_config")
+    file = tmp_path / "c.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert parse("--config", str(file)) == parse(*given)
+
+
+def test_yaml_round_trip(tmp_path):
+    config = ToyConfig("slow", 5, (1.0, 1.5, 2.0), Path("/scans"))
+    (tmp_path / "c.yaml").write_text(config_to_yaml(config))
+    assert config_from_yaml(ToyConfig, tmp_path / "c.yaml") == config
+
+
+def test_a_resumed_run_keeps_its_own_values():
+    stored = ToyConfig(epochs=7)
+    assert resumed_config(replace(ToyConfig(), data=Path("/new")), stored, ToyConfig(), keep=["data"]) == replace(
+        stored, data=Path("/new")
+    )
+    elsewhere = replace(stored, data=Path("/there"))
+    assert resumed_config(ToyConfig(), elsewhere, ToyConfig(), keep=["data"]) == elsewhere
+    with pytest.raises(ValueError, match=r"--epochs 5: a resumed run keeps its own epochs \(7\)"):
+        resumed_config(ToyConfig(epochs=5), stored, ToyConfig(), keep=["data"])

@@ -1,0 +1,60 @@
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from common.files import atomic_path, sha256_of, write_json, write_text
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+    with pytest.raises(ZeroDivisionError), atomic_path(path) as part:
+        part.write_text("ne" * (1 // 0))
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_temporary_name_keeps_the_suffixes(tmp_path):
+    with atomic_path(tmp_path / "scan.nii.gz") as part:
+        assert part.name.endswith("scan.nii.gz")
+        assert part.parent == tmp_path
+        part.write_bytes(b"x")
+
+
+def test_the_mode_follows_the_umask(tmp_path):
+    write_text(tmp_path / "a", "x")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~mask
+
+
+def test_json_refuses_what_json_has_not(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(tmp_path / "a.json", {"dice": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sha256_of_abc(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    # FIPS 180-2, appendix B.1
+    assert sha256_of(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_a_full_disk_keeps_the_old_file(tmp_path):
+    program = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from common.files import write_text\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "write_text(Path(sys.argv[1]), 'x' * 2000)\n"
+    )
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False)
+    assert "File too large" in done.stderr
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

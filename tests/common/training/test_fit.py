@@ -1,0 +1,141 @@
+import pytest
+import torch
+from torch import nn
+
+from common.data.batches import CropBatches
+from common.data.cache import fill_cache
+from common.data.preparation import PreparedCase
+from common.observe.timing import Clock
+from common.training.fit import train_step
+from common.training.losses import LOSSES
+from common.training.optimizers import build_optimizer
+from common.training.state import TrainingState
+from models.unet3d import unet3d
+from tests.support import count_operators, refuse_host_sync
+
+CPU = torch.device("cpu")
+SCALER = torch.amp.GradScaler("cpu", enabled=False)
+
+
+@pytest.fixture
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    image = torch.rand(1, 24, 24, 24, generator=generator).half()
+    label = (image[0] > 0.7).to(torch.uint8)
+    cases = [PreparedCase(name, image, label, grid=None) for name in "ab"]  # type: ignore[arg-type]
+    return CropBatches(fill_cache(cases, (16, 16, 16), CPU), (16, 16, 16), 4, 2)
+
+
+def make(channels=(4, 8)):
+    torch.manual_seed(0)
+    network = unet3d(1, 2, channels, 1).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    return network, build_optimizer("novograd", network.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_whole_fast_step_never_waits_for_the_device(precision, batches, tmp_path):
+    """Batch, forward, loss, backward, optimizer, and the note of the loss; the first step sets up the optimizer."""
+    network, optimizer = make()
+    state = TrainingState(tmp_path, network, optimizer, SCALER, batches.steps_per_epoch, CPU)
+    made = batches.epoch(0)
+    train_step(network, next(made), LOSSES["dice_ce"], optimizer, SCALER, precision, 0.01)
+    with refuse_host_sync():
+        for step, batch in enumerate(made, 1):
+            loss = train_step(network, batch, LOSSES["dice_ce"], optimizer, SCALER, precision, 0.01)
+            state.note_step(step, loss, batch.cases)
+    assert len(state.checked()) == batches.steps_per_epoch
+
+
+def test_the_guides_parts_do_wait(batches):
+    """The test above can fail: MONAI's Novograd reads a value per parameter."""
+    network, _ = make()
+    optimizer = build_optimizer("monai_novograd", network.parameters(), 0.01)
+    with pytest.raises(AssertionError, match="makes the host wait"), refuse_host_sync():
+        train_step(network, next(batches.epoch(0)), LOSSES["dice_ce"], optimizer, SCALER, "fp32", 0.01)
+
+
+def test_a_batch_takes_the_same_few_operators_whatever_its_size(batches):
+    counts = []
+    for size in (1, 4):
+        made = CropBatches(batches.cache, (16, 16, 16), 4, size).epoch(0)
+        next(made)
+        with count_operators() as counted:
+            next(made)
+        counts.append(sum(counted.values()))
+    assert counts[0] == counts[1] <= 50
+
+
+def test_the_loss_falls(batches):
+    network, optimizer = make()
+    losses = [
+        float(train_step(network, batch, LOSSES["dice_ce"], optimizer, SCALER, "fp32", 0.01))
+        for epoch in range(8)
+        for batch in batches.epoch(epoch)
+    ]
+    assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
+
+
+def test_the_learning_rate_of_a_step_is_the_one_given(batches):
+    network, optimizer = make()
+    train_step(network, next(batches.epoch(0)), LOSSES["dice_ce"], optimizer, SCALER, "fp32", 0.125)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def state_of(folder, per_epoch):
+    network = nn.Linear(2, 2)
+    return TrainingState(folder, network, torch.optim.Adam(network.parameters()), SCALER, per_epoch, CPU)
+
+
+def test_a_state_comes_back_whole(tmp_path):
+    state = state_of(tmp_path, 3)
+    state.epoch = 2
+    state.note_step(0, torch.tensor(0.5), ("a",))
+    state.note_dice(0.75, 2)
+    state.save(Clock())
+    other = state_of(tmp_path, 3)
+    other.restore(Clock())
+    assert (other.epoch, other.step, other.steps_done) == (2, 1, 7)
+    assert other.checked() == [0.5]
+    assert (other.best_dice, other.best_epoch) == (0.75, 2)
+
+
+def test_another_number_of_steps_per_epoch_is_refused(tmp_path):
+    state_of(tmp_path, 3).save(Clock())
+    with pytest.raises(ValueError, match="the checkpoint has 3 steps per epoch, this run has 4"):
+        state_of(tmp_path, 4).restore(Clock())
+
+
+def test_a_bad_loss_is_found_before_it_is_saved(tmp_path):
+    state = state_of(tmp_path, 3)
+    state.save(Clock())
+    state.note_step(0, torch.tensor(1.0), ("a",))
+    state.note_step(1, torch.tensor(float("inf")), ("b", "c"))
+    with pytest.raises(FloatingPointError, match=r"loss inf at step 2 \(epoch 1\), cases b, c"):
+        state.save(Clock())
+    other = state_of(tmp_path, 3)
+    other.restore(Clock())
+    assert other.step == 0
+
+
+def test_only_a_higher_dice_is_a_new_best(tmp_path):
+    state = state_of(tmp_path, 1)
+    assert [state.note_dice(dice, epoch) for epoch, dice in enumerate([0.0, 0.5, 0.5, 0.4, 0.6])] == [
+        True, True, False, False, True]  # fmt: skip
+    with pytest.raises(ValueError, match="no validation case holds any foreground"):
+        state.note_dice(float("nan"), 6)
+
+
+@pytest.mark.gpu
+def test_fp16_with_loss_scaling_learns(batches):
+    cuda = torch.device("cuda")
+    network, _ = make()
+    network = network.to(cuda)
+    optimizer = build_optimizer("novograd", network.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cuda")
+    made = CropBatches(batches.cache, (16, 16, 16), 4, 2, device=cuda)
+    losses = [
+        float(train_step(network, batch, LOSSES["dice_ce"], optimizer, scaler, "fp16", 0.01))
+        for epoch in range(8)
+        for batch in made.epoch(epoch)
+    ]
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])

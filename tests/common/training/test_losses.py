@@ -1,0 +1,226 @@
+import math
+from collections.abc import Callable
+
+import monai.losses
+import pytest
+import torch
+
+from common.training.losses import LOSSES, dice_ce
+from tests.support import refuse_host_sync
+
+FORMATS = [torch.contiguous_format, torch.channels_last_3d]
+
+
+def example(
+    classes: int,
+    *,
+    samples: int = 3,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    foreground: float = 0.3,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random logits [B, K, 9, 8, 7] that lean towards a random label [B, 1, 9, 8, 7]."""
+    generator = torch.Generator().manual_seed(classes)
+    shape = (samples, 1, 9, 8, 7)
+    label = torch.randint(1, classes, shape, generator=generator)
+    label = torch.where(torch.rand(shape, generator=generator) < foreground, label, 0)
+    logits = 2 * torch.randn(samples, classes, 9, 8, 7, generator=generator)
+    logits.scatter_add_(1, label, torch.ones(shape))
+    logits = logits.to(dtype).contiguous(memory_format=memory_format)
+    return logits.requires_grad_(), label.to(torch.uint8)
+
+
+def value_and_gradient(loss, logits: torch.Tensor, label: torch.Tensor) -> tuple[float, torch.Tensor]:
+    value = loss(logits, label)
+    (gradient,) = torch.autograd.grad(value, logits)
+    assert value.shape == ()
+    return value.item(), gradient
+
+
+def monais(**options: bool | float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    settings = {"squared_pred": True, "batch": True, **options}
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    loss = monai.losses.DiceCELoss(to_onehot_y=True, softmax=True, **settings)
+    return loss
+
+
+@pytest.mark.parametrize("memory_format", FORMATS, ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("classes", [2, 3, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch": False},
+        {"include_background": False},
+        {"squared_pred": False},
+        {"batch": False, "include_background": False, "squared_pred": False},
+    ],
+    ids=str,
+)
+def test_value_and_gradient_equal_monais(options, classes, memory_format):
+    logits, label = example(classes, memory_format=memory_format)
+    value, gradient = value_and_gradient(lambda x, y: dice_ce(x, y, **options), logits, label)
+    exact = logits.detach().double().requires_grad_()
+    expected, expected_gradient = value_and_gradient(monais(**options), exact, label)
+    in_float32 = value_and_gradient(monais(**options), logits, label)[0]
+    assert value == pytest.approx(expected, rel=1e-6)
+    assert value == pytest.approx(in_float32, rel=1e-6)
+    assert (gradient - expected_gradient).abs().max() < 1e-5 * expected_gradient.abs().max()
+    if classes == 2:
+        assert gradient.stride() == logits.stride()
+
+
+def test_smooth_equals_monais():
+    logits, label = example(2, foreground=0.01)
+    expected = value_and_gradient(monais(smooth_nr=0.5, smooth_dr=0.5), logits, label)
+    value, gradient = value_and_gradient(lambda x, y: dice_ce(x, y, smooth=0.5), logits, label)
+    assert value == pytest.approx(expected[0], rel=1e-6)
+    assert torch.allclose(gradient, expected[1], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_are_computed_in_float32(dtype, classes):
+    logits, label = example(classes, dtype=dtype, memory_format=torch.channels_last_3d)
+    value, gradient = value_and_gradient(dice_ce, logits, label)
+    expected, expected_gradient = value_and_gradient(monais(), logits.detach().float().requires_grad_(), label)
+    assert value == pytest.approx(expected, rel=1e-6)
+    assert gradient.dtype == dtype
+    if classes == 2:
+        assert gradient.stride() == logits.stride()
+    assert torch.allclose(gradient.float(), expected_gradient, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_large_volumes_stay_exact():
+    # MONAI's vector norms, summed in float32, are off by 1e-4 here: so the answer comes from float64.
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 2, 96, 96, 96, generator=generator)
+    label = (torch.rand(1, 1, 96, 96, 96, generator=generator) < 0.05).to(torch.uint8)
+    expected = monais()(logits.double(), label).item()
+    assert dice_ce(logits, label).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("batch", [True, False])
+@pytest.mark.parametrize("squared_pred", [True, False])
+def test_gradient_against_finite_differences(squared_pred, batch, classes):
+    logits = torch.randn(2, classes, 2, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    label = torch.randint(classes, (2, 1, 2, 3, 2), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    torch.autograd.gradcheck(
+        lambda x: dice_ce(x, label, batch=batch, squared_pred=squared_pred), logits.requires_grad_()
+    )
+
+
+def test_by_hand():
+    # One voxel of each class, both with probability 1/2: cross entropy log 2; for each class sum (p - y)^2 = 1/2,
+    # sum p^2 = 1/2, sum y = 1: Dice loss 1/3.
+    label = torch.tensor([0, 1], dtype=torch.uint8).view(1, 1, 2, 1, 1)
+    loss = dice_ce(torch.zeros(1, 2, 2, 1, 1), label, smooth=0.0)
+    assert loss.item() == pytest.approx(1 / 3 + math.log(2))
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_perfect_prediction_costs_nothing(classes):
+    _, label = example(classes)
+    logits = torch.full((3, classes, 9, 8, 7), -10.0).scatter_(1, label.long(), 10.0)
+    # Each voxel gives u = (K - 1) e^-20 to the cross entropy, and far less (u^2) to Dice.
+    assert dice_ce(logits, label).item() == pytest.approx((classes - 1) * math.exp(-20), abs=1e-7)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_confidently_wrong_logits_stay_finite(classes):
+    _, label = example(classes)
+    logits = torch.full((3, classes, 9, 8, 7), 100.0).scatter_(1, label.long(), -100.0).requires_grad_()
+    value, gradient = value_and_gradient(dice_ce, logits, label)
+    assert value == pytest.approx(monais()(logits, label).item(), rel=1e-6)
+    assert value > 200
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("batch", [True, False])
+def test_order_of_samples_does_not_matter(batch, classes):
+    logits, label = example(classes)
+    order = torch.tensor([2, 0, 1])
+    one, other = (dice_ce(x, y, batch=batch) for x, y in ((logits, label), (logits[order], label[order])))
+    assert one.item() == pytest.approx(other.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_samples_interact_only_through_batch_dice(classes):
+    logits, label = example(classes)
+    each = [dice_ce(logits[i : i + 1], label[i : i + 1]).item() for i in range(3)]
+    assert dice_ce(logits, label, batch=False).item() == pytest.approx(sum(each) / 3, rel=1e-6)
+    assert dice_ce(logits, label).item() != pytest.approx(sum(each) / 3, rel=1e-4)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"batch": False}, {"squared_pred": False}], ids=str)
+def test_label_of_one_class_only_equals_monais(options, number):
+    logits, _ = example(2)
+    label = torch.full((3, 1, 9, 8, 7), number, dtype=torch.uint8)
+    value, gradient = value_and_gradient(lambda x, y: dice_ce(x, y, **options), logits, label)
+    expected, expected_gradient = value_and_gradient(
+        monais(**options), logits.detach().double().requires_grad_(), label
+    )
+    assert value == pytest.approx(expected, rel=1e-6)
+    assert (gradient - expected_gradient).abs().max() < 1e-5 * expected_gradient.abs().max()
+
+
+def test_crops_of_a_larger_tensor_need_no_copy():
+    logits, label = example(2)
+    whole, crop = (slice(None), slice(None)), (slice(1, 7), slice(2, 8), slice(0, 5))
+    value, gradient = value_and_gradient(lambda x, y: dice_ce(x[*whole, *crop], y[*whole, *crop]), logits, label)
+    expected = value_and_gradient(monais(), logits[*whole, *crop].detach().requires_grad_(), label[*whole, *crop])
+    assert value == pytest.approx(expected[0], rel=1e-6)
+    assert torch.allclose(gradient[*whole, *crop], expected[1], atol=1e-7)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_dice_ce_never_waits_for_the_device(classes):
+    logits, label = example(classes)
+    with refuse_host_sync():
+        torch.autograd.grad(dice_ce(logits, label), logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [2, 3])
+def test_dice_ce_on_the_gpu_equals_the_cpu_and_never_waits(classes):
+    logits, label = example(classes, memory_format=torch.channels_last_3d)
+    there, label_there = logits.detach().cuda().requires_grad_(), label.cuda()
+    value_and_gradient(dice_ce, there, label_there)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = dice_ce(there, label_there)
+        (gradient,) = torch.autograd.grad(loss, there)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected, expected_gradient = value_and_gradient(dice_ce, logits, label)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert torch.allclose(gradient.cpu(), expected_gradient, atol=1e-8)
+
+
+def test_logits_and_label_are_left_untouched():
+    logits, label = example(2)
+    before = logits.detach().clone(), label.clone()
+    value_and_gradient(dice_ce, logits, label)
+    assert torch.equal(logits, before[0])
+    assert torch.equal(label, before[1])
+
+
+def test_wrong_shapes_are_a_programmers_error():
+    logits, label = example(2)
+    with pytest.raises(AssertionError, match="1 channel: background and foreground"):
+        dice_ce(logits[:, :1], label)
+    with pytest.raises(AssertionError, match="label"):
+        dice_ce(logits, label[:, 0])
+
+
+def test_losses_by_name():
+    logits, label = example(3)
+    assert set(LOSSES) == {"dice_ce", "monai_dice_ce", "monai_dice"}
+    assert torch.equal(LOSSES["dice_ce"](logits, label), dice_ce(logits, label))
+    expected = monai.losses.DiceLoss(to_onehot_y=True, softmax=True)(logits, label)
+    assert torch.equal(LOSSES["monai_dice"](logits, label), expected)
+    guide = monai.losses.DiceCELoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)(logits, label)
+    assert torch.equal(LOSSES["monai_dice_ce"](logits, label), guide)

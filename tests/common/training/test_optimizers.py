@@ -1,0 +1,416 @@
+import copy
+import io
+import math
+from typing import Any
+
+import monai.optimizers
+import pytest
+import torch
+from torch import nn
+
+from common.training.optimizers import OPTIMIZERS, Novograd, build_optimizer
+from common.training.schedules import lr_factor
+from tests.support import count_operators, refuse_host_sync
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "weight_decay": {"weight_decay": 0.01},
+    "amsgrad": {"amsgrad": True},
+    "grad_averaging": {"grad_averaging": True},
+    "all": {"weight_decay": 0.02, "amsgrad": True, "grad_averaging": True, "betas": (0.8, 0.9), "eps": 1e-3},
+}
+
+
+def small_network() -> nn.Sequential:
+    """A network with parameters of several sizes (more and fewer elements than a block) and memory formats."""
+    torch.manual_seed(0)
+    # No bias before the normalisation: its gradient is rounding noise, which Novograd blows up to norm 1.
+    network = nn.Sequential(
+        nn.Conv3d(1, 6, 3, bias=False),
+        nn.BatchNorm3d(6),
+        nn.PReLU(),
+        nn.Conv3d(6, 8, 3),
+        nn.Flatten(),
+        nn.Linear(64, 3),
+    )
+    return in_format(network, torch.channels_last_3d)
+
+
+def in_format(network: nn.Sequential, memory_format: torch.memory_format) -> nn.Sequential:
+    for parameter in network.parameters():
+        if parameter.ndim == 5:
+            parameter.data = parameter.data.contiguous(memory_format=memory_format)
+    return network
+
+
+def backward(network: nn.Module, seed: int, scale: float = 1.0) -> None:
+    """Leave the gradients of one random batch in the network's parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = torch.randn(2, 1, 6, 6, 6, generator=generator)
+    network.zero_grad()
+    torch.autograd.backward(network(batch).square().mean() * scale)
+
+
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def weights(network: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in network.parameters()]
+
+
+def gradients(network: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+
+
+def all_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_weights_equal_monais_over_50_steps(settings):
+    ours, theirs = small_network(), small_network()
+    optimizer = Novograd(ours.parameters(), lr=0.01, **settings)
+    reference = monai.optimizers.Novograd(theirs.parameters(), lr=0.01, **settings)
+    start = weights(ours)
+    for step in range(50):
+        for network, stepper in ((ours, optimizer), (theirs, reference)):
+            backward(network, step)
+            stepper.step()
+    assert largest_difference(ours, theirs) < 1e-6
+    assert not any(torch.equal(a, b) for a, b in zip(weights(ours), start, strict=True))
+
+
+def test_parameter_groups_and_a_scheduler_equal_monais():
+    networks = [small_network(), small_network()]
+    steppers = []
+    for network, kind in zip(networks, (Novograd, monai.optimizers.Novograd), strict=True):
+        first, *rest = network.parameters()
+        optimizer = kind([{"params": rest, "lr": 0.03, "weight_decay": 0.1}, {"params": [first]}], lr=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor("cosine", step, 50))
+        steppers.append((optimizer, schedule))
+    for step in range(50):
+        for network, (optimizer, schedule) in zip(networks, steppers, strict=True):
+            backward(network, step)
+            optimizer.step()
+            schedule.step()
+    assert largest_difference(*networks) < 1e-6
+
+
+def test_parameters_without_a_gradient_now_and_then_equal_monais():
+    networks = [small_network(), small_network()]
+    steppers = [Novograd(networks[0].parameters(), lr=0.01), monai.optimizers.Novograd(networks[1].parameters(), 0.01)]
+    for step in range(50):
+        for network, optimizer in zip(networks, steppers, strict=True):
+            backward(network, step)
+            for index, parameter in enumerate(network.parameters()):
+                if index == 0 or (index + step) % 3 == 0:
+                    parameter.grad = None
+            before = weights(network)
+            optimizer.step()
+            for parameter, old in zip(network.parameters(), before, strict=True):
+                assert torch.equal(parameter, old) == (parameter.grad is None)
+    assert largest_difference(*networks) < 1e-6
+    assert all_equal(weights(networks[0])[:1], weights(small_network())[:1])  # never had a gradient
+
+
+def test_a_group_without_any_gradient_and_an_added_group():
+    ours, theirs = small_network(), small_network()
+    optimizers = []
+    for network, kind in ((ours, Novograd), (theirs, monai.optimizers.Novograd)):
+        first, *rest = network.parameters()
+        optimizer = kind([first], lr=0.01)
+        backward(network, 0)
+        optimizer.step()
+        optimizer.add_param_group({"params": rest, "lr": 0.02})
+        backward(network, 1)
+        first.grad = None
+        optimizer.step()
+        optimizers.append(optimizer)
+    assert largest_difference(ours, theirs) < 1e-7
+
+
+def test_first_step_by_hand():
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = Novograd([weight], lr=0.1, weight_decay=0.5, eps=0.0)
+    weight.grad = torch.tensor([3.0, 4.0])  # norm 5: update [0.6, 0.8] + 0.5 * [1, 2]
+    optimizer.step()
+    assert torch.allclose(weight, torch.tensor([1 - 0.11, 2 - 0.18]))
+    assert torch.allclose(optimizer.state[weight]["exp_avg_sq"], torch.tensor(25.0))
+
+
+def test_norm_of_a_large_gradient_is_exact():
+    weight = nn.Parameter(torch.zeros(4_000_000))
+    optimizer = Novograd([weight])
+    weight.grad = torch.full_like(weight, 0.1)  # summed in float32 one after the other this is off by 1e-4
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg_sq"].item() == pytest.approx(4_000_000 * 0.1**2, rel=1e-6)
+
+
+def test_gradients_are_left_untouched():
+    network = small_network()
+    optimizer = Novograd(network.parameters(), weight_decay=0.1, grad_averaging=True)
+    for step in range(2):
+        backward(network, step)
+        before = [gradient.clone() for gradient in gradients(network)]
+        optimizer.step()
+        assert all_equal(gradients(network), before)
+
+
+def test_state_is_stacked_on_the_device():
+    network = small_network()
+    optimizer = Novograd(network.parameters())
+    backward(network, 0)
+    optimizer.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert len({state[name].untyped_storage().data_ptr() for state in optimizer.state.values()}) == 1
+    saved = next(iter(optimizer.state.values()))["exp_avg"].untyped_storage().nbytes()
+    assert saved <= 4 * sum(1024 * math.ceil(parameter.numel() / 1024) for parameter in network.parameters())
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].stride() == parameter.stride()  # what the fast foreach kernels ask for
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_never_waits_for_the_device(settings, scaled):
+    network = small_network()
+    optimizer = Novograd(network.parameters(), **settings)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    with refuse_host_sync():
+        for step in range(3):
+            backward(network, step)
+            scaler.scale(torch.zeros(()))  # makes the scale, as scaling the loss would
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_on_the_gpu_equals_the_cpu_and_never_waits(scaled):
+    on_cpu, on_gpu = small_network(), small_network().cuda()
+    optimizers = [Novograd(network.parameters(), lr=0.01, weight_decay=0.1) for network in (on_cpu, on_gpu)]
+    scaler = torch.amp.GradScaler("cuda", init_scale=1.0, enabled=scaled)
+    scaler.scale(torch.zeros((), device="cuda"))
+    for step in range(5):
+        backward(on_cpu, step)
+        for parameter, gradient in zip(on_gpu.parameters(), gradients(on_cpu), strict=True):
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        optimizers[0].step()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step uploads its tables
+        try:
+            scaler.step(optimizers[1])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        scaler.update()
+    assert largest_difference(on_cpu, on_gpu.cpu()) < 1e-6
+
+
+def launches(parameters: int, settings: dict[str, Any]) -> int:
+    """Return how many operators the second step of an optimizer of so many parameters launches."""
+    optimizer = Novograd([nn.Parameter(torch.ones(3 + i % 4, 500)) for i in range(parameters)], **settings)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    scaler.step(optimizer)
+    scaler.update()
+    with count_operators() as plain:
+        optimizer.step()
+    with count_operators() as scaled:
+        scaler.step(optimizer)
+    assert plain.total() <= 25
+    return plain.total() + scaled.total()
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_launches_do_not_grow_with_the_number_of_parameters(settings):
+    assert launches(10, settings) == launches(100, settings)
+
+
+def test_grad_scaler_equals_monais_driven_the_classic_way():
+    ours, theirs = small_network(), small_network()
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7) for _ in range(2)]
+    optimizers = [Novograd(ours.parameters(), 0.01), monai.optimizers.Novograd(theirs.parameters(), 0.01)]
+    for step in range(30):
+        for network, optimizer, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
+            backward(network, step, scale=scaler.scale(torch.ones(())).item())
+            if step in (0, 11):  # overflow, also before there is any state
+                gradients(network)[0][0, 0, 0, 0, 0] = math.inf if step else math.nan
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert scalers[0].get_scale() == 2.0 ** (10 - 2 + 1 + 2)  # two overflows; a run of 10 good steps, one of 18
+    assert largest_difference(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_an_overflowed_step_changes_neither_weights_nor_state(settings):
+    network = small_network()
+    optimizer = Novograd(network.parameters(), lr=0.1, **settings)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    for step in range(4):
+        backward(network, step)
+        overflow = step % 2 == 1
+        if overflow:
+            gradients(network)[0].fill_(math.inf)
+        before, state = weights(network), copy.deepcopy(optimizer.state_dict()["state"])
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        after = optimizer.state_dict()["state"]
+        assert (scaler.get_scale() == scale / 2) == overflow
+        assert all_equal(weights(network), before) == overflow
+        if overflow:
+            assert all(torch.equal(after[p][name], state[p][name]) for p in state for name in state[p])
+
+
+def test_gradients_unscaled_before_the_step_are_not_divided_again():
+    ours, theirs = small_network(), small_network()
+    optimizer, plain = Novograd(ours.parameters(), lr=0.1), Novograd(theirs.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(3):
+        backward(ours, step, scale=scaler.scale(torch.ones(())).item())
+        backward(theirs, step)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        plain.step()
+    assert largest_difference(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_state_round_trip_continues_bit_for_bit(settings):
+    network = small_network()
+    optimizer = Novograd(network.parameters(), lr=0.01, **settings)
+    for step in range(5):
+        backward(network, step)
+        optimizer.step()
+    stream = io.BytesIO()
+    torch.save({"network": network.state_dict(), "optimizer": optimizer.state_dict()}, stream)
+    stream.seek(0)
+    saved = torch.load(stream, weights_only=True)
+
+    resumed = small_network()
+    resumed.load_state_dict(saved["network"])
+    restored = Novograd(resumed.parameters(), lr=0.5)
+    restored.load_state_dict(saved["optimizer"])
+    for index, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(restored.state_dict()["state"][index][name], value)
+    for step in range(5, 10):
+        for each, stepper in ((network, optimizer), (resumed, restored)):
+            backward(each, step)
+            stepper.step()
+    assert all_equal(weights(network), weights(resumed))
+    assert restored.param_groups[0]["lr"] == 0.01
+
+
+def test_state_survives_a_change_of_memory_format():
+    network = small_network()
+    optimizer = Novograd(network.parameters(), lr=0.01)
+    backward(network, 0)
+    optimizer.step()
+    contiguous = in_format(copy.deepcopy(network), torch.contiguous_format)
+    restored = Novograd(contiguous.parameters())
+    restored.load_state_dict(optimizer.state_dict())
+    for each, stepper in ((network, optimizer), (contiguous, restored)):
+        backward(each, 1)
+        stepper.step()
+    assert largest_difference(network, contiguous) < 1e-6
+
+
+def test_loading_copies_the_state():
+    network = small_network()
+    optimizer, other = Novograd(network.parameters()), Novograd(network.parameters())
+    backward(network, 0)
+    optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    before = [state["exp_avg"].clone() for state in other.state.values()]
+    optimizer.step()
+    assert all_equal([state["exp_avg"] for state in other.state.values()], before)
+
+
+def test_state_of_another_network_is_refused():
+    one, two, three = (nn.Parameter(torch.ones(2, 3)) for _ in range(3))
+    optimizer = Novograd([one, two])
+    one.grad = torch.ones_like(one)
+    optimizer.step()
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match="group 0 of the optimizer state holds 2 parameters, this optimizer 3"):
+        Novograd([one, two, three]).load_state_dict(state)
+    with pytest.raises(ValueError, match="holds 1 parameter groups, this optimizer 2"):
+        Novograd([{"params": [one]}, {"params": [two]}]).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"parameter 0 has shape \(2, 3\) in the optimizer state, \(3, 2\) here"):
+        Novograd([nn.Parameter(torch.ones(3, 2)), two]).load_state_dict(state)
+
+
+def test_bf16_autocast_training_lowers_the_loss():
+    network = small_network()
+    optimizer = Novograd(network.parameters(), lr=0.02)
+    batch, target = torch.randn(8, 1, 6, 6, 6), torch.randn(8, 3)
+    losses = []
+    for _ in range(40):
+        network.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = (network(batch) - target).float().square().mean()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+    assert all(parameter.dtype == torch.float32 for parameter in network.parameters())
+
+
+def test_mixed_precisions_in_a_group_are_a_programmers_error():
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(AssertionError, match="one device"):
+        Novograd(parameters).step()
+
+
+def test_closure_is_called_with_gradients_on_and_its_loss_returned():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = Novograd([weight], lr=0.5)
+
+    def closure() -> float:
+        loss = weight.square().sum()
+        torch.autograd.backward(loss)
+        return loss.item()
+
+    assert optimizer.step(closure) == 2.0
+    assert torch.allclose(weight, torch.tensor(1 - 0.5 / math.sqrt(2)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -0.1}, "lr is -0.1: it must be finite and at least 0"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"eps": -1e-8}, "eps is -1e-08"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1.0: it must be in \[0, 1\)"),
+        ({"betas": (0.9, -0.5)}, r"betas\[1\] is -0.5"),
+    ],
+)
+def test_bad_hyper_parameters_name_value_and_bound(settings, message):
+    parameter = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=message):
+        Novograd([parameter], **settings)
+    with pytest.raises(ValueError, match=message):
+        Novograd([{"params": [parameter], **settings}])
+
+
+def test_optimizers_by_name():
+    parameter = nn.Parameter(torch.ones(2))
+    built = {name: build_optimizer(name, [parameter], 0.25) for name in OPTIMIZERS}
+    assert {name: type(each) for name, each in built.items()} == {
+        "novograd": Novograd,
+        "monai_novograd": monai.optimizers.Novograd,
+        "adam": torch.optim.Adam,
+        "sgd": torch.optim.SGD,
+    }
+    assert all(each.param_groups[0]["lr"] == 0.25 for each in built.values())
+    sgd = built["sgd"].param_groups[0]
+    assert (sgd["momentum"], sgd["nesterov"], sgd["weight_decay"]) == (0.9, False, 4e-5)
