@@ -1,0 +1,1 @@
+"""The applications: each goes from raw scans to an engine."""

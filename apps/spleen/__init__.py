@@ -1,0 +1,1 @@
+"""Spleen segmentation in CT (MSD Task09), and any dataset in its layout."""

@@ -1,0 +1,148 @@
+"""What a run decides from its configuration, its data and its device before it starts, each choice said in a line."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from apps.spleen.config import SpleenConfig, check_divides
+from apps.spleen.model import SpleenModel
+from common.data.cases import Dataset, Split, split_cases
+from common.data.fingerprint import Fingerprint, explain_preparation, fingerprint, plan_preparation
+from common.data.store import store_folder
+from common.files import write_json
+from common.observe.run import Run
+from common.training.precision import choose_precision
+
+# What `fast` takes where the user says nothing: the guide's network on a GPU, a small one on a CPU (trained in about
+# a minute on two cores). Steps, not epochs, so that small and large datasets train equally long.
+_CHANNELS = {"cuda": (16, 32, 64, 128, 256), "cpu": (8, 16, 32, 64)}
+_RESIDUAL_UNITS = 2
+_FLIP_AXES = {"cuda": "xyz", "cpu": ""}  # a minute is too short to learn the spleen from both sides
+_CROP_LIMIT = {"cuda": (96, 96, 96), "cpu": (64, 64, 48)}
+_WINDOW_LIMIT = (160, 160, 160)  # the guide's; large windows compute fewer borders twice
+_WINDOW_BATCH = {"cuda": 4, "cpu": 1}
+_BATCH_SIZE = {"cuda": 16, "cpu": 4}
+_STEPS = {"cuda": 480, "cpu": 400}
+_VALIDATIONS = 10
+_GUIDE_PRECISION: dict[str, Literal["fp16", "fp32"]] = {"cuda": "fp16", "cpu": "fp32"}  # autocast("cuda")
+
+
+@dataclass(frozen=True)
+class SpleenPlan:
+    """The decisions of a run.
+
+    Args:
+        model: network, preparation, labels, windows, precision: what inference needs too.
+        crop_size: crop X, Y, Z in voxels of the working grid.
+        flip_axes: axes flipped at random, letters of "xyz".
+        batch_size: crops in one step.
+        epochs: passes over the training cases.
+        validate_every: epochs between validations.
+    """
+
+    model: SpleenModel
+    crop_size: tuple[int, int, int]
+    flip_axes: str
+    batch_size: int
+    epochs: int
+    validate_every: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON takes it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "SpleenPlan":
+        """Return what `to_json` was made from."""
+        model = SpleenModel.from_json(content["model"])
+        return cls(**{**content, "model": model, "crop_size": tuple(content["crop_size"])})
+
+
+def decide(dataset: Dataset, config: SpleenConfig, run: Run) -> tuple[Split, SpleenPlan]:
+    """Split the dataset, take its fingerprint, plan the run, say each choice and write all of it into the run folder.
+
+    A resumed run finds the decisions of its first start, whatever has changed around it since.
+    """
+    written = run.directory / "plan.json"
+    if run.resumed and written.is_file():
+        plan = SpleenPlan.from_json(json.loads(written.read_text(encoding="utf-8")))
+        return split_cases(dataset, str(run.directory / "split.json")), plan
+    split = split_cases(dataset, config.split)
+    kept = store_folder(config.cache / "fingerprints", dataset.folder)
+    figures = fingerprint(split.training, dataset, kept, workers=config.workers)
+    plan, choices = plan_run(config, dataset, figures, len(split.training), run.device)
+    for line in (split.description, *choices):
+        run.say(line)
+    write_json(run.directory / "split.json", split.to_json())
+    write_json(run.directory / "fingerprint.json", figures.to_json())
+    plan.model.save(run.directory)
+    write_json(written, plan.to_json())
+    return split, plan
+
+
+def plan_run(
+    config: SpleenConfig, dataset: Dataset, figures: Fingerprint, cases: int, device: torch.device
+) -> tuple[SpleenPlan, list[str]]:
+    """Decide what the configuration leaves open.
+
+    Args:
+        config: what was asked for; it always wins.
+        dataset: its modality decides the normalisation, its labels the classes.
+        figures: fingerprint of the training cases.
+        cases: number of training cases.
+        device: a CPU gets a smaller network, smaller crops and batches.
+
+    Returns:
+        The plan, and the lines that explain it.
+
+    Raises:
+        ValueError: what was asked for does not fit the data or the device.
+    """
+    kind = device.type
+    as_guide = config.recipe == "guide" and config.precision == "auto"
+    preparation = plan_preparation(dataset, figures, config.spacing, config.window)
+    shape = [
+        round(side * native / working)
+        for side, native, working in zip(figures.shape, figures.spacing, preparation.spacing, strict=True)
+    ]
+    channels = config.channels or _CHANNELS[kind]
+    divisor = 2 ** (len(channels) - 1)
+    batch_size = config.batch_size or _BATCH_SIZE[kind]
+    epochs = config.epochs or -(-_STEPS[kind] // -(-cases * config.crops_per_case // batch_size))
+    model = SpleenModel(
+        labels=dataset.labels,
+        preparation=preparation,
+        channels=channels,
+        residual_units=config.residual_units or _RESIDUAL_UNITS,
+        window_size=config.window_size or _within(shape, _WINDOW_LIMIT, divisor),
+        window_batch=config.window_batch or _WINDOW_BATCH[kind],
+        precision=choose_precision(_GUIDE_PRECISION[kind] if as_guide else config.precision, device),
+    )
+    plan = SpleenPlan(
+        model=model,
+        crop_size=config.crop_size or _within(shape, _CROP_LIMIT[kind], divisor),
+        flip_axes=_FLIP_AXES[kind] if config.flip_axes is None else config.flip_axes,
+        batch_size=batch_size,
+        epochs=epochs,
+        validate_every=config.validate_every or max(1, epochs // _VALIDATIONS),
+    )
+    for name, size in (("crop_size", plan.crop_size), ("window_size", model.window_size)):
+        check_divides(name, size, channels)
+    lines = [*explain_preparation(dataset, figures, config.spacing, config.window), *_choices(config, plan, kind)]
+    return plan, lines
+
+
+def _choices(config: SpleenConfig, plan: SpleenPlan, kind: str) -> list[str]:
+    """Return a line for each field that the configuration left open."""
+    decided = {**vars(plan.model), **vars(plan)}
+    names = [name for name in decided if hasattr(config, name) and getattr(config, name) in (None, "auto")]
+    return [f"{name} {decided[name] or 'none'}: chosen for this {kind}; change it with --{name}" for name in names]
+
+
+def _within(shape: Sequence[int], limit: Sequence[int], divisor: int) -> tuple[int, int, int]:
+    """Return, per axis, the smaller of the shape and the limit, rounded up to what the network's levels divide."""
+    x, y, z = (-(-min(side, most) // divisor) * divisor for side, most in zip(shape, limit, strict=True))
+    return x, y, z

@@ -1,0 +1,42 @@
+"""What the apps' tests share: a few phantoms, and the real programs started as a user starts them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_scripts.make_phantoms import make_ct_phantoms
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def phantoms(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four CT phantoms in MSD layout."""
+    return make_ct_phantoms(tmp_path_factory.mktemp("data") / "phantoms", 4, progress=False)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of prepared cases for all tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[..., subprocess.Popen[str]]:
+    """Start `python SCRIPT ARGUMENTS...` from the repository's root, its output readable as text."""
+
+    def run(script: str, *arguments: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, script, *map(str, arguments)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return run

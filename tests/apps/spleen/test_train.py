@@ -1,0 +1,173 @@
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from apps.spleen import infer
+from apps.spleen.config import RECIPES, SpleenConfig
+from apps.spleen.train import main
+from common.data.volumes import read_volume
+from common.inference.quality import dice_per_class
+from common.training.checkpoints import load_weights
+from common.training.fit import train_step
+
+TINY: dict[str, Any] = {
+    "split": "0.25",
+    "spacing": (6.0, 6.0, 6.0),
+    "channels": (4, 8),
+    "residual_units": 1,
+    "crop_size": (16, 16, 16),
+    "window_size": (32, 32, 32),
+    "window_batch": 1,
+    "batch_size": 4,
+    "epochs": 2,
+    "precision": "fp32",
+    "checkpoint_seconds": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def run(phantoms, cache, tmp_path_factory):
+    """One tiny run of the fast recipe, exported to ONNX and, where it is installed, TensorRT-RTX."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    main(SpleenConfig(data=phantoms, cache=cache, run=folder, **TINY))
+    return folder
+
+
+def test_a_run_leaves_all_that_it_promises(run):
+    names = {path.relative_to(run).as_posix() for path in run.rglob("*")}
+    for name in (
+        "summary.json", "config.yaml", "plan.json", "split.json", "fingerprint.json", "model.json", "environment.json",
+        "metrics.jsonl", "progress.png", "best.safetensors", "run.log", "checkpoints/last", "tensorboard",
+        "exports/model_fp32.onnx", "exports/model_fp16.onnx",
+    ):  # fmt: skip
+        assert name in names
+    assert len(list((run / "overlays").glob("*.png"))) == 1
+
+
+def test_the_summary_holds_what_it_promises(run):
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["held_out"] is True
+    assert summary["data"]["synthetic"] is True
+    assert summary["cases"] == {"training": 3, "validation": 1}
+    assert summary["steps"] == 6
+    assert summary["quality"]["value"] == pytest.approx(np.mean(list(summary["quality"]["per_case"].values())))
+    for name in ("start", "prepare", "cache", "train", "validate", "export", "total"):
+        assert summary["seconds"][name] >= 0
+    parts = sum(value for name, value in summary["seconds"].items() if name != "total")
+    assert parts <= summary["seconds"]["total"]
+    assert summary["onnx"]["max_abs_diff"] <= 1e-3
+    assert summary["onnx"]["fp16"]["precision"] == "fp16"
+    assert {"flavour", "version", "precision", "path", "sha256", "ran", "reason"} <= summary["engine"].keys()
+
+
+def test_infer_returns_labels_on_the_files_own_grid(run, phantoms, tmp_path, capsys):
+    images = phantoms / "imagesTr"
+    assert infer.main(infer.InferConfig(run, images, tmp_path / "out", device="cpu")) == 0
+    assert "onnxruntime fp32" in capsys.readouterr().out
+    for file in sorted(images.glob("*.nii.gz")):
+        scan, labels = read_volume(file), read_volume(tmp_path / "out" / file.name)
+        assert labels.voxels.shape == scan.voxels.shape
+        assert np.array_equal(labels.affine, scan.affine)
+        assert labels.voxels.dtype == np.uint8
+        assert (tmp_path / "out" / f"{file.name.removesuffix('.nii.gz')}.png").is_file()
+    timings = json.loads((tmp_path / "out" / "timings.json").read_text())
+    stages = timings["seconds"]["phantom_000.nii.gz"]
+    assert list(stages) == ["decode", "prepare", "windows", "restore", "write", "overlay"]
+
+
+def test_torch_and_onnxruntime_give_the_same_masks(run, phantoms, tmp_path):
+    image = phantoms / "imagesTr" / "phantom_000.nii.gz"
+    for backend in ("torch", "onnxruntime"):
+        config = infer.InferConfig(run, image, tmp_path / backend, backend, "fp32", "cpu", overlays=False)
+        assert infer.main(config) == 0
+    masks = [torch.from_numpy(read_volume(tmp_path / name / image.name).voxels.astype(np.uint8))
+             for name in ("torch", "onnxruntime")]  # fmt: skip
+    assert dice_per_class(masks[0], masks[1], 2).item() > 0.999
+
+
+def test_a_bad_scan_in_a_folder_is_set_aside_by_name_and_the_others_are_done(run, phantoms, tmp_path, capsys):
+    scans = tmp_path / "scans"
+    scans.mkdir()
+    (scans / "a_bad.nii.gz").write_bytes(b"no scan")
+    (scans / "good.nii.gz").symlink_to(phantoms / "imagesTr" / "phantom_001.nii.gz")
+    assert infer.main(infer.InferConfig(run, scans, tmp_path / "out", device="cpu", overlays=False)) == 1
+    assert "1 of 2 scans could not be segmented: a_bad.nii.gz" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.nii.gz")) == ["good.nii.gz"]
+
+
+def test_the_output_may_not_be_the_input_folder(tmp_path):
+    with pytest.raises(ValueError, match="must not be the folder of the input"):
+        infer.InferConfig(tmp_path, tmp_path, tmp_path)
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"model\.json: no such file; --model takes the folder of a training run"
+    ):
+        infer.main(infer.InferConfig(tmp_path, tmp_path / "a.nii.gz", tmp_path / "out", device="cpu"))
+
+
+def test_fine_tuning_starts_from_given_weights(run, phantoms, cache, tmp_path):
+    weights = run / "best.safetensors"
+    config = {**TINY, "epochs": 1, "learning_rate": 1e-12, "engine": "none"}
+    main(SpleenConfig(data=phantoms, cache=cache, run=tmp_path / "tuned", init=weights, **config))
+    before, after = load_weights(weights), load_weights(tmp_path / "tuned" / "best.safetensors")
+    assert torch.allclose(before["model.0.conv.unit0.conv.weight"], after["model.0.conv.unit0.conv.weight"], atol=1e-9)
+
+
+@pytest.mark.parametrize("recipe", ["baseline", "guide"])
+def test_the_monai_recipes_run_and_resume_at_epoch_boundaries(recipe, phantoms, cache, tmp_path, monkeypatch):
+    tiny = {**TINY, "window_size": (32, 32, 32), "batch_size": 8, "workers": 1, "engine": "none", "validate_every": 1}
+    config = replace(RECIPES[recipe], data=phantoms, cache=cache, **tiny)
+    whole = main(replace(config, run=tmp_path / "whole"))
+    assert whole.recipe == recipe
+    monkeypatch.setattr("common.training.fit.train_step", _fails_after(3))
+    with pytest.raises(RuntimeError, match="power cut"):
+        main(replace(config, run=tmp_path / "cut"))
+    monkeypatch.undo()
+    main(replace(config, resume=tmp_path / "cut"))
+    one, other = (load_weights(tmp_path / name / "checkpoints" / "last" / "weights.safetensors")
+                  for name in ("whole", "cut"))  # fmt: skip
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _fails_after(steps):
+    def step(*arguments):
+        nonlocal steps
+        steps -= 1
+        if steps < 0:
+            raise RuntimeError("power cut")
+        return train_step(*arguments)
+
+    return step
+
+
+def test_a_non_finite_loss_stops_with_step_and_case_and_keeps_the_checkpoint(phantoms, cache, tmp_path, monkeypatch):
+    calls = []
+
+    def step(*arguments):
+        calls.append(arguments[1].cases)
+        return train_step(*arguments) * (float("nan") if len(calls) == 5 else 1.0)
+
+    monkeypatch.setattr("common.training.fit.train_step", step)
+    with pytest.raises(FloatingPointError, match=r"loss nan at step 5 \(epoch 2\), cases phantom_"):
+        main(SpleenConfig(data=phantoms, cache=cache, run=tmp_path / "run", **TINY))
+    last = (tmp_path / "run" / "checkpoints" / "last").resolve()
+    assert last.name == "epoch-000001-step-000001"  # checkpoint_seconds is 0: the step before
+
+
+def test_a_run_folder_in_use_is_refused(run, phantoms):
+    with pytest.raises(FileExistsError, match="the run folder is not empty"):
+        main(SpleenConfig(data=phantoms, run=run))
+
+
+def test_the_real_program_says_a_users_mistake_in_one_line(tmp_path, start):
+    with start("apps/spleen/train.py", "--data", tmp_path, "--run", tmp_path / "run") as program:
+        text = program.stdout.read()
+    assert program.returncode == 1
+    assert "dataset.json" in text
+    assert "Traceback" not in text
