@@ -1,0 +1,1 @@
+"""Measurements of our recipes against what people use today."""

@@ -1,0 +1,1 @@
+"""The guides as plain MONAI scripts that import nothing of ours."""

@@ -1,0 +1,200 @@
+"""The parts of `compare.py spleen`: each runs the guide and fast in turn and returns its figures by name."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import torch
+from monai.data import CacheDataset
+from monai.transforms import Compose
+from torch import nn
+
+from apps.spleen import infer
+from apps.spleen.config import GUIDE, SpleenConfig
+from apps.spleen.model import SpleenModel
+from apps.spleen.train import main as train
+from benchmarks.in_turn import in_turn, median, ratio
+from benchmarks.peers import spleen_guide
+from common.data.batches import Batch, CropBatches
+from common.data.cache import fill_cache
+from common.data.cases import Case
+from common.data.preparation import Preparation
+from common.data.store import prepared_cases
+from common.inference.predictors import Precision, torch_predictor
+from common.observe.timing import Clock
+from common.training.fit import train_step
+from common.training.losses import LOSSES
+from common.training.optimizers import build_optimizer
+from models.prelu import use_fast_prelu
+
+Figures = dict[str, Any]
+
+_PREPARATION = Preparation(spleen_guide.SPACING, "window", spleen_guide.WINDOW)
+_CHANNELS, _RESIDUAL_UNITS = (16, 32, 64, 128, 256), 2
+_CLASSES = 2
+_WARM_STEPS = 60  # so that the masks that inference compares are those of a network that has learned something
+
+
+def preparation(cases: Sequence[Case], rounds: int, device: torch.device, folder: Path) -> Figures:
+    """Time MONAI's CacheDataset fill against the prepared store, from nothing and from what is there."""
+    items = [{"image": str(case.image), "label": str(case.label)} for case in cases]
+    fixed = Compose(spleen_guide.fixed_transforms(("image", "label")))
+    store = folder / "store"
+
+    def guide() -> None:
+        CacheDataset(items, fixed, num_workers=torch.get_num_threads(), progress=False)
+
+    def cold() -> None:
+        shutil.rmtree(store, ignore_errors=True)
+        prepared_cases(cases, _PREPARATION, _CLASSES, store, progress=False)
+
+    def warm() -> None:
+        prepared_cases(cases, _PREPARATION, _CLASSES, store, progress=False)
+
+    seconds = in_turn({"guide": guide, "cold": cold, "warm": warm}, rounds, warm_up=False)
+    return {
+        **{f"{name}, s per case": median([each / len(cases) for each in seconds[name]]) for name in seconds},
+        "guide / fast cold": ratio(seconds["guide"], seconds["cold"]),
+        "guide / fast warm, digests checked": ratio(seconds["guide"], seconds["warm"]),
+    }
+
+
+def step(cases: Sequence[Case], rounds: int, device: torch.device, folder: Path) -> Figures:
+    """Time the training step of the guide's network on the same four crops of 96^3."""
+    batch = _batch(cases, device, folder)
+    half = torch.bfloat16 if device.type == "cpu" else torch.float16
+    sides = {
+        "guide fp32": _guide_step(batch, None),
+        f"guide {'bf16' if device.type == 'cpu' else 'fp16'}": _guide_step(batch, half),
+        "fast fp32": _fast_step(batch, "fp32"),
+        "fast bf16": _fast_step(batch, "bf16"),
+    }
+    seconds = in_turn(sides, 2 * rounds + 1)
+    guide_half = next(name for name in sides if name.startswith("guide") and name != "guide fp32")
+    usual = "guide fp32" if device.type == "cpu" else guide_half  # the guide's autocast is for CUDA only
+    return {
+        **{f"{name}, s": median(seconds[name]) for name in seconds},
+        "guide / fast": ratio(seconds[usual], seconds["fast bf16"]),
+        "guide / fast, both fp32": ratio(seconds["guide fp32"], seconds["fast fp32"]),
+        "guide / fast, both half": ratio(seconds[guide_half], seconds["fast bf16"]),
+    }
+
+
+def inference(cases: Sequence[Case], rounds: int, device: torch.device, folder: Path) -> Figures:
+    """Time segmentation from file to file: the MONAI way against ours in fp32 and bf16, and compare the masks."""
+    some = cases[: max(1, len(cases) // 2)]
+    network = _trained(_batch(cases, device, folder))
+    inputs = folder / "scans"
+    inputs.mkdir(exist_ok=True)
+    for case in some:
+        (inputs / case.image.name).symlink_to(case.image.resolve())
+    files = infer.find_scans(inputs)
+    model = SpleenModel(
+        ("background", "spleen"), _PREPARATION, _CHANNELS, _RESIDUAL_UNITS, spleen_guide.VALIDATION_ROI, 1, "fp32"
+    )
+
+    def guide() -> None:
+        spleen_guide.segment_files(files, network, folder / "guide", device)
+
+    def ours(precision: Precision) -> None:
+        config = infer.InferConfig(folder, inputs, folder / precision, overlays=False)
+        fast = _channels_last(network).eval()
+        for file in files:
+            infer.segment(file, config, model, torch_predictor(fast, precision, channels_last=True), device, Clock())
+
+    sides = {"guide": guide, "fast fp32": lambda: ours("fp32"), "fast bf16": lambda: ours("bf16")}
+    seconds = in_turn(sides, rounds, warm_up=False)
+    return {
+        **{f"{name}, s per case": median([each / len(files) for each in seconds[name]]) for name in seconds},
+        "guide / fast fp32": ratio(seconds["guide"], seconds["fast fp32"]),
+        "guide / fast bf16": ratio(seconds["guide"], seconds["fast bf16"]),
+        "voxels that differ, fp32": _voxels_that_differ(files, folder / "guide", folder / "fp32"),
+        "least Dice of the masks, bf16": _least_dice(files, folder / "guide", folder / "bf16"),
+    }
+
+
+def quality(cases: Sequence[Case], rounds: int, device: torch.device, folder: Path) -> Figures:
+    """Train the guide and fast on the small phantoms over `rounds` seeds, network, crops, batch and epochs equal."""
+    same = SpleenConfig(
+        device=str(device),
+        channels=(8, 16, 32, 64),
+        residual_units=1,
+        crop_size=(64, 64, 48),
+        window_size=(96, 96, 64),
+        window_batch=1,
+        batch_size=4,
+        epochs=20,
+        validate_every=5,
+        precision="bf16",
+        engine="none",
+    )
+    network = ("precision", "channels", "residual_units", "crop_size", "window_size", "window_batch")
+    keep = ("device", *network, "batch_size", "epochs", "validate_every", "engine")
+    guide = replace(GUIDE, **{name: getattr(same, name) for name in keep})
+    dice: dict[str, list[float]] = {"guide": [], "fast": []}
+    for seed in range(rounds):
+        for name, config in (("guide", guide), ("fast", same)):
+            summary = train(replace(config, seed=seed, run=folder / f"{name}-{seed}"))
+            dice[name].append(round(summary.quality.value, 4))
+    return {
+        "guide, Dice by seed": dice["guide"],
+        "fast, Dice by seed": dice["fast"],
+        "fast - guide, mean": round(float(np.mean(dice["fast"]) - np.mean(dice["guide"])), 4),
+    }
+
+
+def _batch(cases: Sequence[Case], device: torch.device, folder: Path) -> Batch:
+    prepared = prepared_cases(cases, _PREPARATION, _CLASSES, folder / "store", progress=False)
+    cache = fill_cache(prepared, spleen_guide.CROP, device)
+    return next(CropBatches(cache, spleen_guide.CROP, 4, 4, (), 0.0).epoch(0))
+
+
+def _guide_step(batch: Batch, amp_dtype: torch.dtype | None) -> Any:  # noqa: ANN401 - a function without arguments
+    device = batch.image.device
+    network = spleen_guide.make_network().to(device)
+    loss, optimizer = spleen_guide.make_loss(), spleen_guide.make_optimizer(network)
+    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
+    label = batch.label.float()
+    return lambda: spleen_guide.training_step(network, batch.image, label, loss, optimizer, scaler, amp_dtype)
+
+
+def _fast_step(batch: Batch, precision: Precision) -> Any:  # noqa: ANN401 - a function without arguments
+    network = use_fast_prelu(_channels_last(spleen_guide.make_network().to(batch.image.device)))
+    optimizer = build_optimizer("novograd", network.parameters(), 2e-3)
+    scaler = torch.amp.GradScaler(batch.image.device.type, enabled=False)
+    return lambda: train_step(network, batch, LOSSES["dice_ce"], optimizer, scaler, precision, 2e-3)
+
+
+def _trained(batch: Batch) -> nn.Module:
+    torch.manual_seed(0)
+    network = _channels_last(spleen_guide.make_network().to(batch.image.device))
+    optimizer = build_optimizer("novograd", network.parameters(), 5e-3)
+    scaler = torch.amp.GradScaler(batch.image.device.type, enabled=False)
+    for _ in range(_WARM_STEPS):
+        train_step(network, batch, LOSSES["dice_ce"], optimizer, scaler, "bf16", 5e-3)
+    plain = spleen_guide.make_network().to(batch.image.device)
+    plain.load_state_dict({name: value.contiguous() for name, value in network.state_dict().items()})
+    return plain.eval()
+
+
+def _channels_last(network: nn.Module) -> nn.Module:
+    copied = spleen_guide.make_network().to(next(network.parameters()).device)
+    copied.load_state_dict(network.state_dict())
+    return copied.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload, no-any-return]
+
+
+def _masks(file: Path, *folders: Path) -> list[np.ndarray]:
+    return [np.asarray(nibabel.load(folder / file.name).dataobj) > 0 for folder in folders]
+
+
+def _voxels_that_differ(files: Sequence[Path], one: Path, other: Path) -> int:
+    return sum(int(np.not_equal(*_masks(file, one, other)).sum()) for file in files)
+
+
+def _least_dice(files: Sequence[Path], one: Path, other: Path) -> float:
+    pairs = [_masks(file, one, other) for file in files]
+    return min(round(float(2 * (a & b).sum() / max(1, a.sum() + b.sum())), 5) for a, b in pairs)

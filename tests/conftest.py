@@ -1,0 +1,35 @@
+"""Fixtures that any test may use."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Property tests draw the same examples everywhere, so that a green run stays green; to look further afield:
+# `pytest --hypothesis-profile default`.
+settings.register_profile("same_everywhere", derandomize=True, database=None, deadline=None)
+settings.load_profile("same_everywhere")
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Return the folder of real scans; skip, with the reason shown, where it is missing."""
+    root = Path(__file__).resolve().parents[1]
+    folder = Path(os.environ.get("MEDSPEED_REAL_DATA", root.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real scans: {folder} is missing (set MEDSPEED_REAL_DATA to the folder)")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

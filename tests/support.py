@@ -1,0 +1,65 @@
+"""What tests of several modules share: watching the operators that a piece of code launches."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operators whose result reaches Python, or whose output size depends on values: on a GPU the host waits for them.
+SYNCHRONISING = {
+    "aten::_local_scalar_dense",  # item(), float(), bool(), tolist(), a tensor in an `if` or as a slice bound
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::item",
+    "aten::masked_select",
+    "aten::nonzero",
+    "aten::_unique2",
+    "aten::unique_consecutive",
+    "aten::unique_dim",
+    "aten::bincount",
+}
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, refused: frozenset[str]) -> None:
+        super().__init__()
+        self.refused = refused
+        self.launched: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name
+        self.launched[name] += 1
+        if name in self.refused or (self.refused and _gathers_by_mask(name, args)):
+            raise AssertionError(f"{name} makes the host wait for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def _gathers_by_mask(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether this is x[mask] (or x[mask] = several values), which calls nonzero within the operator."""
+    if name not in {"aten::index", "aten::index_put", "aten::index_put_"}:
+        return False
+    has_mask = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return has_mask and (name == "aten::index" or args[2].ndim > 0)
+
+
+@contextmanager
+def refuse_host_sync() -> Iterator[None]:
+    """Raise AssertionError when an operator runs that would make the host wait for a GPU; works without one.
+
+    Copies to the CPU are not seen: on a machine without a GPU they are no operator of their own.
+    """
+    with _Watch(frozenset(SYNCHRONISING)):
+        yield
+
+
+@contextmanager
+def count_operators() -> Iterator[Counter[str]]:
+    """Yield a counter of the ATen operators that run inside, by name; a foreach operator counts once."""
+    watch = _Watch(frozenset())
+    with watch:
+        yield watch.launched
