@@ -96,10 +96,14 @@ def test_no_changed_byte_changes_what_is_read(entry, position, change):
     content[position % len(content)] ^= change
     damaged = entry.with_name("damaged.safetensors")
     damaged.write_bytes(content)
+    refusal, back = None, None
     try:
         back = read_entry(damaged, "a", KEY)
     except UnusableEntryError as error:
-        assert str(error).startswith("damaged")
+        refusal = str(error)
+    if back is None:
+        assert refusal is not None
+        assert refusal.startswith("damaged")
     else:  # white space between the parts of the header is no content: one kind of it for another is no damage
         assert equal(back, prepared())
         assert bytes(content).split() == original.split()
