@@ -1,8 +1,8 @@
 # Trains the spleen app, on a GPU where the container is given one (docker run --gpus all), else on the CPU:
 #   docker build -t medspeed .
-#   mkdir -p runs cache && docker run --rm --gpus all --ipc host --user "$(id -u):$(id -g)" -e HOME=/tmp \
-#     -v "$PWD/runs:/app/runs" -v "$PWD/cache:/cache" -v "$PWD/data:/app/data:ro" medspeed \
-#     --cache /cache --data data/Task09_Spleen
+#   mkdir -p runs store && docker run --rm --gpus all --ipc host --user "$(id -u):$(id -g)" -e HOME=/tmp \
+#     -v "$PWD/runs:/app/runs" -v "$PWD/store:/store" -v "$PWD/data:/app/data:ro" medspeed \
+#     --store /store --data data/Task09_Spleen
 ARG BASE_IMAGE=python:3.12-slim-bookworm
 FROM ${BASE_IMAGE}
 

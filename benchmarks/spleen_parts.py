@@ -13,18 +13,19 @@ from monai.data import CacheDataset
 from monai.transforms import Compose
 from torch import nn
 
-from apps.spleen import infer
 from apps.spleen.config import GUIDE, SpleenConfig
 from apps.spleen.model import SpleenModel
 from apps.spleen.train import main as train
 from benchmarks.in_turn import in_turn, median, ratio
 from benchmarks.peers import spleen_guide
-from common.data.batches import Batch, CropBatches
+from common.data.batches import Batch, fixed_batches
 from common.data.cache import fill_cache
 from common.data.cases import Case
 from common.data.preparation import Preparation
 from common.data.store import prepared_cases
+from common.inference.options import InferConfig
 from common.inference.predictors import Precision, torch_predictor
+from common.inference.scans import find_scans, segment
 from common.observe.timing import Clock
 from common.training.fit import train_step
 from common.training.losses import LOSSES
@@ -92,7 +93,7 @@ def inference(cases: Sequence[Case], rounds: int, device: torch.device, folder: 
     inputs.mkdir(exist_ok=True)
     for case in some:
         (inputs / case.image.name).symlink_to(case.image.resolve())
-    files = infer.find_scans(inputs)
+    files = find_scans(inputs)
     model = SpleenModel(
         ("background", "spleen"), _PREPARATION, _CHANNELS, _RESIDUAL_UNITS, spleen_guide.VALIDATION_ROI, 1, "fp32"
     )
@@ -101,10 +102,10 @@ def inference(cases: Sequence[Case], rounds: int, device: torch.device, folder: 
         spleen_guide.segment_files(files, network, folder / "guide", device)
 
     def ours(precision: Precision) -> None:
-        config = infer.InferConfig(folder, inputs, folder / precision, overlays=False)
+        config = InferConfig(folder, inputs, folder / precision, overlays=False)
         fast = _channels_last(network).eval()
         for file in files:
-            infer.segment(file, config, model, torch_predictor(fast, precision, channels_last=True), device, Clock())
+            segment(file, config, model, torch_predictor(fast, precision, channels_last=True), device, Clock())
 
     sides = {"guide": guide, "fast fp32": lambda: ours("fp32"), "fast bf16": lambda: ours("bf16")}
     seconds = in_turn(sides, rounds, warm_up=False)
@@ -139,6 +140,7 @@ def quality(cases: Sequence[Case], rounds: int, device: torch.device, folder: Pa
     for seed in range(rounds):
         for name, config in (("guide", guide), ("fast", same)):
             summary = train(replace(config, seed=seed, run=folder / f"{name}-{seed}"))
+            assert summary is not None
             dice[name].append(round(summary.quality.value, 4))
     return {
         "guide, Dice by seed": dice["guide"],
@@ -150,7 +152,7 @@ def quality(cases: Sequence[Case], rounds: int, device: torch.device, folder: Pa
 def _batch(cases: Sequence[Case], device: torch.device, folder: Path) -> Batch:
     prepared = prepared_cases(cases, _PREPARATION, _CLASSES, folder / "store", progress=False)
     cache = fill_cache(prepared, spleen_guide.CROP, device)
-    return next(CropBatches(cache, spleen_guide.CROP, 4, 4, (), 0.0).epoch(0))
+    return next(fixed_batches(cache, spleen_guide.CROP, 4, 4, (), 0.0).epoch(0))
 
 
 def _guide_step(batch: Batch, amp_dtype: torch.dtype | None) -> Any:  # noqa: ANN401 - a function without arguments

@@ -16,14 +16,20 @@ import numpy.typing as npt
 from nibabel.filebasedimages import ImageFileError
 
 from common.files import sha256_of
+from data_scripts import scans_ct, scans_mr
 from data_scripts.phantom_sets import Parameters, Scan, write_set
-from data_scripts.scans_ct import Size, draw_scan, scan_around
+from data_scripts.phantoms_mr import CHANNELS, LABELS
+from data_scripts.scans_ct import Size
 
 CT_VERSION = 1  # raised when the same parameters give other scans
+MRI_VERSION = 1  # likewise
+_REFERENCE = "medspeed, data_scripts/make_phantoms.py"
+_LICENCE = "Apache-2.0, as the program that drew them; not for clinical use"
 _EXAMPLES = """examples:
   python data_scripts/make_phantoms.py ct --to data/phantoms --cases 20
   python data_scripts/make_phantoms.py ct --to data/large --cases 4 --size msd --seed 1
   python data_scripts/make_phantoms.py ct --to data/around_labels --labels data/Task09_Spleen
+  python data_scripts/make_phantoms.py mri --to data/heads --cases 20
 """
 
 
@@ -56,10 +62,7 @@ def make_ct_phantoms(
     """
     if cases is None and labels is None:
         raise ValueError("--cases is missing: say how many phantoms to make, such as --cases 20")
-    if cases is not None and cases < 1:
-        raise ValueError(f"--cases {cases}: at least 1 phantom has to be made")
-    if seed < 0:
-        raise ValueError(f"--seed {seed}: must be 0 or more")
+    _check(cases, seed)
     if labels is not None:
         return _around_labels(folder, cases, labels, seed, progress)
     assert cases is not None
@@ -67,15 +70,61 @@ def make_ct_phantoms(
     dataset = {
         "name": "SpleenPhantoms",
         "description": "Synthetic abdominal CT phantoms with a labelled spleen; no patient was scanned",
-        "reference": "medspeed, data_scripts/make_phantoms.py",
-        "licence": "Apache-2.0, as the program that drew them; not for clinical use",
+        "reference": _REFERENCE,
+        "licence": _LICENCE,
         "modality": {"0": "CT"},
         "labels": {"0": "background", "1": "spleen"},
     }
-    names = [f"phantom_{index:03d}" for index in range(cases)]
-    return write_set(
-        folder, names, lambda index: draw_scan(size, _generator(seed, index)), dataset, parameters, progress
-    )
+
+    def draw(index: int) -> Scan:
+        return scans_ct.draw_scan(size, _generator(seed, index))
+
+    return write_set(folder, _names(cases), draw, dataset, parameters, progress)
+
+
+def make_mri_phantoms(folder: Path, cases: int, size: Size = "small", seed: int = 0, progress: bool = True) -> Path:
+    """Make a set of synthetic head MRI scans with labelled brain tumours, in MSD layout; return its folder.
+
+    Images are [X, Y, Z, 4] int16 (FLAIR, T1w, t1gd, T2w), skull-stripped: 0 outside the brain, above 0 inside. Labels
+    are those of MSD Task01: 1 edema, 2 non-enhancing tumour, 3 enhancing tumour. The same parameters give the same
+    bytes, as with `make_ct_phantoms`.
+
+    Args:
+        folder: where the set goes.
+        cases: how many.
+        size: "small" (about 72 x 88 x 64 voxels of 2.3 mm) or "msd" (240 x 240 x 155 of 1 mm, as in MSD Task01).
+        seed: draws everything.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: fewer than one case, a negative seed, or `folder` holds something else.
+    """
+    _check(cases, seed)
+    parameters: Parameters = {"kind": "mri", "version": MRI_VERSION, "cases": cases, "size": size, "seed": seed}
+    dataset = {
+        "name": "BrainTumourPhantoms",
+        "description": "Synthetic head MRI phantoms with labelled brain tumours; no patient was scanned",
+        "reference": _REFERENCE,
+        "licence": _LICENCE,
+        "modality": {str(number): name for number, name in enumerate(CHANNELS)},
+        "labels": {str(number): name for number, name in enumerate(LABELS)},
+    }
+
+    def draw(index: int) -> Scan:
+        return scans_mr.draw_scan(size, _generator(seed, index))
+
+    return write_set(folder, _names(cases), draw, dataset, parameters, progress)
+
+
+def _check(cases: int | None, seed: int) -> None:
+    if cases is not None and cases < 1:
+        raise ValueError(f"--cases {cases}: at least 1 phantom has to be made")
+    if seed < 0:
+        raise ValueError(f"--seed {seed}: must be 0 or more")
+
+
+def _names(cases: int) -> list[str]:
+    return [f"phantom_{index:03d}" for index in range(cases)]
 
 
 def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int, progress: bool) -> Path:
@@ -94,7 +143,7 @@ def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int, pro
     }
 
     def draw(index: int) -> Scan:
-        return scan_around(*_read_label(files[index]), _generator(seed, index))
+        return scans_ct.scan_around(*_read_label(files[index]), _generator(seed, index))
 
     names = [path.name.removesuffix(".nii.gz") for path in files]
     return write_set(folder, names, draw, _dataset_around(labels, files), parameters, progress)
@@ -171,15 +220,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    ct = kinds.add_parser(
-        "ct",
-        help="abdominal CT with a labelled spleen",
-        description="Make synthetic abdominal CT scans with a labelled spleen. Same seed, same bytes.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    ct.add_argument("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the data set")
+    ct = _add_kind(kinds, "ct", "abdominal CT with a labelled spleen")
     ct.add_argument("--cases", type=int, metavar="N", help="how many scans; with --labels the first N (default: all)")
     ct.add_argument(
         "--size",
@@ -192,7 +233,31 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="draw a CT around each label volume of this folder (MSD layout, or .nii.gz files), on its grid",
     )
-    ct.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
+    mri = _add_kind(kinds, "mri", "head MRI (FLAIR, T1w, t1gd, T2w) with labelled brain tumours")
+    mri.add_argument("--cases", type=int, required=True, metavar="N", help="how many scans")
+    mri.add_argument(
+        "--size",
+        choices=("small", "msd"),
+        default="small",
+        help="small: about 72x88x64 voxels of 2.3 mm (default); msd: 240x240x155 of 1 mm, as MSD Task01",
+    )
+    return parser
+
+
+def _add_kind(
+    kinds: "argparse._SubParsersAction[argparse.ArgumentParser]", kind: str, what: str
+) -> argparse.ArgumentParser:
+    """Add the command of one kind of phantoms, with the options that all have."""
+    parser = kinds.add_parser(
+        kind,
+        help=what,
+        description=f"Make synthetic scans: {what}. Same seed, same bytes.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the data set")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
     return parser
 
 
@@ -200,14 +265,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, or 2 after one line on what to change."""
     options = make_parser().parse_args(arguments)
     try:
-        if options.size and options.labels:
-            raise ValueError(f"--size {options.size}: --labels has the scans take their size from the labels; drop one")
-        folder = make_ct_phantoms(options.to, options.cases, options.size or "small", options.labels, options.seed)
+        folder = _make(options)
     except (ValueError, FileNotFoundError) as error:
         print(re.sub(r"\s*\n\s*", " ", f"make_phantoms.py: error: {error}"), file=sys.stderr)
         return 2
-    print(f"{folder}: synthetic CT in MSD layout, seed {options.seed}; not for clinical use")
+    print(f"{folder}: synthetic {options.kind.upper()} in MSD layout, seed {options.seed}; not for clinical use")
     return 0
+
+
+def _make(options: argparse.Namespace) -> Path:
+    if options.kind == "mri":
+        return make_mri_phantoms(options.to, options.cases, options.size, options.seed)
+    if options.size and options.labels:
+        raise ValueError(f"--size {options.size}: --labels has the scans take their size from the labels; drop one")
+    return make_ct_phantoms(options.to, options.cases, options.size or "small", options.labels, options.seed)
 
 
 if __name__ == "__main__":

@@ -63,12 +63,13 @@ class Ellipsoid:
 class Part:
     """A union of solids of one value, cut to the `inside` solids, less the `carved` ones.
 
+    `value`: a number or, for images of several channels, an array [C].
     `surface`: a point of a level; only what lies anterior of it is painted (gas over fluid in a patient on the back).
     `label`: the label of the voxels that are at least half covered; parts painted later take voxels back.
     """
 
     name: str
-    value: float
+    value: Any
     solids: tuple[Ellipsoid, ...]
     inside: tuple[Ellipsoid, ...] = ()
     carved: tuple[Ellipsoid, ...] = ()
@@ -158,24 +159,52 @@ def paint(
     labels = np.zeros(grid.shape, dtype=np.uint8)
     relief = ValueNoise(grid, _RELIEF_PITCH, rng)
     texture = ValueNoise(grid, look.texture_pitch, rng)
-    boxes = [part.box if isinstance(part, Stencil) else _box(part, grid) for part in parts]
-    for slab in _slabs(grid):
+    boxes = boxes_of(parts, grid)
+    for slab in slabs(grid):
         here = grid.part(slab)
         values = np.full(here.shape, look.empty, dtype=np.float32)
         bumps = relief.sample(here)
-        for part, box in zip(parts, boxes, strict=True):
-            if (local := _within(box, slab[0])) is None:
-                continue
-            if isinstance(part, Stencil):
-                cover = part.cover[slab[0].start + local[0].start - box[0].start :][: local[0].stop - local[0].start]
-            else:
-                cover = _cover(part, here.part(local), bumps[local])
-                np.putmask(labels[slab][local], cover >= 0.5, part.label)
-            values[local] += cover * (np.float32(part.value) - values[local])
+        lay(values, labels[slab], here, slab[0], list(zip(parts, boxes, strict=True)), bumps)
         values += np.float32(look.texture) * texture.sample(here)
         values += np.float32(look.noise) * rng.standard_normal(here.shape, dtype=np.float32)
         image[slab] = np.rint(np.clip(values, *look.bounds))
     return image, labels
+
+
+def boxes_of(parts: Sequence[Part | Stencil], grid: Grid) -> list[Box]:
+    """Return the voxels of the grid that each part can touch."""
+    return [part.box if isinstance(part, Stencil) else _box(part, grid) for part in parts]
+
+
+def lay(
+    values: Floats,
+    labels: npt.NDArray[np.uint8],
+    here: Grid,
+    side: slice,
+    scene: Sequence[tuple[Part | Stencil, Box]],
+    bumps: Floats,
+) -> None:
+    """Lay the parts in turn over the values and labels of one slab, in place.
+
+    Args:
+        values: [X, Y, Z] or, for parts with one value for each channel, [C, X, Y, Z] float32.
+        labels: [X, Y, Z] uint8.
+        here: the voxels of the slab.
+        side: where the slab lies along the first axis of the whole grid.
+        scene: the parts with their boxes in the whole grid, what is painted last on top.
+        bumps: the relief of lumpy surfaces, [X, Y, Z] float32.
+    """
+    for part, box in scene:
+        if (local := _within(box, side)) is None:
+            continue
+        if isinstance(part, Stencil):
+            cover = part.cover[side.start + local[0].start - box[0].start :][: local[0].stop - local[0].start]
+        else:
+            cover = _cover(part, here.part(local), bumps[local])
+            np.putmask(labels[local], cover >= 0.5, part.label)
+        value = np.asarray(part.value, dtype=np.float32)[..., None, None, None]
+        under = values[..., *local]
+        under += cover * (value - under)
 
 
 class ValueNoise:
@@ -255,7 +284,7 @@ def _reach(solid: Ellipsoid, grid: Grid) -> tuple[Matrix, Matrix]:
     return centre - half, centre + half
 
 
-def _slabs(grid: Grid) -> Iterator[Box]:
+def slabs(grid: Grid) -> Iterator[Box]:
     """Cut the grid along its first axis into boxes of about `_SLAB_VOXELS`."""
     nx, ny, nz = grid.shape
     thick = max(1, _SLAB_VOXELS // (ny * nz))

@@ -27,7 +27,10 @@ _MOST_WORKERS = 16  # a case of MSD's size takes about half a gigabyte while it 
 
 @dataclass(frozen=True)
 class Scan:
-    """An image [X, Y, Z] int16 and its label [X, Y, Z] uint8 on one grid, with the affine [4, 4] to RAS mm."""
+    """An image and its label [X, Y, Z] uint8 on one grid, with the affine [4, 4] to RAS mm.
+
+    `image`: int16, [X, Y, Z] or, with several channels, [X, Y, Z, C].
+    """
 
     image: npt.NDArray[np.int16]
     label: npt.NDArray[np.uint8]
@@ -48,7 +51,8 @@ def write_set(
         folder: where the set goes; new, empty, or holding this very set, whole or unfinished.
         names: the cases' names without suffix.
         draw: makes the case of an index, the same each time; called from several threads.
-        dataset: the entries of `dataset.json` besides the list of cases: name, description, modality, labels, licence.
+        dataset: the entries of `dataset.json` besides the list of cases: name, description, modality, labels, licence;
+            several modalities make "tensorImageSize" 4D.
         parameters: all that decides the set's bytes; kept in `dataset.json` under "phantom".
         progress: whether to show a progress bar with the time left.
 
@@ -61,10 +65,11 @@ def write_set(
         _write_cases(folder, {i: names[i] for i in todo}, draw, f"{dataset['name']}: making phantoms", progress)
     if todo or not (folder / "dataset.json").exists():
         pairs = [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in names]
+        axes = "4D" if len(dataset["modality"]) > 1 else "3D"
         lists = {"numTraining": len(pairs), "numTest": 0, "training": pairs, "test": []}
         write_json(
             folder / "dataset.json",
-            {**dataset, "tensorImageSize": "3D", **lists, "synthetic": True, "phantom": parameters},
+            {**dataset, "tensorImageSize": axes, **lists, "synthetic": True, "phantom": parameters},
         )
     (folder / _MARKER).unlink(missing_ok=True)
     return folder

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from apps.spleen.config import SpleenConfig, parse_spleen_config
-from apps.spleen.infer import InferConfig
 from benchmarks.tables import results_table
 from common.config import config_to_yaml, parse_config
+from common.inference.options import InferConfig
 from data_scripts import fetch_msd, make_phantoms
 
 ROOT = Path(__file__).parents[1]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.config import config_from_yaml, parse_config, resumed_config
+from common.training.bounds import check_bounds, check_divides
 
 _DESCRIPTION = (
     "Train a segmentation network on CT (or any dataset in MSD layout), from raw volumes to a TensorRT engine."
@@ -23,18 +24,22 @@ class SpleenConfig:
         run: folder of this run; null names it by the time below runs/spleen.
         resume: folder of a run to go on with; it keeps its own configuration.
         init: weights to start from, a .safetensors of ours or a MONAI bundle's model.pt.
-        cache: folder for prepared cases and phantoms.
+        store: folder for prepared cases and phantoms.
         seed: of the split's default, the initial weights, the crops and the augmentation.
         device: auto, cpu, cuda or cuda:N.
         spacing: working spacing R, A, S in mm; null takes the dataset's fingerprint.
         window: lower and upper HU for CT; null takes the dataset's fingerprint.
         source: uncached (MONAI Dataset), cached (MONAI CacheDataset) or resident (prepared store, device cache).
+        cache: where the prepared cases lie while training (resident source only): auto (the device, then memory, then
+            disk, as they fit), gpu, ram or disk.
         workers: loader processes or preparation threads; null takes the cores at hand.
         crop_size: crop X, Y, Z in voxels of the working grid.
         window_size: sliding window X, Y, Z in voxels of the working grid; the exported networks take it.
         window_batch: windows computed at once.
         crops_per_case: crops of each case in one epoch.
-        batch_size: crops in one step.
+        batch_size: crops in one step, over all ranks.
+        accumulate: parts of a batch computed one after the other, for less memory.
+        partitions: parts of the training cases, each held by one rank; null takes as many as there are ranks.
         flip_axes: axes flipped at random, letters of "xyz" ("" for none); resident source only. Flips make a network
             indifferent to how a file is stamped, and take it longer to learn.
         intensity: largest random relative scale and absolute shift of the normalised image; resident source only.
@@ -61,16 +66,19 @@ class SpleenConfig:
     run: Path | None = None
     resume: Path | None = None
     init: Path | None = None
-    cache: Path = Path("~/.cache/medspeed")
+    store: Path = Path("~/.cache/medspeed")
     seed: int = 0
     device: str = "auto"
     spacing: tuple[float, float, float] | None = None
     window: tuple[float, float] | None = None
     source: Literal["uncached", "cached", "resident"] = "resident"
+    cache: Literal["auto", "gpu", "ram", "disk"] = "auto"
     workers: int | None = None
     crop_size: tuple[int, int, int] | None = None
     crops_per_case: int = 4
     batch_size: int | None = None
+    accumulate: int = 1
+    partitions: int | None = None
     window_size: tuple[int, int, int] | None = None
     window_batch: int | None = None
     flip_axes: str | None = None
@@ -96,51 +104,22 @@ class SpleenConfig:
         Raises:
             ValueError: names the field, the value and the bound.
         """
-        object.__setattr__(self, "cache", self.cache.expanduser())
+        object.__setattr__(self, "store", self.store.expanduser())
         resident = self.source == "resident"
-        counts = ["crops_per_case", "batch_size", "window_batch", "residual_units", "epochs", "validate_every"]
-        checks: list[tuple[str, bool, str]] = [
-            *(
-                (name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
-                for name in [*counts, "workers"]
-            ),
-            ("seed", 0 <= self.seed < 2**63, "0 or more, below 2 ** 63"),
-            ("learning_rate", 0 < self.learning_rate < float("inf"), "above 0"),
-            ("intensity", 0 <= self.intensity < 1, "in [0, 1)"),
-            (
-                "intensity",
-                not self.intensity or self.source == "resident",
-                "0 with MONAI's sources, which do not augment",
-            ),
+        checks = (
+            ("intensity", not self.intensity or resident, "0 with MONAI's sources, which do not augment"),
             ("flip_axes", not self.flip_axes or resident, "empty with MONAI's sources"),
-            ("checkpoint_seconds", self.checkpoint_seconds >= 0, "0 or more"),
-            ("spacing", self.spacing is None or min(self.spacing) > 0, "above 0 mm on each axis"),
             ("window", self.window is None or self.window[0] < self.window[1], "lower bound first, in HU"),
             (
                 "channels",
                 self.channels is None or (len(self.channels) > 1 and min(self.channels) > 0),
                 "2 or more widths",
             ),
-            ("flip_axes", set(self.flip_axes or "") <= set("xyz"), "letters of xyz, or empty"),
-        ]
-        for name, holds, bound in checks:
-            if not holds:
-                raise ValueError(f"{name} {getattr(self, name)}: must be {bound}")
+        )
+        check_bounds(self, checks)
+        levels = None if self.channels is None else len(self.channels) - 1
         for name in ("crop_size", "window_size"):
-            check_divides(name, getattr(self, name), self.channels)
-
-
-def check_divides(name: str, size: tuple[int, int, int] | None, channels: tuple[int, ...] | None) -> None:
-    """Check that a size fits the levels of a network; what is not chosen yet fits.
-
-    Raises:
-        ValueError: a side does not divide by what the levels halve.
-    """
-    if size is None or channels is None:
-        return
-    levels = len(channels) - 1
-    if any(side < 1 or side % 2**levels for side in size):
-        raise ValueError(f"{name} {size}: each side must divide by {2**levels} ({levels} stride-2 levels)")
+            check_divides(name, getattr(self, name), levels)
 
 
 GUIDE = SpleenConfig(
@@ -184,7 +163,7 @@ RECIPES = {"fast": SpleenConfig(), "guide": GUIDE, "baseline": BASELINE}
 
 RUNS = Path("runs/spleen")
 # What may differ when a run goes on: where its data lie now, what computes, how often it saves.
-_RESUMABLE = ("resume", "data", "cache", "device", "workers", "checkpoint_seconds", "engine")
+_RESUMABLE = ("resume", "data", "store", "cache", "device", "workers", "checkpoint_seconds", "engine")
 
 
 def parse_spleen_config(arguments: Sequence[str] | None = None) -> SpleenConfig:

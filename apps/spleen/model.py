@@ -1,14 +1,14 @@
 """What a run hands over to inference: the network's shape, the preparation it was trained on, its labels."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from common.data.preparation import Preparation
-from common.files import write_json
+from common.inference.labelling import Labelling, one_region_per_label
+from common.inference.model_file import read_model, with_tuples
 from common.inference.predictors import Precision
 from common.training.checkpoints import initialise
 from models.unet3d import unet3d
@@ -26,6 +26,7 @@ class SpleenModel:
         window_size: sliding window X, Y, Z in voxels of the working grid.
         window_batch: windows computed at once.
         precision: the network was trained in, and runs in with torch.
+        overlap: part of a window that its neighbour also covers; the guide's.
     """
 
     labels: tuple[str, ...]
@@ -35,6 +36,12 @@ class SpleenModel:
     window_size: tuple[int, int, int]
     window_batch: int
     precision: Precision
+    overlap: float = 0.25
+
+    @property
+    def labelling(self) -> Labelling:
+        """Each label is a class, and they exclude each other."""
+        return one_region_per_label(self.labels)
 
     def build(self, weights: Path | None = None) -> nn.Module:
         """Return the network, with weights from a file if one is given, else with random ones."""
@@ -43,36 +50,13 @@ class SpleenModel:
             initialise(network, weights)
         return network
 
-    def save(self, run: Path) -> None:
-        """Write `model.json` into the folder of a run."""
-        write_json(run / "model.json", {"app": "spleen", **asdict(self)})
-
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "SpleenModel":
         """Return what `asdict` made, as JSON gives it back."""
-        content = _with_tuples(content)
-        return cls(**{**content, "preparation": Preparation(**_with_tuples(content["preparation"]))})
+        content = with_tuples(content)
+        return cls(**{**content, "preparation": Preparation(**with_tuples(content["preparation"]))})
 
 
 def load_model(run: Path) -> SpleenModel:
-    """Read `model.json` from the folder of a run.
-
-    Raises:
-        FileNotFoundError: the folder holds no run.
-        ValueError: the file is damaged or belongs to another app.
-    """
-    path = run / "model.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; --model takes the folder of a training run")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content.pop("app") != "spleen":
-            raise ValueError("it belongs to another app")
-        return SpleenModel.from_json(content)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not the model file of a spleen run ({error})") from error
-
-
-def _with_tuples(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with JSON's lists as tuples again."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
+    """Read `model.json` from the folder of a run (see `read_model`)."""
+    return read_model(run, "spleen", SpleenModel.from_json)

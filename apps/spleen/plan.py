@@ -1,19 +1,16 @@
 """What a run decides from its configuration, its data and its device before it starts, each choice said in a line."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 
-from apps.spleen.config import SpleenConfig, check_divides
+from apps.spleen.config import SpleenConfig
 from apps.spleen.model import SpleenModel
-from common.data.cases import Dataset, Split, split_cases
-from common.data.fingerprint import Fingerprint, explain_preparation, fingerprint, plan_preparation
-from common.data.store import store_folder
-from common.files import write_json
-from common.observe.run import Run
+from common.data.cases import Dataset
+from common.data.fingerprint import Fingerprint, explain_preparation, plan_preparation
+from common.training.bounds import check_divides
 from common.training.precision import choose_precision
 
 # What `fast` takes where the user says nothing: the guide's network on a GPU, a small one on a CPU (trained in about
@@ -38,7 +35,8 @@ class SpleenPlan:
         model: network, preparation, labels, windows, precision: what inference needs too.
         crop_size: crop X, Y, Z in voxels of the working grid.
         flip_axes: axes flipped at random, letters of "xyz".
-        batch_size: crops in one step.
+        batch_size: crops in one step, over all ranks.
+        partitions: parts of the training cases; the number of ranks must divide it.
         epochs: passes over the training cases.
         validate_every: epochs between validations.
     """
@@ -47,6 +45,7 @@ class SpleenPlan:
     crop_size: tuple[int, int, int]
     flip_axes: str
     batch_size: int
+    partitions: int
     epochs: int
     validate_every: int
 
@@ -61,30 +60,8 @@ class SpleenPlan:
         return cls(**{**content, "model": model, "crop_size": tuple(content["crop_size"])})
 
 
-def decide(dataset: Dataset, config: SpleenConfig, run: Run) -> tuple[Split, SpleenPlan]:
-    """Split the dataset, take its fingerprint, plan the run, say each choice and write all of it into the run folder.
-
-    A resumed run finds the decisions of its first start, whatever has changed around it since.
-    """
-    written = run.directory / "plan.json"
-    if run.resumed and written.is_file():
-        plan = SpleenPlan.from_json(json.loads(written.read_text(encoding="utf-8")))
-        return split_cases(dataset, str(run.directory / "split.json")), plan
-    split = split_cases(dataset, config.split)
-    kept = store_folder(config.cache / "fingerprints", dataset.folder)
-    figures = fingerprint(split.training, dataset, kept, workers=config.workers)
-    plan, choices = plan_run(config, dataset, figures, len(split.training), run.device)
-    for line in (split.description, *choices):
-        run.say(line)
-    write_json(run.directory / "split.json", split.to_json())
-    write_json(run.directory / "fingerprint.json", figures.to_json())
-    plan.model.save(run.directory)
-    write_json(written, plan.to_json())
-    return split, plan
-
-
 def plan_run(
-    config: SpleenConfig, dataset: Dataset, figures: Fingerprint, cases: int, device: torch.device
+    config: SpleenConfig, dataset: Dataset, figures: Fingerprint, cases: int, device: torch.device, ranks: int = 1
 ) -> tuple[SpleenPlan, list[str]]:
     """Decide what the configuration leaves open.
 
@@ -94,6 +71,7 @@ def plan_run(
         figures: fingerprint of the training cases.
         cases: number of training cases.
         device: a CPU gets a smaller network, smaller crops and batches.
+        ranks: processes that train together; each gets a crop at least.
 
     Returns:
         The plan, and the lines that explain it.
@@ -110,7 +88,8 @@ def plan_run(
     ]
     channels = config.channels or _CHANNELS[kind]
     divisor = 2 ** (len(channels) - 1)
-    batch_size = config.batch_size or _BATCH_SIZE[kind]
+    partitions = config.partitions or ranks
+    batch_size = config.batch_size or -(-_BATCH_SIZE[kind] // partitions) * partitions
     epochs = config.epochs or -(-_STEPS[kind] // -(-cases * config.crops_per_case // batch_size))
     model = SpleenModel(
         labels=dataset.labels,
@@ -126,11 +105,12 @@ def plan_run(
         crop_size=config.crop_size or _within(shape, _CROP_LIMIT[kind], divisor),
         flip_axes=_FLIP_AXES[kind] if config.flip_axes is None else config.flip_axes,
         batch_size=batch_size,
+        partitions=partitions,
         epochs=epochs,
         validate_every=config.validate_every or max(1, epochs // _VALIDATIONS),
     )
     for name, size in (("crop_size", plan.crop_size), ("window_size", model.window_size)):
-        check_divides(name, size, channels)
+        check_divides(name, size, len(channels) - 1)
     lines = [*explain_preparation(dataset, figures, config.spacing, config.window), *_choices(config, plan, kind)]
     return plan, lines
 

@@ -8,94 +8,104 @@ if __name__ == "__main__":
 
 import torch
 
-from apps.spleen.data import find_dataset, make_source
-from apps.spleen.evaluate import judge
-from apps.spleen.export import by_precision, export_best
-from apps.spleen.plan import SpleenPlan, decide
+from apps.spleen.data import find_dataset, keeping, make_source
+from apps.spleen.plan import SpleenPlan, plan_run
 from common.config import config_to_yaml
-from common.data.cases import Dataset, Split, read_dataset, split_cases
-from common.export.export import ExportRecord
+from common.data.cases import Split, read_dataset, split_cases
+from common.export.best import GATE_CASES, export_best
+from common.observe.host_memory import keep_freed_memory
 from common.observe.run import Run, one_line_errors, start_run
-from common.observe.summary import Quality, RunSummary, write_summary
+from common.observe.summary import RunSummary
 from common.training.compiling import compile_network
+from common.training.decide import decide
+from common.training.distributed import Ranks, join_ranks
+from common.training.finish import finish, judge
 from common.training.fit import Fitted, fit
-from common.training.losses import LOSSES
+from common.training.losses import build_loss, say_inexact
 from common.training.optimizers import build_optimizer
+from common.training.source import check_partitions, stored_cases
 from models.prelu import use_fast_prelu
 
 
-def main(config: SpleenConfig) -> RunSummary:
+def main(config: SpleenConfig) -> RunSummary | None:
+    """Train on the processes that torchrun started, or on this one; the leader alone returns the summary."""
+    with join_ranks(config.device) as ranks:
+        return train(config, ranks)
+
+
+def train(config: SpleenConfig, ranks: Ranks) -> RunSummary | None:
     """Go the whole way: dataset, plan, batches, training, quality on the native grid, export, summary."""
     if config.data is not None and config.resume is None:
-        split_cases(read_dataset(config.data), config.split)  # a wrong folder or split ends before a run folder is made
-    run = start_run(RUNS, config.run, config.resume, config.device, config_to_yaml(config), config.seed)
-    run.say(f"run {run.directory}: recipe {config.recipe}, device {run.device}, seed {config.seed}")
+        split_cases(read_dataset(config.data), config.split)  # a wrong one ends before a run folder is made
+    run = start_run(RUNS, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
+    if run.device.type == "cpu":
+        keep_freed_memory()
+    run.say(
+        f"run {run.directory}: recipe {config.recipe}, device {run.device}, ranks {ranks.world}, seed {config.seed}"
+    )
     with run.clock.stage("prepare"):
-        dataset = find_dataset(config, run)
-        split, plan = decide(dataset, config, run)
+        dataset = find_dataset(config, run, ranks)
+        split, plan = decide(
+            "spleen",
+            dataset,
+            config.split,
+            config.store,
+            lambda chosen, figures: plan_run(
+                config, dataset, figures, len(chosen.training), run.device, config.partitions or ranks.world
+            ),
+            SpleenPlan.from_json,
+            run,
+            ranks,
+            config.workers,
+        )
+    check_partitions(plan.partitions, plan.batch_size, config.accumulate, ranks.world)
 
+    model = plan.model
+    fitted = train_network(split, plan, config, run, ranks)
+    best = model.build().to(run.device).eval()
+    best.load_state_dict(fitted.best)
+    cases = ranks.shard(split.validation)
+    quality = judge(best, split, cases, stored_cases(cases, model, keeping(config), run), model, run, ranks)
+    if not ranks.leader:
+        return None
+    gate = split.validation[:GATE_CASES]
+    prepared = stored_cases(gate, model, keeping(config), run)
+    exported = export_best(best, gate, prepared, model, "spleen", config.engine, run)
+    return finish("spleen", config.recipe, config.seed, split, dataset, model, fitted, quality, exported, run, ranks)
+
+
+def train_network(split: Split, plan: SpleenPlan, config: SpleenConfig, run: Run, ranks: Ranks) -> Fitted:
+    """Build the network and the source of its batches, and train."""
+    model = plan.model
     trained = (run.directory / "checkpoints" / "last").exists()
-    network = plan.model.build(None if trained else config.init).to(run.device)
+    network = model.build(None if trained else config.init).to(run.device)
     if config.fast_prelu:
         use_fast_prelu(network)
     if config.channels_last:
         network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    source = make_source(split, plan, config, run)
+    source = make_source(split, plan, config, run, ranks)
     with run.clock.stage("compile"):
         if config.compile:
-            example = torch.zeros(plan.batch_size, plan.model.preparation.channels, *plan.crop_size, device=run.device)
-            compile_network(network, example, plan.model.precision)
-    fitted = fit(
+            crops = plan.batch_size // ranks.world // config.accumulate
+            example = torch.zeros(crops, model.preparation.channels, *plan.crop_size, device=run.device)
+            compile_network(network, example, model.precision)
+    say_inexact(config.loss, ranks, config.accumulate, run)
+    return fit(
         network,
         source.batches,
         run=run,
-        loss_function=LOSSES[config.loss],
+        loss_function=build_loss(config.loss, ranks),
         optimizer=build_optimizer(config.optimizer, network.parameters(), config.learning_rate),
         learning_rate=config.learning_rate,
         schedule=config.schedule,
         epochs=plan.epochs,
-        precision=plan.model.precision,
+        precision=model.precision,
         validate=source.validate,
         validate_every=plan.validate_every,
         checkpoint_seconds=config.checkpoint_seconds,
+        ranks=ranks,
+        accumulate=config.accumulate,
     )
-    best = plan.model.build(run.directory / "best.safetensors").to(run.device).eval()
-    quality = judge(best, split, plan, config, run)
-    exported = export_best(best, split, plan, config, run)
-    return finish(config, split, dataset, plan, fitted, quality, exported, run)
-
-
-def finish(
-    config: SpleenConfig,
-    split: Split,
-    dataset: Dataset,
-    plan: SpleenPlan,
-    fitted: Fitted,
-    quality: Quality,
-    exported: ExportRecord,
-    run: Run,
-) -> RunSummary:
-    """Write `summary.json` and say where everything lies."""
-    summary = RunSummary(
-        app="spleen",
-        recipe=config.recipe,
-        data={"folder": str(dataset.folder), "name": dataset.name, "synthetic": dataset.synthetic},
-        held_out=split.held_out,
-        device=str(run.device),
-        precision=plan.model.precision,
-        seed=config.seed,
-        cases={"training": len(split.training), "validation": len(split.validation)},
-        steps=fitted.steps,
-        quality=quality,
-        working_grid={"best": fitted.best_dice, "last": fitted.last_dice, "best_epoch": fitted.best_epoch},
-        seconds=run.clock.seconds(),
-        onnx=by_precision(exported.onnx),
-        engine=by_precision(exported.engines) if exported.engines else {"ran": False, "reason": exported.no_engine},
-    )
-    write_summary(run.directory, summary)
-    seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary.seconds.items())
-    run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}")
-    return summary
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Batches: crops cut from the device-resident cache, augmented, and never dependent on what ran before."""
+"""Batches: crops cut from the held cases, augmented, and never dependent on what ran before or where."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from common.data.cache import ResidentCache
+from common.data.ahead import one_ahead
+from common.data.cache import HeldCases, Size, upload
+from common.data.draws import keyed_uniforms
+from common.data.supply import FixedSupply, Supply
 
 # The random numbers of one crop, by place: what kind of crop, which class, which voxel of it, start (3), flips (3),
 # scale, shift.
@@ -49,122 +52,168 @@ class Batches(Protocol):
 
 
 @dataclass(frozen=True)
-class CropBatches:
-    """Foreground-balanced random crops from a resident cache.
-
-    Half of the crops are centred on a random voxel of a random foreground class of the case, the others lie anywhere.
-    Where a crop lies and how it is augmented depends on (seed, epoch, case, crop) alone.
+class _Plan:
+    """The crops of an epoch in one partition, in order.
 
     Args:
-        cache: the prepared cases on the device.
+        held: the cases.
+        names: of the cases.
+        rows: [N] int, the case of each crop.
+        draws: [N, 6] of what kind of crop, which class, which voxel of it, start (3).
+        flips: [N, 3] bool.
+        changes: [N, 2] float32, factor and summand of the intensity.
+    """
+
+    held: HeldCases
+    names: tuple[str, ...]
+    rows: np.ndarray
+    draws: np.ndarray
+    flips: np.ndarray
+    changes: np.ndarray
+
+
+@dataclass(frozen=True)
+class CropBatches:
+    """Foreground-balanced random crops from held cases.
+
+    A share of the crops is centred on a random voxel of a random foreground class of the case, the others lie
+    anywhere. Where a crop lies and how it is augmented depends on (seed, epoch, case, crop) alone. Each partition
+    gives an equal part of every batch, from its own cases in its own order, so that it does not matter which process
+    holds which partitions; a batch is the local partitions' parts, one after the other.
+
+    Args:
+        supplies: of the partitions that this process holds.
         crop_size: X, Y, Z in voxels.
-        crops_per_case: crops of each case in one epoch; a few more fill the last batch.
-        batch_size: crops per step.
+        crops_per_case: crops of each case in one epoch; a few more fill the last batch. (Where partitions are not of
+            one size, the larger ones may leave out a crop or two of their last cases.)
+        batch_size: crops per step, over all partitions.
+        cases_per_epoch: cases of one epoch, over all partitions.
+        partitions: in all processes.
         flip_axes: axes, 0 to 2, each flipped with probability 1/2.
         intensity: the image becomes image * (1 + s) + t with s and t uniform in [-intensity, intensity].
         seed: of everything random here.
-        device: where the batches are wanted, if the cache does not lie there.
+        device: where the batches are wanted, if the crops do not lie there.
+        foreground_share: of the crops, those that are centred on foreground.
+
+    Raises:
+        ValueError: the batch does not divide by the partitions, or a figure cannot be meant.
     """
 
-    cache: ResidentCache
-    crop_size: tuple[int, int, int]
+    supplies: tuple[Supply, ...]
+    crop_size: Size
     crops_per_case: int
     batch_size: int
+    cases_per_epoch: int
+    partitions: int = 1
     flip_axes: tuple[int, ...] = (0, 1, 2)
     intensity: float = 0.1
     seed: int = 0
     device: torch.device | None = None
+    foreground_share: float = 0.5
     resumes_within_epoch: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse figures that cannot be meant."""
+        if not 1 <= len(self.supplies) <= self.partitions:
+            raise ValueError(f"partitions {self.partitions}: this process alone holds {len(self.supplies)}")
+        if self.batch_size < 1 or self.batch_size % self.partitions:
+            raise ValueError(
+                f"batch_size {self.batch_size}: must divide by the {self.partitions} partitions, each of which gives "
+                "an equal part of every batch"
+            )
+        if not 0 <= self.foreground_share <= 1:
+            raise ValueError(f"foreground_share {self.foreground_share}: between 0 and 1")
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in each epoch; the last one is full too."""
-        return -(-len(self.cache.names) * self.crops_per_case // self.batch_size)
+        """Batches in each epoch, the same in every process; the last one is full too."""
+        return -(-self.cases_per_epoch * self.crops_per_case // self.batch_size)
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield the batches of one epoch, from a step on."""
-        cases, places, change = self._plan(number)
-        offsets = self._crop_offsets()
-        for step in range(first_step, self.steps_per_epoch):
-            rows = slice(step * self.batch_size, (step + 1) * self.batch_size)
-            origin, *strides = places[rows].unbind(1)
-            axes = [stride[:, None] * offset for stride, offset in zip(strides, offsets, strict=True)]
-            index = (
-                origin[:, None, None, None]
-                + axes[0][:, :, None, None]
-                + axes[1][:, None, :, None]
-                + axes[2][:, None, None]
-            )
-            scale, shift = change[rows].view(-1, 2, 1, 1, 1, 1).unbind(1)
-            image = self.cache.image[:, index].transpose(0, 1).contiguous() * scale + shift
-            label = self.cache.label[index].unsqueeze(1)
-            if self.device is not None:
-                image, label = image.to(self.device, non_blocking=True), label.to(self.device, non_blocking=True)
-            yield Batch(image, label, tuple(self.cache.names[case] for case in cases[rows]))
+        """Yield the batches of one epoch, from a step on; where the CPU cuts the crops, one batch ahead.
 
-    def _plan(self, epoch: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-        """Return, for each crop of an epoch in order, its case, its place in the cache and its change of intensity.
-
-        The place is four numbers: the flat index of the crop's first voxel and the step along each axis, negative
-        where the axis is flipped.
+        Raises:
+            Exception: what goes wrong when a case is loaded.
         """
-        cases, crops = self._order(epoch)
-        draws = keyed_uniforms(self.seed, epoch, cases, crops, _DRAWS)
-        start = self._starts(cases, draws[:, :6])
-        size = np.array(self.crop_size)
-        flip = (draws[:, 6:9] < 0.5) & np.isin(np.arange(3), self.flip_axes)
-        strides = self.cache.strides[cases]
-        corner = np.where(flip, start + size - 1, start)
-        origin = self.cache.offsets[cases] + (corner * strides).sum(1)
-        places = np.column_stack([origin, np.where(flip, -strides, strides)])
-        change = self.intensity * (2 * draws[:, 9:11] - 1) + np.array([1.0, 0.0])
-        device = self.cache.image.device
-        return cases, torch.from_numpy(places).to(device), torch.from_numpy(change.astype(np.float32)).to(device)
+        with ExitStack() as stack:
+            plans = [self._plan(stack.enter_context(supply.epoch(number)), number) for supply in self.supplies]
+            batches = self._batches(plans, first_step)
+            ahead = any(plan.held.on_host for plan in plans)
+            yield from one_ahead(batches, plans[0].held.device) if ahead else batches
 
-    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return case and crop number of every crop of an epoch, shuffled."""
-        count = self.steps_per_epoch * self.batch_size
-        number = np.arange(count)
-        cases, crops = number % len(self.cache.names), number // len(self.cache.names)
-        order = np.argsort(keyed_uniforms(self.seed, epoch, cases, crops, _DRAWS + 1)[:, _DRAWS], kind="stable")
-        return cases[order], crops[order]
+    def _plan(self, held: HeldCases, epoch: int) -> _Plan:
+        """Return the crops of an epoch in one partition, shuffled."""
+        names = held.names
+        number = np.arange(self.steps_per_epoch * self.batch_size // self.partitions)
+        rows, crops = number % len(names), number // len(names)
+        draws = keyed_uniforms(self.seed, epoch, held.numbers[rows], crops, _DRAWS + 1)
+        order = np.argsort(draws[:, _DRAWS], kind="stable")
+        rows, draws = rows[order], draws[order]
+        flips = (draws[:, 6:9] < 0.5) & np.isin(np.arange(3), self.flip_axes)
+        changes = self.intensity * (2 * draws[:, 9:11] - 1) + np.array([1.0, 0.0])
+        return _Plan(held, names, rows, draws[:, :6], flips, changes.astype(np.float32))
 
-    def _starts(self, cases: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    def _batches(self, plans: list[_Plan], first_step: int) -> Generator[Batch, None, None]:
+        each = self.batch_size // self.partitions
+        for step in range(first_step, self.steps_per_epoch):
+            parts = [self._crops(plan, slice(step * each, (step + 1) * each)) for plan in plans]
+            if len(parts) == 1:
+                yield parts[0]
+            else:
+                image = torch.cat([part.image for part in parts])
+                label = torch.cat([part.label for part in parts])
+                yield Batch(image, label, tuple(name for part in parts for name in part.cases))
+
+    def _crops(self, plan: _Plan, crops: slice) -> Batch:
+        """Cut and augment some of the crops of a partition."""
+        rows = plan.rows[crops]
+        starts = self._starts(plan.held, rows, plan.draws[crops])
+        held, label = plan.held.cut(rows, starts, plan.flips[crops], self.crop_size)
+        scale, shift = upload(plan.changes[crops], held.device).view(-1, 2, 1, 1, 1, 1).unbind(1)
+        image = held * scale + shift  # float16 times float32 is float32
+        if self.device is not None:
+            image, label = image.to(self.device, non_blocking=True), label.to(self.device, non_blocking=True)
+        return Batch(image, label, tuple(plan.names[row] for row in rows))
+
+    def _starts(self, held: HeldCases, rows: np.ndarray, draws: np.ndarray) -> np.ndarray:
         """Return the first voxel [N, 3] of each crop, inside its case."""
         size = np.array(self.crop_size)
-        room = self.cache.shapes[cases] - size
-        start = np.floor(draws[:, 3:6] * (room + 1)).astype(np.int64)
-        for row in np.flatnonzero(draws[:, 0] < 0.5):
-            classes = self.cache.foreground[cases[row]]
-            if classes:
-                voxels = classes[int(draws[row, 1] * len(classes))]
-                voxel = voxels[int(draws[row, 2] * len(voxels))]
-                centre = np.array(np.unravel_index(voxel, self.cache.shapes[cases[row]]))
-                start[row] = np.clip(centre - size // 2, 0, room[row])
-        result: np.ndarray = start
-        return result
-
-    def _crop_offsets(self) -> list[torch.Tensor]:
-        return [torch.arange(side, device=self.cache.image.device) for side in self.crop_size]
+        starts = np.empty((len(rows), 3), np.int64)
+        for place, (row, draw) in enumerate(zip(rows, draws, strict=True)):
+            outline = held.outline(row)
+            room = outline.shape - size
+            classes = outline.foreground
+            if draw[0] < self.foreground_share and classes:
+                voxels = classes[int(draw[1] * len(classes))]
+                centre = np.array(np.unravel_index(voxels[int(draw[2] * len(voxels))], tuple(outline.shape)))
+                starts[place] = np.clip(centre - size // 2, 0, room)
+            else:
+                starts[place] = np.floor(draw[3:6] * (room + 1))
+        return starts
 
 
-def keyed_uniforms(seed: int, epoch: int, cases: np.ndarray, crops: np.ndarray, count: int) -> np.ndarray:
-    """Return random numbers [N, count] in [0, 1), float64, a pure function of (seed, epoch, case, crop, place).
-
-    Source: SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), its
-    finaliser applied once for each part of the key.
-    """
-    with np.errstate(over="ignore"):
-        key = _mix(np.full(len(cases), seed, np.uint64))
-        for part in (np.uint64(epoch), cases.astype(np.uint64), crops.astype(np.uint64)):
-            key = _mix(key ^ part)
-        bits = _mix(key[:, None] ^ np.arange(count, dtype=np.uint64))
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
-    return mixed
+def fixed_batches(
+    held: HeldCases,
+    crop_size: Size,
+    crops_per_case: int,
+    batch_size: int,
+    flip_axes: tuple[int, ...] = (0, 1, 2),
+    intensity: float = 0.1,
+    seed: int = 0,
+    device: torch.device | None = None,
+    foreground_share: float = 0.5,
+) -> CropBatches:
+    """Return the batches of one process that holds all its cases in every epoch (see `CropBatches`)."""
+    return CropBatches(
+        (FixedSupply(held),),
+        crop_size,
+        crops_per_case,
+        batch_size,
+        len(held.names),
+        1,
+        flip_axes,
+        intensity,
+        seed,
+        device,
+        foreground_share,
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 SUFFIXES = (".nii.gz", ".nii")
 MOST_NAMES_LISTED = 5
+_MOST_LABELS = 256  # label maps are uint8
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,12 @@ class Split:
         }
 
 
-def read_dataset(folder: Path) -> Dataset:
+def read_dataset(folder: Path, gaps: bool = False) -> Dataset:
     """Read `dataset.json` and check that every training image and label it lists is there.
+
+    Args:
+        folder: where it lies.
+        gaps: let the label numbers leave some out, as BraTS did until 2021 (0, 1, 2, 4); their names are "".
 
     Source: http://medicaldecathlon.com (the optional key "synthetic" is ours).
 
@@ -86,7 +91,7 @@ def read_dataset(folder: Path) -> Dataset:
             "Medical Segmentation Decathlon)"
         )
     content = _read_object(path)
-    labels = _names_by_number(content, "labels", path)
+    labels = _names_by_number(content, "labels", path, gaps)
     if len(labels) < 2:
         raise ValueError(f"{path}: labels {list(labels)}: expected the background and at least one structure")
     synthetic = content.get("synthetic", False)
@@ -151,7 +156,15 @@ def _split_from_file(dataset: Dataset, path: Path) -> Split:
             f"split {str(path)!r}: no such file; expected a fraction such as 0.2, a fraction and a seed such as 0.2:7, "
             "'all', or a JSON file with the lists training and validation"
         )
-    content = _read_object(path)
+    return split_of(dataset, _read_object(path), path)
+
+
+def split_of(dataset: Dataset, content: Mapping[str, Any], path: Path) -> Split:
+    """Return the split that `Split.to_json` gave; `path` is the file that errors name.
+
+    Raises:
+        ValueError: a case is named wrongly, twice, or on both sides.
+    """
     training = _chosen_cases(dataset, _required(content, "training", list, path), path)
     validation = _chosen_cases(dataset, _required(content, "validation", list, path), path)
     both = sorted({case.name for case in training} & {case.name for case in validation})
@@ -248,8 +261,10 @@ def _required(content: Mapping[str, Any], key: str, kind: type, path: Path) -> A
     return content[key]
 
 
-def _names_by_number(content: Mapping[str, Any], key: str, path: Path) -> tuple[str, ...]:
+def _names_by_number(content: Mapping[str, Any], key: str, path: Path, gaps: bool = False) -> tuple[str, ...]:
     names = _required(content, key, dict, path)
+    if gaps and "0" in names and all(number.isdecimal() and int(number) < _MOST_LABELS for number in names):
+        names = {str(number): "" for number in range(max(map(int, names)))} | names
     expected = [str(number) for number in range(len(names))]
     if not names or sorted(names) != sorted(expected) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f'{path}: {key}: expected {{"0": name, "1": name, ...}} without gaps, found {names}')

@@ -240,9 +240,10 @@ def _case_figures(case: Case, dataset: Dataset) -> _CaseFigures:
     places = np.flatnonzero(numbers != 0)
     values, counts = np.unique(numbers[places], return_counts=True)
     label_counts = dict(zip(values.tolist(), counts.tolist(), strict=True)) | {0: numbers.size - len(places)}
-    unlisted = sorted(set(label_counts) - set(range(len(dataset.labels))))
+    named = {number: name for number, name in enumerate(dataset.labels) if name}
+    unlisted = sorted(number for number in set(label_counts) - set(named) if label_counts[number])
     if unlisted:
-        listed = ", ".join(f"{number} {name}" for number, name in enumerate(dataset.labels))
+        listed = ", ".join(f"{number} {name}" for number, name in named.items())
         raise ValueError(f"{case.label}: found the labels {unlisted}; dataset.json lists {listed}")
     chosen = places[np.linspace(0, len(places) - 1, min(len(places), VOXELS_PER_CASE)).astype(int)]
     return _CaseFigures(

@@ -140,7 +140,7 @@ def _check_space(missing: Sequence[Case], preparation: Preparation, folder: Path
         return
     with _errors_name(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    needed = sum(_prepared_bytes(case, preparation) for case in missing)
+    needed = sum(prepared_bytes(case, preparation) for case in missing)
     replaced = sum(path.stat().st_size for case in missing if (path := _entry_path(case, folder)).exists())
     free = shutil.disk_usage(folder).free
     if needed - replaced > free:
@@ -151,7 +151,8 @@ def _check_space(missing: Sequence[Case], preparation: Preparation, folder: Path
         )
 
 
-def _prepared_bytes(case: Case, preparation: Preparation) -> int:
+def prepared_bytes(case: Case, preparation: Preparation) -> int:
+    """Return the most bytes that a case can take once prepared: its working grid, from the header, uncropped."""
     shape, affine = read_header(case.image)
     voxels = math.prod(working_grid(shape[:3], affine, preparation.spacing).shape)
     return voxels * (2 * preparation.channels + (case.label is not None))  # float16 and uint8

@@ -16,7 +16,7 @@ from common.files import atomic_path
 ExportPrecision = Literal["fp32", "fp16"]
 Window = tuple[int, int, int, int]
 """Shape (C, X, Y, Z) of one window."""
-OPSET = 20
+OPSET = 21  # the first in which group normalisation is one operator
 
 
 class HalfNetwork(nn.Module):

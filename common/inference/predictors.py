@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from common.inference.onnx_norms import with_exact_norms
 from common.inference.tensorrt_runtime import EnginePredictor, host_problem, read_manifest
 
 Predictor = Callable[[torch.Tensor], torch.Tensor]
@@ -69,7 +70,7 @@ def onnxruntime_predictor(path: Path, threads: int | None = None) -> Predictor:
         raise FileNotFoundError(f"{path} is missing: export the model first")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or torch.get_num_threads()
-    session: Any = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session: Any = onnxruntime.InferenceSession(with_exact_norms(path), options, providers=["CPUExecutionProvider"])
     image = session.get_inputs()[0]
 
     def predict(windows: torch.Tensor) -> torch.Tensor:

@@ -1,34 +1,24 @@
-"""Quality of a segmentation: labels from logits, and Dice from counts that stay on the device until they are read."""
+"""Quality of a segmentation: Dice from counts that stay on the device until they are read."""
 
 from collections.abc import Sequence
 
 import torch
 
-
-def labels_of(logits: torch.Tensor) -> torch.Tensor:
-    """Return the label with the highest logit of each voxel.
-
-    Args:
-        logits: [K, X, Y, Z]; K == 1 is the difference foreground - background.
-
-    Returns:
-        uint8 [X, Y, Z] on the same device; where logits are equal, the lower label.
-    """
-    return ((logits[0] > 0) if len(logits) == 1 else logits.argmax(dim=0)).to(torch.uint8)
+from common.inference.labelling import Region
 
 
-def dice_counts(prediction: torch.Tensor, truth: torch.Tensor, classes: int) -> torch.Tensor:
-    """Count, for each foreground class, the voxels that Dice is made of; the host does not wait for the device.
+def dice_counts(prediction: torch.Tensor, truth: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
+    """Count, for each region, the voxels that Dice is made of; the host does not wait for the device.
 
     Counts of parts of one case may be added up; counts of several cases are stacked and read together at the end.
 
     Args:
-        prediction: labels [X, Y, Z] (or any one shape), integers in [0, classes).
+        prediction: labels [X, Y, Z] (or any one shape), integers.
         truth: labels of the same shape, on the same device.
-        classes: K, background included.
+        regions: R structures, each of one label or of several.
 
     Returns:
-        int64 [K - 1, 2] on the device: voxels in both masks; voxels in the one plus voxels in the other.
+        int64 [R, 2] on the device: voxels in both masks; voxels in the one plus voxels in the other.
 
     Raises:
         ValueError: the shapes differ.
@@ -38,10 +28,9 @@ def dice_counts(prediction: torch.Tensor, truth: torch.Tensor, classes: int) -> 
             f"the prediction {tuple(prediction.shape)} and the truth {tuple(truth.shape)} must have one shape: "
             "restore the prediction to the grid of the truth first"
         )
-    assert classes >= 2, classes
     counts = []
-    for label in range(1, classes):
-        predicted, true = prediction == label, truth == label
+    for region in regions:
+        predicted, true = region.mask(prediction), region.mask(truth)
         both = torch.count_nonzero(predicted & true)
         counts.append(torch.stack([both, torch.count_nonzero(predicted) + torch.count_nonzero(true)]))
     return torch.stack(counts)
@@ -52,34 +41,34 @@ def dice_of_counts(counts: torch.Tensor) -> torch.Tensor:
     return 2 * counts[..., 0].double() / counts[..., 1].double()
 
 
-def dice_per_class(prediction: torch.Tensor, truth: torch.Tensor, classes: int) -> torch.Tensor:
-    """Return the Dice of each foreground class, float64 [K - 1] on the labels' device, in [0, 1].
+def dice_per_region(prediction: torch.Tensor, truth: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
+    """Return the Dice of each region, float64 [R] on the labels' device, in [0, 1].
 
-    A class that is in neither mask has no Dice: NaN. A class that is predicted but not in the truth has Dice 0
+    A region that is in neither mask has no Dice: NaN. A region that is predicted but not in the truth has Dice 0
     (`monai.metrics.DiceMetric` leaves such cases out at its defaults, which hides false findings).
 
     Args:
-        prediction: labels [X, Y, Z] (or any one shape), integers in [0, classes).
+        prediction: labels [X, Y, Z] (or any one shape), integers.
         truth: labels of the same shape, on the same device.
-        classes: K, background included.
+        regions: R structures, each of one label or of several.
 
     Raises:
         ValueError: the shapes differ.
 
     Source:
-        Equal to `monai.metrics.DiceMetric(include_background=False)` where the truth holds the class.
+        Equal to `monai.metrics.DiceMetric(include_background=False)` where the truth holds the region.
     """
-    return dice_of_counts(dice_counts(prediction, truth, classes))
+    return dice_of_counts(dice_counts(prediction, truth, regions))
 
 
 def mean_dice(counts: Sequence[torch.Tensor]) -> float:
-    """Return the mean over cases of the mean over foreground classes; waits for the device, once.
+    """Return the mean over cases of the mean over regions; waits for the device, once.
 
     Args:
-        counts: of each case, as `dice_counts` gives them, [K - 1, 2].
+        counts: of each case, as `dice_counts` gives them, [R, 2].
 
     Returns:
-        The mean Dice in [0, 1]; classes and cases without a Dice are left out, NaN where nothing is left.
+        The mean Dice in [0, 1]; regions and cases without a Dice are left out, NaN where nothing is left.
     """
     if not counts:
         return float("nan")

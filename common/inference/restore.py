@@ -1,6 +1,6 @@
 """From logits on the working grid back to a mask on the file's own grid."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -9,12 +9,13 @@ import torch.nn.functional as F
 
 from common.data.geometry import Box, WorkingGrid, box_above
 from common.data.resample import resample, resample_sheared
+from common.inference.labelling import Region, painted
 
 Carry = Callable[[torch.Tensor], torch.Tensor]  # a volume on the working grid to its place in the file
 
 
-def restore_labels(logits: torch.Tensor, grid: WorkingGrid) -> np.ndarray:
-    """Interpolate logits linearly onto the file's grid and take the class with the highest.
+def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Region] | None = None) -> np.ndarray:
+    """Interpolate logits linearly onto the file's grid and take the class with the highest, or paint the regions.
 
     Equal to MONAI's `Invertd(nearest_interp=False)` on the logits, then argmax. Outside the crop MONAI pads all classes
     with zeros, which is background; so a voxel is foreground only where some class exceeds background in one of the
@@ -23,24 +24,30 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid) -> np.ndarray:
 
     Args:
         logits: [K, X, Y, Z] on the crop of the grid, any float dtype, any device; K >= 2 classes, or K == 1: the
-            difference foreground - background.
+            difference foreground - background; with `regions` one for each of them.
         grid: As the preparation made it.
+        regions: Structures that may overlap (see `Labelling`); None for classes, which do not.
 
     Returns:
         [X, Y, Z] uint8 in the file's axes, Fortran order; class numbers.
     """
     assert tuple(logits.shape[1:]) == grid.crop_shape, (tuple(logits.shape), grid.crop_shape)
     labels = np.zeros(grid.native_shape, np.uint8, order="F")
-    box = _positive_box(logits, grid)
+    over_zero = len(logits) == 1 or regions is not None  # else over the first class, the background
+    box = _positive_box(logits, grid, over_zero)
     if box is None:
         return labels
     source, padding, start = _with_neighbours(logits, grid, box)
     place, carry = (_separable_way if grid.separable else _sheared_way)(grid, box, start)
     if any(stop <= first for first, stop in place):
         return labels  # thinner than the file's voxels, and between them
-    background = source[0].float() if len(source) > 1 else 0.0
-    classes = source[1:] if len(source) > 1 else source
-    chosen = _highest(carry(F.pad(logit.float() - background, padding)) for logit in classes)
+    background = 0.0 if over_zero else source[0].float()
+    if regions is None:
+        chosen = _highest(carry(F.pad(logit.float() - background, padding)) for logit in source[not over_zero :])
+    else:
+        order = sorted(range(len(regions)), key=lambda number: -len(regions[number].members))
+        carried = (carry(F.pad(source[number].float(), padding)) for number in order)
+        chosen = painted(carried, [regions[number] for number in order])
     z, y, x = (slice(first, stop) for first, stop in place)
     labels.T[z, y, x] = chosen.cpu().numpy()
     return labels
@@ -57,9 +64,9 @@ def _highest(differences: Iterator[torch.Tensor]) -> torch.Tensor:
     return chosen
 
 
-def _positive_box(logits: torch.Tensor, grid: WorkingGrid) -> Box | None:
+def _positive_box(logits: torch.Tensor, grid: WorkingGrid, over_zero: bool) -> Box | None:
     """Return the box, in the whole working grid, where any class exceeds background; None where there is none."""
-    if len(logits) == 1:
+    if over_zero:
         box = box_above(logits, 0)
     else:
         foreground = logits[1] if len(logits) == 2 else logits[1:].amax(dim=0)

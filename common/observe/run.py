@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import psutil
@@ -24,7 +24,32 @@ from tqdm import tqdm
 from common.files import write_json, write_text
 from common.observe.timing import Clock
 
+T = TypeVar("T")
+
 _PACKAGES = ("torch", "monai", "numpy", "nibabel", "onnx", "onnxruntime", "tensorrt", "tensorrt-rtx", "isal")
+
+
+class RunRanks(Protocol):
+    """What a run needs to know of the processes that train together: `common.training.distributed.Ranks` is one."""
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        ...
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process among those of its host."""
+        ...
+
+    @property
+    def leader(self) -> bool:
+        """Whether this process is the one that writes and speaks."""
+        ...
+
+    def once(self, make: Callable[[], T]) -> T:
+        """Return what `make` returns on the leader; where it fails, every process ends."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,21 +61,34 @@ class Run:
         device: where the network computes.
         clock: seconds per stage.
         resumed: whether the folder existed before as an unfinished run.
+        leader: whether this process is the one, of those that train together, that writes and speaks; the folder of
+            the others has the same name, and on another host it need not exist.
     """
 
     directory: Path
     device: torch.device
     clock: Clock
     resumed: bool
+    leader: bool = True
 
     def say(self, line: str) -> None:
-        """Print a line without breaking a progress bar, and keep it in `run.log`."""
+        """Print a line without breaking a progress bar, and keep it in `run.log`; only the leader does."""
+        if not self.leader:
+            return
         tqdm.write(line)
         with (self.directory / "run.log").open("a", encoding="utf-8") as log:
             log.write(line + "\n")
 
 
-def start_run(root: Path, directory: Path | None, resume: Path | None, device: str, config: str, seed: int) -> Run:
+def start_run(
+    root: Path,
+    directory: Path | None,
+    resume: Path | None,
+    device: str,
+    config: str,
+    seed: int,
+    ranks: RunRanks | None = None,
+) -> Run:
     """Make the folder of a run, or open the one to resume; seed what draws random numbers; note the environment.
 
     Args:
@@ -60,37 +98,40 @@ def start_run(root: Path, directory: Path | None, resume: Path | None, device: s
         device: "auto", "cpu", "cuda" or "cuda:N".
         config: the configuration as YAML, kept as `config.yaml`.
         seed: for torch's initial weights and whatever a library draws by itself.
+        ranks: the processes that train together; the leader makes the folder and tells the others its name.
 
     Raises:
         FileExistsError: the folder for a new run holds something.
         FileNotFoundError: the run to resume does not exist.
         ValueError: the device is not there.
+        SystemExit: one of these came to the leader, and this process is another.
     """
-    chosen = choose_device(device)
-    if resume is not None:
-        if not (resume / "config.yaml").is_file():
-            raise FileNotFoundError(f"{resume}: no run to resume (config.yaml is missing)")
-        directory = resume
-    elif directory is None:
-        directory = _folder_by_time(root)
-    elif directory.exists() and any(directory.iterdir()):
-        raise FileExistsError(f"{directory}: the run folder is not empty; choose another, or --resume {directory}")
-    directory.mkdir(parents=True, exist_ok=True)
-    if resume is None:
-        write_text(directory / "config.yaml", config)
-    write_json(directory / "environment.json", environment(chosen))
+    several = ranks is not None and ranks.world > 1
+    chosen = choose_device(device, ranks.local_rank if ranks is not None and several else None)
+
+    def make() -> Path:
+        folder = _run_folder(root, directory, resume)
+        if resume is None:
+            write_text(folder / "config.yaml", config)
+        write_json(folder / "environment.json", environment(chosen))
+        return folder
+
+    folder = ranks.once(make) if ranks is not None else make()
     torch.manual_seed(seed)
     signal.signal(signal.SIGTERM, _exit_by_signal)
     _log_warnings_as_lines()
-    return Run(directory, chosen, Clock(), resumed=resume is not None)
+    return Run(folder, chosen, Clock(), resume is not None, ranks is None or ranks.leader)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """End the program with status 1 and one line for an error that its message explains.
 
-    With MEDSPEED_TRACEBACK set in the environment the traceback is shown instead.
+    Among several ranks the line says which one it is. With MEDSPEED_TRACEBACK set in the environment the traceback is
+    shown instead.
     """
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    who = f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}: " if several else ""
     try:
         yield
     except KeyboardInterrupt:
@@ -98,12 +139,21 @@ def one_line_errors() -> Iterator[None]:
     except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
         if os.environ.get("MEDSPEED_TRACEBACK"):
             raise
-        tqdm.write(f"error: {error}\n(MEDSPEED_TRACEBACK=1 shows where it was raised)", file=sys.stderr)
+        hint = "(MEDSPEED_TRACEBACK=1 shows where it was raised)"
+        tqdm.write(f"{who}error: {error}{' ' if several else chr(10)}{hint}", file=sys.stderr)
         raise SystemExit(1) from None
+    except Exception as error:
+        if several:  # the traceback that follows may be lost among those of the others
+            tqdm.write(f"{who}{type(error).__name__}: {error}", file=sys.stderr)
+        raise
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     """Return the torch device of a name, where "auto" is the first CUDA device if there is one.
+
+    Args:
+        name: "auto", "cpu", "cuda" or "cuda:N".
+        local_rank: number of this process among several on its host; it gets the CUDA device of that number.
 
     Raises:
         ValueError: the name is no device, or the device is not there.
@@ -113,6 +163,10 @@ def choose_device(name: str) -> torch.device:
     kind, _, number = name.partition(":")
     if kind not in {"cpu", "cuda"} or (number and not number.isdigit()):
         raise ValueError(f"device {name}: must be auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and local_rank is not None:
+        if number:
+            raise ValueError(f"device {name}: several ranks take one GPU each, by their number; use --device cuda")
+        name, number = f"cuda:{local_rank}", str(local_rank)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(number or 0) >= count:
         raise ValueError(f"device {name}: {count} CUDA devices found; use --device cpu, or check the driver")
@@ -175,6 +229,19 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 def seeded(seed: int, *stream: int) -> np.random.Generator:
     """Return a numpy generator that depends on the seed and the numbers of the stream alone."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *stream])))
+
+
+def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path:
+    if resume is not None:
+        if not (resume / "config.yaml").is_file():
+            raise FileNotFoundError(f"{resume}: no run to resume (config.yaml is missing)")
+        return resume
+    if directory is None:
+        return _folder_by_time(root)
+    if directory.exists() and any(directory.iterdir()):
+        raise FileExistsError(f"{directory}: the run folder is not empty; choose another, or --resume {directory}")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def _folder_by_time(root: Path) -> Path:

@@ -16,12 +16,14 @@ class Quality:
         value: mean over the cases.
         per_case: value by case name.
         selected_on: the cases on which the best weights were chosen.
+        per_region: mean over the cases of each region's own Dice; null for one that no case holds.
     """
 
     name: str
     value: float
     per_case: dict[str, float]
     selected_on: str
+    per_region: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class RunSummary:
         data: folder of the dataset, and whether it is synthetic.
         held_out: whether no validation case was trained on.
         device: what computed.
+        ranks: processes that trained together.
         precision: of the training steps.
         seed: of the run.
         cases: number of training and validation cases.
@@ -51,6 +54,7 @@ class RunSummary:
     data: dict[str, Any]
     held_out: bool
     device: str
+    ranks: int
     precision: str
     seed: int
     cases: dict[str, int]

@@ -1,13 +1,18 @@
 """Losses on logits [B, K, X, Y, Z] and class numbers [B, 1, X, Y, Z]."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from monai.losses import DiceCELoss, DiceLoss
 from torch import Tensor
 
+from common.observe.run import Run
+from common.training.distributed import SINGLE, Ranks
+
 LossName = Literal["dice_ce", "monai_dice_ce", "monai_dice"]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Sums(NamedTuple):
@@ -28,6 +33,7 @@ def dice_ce(
     include_background: bool = True,
     squared_pred: bool = True,
     smooth: float = 1e-5,
+    ranks: Ranks = SINGLE,
 ) -> Tensor:
     """Return soft Dice loss plus cross entropy, equal to MONAI's `DiceCELoss(to_onehot_y=True, softmax=True, ...)`.
 
@@ -43,6 +49,7 @@ def dice_ce(
         include_background: let class 0 count in the mean over classes of the Dice loss.
         squared_pred: sum p^2 in the denominator, else p.
         smooth: s above, added to numerator and denominator.
+        ranks: those that share a batch; the loss is that of their batches as one, the same on each of them.
 
     Returns:
         The loss, a scalar tensor: at least 0, Dice's part at most 1.
@@ -56,6 +63,8 @@ def dice_ce(
     sums = _two_class_sums(logits, label) if classes == 2 else _class_sums(logits, label)
     if batch:
         sums = _Sums(*(each.sum(0, keepdim=True) for each in sums))
+        if ranks.world > 1:
+            sums = _over_ranks(sums, ranks)
     _, missed, extra, squared, voxels = sums
     if squared_pred:
         dice = squared / (2 * voxels - 2 * missed + squared + smooth)
@@ -63,18 +72,61 @@ def dice_ce(
         dice = (missed + extra) / (2 * voxels - missed + extra + smooth)
     if not include_background:
         dice = dice[:, 1:]
-    return dice.mean() + sums.cross_entropy.sum() / label.numel()
+    cross_entropy = sums.cross_entropy.sum() / (label.numel() * ranks.world)
+    loss: Tensor = dice.mean() + cross_entropy
+    return loss if batch else ranks.sum(dice.mean() / ranks.world + cross_entropy)
+
+
+def _over_ranks(sums: _Sums, ranks: Ranks) -> _Sums:
+    """Add up the sums of all ranks, in one message."""
+    flat = ranks.sum(torch.cat([each.to(sums.missed.dtype).flatten() for each in sums]))
+    parts = torch.split(flat, [each.numel() for each in sums])
+    return _Sums(*(part.view_as(each) for part, each in zip(parts, sums, strict=True)))
 
 
 # MONAI's own, as the guides use them; computed in float32 whatever the network's precision.
 _MONAI_DICE = DiceLoss(to_onehot_y=True, softmax=True)
 _MONAI_DICE_CE = DiceCELoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)
 
-LOSSES: dict[LossName, Callable[[Tensor, Tensor], Tensor]] = {
+LOSSES: dict[LossName, Loss] = {
     "dice_ce": dice_ce,
     "monai_dice_ce": lambda logits, label: _MONAI_DICE_CE(logits.float(), label),
     "monai_dice": lambda logits, label: _MONAI_DICE(logits.float(), label),
 }
+
+
+def build_loss(name: LossName, ranks: Ranks = SINGLE) -> Loss:
+    """Return a loss that is the same number on all ranks; MONAI's are the mean of what each rank has by itself."""
+    if name == "dice_ce":
+        return partial(dice_ce, ranks=ranks)
+    return mean_over_ranks(LOSSES[name], ranks)
+
+
+def mean_over_ranks(loss: Loss, ranks: Ranks) -> Loss:
+    """Return the mean over the ranks of a loss that each computes from its own part of the batch."""
+    if ranks.world == 1:
+        return loss
+    return lambda logits, label: ranks.sum(loss(logits, label) / ranks.world)
+
+
+def say_inexact(name: str, ranks: Ranks, accumulate: int, run: Run) -> None:
+    """Say where the parts of a batch do not add up to the loss of the whole.
+
+    Args:
+        name: of the loss. Those called "..._per_sample" are a mean over samples, and "monai_dice" is; the others take
+            Dice over the batch as one volume, ours over that of all ranks.
+        ranks: those that share a batch.
+        accumulate: parts that each of them computes one after the other.
+        run: says it.
+    """
+    over_batch = not name.endswith("_per_sample") and name != "monai_dice"
+    parts = [f"{accumulate} accumulated parts"] if accumulate > 1 else []
+    parts += [f"{ranks.world} ranks"] if ranks.world > 1 and name.startswith("monai_") else []
+    if over_batch and parts:
+        run.say(
+            f"loss {name}: Dice is taken over the batch, and {' and '.join(parts)} each take it over their own part; "
+            "their mean is not the loss of the whole batch, as that of a loss per sample is"
+        )
 
 
 def _class_sums(logits: Tensor, label: Tensor) -> _Sums:

@@ -10,6 +10,7 @@ from torch import nn
 
 from common.observe.timing import Clock
 from common.training.checkpoints import load_checkpoint, save_checkpoint
+from common.training.distributed import SINGLE, Ranks
 
 
 class TrainingState:
@@ -30,8 +31,10 @@ class TrainingState:
         scaler: torch.amp.GradScaler,
         per_epoch: int,
         device: torch.device,
+        ranks: Ranks = SINGLE,
     ) -> None:
         """Start at the first step of the first epoch."""
+        self._ranks = ranks
         self.epoch, self.step = 0, 0
         self.best_dice, self.best_epoch, self.last_dice = -math.inf, 0, math.nan
         self._folder = directory / "checkpoints"
@@ -89,7 +92,15 @@ class TrainingState:
         return time.monotonic() - self._saved
 
     def save(self, clock: Clock) -> None:
-        """Write a checkpoint, after a look at the losses."""
+        """Write a checkpoint, after a look at the losses; only the leader does, and the others need not be told."""
+        self._saved = time.monotonic()
+        if not self._ranks.leader:
+            return
+        with self._ranks.phase("saving"):
+            self._write(clock)
+        self._saved = time.monotonic()
+
+    def _write(self, clock: Clock) -> None:
         state = {
             "epoch": self.epoch,
             "step": self.step,
@@ -104,15 +115,14 @@ class TrainingState:
             "seconds": clock.seconds(),
         }
         save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), state)
-        self._saved = time.monotonic()
 
     def restore(self, clock: Clock) -> None:
-        """Take over the newest checkpoint, where there is one.
+        """Take over the newest checkpoint, where there is one; the leader reads it and hands it to the others.
 
         Raises:
             ValueError: the checkpoint belongs to another number of steps per epoch: other cases or another batch size.
         """
-        found = load_checkpoint(self._folder)
+        found = self._ranks.once(lambda: load_checkpoint(self._folder))
         if found is None:
             return
         state: dict[str, Any] = found.state

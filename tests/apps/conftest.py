@@ -20,9 +20,9 @@ def phantoms(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder of prepared cases for all tests."""
-    return tmp_path_factory.mktemp("cache")
+    return tmp_path_factory.mktemp("store")
 
 
 @pytest.fixture(scope="session")

@@ -54,6 +54,7 @@ def test_a_set_is_in_msd_layout_and_reads_back(tmp_path: Path) -> None:
     assert (dataset["numTraining"], dataset["numTest"], dataset["test"]) == (4, 0, [])
     assert dataset["synthetic"] is True
     assert dataset["phantom"] == PARAMETERS
+    assert dataset["tensorImageSize"] == "3D"
     assert dataset["training"][1] == {"image": "./imagesTr/b.nii.gz", "label": "./labelsTr/b.nii.gz"}
     for index, pair in enumerate(dataset["training"]):
         image, label = nib.load(folder / pair["image"]), nib.load(folder / pair["label"])
@@ -65,6 +66,20 @@ def test_a_set_is_in_msd_layout_and_reads_back(tmp_path: Path) -> None:
         assert np.array_equal(label.affine, AFFINE)
         assert b"not a patient" in image.header["descrip"].item()
     assert sorted(path.name for path in folder.iterdir()) == ["dataset.json", "imagesTr", "labelsTr"]
+
+
+def test_images_of_several_channels_make_a_set_of_four_axes(tmp_path: Path) -> None:
+    def draw_two(index: int) -> Scan:
+        scan = draw(index)
+        return Scan(np.stack([scan.image, 2 * scan.image], axis=-1), scan.label, scan.affine)
+
+    modality = {"0": "T1w", "1": "T2w"}
+    folder = write(tmp_path, draw=draw_two, dataset={**DATASET, "modality": modality})
+    dataset = json.loads((folder / "dataset.json").read_text())
+    assert (dataset["modality"], dataset["tensorImageSize"]) == (modality, "4D")
+    image = nib.load(folder / "imagesTr" / "c.nii.gz")
+    assert np.array_equal(np.asarray(image.dataobj), draw_two(2).image)
+    assert nib.load(folder / "labelsTr" / "c.nii.gz").shape == image.shape[:3]
 
 
 def test_bytes_depend_neither_on_time_nor_cores_nor_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_the_recipes_hold_the_guides_figures():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_printed_config_fed_back_gives_the_same_run(recipe, tmp_path, capsys):
-    given = ["--recipe", recipe, "--spacing", "[2,2,3]", "--seed", "4", "--cache", str(tmp_path)]
+    given = ["--recipe", recipe, "--spacing", "[2,2,3]", "--seed", "4", "--store", str(tmp_path)]
     with pytest.raises(SystemExit, match="0"):
         parse_spleen_config([*given, "--print_config"])
     (tmp_path / "c.yaml").write_text(capsys.readouterr().out)

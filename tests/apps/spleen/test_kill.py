@@ -18,10 +18,10 @@ RUN = [
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(start, phantoms, cache, tmp_path_factory):
+def uninterrupted(start, phantoms, store, tmp_path_factory):
     """Folder of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    with start("apps/spleen/train.py", *RUN, "--data", phantoms, "--cache", cache, "--run", folder) as program:
+    with start("apps/spleen/train.py", *RUN, "--data", phantoms, "--store", store, "--run", folder) as program:
         text = program.stdout.read()
     assert program.returncode == 0, text
     return folder
@@ -42,12 +42,12 @@ def assert_same_end(folder, other):
     assert dice[0] == dice[1]
 
 
-def kill_and_resume(kills, start, phantoms, cache, folder, seed):
+def kill_and_resume(kills, start, phantoms, store, folder, seed):
     """Start the run, kill it, resume it, kill it, ...; every process does at least one new step."""
     chance = random.Random(seed)
     where = ["--run", folder]
     for _ in range(kills):
-        with start("apps/spleen/train.py", *RUN, "--data", phantoms, "--cache", cache, *where) as program:
+        with start("apps/spleen/train.py", *RUN, "--data", phantoms, "--store", store, *where) as program:
             assert program.stdout is not None
             before = sorted(path.name for path in (folder / "checkpoints").glob("epoch-*"))
             while program.poll() is None:
@@ -58,28 +58,28 @@ def kill_and_resume(kills, start, phantoms, cache, folder, seed):
             time.sleep(chance.uniform(0, 0.15))
             program.kill()
         where = ["--resume", folder]
-    with start("apps/spleen/train.py", *RUN, "--data", phantoms, "--cache", cache, *where) as program:
+    with start("apps/spleen/train.py", *RUN, "--data", phantoms, "--store", store, *where) as program:
         text = program.stdout.read()
     assert program.returncode == 0, text
 
 
-def test_three_kills_change_nothing(uninterrupted, start, phantoms, cache, tmp_path):
-    kill_and_resume(3, start, phantoms, cache, tmp_path / "run", seed=1)
+def test_three_kills_change_nothing(uninterrupted, start, phantoms, store, tmp_path):
+    kill_and_resume(3, start, phantoms, store, tmp_path / "run", seed=1)
     assert_same_end(uninterrupted, tmp_path / "run")
 
 
 @pytest.mark.slow
-def test_twenty_kills_change_nothing(uninterrupted, start, phantoms, cache, tmp_path):
-    kill_and_resume(20, start, phantoms, cache, tmp_path / "run", seed=2)
+def test_twenty_kills_change_nothing(uninterrupted, start, phantoms, store, tmp_path):
+    kill_and_resume(20, start, phantoms, store, tmp_path / "run", seed=2)
     assert_same_end(uninterrupted, tmp_path / "run")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_finishes_the_step_saves_and_says_so_by_its_status(
-    number, status, uninterrupted, start, phantoms, cache, tmp_path
+    number, status, uninterrupted, start, phantoms, store, tmp_path
 ):
     folder = tmp_path / "run"
-    where = ["--data", phantoms, "--cache", cache]
+    where = ["--data", phantoms, "--store", store]
     # With checkpoints an hour apart, the one that the signal asks for is the only one.
     seldom = [*RUN[: RUN.index("--checkpoint_seconds")], *RUN[RUN.index("--engine") :], "--checkpoint_seconds", "3600"]
     with start("apps/spleen/train.py", *seldom, *where, "--run", folder) as program:
@@ -90,7 +90,7 @@ def test_a_signal_finishes_the_step_saves_and_says_so_by_its_status(
         text = program.stdout.read()
     assert program.returncode == status, text
     assert len(list((folder / "checkpoints").glob("epoch-*"))) == 1
-    with start("apps/spleen/train.py", "--resume", folder) as program:  # it remembers where its data and cache lie
+    with start("apps/spleen/train.py", "--resume", folder) as program:  # it remembers where its data and store lie
         text = program.stdout.read()
     assert program.returncode == 0, text
     assert_same_end(uninterrupted, folder)

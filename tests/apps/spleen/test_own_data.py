@@ -10,6 +10,7 @@ from apps.spleen import infer
 from apps.spleen.config import SpleenConfig
 from apps.spleen.train import main
 from common.data.volumes import read_volume
+from common.inference.options import InferConfig
 from tests.apps.spleen.test_train import TINY
 
 
@@ -53,7 +54,7 @@ def lung_ct(rng):
 
 def train(folder, tmp_path, **more):
     settings = {**TINY, "spacing": None, "epochs": 12, "window_size": None, "engine": "none", **more}
-    return main(SpleenConfig(data=folder, cache=tmp_path / "cache", run=tmp_path / "run", **settings))
+    return main(SpleenConfig(data=folder, store=tmp_path / "store", run=tmp_path / "run", **settings))
 
 
 def test_mr_with_two_labels(tmp_path, capsys):
@@ -115,9 +116,10 @@ def test_a_bad_case_is_named_with_what_was_found(spoil, words, tmp_path):
 def test_a_real_scan_goes_from_file_to_file(real_data, tmp_path):
     data = real_data / "ct_spleen_real"
     settings = {**TINY, "split": "all", "epochs": 1, "spacing": (4.0, 4.0, 4.0)}
-    summary = main(SpleenConfig(data=data, cache=tmp_path / "cache", run=tmp_path / "run", **settings))
+    summary = main(SpleenConfig(data=data, store=tmp_path / "store", run=tmp_path / "run", **settings))
+    assert summary is not None
     assert summary.held_out is False
-    config = infer.InferConfig(tmp_path / "run", data / "imagesTr", tmp_path / "out", "onnxruntime", device="cpu")
+    config = InferConfig(tmp_path / "run", data / "imagesTr", tmp_path / "out", "onnxruntime", device="cpu")
     assert infer.main(config) == 0
     for file in (data / "imagesTr").glob("*.nii.gz"):
         scan, labels = read_volume(file), read_volume(tmp_path / "out" / file.name)

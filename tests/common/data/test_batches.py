@@ -1,10 +1,18 @@
+import hashlib
+import math
+import threading
+import traceback
+
 import numpy as np
 import pytest
 import torch
 
-from common.data.batches import CropBatches, keyed_uniforms
-from common.data.cache import ResidentCache, cache_device, fill_cache
+from common.data.batches import CropBatches, fixed_batches
+from common.data.cache import HeldCases, fill_cache
+from common.data.cache_host import HeldCase, LoadedCases, hold_case, hold_cases
+from common.data.partitions import partition_cases
 from common.data.preparation import PreparedCase
+from common.data.supply import FixedSupply
 from tests.support import refuse_host_sync
 
 CPU = torch.device("cpu")
@@ -25,34 +33,7 @@ def coordinates(name, shape):
 
 def batches(cases, crop=(4, 4, 4), **settings):
     given = {"crops_per_case": 2, "batch_size": 4, "intensity": 0.0, "flip_axes": (), **settings}
-    return CropBatches(fill_cache(cases, crop, CPU), crop, **given)
-
-
-def test_the_cache_holds_every_voxel_where_it_says():
-    cases = [case("a", (3, 4, 5), seed=1), case("b", (2, 2, 9), seed=2)]
-    cache = fill_cache(cases, (2, 2, 2), CPU)
-    for number, held in enumerate(cases):
-        x, y, z = 1, 1, 3
-        index = cache.offsets[number] + (np.array([x, y, z]) * cache.strides[number]).sum()
-        assert cache.image[0, index] == held.image[0, x, y, z]
-    assert cache.image.shape == (1, 3 * 4 * 5 + 2 * 2 * 9)
-
-
-def test_small_volumes_are_padded_with_zeros_at_the_far_end():
-    held = case("a", (3, 4, 5), label=torch.ones(3, 4, 5, dtype=torch.uint8))
-    cache = fill_cache([held], (4, 4, 8), CPU)
-    assert cache.shapes.tolist() == [[4, 4, 8]]
-    volume = cache.image.reshape(4, 4, 8)
-    assert torch.equal(volume[:3, :4, :5], held.image[0])
-    assert volume[3:].abs().max() == 0
-    assert int(cache.label.sum()) == 60
-
-
-def test_foreground_is_listed_per_class():
-    label = torch.zeros(2, 2, 2, dtype=torch.uint8)
-    label[0, 0, 1], label[1, 1, 1] = 2, 1
-    cache = fill_cache([case("a", (2, 2, 2), label)], (1, 1, 1), CPU)
-    assert [voxels.tolist() for voxels in cache.foreground[0]] == [[7], [1]]
+    return fixed_batches(fill_cache(cases, crop, CPU), crop, **given)
 
 
 def test_a_crop_is_a_contiguous_piece_of_its_case():
@@ -153,39 +134,164 @@ def test_making_a_batch_never_waits_for_the_device():
         assert sum(batch.image.shape[0] for batch in made.epoch(0)) == 4
 
 
-def test_keyed_uniforms_are_uniform_and_keyed():
-    n = 20_000
-    draws = keyed_uniforms(3, 1, np.arange(n), np.zeros(n, dtype=np.int64), 4)
-    assert draws.min() >= 0
-    assert draws.max() < 1
-    assert np.allclose(draws.mean(0), 0.5, atol=0.01)
-    assert np.allclose(draws.var(0), 1 / 12, atol=0.005)
-    assert abs(np.corrcoef(draws.T) - np.eye(4)).max() < 0.03
-    assert np.array_equal(draws[5:6], keyed_uniforms(3, 1, np.array([5]), np.array([0]), 4))
-    assert not np.array_equal(draws[5:6], keyed_uniforms(3, 2, np.array([5]), np.array([0]), 4))
+def golden_cases() -> list[PreparedCase]:
+    cases = []
+    for number, shape in enumerate([(11, 9, 8), (6, 14, 7), (5, 4, 12), (8, 8, 8), (13, 5, 6)]):
+        voxels = torch.arange(math.prod(shape)).reshape(shape)
+        image = torch.stack([(voxels * (channel + 3) + number) % 251 for channel in range(2)]).half() / 64 - 1
+        label = (voxels % 17 == number).to(torch.uint8) + 2 * (voxels % 53 == 7).to(torch.uint8)
+        label = torch.zeros_like(label) if number == 3 else label
+        cases.append(PreparedCase(f"case{number}", image, label, grid=None))  # type: ignore[arg-type]
+    return cases
 
 
-def test_the_cache_lies_on_a_gpu_that_has_room_and_else_in_host_memory(monkeypatch):
-    cases = [case("a", (64, 64, 64))]  # 0.75 MiB
-    device, line = cache_device(cases, CPU)
-    assert device == CPU
-    assert "1 cases, 1 MiB in memory" in line
-    for free, kind in [(2**30, "cuda"), (2**20, "cpu")]:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 2**34))
-        assert cache_device(cases, torch.device("cuda"))[0].type == kind
+GOLDEN_CROP = (6, 6, 6)  # more than some of the cases hold
+TIERS = {
+    "resident": ["gpu"] * 5,
+    "ram": ["ram"] * 5,
+    "disk": ["disk"] * 5,
+    "mixed": ["ram", "gpu", "disk", "gpu", "ram"],
+    "none": ["none"] * 5,
+}
+
+
+def held_as(kind: str) -> HeldCases:
+    cases = golden_cases()
+    if kind == "none":
+        names = tuple(case.name for case in cases)
+        return LoadedCases(names, np.arange(5), CPU, lambda row: hold_case(cases[row], GOLDEN_CROP, "none", CPU), 4)
+    return hold_cases(cases, TIERS[kind], GOLDEN_CROP, CPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_three_epochs_are_those_of_the_first_version_wherever_the_cases_lie(kind):
+    """The digest was recorded with the code that knew nothing but one resident cache."""
+    digest = hashlib.sha256()
+    made = fixed_batches(held_as(kind), GOLDEN_CROP, 3, 4, seed=11)
+    for epoch in range(3):
+        for batch in made.epoch(epoch):
+            digest.update(batch.image.numpy().tobytes())
+            digest.update(batch.label.numpy().tobytes())
+            digest.update("".join(batch.cases).encode())
+    assert digest.hexdigest() == "d3d93f6c523d0af218c96b3b50c35bc8dad331c2e5e3800c4388de3d1de41556"
+
+
+def partition(number: int, count: int = 9, partitions: int = 2) -> FixedSupply:
+    indices = partition_cases(count, partitions, number)
+    cases = [case(f"case{index}", (9, 8, 7), seed=int(index)) for index in indices]
+    return FixedSupply(fill_cache(cases, (4, 4, 4), CPU, indices))
+
+
+def distributed(*numbers: int) -> CropBatches:
+    return CropBatches(tuple(partition(number) for number in numbers), (4, 4, 4), 3, 6, 9, partitions=2, seed=5)
+
+
+def test_one_process_with_two_partitions_yields_what_two_processes_yield():
+    both, first, second = distributed(0, 1), distributed(0), distributed(1)
+    assert both.steps_per_epoch == first.steps_per_epoch == second.steps_per_epoch == 5  # 27 crops, 6 a step
+    for epoch in (0, 3):
+        for whole, *parts in zip(both.epoch(epoch), first.epoch(epoch), second.epoch(epoch), strict=True):
+            assert torch.equal(whole.image, torch.cat([part.image for part in parts]))
+            assert torch.equal(whole.label, torch.cat([part.label for part in parts]))
+            assert whole.cases == parts[0].cases + parts[1].cases
+            assert whole.image.shape[0] == 6
+
+
+def test_each_partition_gives_crops_of_its_own_cases_only():
+    names = {name for batch in distributed(1).epoch(0) for name in batch.cases}
+    assert names == {"case1", "case3", "case5", "case7"}
+
+
+def test_a_crop_is_the_same_in_whatever_partition_its_case_lies():
+    def crops(supplies, partitions, batch_size):
+        made = CropBatches(supplies, (4, 4, 4), 3, batch_size, 9, partitions, seed=5)
+        return {
+            (name, image.numpy().tobytes())
+            for batch in made.epoch(1)
+            for image, name in zip(batch.image, batch.cases, strict=True)
+        }
+
+    alone = crops((partition(0, partitions=1),), 1, 9)  # 27 crops in 3 full steps
+    thirds = crops(tuple(partition(number, partitions=3) for number in range(3)), 3, 9)
+    assert len(alone) == 27
+    assert alone == thirds
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"batch_size": 3, "partitions": 2}, "batch_size 3: must divide by the 2 partitions"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"supplies": ()}, "partitions 1: this process alone holds 0"),
+        ({"supplies": (partition(0), partition(1))}, "partitions 1: this process alone holds 2"),
+        ({"foreground_share": 1.5}, "foreground_share 1.5: between 0 and 1"),
+    ],
+)
+def test_figures_that_cannot_be_meant_are_refused(settings, said):
+    given = {"supplies": (partition(0),), "batch_size": 4, **settings}
+    with pytest.raises(ValueError, match=said):
+        CropBatches(crop_size=(4, 4, 4), crops_per_case=2, cases_per_epoch=9, **given)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_the_share_of_crops_on_foreground_is_as_asked(share):
+    label = torch.zeros(40, 40, 40, dtype=torch.uint8)
+    label[30, 10, 20] = 1
+    held = [case("a", (40, 40, 40), label)]
+    (batch,) = batches(held, crop=(5, 5, 5), crops_per_case=400, batch_size=400, foreground_share=share).epoch(0)
+    centred = batch.label[:, 0, 2, 2, 2].sum().item() / 400
+    assert abs(centred - share) <= 5 * math.sqrt(share * (1 - share) / 400)  # five standard deviations
+
+
+def broken(row: int) -> HeldCase:
+    raise ValueError(f"case{row}: damaged")
+
+
+def test_a_case_that_fails_in_the_background_fails_the_loop_with_its_own_traceback():
+    made = fixed_batches(LoadedCases(("a",), np.arange(1), CPU, broken, 1), (4, 4, 4), 2, 2)
+    with pytest.raises(ValueError, match="case0: damaged") as error:
+        next(made.epoch(0))
+    assert "broken" in [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+
+
+@pytest.mark.parametrize("ending", ["close", "error"])
+def test_leaving_an_epoch_early_leaves_no_thread_behind(ending):
+    before = set(threading.enumerate())
+    epoch = fixed_batches(held_as("ram"), GOLDEN_CROP, 3, 4).epoch(0)
+    next(epoch)
+    assert set(threading.enumerate()) > before
+    if ending == "close":
+        epoch.close()  # type: ignore[attr-defined]
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            epoch.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
+    assert set(threading.enumerate()) == before
+
+
+def test_an_error_in_the_training_loop_leaves_no_thread_behind():
+    before = set(threading.enumerate())
+
+    def train():
+        for batch in fixed_batches(held_as("mixed"), GOLDEN_CROP, 3, 4).epoch(0):
+            raise ArithmeticError(f"the loss of {batch.cases} is not finite")
+
+    with pytest.raises(ArithmeticError):
+        train()
+    assert set(threading.enumerate()) == before
+
+
+def test_a_cache_on_the_device_needs_no_thread():
+    before = set(threading.enumerate())
+    epoch = fixed_batches(held_as("resident"), GOLDEN_CROP, 3, 4).epoch(0)
+    next(epoch)
+    assert set(threading.enumerate()) == before
 
 
 @pytest.mark.gpu
 def test_crops_on_a_gpu_equal_those_on_the_cpu():
     cases = [case("a", (30, 31, 32)), case("b", (20, 40, 50), seed=3)]
-    there = CropBatches(fill_cache(cases, (16, 16, 16), torch.device("cuda")), (16, 16, 16), 4, 4)
-    here = CropBatches(fill_cache(cases, (16, 16, 16), CPU), (16, 16, 16), 4, 4)
+    there = fixed_batches(fill_cache(cases, (16, 16, 16), torch.device("cuda")), (16, 16, 16), 4, 4)
+    here = fixed_batches(fill_cache(cases, (16, 16, 16), CPU), (16, 16, 16), 4, 4)
     for gpu, cpu in zip(there.epoch(1), here.epoch(1), strict=True):
         assert torch.equal(gpu.label.cpu(), cpu.label)
         assert torch.allclose(gpu.image.cpu(), cpu.image, atol=1e-6)
-
-
-def test_types():
-    cache = fill_cache([case("a", (4, 4, 4))], (2, 2, 2), CPU)
-    assert isinstance(cache, ResidentCache)
-    assert (cache.image.dtype, cache.label.dtype) == (torch.float16, torch.uint8)

@@ -285,9 +285,9 @@ def test_the_room_needed_is_an_upper_bound(cases, folder):
     get(cases, folder)
     for case in cases:
         written = (folder / f"{case.name}.safetensors").stat().st_size
-        assert written - 4096 < store._prepared_bytes(case, WINDOW) < 2 * written
+        assert written - 4096 < store.prepared_bytes(case, WINDOW) < 2 * written
         # RAS 20 x 18 x 10 at 1.5 x 1.5 x 3 mm becomes 15 x 14 x 10 at 2 x 2 x 3 mm
-        assert store._prepared_bytes(case, WINDOW) == 15 * 14 * 10 * 3
+        assert store.prepared_bytes(case, WINDOW) == 15 * 14 * 10 * 3
 
 
 def test_a_disk_that_fills_up_keeps_what_it_has(cases, folder, made):

@@ -40,7 +40,7 @@ def test_precision_is_in_the_graph_and_float32_at_its_ends(exported: Path):
         ends = [model.graph.input[0], model.graph.output[0]]
         assert [end.name for end in ends] == ["image", "logits"]
         assert {end.type.tensor_type.elem_type for end in ends} == {onnx.TensorProto.FLOAT}
-        assert [entry.version for entry in model.opset_import if not entry.domain] == [20]
+        assert [entry.version for entry in model.opset_import if not entry.domain] == [21]
         kinds[precision] = {item.data_type for item in model.graph.initializer} - {onnx.TensorProto.INT64}
     assert kinds == {"fp32": {onnx.TensorProto.FLOAT}, "fp16": {onnx.TensorProto.FLOAT16}}
     sizes = {name: (exported / f"model_{name}.onnx").stat().st_size for name in kinds}

@@ -10,29 +10,27 @@ from monai.metrics import DiceMetric
 from monai.networks.utils import one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.inference.quality import dice_counts, dice_of_counts, dice_per_class, labels_of, mean_dice
+from common.inference.labelling import Region, one_region_per_label
+from common.inference.quality import dice_counts, dice_of_counts, dice_per_region, mean_dice
 
 
 def labels(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.uint8).reshape(-1, 1, 1)
 
 
-def test_labels_of_logits():
-    two = torch.tensor([[0.5, 1.0, 2.0], [0.5, 3.0, 1.0]]).reshape(2, 3, 1, 1)
-    assert torch.equal(labels_of(two), labels(0, 1, 0))
-    assert torch.equal(labels_of(two[1:] - two[:1]), labels(0, 1, 0))
-    assert torch.equal(labels_of(torch.cat([two, 2 * two[:1]])), labels(2, 1, 2))
-    assert labels_of(two).dtype == torch.uint8
+def classes(count: int) -> tuple[Region, ...]:
+    """One region for each label below `count` but the background."""
+    return one_region_per_label([str(number) for number in range(count)]).regions
 
 
 def test_by_hand():
     prediction, truth = labels(0, 1, 1, 2, 2, 2), labels(0, 1, 2, 2, 2, 0)
-    assert dice_counts(prediction, truth, 3).tolist() == [[1, 3], [2, 6]]
-    assert dice_per_class(prediction, truth, 3).tolist() == pytest.approx([2 / 3, 2 / 3])
+    assert dice_counts(prediction, truth, classes(3)).tolist() == [[1, 3], [2, 6]]
+    assert dice_per_region(prediction, truth, classes(3)).tolist() == pytest.approx([2 / 3, 2 / 3])
 
 
 def test_empty_masks():
-    dice = dice_per_class(labels(0, 2, 0, 4), labels(0, 0, 3, 4), 6).tolist()
+    dice = dice_per_region(labels(0, 2, 0, 4), labels(0, 0, 3, 4), classes(6)).tolist()
     assert math.isnan(dice[0])  # in neither mask
     assert dice[1] == 0  # predicted, not in the truth
     assert dice[2] == 0  # in the truth, not predicted
@@ -42,32 +40,35 @@ def test_empty_masks():
 
 @given(st.integers(0, 2**31), st.integers(2, 5), st.sampled_from([torch.uint8, torch.int64]))
 @settings(deadline=None, max_examples=40)
-def test_equals_monai_where_the_truth_holds_the_class(seed: int, classes: int, dtype: torch.dtype):
+def test_equals_monai_where_the_truth_holds_the_class(seed: int, count: int, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(seed)
     # Few voxels, so that a class is often missing from the truth, the prediction, or both.
-    prediction, truth = torch.randint(0, classes, (2, 3, 2, 2), generator=generator).to(dtype)
+    prediction, truth = torch.randint(0, count, (2, 3, 2, 2), generator=generator).to(dtype)
     metric = DiceMetric(include_background=False)
-    expected = metric(one_hot(prediction[None, None], classes), one_hot(truth[None, None], classes))
+    expected = metric(one_hot(prediction[None, None], count), one_hot(truth[None, None], count))
     assert isinstance(expected, torch.Tensor)
-    ours = dice_per_class(prediction, truth, classes)
-    present = torch.tensor([bool((truth == label).any()) for label in range(1, classes)])
+    ours = dice_per_region(prediction, truth, classes(count))
+    present = torch.tensor([bool((truth == label).any()) for label in range(1, count)])
     torch.testing.assert_close(ours[present], expected[0].double()[present], rtol=1e-6, atol=0)
     assert expected[0][~present].isnan().all()
     if present.all():
-        assert mean_dice([dice_counts(prediction, truth, classes)]) == pytest.approx(float(metric.aggregate()))
+        assert mean_dice([dice_counts(prediction, truth, classes(count))]) == pytest.approx(float(metric.aggregate()))
 
 
 def test_counts_of_parts_add_up():
     generator = torch.Generator().manual_seed(0)
     prediction, truth = torch.randint(0, 3, (2, 8, 6, 6), generator=generator)
-    parts = sum(dice_counts(p, t, 3) for p, t in zip(prediction.split(3), truth.split(3), strict=True))
-    assert torch.equal(dice_of_counts(torch.as_tensor(parts)), dice_per_class(prediction, truth, 3))
+    parts = sum(dice_counts(p, t, classes(3)) for p, t in zip(prediction.split(3), truth.split(3), strict=True))
+    assert torch.equal(dice_of_counts(torch.as_tensor(parts)), dice_per_region(prediction, truth, classes(3)))
 
 
 def test_mean_over_cases_leaves_out_what_has_no_dice():
-    perfect, nothing = dice_counts(labels(1, 2), labels(1, 2), 3), dice_counts(labels(0, 0), labels(0, 0), 3)
-    half = dice_counts(labels(1, 0), labels(0, 2), 3)  # a false finding and a missed one
-    only_first = dice_counts(labels(1, 0), labels(1, 0), 3)
+    perfect, nothing = (
+        dice_counts(labels(1, 2), labels(1, 2), classes(3)),
+        dice_counts(labels(0, 0), labels(0, 0), classes(3)),
+    )
+    half = dice_counts(labels(1, 0), labels(0, 2), classes(3))  # a false finding and a missed one
+    only_first = dice_counts(labels(1, 0), labels(1, 0), classes(3))
     assert mean_dice([perfect, half]) == 0.5
     assert mean_dice([perfect, nothing, half]) == 0.5
     assert mean_dice([only_first, half]) == 0.5  # the second class of the first case has no Dice
@@ -75,9 +76,15 @@ def test_mean_over_cases_leaves_out_what_has_no_dice():
     assert math.isnan(mean_dice([]))
 
 
+def test_a_region_may_be_made_of_several_labels():
+    whole, rim = Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3)
+    counts = dice_counts(labels(0, 1, 2, 3, 3), labels(1, 2, 0, 3, 1), (whole, rim))
+    assert counts.tolist() == [[3, 8], [1, 3]]
+
+
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"prediction \(2, 1, 1\) and the truth \(3, 1, 1\) must have one shape"):
-        dice_counts(labels(0, 1), labels(0, 1, 1), 2)
+        dice_counts(labels(0, 1), labels(0, 1, 1), classes(2))
 
 
 class RefuseWaits(TorchDispatchMode):
@@ -90,7 +97,7 @@ class RefuseWaits(TorchDispatchMode):
 
 def test_counting_reads_nothing_back():
     with RefuseWaits():
-        counts = dice_counts(labels(0, 1, 2), labels(0, 1, 1), 3)
+        counts = dice_counts(labels(0, 1, 2), labels(0, 1, 1), classes(3))
         dice_of_counts(counts)
     with RefuseWaits(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         mean_dice([counts])
@@ -102,7 +109,7 @@ def test_counting_does_not_wait_for_the_device():
     prediction, truth = torch.randint(0, 3, (2, 8, 8, 8), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        counts = dice_counts(prediction, truth, 3)
+        counts = dice_counts(prediction, truth, classes(3))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(counts.cpu(), dice_counts(prediction.cpu(), truth.cpu(), 3))
+    assert torch.equal(counts.cpu(), dice_counts(prediction.cpu(), truth.cpu(), classes(3)))

@@ -107,3 +107,53 @@ def test_the_environment_names_what_numbers_depend_on():
     assert found["device"] == "cpu"
     assert found["versions"]["monai"]
     assert found["cores"] >= 1
+
+
+class Follower:
+    """The second of two processes; `once` fails or gives what the leader has."""
+
+    world, local_rank, leader = 2, 1, False
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def once(self, make):
+        return self.folder
+
+
+def test_a_process_that_does_not_lead_writes_and_says_nothing(tmp_path, capsys):
+    run = start_run(tmp_path, None, None, "cpu", "a: 1\n", 0, Follower(tmp_path / "run"))
+    run.say("hello")
+    assert run.directory == tmp_path / "run"
+    assert not run.leader
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_several_processes_take_a_gpu_each_and_none_by_name(monkeypatch):
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert choose_device("auto", 1) == torch.device("cuda:1")
+    assert choose_device("cuda", 0) == torch.device("cuda:0")
+    assert chosen == [1, 0]
+    assert choose_device("cpu", 1) == CPU
+    with pytest.raises(ValueError, match="device cuda:0: several ranks take one GPU each"):
+        choose_device("cuda:0", 1)
+    with pytest.raises(ValueError, match="device cuda:2: 2 CUDA devices found"):
+        choose_device("auto", 2)
+
+
+def test_among_several_an_error_says_whose_it_is(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("MEDSPEED_TRACEBACK", raising=False)
+    with pytest.raises(SystemExit, match="1"), one_line_errors():
+        raise ValueError("scan.nii.gz: empty")
+    line = capsys.readouterr().err
+    assert line.startswith("rank 1 of 2: error: scan.nii.gz: empty ")
+    assert line.count("\n") == 1
+    with pytest.raises(KeyError), one_line_errors():
+        raise KeyError("name")
+    assert capsys.readouterr().err == "rank 1 of 2: KeyError: 'name'\n"

@@ -2,10 +2,11 @@ import pytest
 import torch
 from torch import nn
 
-from common.data.batches import CropBatches
+from common.data.batches import fixed_batches
 from common.data.cache import fill_cache
 from common.data.preparation import PreparedCase
 from common.observe.timing import Clock
+from common.training.distributed import Ranks
 from common.training.fit import train_step
 from common.training.losses import LOSSES
 from common.training.optimizers import build_optimizer
@@ -18,12 +19,17 @@ SCALER = torch.amp.GradScaler("cpu", enabled=False)
 
 
 @pytest.fixture
-def batches():
+def held():
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(1, 24, 24, 24, generator=generator).half()
     label = (image[0] > 0.7).to(torch.uint8)
     cases = [PreparedCase(name, image, label, grid=None) for name in "ab"]  # type: ignore[arg-type]
-    return CropBatches(fill_cache(cases, (16, 16, 16), CPU), (16, 16, 16), 4, 2)
+    return fill_cache(cases, (16, 16, 16), CPU)
+
+
+@pytest.fixture
+def batches(held):
+    return fixed_batches(held, (16, 16, 16), 4, 2)
 
 
 def make(channels=(4, 8)):
@@ -54,10 +60,10 @@ def test_the_guides_parts_do_wait(batches):
         train_step(network, next(batches.epoch(0)), LOSSES["dice_ce"], optimizer, SCALER, "fp32", 0.01)
 
 
-def test_a_batch_takes_the_same_few_operators_whatever_its_size(batches):
+def test_a_batch_takes_the_same_few_operators_whatever_its_size(held):
     counts = []
     for size in (1, 4):
-        made = CropBatches(batches.cache, (16, 16, 16), 4, size).epoch(0)
+        made = fixed_batches(held, (16, 16, 16), 4, size).epoch(0)
         next(made)
         with count_operators() as counted:
             next(made)
@@ -125,14 +131,23 @@ def test_only_a_higher_dice_is_a_new_best(tmp_path):
         state.note_dice(float("nan"), 6)
 
 
+def test_a_rank_that_does_not_lead_saves_nothing(tmp_path):
+    state = TrainingState(tmp_path, nn.Linear(2, 2), make()[1], SCALER, 3, CPU, Ranks(rank=1, world=2))
+    state.note_step(0, torch.tensor(float("nan")), ("a",))
+    before = state.seconds_since_save()
+    state.save(Clock())
+    assert not list(tmp_path.iterdir())
+    assert state.seconds_since_save() < before + 1  # and it counts from here, as the leader does
+
+
 @pytest.mark.gpu
-def test_fp16_with_loss_scaling_learns(batches):
+def test_fp16_with_loss_scaling_learns(held):
     cuda = torch.device("cuda")
     network, _ = make()
     network = network.to(cuda)
     optimizer = build_optimizer("novograd", network.parameters(), 0.01)
     scaler = torch.amp.GradScaler("cuda")
-    made = CropBatches(batches.cache, (16, 16, 16), 4, 2, device=cuda)
+    made = fixed_batches(held, (16, 16, 16), 4, 2, device=cuda)
     losses = [
         float(train_step(network, batch, LOSSES["dice_ce"], optimizer, scaler, "fp16", 0.01))
         for epoch in range(8)

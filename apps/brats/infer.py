@@ -1,0 +1,21 @@
+"""Segment scans with a trained run: NIfTI in, label NIfTI out on the input's own grid, with a picture of each."""
+
+from common.config import parse_config
+from common.inference.options import InferConfig
+
+if __name__ == "__main__":
+    CONFIG = parse_config(InferConfig, {}, description=__doc__)  # before torch: --help answers at once
+
+from apps.brats.model import load_model
+from common.inference.scans import segment_scans
+from common.observe.run import one_line_errors
+
+
+def main(config: InferConfig) -> int:
+    """Segment every scan; return 0, or 1 where a scan could not be read (the others are done all the same)."""
+    return segment_scans(config, load_model(config.model))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        raise SystemExit(main(CONFIG))

@@ -1,0 +1,152 @@
+"""What a run decides from its configuration, its data and its device before it starts, each choice said in a line."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from apps.brats.config import BratsConfig
+from apps.brats.model import BratsModel
+from apps.brats.regions import choose_labelling
+from common.data.cases import Dataset
+from common.data.fingerprint import Fingerprint, explain_preparation, plan_preparation
+from common.training.bounds import check_divides
+from common.training.precision import choose_precision
+
+# What `fast` takes where the user says nothing: the guide's network and crop on a GPU, small ones on a CPU (trained in
+# about a minute and a half on two cores). Steps, not epochs, so that small and large datasets train equally long.
+_FILTERS = {"cuda": 16, "cpu": 8}
+_BLOCKS_DOWN = {"cuda": (1, 2, 2, 4), "cpu": (1, 2, 2)}
+_FLIP_AXES = {"cuda": "xyz", "cpu": "x"}  # the two halves of a brain are alike; a minute is too short for more
+_CROP_LIMIT = {"cuda": (224, 224, 144), "cpu": (48, 48, 48)}
+_WINDOW_LIMIT = {"cuda": (160, 160, 160), "cpu": (96, 64, 64)}
+_WINDOW_BATCH = {"cuda": 2, "cpu": 1}
+_BATCH_SIZE = {"cuda": 1, "cpu": 4}
+_CROPS_PER_CASE = {"cuda": 1, "cpu": 4}
+_STEPS = {"cuda": 31_040, "cpu": 112}  # CUDA: the guide's 388 cases for 80 epochs, when it has reached its target
+_VALIDATIONS = 5
+_GUIDE_PRECISION: dict[str, Literal["fp16", "fp32"]] = {"cuda": "fp16", "cpu": "fp32"}  # autocast("cuda")
+
+
+@dataclass(frozen=True)
+class BratsPlan:
+    """The decisions of a run.
+
+    Args:
+        model: network, preparation, regions, windows, precision: what inference needs too.
+        crop_size: crop X, Y, Z in voxels of the working grid.
+        crops_per_case: crops of each case in one epoch.
+        flip_axes: axes flipped at random, letters of "xyz".
+        batch_size: crops in one step, over all ranks.
+        partitions: parts of the training cases; the number of ranks must divide it.
+        epochs: passes over the training cases.
+        validate_every: epochs between validations.
+    """
+
+    model: BratsModel
+    crop_size: tuple[int, int, int]
+    crops_per_case: int
+    flip_axes: str
+    batch_size: int
+    partitions: int
+    epochs: int
+    validate_every: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON takes it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "BratsPlan":
+        """Return what `to_json` was made from."""
+        model = BratsModel.from_json(content["model"])
+        return cls(**{**content, "model": model, "crop_size": tuple(content["crop_size"])})
+
+
+def plan_run(
+    config: BratsConfig,
+    dataset: Dataset,
+    figures: Fingerprint,
+    cases: int,
+    device: torch.device,
+    ranks: int = 1,
+) -> tuple[BratsPlan, list[str]]:
+    """Decide what the configuration leaves open.
+
+    Args:
+        config: what was asked for; it always wins.
+        dataset: its modality decides the normalisation and the channels, its labels the regions.
+        figures: fingerprint of the training cases.
+        cases: number of training cases.
+        device: a CPU gets a smaller network, smaller crops and batches.
+        ranks: processes that train together; each gets a crop at least.
+
+    Returns:
+        The plan, and the lines that explain it.
+
+    Raises:
+        ValueError: what was asked for does not fit the data or the device.
+    """
+    kind = device.type
+    model = _model(config, dataset, figures, device)
+    partitions = config.partitions or ranks
+    crops_per_case = config.crops_per_case or _CROPS_PER_CASE[kind]
+    batch_size = config.batch_size or -(-_BATCH_SIZE[kind] // partitions) * partitions
+    epochs = config.epochs or -(-_STEPS[kind] // -(-cases * crops_per_case // batch_size))
+    levels = len(model.blocks_down) - 1
+    plan = BratsPlan(
+        model=model,
+        crop_size=config.crop_size or _within(_shape(model, figures), _CROP_LIMIT[kind], 2**levels),
+        crops_per_case=crops_per_case,
+        flip_axes=_FLIP_AXES[kind] if config.flip_axes is None else config.flip_axes,
+        batch_size=batch_size,
+        partitions=partitions,
+        epochs=epochs,
+        validate_every=config.validate_every or max(1, epochs // _VALIDATIONS),
+    )
+    for name, size in (("crop_size", plan.crop_size), ("window_size", model.window_size)):
+        check_divides(name, size, levels)
+    regions = ", ".join(f"{each.name} = labels {'+'.join(map(str, each.members))}" for each in model.labelling.regions)
+    explained = explain_preparation(dataset, figures, config.spacing)
+    return plan, [f"regions: {regions}", *explained, *_choices(config, plan, kind)]
+
+
+def _model(config: BratsConfig, dataset: Dataset, figures: Fingerprint, device: torch.device) -> BratsModel:
+    """Decide what inference needs too."""
+    kind = device.type
+    as_guide = config.recipe == "guide" and config.precision == "auto"
+    model = BratsModel(
+        labelling=choose_labelling(dataset, config.regions),
+        preparation=plan_preparation(dataset, figures, config.spacing),
+        filters=config.filters or _FILTERS[kind],
+        blocks_down=config.blocks_down or _BLOCKS_DOWN[kind],
+        dropout=config.dropout,
+        window_size=config.window_size or (1, 1, 1),
+        window_batch=config.window_batch or _WINDOW_BATCH[kind],
+        overlap=config.overlap,
+        precision=choose_precision(_GUIDE_PRECISION[kind] if as_guide else config.precision, device),
+    )
+    if config.window_size is not None:
+        return model
+    fitting = _within(_shape(model, figures), _WINDOW_LIMIT[kind], 2 ** (len(model.blocks_down) - 1))
+    return replace(model, window_size=fitting)
+
+
+def _shape(model: BratsModel, figures: Fingerprint) -> list[int]:
+    """Return the median shape X, Y, Z of the training cases in voxels of the working grid."""
+    sizes = zip(figures.shape, figures.spacing, model.preparation.spacing, strict=True)
+    return [round(side * native / working) for side, native, working in sizes]
+
+
+def _choices(config: BratsConfig, plan: BratsPlan, kind: str) -> list[str]:
+    """Return a line for each field that the configuration left open."""
+    decided = {**vars(plan.model), **vars(plan)}
+    names = [name for name in decided if hasattr(config, name) and getattr(config, name) in (None, "auto")]
+    return [f"{name} {decided[name] or 'none'}: chosen for this {kind}; change it with --{name}" for name in names]
+
+
+def _within(shape: Sequence[int], limit: Sequence[int], divisor: int) -> tuple[int, int, int]:
+    """Return, per axis, the smaller of the shape and the limit, rounded up to what the network's levels divide."""
+    x, y, z = (-(-min(side, most) // divisor) * divisor for side, most in zip(shape, limit, strict=True))
+    return x, y, z

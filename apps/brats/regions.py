@@ -1,0 +1,104 @@
+"""The regions of a brain tumour, from the names that a dataset gives its labels."""
+
+import re
+from typing import Literal
+
+from common.data.cases import Dataset
+from common.inference.labelling import Labelling, Region
+
+Regions = Literal["names", "labels", "brats2013", "brats2018", "brats2023"]
+
+# What datasets call the three tissues, in lower case letters and digits. Sources: MSD Task01 (dataset.json), the BraTS
+# papers (Menze 2015; Bakas 2018; Baid 2021) and the BraTS 2023 challenge pages.
+TISSUES: dict[str, tuple[str, ...]] = {
+    "edema": (
+        "edema", "oedema", "peritumoral edema", "peritumoral oedema", "peritumoral edematous tissue",
+        "peritumoral edematous invaded tissue", "invaded tissue", "whole tumor edema", "ed", "snfh",
+        "surrounding non enhancing flair hyperintensity", "surrounding nonenhancing flair hyperintensity",
+    ),
+    "core": (
+        "non enhancing tumor", "non enhancing tumour", "nonenhancing tumor", "nonenhancing tumour", "non enhancing",
+        "non enhancing tumor core", "non enhancing tumour core", "nonenhancing tumor core", "necrosis", "necrotic",
+        "necrotic core", "necrotic tumor core", "necrotic tumour core", "necrotic and non enhancing tumor core",
+        "necrotic and non enhancing tumor", "necrotic and non enhancing tumour", "necrotic non enhancing tumor core",
+        "necrotic and non enhancing tumour core", "ncr", "net", "netc", "ncr net", "ncrnet",
+    ),
+    "enhancing": (
+        "enhancing tumor", "enhancing tumour", "enhancing", "gd enhancing tumor", "gd enhancing tumour",
+        "gadolinium enhancing tumor", "enhancing tissue", "active tumor", "active tumour", "et",
+    ),
+}  # fmt: skip
+# The challenge's own regions (Menze et al., "The multimodal brain tumor image segmentation benchmark", TMI 2015).
+_REGIONS = {
+    "TC": ("core", "enhancing"),
+    "WT": ("edema", "core", "enhancing"),
+    "ET": ("enhancing",),
+}
+# Label names by number of the challenges' own files, for a dataset.json that does not name them.
+NUMBERINGS: dict[str, dict[int, str]] = {
+    "brats2013": {1: "necrosis", 2: "edema", 3: "non-enhancing tumour", 4: "enhancing tumour"},
+    "brats2018": {1: "necrotic and non-enhancing tumour core", 2: "edema", 4: "enhancing tumour"},  # until 2021
+    "brats2023": {1: "necrotic tumour core", 2: "edema", 3: "enhancing tumour"},
+}
+
+
+def choose_labelling(dataset: Dataset, regions: Regions) -> Labelling:
+    """Return the regions that a network learns, each with a sigmoid of its own, in the order TC, WT, ET.
+
+    Args:
+        dataset: names its labels.
+        regions: "names" finds the tissues by the labels' names; "labels" makes each label a region, whatever it is;
+            "brats2013", "brats2018" (2018 to 2021) and "brats2023" go by the challenges' numbers, whatever the names.
+
+    Raises:
+        ValueError: a name is not known, a tissue is missing, or the numbers are not those of the challenge.
+    """
+    labels = dataset.labels
+    if regions == "labels":
+        named = ((number, name) for number, name in enumerate(labels) if number and name)
+        return Labelling(labels, tuple(Region(name, (number,), number) for number, name in named), exclusive=False)
+    if regions != "names":
+        labels = _renamed(dataset, regions)
+    tissues = _tissues(dataset, labels)
+    members = {
+        name: tuple(sorted(number for tissue in parts for number in tissues[tissue]))
+        for name, parts in _REGIONS.items()
+    }
+    paints = {"TC": min(tissues["core"]), "WT": min(tissues["edema"]), "ET": min(tissues["enhancing"])}
+    return Labelling(labels, tuple(Region(name, members[name], paints[name]) for name in _REGIONS), exclusive=False)
+
+
+def _renamed(dataset: Dataset, regions: str) -> tuple[str, ...]:
+    """Return the label names of a challenge, checked against the numbers that the dataset lists."""
+    numbering = NUMBERINGS[regions]
+    listed = {number for number, name in enumerate(dataset.labels) if number and name}
+    if listed != set(numbering):
+        raise ValueError(
+            f"regions {regions}: has the labels {sorted(numbering)}, and {dataset.folder / 'dataset.json'} lists "
+            f"{sorted(listed)}; choose another numbering, or correct the list"
+        )
+    return tuple(numbering.get(number, dataset.labels[0] if not number else "") for number in range(max(numbering) + 1))
+
+
+def _tissues(dataset: Dataset, labels: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the label numbers of each tissue."""
+    by_name = {name: tissue for tissue, names in TISSUES.items() for name in names}
+    found: dict[str, list[int]] = {tissue: [] for tissue in TISSUES}
+    unknown = []
+    for number, name in enumerate(labels):
+        if not number or not name:
+            continue
+        tissue = by_name.get(re.sub(r"[^a-z0-9]+", " ", name.lower()).strip())
+        if tissue is None:
+            unknown.append(f"{number} {name!r}")
+        else:
+            found[tissue].append(number)
+    missing = [tissue for tissue, numbers in found.items() if not numbers]
+    if unknown or missing:
+        problem = f"does not know the labels {', '.join(unknown)}" if unknown else f"finds no label for {missing[0]}"
+        known = "; ".join(f"{tissue}: {', '.join(names)}" for tissue, names in TISSUES.items())
+        raise ValueError(
+            f"{dataset.folder / 'dataset.json'}: regions names {problem}; known are {known}. For one region per label "
+            f"take --regions labels; for a challenge's numbers --regions {', '.join(NUMBERINGS)}"
+        )
+    return {tissue: tuple(numbers) for tissue, numbers in found.items()}

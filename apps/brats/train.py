@@ -1,0 +1,114 @@
+"""Train a segmentation network on multi-channel MRI: from raw volumes to a checked TensorRT engine."""
+
+from apps.brats.config import RUNS, BratsConfig, parse_brats_config
+
+if __name__ == "__main__":
+    CONFIG = parse_brats_config()  # before torch is loaded, so that --help and a mistyped flag answer at once
+
+
+import torch
+
+from apps.brats.data import find_dataset, keeping, make_source
+from apps.brats.plan import BratsPlan, plan_run
+from apps.brats.regions import choose_labelling
+from common.config import config_to_yaml
+from common.data.cases import Split, read_dataset, split_cases
+from common.export.best import GATE_CASES, export_best
+from common.observe.host_memory import keep_freed_memory
+from common.observe.run import Run, one_line_errors, start_run
+from common.observe.summary import RunSummary
+from common.training.compiling import compile_network
+from common.training.decide import decide
+from common.training.distributed import Ranks, join_ranks
+from common.training.finish import finish, judge
+from common.training.fit import Fitted, fit
+from common.training.losses import say_inexact
+from common.training.optimizers import build_optimizer
+from common.training.region_losses import build_region_loss
+from common.training.source import check_partitions, stored_cases
+
+
+def main(config: BratsConfig) -> RunSummary | None:
+    """Train on the processes that torchrun started, or on this one; the leader alone returns the summary."""
+    with join_ranks(config.device) as ranks:
+        return train(config, ranks)
+
+
+def train(config: BratsConfig, ranks: Ranks) -> RunSummary | None:
+    """Go the whole way: dataset, plan, batches, training, quality on the native grid, export, summary."""
+    if config.data is not None and config.resume is None:
+        given = read_dataset(config.data, gaps=True)  # a wrong folder, split or name ends before a run folder is made
+        split_cases(given, config.split)
+        choose_labelling(given, config.regions)
+    run = start_run(RUNS, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
+    if run.device.type == "cpu":
+        keep_freed_memory()
+    run.say(
+        f"run {run.directory}: recipe {config.recipe}, device {run.device}, ranks {ranks.world}, seed {config.seed}"
+    )
+    with run.clock.stage("prepare"):
+        dataset = find_dataset(config, run, ranks)
+        split, plan = decide(
+            "brats",
+            dataset,
+            config.split,
+            config.store,
+            lambda chosen, figures: plan_run(
+                config, dataset, figures, len(chosen.training), run.device, config.partitions or ranks.world
+            ),
+            BratsPlan.from_json,
+            run,
+            ranks,
+            config.workers,
+        )
+    check_partitions(plan.partitions, plan.batch_size, config.accumulate, ranks.world)
+
+    model = plan.model
+    fitted = train_network(split, plan, config, run, ranks)
+    best = model.build().to(run.device).eval()
+    best.load_state_dict(fitted.best)
+    cases = ranks.shard(split.validation)
+    quality = judge(best, split, cases, stored_cases(cases, model, keeping(config), run), model, run, ranks)
+    if not ranks.leader:
+        return None
+    gate = split.validation[:GATE_CASES]
+    prepared = stored_cases(gate, model, keeping(config), run)
+    exported = export_best(best, gate, prepared, model, "brats", config.engine, run)
+    return finish("brats", config.recipe, config.seed, split, dataset, model, fitted, quality, exported, run, ranks)
+
+
+def train_network(split: Split, plan: BratsPlan, config: BratsConfig, run: Run, ranks: Ranks) -> Fitted:
+    """Build the network and the source of its batches, and train."""
+    model = plan.model
+    trained = (run.directory / "checkpoints" / "last").exists()
+    network = model.build(None if trained else config.init).to(run.device)
+    if config.channels_last:
+        network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    source = make_source(split, plan, config, run, ranks)
+    with run.clock.stage("compile"):
+        if config.compile:
+            crops = plan.batch_size // ranks.world // config.accumulate
+            example = torch.zeros(crops, model.preparation.channels, *plan.crop_size, device=run.device)
+            compile_network(network, example, model.precision)
+    say_inexact(config.loss, ranks, config.accumulate, run)
+    return fit(
+        network,
+        source.batches,
+        run=run,
+        loss_function=build_region_loss(config.loss, model.labelling.regions, ranks),
+        optimizer=build_optimizer(config.optimizer, network.parameters(), config.learning_rate),
+        learning_rate=config.learning_rate,
+        schedule=config.schedule,
+        epochs=plan.epochs,
+        precision=model.precision,
+        validate=source.validate,
+        validate_every=plan.validate_every,
+        checkpoint_seconds=config.checkpoint_seconds,
+        ranks=ranks,
+        accumulate=config.accumulate,
+    )
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(CONFIG)

@@ -1,0 +1,80 @@
+"""What a run decides before it starts, kept in its folder: the split, the fingerprint and the plan."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from common.data.cases import Dataset, Split, split_cases, split_of
+from common.data.fingerprint import Fingerprint, fingerprint
+from common.data.store import store_folder
+from common.files import write_json
+from common.inference.model_file import write_model
+from common.observe.run import Run
+from common.training.distributed import Ranks
+
+
+class Plan(Protocol):
+    """An app's decisions."""
+
+    @property
+    def model(self) -> Any:  # noqa: ANN401 - each app's own
+        """What inference needs too."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON takes it."""
+        ...
+
+
+P = TypeVar("P", bound=Plan)
+
+
+def decide(
+    app: str,
+    dataset: Dataset,
+    split: str,
+    store: Path,
+    make_plan: Callable[[Split, Fingerprint], tuple[P, list[str]]],
+    from_json: Callable[[dict[str, Any]], P],
+    run: Run,
+    ranks: Ranks,
+    workers: int | None = None,
+) -> tuple[Split, P]:
+    """Split the dataset, take its fingerprint, plan the run, say each choice and write all of it into the run folder.
+
+    The leader does it for all ranks. A resumed run finds the decisions of its first start, whatever has changed around
+    it since.
+
+    Args:
+        app: name of the app, for `model.json`.
+        dataset: the cases.
+        split: see `split_cases`.
+        store: folder that keeps fingerprints.
+        make_plan: from the split and the fingerprint of its training cases to the plan and the lines that explain it.
+        from_json: from `Plan.to_json` back to the plan.
+        run: where it is written.
+        ranks: those that train together.
+        workers: cases read at the same time.
+    """
+    kept = run.directory / "plan.json"
+
+    def make() -> tuple[dict[str, Any], dict[str, Any]]:
+        if run.resumed and kept.is_file():
+            stored = (run.directory / "split.json").read_text(encoding="utf-8")
+            return json.loads(stored), json.loads(kept.read_text(encoding="utf-8"))
+        chosen = split_cases(dataset, split)
+        figures = fingerprint(
+            chosen.training, dataset, store_folder(store / "fingerprints", dataset.folder), workers=workers
+        )
+        plan, choices = make_plan(chosen, figures)
+        for line in (chosen.description, *choices):
+            run.say(line)
+        write_json(run.directory / "split.json", chosen.to_json())
+        write_json(run.directory / "fingerprint.json", figures.to_json())
+        write_model(run.directory, app, plan.model)
+        write_json(kept, plan.to_json())
+        return chosen.to_json(), plan.to_json()
+
+    names, content = ranks.once(make)
+    return split_of(dataset, names, run.directory / "split.json"), from_json(content)

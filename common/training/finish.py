@@ -1,0 +1,99 @@
+"""The end of a training run: the figure it is judged by, and its summary."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from common.data.cases import Case, Dataset, Split
+from common.data.preparation import PreparedCase
+from common.export.best import by_precision
+from common.export.export import ExportRecord
+from common.inference.predictors import torch_predictor
+from common.inference.quality import dice_of_counts
+from common.inference.segmentation import SegmentationModel, case_dice, native_counts
+from common.observe.run import Run
+from common.observe.summary import Quality, RunSummary, write_summary
+from common.training.distributed import SINGLE, Ranks
+from common.training.fit import Fitted
+
+
+def judge(
+    best: nn.Module,
+    split: Split,
+    cases: Sequence[Case],
+    prepared: Sequence[PreparedCase],
+    model: SegmentationModel,
+    run: Run,
+    ranks: Ranks = SINGLE,
+) -> Quality:
+    """Return the Dice of the best weights on the native grid of the validation cases, and draw each case.
+
+    Args:
+        best: the network with the best weights, on the run's device.
+        split: whose validation cases are judged.
+        cases: this rank's share of them.
+        prepared: the same cases, prepared.
+        model: the network's.
+        run: where the pictures go, and what computes.
+        ranks: those who share the cases.
+    """
+    with run.clock.stage("validate"):
+        predictor, overlays = torch_predictor(best), run.directory / "overlays"
+        counts = ranks.gather(
+            [each.cpu() for each in native_counts(cases, prepared, predictor, model, run.device, overlays)]
+        )
+    dice = {case.name: case_dice(each) for case, each in zip(split.validation, counts, strict=True)}
+    mean = sum(dice.values()) / len(dice)
+    means = dice_of_counts(torch.stack(counts)).nanmean(dim=0).tolist()
+    by_region = {
+        region.name: None if math.isnan(value) else value
+        for region, value in zip(model.labelling.regions, means, strict=True)
+    }
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in by_region.items() if value is not None)
+    worst = min(dice, key=dice.__getitem__)
+    run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({worst})")
+    if not split.held_out:
+        run.say(
+            "NOT HELD OUT: these cases were trained on; the Dice says that the run works, not how good the model is"
+        )
+    selected = "validation" if split.held_out else "training"
+    return Quality("foreground Dice, native grid, best weights", mean, dice, selected_on=selected, per_region=by_region)
+
+
+def finish(
+    app: str,
+    recipe: str,
+    seed: int,
+    split: Split,
+    dataset: Dataset,
+    model: SegmentationModel,
+    fitted: Fitted,
+    quality: Quality,
+    exported: ExportRecord,
+    run: Run,
+    ranks: Ranks = SINGLE,
+) -> RunSummary:
+    """Write `summary.json` and say where everything lies."""
+    summary = RunSummary(
+        app=app,
+        recipe=recipe,
+        data={"folder": str(dataset.folder), "name": dataset.name, "synthetic": dataset.synthetic},
+        held_out=split.held_out,
+        device=str(run.device),
+        ranks=ranks.world,
+        precision=model.precision,
+        seed=seed,
+        cases={"training": len(split.training), "validation": len(split.validation)},
+        steps=fitted.steps,
+        quality=quality,
+        working_grid={"best": fitted.best_dice, "last": fitted.last_dice, "best_epoch": fitted.best_epoch},
+        seconds=run.clock.seconds(),
+        onnx=by_precision(exported.onnx),
+        engine=by_precision(exported.engines) if exported.engines else {"ran": False, "reason": exported.no_engine},
+    )
+    write_summary(run.directory, summary)
+    seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary.seconds.items())
+    run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}")
+    return summary

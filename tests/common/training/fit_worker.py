@@ -1,0 +1,133 @@
+"""A tiny training run for the tests of several ranks: `torchrun ... -m fit_worker '{"run": FOLDER, ...}'`.
+
+Every batch is a function of (epoch, step) and is shared out by rows, so that any number of ranks sees the same data.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.data.batches import Batch
+from common.observe.run import one_line_errors, start_run
+from common.training.distributed import SINGLE, Ranks, join_ranks
+from common.training.fit import Fitted, fit
+from common.training.optimizers import build_optimizer
+
+ROWS, SIDE = 4, 8
+
+
+def tiny_network(norm: str = "group") -> nn.Module:
+    torch.manual_seed(0)
+    between: nn.Module = nn.GroupNorm(2, 4) if norm == "group" else nn.BatchNorm3d(4)
+    return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), between, nn.PReLU(), nn.Conv3d(4, 2, 1))
+
+
+def batch_dice(ranks: Ranks) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return soft Dice loss over the batch of all ranks as one volume."""
+
+    def loss(logits: Tensor, label: Tensor) -> Tensor:
+        p, y = logits.softmax(1)[:, 1:], (label == 1).float()
+        both, all_p, all_y = ranks.sum(torch.stack([(p * y).sum(), p.square().sum(), y.sum()]))
+        value: Tensor = 1 - (2 * both + 1e-5) / (all_p + all_y + 1e-5)
+        return value
+
+    return loss
+
+
+def sample_mean(ranks: Ranks) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return cross entropy, a mean over samples, over the batch of all ranks."""
+
+    def loss(logits: Tensor, label: Tensor) -> Tensor:
+        entropy = nn.functional.cross_entropy(logits, label[:, 0].long(), reduction="sum")
+        return ranks.sum(entropy) / (label.numel() * ranks.world)
+
+    return loss
+
+
+@dataclass(frozen=True)
+class TinyBatches:
+    """Rows of noise with a bright cube to find; `before` is called at each step, to wait, hang or fail."""
+
+    ranks: Ranks
+    steps_per_epoch: int
+    before: Callable[[int], None] = lambda step: None
+    resumes_within_epoch: bool = True
+
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+        for step in range(first_step, self.steps_per_epoch):
+            self.before(number * self.steps_per_epoch + step)
+            generator = torch.Generator().manual_seed(1000 * number + step)
+            image = torch.rand(ROWS, 1, SIDE, SIDE, SIDE, generator=generator)
+            label = torch.zeros(ROWS, 1, SIDE, SIDE, SIDE, dtype=torch.uint8)
+            for row in range(ROWS):  # rows differ, and so do the sums of their losses
+                label[row, :, : 2 + row, 2:6, : 1 + row] = 1
+            image = image + label
+            rows = slice(self.ranks.rank * ROWS // self.ranks.world, (self.ranks.rank + 1) * ROWS // self.ranks.world)
+            yield Batch(image[rows], label[rows], tuple(f"case_{row}" for row in range(ROWS))[rows])
+
+
+def train(wish: dict[str, Any], ranks: Ranks = SINGLE) -> Fitted:
+    """Train as `wish` says, and return what `fit` does."""
+    folder, resume = Path(wish["run"]), wish.get("resume", False)
+    run = start_run(folder, None if resume else folder, folder if resume else None, "cpu", "tiny: 1\n", 0, ranks)
+    run.say(f"running with {ranks.world} ranks")
+    network = tiny_network(wish.get("norm", "group"))
+
+    def before(step: int) -> None:
+        time.sleep(wish.get("step_seconds", 0.0))
+        if ranks.leader:
+            (folder / "step").write_text(str(step))
+        if step == wish.get("at") and ranks.rank == wish.get("who", 1):
+            misbehave(wish["what"])
+
+    def validate(network: nn.Module, check: Callable[[], None]) -> float:
+        check()
+        found = ranks.gather([float(case) for case in ranks.shard(range(7))])
+        assert found == [0.0, 1, 2, 3, 4, 5, 6]
+        return 0.5
+
+    losses = {"dice": batch_dice, "mean": sample_mean}
+    return fit(
+        network,
+        TinyBatches(ranks, wish.get("steps", 10), before),
+        run=run,
+        loss_function=losses[wish.get("loss", "dice")](ranks),
+        optimizer=build_optimizer("novograd", network.parameters(), 0.01),
+        learning_rate=0.01,
+        schedule="constant",
+        epochs=wish.get("epochs", 2),
+        precision="fp32",
+        validate=validate,
+        validate_every=1,
+        checkpoint_seconds=wish.get("checkpoint_seconds", 3600.0),
+        ranks=ranks,
+        accumulate=wish.get("accumulate", 1),
+    )
+
+
+def misbehave(what: str) -> None:
+    if what == "hang":
+        time.sleep(3600)
+    if what == "fail":
+        raise ValueError("case_7: a scan that cannot be read")
+    raise AssertionError(what)
+
+
+def main(argument: str) -> None:
+    with one_line_errors(), join_ranks("cpu") as ranks:
+        wish = json.loads(argument)
+        if "pids" in wish:
+            Path(wish["pids"], f"{ranks.rank}").write_text(str(os.getpid()))
+        train(wish, ranks)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
