@@ -13,9 +13,11 @@ from common.export.tensorrt_engine import EngineRecord
 from common.files import sha256_of
 from common.inference.predictors import Predictor
 from common.inference.segmentation import SegmentationModel, case_dice, native_counts, sample_windows
+from common.inference.windows import window_plan
 from common.observe.run import Run
 
-GATE_CASES = 8  # the gate runs each export on so many validation cases
+GATE_CASES = 8  # the gate runs each export on so many validation cases,
+_GATE_WINDOWS = 48  # or on as many as have so many windows together: large scans take a CPU a minute each
 
 
 def export_best(
@@ -31,13 +33,16 @@ def export_best(
 
     Args:
         best: the network with the weights of `best.safetensors`, on the run's device.
-        cases: validation cases for the gate; at most `GATE_CASES` are worth their time.
+        cases: validation cases for the gate, which takes the first of them (`GATE_CASES` at most).
         prepared: the same cases, prepared.
         model: the network's.
         name: of the app, kept in the ONNX models.
         engine: which TensorRT builds the engines.
         run: where they go, and what computes.
     """
+    count = _worth_their_time(prepared, model)
+    cases, prepared = cases[:count], prepared[:count]
+    run.say(f"gate: each export is judged on {count} validation cases")
 
     def evaluate(predictor: Predictor) -> float:
         counts = native_counts(cases, prepared, predictor, model, run.device)
@@ -66,6 +71,18 @@ def export_best(
     if record.no_engine:
         run.say(f"no engine: {record.no_engine}")
     return record
+
+
+def _worth_their_time(prepared: Sequence[PreparedCase], model: SegmentationModel) -> int:
+    """Return how many of the cases the gate takes, at least 1."""
+    count, windows = 0, 0
+    for case in prepared[:GATE_CASES]:
+        shape = (case.image.shape[1], case.image.shape[2], case.image.shape[3])
+        windows += len(window_plan(shape, model.window_size, model.overlap, "constant", case.image.device).starts)
+        if count and windows > _GATE_WINDOWS:
+            break
+        count += 1
+    return count
 
 
 def by_precision(records: Sequence[OnnxRecord] | Sequence[EngineRecord]) -> dict[str, Any]:

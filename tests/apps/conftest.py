@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_scripts.make_phantoms import make_ct_phantoms
+from data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,6 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def phantoms(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four CT phantoms in MSD layout."""
     return make_ct_phantoms(tmp_path_factory.mktemp("data") / "phantoms", 4, progress=False)
+
+
+@pytest.fixture(scope="session")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five MRI phantoms in MSD layout."""
+    return make_mri_phantoms(tmp_path_factory.mktemp("data") / "heads", 5, progress=False)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,190 @@
+"""The brats app's own main, end to end, with every source and cache."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+
+from apps.brats import infer
+from apps.brats.config import RECIPES, BratsConfig
+from apps.brats.train import main
+from common.data.volumes import read_volume
+from common.inference.options import InferConfig
+from common.training.checkpoints import load_weights
+from data_scripts.make_phantoms import make_mri_phantoms
+
+TINY: dict[str, Any] = {
+    "split": "0.2",
+    "spacing": (5.0, 5.0, 5.0),
+    "filters": 8,
+    "blocks_down": (1, 1),
+    "crop_size": (16, 16, 16),
+    "crops_per_case": 2,
+    "window_size": (24, 24, 24),
+    "batch_size": 4,
+    "epochs": 2,
+    "precision": "fp32",
+    "checkpoint_seconds": 0.0,
+    "seed": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def run(heads, store, tmp_path_factory):
+    """One tiny run of the fast recipe, exported to ONNX and, where it is installed, TensorRT-RTX."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    main(BratsConfig(data=heads, store=store, run=folder, **TINY))
+    return folder
+
+
+def losses(folder):
+    return [json.loads(line)["losses"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def last_weights(folder):
+    return load_weights(folder / "checkpoints" / "last" / "weights.safetensors")
+
+
+def equal_weights(one, other):
+    return all(torch.equal(value, last_weights(other)[name]) for name, value in last_weights(one).items())
+
+
+def test_the_summary_holds_the_regions(run):
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["app"] == "brats"
+    assert list(summary["quality"]["per_region"]) == ["TC", "WT", "ET"]
+    assert summary["cases"] == {"training": 4, "validation": 1}
+    assert summary["steps"] == 4
+    assert summary["ranks"] == 1
+    assert summary["onnx"]["max_abs_diff"] <= 1e-3
+    assert summary["onnx"]["fp16"]["path"] is not None  # GroupNorm and trilinear upsampling hold in half precision
+    assert len(list((run / "overlays").glob("*.png"))) == 1
+    log = (run / "run.log").read_text()
+    assert "regions: TC = labels 2+3, WT = labels 1+2+3, ET = labels 3" in log
+    assert "cache auto: 4 cases take up to" in log
+
+
+def test_infer_returns_label_maps_on_the_files_own_grid(run, heads, tmp_path):
+    images = heads / "imagesTr"
+    assert infer.main(InferConfig(run, images, tmp_path / "out", device="cpu", overlays=False)) == 0
+    for file in sorted(images.glob("*.nii.gz")):
+        scan, labels = nib.load(file), read_volume(tmp_path / "out" / file.name)
+        assert labels.voxels.shape == scan.shape[:3]
+        assert np.array_equal(labels.affine, scan.affine)
+        assert set(np.unique(labels.voxels)) <= {0, 1, 2, 3}
+
+
+def test_a_run_of_another_app_is_refused(run, tmp_path):
+    content = json.loads((run / "model.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps({**content, "app": "spleen"}))
+    with pytest.raises(ValueError, match="not the model file of a brats run"):
+        infer.main(InferConfig(tmp_path, tmp_path / "a.nii.gz", tmp_path / "out", device="cpu"))
+
+
+@pytest.mark.parametrize("cache", ["ram", "disk", "none"])
+def test_where_the_cases_lie_changes_nothing(cache, run, heads, store, tmp_path):
+    config = {**TINY, "cache": cache, "engine": "none"}
+    main(BratsConfig(data=heads, store=store, run=tmp_path / "run", **config))
+    assert losses(tmp_path / "run") == losses(run)
+    assert equal_weights(tmp_path / "run", run)
+
+
+def test_a_smart_cache_trains_resumes_and_keeps_its_number(heads, store, tmp_path, monkeypatch):
+    config = BratsConfig(
+        data=heads, store=store, **{**TINY, "epochs": 3, "engine": "none"}, cache="smart", cache_cases=2,
+        replace_share=0.5,
+    )  # fmt: skip
+    main(replace(config, run=tmp_path / "whole"))
+    assert [len(epoch) for epoch in losses(tmp_path / "whole")] == [1, 1, 1]  # two cases of two crops are one batch
+    _fail_after(1, monkeypatch)
+    with pytest.raises(RuntimeError, match="power cut"):
+        main(replace(config, run=tmp_path / "cut"))
+    monkeypatch.undo()
+    main(replace(config, resume=tmp_path / "cut"))
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert equal_weights(tmp_path / "cut", tmp_path / "whole")
+    assert json.loads((tmp_path / "cut" / "smart_cache.json").read_text()) == {"cache_cases": 2}
+
+
+def test_a_case_that_cannot_be_prepared_in_the_background_ends_the_run_by_name(heads, tmp_path):
+    data = make_mri_phantoms(tmp_path / "data", 3, progress=False)
+    broken = sorted((data / "imagesTr").iterdir())[1]
+    whole = broken.read_bytes()
+    config = BratsConfig(
+        data=data, store=tmp_path / "store", run=tmp_path / "run", **{**TINY, "split": "all", "engine": "none"},
+        cache="smart", cache_cases=1, replace_share=1.0,
+    )  # fmt: skip
+    cut = whole[: len(whole) // 2]
+
+    def cut_the_file(*_: object) -> None:
+        broken.write_bytes(cut)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("apps.brats.train.say_inexact", cut_the_file)  # after all was checked, before the first step
+        patch.setattr("common.training.resident.stored_cases", _prepares_again)
+        with pytest.raises(ValueError, match=broken.name):
+            main(config)
+
+
+@pytest.mark.parametrize("recipe", ["baseline", "guide"])
+def test_the_monai_recipes_run(recipe, heads, store, tmp_path):
+    tiny = {**TINY, "epochs": 1, "batch_size": 2, "crops_per_case": 1, "workers": 1, "engine": "none"}
+    summary = main(replace(RECIPES[recipe], data=heads, store=store, run=tmp_path / "run", **tiny))
+    assert summary is not None
+    assert summary.recipe == recipe
+    assert summary.steps == 2
+
+
+def test_labels_with_a_gap_train_by_the_challenges_numbers(heads, tmp_path):
+    """BraTS 2018: 1 core, 2 edema, 4 enhancing; from phantoms numbered 1 edema, 2 core, 3 enhancing."""
+    data = make_mri_phantoms(tmp_path / "data", 2, progress=False)
+    for file in (data / "labelsTr").iterdir():
+        label = nib.load(file)
+        renumbered = np.array([0, 2, 1, 4], np.uint8)[np.asarray(label.dataobj)]
+        nib.save(nib.Nifti1Image(renumbered, label.affine), file)
+    content = json.loads((data / "dataset.json").read_text())
+    content["labels"] = {"0": "background", "1": "label1", "2": "label2", "4": "label4"}
+    (data / "dataset.json").write_text(json.dumps(content))
+    tiny = {**TINY, "split": "all", "epochs": 1, "engine": "none"}
+    with pytest.raises(ValueError, match="does not know the labels 1 'label1'"):
+        main(BratsConfig(data=data, store=tmp_path / "store", run=tmp_path / "refused", **tiny))
+    assert not (tmp_path / "refused").exists()
+    config = BratsConfig(data=data, store=tmp_path / "store", run=tmp_path / "run", regions="brats2018", **tiny)
+    assert main(config) is not None
+    assert "TC = labels 1+4, WT = labels 1+2+4, ET = labels 4" in (tmp_path / "run" / "run.log").read_text()
+
+
+@pytest.mark.real_data
+def test_real_brains_go_from_file_to_file(real_data, tmp_path):
+    data = real_data / "brain_tumour_real"
+    tiny = {**TINY, "split": "all", "epochs": 1, "engine": "none"}
+    summary = main(BratsConfig(data=data, store=tmp_path / "store", run=tmp_path / "run", **tiny))
+    assert summary is not None
+    assert summary.held_out is False
+    image = sorted((data / "imagesTr").iterdir())[0]
+    assert infer.main(InferConfig(tmp_path / "run", image, tmp_path / "out", device="cpu", overlays=False)) == 0
+    assert read_volume(tmp_path / "out" / image.name).voxels.shape == nib.load(image).shape[:3]
+
+
+def _fail_after(steps, monkeypatch):
+    from common.training.fit import train_step
+
+    calls = []
+
+    def step(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > steps:
+            raise RuntimeError("power cut")
+        return train_step(*arguments)
+
+    monkeypatch.setattr("common.training.fit.train_step", step)
+
+
+def _prepares_again(cases, model, keeping, run):
+    from common.data.preparation import prepare_case
+
+    return [prepare_case(case.name, case.image, case.label, model.preparation, 4) for case in cases]

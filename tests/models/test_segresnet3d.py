@@ -1,0 +1,26 @@
+"""The SegResNet of the BraTS recipes."""
+
+import pytest
+import torch
+from monai.networks.nets import SegResNet
+
+from models.segresnet3d import segresnet3d
+
+
+def test_parameters_are_those_of_the_tutorials_network():
+    tutorial = SegResNet(blocks_down=[1, 2, 2, 4], blocks_up=[1, 1, 1], init_filters=16, in_channels=4, out_channels=3)
+    shapes = {name: value.shape for name, value in tutorial.state_dict().items()}
+    assert {name: value.shape for name, value in segresnet3d(4, 3).state_dict().items()} == shapes
+
+
+@pytest.mark.parametrize("filters", [8, 16])
+def test_shapes(filters):
+    network = segresnet3d(4, 3, filters, (1, 2, 2))
+    assert network(torch.zeros(1, 4, 16, 24, 8)).shape == (1, 3, 16, 24, 8)
+
+
+def test_samples_do_not_mix():
+    network = segresnet3d(1, 2, 8, (1, 1))
+    image = torch.randn(2, 1, 8, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(network(image)[1:], network(image[1:]), atol=1e-5)
