@@ -71,8 +71,8 @@ QUALITY = BratsConfig(
     engine="none",
 )
 _EQUAL = (
-    "data", "device", "store", "precision", "crop_size", "crops_per_case", "batch_size", "window_size", "window_batch",
-    "overlap", "filters", "blocks_down", "learning_rate", "epochs", "validate_every", "engine",
+    "data", "split", "device", "store", "precision", "crop_size", "crops_per_case", "batch_size", "window_size",
+    "window_batch", "overlap", "filters", "blocks_down", "learning_rate", "epochs", "validate_every", "engine",
 )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def _brats_rows(record: Record) -> list[Row]:
     for crops, step in record["step"].items():
         if not isinstance(step, dict):
             continue
-        name = f"training step, {crops.replace('x', '×')}"  # noqa: RUF001
+        name = f"training step, {crops}"
         here = f"guide {usual}, fast {chosen}" if usual != chosen else chosen
         rows.append((f"{name}, {here}", step, f"guide {usual}, s", f"fast {chosen}, s", "guide / fast"))
         if (usual, chosen) != ("fp32", "fp32"):

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+from apps.brats.config import BratsConfig, parse_brats_config
 from apps.spleen.config import SpleenConfig, parse_spleen_config
 from benchmarks.tables import results_table
 from common.config import config_to_yaml, parse_config
@@ -16,8 +18,13 @@ from data_scripts import fetch_msd, make_phantoms
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+APP_READMES = [path.read_text() for path in sorted((ROOT / "apps").glob("*/README.md"))]
+BLOCKS = [block for text in (README, *APP_READMES) for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)]
 COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
+TRAIN = {
+    "apps/spleen/train.py": (SpleenConfig, parse_spleen_config),
+    "apps/brats/train.py": (BratsConfig, parse_brats_config),
+}
 RECORD = ROOT / "benchmarks" / "records" / "2026-11-20_cpu_spleen-guide-against-fast"
 
 
@@ -39,17 +46,37 @@ def test_python_commands_are_understood(command, tmp_path, monkeypatch):
     if "--help" in arguments:
         done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, check=False)
         assert done.returncode == 0
-    elif script == "apps/spleen/train.py":
-        stored = tmp_path / "runs" / "mine" / "config.yaml"
-        stored.parent.mkdir(parents=True)
-        stored.write_text(config_to_yaml(SpleenConfig()))
-        assert isinstance(parse_spleen_config(arguments), SpleenConfig)
-    elif script == "apps/spleen/infer.py":
+    elif script.endswith("train.py"):
+        assert_parsed(script, arguments, tmp_path)
+    elif script.endswith("infer.py"):
         assert isinstance(parse_config(InferConfig, {}, arguments), InferConfig)
     else:
         assert script.startswith("data_scripts/")
         parse = fetch_msd.parse_options if "fetch_msd" in script else make_phantoms.make_parser().parse_args
         assert parse(arguments).to
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if "torchrun" in line])
+def test_torchrun_commands_are_understood(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command.replace("--node-rank N", "--node-rank 0"))
+    start = words.index("torchrun")
+    launched = get_args_parser().parse_args(words[start + 1 :])
+    assert launched.max_restarts == 0
+    assert launched.training_script == words[words.index("--") + 1]
+    split = words.index("--")
+    assert (ROOT / words[split + 1]).is_file()
+    assert_parsed(words[split + 1], words[split + 2 :], tmp_path)
+
+
+def assert_parsed(script, arguments, folder):
+    """Parse the arguments of a training script, beside a run that could be resumed."""
+    config, parse = TRAIN[script]
+    for name in re.findall(r"runs/\S+", " ".join(arguments)):
+        stored = folder / name.removesuffix("/best.safetensors") / "config.yaml"
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        stored.write_text(config_to_yaml(config()))
+    assert isinstance(parse(arguments), config)
 
 
 def test_every_path_that_the_map_names_exists():

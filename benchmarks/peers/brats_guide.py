@@ -77,7 +77,7 @@ def label_to_regions(label: torch.Tensor) -> torch.Tensor:
 def regions_to_label(regions: torch.Tensor) -> torch.Tensor:
     """Return the label map [1, X, Y, Z] of regions [3, X, Y, Z]; of those that overlap the smaller one counts."""
     tumour_core, whole_tumour, enhancing = regions > 0
-    label = whole_tumour.to(torch.uint8)
+    label: torch.Tensor = whole_tumour.to(torch.uint8)
     label[tumour_core] = 2
     label[enhancing] = 3
     return label[None]

@@ -9,6 +9,7 @@ import pytest
 from common.files import write_json
 
 LABELS = {"0": "background", "1": "edema", "2": "non-enhancing tumor", "3": "enhancing tumour"}
+AFFINE = np.array([[-1, 0, 0, 20], [0, -1, 0, 30], [0, 0, 1, -12], [0, 0, 0, 1.0]])  # LPS, as MSD's own scans
 
 
 @pytest.fixture(scope="session")

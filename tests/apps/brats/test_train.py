@@ -110,6 +110,18 @@ def test_a_smart_cache_trains_resumes_and_keeps_its_number(heads, store, tmp_pat
     assert json.loads((tmp_path / "cut" / "smart_cache.json").read_text()) == {"cache_cases": 2}
 
 
+def test_partitions_that_are_dealt_anew_train_on_all_cases(heads, store, tmp_path):
+    config = BratsConfig(
+        data=heads, store=store, run=tmp_path / "run", **{**TINY, "epochs": 4, "engine": "none"}, partitions=2,
+        reshuffle_every=1,
+    )  # fmt: skip
+    main(config)
+    assert len(losses(tmp_path / "run")) == 4
+    main(replace(config, run=tmp_path / "fixed", reshuffle_every=None))
+    assert losses(tmp_path / "run")[0] == losses(tmp_path / "fixed")[0]  # round 0 deals in turn, as without
+    assert losses(tmp_path / "run")[1:] != losses(tmp_path / "fixed")[1:]
+
+
 def test_a_case_that_cannot_be_prepared_in_the_background_ends_the_run_by_name(heads, tmp_path):
     data = make_mri_phantoms(tmp_path / "data", 3, progress=False)
     broken = sorted((data / "imagesTr").iterdir())[1]
