@@ -121,11 +121,9 @@ def plain_steps(task: Task, crop: Size, batch: int, half: torch.dtype) -> Sides:
     loader = brats_guide.training_loader(monai_items(task.cases), task.device, spacing, crop, batch)
     loaded = ((item["image"], item["label"]) for _ in count() for item in loader)
     sides = {
-        "guide fp32": _guide_step(repeat((same.image, regions)), task.device, None),
-        f"guide {'fp16' if half is torch.float16 else 'bf16'}": _guide_step(
-            repeat((same.image, regions)), task.device, half
-        ),
-        "guide with its batch": _guide_step(loaded, task.device, usual),
+        "guide fp32": _guide_step(repeat((same.image, regions)), task, None),
+        f"guide {'fp16' if half is torch.float16 else 'bf16'}": _guide_step(repeat((same.image, regions)), task, half),
+        "guide with its batch": _guide_step(loaded, task, usual),
     }
     if task.device.type == "cpu":
         sides[GIVEN_BACK] = _fast_step(repeat(same), task, "fp32")
@@ -147,7 +145,7 @@ def fast_steps(task: Task, crop: Size, batch: int) -> Sides:
 
 def guide_inference(task: Task, roi: Size) -> Sides:
     """Return the MONAI way from files to label map files."""
-    network = brats_guide.make_network(_FILTERS, _BLOCKS_DOWN).to(task.device)
+    network = brats_guide.make_network(task.model.preparation.channels, _FILTERS, _BLOCKS_DOWN).to(task.device)
     network.load_state_dict(load_weights(_weights(task)))
     files = [case.image for case in task.cases]
     spacing = task.model.preparation.spacing
@@ -193,10 +191,10 @@ def _dataset(cases: Sequence[Case]) -> Dataset:
     return replace(read_dataset(cases[0].image.parent.parent), cases=tuple(cases))
 
 
-def _guide_step(batches: Iterator[tuple[Any, Any]], device: torch.device, amp_dtype: torch.dtype | None) -> Step:
-    network = brats_guide.make_network(_FILTERS, _BLOCKS_DOWN).to(device)
+def _guide_step(batches: Iterator[tuple[Any, Any]], task: Task, amp_dtype: torch.dtype | None) -> Step:
+    network = brats_guide.make_network(task.model.preparation.channels, _FILTERS, _BLOCKS_DOWN).to(task.device)
     loss, optimizer = brats_guide.make_loss(), brats_guide.make_optimizer(network)
-    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
+    scaler = torch.amp.GradScaler(task.device.type, enabled=amp_dtype is torch.float16)
 
     def step() -> None:
         image, label = next(batches)

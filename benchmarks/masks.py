@@ -28,3 +28,8 @@ def mean_dice(pairs: Sequence[tuple[Path, Path]], regions: Sequence[Sequence[int
     """Return the mean Dice over pairs of label maps and regions, to four decimals."""
     found = [dice(*(read_mask(path, each) for path in pair)) for pair in pairs for each in regions]
     return round(float(np.mean(found)), 4)
+
+
+def voxels_that_differ(pairs: Sequence[tuple[Path, Path]], members: Sequence[int]) -> int:
+    """Return in how many voxels the masks of these labels differ, summed over pairs of label maps."""
+    return sum(int(np.not_equal(*(read_mask(path, members) for path in pair)).sum()) for pair in pairs)

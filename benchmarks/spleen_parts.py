@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import nibabel
 import numpy as np
 import torch
 from monai.data import CacheDataset
@@ -17,6 +16,7 @@ from apps.spleen.config import GUIDE, SpleenConfig
 from apps.spleen.model import SpleenModel
 from apps.spleen.train import main as train
 from benchmarks.in_turn import in_turn, median, ratio
+from benchmarks.masks import least_dice, voxels_that_differ
 from benchmarks.peers import spleen_guide
 from common.data.batches import Batch, fixed_batches
 from common.data.cache import fill_cache
@@ -37,6 +37,7 @@ Figures = dict[str, Any]
 _PREPARATION = Preparation(spleen_guide.SPACING, "window", spleen_guide.WINDOW)
 _CHANNELS, _RESIDUAL_UNITS = (16, 32, 64, 128, 256), 2
 _CLASSES = 2
+_SPLEEN = (1,)  # its label
 _WARM_STEPS = 60  # so that the masks that inference compares are those of a network that has learned something
 
 
@@ -109,12 +110,15 @@ def inference(cases: Sequence[Case], rounds: int, device: torch.device, folder: 
 
     sides = {"guide": guide, "fast fp32": lambda: ours("fp32"), "fast bf16": lambda: ours("bf16")}
     seconds = in_turn(sides, rounds, warm_up=False)
+    fp32, bf16 = (
+        [(folder / "guide" / file.name, folder / half / file.name) for file in files] for half in ("fp32", "bf16")
+    )
     return {
         **{f"{name}, s per case": median([each / len(files) for each in seconds[name]]) for name in seconds},
         "guide / fast fp32": ratio(seconds["guide"], seconds["fast fp32"]),
         "guide / fast bf16": ratio(seconds["guide"], seconds["fast bf16"]),
-        "voxels that differ, fp32": _voxels_that_differ(files, folder / "guide", folder / "fp32"),
-        "least Dice of the masks, bf16": _least_dice(files, folder / "guide", folder / "bf16"),
+        "voxels that differ, fp32": voxels_that_differ(fp32, _SPLEEN),
+        "least Dice of the masks, bf16": least_dice(bf16, [_SPLEEN]),
     }
 
 
@@ -187,16 +191,3 @@ def _channels_last(network: nn.Module) -> nn.Module:
     copied = spleen_guide.make_network().to(next(network.parameters()).device)
     copied.load_state_dict(network.state_dict())
     return copied.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload, no-any-return]
-
-
-def _masks(file: Path, *folders: Path) -> list[np.ndarray]:
-    return [np.asarray(nibabel.load(folder / file.name).dataobj) > 0 for folder in folders]
-
-
-def _voxels_that_differ(files: Sequence[Path], one: Path, other: Path) -> int:
-    return sum(int(np.not_equal(*_masks(file, one, other)).sum()) for file in files)
-
-
-def _least_dice(files: Sequence[Path], one: Path, other: Path) -> float:
-    pairs = [_masks(file, one, other) for file in files]
-    return min(round(float(2 * (a & b).sum() / max(1, a.sum() + b.sum())), 5) for a, b in pairs)

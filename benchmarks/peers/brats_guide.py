@@ -118,13 +118,13 @@ def training_transforms(device: torch.device, spacing: Sequence[float], crop: Si
     )
 
 
-def make_network(filters: int = 16, blocks_down: Sequence[int] = (1, 2, 2, 4)) -> nn.Module:
-    """Return the guide's SegResNet, from 4 channels to 3 regions."""
+def make_network(channels: int = 4, filters: int = 16, blocks_down: Sequence[int] = (1, 2, 2, 4)) -> nn.Module:
+    """Return the guide's SegResNet, from the images' channels to 3 regions."""
     return SegResNet(  # type: ignore[no-any-return]
         blocks_down=tuple(blocks_down),
         blocks_up=(1,) * (len(blocks_down) - 1),
         init_filters=filters,
-        in_channels=4,
+        in_channels=channels,
         out_channels=3,
         dropout_prob=0.0,
     )

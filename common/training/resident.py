@@ -37,7 +37,8 @@ def resident_source(
     local = range(ranks.rank, crops.partitions, ranks.world)
     parts = [partition_cases(len(split.training), crops.partitions, number) for number in local]
     mine = [split.training[index] for part in parts for index in part]
-    plan = _cache_plan(mine, len(local), model.preparation, keeping, run, ranks)
+    smallest = len(split.training) // crops.partitions
+    plan = _cache_plan(mine, len(local), smallest, model.preparation, keeping, run, ranks)
     with run.clock.stage("prepare"):
         ahead = keeping.cache not in ("none", "smart")  # those prepare a case when it is needed
         prepared = stored_cases(mine, model, keeping, run) if ahead else []
@@ -68,11 +69,27 @@ def resident_source(
 
 
 def _cache_plan(
-    mine: Sequence[Case], parts: int, preparation: Preparation, keeping: Keeping, run: Run, ranks: Ranks
+    mine: Sequence[Case],
+    parts: int,
+    smallest: int,
+    preparation: Preparation,
+    keeping: Keeping,
+    run: Run,
+    ranks: Ranks,
 ) -> CachePlan:
-    """Decide where this rank's cases lie, before anything is prepared, and say it."""
+    """Decide where this rank's cases lie, before anything is prepared, and say it.
+
+    Args:
+        mine: the cases of this rank, those of one partition after the other.
+        parts: its partitions.
+        smallest: cases of the smallest partition of all. A smart cache rotates within each partition, all alike.
+        preparation: decides the sizes.
+        keeping: what was asked for.
+        run: says it.
+        ranks: those that take the same numbers.
+    """
     smart = keeping.cache == "smart"
-    some = mine[: len(mine) // parts] if smart else mine  # a smart cache rotates within each partition
+    some = mine[:smallest] if smart else mine
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     budgets = measure_budgets(run.device, kept_in(mine, preparation, keeping), here * (parts if smart else 1))
     names, sizes = [case.name for case in some], [prepared_bytes(case, preparation) for case in some]

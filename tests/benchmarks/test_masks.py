@@ -4,7 +4,7 @@ import nibabel
 import numpy as np
 import pytest
 
-from benchmarks.masks import least_dice, mean_dice
+from benchmarks.masks import least_dice, mean_dice, voxels_that_differ
 
 
 @pytest.fixture
@@ -29,3 +29,9 @@ def test_the_least_and_the_mean_are_over_regions_and_pairs(pair):
     same = (pair[0], pair[0])
     assert least_dice([pair, same], [(1,), (3,)]) == pytest.approx(2 / 3, abs=1e-5)
     assert mean_dice([pair, same], [(1,), (3,)]) == pytest.approx((2 / 3 + 3) / 4, abs=1e-4)
+
+
+def test_voxels_that_differ_are_counted_in_either_mask(pair):
+    assert voxels_that_differ([pair, pair], (1,)) == 2
+    assert voxels_that_differ([pair], (2,)) == 2
+    assert voxels_that_differ([(pair[0], pair[0])], (1, 2)) == 0
