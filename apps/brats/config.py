@@ -42,7 +42,7 @@ class BratsConfig:
         workers: loader processes or preparation threads; null takes the cores at hand.
         crop_size: crop X, Y, Z in voxels of the working grid.
         crops_per_case: crops of each case in one epoch.
-        batch_size: crops in one step, over all ranks.
+        batch_size: crops in one step, over all ranks; the guide's is one on each.
         accumulate: parts of a rank's batch computed one after the other, for less memory.
         window_size: sliding window X, Y, Z in voxels of the working grid; the exported networks take it.
         window_batch: windows computed at once.
@@ -128,6 +128,7 @@ class BratsConfig:
                 "2 or more levels, each of 1 block or more",
             ),
             ("cache", resident or self.cache == "auto", "auto with MONAI's sources, which have caches of their own"),
+            ("crops_per_case", resident or self.crops_per_case == 1, "1 with MONAI's sources, whose crop is one"),
             ("cache_cases", self.cache_cases is None or self.cache == "smart", "null unless --cache is smart"),
             (
                 "reshuffle_every",
@@ -148,7 +149,6 @@ GUIDE = BratsConfig(
     source="cached",
     crop_size=(224, 224, 144),
     crops_per_case=1,
-    batch_size=1,
     window_size=(240, 240, 160),
     window_batch=4,
     overlap=0.6,

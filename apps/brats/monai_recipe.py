@@ -7,6 +7,7 @@ import torch
 from monai.transforms import (
     EnsureChannelFirstd,
     EnsureTyped,
+    Lambdad,
     LoadImaged,
     NormalizeIntensityd,
     Orientationd,
@@ -58,6 +59,7 @@ def random_transforms(
     return [
         SpatialPadd(_KEYS, crop_size),
         RandSpatialCropd(_KEYS, roi_size=crop_size, random_size=False),
+        Lambdad("image", torch.clone),  # the crop is a view of the cache, and the normalisation writes into it
         *(RandFlipd(_KEYS, prob=_PROBABILITY, spatial_axis="xyz".index(axis)) for axis in flip_axes),
         *normalisation(preparation),
         RandScaleIntensityd("image", factors=intensity, prob=_PROBABILITY),

@@ -13,6 +13,7 @@ from common.data.cases import Dataset
 from common.data.fingerprint import Fingerprint, explain_preparation, plan_preparation
 from common.training.bounds import check_divides
 from common.training.precision import choose_precision
+from common.training.source import check_partitions
 
 # What `fast` takes where the user says nothing: the guide's network and crop on a GPU, small ones on a CPU (trained in
 # about a minute and a half on two cores). Steps, not epochs, so that small and large datasets train equally long.
@@ -92,8 +93,11 @@ def plan_run(
     model = _model(config, dataset, figures, device)
     partitions = config.partitions or ranks
     crops_per_case = config.crops_per_case or _CROPS_PER_CASE[kind]
-    batch_size = config.batch_size or -(-_BATCH_SIZE[kind] // partitions) * partitions
+    least = _BATCH_SIZE[kind] if config.source == "resident" else 1  # the guide's, on each rank
+    batch_size = config.batch_size or -(-least // partitions) * partitions
     epochs = config.epochs or -(-_STEPS[kind] // -(-cases * crops_per_case // batch_size))
+    alike = config.source == "resident" and not config.loss.startswith("monai_")
+    check_partitions(partitions, batch_size, config.accumulate, ranks, alike)
     levels = len(model.blocks_down) - 1
     plan = BratsPlan(
         model=model,

@@ -13,14 +13,15 @@ set -uo pipefail
 run=$1
 shift
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-if [ -e "$run/checkpoints/last" ]; then
+if [ -e "$run/config.yaml" ]; then  # with or without a checkpoint
     set -- --resume "$run"
 else
     set -- --run "$run" "$@"
 fi
+export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-1} / ${SLURM_GPUS_ON_NODE:-1}))
 # shellcheck disable=SC2016 # SLURM_NODEID is each node's own, so it is read there
-srun bash -c '.venv/bin/torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" \
-    --node-rank "$SLURM_NODEID" --master-addr '"$first"' --master-port 29500 --max-restarts 0 \
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c '.venv/bin/torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" \
+    --node-rank "$SLURM_NODEID" --master-addr '"$first"' --master-port 29500 --max-restarts 0 --shutdown-timeout 100 \
     -- apps/brats/train.py "$@"' train "$@"
 status=$?
 # The run is whole once its summary is there; what left without one, after a checkpoint, goes on in a new job.

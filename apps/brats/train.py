@@ -53,26 +53,28 @@ def train(config: BratsConfig, ranks: Ranks) -> RunSummary | None:
             dataset,
             config.split,
             config.store,
-            lambda chosen, figures: plan_run(
-                config, dataset, figures, len(chosen.training), run.device, config.partitions or ranks.world
-            ),
+            lambda chosen, figures: plan_run(config, dataset, figures, len(chosen.training), run.device, ranks.world),
             BratsPlan.from_json,
             run,
             ranks,
             config.workers,
         )
-    check_partitions(plan.partitions, plan.batch_size, config.accumulate, ranks.world)
+    alike = config.source == "resident" and not config.loss.startswith("monai_")
+    check_partitions(plan.partitions, plan.batch_size, config.accumulate, ranks.world, alike)  # also a resumed run's
 
     model = plan.model
     fitted = train_network(split, plan, config, run, ranks)
     best = model.build().to(run.device).eval()
     best.load_state_dict(fitted.best)
     cases = ranks.shard(split.validation)
-    quality = judge(best, split, cases, stored_cases(cases, model, keeping(config), run), model, run, ranks)
+    with run.clock.stage("prepare"):  # already there, unless MONAI prepared for the training
+        prepared = stored_cases(cases, model, keeping(config), run)
+    quality = judge(best, split, cases, prepared, model, run, ranks)
     if not ranks.leader:
         return None
     gate = split.validation[:GATE_CASES]
-    prepared = stored_cases(gate, model, keeping(config), run)
+    with run.clock.stage("prepare"):
+        prepared = stored_cases(gate, model, keeping(config), run)
     exported = export_best(best, gate, prepared, model, "brats", config.engine, run)
     return finish("brats", config.recipe, config.seed, split, dataset, model, fitted, quality, exported, run, ranks)
 

@@ -12,6 +12,7 @@ from common.data.cases import Dataset
 from common.data.fingerprint import Fingerprint, explain_preparation, plan_preparation
 from common.training.bounds import check_divides
 from common.training.precision import choose_precision
+from common.training.source import check_partitions
 
 # What `fast` takes where the user says nothing: the guide's network on a GPU, a small one on a CPU (trained in about
 # a minute on two cores). Steps, not epochs, so that small and large datasets train equally long.
@@ -90,6 +91,8 @@ def plan_run(
     divisor = 2 ** (len(channels) - 1)
     partitions = config.partitions or ranks
     batch_size = config.batch_size or -(-_BATCH_SIZE[kind] // partitions) * partitions
+    alike = config.source == "resident" and not config.loss.startswith("monai_")
+    check_partitions(partitions, batch_size, config.accumulate, ranks, alike)
     epochs = config.epochs or -(-_STEPS[kind] // -(-cases * config.crops_per_case // batch_size))
     model = SpleenModel(
         labels=dataset.labels,

@@ -59,6 +59,11 @@ class MonaiBatches:
         self._loader = self._make_loader(monai_items(cases), Compose(list(transforms)), source, workers)
 
     @property
+    def dataset(self) -> Any:  # noqa: ANN401 - MONAI's
+        """MONAI's dataset."""
+        return self._loader.dataset
+
+    @property
     def steps_per_epoch(self) -> int:
         """Batches in each epoch; the last one may be smaller."""
         return -(-self._cases // self._cases_per_step)

@@ -27,12 +27,13 @@ def map_in_threads(
         function: called in a thread; torch runs single-threaded there, since the cases keep the cores busy.
         items: one argument each.
         title: what the progress bar calls it.
-        workers: threads; by default one per core that this process may use.
+        workers: threads; by default one per core that this process may use, the cores divided among the ranks.
         progress: show the bar.
     """
     if not items:
         return []
-    workers = min(workers or len(os.sched_getaffinity(0)), len(items))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks that torchrun started on this machine
+    workers = min(workers or max(1, len(os.sched_getaffinity(0)) // here), len(items))
     # A thread's count becomes the default of every thread that has not used torch yet, the main one included.
     torch_threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(workers, "case", initializer=torch.set_num_threads, initargs=(1,))

@@ -6,6 +6,7 @@ CropForegroundd(allow_smaller=True), in a small part of their time: the file is 
 lies in the foreground's box is resampled, each axis alone, and float64 is kept for coordinates and sheared affines.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from common.data.resample import to_working
 from common.data.volumes import Volume, check_same_grid, read_volume
 
 CPU = torch.device("cpu")
+_ROUNDING = 1e-6  # a deviation below this share of the mean is float32's own
 PREPARATION_VERSION = 1  # raise when the prepared voxels change for the same parameters
 
 
@@ -75,7 +77,7 @@ def prepare_case(
     image: Path,
     label: Path | None,
     preparation: Preparation,
-    classes: int | None = None,
+    classes: int | Collection[int] | None = None,
     device: torch.device = CPU,
 ) -> PreparedCase:
     """Read and prepare one case.
@@ -85,7 +87,7 @@ def prepare_case(
         image: Its scan, .nii.gz or .nii.
         label: Its label map, on the same grid; or None.
         preparation: What to make of it.
-        classes: Label values must lie in range(classes); None allows 0 to 255.
+        classes: Label values must lie in range(classes), or be among those given; None allows 0 to 255.
         device: Where to resample and where the result lies.
 
     Raises:
@@ -125,13 +127,15 @@ def prepare_volume(
         raise ValueError(f"{volume.path}: every voxel is {bound}: no foreground; check the intensities and the window")
     whole = working_grid(volume.voxels.shape[:3], volume.affine, preparation.spacing)
     grid = _reachable(whole, native_box)
-    resampled = to_working(voxels, grid, nearest=False).float()
+    resampled = to_working(voxels, grid, nearest=False)
     box = _foreground_box(resampled, preparation)
     if box is None:
         raise ValueError(
             f"{volume.path}: its foreground is lost at spacing {preparation.spacing} mm: choose a finer one"
         )
     cropped = resampled[(slice(None), *(slice(first, stop) for first, stop in box))]
+    mine = resampled.untyped_storage().data_ptr() != voxels.untyped_storage().data_ptr()  # else the scan's own voxels
+    cropped = cropped.float() if mine else cropped.to(torch.float32, copy=True)
     start = [outer + first for outer, (first, _) in zip(grid.crop_start, box, strict=True)]
     image = _normalised(cropped, preparation).to(dtype).contiguous()
     return PreparedCase(name, image, None, grid.cropped(start, cropped.shape[1:]))
@@ -181,26 +185,43 @@ def _normalised(image: torch.Tensor, preparation: Preparation) -> torch.Tensor:
     if preparation.window:
         lowest, highest = preparation.window
         return image.sub_(lowest).div_(highest - lowest).clamp_(0, 1)
-    channels = []
     for channel in image:
-        nonzero = channel != 0
-        values = channel[nonzero]
-        if values.numel() == 0:
-            channels.append(channel)
-            continue
-        deviation = values.std(unbiased=False)
-        deviation = torch.where(deviation == 0, 1.0, deviation)
-        channels.append(torch.where(nonzero, (channel - values.mean()) / deviation, channel))
-    return torch.stack(channels)
+        _standardise(channel)
+    return image
 
 
-def check_values(label: Volume, classes: int | None) -> None:
-    """Refuse label values that are no class number."""
-    voxels, bound = label.voxels, 256 if classes is None else classes
+def _standardise(channel: torch.Tensor) -> None:
+    """Subtract the mean of the nonzero voxels of [X, Y, Z] float32 and divide by their deviation, in place.
+
+    The zeros stay zero. Sums go over all voxels, the zeros' part is known; that spares gathering the others.
+    """
+    zero = channel == 0
+    zeros = torch.count_nonzero(zero)
+    count = channel.numel() - zeros
+    mean = channel.sum().double() / count.clamp(min=1)
+    channel.sub_(mean.float())
+    squares = channel.square().sum().double() - zeros * mean.float().double().square()
+    deviation = (squares / count.clamp(min=1)).sqrt()
+    constant = ~(deviation > _ROUNDING * mean.abs())  # also where rounding has made the squares negative
+    channel.div_(torch.where(constant, 1.0, deviation).float()).masked_fill_(zero, 0.0)
+
+
+def check_values(label: Volume, classes: int | Collection[int] | None) -> None:
+    """Refuse label values that are no class number: of range(classes), or of those given."""
+    voxels = label.voxels
+    listed = range(256 if classes is None else classes) if classes is None or isinstance(classes, int) else classes
+    bound = max(listed) + 1
     whole = voxels.dtype.kind in "iu" or bool((voxels == np.rint(voxels)).all())
-    if whole and voxels.min() >= 0 and voxels.max() < bound:
+    if whole and voxels.min() >= 0 and voxels.max() < bound and len(listed) == bound:
         return
     found = np.unique(voxels)
+    if whole and set(found.tolist()) <= set(listed):
+        return
+    if len(listed) < bound:
+        raise ValueError(
+            f"{label.path}: expected label values {', '.join(map(str, sorted(listed)))}, found "
+            f"{', '.join(f'{value:g}' for value in found[:12])}: correct the file, or the labels in dataset.json"
+        )
     shown = ", ".join(f"{value:g}" for value in found[:12]) + (", ..." if len(found) > 12 else "")
     raise ValueError(
         f"{label.path}: expected label values 0 to {bound - 1}, found {shown}: correct the file, or list the "

@@ -50,9 +50,14 @@ def resample(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> torch.Ten
         positions: Per axis, float64 [m] in [0, n - 1]: where the new voxels lie. Whole numbers pick voxels.
 
     Returns:
-        [m0, m1, m2] float32; the dtype of `volume` where every position is a whole number.
+        [m0, m1, m2] float32; the dtype of `volume` where every position is a whole number; a view of it where nothing
+        changes but the extent.
     """
     volume, (outer, *inner) = _needed(volume, positions)
+    backwards = [_direction(steps) for steps in (outer, *inner)]
+    if None not in backwards:  # the same voxels, at most from the other end
+        axes = [axis for axis, turned in enumerate(backwards) if turned]
+        return volume.flip(axes) if axes else volume
     shape = [len(steps.lower) for steps in (outer, *inner)]
     interpolates = any(steps.weight is not None for steps in (outer, *inner))
     result = volume.new_empty(shape, dtype=torch.float32 if interpolates else volume.dtype)
@@ -122,6 +127,17 @@ def _needed(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> tuple[torc
         tensors = [torch.from_numpy(values).to(volume.device) for values in (lower - first, upper - first, weight)]
         steps.append(_Steps(tensors[0], tensors[1], tensors[2] if weight.any() else None))
     return volume, steps
+
+
+def _direction(steps: _Steps) -> bool | None:
+    """Return whether the steps take each voxel once from the last to the first; None if not in a row at all."""
+    if steps.weight is not None:
+        return None
+    count = len(steps.lower)
+    row = torch.arange(count, device=steps.lower.device)
+    if torch.equal(steps.lower, row):
+        return False
+    return True if torch.equal(steps.lower, count - 1 - row) else None
 
 
 def _in_planes(volume: torch.Tensor, inner: Sequence[_Steps]) -> torch.Tensor:

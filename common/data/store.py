@@ -30,7 +30,7 @@ _GIB = 2**30
 def prepared_cases(
     cases: Sequence[Case],
     preparation: Preparation,
-    classes: int,
+    classes: int | tuple[int, ...],
     folder: Path,
     *,
     device: torch.device = _CPU,
@@ -47,7 +47,7 @@ def prepared_cases(
     Args:
         cases: what to prepare; labels, where there are any, travel with the images.
         preparation: spacing, normalisation, window.
-        classes: labels must lie in range(classes).
+        classes: labels must lie in range(classes), or be among those given.
         folder: made if needed; holds NAME.safetensors for each case.
         device: where volumes are resampled; the result lies in CPU memory in any case.
         workers: cases in work at the same time; by default one per core that this process may use.
@@ -89,7 +89,7 @@ def _sound_entry(case: Case, key: str, folder: Path) -> PreparedCase | None:
 
 
 def _made_entry(
-    case: Case, key: str, preparation: Preparation, classes: int, folder: Path, device: torch.device
+    case: Case, key: str, preparation: Preparation, classes: int | tuple[int, ...], folder: Path, device: torch.device
 ) -> PreparedCase:
     path = _entry_path(case, folder)
     with _lock(case, folder):
@@ -103,14 +103,14 @@ def _made_entry(
         with _errors_name(folder):
             write_entry(path, prepared, key)
         # Read back, not passed on: mapped pages are the disk's, so that a dataset larger than memory can be prepared.
-        return read_entry(path, case.name, key)
+        return read_entry(path, case.name, key, check=False)
 
 
 def _entry_path(case: Case, folder: Path) -> Path:
     return folder / f"{case.name}.safetensors"
 
 
-def _key(case: Case, preparation: Preparation, classes: int, digests: SourceDigests) -> str:
+def _key(case: Case, preparation: Preparation, classes: int | tuple[int, ...], digests: SourceDigests) -> str:
     """Return all that decides the prepared voxels; as JSON, so that a stale entry can say what has changed."""
     decisive = {
         "image": digests.sha256(case.image),

@@ -49,6 +49,12 @@ class Labelling:
         """Channels of the network's output."""
         return len(self.regions) + self.exclusive
 
+    @property
+    def numbers(self) -> int | tuple[int, ...]:
+        """Label numbers that a file may hold: how many where they leave none out, else which."""
+        named = tuple(number for number, name in enumerate(self.labels) if name)
+        return len(named) if len(named) == len(self.labels) else named
+
     def labels_of(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the label of each voxel.
 

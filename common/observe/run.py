@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import psutil
 import torch
 from tqdm import tqdm
@@ -224,11 +223,6 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
-
-
-def seeded(seed: int, *stream: int) -> np.random.Generator:
-    """Return a numpy generator that depends on the seed and the numbers of the stream alone."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *stream])))
 
 
 def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path:

@@ -198,7 +198,6 @@ def join_ranks(device: str) -> Iterator[Ranks]:
         yield SINGLE
         return
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     chosen = choose_device(device, local_rank)
     watch, left = None, False
     try:
@@ -225,12 +224,6 @@ def join_ranks(device: str) -> Iterator[Ranks]:
         if watch is not None:
             watch.stop(left)
     dist.destroy_process_group()
-
-
-def _share_cores(processes: int) -> None:
-    """Divide the cores of a host among its ranks; OMP_NUM_THREADS, which torchrun sets to 1, has the last word."""
-    if processes > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // processes))
 
 
 def _brief(error: RuntimeError) -> str:

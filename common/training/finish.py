@@ -40,7 +40,8 @@ def judge(
         ranks: those who share the cases.
     """
     with run.clock.stage("validate"):
-        predictor, overlays = torch_predictor(best), run.directory / "overlays"
+        predictor = torch_predictor(best)
+        overlays = run.directory / "overlays" if run.directory.is_dir() else None  # another host's ranks draw none
         counts = ranks.gather(
             [each.cpu() for each in native_counts(cases, prepared, predictor, model, run.device, overlays)]
         )

@@ -107,7 +107,7 @@ def fit(
             began, first_step = time.perf_counter(), state.step
             parallel.train()
             ranks.at_step(state.steps_done + 1)
-            for step, batch in enumerate(batches.epoch(epoch, first_step), first_step):
+            for step, batch in enumerate(_loaded(batches.epoch(epoch, first_step), ranks), first_step):
                 ranks.at_step(epoch * per_epoch + step + 1)  # the batch is there
                 rate = learning_rate * lr_factor(schedule, epoch * per_epoch + step, total)
                 loss = train_step(parallel, batch, loss_function, optimizer, scaler, precision, rate, accumulate)
@@ -123,6 +123,7 @@ def fit(
             seconds = time.perf_counter() - began
             run.clock.add("train", seconds)
             if (epoch + 1) % validate_every == 0 or epoch + 1 == epochs:
+                state.save_if_shared(run.clock)
                 try:
                     with run.clock.stage("validate"), ranks.phase("validating"):
                         ranks.average_buffers(network)
@@ -141,6 +142,15 @@ def fit(
                 stop.exit_if_requested()
     best = ranks.once(lambda: load_weights(run.directory / "best.safetensors"))
     return Fitted(best, state.best_dice, state.best_epoch, state.last_dice, total)
+
+
+def _loaded(batches: Iterator[Batch], ranks: Ranks) -> Iterator[Batch]:
+    """Yield an epoch's batches; before the first, cases may have to be loaded: no rank is called hung for that."""
+    with ranks.phase("loading"):
+        first = next(batches, None)
+    if first is not None:
+        yield first
+        yield from batches
 
 
 def train_step(

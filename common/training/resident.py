@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -89,20 +90,28 @@ def _cache_plan(
         ranks: those that take the same numbers.
     """
     smart = keeping.cache == "smart"
-    some = mine[:smallest] if smart else mine
+    sizes = {case: prepared_bytes(case, preparation) for case in mine}
+    some = sorted(mine, key=lambda case: -sizes[case])[:smallest] if smart else mine
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     budgets = measure_budgets(run.device, kept_in(mine, preparation, keeping), here * (parts if smart else 1))
-    names, sizes = [case.name for case in some], [prepared_bytes(case, preparation) for case in some]
+    if smart and budgets.gpu is not None:
+        budgets = replace(budgets, gpu=budgets.gpu // parts)
+    names, bytes_each = [case.name for case in some], [sizes[case] for case in some]
     asked = keeping.cache_cases
     if smart:
         asked = ranks.once(lambda: _kept_number(run.directory / "smart_cache.json", asked))
-    plan = plan_cache(names, sizes, keeping.cache, budgets, asked, keeping.replace_share)
+    plan = plan_cache(names, bytes_each, keeping.cache, budgets, asked, keeping.replace_share)
     if smart:  # the number decides what is trained on, so that every rank and every later start takes the same
         held = ranks.once(lambda: plan.held)
         if held != plan.held:
-            plan = plan_cache(names, sizes, keeping.cache, budgets, held, keeping.replace_share)
+            plan = plan_cache(names, bytes_each, keeping.cache, budgets, held, keeping.replace_share)
         ranks.once(lambda: write_json(run.directory / "smart_cache.json", {"cache_cases": held}))
     run.say("\n".join(plan.lines))
+    if keeping.reshuffle_every is not None:
+        tier = max(plan.tiers, key=_SLOWEST_LAST.index)
+        run.say(
+            f"cache: dealt anew every {keeping.reshuffle_every} epochs, so all cases of an epoch lie in tier {tier}"
+        )
     return plan
 
 
@@ -128,7 +137,7 @@ def _changing(
     def load(index: int) -> HeldCase:
         case = cases[index]
         if keeping.cache == "none":
-            classes = len(model.labelling.labels)
+            classes = model.labelling.numbers
             prepared = prepare_case(case.name, case.image, case.label, model.preparation, classes)
         else:
             (prepared,) = stored_cases([case], model, keeping, run)
@@ -143,7 +152,9 @@ def _changing(
 
     def indices(epoch: int) -> np.ndarray:
         if every is None:
-            found: np.ndarray = part[smart_indices(len(part), plan.held, plan.replaced, epoch)]
+            # A partition of one case more than the smallest one has its turn for that, too.
+            replaced = plan.replaced or int(len(part) > plan.held)
+            found: np.ndarray = part[smart_indices(len(part), plan.held, replaced, epoch)]
             return found
         return partition_cases(len(cases), crops.partitions, number, crops.seed, epoch // every)
 
@@ -152,7 +163,7 @@ def _changing(
         indices,
         load,
         lambda held, numbers: CaseList(held, numbers, device),
-        ahead=plan.replaced,
+        ahead=plan.replaced or int(every is None),
         epochs=crops.epochs,
     )
 

@@ -127,7 +127,7 @@ def stored_cases(cases: Sequence[Case], model: SegmentationModel, keeping: Keepi
     """Return cases from the prepared store; those that it lacks are prepared now."""
     if not cases:
         return []
-    folder, classes = kept_in(cases, model.preparation, keeping), len(model.labelling.labels)
+    folder, classes = kept_in(cases, model.preparation, keeping), model.labelling.numbers
     return prepared_cases(
         cases, model.preparation, classes, folder, workers=keeping.workers, progress=run.leader and len(cases) > 1
     )
@@ -142,15 +142,27 @@ def check_case(case: Case, model: SegmentationModel) -> None:
     assert case.label is not None
     image, label = read_volume(case.image, model.preparation.channels), read_volume(case.label)
     check_same_grid(image, label)
-    check_values(label, len(model.labelling.labels))
+    check_values(label, model.labelling.numbers)
 
 
-def check_partitions(partitions: int, batch_size: int, accumulate: int, ranks: int) -> None:
+def check_partitions(partitions: int, batch_size: int, accumulate: int, ranks: int, alike: bool = True) -> None:
     """Check that the partitions of a run can be shared, and its batch divided.
+
+    Args:
+        partitions: of the run.
+        batch_size: crops in one step, over all ranks.
+        accumulate: parts that each rank's batch is computed in.
+        ranks: how many share them.
+        alike: whether fewer ranks that hold more partitions each compute the same; MONAI's sources and losses do not.
 
     Raises:
         ValueError: names the numbers that do not divide each other, and what would.
     """
+    if not alike and partitions != ranks:
+        raise ValueError(
+            f"partitions {partitions}: {ranks} ranks would not compute the same with MONAI's sources or losses, which "
+            f"go by rank, so this run cannot go on exactly; use {partitions} ranks, or begin a new run"
+        )
     if partitions % ranks:
         fitting = ", ".join(str(n) for n in range(1, partitions + 1) if partitions % n == 0)
         raise ValueError(

@@ -116,6 +116,11 @@ class TrainingState:
         }
         save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), state)
 
+    def save_if_shared(self, clock: Clock) -> None:
+        """Write a checkpoint where several ranks train: nothing stops their validation, and torchrun may not wait."""
+        if self._ranks.world > 1:
+            self.save(clock)
+
     def restore(self, clock: Clock) -> None:
         """Take over the newest checkpoint, where there is one; the leader reads it and hands it to the others.
 

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 # "step": within the training loop; "busy": whatever comes before and after it; "left": gone, and all is well; "ended":
 # gone, because it judged that the ranks cannot go on.
-Phase = Literal["busy", "step", "saving", "validating", "left", "ended"]
+Phase = Literal["busy", "loading", "step", "saving", "validating", "left", "ended"]
 
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 15.0  # without a beat; a beat needs no more than a thread that runs and a link

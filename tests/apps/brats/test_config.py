@@ -8,7 +8,7 @@ from common.config import config_to_yaml
 
 def test_the_guides_figures():
     guide = RECIPES["guide"]
-    assert (guide.crop_size, guide.batch_size, guide.learning_rate, guide.epochs) == ((224, 224, 144), 1, 1e-4, 300)
+    assert (guide.crop_size, guide.batch_size, guide.learning_rate, guide.epochs) == ((224, 224, 144), None, 1e-4, 300)
     assert (guide.filters, guide.blocks_down, guide.dropout) == (16, (1, 2, 2, 4), 0.0)
     assert (guide.loss, guide.optimizer, guide.schedule) == ("monai_dice_focal", "monai_novograd", "cosine")
     assert (guide.window_size, guide.window_batch, guide.overlap, guide.validate_every) == ((240, 240, 160), 4, 0.6, 20)

@@ -16,7 +16,7 @@ def slurm(tmp_path):
     commands.mkdir()
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     stand_ins = {
-        commands / "srun": '"$@"',
+        commands / "srun": 'shift; "$@"',
         commands / "scontrol": 'if [ "$1" = show ]; then echo first; echo second; else echo "$@" >> calls; fi',
         tmp_path / ".venv" / "bin" / "torchrun": 'echo "$@" >> calls; exit $STATUS',
     }
@@ -40,12 +40,14 @@ def test_the_first_start_makes_the_run(slurm):
     assert status == 0
     assert calls == [
         "--nnodes 2 --nproc-per-node 1 --node-rank 1 --master-addr first --master-port 29500 --max-restarts 0 "
+        "--shutdown-timeout 100 "
         "-- apps/brats/train.py --run runs/big --data my data"
     ]
 
 
 def test_a_stop_with_a_checkpoint_is_requeued_and_resumed(slurm, tmp_path):
     (tmp_path / "runs" / "big" / "checkpoints" / "last").mkdir(parents=True)
+    (tmp_path / "runs" / "big" / "config.yaml").touch()
     status, calls = slurm(143, "runs/big", "--data", "d")
     assert status == 143
     assert calls[0].endswith("-- apps/brats/train.py --resume runs/big")

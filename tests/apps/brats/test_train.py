@@ -11,7 +11,11 @@ import torch
 
 from apps.brats import infer
 from apps.brats.config import RECIPES, BratsConfig
+from apps.brats.monai_recipe import deterministic_transforms, random_transforms
 from apps.brats.train import main
+from common.data.cases import read_dataset
+from common.data.monai_batches import MonaiBatches
+from common.data.preparation import Preparation
 from common.data.volumes import read_volume
 from common.inference.options import InferConfig
 from common.training.checkpoints import load_weights
@@ -151,6 +155,20 @@ def test_the_monai_recipes_run(recipe, heads, store, tmp_path):
     assert summary.steps == 2
 
 
+def test_the_guides_cache_stays_as_it_was(heads):
+    cases = read_dataset(heads).cases[:2]
+    preparation = Preparation((5.0, 5.0, 5.0), "zscore", None, 4)
+    chain = [*deterministic_transforms(preparation, None), *random_transforms(preparation, (8, 8, 8), "", 0.1)]
+    batches = MonaiBatches(
+        cases, chain, "cached", crops_per_case=1, batch_size=2, workers=1, seed=0, device=torch.device("cpu")
+    )
+    cached = [torch.as_tensor(item["image"]) for item in batches.dataset._cache]
+    before = [image.clone() for image in cached]
+    for epoch in range(4):
+        assert [batch.image.shape for batch in batches.epoch(epoch)] == [(2, 4, 8, 8, 8)]
+    assert all(torch.equal(image, kept) for image, kept in zip(cached, before, strict=True))
+
+
 def test_labels_with_a_gap_train_by_the_challenges_numbers(heads, tmp_path):
     """BraTS 2018: 1 core, 2 edema, 4 enhancing; from phantoms numbered 1 edema, 2 core, 3 enhancing."""
     data = make_mri_phantoms(tmp_path / "data", 2, progress=False)
@@ -165,6 +183,12 @@ def test_labels_with_a_gap_train_by_the_challenges_numbers(heads, tmp_path):
     with pytest.raises(ValueError, match="does not know the labels 1 'label1'"):
         main(BratsConfig(data=data, store=tmp_path / "store", run=tmp_path / "refused", **tiny))
     assert not (tmp_path / "refused").exists()
+    stray = sorted((data / "labelsTr").iterdir())[0]
+    whole, label = stray.read_bytes(), nib.load(stray)
+    nib.save(nib.Nifti1Image(np.where(np.asarray(label.dataobj) == 4, 3, 0).astype(np.uint8), label.affine), stray)
+    with pytest.raises(ValueError, match=rf"{stray.name}.*3"):  # 3 is in the gap
+        main(BratsConfig(data=data, store=tmp_path / "store", run=tmp_path / "gap", regions="brats2018", **tiny))
+    stray.write_bytes(whole)
     config = BratsConfig(data=data, store=tmp_path / "store", run=tmp_path / "run", regions="brats2018", **tiny)
     assert main(config) is not None
     assert "TC = labels 1+4, WT = labels 1+2+4, ET = labels 4" in (tmp_path / "run" / "run.log").read_text()

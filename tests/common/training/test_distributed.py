@@ -143,15 +143,3 @@ def test_a_lost_rank_is_told_from_a_programmers_error(error, lost):
 def test_an_error_of_gloo_is_shortened():
     error = RuntimeError(f"{GLOO}. This is typically caused by a remote worker hanging.")
     assert distributed._brief(error) == "Read error [127.0.0.1]:31646: Connection reset by peer"
-
-
-@pytest.mark.parametrize(("given", "threads"), [(None, [2]), ("1", [])])
-def test_ranks_share_the_cores_unless_they_are_told_otherwise(given, threads, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if given:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
-    chosen: list[int] = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    distributed._share_cores(4)
-    assert chosen == threads
