@@ -50,7 +50,7 @@ class Sizes:
 
     steps: tuple[tuple[Size, int], ...] = (((96, 96, 96), 1), ((64, 64, 64), 2))
     roi: Size = brats_guide.VALIDATION_ROI
-    window: Size = (128, 128, 128)
+    window: Size = (144, 104, 144)  # what the app plans for MSD's scans: two windows cover a brain
     warm: tuple[Size, int, int] = ((64, 64, 64), 2, 40)
 
 

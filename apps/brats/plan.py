@@ -1,5 +1,6 @@
 """What a run decides from its configuration, its data and its device before it starts, each choice said in a line."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -133,8 +134,24 @@ def _model(config: BratsConfig, dataset: Dataset, figures: Fingerprint, device: 
     )
     if config.window_size is not None:
         return model
-    fitting = _within(_shape(model, figures), _WINDOW_LIMIT[kind], 2 ** (len(model.blocks_down) - 1))
-    return replace(model, window_size=fitting)
+    extent = [
+        round(side * native / working)
+        for side, native, working in zip(figures.extent, figures.spacing, model.preparation.spacing, strict=True)
+    ]
+    divisor = 2 ** (len(model.blocks_down) - 1)
+    x, y, z = (
+        _window_side(side, limit, divisor, config.overlap)
+        for side, limit in zip(extent, _WINDOW_LIMIT[kind], strict=True)
+    )
+    return replace(model, window_size=(x, y, z))
+
+
+def _window_side(extent: int, limit: int, divisor: int, overlap: float) -> int:
+    """Return the side of the fewest equal windows, none above the limit, that cover an extent with their overlap."""
+    count = 1
+    while (side := extent / (count - (count - 1) * overlap)) > limit:
+        count += 1
+    return -(-math.ceil(side) // divisor) * divisor
 
 
 def _shape(model: BratsModel, figures: Fingerprint) -> list[int]:

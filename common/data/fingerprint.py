@@ -8,8 +8,10 @@ from typing import Any
 
 import nibabel as nib
 import numpy as np
+import torch
 
 from common.data.cases import Case, Dataset
+from common.data.geometry import box_above
 from common.data.parallel import map_in_threads
 from common.data.preparation import Preparation
 from common.data.sources import SourceDigests, read_kept
@@ -21,7 +23,7 @@ from common.files import write_json
 KNOWN_CT = {"Spleen": Preparation(spacing=(1.5, 1.5, 2.0), normalisation="window", window=(-57.0, 164.0))}
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
 VOXELS_PER_CASE = 10_000
-_FINGERPRINT_VERSION = 1
+_FINGERPRINT_VERSION = 2
 
 Triple = tuple[float, float, float]
 
@@ -45,6 +47,7 @@ class Fingerprint:
         cases: how many were read.
         spacing: the median per axis R, A, S, mm.
         shape: the median per axis R, A, S, voxels of the file.
+        extent: the same of the box around all that is not 0 in any channel; the shape where only headers were read.
         intensity: of the foreground, one per channel; None where only headers were read.
         label_fractions: of all voxels, one per label number; None where only headers were read.
     """
@@ -53,6 +56,7 @@ class Fingerprint:
     cases: int
     spacing: Triple
     shape: tuple[int, int, int]
+    extent: tuple[int, int, int]
     intensity: tuple[Intensity, ...] | None
     label_fractions: tuple[float, ...] | None
 
@@ -69,6 +73,7 @@ class Fingerprint:
             cases=content["cases"],
             spacing=tuple(content["spacing"]),
             shape=tuple(content["shape"]),
+            extent=tuple(content["extent"]),
             intensity=intensity and tuple(Intensity(**channel) for channel in intensity),
             label_fractions=fractions and tuple(fractions),
         )
@@ -99,7 +104,7 @@ def fingerprint(
     """
     if known_preparation(dataset) is not None:
         grids = map_in_threads(lambda case: _ras_grid(*read_header(case.image)), cases, "headers", workers, progress)
-        return _summary(dataset, grids, None, None)
+        return _summary(dataset, [(spacing, shape, shape) for spacing, shape in grids], None, None)
     if store is None:
         return _measure(cases, dataset, workers, progress)
     digests = SourceDigests(store)
@@ -200,6 +205,7 @@ def _is_ct(dataset: Dataset) -> bool:
 class _CaseFigures:
     spacing: np.ndarray  # [3] mm, R, A, S
     shape: np.ndarray  # [3] voxels, R, A, S
+    extent: np.ndarray  # [3] voxels, R, A, S
     label_counts: np.ndarray  # [K] voxels of each label number
     samples: np.ndarray  # [N, C] intensities of at most VOXELS_PER_CASE foreground voxels
 
@@ -214,7 +220,7 @@ def _measure(cases: Sequence[Case], dataset: Dataset, workers: int | None, progr
     intensity = zip(low.tolist(), high.tolist(), samples.mean(0).tolist(), samples.std(0).tolist(), strict=True)
     return _summary(
         dataset,
-        [(case.spacing, case.shape) for case in measured],
+        [(case.spacing, case.shape, case.extent) for case in measured],
         tuple(Intensity(*channel) for channel in intensity),
         tuple((counts / counts.sum()).tolist()),
     )
@@ -222,13 +228,20 @@ def _measure(cases: Sequence[Case], dataset: Dataset, workers: int | None, progr
 
 def _summary(
     dataset: Dataset,
-    grids: Sequence[tuple[np.ndarray, np.ndarray]],
+    grids: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
     intensity: tuple[Intensity, ...] | None,
     label_fractions: tuple[float, ...] | None,
 ) -> Fingerprint:
-    spacing = np.median([spacing for spacing, _ in grids], axis=0).tolist()
-    shape = np.median([shape for _, shape in grids], axis=0).round().astype(int).tolist()
-    return Fingerprint(dataset.modality, len(grids), tuple(spacing), tuple(shape), intensity, label_fractions)
+    spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
+    return Fingerprint(
+        modality=dataset.modality,
+        cases=len(grids),
+        spacing=tuple(spacing.tolist()),
+        shape=tuple(shape.round().astype(int).tolist()),
+        extent=tuple(extent.round().astype(int).tolist()),
+        intensity=intensity,
+        label_fractions=label_fractions,
+    )
 
 
 def _case_figures(case: Case, dataset: Dataset) -> _CaseFigures:
@@ -246,11 +259,21 @@ def _case_figures(case: Case, dataset: Dataset) -> _CaseFigures:
         listed = ", ".join(f"{number} {name}" for number, name in named.items())
         raise ValueError(f"{case.label}: found the labels {unlisted}; dataset.json lists {listed}")
     chosen = places[np.linspace(0, len(places) - 1, min(len(places), VOXELS_PER_CASE)).astype(int)]
+    spacing, shape = _ras_grid(image.voxels.shape, image.affine)
+    _, extent = _ras_grid(_extent(image.voxels), image.affine)
     return _CaseFigures(
-        *_ras_grid(image.voxels.shape, image.affine),
+        spacing,
+        shape,
+        extent,
         np.array([label_counts.get(number, 0) for number in range(len(dataset.labels))]),
         image.voxels.reshape(numbers.size, -1, order="F")[chosen].astype(np.float64),
     )
+
+
+def _extent(voxels: np.ndarray) -> tuple[int, ...]:
+    """Return the sides of the box around all voxels [X, Y, Z] or [X, Y, Z, C] that are not 0; a voxel if none is."""
+    box = box_above(torch.from_numpy((voxels != 0).T.view(np.uint8)).reshape(-1, *voxels.shape[2::-1]), 0)
+    return tuple(stop - first for first, stop in reversed(box)) if box is not None else (1, 1, 1)
 
 
 def _ras_grid(shape: tuple[int, ...], affine: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

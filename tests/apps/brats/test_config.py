@@ -3,7 +3,9 @@
 import pytest
 
 from apps.brats.config import RECIPES, BratsConfig, parse_brats_config
+from apps.brats.plan import _window_side
 from common.config import config_to_yaml
+from common.inference.windows import window_starts
 
 
 def test_the_guides_figures():
@@ -66,3 +68,13 @@ def test_a_mistyped_flag_exits_2(capsys):
         parse_brats_config(["--chache", "gpu"])
     assert exit_.value.code == 2
     assert "cache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extent", "limit", "side", "windows"),
+    [(140, 160, 144, 1), (175, 160, 104, 2), (400, 160, 160, 3), (8, 160, 8, 1)],
+)
+def test_windows_fit_the_brain(extent, limit, side, windows):
+    # 175 voxels in two windows that overlap by a quarter: 1.75 sides, 100 voxels, rounded up to 104.
+    assert _window_side(extent, limit, 8, 0.25) == side
+    assert len(window_starts(extent, side, 0.25)) == windows

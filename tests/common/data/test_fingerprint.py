@@ -31,7 +31,8 @@ def write_case(folder: Path, name: str, image: np.ndarray, label: np.ndarray, sp
 
 def figures_of(dataset: Dataset, **changes: object) -> Fingerprint:
     intensity = (Intensity(-1003.6, 119.7, -400.0, 200.0),) * len(dataset.modality)
-    figures = Fingerprint(dataset.modality, 12, (0.7849, 0.7849, 5.0), (512, 512, 90), intensity, (0.9, 0.08, 0.02))
+    shape, fractions = (512, 512, 90), (0.9, 0.08, 0.02)
+    figures = Fingerprint(dataset.modality, 12, (0.7849, 0.7849, 5.0), shape, shape, intensity, fractions)
     return replace(figures, **changes)  # type: ignore[arg-type]
 
 
@@ -260,3 +261,13 @@ def test_real_scans(real_data):
     found = fingerprint(brain.cases, brain, progress=False)
     assert (found.spacing, found.shape) == ((1, 1, 1), (240, 240, 155))
     assert plan_preparation(brain, found) == Preparation((1.0, 1.0, 1.0), "zscore", None, channels=2)
+
+
+def test_the_extent_is_that_of_the_box_around_what_is_not_zero_in_any_channel(tmp_path):
+    image, label = np.zeros((9, 8, 7, 2), np.int16), np.zeros((9, 8, 7), np.uint8)
+    image[2, 3, 1, 0] = image[5, 3, 1, 1] = image[4, 6, 2, 0] = -7
+    label[4, 6, 2] = 1
+    cases = [write_case(tmp_path, "a", image, label, (1, 1, 1))]
+    dataset = Dataset(tmp_path, "Brains", ("FLAIR", "T1w"), ("background", "tumour"), tuple(cases), (), False)
+    figures = fingerprint(cases, dataset, progress=False)
+    assert (figures.shape, figures.extent) == ((9, 8, 7), (4, 4, 2))
