@@ -13,6 +13,7 @@ from monai.transforms import Compose
 from torch import nn
 
 from apps.brats.model import BratsModel
+from apps.brats.plan import faster_channels_last
 from apps.brats.regions import choose_labelling
 from benchmarks.apart import Sides
 from benchmarks.peers import brats_guide
@@ -209,7 +210,9 @@ def _fast_step(batches: Iterator[Batch], task: Task, precision: Precision) -> St
 
 
 def _make_fast(task: Task, precision: Precision) -> tuple[nn.Module, Callable[[Batch], None]]:
-    network = task.model.build().to(task.device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    network = task.model.build().to(task.device)
+    if faster_channels_last(precision, task.device):
+        network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     optimizer = build_optimizer("novograd", network.parameters(), _LEARNING_RATE)
     scaler = torch.amp.GradScaler(task.device.type, enabled=precision == "fp16")
     loss = build_region_loss("dice_focal", task.model.labelling.regions)

@@ -60,7 +60,7 @@ class BratsConfig:
         epochs: passes over the training cases.
         precision: fp32, bf16, fp16 (with loss scaling) or auto (bf16 where the device computes it; with the recipe
             guide what its autocast does: fp16 on a GPU, fp32 on a CPU).
-        channels_last: memory layout of the network, channels innermost.
+        channels_last: memory layout of the network, channels innermost; null takes the layout that is faster here.
         compile: compile the network with torch.compile.
         validate_every: epochs between validations; null validates about ten times.
         checkpoint_seconds: least time between two checkpoints.
@@ -103,7 +103,7 @@ class BratsConfig:
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     epochs: int | None = None
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    channels_last: bool = True
+    channels_last: bool | None = None
     compile: bool = False
     validate_every: int | None = None
     checkpoint_seconds: float = 30.0

@@ -12,6 +12,7 @@ from apps.brats.model import BratsModel
 from apps.brats.regions import choose_labelling
 from common.data.cases import Dataset
 from common.data.fingerprint import Fingerprint, explain_preparation, plan_preparation
+from common.inference.predictors import Precision
 from common.training.bounds import check_divides
 from common.training.precision import choose_precision
 from common.training.source import check_partitions
@@ -41,6 +42,7 @@ class BratsPlan:
         crops_per_case: crops of each case in one epoch.
         flip_axes: axes flipped at random, letters of "xyz".
         batch_size: crops in one step, over all ranks.
+        channels_last: whether the network is trained with its channels innermost.
         partitions: parts of the training cases; the number of ranks must divide it.
         epochs: passes over the training cases.
         validate_every: epochs between validations.
@@ -51,6 +53,7 @@ class BratsPlan:
     crops_per_case: int
     flip_axes: str
     batch_size: int
+    channels_last: bool
     partitions: int
     epochs: int
     validate_every: int
@@ -106,6 +109,9 @@ def plan_run(
         crops_per_case=crops_per_case,
         flip_axes=_FLIP_AXES[kind] if config.flip_axes is None else config.flip_axes,
         batch_size=batch_size,
+        channels_last=faster_channels_last(model.precision, device)
+        if config.channels_last is None
+        else config.channels_last,
         partitions=partitions,
         epochs=epochs,
         validate_every=config.validate_every or max(1, epochs // _VALIDATIONS),
@@ -115,6 +121,15 @@ def plan_run(
     regions = ", ".join(f"{each.name} = labels {'+'.join(map(str, each.members))}" for each in model.labelling.regions)
     explained = explain_preparation(dataset, figures, config.spacing)
     return plan, [f"regions: {regions}", *explained, *_choices(config, plan, kind)]
+
+
+def faster_channels_last(precision: Precision, device: torch.device) -> bool:
+    """Return whether a SegResNet trains faster with its channels innermost.
+
+    It does, except in bf16 on a CPU: there the gradient of torch's group normalisation takes ten times as long
+    (172 ms against 16 ms for [2, 16, 64, 64, 64], torch 2.13 on an EPYC with AVX-512 BF16).
+    """
+    return device.type == "cuda" or precision != "bf16"
 
 
 def _model(config: BratsConfig, dataset: Dataset, figures: Fingerprint, device: torch.device) -> BratsModel:
@@ -164,7 +179,10 @@ def _choices(config: BratsConfig, plan: BratsPlan, kind: str) -> list[str]:
     """Return a line for each field that the configuration left open."""
     decided = {**vars(plan.model), **vars(plan)}
     names = [name for name in decided if hasattr(config, name) and getattr(config, name) in (None, "auto")]
-    return [f"{name} {decided[name] or 'none'}: chosen for this {kind}; change it with --{name}" for name in names]
+    return [
+        f"{name} {'none' if decided[name] == '' else decided[name]}: chosen for this {kind}; change it with --{name}"
+        for name in names
+    ]
 
 
 def _within(shape: Sequence[int], limit: Sequence[int], divisor: int) -> tuple[int, int, int]:

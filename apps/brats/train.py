@@ -84,7 +84,7 @@ def train_network(split: Split, plan: BratsPlan, config: BratsConfig, run: Run, 
     model = plan.model
     trained = (run.directory / "checkpoints" / "last").exists()
     network = model.build(None if trained else config.init).to(run.device)
-    if config.channels_last:
+    if plan.channels_last:
         network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     source = make_source(split, plan, config, run, ranks)
     with run.clock.stage("compile"):
