@@ -176,7 +176,8 @@ def fast_inference(task: Task) -> Sides:
 def save_trained(task: Task, crop: Size, batch: int, steps: int) -> None:
     """Train a little and keep the weights where both sides of the inference find them."""
     torch.manual_seed(0)
-    network, one_step = _make_fast(task, choose_precision("auto", task.device))
+    deepest = [side // 2 ** (len(_BLOCKS_DOWN) - 1) for side in crop]
+    network, one_step = _make_fast(task, choose_precision("auto", task.device, deepest))
     batches = (each for epoch in count() for each in task.batches(crop, batch).epoch(epoch))
     for _ in range(steps):
         one_step(next(batches))

@@ -95,6 +95,11 @@ def plan_run(
     """
     kind = device.type
     model = _model(config, dataset, figures, device)
+    levels = len(model.blocks_down) - 1
+    crop_size = config.crop_size or _within(_shape(model, figures), _CROP_LIMIT[kind], 2**levels)
+    for name, size in (("crop_size", crop_size), ("window_size", model.window_size)):
+        check_divides(name, size, levels)
+    model = replace(model, precision=_precision(config, device, [side // 2**levels for side in crop_size]))
     partitions = config.partitions or ranks
     crops_per_case = config.crops_per_case or _CROPS_PER_CASE[kind]
     least = _BATCH_SIZE[kind] if config.source == "resident" else 1  # the guide's, on each rank
@@ -102,10 +107,9 @@ def plan_run(
     epochs = config.epochs or -(-_STEPS[kind] // -(-cases * crops_per_case // batch_size))
     alike = config.source == "resident" and not config.loss.startswith("monai_")
     check_partitions(partitions, batch_size, config.accumulate, ranks, alike)
-    levels = len(model.blocks_down) - 1
     plan = BratsPlan(
         model=model,
-        crop_size=config.crop_size or _within(_shape(model, figures), _CROP_LIMIT[kind], 2**levels),
+        crop_size=crop_size,
         crops_per_case=crops_per_case,
         flip_axes=_FLIP_AXES[kind] if config.flip_axes is None else config.flip_axes,
         batch_size=batch_size,
@@ -116,8 +120,6 @@ def plan_run(
         epochs=epochs,
         validate_every=config.validate_every or max(1, epochs // _VALIDATIONS),
     )
-    for name, size in (("crop_size", plan.crop_size), ("window_size", model.window_size)):
-        check_divides(name, size, levels)
     regions = ", ".join(f"{each.name} = labels {'+'.join(map(str, each.members))}" for each in model.labelling.regions)
     explained = explain_preparation(dataset, figures, config.spacing)
     return plan, [f"regions: {regions}", *explained, *_choices(config, plan, kind)]
@@ -133,9 +135,8 @@ def faster_channels_last(precision: Precision, device: torch.device) -> bool:
 
 
 def _model(config: BratsConfig, dataset: Dataset, figures: Fingerprint, device: torch.device) -> BratsModel:
-    """Decide what inference needs too."""
+    """Decide what inference needs too, all but the precision, which depends on the crops."""
     kind = device.type
-    as_guide = config.recipe == "guide" and config.precision == "auto"
     model = BratsModel(
         labelling=choose_labelling(dataset, config.regions),
         preparation=plan_preparation(dataset, figures, config.spacing),
@@ -145,7 +146,7 @@ def _model(config: BratsConfig, dataset: Dataset, figures: Fingerprint, device: 
         window_size=config.window_size or (1, 1, 1),
         window_batch=config.window_batch or _WINDOW_BATCH[kind],
         overlap=config.overlap,
-        precision=choose_precision(_GUIDE_PRECISION[kind] if as_guide else config.precision, device),
+        precision="fp32",
     )
     if config.window_size is not None:
         return model
@@ -159,6 +160,12 @@ def _model(config: BratsConfig, dataset: Dataset, figures: Fingerprint, device: 
         for side, limit in zip(extent, _WINDOW_LIMIT[kind], strict=True)
     )
     return replace(model, window_size=(x, y, z))
+
+
+def _precision(config: BratsConfig, device: torch.device, deepest: Sequence[int]) -> Precision:
+    """Return the precision; `deepest`: sides X, Y, Z of a crop at the coarsest level."""
+    as_guide = config.recipe == "guide" and config.precision == "auto"
+    return choose_precision(_GUIDE_PRECISION[device.type] if as_guide else config.precision, device, deepest)
 
 
 def _window_side(extent: int, limit: int, divisor: int, overlap: float) -> int:

@@ -94,6 +94,9 @@ def plan_run(
     alike = config.source == "resident" and not config.loss.startswith("monai_")
     check_partitions(partitions, batch_size, config.accumulate, ranks, alike)
     epochs = config.epochs or -(-_STEPS[kind] // -(-cases * config.crops_per_case // batch_size))
+    crop_size = config.crop_size or _within(shape, _CROP_LIMIT[kind], divisor)
+    check_divides("crop_size", crop_size, len(channels) - 1)
+    wish = _GUIDE_PRECISION[kind] if as_guide else config.precision
     model = SpleenModel(
         labels=dataset.labels,
         preparation=preparation,
@@ -101,19 +104,18 @@ def plan_run(
         residual_units=config.residual_units or _RESIDUAL_UNITS,
         window_size=config.window_size or _within(shape, _WINDOW_LIMIT, divisor),
         window_batch=config.window_batch or _WINDOW_BATCH[kind],
-        precision=choose_precision(_GUIDE_PRECISION[kind] if as_guide else config.precision, device),
+        precision=choose_precision(wish, device, [side // divisor for side in crop_size]),
     )
     plan = SpleenPlan(
         model=model,
-        crop_size=config.crop_size or _within(shape, _CROP_LIMIT[kind], divisor),
+        crop_size=crop_size,
         flip_axes=_FLIP_AXES[kind] if config.flip_axes is None else config.flip_axes,
         batch_size=batch_size,
         partitions=partitions,
         epochs=epochs,
         validate_every=config.validate_every or max(1, epochs // _VALIDATIONS),
     )
-    for name, size in (("crop_size", plan.crop_size), ("window_size", model.window_size)):
-        check_divides(name, size, len(channels) - 1)
+    check_divides("window_size", model.window_size, len(channels) - 1)
     lines = [*explain_preparation(dataset, figures, config.spacing, config.window), *_choices(config, plan, kind)]
     return plan, lines
 
