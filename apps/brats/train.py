@@ -65,7 +65,7 @@ def train(config: BratsConfig, ranks: Ranks) -> RunSummary | None:
     model = plan.model
     fitted = train_network(split, plan, config, run, ranks)
     best = model.build().to(run.device).eval()
-    best.load_state_dict(fitted.best)
+    best.load_state_dict(fitted.weights)
     cases = ranks.shard(split.validation)
     with run.clock.stage("prepare"):  # already there, unless MONAI prepared for the training
         prepared = stored_cases(cases, model, keeping(config), run)

@@ -1,4 +1,4 @@
-"""The gate: an export is kept only if it computes what torch computes, in logits and in validation Dice."""
+"""The gate: an export is kept only if it computes what torch computes, in logits and in validation quality."""
 
 import copy
 import math
@@ -13,11 +13,11 @@ from torch import nn
 from common.inference.predictors import Predictor, onnxruntime_predictor, torch_predictor
 
 Evaluate = Callable[[Predictor], float]
-"""Returns the mean foreground Dice of a predictor on the validation cases."""
+"""Returns the quality of a predictor on the validation cases, in [0, 1]: foreground Dice, or AUC."""
 LOGIT_BOUND = 1e-3
 """Most that a logit may differ from torch in fp32."""
-DICE_BOUNDS = {"fp32": 0.001, "fp16": 0.005}
-"""Most that the validation Dice may change."""
+QUALITY_BOUNDS = {"fp32": 0.001, "fp16": 0.005}
+"""Most that the validation quality may change."""
 HALF_BOUND = 32768.0
 """Largest activation in half precision, whose numbers end at 65504: another scan may bring twice as much."""
 BATCH_SIZES = (1, 2, 3)
@@ -32,15 +32,15 @@ class Reference:
     """What torch computes in fp32: the measure of every export.
 
     Attributes:
-        windows: [N, C, X, Y, Z] float32 on the CPU.
-        logits: [N, K, X, Y, Z] float32 on the CPU.
-        dice: of the validation cases.
-        evaluate: gives another predictor's Dice.
+        windows: [N, C, *sides] float32 on the CPU.
+        logits: [N, K, *sides] float32 on the CPU.
+        quality: on the validation cases.
+        evaluate: gives another predictor's quality.
     """
 
     windows: torch.Tensor
     logits: torch.Tensor
-    dice: float
+    quality: float
     evaluate: Evaluate
 
 
@@ -49,23 +49,23 @@ class Parity:
     """How far an export is from torch in fp32."""
 
     max_abs_diff: float
-    dice_delta: float
+    quality_delta: float
 
 
 def take_reference(network: nn.Module, windows: torch.Tensor, evaluate: Evaluate) -> Reference:
-    """Return the logits and the Dice of a network in fp32; the network itself is left as it is.
+    """Return the logits and the quality of a network in fp32; the network itself is left as it is.
 
     Args:
         network: on any device, in any mode.
-        windows: [N, C, X, Y, Z] float32, real ones, N >= 1.
+        windows: [N, C, *sides] float32, real ones, N >= 1.
         evaluate: is called with a predictor on the network's device.
     """
     copied = copy.deepcopy(network).float().eval()
-    dice = evaluate(torch_predictor(copied))
+    quality = evaluate(torch_predictor(copied))
     windows = windows.detach().float().cpu()
     predict = torch_predictor(copied.cpu())
     logits = torch.cat([predict(window[None]) for window in windows])
-    return Reference(windows, logits, dice, evaluate)
+    return Reference(windows, logits, quality, evaluate)
 
 
 def check_onnx(reference: Reference, path: Path, precision: Literal["fp32", "fp16"]) -> Parity:
@@ -92,7 +92,7 @@ def check_predictor(
     Args:
         reference: what torch computes.
         predict: takes windows on `device`.
-        precision: chooses the bounds; in fp16 the logits need only be finite, and the Dice tells.
+        precision: chooses the bounds; in fp16 the logits need only be finite, and the quality tells.
         name: of the export, for the error.
         batch_sizes: windows in one call.
         device: by default the CPU.
@@ -105,12 +105,12 @@ def check_predictor(
     bound = LOGIT_BOUND if precision == "fp32" else math.inf
     if not (difference <= bound and math.isfinite(difference)):
         raise ParityError(f"{name}: a logit differs by {difference:.3g} from torch in fp32 (bound {bound:g})")
-    dice = reference.evaluate(predict)
-    change = abs(dice - reference.dice)
-    if not change <= DICE_BOUNDS[precision]:
+    quality = reference.evaluate(predict)
+    change = abs(quality - reference.quality)
+    if not change <= QUALITY_BOUNDS[precision]:
         raise ParityError(
-            f"{name}: validation Dice {dice:.4f}, {reference.dice:.4f} in torch in fp32: "
-            f"a change of {change:.4f} (bound {DICE_BOUNDS[precision]})"
+            f"{name}: validation quality {quality:.4f}, {reference.quality:.4f} in torch in fp32: "
+            f"a change of {change:.4f} (bound {QUALITY_BOUNDS[precision]})"
         )
     return Parity(difference, change)
 
@@ -123,7 +123,7 @@ def check_half_range(network: nn.Module, windows: torch.Tensor) -> float:
 
     Args:
         network: is left as it is; a copy runs on its device.
-        windows: [N, C, X, Y, Z] float32.
+        windows: [N, C, *sides] float32.
 
     Returns:
         The largest absolute activation.

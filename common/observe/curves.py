@@ -13,27 +13,29 @@ from numpy.typing import NDArray
 
 from common.observe.figures import save_png
 
-_LOSS, _DICE, _TIME = "#0072B2", "#D55E00", "#555555"
+_LOSS, _METRIC, _TIME = "#0072B2", "#D55E00", "#555555"
 
 
-def draw_progress(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Draw loss, validation Dice and epoch time over the epochs as a PNG.
+def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str = "Dice") -> None:
+    """Draw loss, validation metric and epoch time over the epochs as a PNG.
 
-    The loss is drawn light as it was and dark smoothed; the Dice, on its own axis, with a mark for each validation and
-    a star for the best one. No records give empty axes; a value that is missing or not finite leaves a gap.
+    The loss is drawn light as it was and dark smoothed; the metric, on its own axis, with a mark for each validation
+    and a star for the best one. No records give empty axes; a value that is missing or not finite leaves a gap.
 
     Args:
         path: PNG file to write.
-        records: one for each epoch, in order: "epoch" (from 1), "loss" (mean over the epoch), "seconds", and "dice"
-            in [0, 1] where the epoch was validated.
+        records: one for each epoch, in order: "epoch" (from 1), "loss" (mean over the epoch), "seconds", and the
+            metric in [0, 1], by its name in small letters, where the epoch was validated.
+        metric: name of what the validations measured.
 
     Raises:
         OSError: the folder cannot be written or the disk is full.
     """
-    epochs, loss, dice, seconds = (_column(records, name) for name in ("epoch", "loss", "dice", "seconds"))
+    names = ("epoch", "loss", metric.lower(), "seconds")
+    epochs, loss, values, seconds = (_column(records, name) for name in names)
     figure = Figure(figsize=(8, 6), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    _draw_loss_and_dice(upper, epochs, loss, dice)
+    _draw_loss_and_metric(upper, epochs, loss, values, metric)
     _style(lower, "epoch time (s)", _TIME)
     lower.plot(epochs, seconds, color=_TIME, linewidth=1, **_marked(epochs))
     lower.set_ylim(bottom=0, top=1.15 * max(seconds[np.isfinite(seconds)], default=1.0))
@@ -62,25 +64,25 @@ def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return smooth
 
 
-def _draw_loss_and_dice(
-    axes: Axes, epochs: NDArray[np.float64], loss: NDArray[np.float64], dice: NDArray[np.float64]
+def _draw_loss_and_metric(
+    axes: Axes, epochs: NDArray[np.float64], loss: NDArray[np.float64], values: NDArray[np.float64], metric: str
 ) -> None:
     _style(axes, "loss", _LOSS)
     axes.plot(epochs, loss, color=_LOSS, alpha=0.35, linewidth=1, label="loss", **_marked(epochs))
     axes.plot(epochs, smoothed(loss), color=_LOSS, linewidth=1.8, label="loss, smoothed", **_marked(epochs))
     handles = axes.get_lines()
-    validated = np.isfinite(dice)
+    validated = np.isfinite(values)
     if validated.any():
         right = axes.twinx()
-        _style(right, "validation Dice, foreground", _DICE)
+        _style(right, f"validation {metric}", _METRIC)
         right.grid(visible=False)
         right.set_ylim(0, 1.02)
         size = 4 if validated.sum() <= 60 else 1.5
-        line = right.plot(epochs[validated], dice[validated], color=_DICE, linewidth=1, marker="o", markersize=size)
-        best = int(np.nanargmax(dice))
-        label = f"best Dice {dice[best]:.4f} (epoch {epochs[best]:.0f})"
-        star = right.plot(epochs[best], dice[best], "*", color=_DICE, markersize=12, markeredgecolor="black")
-        line[0].set_label("Dice")
+        line = right.plot(epochs[validated], values[validated], color=_METRIC, linewidth=1, marker="o", markersize=size)
+        best = int(np.nanargmax(values))
+        label = f"best {metric} {values[best]:.4f} (epoch {epochs[best]:.0f})"
+        star = right.plot(epochs[best], values[best], "*", color=_METRIC, markersize=12, markeredgecolor="black")
+        line[0].set_label(metric)
         star[0].set_label(label)
         handles = [*handles, *line, *star]
     # Above the axes, where the curves cannot run under it.

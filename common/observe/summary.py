@@ -44,7 +44,7 @@ class RunSummary:
         quality: the figure, on the native grid, by the best weights.
         working_grid: Dice on the working grid of the best and of the last validation.
         seconds: per stage, and in all since the process started.
-        onnx: the fp32 model (path, sha256, max_abs_diff, dice_delta) and, under "fp16", the same of the other.
+        onnx: the fp32 model (path, sha256, max_abs_diff, quality_delta) and, under "fp16", the same of the other.
         engine: the fp32 engine (flavour, version, precision, path, sha256, ran, reason) and, under "fp16", the other;
             where there is none, `reason` says why.
     """

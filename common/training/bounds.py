@@ -8,7 +8,7 @@ Check = tuple[str, bool, str]  # field, whether it holds, its bound in words
 
 _AT_LEAST_ONE = (
     "crops_per_case", "batch_size", "accumulate", "partitions", "reshuffle_every", "window_batch", "residual_units",
-    "filters", "epochs", "validate_every", "workers", "cache_cases",
+    "filters", "epochs", "validate_every", "workers", "cache_cases", "patches_per_slide",
 )  # fmt: skip
 
 
@@ -23,10 +23,10 @@ def check_bounds(config: Any, extra: Iterable[Check] = ()) -> None:  # noqa: ANN
         *counts,
         ("seed", 0 <= config.seed < 2**63, "0 or more, below 2 ** 63"),
         ("learning_rate", 0 < config.learning_rate < math.inf, "above 0"),
-        ("intensity", 0 <= config.intensity < 1, "in [0, 1)"),
-        ("flip_axes", set(config.flip_axes or "") <= set("xyz"), "letters of xyz, or empty"),
+        ("intensity", _absent(config, "intensity") or 0 <= config.intensity < 1, "in [0, 1)"),
+        ("flip_axes", set(getattr(config, "flip_axes", None) or "") <= set("xyz"), "letters of xyz, or empty"),
         ("checkpoint_seconds", config.checkpoint_seconds >= 0, "0 or more"),
-        ("spacing", config.spacing is None or min(config.spacing) > 0, "above 0 mm on each axis"),
+        ("spacing", _absent(config, "spacing") or min(config.spacing) > 0, "above 0 mm on each axis"),
         *extra,
     ]
     for name, holds, bound in checks:

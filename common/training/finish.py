@@ -89,7 +89,7 @@ def finish(
         cases={"training": len(split.training), "validation": len(split.validation)},
         steps=fitted.steps,
         quality=quality,
-        working_grid={"best": fitted.best_dice, "last": fitted.last_dice, "best_epoch": fitted.best_epoch},
+        working_grid={"best": fitted.best, "last": fitted.last, "best_epoch": fitted.best_epoch},
         seconds=run.clock.seconds(),
         onnx=by_precision(exported.onnx),
         engine=by_precision(exported.engines) if exported.engines else {"ran": False, "reason": exported.no_engine},

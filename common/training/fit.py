@@ -26,7 +26,7 @@ from common.training.signals import GracefulStop, StopRequested
 from common.training.state import TrainingState
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# From the network, and a function to call between cases (it raises when the run is to stop), to the mean Dice.
+# From the network, and a function to call between cases (it raises when the run is to stop), to the metric.
 Validate = Callable[[nn.Module, Callable[[], None]], float]
 
 
@@ -35,17 +35,17 @@ class Fitted:
     """What training leaves.
 
     Args:
-        best: weights of the validation with the highest Dice.
-        best_dice: that Dice, on the working grid.
+        weights: of the validation with the highest metric.
+        best: that metric; for segmentation the Dice on the working grid.
         best_epoch: epochs done then.
-        last_dice: Dice of the last validation.
+        last: metric of the last validation.
         steps: steps done in all.
     """
 
-    best: dict[str, torch.Tensor]
-    best_dice: float
+    weights: dict[str, torch.Tensor]
+    best: float
     best_epoch: int
-    last_dice: float
+    last: float
     steps: int
 
 
@@ -65,12 +65,13 @@ def fit(
     checkpoint_seconds: float,
     ranks: Ranks = SINGLE,
     accumulate: int = 1,
+    metric: str = "Dice",
 ) -> Fitted:
     """Train, validate, keep the best and the last weights; a resumed run goes on where its checkpoint stands.
 
     Nothing in a step waits for the device: the losses of an epoch stay there, are read at its end, and are checked
     before every checkpoint. Several ranks run this together, each on its own part of every batch: the gradients are
-    averaged, the leader alone writes, all stop at the same step, and the Dice that counts is the leader's.
+    averaged, the leader alone writes, all stop at the same step, and the metric that counts is the leader's.
 
     Args:
         network: on the run's device, in the state to start from.
@@ -88,6 +89,7 @@ def fit(
         ranks: the processes that train together.
         accumulate: micro-batches per step, each a part of the batch, whose gradients are averaged. A loss over the
             batch as a whole, such as batch Dice, then is the mean of the micro-batches' losses, which is another loss.
+        metric: name of what `validate` returns; the higher the better.
 
     Raises:
         ValueError: a batch does not divide into the micro-batches.
@@ -101,7 +103,7 @@ def fit(
     if run.resumed:
         state.restore(run.clock)
     parallel = ranks.parallel(network)
-    log = _FileLog(run, total, state.steps_done, state.epoch) if ranks.leader else _Log()
+    log = _FileLog(run, metric, total, state.steps_done, state.epoch) if ranks.leader else _Log()
     with GracefulStop(ranks) as stop, ranks.phase("step"), log:
         for epoch in range(state.epoch, epochs):
             began, first_step = time.perf_counter(), state.step
@@ -127,12 +129,13 @@ def fit(
                 try:
                     with run.clock.stage("validate"), ranks.phase("validating"):
                         ranks.average_buffers(network)
-                        record["dice"] = ranks.from_leader(validate(network, stop.check))
+                        value = ranks.from_leader(validate(network, stop.check))
                 except StopRequested:
                     state.save(run.clock)
                     stop.exit_if_requested()
-                if state.note_dice(record["dice"], epoch + 1) and ranks.leader:
-                    note = {"dice": str(record["dice"]), "epoch": str(epoch + 1)}
+                record[metric.lower()] = value
+                if state.note_validation(value, epoch + 1) and ranks.leader:
+                    note = {metric.lower(): str(value), "epoch": str(epoch + 1)}
                     save_weights(run.directory / "best.safetensors", network.state_dict(), note)
                 stop.agree()
             log.epoch(record, seconds)
@@ -141,7 +144,7 @@ def fit(
                 state.save(run.clock)
                 stop.exit_if_requested()
     best = ranks.once(lambda: load_weights(run.directory / "best.safetensors"))
-    return Fitted(best, state.best_dice, state.best_epoch, state.last_dice, total)
+    return Fitted(best, state.best, state.best_epoch, state.last, total)
 
 
 def _loaded(batches: Iterator[Batch], ranks: Ranks) -> Iterator[Batch]:
@@ -209,13 +212,14 @@ class _Log:
         """Count one step of so many crops."""
 
     def epoch(self, record: dict[str, Any], seconds: float) -> None:
-        """Note one epoch's record; `losses` of its steps, and `dice` where it was validated."""
+        """Note one epoch's record; `losses` of its steps, and the metric where it was validated."""
 
 
 class _FileLog(_Log):
     """What the user sees while training: the bar, `metrics.jsonl`, TensorBoard and `progress.png`."""
 
-    def __init__(self, run: Run, total: int, done: int, epochs: int) -> None:
+    def __init__(self, run: Run, metric: str, total: int, done: int, epochs: int) -> None:
+        self._metric = metric
         self._path, self._picture = run.directory / "metrics.jsonl", run.directory / "progress.png"
         self._keep_until(epochs)
         self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=done)
@@ -227,7 +231,7 @@ class _FileLog(_Log):
         """Close the bar and the files, and draw the curves a last time."""
         self._bar.close()
         self._writer.close()
-        draw_progress(self._picture, read_json_lines(self._path))
+        draw_progress(self._picture, read_json_lines(self._path), self._metric)
 
     def step(self, samples: int) -> None:
         """Count one step of so many crops."""
@@ -235,7 +239,7 @@ class _FileLog(_Log):
         self._bar.update()
 
     def epoch(self, record: dict[str, Any], seconds: float) -> None:
-        """Write one epoch's record; `losses` of its steps, and `dice` where it was validated."""
+        """Write one epoch's record; `losses` of its steps, and the metric where it was validated."""
         losses = record["losses"]
         rate = self._samples / seconds
         self._samples = 0
@@ -245,13 +249,13 @@ class _FileLog(_Log):
             "samples_per_second": round(rate, 2),
         }
         append_json_line(self._path, record)
-        for name in ("loss", "dice", "samples_per_second"):
+        for name in ("loss", self._metric.lower(), "samples_per_second"):
             if name in record:
                 self._writer.add_scalar(name, record[name], record["step"])
-        self._shown |= {name: f"{record[name]:.4f}" for name in ("loss", "dice") if name in record}
+        self._shown |= {name: f"{record[name]:.4f}" for name in ("loss", self._metric.lower()) if name in record}
         self._bar.set_postfix({**self._shown, "samples/s": f"{rate:.1f}"}, refresh=False)
         if time.monotonic() - self._drawn > _DRAW_SECONDS:
-            draw_progress(self._picture, read_json_lines(self._path))
+            draw_progress(self._picture, read_json_lines(self._path), self._metric)
             self._drawn = time.monotonic()
 
     def _keep_until(self, epochs: int) -> None:

@@ -109,6 +109,22 @@ def mean_over_ranks(loss: Loss, ranks: Ranks) -> Loss:
     return lambda logits, label: ranks.sum(loss(logits, label) / ranks.world)
 
 
+def binary_cross_entropy(smoothing: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the mean binary cross-entropy of logits [B, 1, 1, 1] against labels [B] float, 0 or 1.
+
+    It is a mean over samples, so that the losses of equal parts of a batch average to the batch's.
+
+    Args:
+        smoothing: the targets are `smoothing` and 1 - `smoothing` instead of 0 and 1.
+    """
+
+    def loss(logits: Tensor, label: Tensor) -> Tensor:
+        targets = label * (1 - 2 * smoothing) + smoothing
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits.float().flatten(), targets)
+
+    return loss
+
+
 def say_inexact(name: str, ranks: Ranks, accumulate: int, run: Run) -> None:
     """Say where the parts of a batch do not add up to the loss of the whole.
 

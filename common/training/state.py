@@ -14,13 +14,13 @@ from common.training.distributed import SINGLE, Ranks
 
 
 class TrainingState:
-    """Epoch, step, losses and best Dice of a run, with the network and the optimizer they belong to.
+    """Epoch, step, losses and best validation of a run, with the network and the optimizer they belong to.
 
     Attributes:
         epoch: epochs done.
         step: steps done in the present epoch; equal to `per_epoch` when only its validation is missing.
-        best_dice: highest Dice of a validation so far, after `best_epoch` epochs.
-        last_dice: Dice of the last validation.
+        best: highest validation metric so far, after `best_epoch` epochs.
+        last: metric of the last validation.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class TrainingState:
         """Start at the first step of the first epoch."""
         self._ranks = ranks
         self.epoch, self.step = 0, 0
-        self.best_dice, self.best_epoch, self.last_dice = -math.inf, 0, math.nan
+        self.best, self.best_epoch, self.last = -math.inf, 0, math.nan
         self._folder = directory / "checkpoints"
         self._network, self._optimizer, self._scaler = network, optimizer, scaler
         self._losses = torch.zeros(per_epoch, device=device)
@@ -56,18 +56,18 @@ class TrainingState:
         self._cases[step] = cases
         self.step = step + 1
 
-    def note_dice(self, dice: float, epoch: int) -> bool:
-        """Keep the Dice of a validation; return whether it is the best so far.
+    def note_validation(self, value: float, epoch: int) -> bool:
+        """Keep the metric of a validation; return whether it is the best so far.
 
         Raises:
-            ValueError: it is not a number: no validation case has any foreground.
+            ValueError: it is not a number: the validation cases hold nothing to find.
         """
-        if math.isnan(dice):
-            raise ValueError("no validation case holds any foreground, so there is no Dice: choose another --split")
-        self.last_dice = dice
-        if dice <= self.best_dice:
+        if math.isnan(value):
+            raise ValueError("no validation case holds any foreground, so there is no metric: choose another --split")
+        self.last = value
+        if value <= self.best:
             return False
-        self.best_dice, self.best_epoch = dice, epoch
+        self.best, self.best_epoch = value, epoch
         return True
 
     def checked(self) -> list[float]:
@@ -106,9 +106,9 @@ class TrainingState:
             "step": self.step,
             "per_epoch": len(self._losses),
             "losses": self.checked(),
-            "best_dice": self.best_dice,
+            "best": self.best,
             "best_epoch": self.best_epoch,
-            "last_dice": self.last_dice,
+            "last": self.last,
             "optimizer": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
             "random": torch.get_rng_state(),
@@ -141,6 +141,6 @@ class TrainingState:
         self._scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["random"])
         self.epoch, self.step = state["epoch"], state["step"]
-        self.best_dice, self.best_epoch, self.last_dice = state["best_dice"], state["best_epoch"], state["last_dice"]
+        self.best, self.best_epoch, self.last = state["best"], state["best_epoch"], state["last"]
         self._losses[: self.step] = torch.tensor(state["losses"], device=self._losses.device)
         clock.carry_on(state["seconds"])

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from common.export.parity import (
-    DICE_BOUNDS,
     HALF_BOUND,
+    QUALITY_BOUNDS,
     ParityError,
     Reference,
     check_half_range,
@@ -51,7 +51,7 @@ def test_exports_of_a_network_pass(
     assert network.training
     parity = check_onnx(reference, exported / f"model_{precision}.onnx", precision)  # type: ignore[arg-type]
     assert least <= parity.max_abs_diff <= most
-    assert parity.dice_delta == pytest.approx(0.0005)
+    assert parity.quality_delta == pytest.approx(0.0005)
 
 
 def test_the_reference_is_torch_in_evaluation_mode(network: nn.Module, windows: torch.Tensor, dices: Dices):
@@ -59,7 +59,7 @@ def test_the_reference_is_torch_in_evaluation_mode(network: nn.Module, windows: 
     with torch.no_grad():
         expected = copy.deepcopy(network).eval()(windows)
     torch.testing.assert_close(reference.logits, expected)
-    assert reference.dice == 0.75
+    assert reference.quality == 0.75
 
 
 def test_the_export_of_other_weights_is_refused(
@@ -103,19 +103,19 @@ def test_logits_in_fp16_need_only_be_finite(reference: Reference):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_bound_of_the_dice(tiny: nn.Module, dices: Dices, precision: str, sign: int):
     for part, fine in ((0.9, True), (1.1, False)):
-        changed = 0.8 + sign * part * DICE_BOUNDS[precision]
+        changed = 0.8 + sign * part * QUALITY_BOUNDS[precision]
         reference = take_reference(tiny, torch.rand(1, 1, 8, 8, 8), dices(0.8, changed))
         predict = torch_predictor(copy.deepcopy(tiny).eval())
         if fine:
             check_predictor(reference, predict, precision, "it", (1,))  # type: ignore[arg-type]
         else:
-            with pytest.raises(ParityError, match=r"it: validation Dice .*, 0\.8000 in torch"):
+            with pytest.raises(ParityError, match=r"it: validation quality .*, 0\.8000 in torch"):
                 check_predictor(reference, predict, precision, "it", (1,))  # type: ignore[arg-type]
 
 
 def test_a_dice_that_is_no_number_is_refused(reference: Reference):
     unknown = replace(reference, evaluate=lambda predict: math.nan)
-    with pytest.raises(ParityError, match="validation Dice nan"):
+    with pytest.raises(ParityError, match="validation quality nan"):
         check_predictor(unknown, shifted(reference, 0), "fp32", "it", (2,))
 
 

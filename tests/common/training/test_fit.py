@@ -96,13 +96,13 @@ def test_a_state_comes_back_whole(tmp_path):
     state = state_of(tmp_path, 3)
     state.epoch = 2
     state.note_step(0, torch.tensor(0.5), ("a",))
-    state.note_dice(0.75, 2)
+    state.note_validation(0.75, 2)
     state.save(Clock())
     other = state_of(tmp_path, 3)
     other.restore(Clock())
     assert (other.epoch, other.step, other.steps_done) == (2, 1, 7)
     assert other.checked() == [0.5]
-    assert (other.best_dice, other.best_epoch) == (0.75, 2)
+    assert (other.best, other.best_epoch) == (0.75, 2)
 
 
 def test_another_number_of_steps_per_epoch_is_refused(tmp_path):
@@ -123,12 +123,12 @@ def test_a_bad_loss_is_found_before_it_is_saved(tmp_path):
     assert other.step == 0
 
 
-def test_only_a_higher_dice_is_a_new_best(tmp_path):
+def test_only_a_higher_metric_is_a_new_best(tmp_path):
     state = state_of(tmp_path, 1)
-    assert [state.note_dice(dice, epoch) for epoch, dice in enumerate([0.0, 0.5, 0.5, 0.4, 0.6])] == [
+    assert [state.note_validation(value, epoch) for epoch, value in enumerate([0.0, 0.5, 0.5, 0.4, 0.6])] == [
         True, True, False, False, True]  # fmt: skip
     with pytest.raises(ValueError, match="no validation case holds any foreground"):
-        state.note_dice(float("nan"), 6)
+        state.note_validation(float("nan"), 6)
 
 
 def test_a_rank_that_does_not_lead_saves_nothing(tmp_path):
