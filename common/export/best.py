@@ -63,6 +63,12 @@ def export_best(
             },
             engine=engine,
         )
+    say_exported(record, run)
+    return record
+
+
+def say_exported(record: ExportRecord, run: Run) -> None:
+    """Say in a line each which models and engines there are, and why others are not."""
     for onnx in record.onnx:
         run.say(f"onnx {onnx.precision}: {onnx.path or 'refused'} {onnx.reason or ''}".rstrip())
     for built in record.engines:
@@ -70,7 +76,6 @@ def export_best(
         run.say(f"engine {built.precision}: {built.path}{reason}")
     if record.no_engine:
         run.say(f"no engine: {record.no_engine}")
-    return record
 
 
 def _worth_their_time(prepared: Sequence[PreparedCase], model: SegmentationModel) -> int:

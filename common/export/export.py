@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from common.export.onnx_model import ExportPrecision, export_onnx
+from common.export.onnx_model import ExportPrecision, Window, export_onnx
 from common.export.parity import (
     BATCH_SIZES,
     Evaluate,
@@ -36,7 +36,7 @@ class OnnxRecord:
         path: the file; None where the gate refused it.
         sha256: its digest.
         max_abs_diff: largest difference of a logit from torch in fp32.
-        dice_delta: change of the validation Dice.
+        quality_delta: change of the validation quality.
         reason: why it was refused.
     """
 
@@ -44,7 +44,7 @@ class OnnxRecord:
     path: str | None = None
     sha256: str | None = None
     max_abs_diff: float | None = None
-    dice_delta: float | None = None
+    quality_delta: float | None = None
     reason: str | None = None
 
 
@@ -76,6 +76,7 @@ def export_model(
     batch: Batches,
     metadata: Mapping[str, str],
     engine: EngineChoice = "auto",
+    smallest: Window | None = None,
 ) -> ExportRecord:
     """Export a trained network to `folder`/model_{fp32,fp16}.{onnx,plan}; what the gate refuses is not left there.
 
@@ -84,12 +85,13 @@ def export_model(
 
     Args:
         network: the plain module on any device; it is left as it is.
-        windows: [N, C, X, Y, Z] float32, a few real windows of the size to export.
-        evaluate: returns the validation Dice of a predictor, which takes windows on the network's device.
+        windows: [N, C, *sides] float32, a few real windows of the size to export.
+        evaluate: returns the validation quality of a predictor, which takes windows on the network's device.
         folder: is made where it is missing.
         batch: windows in one call of the engine: the fewest, the number to tune for, the most.
         metadata: is kept in the ONNX models (name, classes, preparation, digest of the weights).
         engine: which TensorRT builds the engines.
+        smallest: shape (C, *sides) of the smallest window, where the sides are to be free.
 
     Raises:
         ParityError: the fp32 export does not compute what torch computes.
@@ -98,7 +100,9 @@ def export_model(
     reference = take_reference(network, windows, evaluate)
     metadata = {**metadata, "batch": " ".join(str(size) for size in batch)}
     no_engine = "switched off" if engine == "none" else why_no_engine(engine)
-    models = tuple(_checked_onnx(network, reference, folder, metadata, precision) for precision in ("fp32", "fp16"))
+    models = tuple(
+        _checked_onnx(network, reference, folder, metadata, precision, smallest) for precision in ("fp32", "fp16")
+    )
     engines = []
     if engine != "none" and no_engine is None:
         device = next(network.parameters()).device
@@ -108,14 +112,19 @@ def export_model(
 
 
 def _checked_onnx(
-    network: nn.Module, reference: Reference, folder: Path, metadata: Mapping[str, str], precision: ExportPrecision
+    network: nn.Module,
+    reference: Reference,
+    folder: Path,
+    metadata: Mapping[str, str],
+    precision: ExportPrecision,
+    smallest: Window | None,
 ) -> OnnxRecord:
     path = folder / f"model_{precision}.onnx"
-    shape = reference.windows.shape
+    shape = tuple(reference.windows.shape[1:])
     try:
         if precision == "fp16":
             check_half_range(network, reference.windows)
-        export_onnx(network, path, (shape[1], shape[2], shape[3], shape[4]), precision, metadata)
+        export_onnx(network, path, shape, precision, metadata, smallest)
         parity = check_onnx(reference, path, precision)
     except ParityError as refusal:
         for refused in (path, *_plan_files(path)):
@@ -123,7 +132,7 @@ def _checked_onnx(
         if precision == "fp32":
             raise
         return OnnxRecord(precision, reason=str(refusal))
-    return OnnxRecord(precision, str(path), sha256_of(path), parity.max_abs_diff, parity.dice_delta)
+    return OnnxRecord(precision, str(path), sha256_of(path), parity.max_abs_diff, parity.quality_delta)
 
 
 def _checked_engine(
@@ -150,7 +159,7 @@ def _checked_engine(
         if precision == "fp32":
             raise
         return replace(record, path=None, sha256=None, ran=True, reason=str(refusal))
-    return replace(record, ran=True, max_abs_diff=parity.max_abs_diff, dice_delta=parity.dice_delta)
+    return replace(record, ran=True, max_abs_diff=parity.max_abs_diff, quality_delta=parity.quality_delta)
 
 
 def _plan_files(onnx: Path) -> tuple[Path, Path]:

@@ -14,8 +14,8 @@ from torch import nn
 from common.files import atomic_path
 
 ExportPrecision = Literal["fp32", "fp16"]
-Window = tuple[int, int, int, int]
-"""Shape (C, X, Y, Z) of one window."""
+Window = tuple[int, ...]
+"""Shape (C, *sides) of one window: C, X, Y, Z of a volume or C, Y, X of an image."""
 OPSET = 21  # the first in which group normalisation is one operator
 
 
@@ -37,9 +37,14 @@ class HalfNetwork(nn.Module):
 
 
 def export_onnx(
-    network: nn.Module, path: Path, window: Window, precision: ExportPrecision, metadata: Mapping[str, str]
+    network: nn.Module,
+    path: Path,
+    window: Window,
+    precision: ExportPrecision,
+    metadata: Mapping[str, str],
+    smallest: Window | None = None,
 ) -> Path:
-    """Write a network as an ONNX model from `image` [batch, C, X, Y, Z] to `logits` [batch, K, X, Y, Z], both float32.
+    """Write a network as an ONNX model from `image` [batch, C, *sides] to `logits` [batch, K, *sides], both float32.
 
     The network itself is left as it is, its device and mode too: a copy is exported, on the CPU, in evaluation mode.
     The same weights give the same bytes, and no path of this machine is in them.
@@ -47,9 +52,11 @@ def export_onnx(
     Args:
         network: the plain module, neither compiled nor wrapped for several GPUs.
         path: is written whole or not at all.
-        window: shape of one window; only the batch size is free.
+        window: shape of one window, the largest where its sides are free.
         precision: of weights and activations.
-        metadata: is kept in the file as its `metadata_props`, beside `precision` and `window`.
+        metadata: is kept in the file as its `metadata_props`, beside `precision`, `window` and `smallest`.
+        smallest: the smallest window; sides in which it differs from `window` are free, as the batch size is. By
+            default all sides are fixed.
 
     Returns:
         `path`.
@@ -62,13 +69,15 @@ def export_onnx(
     copied = copy.deepcopy(network).cpu().float().eval()
     module = HalfNetwork(copied).eval() if precision == "fp16" else copied
     batch = torch.zeros(2, *window)  # two, since torch would take a batch of one for a constant
+    sides = zip(smallest or window, window, strict=True)
+    free = {axis: torch.export.Dim(f"side{axis}") for axis, (least, most) in enumerate(sides, 1) if least != most}
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
             module,
             (batch,),
             input_names=["image"],
             output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            dynamic_shapes=({0: torch.export.Dim("batch")} | free,),
             opset_version=OPSET,
             dynamo=True,
             external_data=False,
@@ -77,9 +86,9 @@ def export_onnx(
     assert program is not None
     model: Any = program.model_proto
     _strip(model)
-    onnx.helper.set_model_props(
-        model, {**metadata, "precision": precision, "window": " ".join(str(side) for side in window)}
-    )
+    shapes = {"window": window, "smallest": smallest or window}
+    words = {name: " ".join(str(side) for side in shape) for name, shape in shapes.items()}
+    onnx.helper.set_model_props(model, {**metadata, "precision": precision, **words})
     with atomic_path(path) as part:
         onnx.save_model(model, str(part))
         onnx.checker.check_model(str(part), full_check=True)
@@ -100,8 +109,9 @@ def read_metadata(path: Path) -> dict[str, str]:
     except DecodeError as error:
         raise ValueError(f"{path}: no ONNX model ({error})") from error
     found = {entry.key: entry.value for entry in model.metadata_props}
-    if not {"precision", "window"} <= set(found):
-        raise ValueError(f"{path}: no `precision` and `window` in its metadata: not a model that export_onnx wrote")
+    needed = ("precision", "window", "smallest")
+    if missing := [name for name in needed if name not in found]:
+        raise ValueError(f"{path}: no `{missing[0]}` in its metadata: not a model that export_onnx wrote")
     return found
 
 

@@ -47,7 +47,7 @@ class EngineRecord:
         sha256: digest of the plan.
         ran: whether it ran here, through the parity gate.
         max_abs_diff: largest difference of a logit from torch in fp32; None where it did not run.
-        dice_delta: change of the validation Dice; None where it did not run.
+        quality_delta: change of the validation quality; None where it did not run.
         reason: why it did not run, or why it was refused; None where all went well.
     """
 
@@ -59,7 +59,7 @@ class EngineRecord:
     sha256: str | None
     ran: bool = False
     max_abs_diff: float | None = None
-    dice_delta: float | None = None
+    quality_delta: float | None = None
     reason: str | None = None
 
 
@@ -93,6 +93,7 @@ def build_engine(
         targets=_targets(chosen),
         precision=cast(Any, metadata["precision"]),
         window=tuple(int(side) for side in metadata["window"].split()),
+        smallest=tuple(int(side) for side in metadata["smallest"].split()),
         batch=batch,
         torch=torch.__version__,
     )
@@ -146,7 +147,7 @@ def _why_stale(engine_path: Path, wanted: EngineManifest) -> str | None:
         verified_plan(engine_path, found)
     except (FileNotFoundError, ValueError) as error:
         return str(error)
-    for name in ("flavour", "version", "targets", "precision", "window", "batch"):
+    for name in ("flavour", "version", "targets", "precision", "window", "smallest", "batch"):
         old, new = getattr(found, name), getattr(wanted, name)
         if old != new:
             return f"its {name} was {old}, is now {new}"
@@ -170,7 +171,9 @@ def _serialized(trt: ModuleType, onnx_path: Path, wanted: EngineManifest) -> byt
         config.num_compute_capabilities = 1
         config.set_compute_capability(trt.ComputeCapability.SM75, 0)
     profile = builder.create_optimization_profile()
-    profile.set_shape(network.get_input(0).name, *((size, *wanted.window) for size in wanted.batch))
+    fewest, usual, most = wanted.batch
+    shapes = ((fewest, *wanted.smallest), (usual, *wanted.window), (most, *wanted.window))
+    profile.set_shape(network.get_input(0).name, *shapes)
     config.add_optimization_profile(profile)
     plan = builder.build_serialized_network(network, config)
     if plan is None:

@@ -12,10 +12,11 @@ from common.inference.onnx_norms import with_exact_norms
 from common.inference.tensorrt_runtime import EnginePredictor, host_problem, read_manifest
 
 Predictor = Callable[[torch.Tensor], torch.Tensor]
-"""From windows [B, C, X, Y, Z] float32 to logits [B, K, X, Y, Z] float32 on the windows' device."""
+"""From windows [B, C, *sides] float32 to logits [B, K, *sides] float32 on their device; sides: X, Y, Z or Y, X."""
 Precision = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["tensorrt", "onnxruntime", "torch"]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ def torch_predictor(network: nn.Module, precision: Precision = "fp32", channels_
     assert not network.training, "a predictor needs network.eval()"
     if channels_last:
         for weight in network.parameters():
-            if weight.ndim == 5:
-                weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+            if weight.ndim in _CHANNELS_LAST:
+                weight.data = weight.data.contiguous(memory_format=_CHANNELS_LAST[weight.ndim])
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
         half = torch.autocast(windows.device.type, _DTYPES.get(precision), enabled=precision in _DTYPES)
         with torch.no_grad(), half:
             # Not contiguous(): with one channel that changes nothing, and the first convolution goes the slow way.
-            laid_out = windows.clone(memory_format=torch.channels_last_3d) if channels_last else windows
+            laid_out = windows.clone(memory_format=_CHANNELS_LAST[windows.ndim]) if channels_last else windows
             logits: torch.Tensor = network(laid_out)
         return logits.float()
 
@@ -74,7 +75,11 @@ def onnxruntime_predictor(path: Path, threads: int | None = None) -> Predictor:
     image = session.get_inputs()[0]
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
-        if list(windows.shape[1:]) != image.shape[1:]:
+        fixed = [isinstance(side, int) for side in image.shape[1:]]  # free sides have names
+        if len(windows.shape) != len(image.shape) or any(
+            is_fixed and side != due
+            for is_fixed, side, due in zip(fixed, windows.shape[1:], image.shape[1:], strict=True)
+        ):
             raise ValueError(f"windows {tuple(windows.shape)}: {path} takes windows of shape {tuple(image.shape[1:])}")
         logits = session.run(None, {image.name: windows.float().contiguous().cpu().numpy()})[0]
         return torch.from_numpy(logits).to(windows.device)

@@ -38,7 +38,8 @@ class EngineManifest:
         version: that module's version; another version cannot read the plan.
         targets: compute capabilities of the GPUs that it runs on, such as "8.9".
         precision: "fp32" or "fp16", as in the ONNX model.
-        window: shape (C, X, Y, Z) of one window.
+        window: shape (C, *sides) of one window, the largest where its sides are free.
+        smallest: shape of the smallest window.
         batch: windows in one call: the fewest, the number that the engine is tuned for, the most.
         torch: version of torch at the build.
     """
@@ -51,6 +52,7 @@ class EngineManifest:
     targets: tuple[str, ...]
     precision: Literal["fp32", "fp16"]
     window: tuple[int, ...]
+    smallest: tuple[int, ...]
     batch: tuple[int, int, int]
     torch: str
 
@@ -199,7 +201,7 @@ class EnginePredictor:
             self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
 
     def __call__(self, windows: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, K, X, Y, Z] float32 for windows [B, C, X, Y, Z] float32 on the engine's GPU.
+        """Return logits [B, K, *sides] float32 for windows [B, C, *sides] float32 on the engine's GPU.
 
         Raises:
             ValueError: shape, dtype or device is not what the engine was built for.
@@ -221,11 +223,13 @@ class EnginePredictor:
 
     def _check(self, windows: torch.Tensor) -> None:
         fewest, _, most = self.manifest.batch
-        if tuple(windows.shape[1:]) != self.manifest.window or not fewest <= len(windows) <= most:
-            raise ValueError(
-                f"windows {tuple(windows.shape)}: {self._plan} takes {fewest} to {most} windows of shape "
-                f"{self.manifest.window}"
-            )
+        smallest, largest = (fewest, *self.manifest.smallest), (most, *self.manifest.window)
+        shape = tuple(windows.shape)
+        fits = len(shape) == len(largest) and all(
+            least <= side <= bound for least, side, bound in zip(smallest, shape, largest, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"windows {shape}: {self._plan} takes shapes from {smallest} to {largest}")
         if windows.device != self.device or windows.dtype != torch.float32:
             raise ValueError(f"windows on {windows.device} in {windows.dtype}: float32 on {self.device} is needed")
 

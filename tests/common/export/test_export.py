@@ -48,7 +48,7 @@ def test_all_is_exported_and_recorded(tmp_path: Path, tiny: nn.Module, dices: Di
     for entry in (*content["onnx"], *content["engines"]):
         assert entry["sha256"] == sha256_of(Path(entry["path"]))
     assert content["onnx"][0]["max_abs_diff"] <= 1e-5 < content["onnx"][1]["max_abs_diff"] <= 1e-2
-    assert [entry["dice_delta"] for entry in content["onnx"]] == pytest.approx([0.0004, 0.003])
+    assert [entry["quality_delta"] for entry in content["onnx"]] == pytest.approx([0.0004, 0.003])
     assert [entry["reason"] for entry in content["onnx"]] == [None, None]
     for entry in content["engines"]:
         assert (entry["flavour"], entry["ran"]) == ("tensorrt_rtx", False)
@@ -72,7 +72,7 @@ def test_engines_that_run_pass_the_same_gate(tmp_path: Path, tiny: nn.Module, di
     record = export(tiny, tmp_path, dices(0.9, 0.9, 0.9, 0.9003, 0.896))
     assert [engine.ran for engine in record.engines] == [True, True]
     assert [engine.reason for engine in record.engines] == [None, None]
-    assert [engine.dice_delta for engine in record.engines] == pytest.approx([0.0003, 0.004])
+    assert [engine.quality_delta for engine in record.engines] == pytest.approx([0.0003, 0.004])
     differences = [engine.max_abs_diff for engine in record.engines]
     assert differences == [model.max_abs_diff for model in record.onnx]  # the stand-in computes the same
 
@@ -94,7 +94,7 @@ def test_fp16_engine_with_another_dice_is_refused_alone(
     assert (first.ran, first.reason) == (True, None)
     assert (second.ran, second.path, second.sha256) == (True, None, None)
     assert second.reason is not None
-    assert "model_fp16.plan: validation Dice 0.8000, 0.9000 in torch" in second.reason
+    assert "model_fp16.plan: validation quality 0.8000, 0.9000 in torch" in second.reason
     assert names(tmp_path) == {"model_fp32.onnx", "model_fp32.plan", "model_fp32.plan.json", "model_fp16.onnx"}
 
 
@@ -115,7 +115,7 @@ def test_network_that_half_precision_cannot_hold_stays_in_fp32(
 
 
 def test_changed_dice_of_the_fp32_model_is_an_error(tmp_path: Path, tiny: nn.Module, dices: Dices):
-    with pytest.raises(ParityError, match=r"model_fp32\.onnx: validation Dice 0\.8980, 0\.9000 in torch"):
+    with pytest.raises(ParityError, match=r"model_fp32\.onnx: validation quality 0\.8980, 0\.9000 in torch"):
         export(tiny, tmp_path, dices(0.9, 0.898), engine="none")
     assert names(tmp_path) == set()
 
@@ -124,7 +124,7 @@ def test_changed_dice_of_the_fp16_model_leaves_fp32(tmp_path: Path, tiny: nn.Mod
     record = export(tiny, tmp_path, dices(0.9, 0.9, 0.89), engine="none")
     assert record.no_engine == "switched off"
     assert record.onnx[1].reason is not None
-    assert "validation Dice 0.8900" in record.onnx[1].reason
+    assert "validation quality 0.8900" in record.onnx[1].reason
     assert names(tmp_path) == {"model_fp32.onnx"}
 
 

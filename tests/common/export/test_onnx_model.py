@@ -48,6 +48,18 @@ def test_precision_is_in_the_graph_and_float32_at_its_ends(exported: Path):
     assert {path.name for path in exported.iterdir()} == {"model_fp32.onnx", "model_fp16.onnx"}  # nothing beside them
 
 
+def test_free_sides_take_images_of_any_size_between(tmp_path: Path):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AvgPool2d(4, 1), nn.Conv2d(4, 1, 1)).eval()
+    path = export_onnx(network, tmp_path / "free.onnx", (3, 40, 40), "fp32", {}, smallest=(3, 8, 8))
+    assert [read_metadata(path)[name] for name in ("window", "smallest")] == ["3 40 40", "3 8 8"]
+    for shape in ((1, 3, 8, 8), (3, 3, 40, 24)):
+        image = torch.rand(shape)
+        with torch.no_grad():
+            expected = network(image)
+        assert (run(path, image) - expected).abs().max() < 1e-6
+
+
 def test_metadata_comes_back(exported: Path):
     assert read_metadata(exported / "model_fp16.onnx") == {
         "name": "small",
@@ -55,6 +67,7 @@ def test_metadata_comes_back(exported: Path):
         "batch": "1 2 4",
         "precision": "fp16",
         "window": "1 16 16 16",
+        "smallest": "1 16 16 16",
     }
 
 
@@ -118,5 +131,5 @@ def test_other_files_have_no_metadata(tmp_path: Path):
     with pytest.raises(ValueError, match=r"model\.onnx: no ONNX model"):
         read_metadata(path)
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph([], "empty", [], [])), str(path))
-    with pytest.raises(ValueError, match=r"model\.onnx: no `precision` and `window`"):
+    with pytest.raises(ValueError, match=r"model\.onnx: no `precision` in its metadata"):
         read_metadata(path)

@@ -15,6 +15,7 @@ import torch
 import common.export.tensorrt_engine
 import common.inference.tensorrt_host
 import common.inference.tensorrt_runtime
+from common.export.onnx_model import export_onnx
 from common.export.tensorrt_engine import build_engine, main, rebuild_engine
 from common.inference.tensorrt_host import RTX_TARGETS, EngineError, EngineUnavailableError
 from common.inference.tensorrt_runtime import EnginePredictor, deserialize, manifest_path, read_manifest
@@ -171,6 +172,15 @@ def test_full_tensorrt_is_called_the_same_way(folder: Path, fake_tensorrt: Insta
     assert predict(torch.zeros(3, 1, 16, 16, 16)).shape == (3, 2, 16, 16, 16)
 
 
+def test_free_sides_are_in_the_profile(tmp_path: Path, fake_tensorrt: InstallFake):
+    trt = fake_tensorrt()
+    network = torch.nn.Conv2d(3, 1, 3)
+    export_onnx(network, tmp_path / "model_fp32.onnx", (3, 40, 40), "fp32", {}, smallest=(3, 8, 8))
+    build_engine(tmp_path / "model_fp32.onnx", tmp_path / "model_fp32.plan", batch=(1, 2, 4))
+    assert ("set_shape", "image", (1, 3, 8, 8), (2, 3, 40, 40), (4, 3, 40, 40)) in trt.calls
+    assert read_manifest(tmp_path / "model_fp32.plan").smallest == (3, 8, 8)
+
+
 @pytest.mark.parametrize(
     ("fail", "message"),
     [
@@ -194,7 +204,7 @@ def test_the_real_parser_names_what_it_does_not_know(tmp_path: Path):
     ends = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["b", 1, 8, 8, 8]) for n in ("image", "out")]
     node = onnx.helper.make_node("Frobnicate", ["image"], ["out"], domain="nobody")
     model: Any = onnx.helper.make_model(onnx.helper.make_graph([node], "odd", ends[:1], ends[1:]))
-    onnx.helper.set_model_props(model, {"precision": "fp32", "window": "1 8 8 8"})
+    onnx.helper.set_model_props(model, {"precision": "fp32", "window": "1 8 8 8", "smallest": "1 8 8 8"})
     onnx.save(model, str(tmp_path / "odd.onnx"))
     with pytest.raises(EngineError, match=r"odd\.onnx: TensorRT cannot read the model \(.*Frobnicate"):
         build_engine(tmp_path / "odd.onnx", tmp_path / "odd.plan", batch=(1, 1, 1), flavour="tensorrt_rtx")
@@ -239,7 +249,7 @@ def test_command_without_a_plan_or_a_batch(tmp_path: Path, folder: Path, fake_te
     fake_tensorrt()
     assert rebuild_engine(folder / "model_fp32.plan").path == str(folder / "model_fp32.plan")
     model: Any = onnx.load(folder / "model_fp32.onnx")
-    onnx.helper.set_model_props(model, {"precision": "fp32", "window": "1 16 16 16"})
+    onnx.helper.set_model_props(model, {"precision": "fp32", "window": "1 16 16 16", "smallest": "1 16 16 16"})
     onnx.save(model, str(tmp_path / "old.onnx"))
     with pytest.raises(ValueError, match=r"old\.onnx: no `batch`"):
         rebuild_engine(tmp_path / "old.plan")

@@ -44,7 +44,17 @@ def plan(tmp_path: Path) -> Path:
     path.write_bytes(model.SerializeToString())
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     manifest = EngineManifest(
-        "model_fp32.onnx", digest, digest, "tensorrt", "11.4.0", ("9.0",), "fp32", (1, 4, 4, 4), (1, 2, 3), "2.13.0"
+        "model_fp32.onnx",
+        digest,
+        digest,
+        "tensorrt",
+        "11.4.0",
+        ("9.0",),
+        "fp32",
+        (1, 4, 4, 4),
+        (1, 4, 4, 4),
+        (1, 2, 3),
+        "2.13.0",
     )
     write_json(manifest_path(path), asdict(manifest))
     return path
@@ -80,9 +90,9 @@ def test_engine_takes_windows_of_any_memory_layout(plan: Path, fake_tensorrt: In
 @pytest.mark.parametrize(
     ("windows", "message"),
     [
-        (torch.zeros(4, 1, 4, 4, 4), r"takes 1 to 3 windows of shape \(1, 4, 4, 4\)"),
-        (torch.zeros(0, 1, 4, 4, 4), "takes 1 to 3 windows"),
-        (torch.zeros(2, 1, 4, 4, 5), "takes 1 to 3 windows"),
+        (torch.zeros(4, 1, 4, 4, 4), r"takes shapes from \(1, 1, 4, 4, 4\) to \(3, 1, 4, 4, 4\)"),
+        (torch.zeros(0, 1, 4, 4, 4), "takes shapes from"),
+        (torch.zeros(2, 1, 4, 4, 5), "takes shapes from"),
         (torch.zeros(2, 1, 4, 4, 4).half(), "float16: float32 on cpu is needed"),
         (torch.zeros(2, 1, 4, 4, 4, device="meta"), "windows on meta"),
     ],
@@ -93,6 +103,16 @@ def test_engine_refuses_other_windows(plan: Path, fake_tensorrt: InstallFake, wi
     with pytest.raises(ValueError, match=message):
         predict(windows)
     assert ("execute_async_v3", 0) not in trt.calls
+
+
+def test_free_sides_have_bounds_of_their_own(plan: Path, fake_tensorrt: InstallFake):
+    fake_tensorrt()
+    change_manifest(plan, smallest=(1, 4, 2, 4))
+    predict = EnginePredictor(plan, CPU)
+    predict._check(torch.zeros(2, 1, 4, 3, 4))
+    for sides in ((4, 1, 4), (4, 5, 4), (3, 4, 4)):
+        with pytest.raises(ValueError, match=r"takes shapes from \(1, 1, 4, 2, 4\) to \(3, 1, 4, 4, 4\)"):
+            predict(torch.zeros(2, 1, *sides))
 
 
 @pytest.mark.parametrize("which", ["plan", "onnx"])
