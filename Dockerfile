@@ -15,6 +15,7 @@ COPY data_scripts data_scripts
 COPY models models
 RUN python3 -m venv /venv \
     && /venv/bin/pip install --no-cache-dir -c constraints.txt -e '.[rtx]' \
+    && /venv/bin/pip install --no-cache-dir --no-deps -c constraints.txt cucim-cu13 click lazy-loader \
     && useradd --create-home medspeed \
     && install -d -o medspeed /app/runs
 

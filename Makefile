@@ -18,6 +18,8 @@ setup-dev: .venv/installed-dev
 	@echo "setting up .venv (about a minute, once)"
 	$(PYTHON) -m venv .venv
 	$(INSTALL) -e '.[rtx]'
+	@# cuCIM reads slides without a GPU, but asks for 2 GB of CUDA packages; with a GPU: pip install -e '.[gpu]'
+	@if [ "$$(uname -s)" = Linux ]; then $(INSTALL) --no-deps cucim-cu13 click lazy-loader; fi
 	@touch $@
 
 .venv/installed-dev: .venv/installed
