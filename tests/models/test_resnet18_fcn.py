@@ -1,0 +1,42 @@
+import pytest
+import torch
+from torch import nn
+
+from models.resnet18_fcn import RECEPTIVE_FIELD, STRIDE, resnet18_fcn
+
+
+@pytest.fixture(scope="module")
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return resnet18_fcn(96).eval()
+
+
+def test_a_patch_has_one_logit_and_an_image_one_per_stride(network: nn.Module):
+    with torch.no_grad():
+        assert network(torch.zeros(2, 3, 96, 96)).shape == (2, 1, 1, 1)
+        assert network(torch.zeros(1, 3, 96 + 3 * STRIDE, 96 + STRIDE)).shape == (1, 1, 4, 2)
+
+
+def test_names_and_number_of_weights_are_those_of_torchvision(network: nn.Module):
+    """TorchVision's ResNet-18 has 11,689,512 weights, 513,000 of them in its last layer."""
+    features = network.features
+    assert isinstance(features, nn.Module)
+    names = set(features.state_dict())
+    assert {"conv1.weight", "bn1.running_var", "layer2.0.downsample.0.weight", "layer4.1.conv2.weight"} <= names
+    assert not any(name.startswith("fc.") for name in names)
+    assert sum(weight.numel() for weight in features.parameters()) == 11_689_512 - 513_000
+    assert "layer2.0.downsample.0.bias" not in names
+
+
+def test_the_receptive_field_is_what_it_is_said_to_be():
+    """The gradient of one cell of the last features reaches that many pixels, on each axis."""
+    torch.manual_seed(0)
+    network = resnet18_fcn(32).eval()  # its pool is one cell
+    image = torch.randn(1, 3, 32 * 25, 32 * 25, requires_grad=True)
+    logits = network(image)
+    logits[0, 0, 12, 12].backward()
+    assert image.grad is not None
+    touched = image.grad.abs().sum((0, 1)).nonzero()
+    extent = touched.amax(0) - touched.amin(0) + 1
+    assert extent.max() <= RECEPTIVE_FIELD
+    assert extent.min() > RECEPTIVE_FIELD - 32  # the outermost weights may be near nothing
