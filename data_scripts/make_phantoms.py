@@ -17,9 +17,10 @@ from nibabel.filebasedimages import ImageFileError
 
 from common.files import sha256_of
 from data_scripts import scans_ct, scans_mr
-from data_scripts.phantom_sets import Parameters, Scan, write_set
+from data_scripts.phantom_sets import Scan, write_set
 from data_scripts.phantoms_mr import CHANNELS, LABELS
 from data_scripts.scans_ct import Size
+from data_scripts.set_folder import Parameters
 
 CT_VERSION = 1  # raised when the same parameters give other scans
 MRI_VERSION = 1  # likewise

@@ -143,7 +143,7 @@ def test_changed_labels_are_another_set(labels: Path, tmp_path: Path) -> None:
     make_ct_phantoms(tmp_path / "out", 1, labels=labels, progress=False)
     file = labels / "labelsTr" / "spleen_12.nii.gz"
     nib.save(nib.Nifti1Image(np.ones((9, 9, 9), np.uint8), np.eye(4)), file)
-    with pytest.raises(ValueError, match="holds another phantom set \\(labels_sha256"):
+    with pytest.raises(ValueError, match="holds another set \\(labels_sha256"):
         make_ct_phantoms(tmp_path / "out", 1, labels=labels, progress=False)
 
 

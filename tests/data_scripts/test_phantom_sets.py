@@ -9,7 +9,8 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from data_scripts.phantom_sets import Parameters, Scan, write_set
+from data_scripts.phantom_sets import Scan, write_set
+from data_scripts.set_folder import Parameters
 
 AFFINE = np.array([[0, -2.0, 0, 5], [1.5, 0, 0, -7], [0, 0, 3.0, 11], [0, 0, 0, 1]])
 NAMES = ["a", "b", "c", "d"]
@@ -109,7 +110,7 @@ def test_an_interrupted_run_has_no_dataset_json_and_is_finished_by_the_next(tmp_
         write(tmp_path / "set", draw=fail_at(3))
     assert not (tmp_path / "set" / "dataset.json").exists()
     left = contents(tmp_path / "set")
-    with pytest.raises(ValueError, match=r"holds another phantom set \(seed 0 instead of 1\): name another folder"):
+    with pytest.raises(ValueError, match=r"holds another set \(seed 0 instead of 1\): name another folder"):
         write(tmp_path / "set", parameters={**PARAMETERS, "seed": 1})
     assert contents(tmp_path / "set") == left
     (tmp_path / "set" / "imagesTr" / ".part-x-a.nii.gz").write_bytes(b"torn")

@@ -1,0 +1,246 @@
+"""The slide maker: its command line, its sets, and that the task stays a task."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tifffile
+from PIL import Image, ImageDraw
+from scipy.stats import rankdata
+
+from data_scripts.make_slides import SLIDES_VERSION, main, make_slides
+from data_scripts.slide_sets import Entry
+from data_scripts.slides_scene import draw_slide
+
+SCRIPT = Path(__file__).resolve().parents[2] / "data_scripts" / "make_slides.py"
+SIZE = 1024
+PATCH = 128  # px
+IMAGES = {f"training/images/{s}.tif" for s in ("normal_001", "normal_002", "tumor_001", "tumor_002", "tumor_003")}
+IMAGES |= {f"testing/images/test_00{n}.tif" for n in (1, 2, 3)}
+TRUTHS = {f"training/annotations/tumor_00{n}.xml" for n in (1, 2, 3)}
+TRUTHS |= {f"training/masks/tumor_00{n}_mask.tif" for n in (1, 2, 3)}
+TRUTHS |= {f"testing/annotations/test_00{n}.xml" for n in (1, 3)}
+TRUTHS |= {f"testing/masks/test_00{n}_mask.tif" for n in (1, 3)}
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_slides(tmp_path_factory.mktemp("slides") / "set", 5, 3, SIZE, progress=False)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_set_is_in_the_layout_of_camelyon16(slides: Path) -> None:
+    assert set(contents(slides)) == IMAGES | TRUTHS | {"slides.json", "testing/reference.csv"}
+    listed = json.loads((slides / "slides.json").read_text())
+    assert listed["synthetic"] is True
+    assert "not for clinical use" in listed["licence"]
+    assert listed["training"] == ["normal_001", "normal_002", "tumor_001", "tumor_002", "tumor_003"]
+    assert listed["testing"] == ["test_001", "test_002", "test_003"]
+    expected = {"kind": "slides", "version": SLIDES_VERSION, "training": 5, "testing": 3, "size": SIZE, "seed": 0}
+    assert listed["phantom"] == expected
+
+
+def test_the_reference_tells_tumour_slides_and_the_size_of_their_metastases(slides: Path) -> None:
+    rows = [line.split(",") for line in (slides / "testing" / "reference.csv").read_text().splitlines()]
+    assert [(row[0], row[1]) for row in rows] == [("test_001", "Tumor"), ("test_002", "Normal"), ("test_003", "Tumor")]
+    assert rows[1] == ["test_002", "Normal", "None", "None"]
+    for stem, _, _, extent in (rows[0], rows[2]):
+        boxes = [np.ptp(points, axis=0) for group, points in polygons(slides / f"testing/annotations/{stem}.xml")]
+        # the long axis lies between the longer side of the box around a lesion and the diagonal of that box
+        least, most = max(box.max() for box in boxes) * 0.5, max(np.hypot(*box) for box in boxes) * 0.5
+        assert (least <= 300) if extent == "micro" else (most > 300)
+
+
+def polygons(path: Path) -> list[tuple[str, npt.NDArray[np.float64]]]:
+    root = ElementTree.parse(path).getroot()
+    assert root.tag == "ASAP_Annotations"
+    groups = {group.attrib["Name"] for group in root.findall("AnnotationGroups/Group")}
+    found = []
+    for number, entry in enumerate(root.findall("Annotations/Annotation")):
+        assert (entry.attrib["Name"], entry.attrib["Type"]) == (f"Annotation {number}", "Polygon")
+        assert entry.attrib["PartOfGroup"] in groups
+        points = entry.findall("Coordinates/Coordinate")
+        assert [point.attrib["Order"] for point in points] == [str(order) for order in range(len(points))]
+        xy = np.array([[float(point.attrib["X"]), float(point.attrib["Y"])] for point in points])
+        found.append((entry.attrib["PartOfGroup"], xy))
+    return found
+
+
+@pytest.mark.parametrize("stem", ["training/{}/tumor_001", "training/{}/tumor_002", "testing/{}/test_003"])
+def test_masks_and_annotations_agree(slides: Path, stem: str) -> None:
+    mask = tifffile.imread(slides / f"{stem.format('masks')}_mask.tif", key=0)
+    painted = Image.new("1", mask.shape[::-1])
+    found = polygons(slides / f"{stem.format('annotations')}.xml")
+    assert 1 <= sum(group in {"_0", "_1", "Tumor"} for group, _ in found) <= 5
+    for group, points in sorted(found, key=lambda polygon: polygon[0] in {"_2", "Exclusion"}):
+        ImageDraw.Draw(painted).polygon([(x - 0.5, y - 0.5) for x, y in points], fill=group not in {"_2", "Exclusion"})
+    truth = np.asarray(painted)
+    assert truth.any()
+    assert 2 * (truth & (mask == 1)).sum() / (truth.sum() + (mask == 1).sum()) > 0.98
+
+
+def test_masks_lie_on_tissue(slides: Path) -> None:
+    for number in (1, 2, 3):
+        image = tifffile.imread(slides / f"training/images/tumor_00{number}.tif", key=3).astype(np.int16)
+        mask = tifffile.imread(slides / f"training/masks/tumor_00{number}_mask.tif", key=3)
+        tissue = np.ptp(image, axis=2) > 15
+        assert tissue[mask == 1].mean() > 0.85 > tissue.mean()
+
+
+def test_same_seed_same_bytes_whatever_the_cores(slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    again = contents(make_slides(tmp_path / "again", 2, 2, SIZE, progress=False))
+    first = contents(slides)
+    # fewer slides: the ones there are the same, since each depends on the seed, its kind and its number alone
+    same = {name: data == first[name] for name, data in again.items() if name.endswith((".tif", ".xml"))}
+    assert all(same.values())
+    assert len(same) == 8
+
+
+def test_another_seed_gives_other_slides() -> None:
+    one, two = (draw_slide(512, True, Entry("tumor_001", "training", 1, True).generator(seed)) for seed in (0, 1))
+    assert not np.array_equal(one.image, two.image)
+    assert not np.array_equal(one.mask, two.mask)
+
+
+def test_an_interrupted_set_is_gone_on_with(slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+
+    def draw_or_fail(size: int, tumour: bool, rng: np.random.Generator) -> object:
+        calls.append(tumour)
+        if len(calls) == 3:
+            raise OSError("no space left on device")
+        return draw_slide(size, tumour, rng)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    with monkeypatch.context() as patched:
+        patched.setattr("data_scripts.slide_sets.draw_slide", draw_or_fail)
+        with pytest.raises(OSError, match="no space left"):
+            make_slides(tmp_path, 2, 2, SIZE, progress=False)
+    assert not (tmp_path / "slides.json").exists()
+    left = contents(tmp_path)
+    assert "training/images/tumor_001.tif" in left
+    with pytest.raises(ValueError, match=r"holds another set \(seed 0 instead of 1\): name another folder"):
+        make_slides(tmp_path, 2, 2, SIZE, seed=1, progress=False)
+    assert contents(tmp_path) == left
+    made = contents(make_slides(tmp_path, 2, 2, SIZE, progress=False))
+    first = contents(slides)
+    assert {name for name in made if name.endswith((".tif", ".xml"))} <= set(first)
+    assert all(data == first[name] for name, data in made.items() if name.endswith((".tif", ".xml")))
+    assert "unfinished.json" not in made
+
+
+def test_a_whole_set_is_left_alone(slides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(slides)
+    monkeypatch.setattr("data_scripts.slide_sets.draw_slide", None)
+    make_slides(slides, 5, 3, SIZE, progress=False)
+    assert contents(slides) == before
+
+
+def features(seed: int, number: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Return mean and deviation of R, G, B of the patches of a slide [N, 6], and which are tumour [N]."""
+    side = 1536 // PATCH
+    slide = draw_slide(1536, number % 2 == 1, np.random.default_rng([seed, number]))
+    patches = slide.image.reshape(side, PATCH, side, PATCH, 3).swapaxes(1, 2).reshape(-1, PATCH * PATCH, 3)
+    share = slide.mask.reshape(side, PATCH, side, PATCH).mean(axis=(1, 3)).ravel()
+    tissue = (np.ptp(patches, axis=2) > 25).mean(axis=1) > 0.5
+    kept = tissue & ((share > 0.5) | (share == 0))
+    means, deviations = patches[kept].mean(axis=1), patches[kept].std(axis=1)
+    return np.concatenate([means, deviations], axis=1), share[kept] > 0.5
+
+
+def logistic(x: npt.NDArray[np.float64], y: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """Return the weights of a logistic regression with both classes weighing the same, by Newton steps."""
+    weight = np.where(y, 0.5 / y.sum(), 0.5 / (~y).sum())
+    w = np.zeros(x.shape[1])
+    for _ in range(25):
+        p = 1 / (1 + np.exp(-x @ w))
+        hessian = (x.T * (weight * p * (1 - p))) @ x + 1e-3 * np.eye(len(w))
+        w -= np.linalg.solve(hessian, x.T @ (weight * (p - y)) + 1e-3 * w)
+    return w
+
+
+def auc(scores: npt.NDArray[np.float64], y: npt.NDArray[np.bool_]) -> float:
+    ranks = rankdata(scores)
+    return float((ranks[y].sum() - y.sum() * (y.sum() + 1) / 2) / (y.sum() * (~y).sum()))
+
+
+def held_out_auc(slides: list[tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]]) -> float:
+    """Return the mean patch AUC of two halves of the slides, each judged by the regression of the other."""
+    x = np.concatenate([slide[0] for slide in slides])
+    mean, deviation = x.mean(axis=0), x.std(axis=0)
+    halves = []
+    for half in (0, 1):
+        chosen = [slide for number, slide in enumerate(slides) if number // 2 % 2 == half]
+        scaled = (np.concatenate([slide[0] for slide in chosen]) - mean) / deviation
+        halves.append((np.c_[scaled, np.ones(len(scaled))], np.concatenate([slide[1] for slide in chosen])))
+    return float(np.mean([auc(halves[1 - i][0] @ logistic(*halves[i]), halves[1 - i][1]) for i in (0, 1)]))
+
+
+def test_colour_alone_does_not_tell_tumour() -> None:
+    slides = [features(3, number) for number in range(12)]
+    assert sum(int(y.sum()) for _, y in slides) > 80
+    assert held_out_auc(slides) <= 0.75
+    # and the regression is no straw man: where tumour is a little darker it finds it
+    darker = [(x - 60 * y[:, None] * np.eye(6)[0], y) for x, y in slides]
+    assert held_out_auc(darker) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--training", "1"], "--training 1: at least 2 slides"),
+        (["--testing", "0"], "--testing 0: at least 2 slides"),
+        (["--size", "300"], "--size 300: must be 512 to 65535 px"),
+        (["--seed", "-1"], "--seed -1: must be 0 or more"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    assert main(["--to", str(tmp_path / "out"), *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"make_slides.py: error: {complaint}")
+    assert shown.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "text"), [("notes.txt", "mine"), ("slides.json", "[1]"), ("unfinished.json", "{")])
+def test_a_folder_with_other_things_is_refused_and_untouched(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"holds other files \\({name}\\): name a new or empty folder"):
+        make_slides(tmp_path, progress=False)
+    assert contents(tmp_path) == {name: text.encode()}
+
+
+def test_mistyped_options_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--to", "out", "--train", "4"])
+    assert stopped.value.code == 2
+    assert "--train" in capsys.readouterr().err
+
+
+def test_it_runs_from_another_folder_without_torch(tmp_path: Path) -> None:
+    # an import of torch or monai would fail: they are hidden behind broken twins
+    for name in ("torch", "monai"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('a data script needs no torch')")
+    command = [sys.executable, str(SCRIPT), "--to", "made", "--training", "2", "--testing", "2", "--size", "512"]
+    ran = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "synthetic slides" in ran.stdout
+    assert (tmp_path / "made" / "slides.json").is_file()
+
+
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    assert "python data_scripts/make_slides.py --to" in capsys.readouterr().out
