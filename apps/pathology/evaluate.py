@@ -1,0 +1,147 @@
+"""Judge scans of slides by a reference: Camelyon16's two scores, lesions found (FROC) and slides told apart (AUC)."""
+
+from apps.pathology.options import EvaluateConfig
+from common.config import parse_config
+
+if __name__ == "__main__":
+    CONFIG = parse_config(EvaluateConfig, {}, description=__doc__)  # before torch: --help answers at once
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from apps.pathology.annotations import tumour_mask
+from apps.pathology.froc import Detections, FrocResult, LesionMap, auc, find_lesions, froc, is_scored
+from apps.pathology.froc_report import draw_froc, write_froc_csv
+from apps.pathology.outputs import read_detections_csv
+from apps.pathology.slide_set import SlideEntry, read_slide_set
+from common.files import write_json
+from common.observe.run import one_line_errors
+
+# Camelyon16's slides of 0.243 um at level 6, at which MONAI's LesionFROC judges (the challenge's own code: level 5).
+MASK_MPP = 0.243 * 64
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A scanned slide with its reference.
+
+    Attributes:
+        name: of the slide.
+        tumour: whether it has any.
+        probability: greatest of its map.
+        lesions: at about 15.6 um per pixel; None without tumour.
+        detections: in pixels of `lesions`.
+        mask_mpp: um per pixel of `lesions`; None without tumour.
+    """
+
+    name: str
+    tumour: bool
+    probability: float
+    lesions: LesionMap | None
+    detections: Detections
+    mask_mpp: float | None
+
+
+def main(config: EvaluateConfig) -> int:
+    """Score the scanned slides that have a reference; write froc.json, froc.csv and froc.png beside them."""
+    judged, left_out = _judge_all(config)
+    for name, reason in left_out.items():
+        tqdm.write(f"{name}: left out, {reason}")
+    result = _froc_of(judged)
+    slide_auc = _auc_of(judged)
+    sizes = sorted({round(each.mask_mpp, 4) for each in judged if each.mask_mpp is not None})
+    content: dict[str, Any] = {
+        "froc": None if result is None else result.score,
+        "sensitivities": None if result is None else list(result.at_rates),
+        "lesions": 0 if result is None else result.lesions,
+        "slide_auc": slide_auc,
+        "mask_mpp": sizes,
+        "slides": {each.name: {"tumour": each.tumour, "probability": each.probability} for each in judged},
+        "left_out": left_out,
+    }
+    write_json(config.scans / "froc.json", content)
+    if result is None:
+        print(f"FROC: none, for lack of lesions larger than isolated tumour cells in {len(judged)} slides")
+    else:
+        write_froc_csv(config.scans / "froc.csv", result)
+        draw_froc(config.scans / "froc.png", result)
+        at = " and ".join(f"{size:g}" for size in sizes)
+        print(f"FROC: {result.score:.4f}, {result.lesions} lesions in {result.slides} slides, masks at {at} um")
+    kinds = f"{sum(each.tumour for each in judged)} slides with tumour, {len(judged)} in all"
+    print(f"slide AUC: {'none, it needs both kinds' if slide_auc is None else f'{slide_auc:.4f}'}, {kinds}")
+    return 0
+
+
+def _judge_all(config: EvaluateConfig) -> tuple[list[Judged], dict[str, str]]:
+    """Return the scanned slides with their reference, and why others were left out."""
+    slides = read_slide_set(config.data)
+    entries = {entry.name: entry for entry in (*slides.training, *slides.testing)}
+    records = sorted(config.scans.glob("*/slide.json"))
+    if not records:
+        raise FileNotFoundError(f"{config.scans}: holds no finished scans (NAME/slide.json): scan slides into it first")
+    judged, left_out = [], {}
+    for record in tqdm(records, unit="slide", desc="reference", leave=False):
+        scan = json.loads(record.read_text(encoding="utf-8"))
+        entry = entries.get(scan["name"])
+        reason = _why_not(entry, scan)
+        if entry is None or reason is not None:
+            left_out[scan["name"]] = str(reason)
+            continue
+        judged.append(_judge(entry, scan, read_detections_csv(record.with_name("detections.csv"))))
+    if not judged:
+        raise ValueError(f"{config.scans}: none of its {len(records)} scans has a reference in {config.data}")
+    return judged, left_out
+
+
+def _why_not(entry: SlideEntry | None, scan: dict[str, Any]) -> str | None:
+    """Return why a scan cannot be judged, or None where it can."""
+    if entry is None:
+        return "it is not in the set of slides"
+    if not is_scored(entry.name):
+        return "Camelyon16 does not score it (a duplicate, or annotated in part)"
+    if entry.tumour and entry.mask is None and entry.annotation is None:
+        return f"it has tumour, but neither a mask ({entry.name}_mask.tif) nor an annotation ({entry.name}.xml)"
+    if entry.tumour and scan["mpp"] is None:
+        return "the slide gives no pixel size, and lesions are measured in um"
+    return None
+
+
+def _judge(entry: SlideEntry, scan: dict[str, Any], found: Detections) -> Judged:
+    if not entry.tumour:
+        return Judged(entry.name, False, scan["probability"], None, found, None)
+    # Levels lie a factor of two apart: the coarsest within a half-step of the wanted one is the nearest.
+    coarsest = max(1.0, MASK_MPP * math.sqrt(2) / scan["mpp"])
+    width, height = scan["size"]
+    truth = tumour_mask(entry.mask, entry.annotation, width, height, coarsest)
+    mpp, sides = scan["mpp"] * truth.downsample, np.array(truth.mask.shape) - 1
+    # A cell's centre may lie beyond the slide's edge, and so beyond the mask's.
+    y, x = np.minimum(np.stack([found.y, found.x]) // truth.downsample, sides[:, None])
+    return Judged(
+        entry.name, True, scan["probability"], find_lesions(truth.mask, mpp), Detections(x, y, found.scores), mpp
+    )
+
+
+def _froc_of(judged: list[Judged]) -> FrocResult | None:
+    """Return the free-response curve, or None where there is no lesion to be found."""
+    maps = [each.lesions for each in judged if each.lesions is not None]
+    if not any(set(range(1, int(each.labels.max()) + 1)) - set(each.isolated) for each in maps):
+        return None
+    return froc([(each.lesions, each.detections) for each in judged])
+
+
+def _auc_of(judged: list[Judged]) -> float | None:
+    """Return the AUC of slides, or None where all have tumour or none has."""
+    labels = np.array([each.tumour for each in judged])
+    if labels.all() or not labels.any():
+        return None
+    return auc(labels, np.array([each.probability for each in judged]))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        raise SystemExit(main(CONFIG))

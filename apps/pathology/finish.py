@@ -1,0 +1,121 @@
+"""The end of a training run: the figures it is judged by, its exports, its summary."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from apps.pathology.config import PathologyConfig
+from apps.pathology.data import all_scores, figures, patch_scores
+from apps.pathology.froc import auc
+from apps.pathology.model import PathologyModel, normalised
+from apps.pathology.patch_store import Patches
+from apps.pathology.tables import Tables
+from common.export.best import by_precision, say_exported
+from common.export.export import EngineChoice, ExportRecord, export_model
+from common.files import sha256_of
+from common.inference.predictors import Predictor, torch_predictor
+from common.observe.run import Run
+from common.observe.summary import Quality, RunSummary, write_summary
+from common.training.distributed import Ranks
+from common.training.fit import Fitted
+
+_GATE_PATCHES = 1024  # the gate scores so many validation patches with each export
+_GATE_TILES = 1
+
+
+def judge(best: nn.Module, validation: Patches, testing: Patches | None, run: Run, ranks: Ranks) -> Quality:
+    """Return the patch AUC of the best weights: on the patches for testing where there are some."""
+    found: dict[str, float] = {}
+    with run.clock.stage("validate"):
+        for name, patches in (("validation", validation), ("testing", testing)):
+            if patches is not None:
+                scores = all_scores(patches, torch_predictor(best), ranks, run.device)
+                found |= {f"{name} {figure}": value for figure, value in figures(patches, scores).items()}
+    judged = "validation" if testing is None else "testing"
+    run.say("patches: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+    name = f"patch AUC, {judged} patches, best weights"
+    return Quality(name, found[f"{judged} AUC"], found, selected_on="validation", per_region={})
+
+
+def export_best(
+    best: nn.Module, validation: Patches, model: PathologyModel, engine: EngineChoice, run: Run
+) -> ExportRecord:
+    """Export the best weights behind the gate (logits of tiles, AUC of validation patches), and say what came of it.
+
+    The models take images of any size from a patch to a tile.
+    """
+    rows = _alternating(validation.label)[:_GATE_PATCHES]
+    run.say(f"gate: each export is judged on {len(rows)} validation patches")
+
+    def evaluate(predictor: Predictor) -> float:
+        scores = [patch_scores(validation, predictor, run.device, row[None]) for row in rows]
+        return auc(validation.label[rows], torch.cat(scores).cpu().numpy())
+
+    with run.clock.stage("export"):
+        record = export_model(
+            best,
+            windows=_tiles(validation, model),
+            evaluate=evaluate,
+            folder=run.directory / "exports",
+            batch=(1, model.tile_batch, max(4, model.tile_batch)),
+            metadata={
+                "name": "medspeed pathology",
+                "labels": "normal tumour",
+                "weights_sha256": sha256_of(run.directory / "best.safetensors"),
+            },
+            engine=engine,
+            smallest=(3, model.patch_size, model.patch_size),
+        )
+    say_exported(record, run)
+    return record
+
+
+def finish(
+    config: PathologyConfig,
+    tables: Tables,
+    model: PathologyModel,
+    fitted: Fitted,
+    quality: Quality,
+    exported: ExportRecord,
+    run: Run,
+    ranks: Ranks,
+) -> RunSummary:
+    """Write `summary.json` and say where everything lies."""
+    summary = RunSummary(
+        app="pathology",
+        recipe=config.recipe,
+        data={"folder": str(tables.folder), "name": tables.name, "synthetic": tables.synthetic},
+        held_out=True,
+        device=str(run.device),
+        ranks=ranks.world,
+        precision=model.precision,
+        seed=config.seed,
+        cases={"training": len(tables.training), "validation": len(tables.validation)},
+        steps=fitted.steps,
+        quality=quality,
+        working_grid={"best": fitted.best, "last": fitted.last, "best_epoch": fitted.best_epoch},
+        seconds=run.clock.seconds(),
+        onnx=by_precision(exported.onnx),
+        engine=by_precision(exported.engines) if exported.engines else {"ran": False, "reason": exported.no_engine},
+    )
+    write_summary(run.directory, summary)
+    seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary.seconds.items())
+    run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}")
+    return summary
+
+
+def _alternating(label: np.ndarray) -> np.ndarray:
+    """Return all row numbers, tumour and normal in turn while both last."""
+    places = np.concatenate([np.arange(np.count_nonzero(label == value)) for value in (0, 1)])
+    rows = np.concatenate([np.flatnonzero(label == value) for value in (0, 1)])
+    return rows[np.argsort(places, kind="stable")]
+
+
+def _tiles(validation: Patches, model: PathologyModel) -> torch.Tensor:
+    """Return tiles [N, 3, T, T] float32 of real patches side by side."""
+    side = -(-model.tile_size // model.patch_size)
+    rows = np.resize(_alternating(validation.label), _GATE_TILES * side * side)
+    patches = normalised(torch.from_numpy(validation.pixels[rows]).permute(0, 2, 3, 1))
+    grid = patches.reshape(_GATE_TILES, side, side, 3, model.patch_size, model.patch_size)
+    tiles = grid.permute(0, 3, 1, 4, 2, 5).reshape(_GATE_TILES, 3, side * model.patch_size, side * model.patch_size)
+    return tiles[:, :, : model.tile_size, : model.tile_size].contiguous()

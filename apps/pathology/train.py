@@ -1,0 +1,112 @@
+"""Train a detector of metastases on patches of whole-slide images: from slides to a checked TensorRT engine."""
+
+from apps.pathology.config import RUNS, PathologyConfig, parse_pathology_config
+
+if __name__ == "__main__":
+    CONFIG = parse_pathology_config()  # before torch is loaded, so that --help and a mistyped flag answer at once
+
+
+import torch
+
+from apps.pathology.data import decoded, shared_validation, training_batches
+from apps.pathology.finish import export_best, finish, judge
+from apps.pathology.patch_store import Patches
+from apps.pathology.plan import PathologyPlan, decide, plan_run
+from apps.pathology.tables import Tables, find_tables
+from apps.pathology.weights import initialise_from
+from common.config import config_to_yaml
+from common.data.slide_pool import SlidePool
+from common.observe.host_memory import keep_freed_memory
+from common.observe.run import Run, one_line_errors, start_run
+from common.observe.summary import RunSummary
+from common.training.compiling import compile_network
+from common.training.distributed import Ranks, join_ranks
+from common.training.fit import Fitted, fit
+from common.training.losses import binary_cross_entropy
+from common.training.optimizers import build_optimizer
+
+
+def main(config: PathologyConfig) -> RunSummary | None:
+    """Train on the processes that torchrun started, or on this one; the leader alone returns the summary."""
+    with join_ranks(config.device) as ranks:
+        pool = SlidePool(reader=config.reader)
+        try:
+            return train(config, ranks, pool)
+        finally:
+            pool.close()
+
+
+def train(config: PathologyConfig, ranks: Ranks, pool: SlidePool) -> RunSummary | None:
+    """Go the whole way: patches, plan, batches, training, quality, export, summary."""
+    run = start_run(RUNS, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
+    if run.device.type == "cpu":
+        keep_freed_memory()
+    run.say(
+        f"run {run.directory}: recipe {config.recipe}, device {run.device}, ranks {ranks.world}, seed {config.seed}"
+    )
+    with run.clock.stage("prepare"):
+        tables = find_tables(config, run, ranks, pool)
+    digests = (tables.training.digest(), tables.validation.digest())
+    count = len(tables.training)
+    chosen = plan_run(config, tables.training.size, tables.mpp, count, digests, run.device, ranks.world)
+    plan = decide(chosen, config, run, ranks)
+
+    validation = decoded(tables.validation, config, run, ranks, pool)
+    fitted = train_network(tables, validation, plan, config, run, ranks, pool)
+    best = plan.model.build().to(run.device).eval()
+    best.load_state_dict(fitted.weights)
+    testing = decoded(tables.testing, config, run, ranks, pool) if tables.testing is not None else None
+    quality = judge(best, validation, testing, run, ranks)
+    if not ranks.leader:
+        return None
+    exported = export_best(best, validation, plan.model, config.engine, run)
+    return finish(config, tables, plan.model, fitted, quality, exported, run, ranks)
+
+
+def train_network(
+    tables: Tables,
+    validation: Patches,
+    plan: PathologyPlan,
+    config: PathologyConfig,
+    run: Run,
+    ranks: Ranks,
+    pool: SlidePool,
+) -> Fitted:
+    """Build the network and the source of its batches, and train."""
+    model = plan.model
+    network = model.build()
+    if config.init is not None and not (run.directory / "checkpoints" / "last").exists():
+        run.say(initialise_from(network, config.init))
+    network = network.to(run.device)
+    if config.channels_last:
+        network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    batches = training_batches(tables, plan, config, run, ranks, pool)
+    with run.clock.stage("compile"):
+        if config.compile:
+            patches = plan.batch_size // ranks.world // config.accumulate
+            example = torch.zeros(patches, 3, model.patch_size, model.patch_size, device=run.device)
+            compile_network(network, example, model.precision)
+    if ranks.world > 1 or config.accumulate > 1:
+        run.say("batch normalisation: over each rank's own part of a batch, so that the parts do not add up exactly")
+    return fit(
+        network,
+        batches,
+        run=run,
+        loss_function=binary_cross_entropy(config.label_smoothing),
+        optimizer=build_optimizer(config.optimizer, network.parameters(), config.learning_rate),
+        learning_rate=config.learning_rate,
+        schedule=config.schedule,
+        epochs=plan.epochs,
+        precision=model.precision,
+        validate=shared_validation(validation, ranks, run.device),
+        validate_every=plan.validate_every,
+        checkpoint_seconds=config.checkpoint_seconds,
+        ranks=ranks,
+        accumulate=config.accumulate,
+        metric="AUC",
+    )
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(CONFIG)

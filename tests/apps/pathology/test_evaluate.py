@@ -1,0 +1,102 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+
+from apps.pathology import evaluate
+from apps.pathology.options import EvaluateConfig
+from tests.apps.pathology.scan_runs import disc, write_slide
+
+SIDE, MPP = 512, 2.0
+LESIONS = [(150, 150, 60), (380, 380, 60)]  # 240 um wide, more than isolated tumour cells with the margin of 75
+
+
+def write_set(folder: Path, masks: bool = True) -> Path:
+    """Write a set with a training slide of each kind, and test slides of which one has two lesions."""
+    for place in ("training/images/normal_001", "training/images/tumor_001", "testing/images/test_001"):
+        write_slide(folder / f"{place}.tif", LESIONS)
+    for name in ("test_002", "test_049"):
+        write_slide(folder / "testing" / "images" / f"{name}.tif", [])
+    mask = np.logical_or(*(disc(*lesion) for lesion in LESIONS)).astype(np.uint8)
+    for place in ("training/masks/tumor_001", "testing/masks/test_001"):
+        if masks or "training" in place:
+            path = folder / f"{place}_mask.tif"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tifffile.TiffWriter(path) as writer:
+                for factor in (1, 2, 4, 8):
+                    level = mask[::factor, ::factor]
+                    writer.write(level, tile=(128, 128), photometric="minisblack", subfiletype=int(factor > 1))
+    reference = "test_001,Tumor,synthetic,macro\ntest_002,Normal,None,None\ntest_049,Normal,None,None\n"
+    (folder / "testing" / "reference.csv").write_text(reference)
+    return folder
+
+
+def write_scan(folder: Path, name: str, probability: float, rows: str, mpp: float | None = MPP) -> None:
+    (folder / name).mkdir(parents=True)
+    record = {"name": name, "probability": probability, "mpp": mpp, "size": [SIDE, SIDE]}
+    (folder / name / "slide.json").write_text(json.dumps(record))
+    (folder / name / "detections.csv").write_text(rows)
+
+
+def judge(scans: Path, data: Path) -> dict[str, Any]:
+    assert evaluate.main(EvaluateConfig(scans, data)) == 0
+    content: dict[str, Any] = json.loads((scans / "froc.json").read_text())
+    return content
+
+
+def test_scores_follow_from_hits_and_false_positives(tmp_path, capsys):
+    data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
+    write_scan(scans, "test_001", 0.9, "0.900000,160,140\n0.700000,300,60\n0.600000,380,390\n")
+    write_scan(scans, "test_002", 0.8, "0.800000,511,511\n0.510000,9,9\n")
+    found = judge(scans, data)
+    # At 0.9 one of two lesions and no false positive, at 0.6 both and two, which is one a slide; the lowest score of
+    # all is no point of the curve.
+    assert found["lesions"] == 2
+    assert found["mask_mpp"] == [16.0]
+    assert found["sensitivities"][3:] == [1.0, 1.0, 1.0]
+    assert found["sensitivities"][:2] == [0.5, 0.5]
+    assert found["slide_auc"] == 1.0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2].startswith(f"FROC: {found['froc']:.4f}, 2 lesions in 2 slides, masks at 16 um")
+    assert said[-1] == "slide AUC: 1.0000, 1 slides with tumour, 2 in all"
+    assert (scans / "froc.csv").is_file()
+    assert (scans / "froc.png").is_file()
+
+
+def test_detections_lie_where_the_mask_says(tmp_path):
+    data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
+    write_scan(scans, "test_001", 0.9, "0.900000,150,150\n0.800000,380,380\n")
+    write_scan(scans, "test_002", 0.51, "0.510000,9,9\n")
+    assert judge(scans, data)["froc"] == 1.0
+    (scans / "test_001" / "detections.csv").write_text("0.900000,150,380\n0.800000,380,150\n")  # the other diagonal
+    assert judge(scans, data)["froc"] < 1.0
+    assert judge(scans, data)["sensitivities"][0] == 0.0
+
+
+def test_slides_that_cannot_be_scored_are_left_out_and_said(tmp_path, capsys):
+    data, scans = write_set(tmp_path / "set", masks=False), tmp_path / "scans"
+    write_scan(scans, "test_001", 0.9, "")
+    write_scan(scans, "test_049", 0.9, "0.9,1,1\n")
+    write_scan(scans, "stranger", 0.9, "")
+    write_scan(scans, "tumor_001", 0.9, "", mpp=None)
+    write_scan(scans, "normal_001", 0.2, "")
+    found = judge(scans, data)
+    assert list(found["slides"]) == ["normal_001"]
+    assert set(found["left_out"]) == {"test_001", "test_049", "stranger", "tumor_001"}
+    assert "neither a mask" in found["left_out"]["test_001"]
+    assert (found["froc"], found["slide_auc"]) == (None, None)
+    said = capsys.readouterr().out
+    assert "FROC: none" in said
+    assert "slide AUC: none" in said
+
+
+def test_nothing_to_score_is_an_error(tmp_path):
+    data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
+    with pytest.raises(FileNotFoundError, match="no finished scans"):
+        evaluate.main(EvaluateConfig(scans, data))
+    write_scan(scans, "stranger", 0.9, "")
+    with pytest.raises(ValueError, match="none of its 1 scans has a reference"):
+        evaluate.main(EvaluateConfig(scans, data))

@@ -1,0 +1,201 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import openslide
+import pytest
+import tifffile
+
+from apps.pathology import infer
+from apps.pathology.model import PathologyModel
+from apps.pathology.options import ScanConfig
+from common.export.onnx_model import export_onnx
+from tests.apps.pathology.scan_runs import MODEL, Purple, write_run, write_slide
+from tests.common.data.slide_files import overwrite_tile
+
+ROOT = Path(__file__).resolve().parents[3]
+OUTPUTS = {"slide.json", "probability.tif", "detections.csv", "detections.geojson", "heatmap.png"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture
+def config(tmp_path, run, monkeypatch) -> ScanConfig:
+    """Scan two slides with a network that finds purple."""
+    monkeypatch.setattr(PathologyModel, "build", lambda self, weights=None: Purple())
+    write_slide(tmp_path / "slides" / "one.tif", [(224, 288, 50)])
+    write_slide(tmp_path / "slides" / "two.tif", [])
+    return ScanConfig(run, tmp_path / "slides", tmp_path / "out", device="cpu", reader="tifffile", overlays=False)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*") if path.suffix != ".json"}
+
+
+@pytest.mark.parametrize("mode", ["dense", "patches"])
+def test_each_slide_gets_its_outputs(config, mode, capsys):
+    assert infer.main(replace(config, overlays=True, mode=mode)) == 0
+    assert {path.name for path in (config.output / "one").iterdir()} == OUTPUTS
+    record = json.loads((config.output / "one" / "slide.json").read_text())
+    assert (record["reader"], record["level"], record["mpp"], record["size"]) == ("tifffile", 0, 2.0, [512, 512])
+    assert record["mark"]["options"]["backend"] == "torch"
+    assert set(record["seconds"]) == {"tissue", "scan", "write", "overlay"}
+    assert record["damaged_tiles"] == []
+    ((score, x, y),) = (line.split(",") for line in (config.output / "one" / "detections.csv").read_text().splitlines())
+    assert float(score) == pytest.approx(record["probability"], abs=1e-6)
+    assert record["probability"] > 0.6
+    assert abs(int(x) - 224) <= 32
+    assert abs(int(y) - 288) <= 32
+    stride = 32 if mode == "dense" else 64
+    with openslide.OpenSlide(config.output / "one" / "probability.tif") as opened:
+        assert float(opened.properties["openslide.mpp-x"]) == pytest.approx(2 * stride)
+        assert opened.dimensions == (512 // stride, 512 // stride)
+    assert (config.output / "two" / "detections.csv").read_text() == ""
+    assert "two.tif: probability 0.0" in capsys.readouterr().out
+
+
+def test_real_weights_scan_a_slide(config, monkeypatch):
+    monkeypatch.undo()
+    small = write_slide(config.input / "small.tif", [], side=256)
+    assert infer.main(replace(config, input=small)) == 0
+    weights = json.loads((config.output / "small" / "slide.json").read_text())["mark"]["weights"]
+    assert set(weights) == {"best.safetensors"}
+    assert tifffile.imread(config.output / "small" / "probability.tif").any()
+
+
+@pytest.mark.slow
+def test_torch_and_onnxruntime_give_the_same_map(config, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    run = write_run(tmp_path / "exported")
+    network = MODEL.build(run / "best.safetensors")
+    (run / "exports").mkdir()
+    side, patch = MODEL.tile_size, MODEL.patch_size
+    export_onnx(network, run / "exports" / "model_fp32.onnx", (3, side, side), "fp32", {}, (3, patch, patch))
+    small = write_slide(tmp_path / "small.tif", [(120, 130, 40)], side=256)
+    maps = []
+    for backend in ("torch", "onnxruntime"):
+        for mode in ("dense", "patches"):
+            output = tmp_path / backend / mode
+            infer.main(replace(config, model=run, input=small, output=output, backend=backend, mode=mode))
+            record = json.loads((output / "small" / "slide.json").read_text())
+            assert record["mark"]["options"]["backend"] == backend
+            maps.append(tifffile.imread(output / "small" / "probability.tif").astype(int))
+    assert np.ptp(maps[0][maps[0] > 0]) > 1
+    assert np.abs(maps[0] - maps[2]).max() <= 1
+    assert np.abs(maps[1] - maps[3]).max() <= 1
+
+
+def test_damaged_tiles_are_white_and_recorded(config, capsys):
+    overwrite_tile(config.input / "one.tif", 1, 2)
+    assert infer.main(config) == 0
+    record = json.loads((config.output / "one" / "slide.json").read_text())
+    assert record["damaged_tiles"] == [[0, 1, 2]]
+    assert "1 DAMAGED TILES taken as white" in capsys.readouterr().out
+
+
+def test_finished_slides_are_kept_until_weights_options_or_the_slide_change(config, capsys):
+    infer.main(config)
+    before = (config.output / "one" / "slide.json").stat().st_mtime_ns
+    infer.main(config)
+    assert capsys.readouterr().out.count("kept, it was finished with the same weights and options") == 2
+    assert (config.output / "one" / "slide.json").stat().st_mtime_ns == before
+    write_slide(config.input / "two.tif", [(300, 300, 40)])
+    infer.main(config)
+    assert capsys.readouterr().out.count("kept") == 1
+    assert (config.output / "two" / "detections.csv").read_text() != ""
+    infer.main(replace(config, mode="patches"))
+    assert "kept" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["scan", "write"])
+def test_an_interrupted_scan_goes_on_to_the_same_outputs(config, tmp_path, where, monkeypatch, capsys):
+    whole = replace(config, output=tmp_path / "whole")
+    infer.main(whole)
+    infer.main(replace(config, mode="patches"))  # an earlier scan, whose record must not outlive what it records
+    name = {"scan": "dense_scan", "write": "write_geojson"}[where]
+    original, calls = getattr(infer, name), []
+
+    def fail(*arguments, **words):
+        calls.append(name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*arguments, **words)
+
+    monkeypatch.setattr(infer, name, fail)
+    with pytest.raises(KeyboardInterrupt):
+        infer.main(config)
+    assert (config.output / "one" / "slide.json").is_file()
+    assert not (config.output / "two" / "slide.json").exists()
+    (config.output / "two" / ".part-left-behind").touch()
+    capsys.readouterr()
+    infer.main(config)
+    assert capsys.readouterr().out.count("kept") == 1
+    assert contents(config.output) == contents(whole.output)
+    assert {path.name for path in (config.output / "two").iterdir()} == OUTPUTS - {"heatmap.png"}
+
+
+def test_a_broken_slide_is_named_and_the_others_are_scanned(config, capsys):
+    (config.input / "empty.tif").touch()
+    assert infer.main(config) == 1
+    said = capsys.readouterr().out
+    assert "set aside" in said
+    assert "1 of 3 slides could not be scanned: empty.tif" in said
+    assert (config.output / "two" / "slide.json").is_file()
+    assert not (config.output / "empty").exists()
+
+
+@pytest.mark.real_data
+def test_a_real_broken_slide_is_refused_in_one_line(config, real_data, capsys):
+    broken = real_data / "slides_real" / "broken.svs"
+    assert infer.main(replace(config, input=broken, reader="auto")) == 1
+    assert "broken.svs" in capsys.readouterr().out
+
+
+def test_a_white_slide_gives_an_empty_map(config):
+    tifffile.imwrite(
+        config.input / "one.tif",
+        np.full((512, 512, 3), 244, np.uint8),
+        photometric="rgb",
+        tile=(128, 128),
+        resolution=(5e3, 5e3),
+        resolutionunit="CENTIMETER",
+    )
+    assert infer.main(replace(config, input=config.input / "one.tif", overlays=True)) == 0
+    record = json.loads((config.output / "one" / "slide.json").read_text())
+    assert (record["probability"], record["tiles"], record["detections"]) == (0.0, 0, 0)
+    assert not tifffile.imread(config.output / "one" / "probability.tif").any()
+    assert (config.output / "one" / "heatmap.png").is_file()
+
+
+def test_slides_that_would_share_a_folder_are_refused(config):
+    write_slide(config.input / "one.svs", [])
+    with pytest.raises(ValueError, match=r"one\.svs and one\.tif would share a folder"):
+        infer.main(config)
+
+
+def test_a_folder_without_slides_is_named(config, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(FileNotFoundError, match="without slides"):
+        infer.main(replace(config, input=tmp_path / "nothing"))
+
+
+def test_masks_and_hidden_files_are_no_slides(config):
+    for name in ("one_mask.tif", "._one.tif", "notes.txt"):
+        (config.input / name).touch()
+    assert [path.name for path in infer.find_slides(config.input)] == ["one.tif", "two.tif"]
+
+
+def test_the_stride_must_be_a_multiple_of_32():
+    with pytest.raises(ValueError, match="stride 48: must be a multiple of 32"):
+        ScanConfig(Path("a"), Path("b"), Path("c"), stride=48)
+
+
+def test_options_load_no_torch():
+    program = "import sys, apps.pathology.options; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
