@@ -49,7 +49,7 @@ def dense_scan(
     view: View | None = None,
     progress: bool = True,
 ) -> ProbabilityMap:
-    """Scan the patches, one every 32 pixels, that touch tissue, many at a time: the features they share are made once.
+    """Scan patches, one every 32 pixels, whose centre lies on tissue, many at a time: shared features are made once.
 
     A tile gives the logits that the whole slide in white surroundings would give: those that its own border changes
     are thrown away. Two batches of `model.tile_batch` tiles are in memory, one in the network and one being read.
@@ -64,7 +64,7 @@ def dense_scan(
         progress: show a bar of tiles with the time left.
     """
     grid = cell_grid(slide, view or choose_view(slide, model.mpp), model.patch_size, STRIDE)
-    scanned = grid.touching(tissue)
+    scanned = grid.centred(tissue)
     side = model.core // STRIDE  # cells
     tiles = np.argwhere(_any_in_squares(scanned, side)) * side
     halo = HALO // STRIDE

@@ -66,20 +66,6 @@ class CellGrid:
         """
         return np.asarray(cells[:, ::-1] * self.cell - -(-(self.patch - self.cell) // 2))
 
-    def touching(self, tissue: TissueMask) -> np.ndarray:
-        """Return the cells whose patch touches tissue, [rows, columns] bool."""
-        sums = np.zeros(np.add(tissue.mask.shape, 1), np.int32)
-        sums[1:, 1:] = tissue.mask.cumsum(0, dtype=np.int32).cumsum(1, dtype=np.int32)
-        scale = self.view.downsample / tissue.downsample
-        edges = []
-        for count, length in zip((self.rows, self.columns), tissue.mask.shape, strict=True):
-            first = self.corners(np.arange(count)[:, None].repeat(2, 1))[:, 0]
-            below, above = np.floor(first * scale), np.ceil((first + self.patch) * scale)
-            edges.append([np.clip(edge, 0, length).astype(np.int64) for edge in (below, above)])
-        (top, bottom), (left, right) = edges
-        rows = sums[bottom] - sums[top]
-        return np.asarray(rows[:, right] > rows[:, left])
-
     def centred(self, tissue: TissueMask) -> np.ndarray:
         """Return the cells whose centre lies on tissue, [rows, columns] bool."""
         places = [

@@ -99,8 +99,10 @@ def test_normal_patches_keep_a_patch_away_from_tumour(entries):
     assert shares(normal, TUMOUR, margin=SIZE).max() == 0
     wide = shares(normal, TUMOUR, margin=SIZE + 24)
     assert wide.max() > 0  # nor further than needed
-    normal = table.take(table.label == 0)
-    assert shares(normal, TISSUE).min() >= 0.4
+    middle = np.rint(table.take(table.label == 0).corner + SIZE / 2).astype(int)
+    rows, columns = TISSUE
+    assert ((middle >= (columns.start, rows.start)) & (middle < (columns.stop, rows.stop))).all()
+    assert (middle.min(0) < (columns.start + 8, rows.start + 8)).all()  # the edge is not left out
     assert shares(table.take(table.file == 0), TUMOUR).max() == 1  # tissue of a normal slide, wherever it lies
 
 

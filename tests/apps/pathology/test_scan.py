@@ -64,9 +64,9 @@ def whole(image: np.ndarray, network: nn.Module, pitch: int = 32) -> np.ndarray:
 
 
 def test_tiles_give_what_one_pass_over_the_whole_slide_gives(tmp_path, network):
-    (image,) = write_pyramid(tmp_path / "a.tif", (1,), (300, 210))
+    (image,) = write_pyramid(tmp_path / "a.tif", (1,), (314, 210))
     with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        found = dense_scan(slide, MODEL, predictor_of(network), CPU, everywhere(300, 210), progress=False)
+        found = dense_scan(slide, MODEL, predictor_of(network), CPU, everywhere(314, 210), progress=False)
     expected = whole(image, network)
     assert found.values.shape == (7, 10)
     assert found.tiles == 6
@@ -149,19 +149,19 @@ def test_resized_tiles_fit_together(tmp_path):
     assert np.abs(many.values - one.values).max() < 1e-6
 
 
-def test_only_cells_whose_patch_touches_tissue_are_scanned(tmp_path):
+def test_only_cells_whose_centre_is_on_tissue_are_scanned(tmp_path):
     write_pyramid(tmp_path / "a.tif", (1,), (640, 320))
     mask = np.zeros((40, 80), bool)  # 8 pixels of level 0 each
-    mask[17, 50] = True  # covers x 400..407 and y 136..143
+    mask[18, 50] = mask[17, 54] = True  # x 400..407 and y 144..151; x 432..439 and y 136..143
     with open_slide(tmp_path / "a.tif", "tifffile") as slide:
         tissue = TissueMask(mask, 8.0, 0.1)
         dense = dense_scan(slide, MODEL, redness, CPU, tissue, progress=False)
         sparse = patch_scan(slide, MODEL, redness, CPU, tissue, progress=False, stride=64, batch=4)
-    # The patch of cell c covers 32 c - 16 to 32 c + 48: columns 12 and 13, 11 ends at 400; rows 3 and 4.
-    assert np.argwhere(dense.scanned).tolist() == [[3, 12], [3, 13], [4, 12], [4, 13]]
+    # The centre of cell c is at 32 c + 16: x 400 and 432, y 144, which is above the second pixel's.
+    assert np.argwhere(dense.scanned).tolist() == [[4, 12]]
     assert (dense.values > 0).tolist() == dense.scanned.tolist()
-    assert dense.tiles == 2  # rows 0 to 3 and 4 to 7
-    assert not sparse.scanned.any()  # centres at 32, 96, ...: 416 and 160 are next to it, outside
+    assert dense.tiles == 1
+    assert not sparse.scanned.any()  # centres at 32, 96, ...: x 416, y 160
 
 
 def test_a_slide_without_tissue_gives_an_empty_map(tmp_path):
