@@ -49,4 +49,4 @@ def draw_heatmap(path: Path, slide: Slide, found: ProbabilityMap) -> None:
     bar.set_label("probability of tumour", fontsize=9)
     title = f"{one_line(slide.name, 60)}   greatest {found.values.max(initial=0):.3f}"
     figure.text(_LEFT / total[0], 1 - 0.3 / total[1], title, fontsize=10, weight="bold", parse_math=False)
-    save_png(path, figure)
+    save_png(path, figure, full_colour=True)
