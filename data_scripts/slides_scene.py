@@ -6,13 +6,14 @@ import numpy as np
 from scipy import ndimage
 
 from data_scripts.slides_cells import LOOKS, Cells, settle, stamp
-from data_scripts.slides_lattice import MARGIN, PITCH, Places, enlarge, pixels, ramp, scatter, values_at, waves
-from data_scripts.slides_lesions import Lesion, draw_lesions, mask_of, places_inside
+from data_scripts.slides_lattice import MARGIN, MPP, PITCH, Places, enlarge, pixels, ramp, scatter, values_at, waves
+from data_scripts.slides_lesions import ISOLATED_UM, Lesion, draw_lesions, mask_of, places_inside
 from data_scripts.slides_stain import INK_COLOURS, Bytes, Floats, Stain, develop, draw_stain, scan
 from data_scripts.slides_tissue import Tissue, draw_tissue
 
 TILE = 1024  # px drawn at a time
 _HALO = 16  # px around them, since focus and outlines reach across
+_TRIES = 40  # scenes drawn until one has room for a lesion
 _TEXTURE = 1024  # px, side of the periodic noise that fibres and cytoplasm take their grain from
 
 
@@ -42,12 +43,18 @@ class _Scene:
 
 
 def draw_slide(size: int, tumour: bool, rng: np.random.Generator) -> Slide:
-    """Draw a slide of `size` x `size` px at MPP.
+    """Draw a slide of `size` x `size` px at MPP; with tumour it has a lesion that is more than isolated tumour cells.
 
     Takes about 4 bytes a pixel for what it returns, and 2 more for fields and cells while it draws.
     """
-    tissue = draw_tissue(size, rng)
-    lesions = draw_lesions(tissue.room(), size, rng) if tumour else []
+    least = min(ISOLATED_UM, size * MPP / 2.5)  # small slides have no room for more
+    for _ in range(_TRIES):
+        tissue = draw_tissue(size, rng)
+        lesions = draw_lesions(tissue.room(), size, rng) if tumour else []
+        if not tumour or max((lesion.long_axis for lesion in lesions), default=0.0) > least:
+            break
+    else:
+        raise ValueError(f"slides of {size} px: {_TRIES} drawn ones had no room for a lesion; take a larger --size")
     mask = mask_of(lesions, size)
     scene = _set(size, tissue, mask, rng)
     image = np.empty((size, size, 3), np.uint8)

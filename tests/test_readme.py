@@ -1,20 +1,24 @@
 """What the README says is true: its commands parse or run, its files exist, its numbers are a record's."""
 
+import argparse
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from apps.brats.config import BratsConfig, parse_brats_config
+from apps.pathology.config import PathologyConfig, parse_pathology_config
+from apps.pathology.options import EvaluateConfig, ScanConfig
 from apps.spleen.config import SpleenConfig, parse_spleen_config
 from benchmarks.tables import results_table
 from common.config import config_to_yaml, parse_config
 from common.inference.options import InferConfig
-from data_scripts import fetch_msd, make_phantoms
+from data_scripts import fetch_camelyon16, fetch_msd, make_phantoms, make_slides
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -25,6 +29,19 @@ COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.spl
 TRAIN = {
     "apps/spleen/train.py": (SpleenConfig, parse_spleen_config),
     "apps/brats/train.py": (BratsConfig, parse_brats_config),
+    "apps/pathology/train.py": (PathologyConfig, parse_pathology_config),
+}
+OTHERS: dict[str, type] = {
+    "apps/spleen/infer.py": InferConfig,
+    "apps/brats/infer.py": InferConfig,
+    "apps/pathology/infer.py": ScanConfig,
+    "apps/pathology/evaluate.py": EvaluateConfig,
+}
+DATA_SCRIPTS: dict[str, Callable[[Sequence[str]], argparse.Namespace]] = {
+    "data_scripts/fetch_msd.py": fetch_msd.parse_options,
+    "data_scripts/fetch_camelyon16.py": fetch_camelyon16.parse_options,
+    "data_scripts/make_phantoms.py": make_phantoms.make_parser().parse_args,
+    "data_scripts/make_slides.py": make_slides.make_parser().parse_args,
 }
 RECORD = ROOT / "benchmarks" / "records" / "2026-11-20_cpu_spleen-guide-against-fast"
 
@@ -49,12 +66,10 @@ def test_python_commands_are_understood(command, tmp_path, monkeypatch):
         assert done.returncode == 0
     elif script.endswith("train.py"):
         assert_parsed(script, arguments, tmp_path)
-    elif script.endswith("infer.py"):
-        assert isinstance(parse_config(InferConfig, {}, arguments), InferConfig)
+    elif script in OTHERS:
+        assert isinstance(parse_config(OTHERS[script], {}, arguments), OTHERS[script])
     else:
-        assert script.startswith("data_scripts/")
-        parse = fetch_msd.parse_options if "fetch_msd" in script else make_phantoms.make_parser().parse_args
-        assert parse(arguments).to
+        assert DATA_SCRIPTS[script](arguments).to
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if "torchrun" in line])

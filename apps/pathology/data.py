@@ -8,6 +8,7 @@ from torch import nn
 
 from apps.pathology.batches import HeldPatches, PatchBatches, Tier, hold_patches, partition_numbers
 from apps.pathology.config import PathologyConfig
+from apps.pathology.cucim_recipe import batch_transforms, why_not_cucim
 from apps.pathology.froc import accuracy, auc
 from apps.pathology.model import normalised
 from apps.pathology.monai_recipe import MonaiPatchBatches, training_transforms
@@ -38,11 +39,7 @@ def training_batches(
         mine = tables.training.take(
             np.arange(ranks.rank, len(tables.training) // ranks.world * ranks.world, ranks.world)
         )
-        reader = "cucim" if config.reader == "auto" else config.reader
-        transforms = training_transforms(settings, config.zoom)
-        each = plan.batch_size // ranks.world
-        seed = config.seed * ranks.world + ranks.rank
-        return MonaiPatchBatches(mine, transforms, reader, each, config.workers, seed, run.device)
+        return _uncached(mine, settings, plan.batch_size // ranks.world, config, run, ranks)
     patches = decoded(tables.training, config, run, ranks, pool)
     local = range(ranks.rank, plan.partitions, ranks.world)
     numbers = partition_numbers(len(tables.training), plan.partitions, local)
@@ -51,6 +48,22 @@ def training_batches(
     augmentation = PatchAugmentation(settings, zoom=config.zoom)
     count = len(tables.training)
     return PatchBatches(held, count, plan.batch_size, plan.partitions, augmentation, config.seed, run.device)
+
+
+def _uncached(
+    mine: PatchTable, settings: ColourJitter, batch_size: int, config: PathologyConfig, run: Run, ranks: Ranks
+) -> Batches:
+    """Return MONAI's batches; the guide's are augmented on the GPU where cuCIM can."""
+    reader = "cucim" if config.reader == "auto" else config.reader
+    seed = config.seed * ranks.world + ranks.rank
+    against = why_not_cucim(run.device) if config.recipe == "guide" else f"the recipe is {config.recipe}"
+    if against is None:
+        run.say("augmentation: cuCIM on the GPU, whose draws nobody can seed")
+        on_device = batch_transforms(settings, config.zoom)
+        return MonaiPatchBatches(mine, [], reader, batch_size, config.workers, seed, run.device, on_device)
+    run.say(f"augmentation: patch by patch on the CPU, since {against}")
+    transforms = training_transforms(settings, config.zoom)
+    return MonaiPatchBatches(mine, transforms, reader, batch_size, config.workers, seed, run.device)
 
 
 def hold_all(patches: Patches, numbers: list[np.ndarray], config: PathologyConfig, run: Run) -> tuple[HeldPatches, ...]:

@@ -3,7 +3,8 @@
 Source: MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py, backend numpy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,7 @@ class MonaiPatchBatches:
         workers: loader processes.
         seed: of the order and of MONAI's random transforms; must differ between ranks.
         device: where batches go.
+        on_device: transforms of a whole batch there, where the loader's leave it in [0, 255].
     """
 
     resumes_within_epoch = False
@@ -98,9 +100,10 @@ class MonaiPatchBatches:
         workers: int | None,
         seed: int,
         device: torch.device,
+        on_device: Callable[[torch.Tensor], torch.Tensor] = lambda images: images,
     ) -> None:
         """Make the dataset and the loader."""
-        self._seed, self._device = seed, device
+        self._seed, self._device, self._on_device = seed, device, on_device
         if len(table) < batch_size:
             raise ValueError(f"batch_size {batch_size}: there are {len(table)} training patches; choose a smaller one")
         self._loader = DataLoader(
@@ -126,7 +129,7 @@ class MonaiPatchBatches:
         self._loader.generator.manual_seed(seed)
         set_rnd(self._loader.dataset, seed)
         for items in self._loader:
-            image = plain(items["image"]).to(self._device, torch.float32, non_blocking=True)
+            image = self._on_device(plain(items["image"]).to(self._device, torch.float32, non_blocking=True))
             label = plain(items["label"]).to(self._device, torch.float32, non_blocking=True).flatten()
             yield Batch(image, label, tuple(items["name"]))
 
@@ -142,7 +145,7 @@ def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> 
         load = LoadImaged("image", reader="PILReader", ensure_channel_first=True, reverse_indexing=False)
         return Dataset(items, Compose([load, *transforms]))
     items = [
-        {"image": str(file), "location": [int(y), int(x)], "label": float(label), "name": file.stem}
+        {"image": str(file), "location": [int(y), int(x)], "label": float(label)}
         for file, (x, y), label in zip(names, table.corner, table.label, strict=True)
     ]
     return PatchWSIDataset(
@@ -151,5 +154,21 @@ def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> 
         patch_level=0,
         center_location=False,
         reader=reader,
-        transform=Compose(list(transforms)),
+        transform=_Chain([_named, *transforms]),
     )
+
+
+class _Chain(Compose):  # type: ignore[misc]
+    """A Compose that is true without being counted.
+
+    PatchWSIDataset asks for each patch whether it has a transform; MONAI 1.6's Compose counts itself to answer, for
+    which it makes a flat copy, which seeds all of the transforms anew from the clock.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _named(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a patch with its slide's name, which the dataset keeps in the image's metadata alone."""
+    return {**item, "name": Path(item["image"].meta["path"]).stem}

@@ -10,6 +10,7 @@ from apps.pathology.annotations import TumourMask, tumour_mask
 from apps.pathology.patch_table import PatchTable
 from apps.pathology.slide_set import SlideEntry
 from apps.pathology.tissue import tissue_mask
+from apps.pathology.view import ASSUMED_MPP
 from common.data.parallel import map_in_threads
 from common.data.slide_pool import SlidePool
 from common.data.slides import Slide
@@ -113,7 +114,7 @@ def _draw(entry: SlideEntry, slide: Slide, per_slide: int, size: int, seed: int)
         centres = _centres(tumour.mask, tumour.downsample)
         fitting = centres[areas.share(centres, size) >= TUMOUR_SHARE]
         positive = _pick(fitting, tumour.downsample, slide, size, wanted, generator)
-    tissue = tissue_mask(slide)
+    tissue = tissue_mask(slide, assumed_mpp=ASSUMED_MPP)
     centres = _centres(tissue.mask, tissue.downsample)
     if areas is not None:
         # A patch, a patch's side around it, and the mask pixel within which `_pick` moves the centre.

@@ -81,7 +81,7 @@ def plan_run(
     kind = device.type
     as_guide = config.recipe == "guide" and config.precision == "auto"
     partitions = config.partitions or ranks
-    batch_size = config.batch_size or -(-min(_BATCH_SIZE[kind], count) // partitions) * partitions
+    batch_size = config.batch_size or max(1, min(_BATCH_SIZE[kind], count) // partitions) * partitions
     check_partitions(partitions, batch_size, config.accumulate, ranks, config.source == "resident")
     epochs = config.epochs or -(-_STEPS[kind] // max(1, count // batch_size))
     if patch_size % STRIDE:

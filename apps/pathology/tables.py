@@ -9,6 +9,7 @@ from apps.pathology.patch_sampling import sample_patches, shortages
 from apps.pathology.patch_table import PatchTable, cut_validation
 from apps.pathology.plan import PATCH_SIZE, PATCHES_PER_SLIDE
 from apps.pathology.slide_set import read_slide_set, split_slides
+from apps.pathology.view import ASSUMED_MPP
 from common.data.slide_pool import SlidePool
 from common.observe.run import Run
 from common.training.distributed import Ranks
@@ -101,5 +102,6 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -
     assert tables[1] is not None
     with pool.use(training[0].path) as slide:
         mpp = slide.mpp
-        run.say(f"slides: read by {slide.reader}")
+        unknown = "" if mpp else f"; they give no pixel size, tissue is sought as if it were {ASSUMED_MPP} um"
+        run.say(f"slides: read by {slide.reader}{unknown}")
     return Tables(slides.folder, slides.name, slides.synthetic, mpp, tables[0], tables[1], tables[2])

@@ -65,3 +65,44 @@ def test_what_the_step_rows_compare_follows_from_the_device(tmp_path, device, ha
     assert lines[0].startswith("| on two CPU cores |" if device == "cpu" else "| on NVIDIA X |")
     found = [line.split("|")[1].strip() for line in lines if "training step, 1 x" in line]
     assert found == [f"training step, 1 x 96x96x96, {row}" for row in [*rows, "with the making of the batch"]]
+
+
+def test_pathology_has_rates_and_scores(tmp_path):
+    best = "guide, regions, workers"
+    figures = {
+        "preparation": {
+            "the guide that counts": best, f"{best}, patches per s": 200.0, "guide, patches per s": 100.0,
+            "fast, first epoch, patches per s": 600.0, "fast, later epoch, patches per s": 1100.0,
+            "guide / fast, first epoch": 3.01, "guide / fast, later epochs": 5.52,
+        },
+        "step": {
+            "precision that fast chooses here": "fp32",
+            "18 x 224x224": {
+                "guide fp32, s": 6.0, "guide bf16, s": 8.0, "fast fp32, s": 3.0, "fast bf16, s": 5.0,
+                "guide / fast": 2.0, "guide / fast, both fp32": 2.0, "guide / fast, both half": 1.6,
+                "the guide that counts": best, f"{best}, with its batch, s": 9.0, "fast, with its batch, s": 3.0,
+                "guide / fast, with their batches": 3.0,
+            },
+        },
+        "inference": {
+            "precision that fast chooses here": "fp32", "the guide that counts": "guide, workers",
+            "guide, workers, s per slide": 60.0, "fast fp32, s per slide": 6.0, "fast bf16, s per slide": 4.0,
+            "guide / fast fp32": 10.0, "guide / fast bf16": 15.0,
+            "FROC, guide, workers": 0.9, "FROC, fast fp32": 0.95, "slide AUC, guide, workers": 1.0,
+            "slide AUC, fast fp32": 0.9,
+        },
+        "quality": {"guide, patch AUC by seed": [0.8, 0.9], "fast, patch AUC by seed": [0.9, 0.92]},
+    }  # fmt: skip
+    write_json(tmp_path / "record.json", {"app": "pathology", "environment": {"device": "cpu", "cores": 2}, **figures})
+    assert results_table(tmp_path).splitlines()[2:] == [
+        "| loading and colour jitter, first epoch | 200/s | 600/s | 3.0x |",
+        "| loading and colour jitter, later epochs | 200/s | 1100/s | 5.5x |",
+        "| training step, 18 x 224x224, fp32 | 6 s | 3 s | 2.0x |",
+        "| training step, 18 x 224x224, both bf16 | 8 s | 5 s | 1.6x |",
+        "| training step, 18 x 224x224, with the making of the batch | 9 s | 3 s | 3.0x |",
+        "| scan of a slide, fp32 | 60 s | 6 s | 10.0x |",
+        "| scan of a slide, bf16 | 60 s | 4 s | 15.0x |",
+        "| FROC of these scans | 0.900 | 0.950 | +0.050 |",
+        "| slide AUC of these scans | 1.000 | 0.900 | -0.100 |",
+        "| patch AUC on synthetic slides, 2 seeds, equal epochs | 0.850 | 0.910 | +0.060 |",
+    ]

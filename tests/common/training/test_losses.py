@@ -5,7 +5,7 @@ import monai.losses
 import pytest
 import torch
 
-from common.training.losses import LOSSES, dice_ce
+from common.training.losses import LOSSES, binary_cross_entropy, dice_ce
 from tests.support import refuse_host_sync
 
 FORMATS = [torch.contiguous_format, torch.channels_last_3d]
@@ -224,3 +224,22 @@ def test_losses_by_name():
     assert torch.equal(LOSSES["monai_dice"](logits, label), expected)
     guide = monai.losses.DiceCELoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)(logits, label)
     assert torch.equal(LOSSES["monai_dice_ce"](logits, label), guide)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_binary_cross_entropy_by_hand(smoothing):
+    logits, label = torch.tensor([2.0, -1.0, 0.5]).reshape(3, 1, 1, 1), torch.tensor([1.0, 0.0, 1.0])
+    expected = 0.0
+    for logit, truth in zip([2.0, -1.0, 0.5], [1.0, 0.0, 1.0], strict=True):
+        target = 1 - smoothing if truth else smoothing
+        p = 1 / (1 + math.exp(-logit))
+        expected -= (target * math.log(p) + (1 - target) * math.log(1 - p)) / 3
+    assert binary_cross_entropy(smoothing)(logits, label).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_binary_cross_entropy_of_equal_parts_averages_to_that_of_the_whole():
+    logits, label = torch.randn(8, 1, 1, 1, generator=torch.Generator().manual_seed(0)), torch.arange(8.0) % 2
+    loss = binary_cross_entropy(0.05)
+    halves = (loss(logits[:4], label[:4]) + loss(logits[4:], label[4:])) / 2
+    assert halves.item() == pytest.approx(loss(logits, label).item(), rel=1e-6)
+    assert loss(logits.bfloat16(), label).dtype == torch.float32

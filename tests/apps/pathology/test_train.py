@@ -1,0 +1,169 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from apps.pathology import infer
+from apps.pathology.config import RECIPES, PathologyConfig
+from apps.pathology.options import ScanConfig
+from apps.pathology.train import main
+from common.training.checkpoints import load_weights
+from common.training.fit import train_step
+from data_scripts.make_slides import make_slides
+
+SIZE = 1024
+TINY: dict[str, Any] = {
+    "held_out": 0.5,
+    "patches_per_slide": 12,
+    "patch_size": 64,
+    "tile_size": 1024,
+    "batch_size": 8,
+    "epochs": 2,
+    "precision": "fp32",
+    "device": "cpu",
+    "engine": "none",
+    "checkpoint_seconds": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory) -> Path:
+    return make_slides(tmp_path_factory.mktemp("data") / "slides", 4, 2, SIZE, progress=False)
+
+
+@pytest.fixture(scope="module")
+def run(slides, store, tmp_path_factory) -> Path:
+    """One tiny run of the fast recipe, exported to ONNX and, where it is installed, TensorRT-RTX."""
+    folder: Path = tmp_path_factory.mktemp("runs") / "tiny"
+    main(PathologyConfig(data=slides, store=store, run=folder, **{**TINY, "engine": "auto"}))
+    return folder
+
+
+def test_a_run_leaves_all_that_it_promises(run):
+    names = {path.relative_to(run).as_posix() for path in run.rglob("*")}
+    for name in (
+        "summary.json", "config.yaml", "plan.json", "model.json", "environment.json", "metrics.jsonl", "progress.png",
+        "best.safetensors", "run.log", "checkpoints/last", "exports/model_fp32.onnx", "exports/model_fp16.onnx",
+    ):  # fmt: skip
+        assert name in names
+
+
+def test_the_summary_holds_what_it_promises(run):
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["data"]["synthetic"] is True
+    assert summary["cases"] == {"training": 24, "validation": 24}
+    assert summary["steps"] == 6
+    quality = summary["quality"]
+    assert quality["name"] == "patch AUC, testing patches, best weights"
+    assert quality["value"] == quality["per_case"]["testing AUC"]
+    assert set(quality["per_case"]) == {
+        f"{part} {figure}" for part in ("validation", "testing") for figure in ("AUC", "accuracy")
+    }
+    assert summary["onnx"]["max_abs_diff"] <= 1e-3
+    assert summary["onnx"]["fp16"]["precision"] == "fp16"
+
+
+def test_the_same_seed_gives_the_same_weights_and_an_interrupted_run_too(run, slides, store, tmp_path, monkeypatch):
+    config = PathologyConfig(data=slides, store=store, **TINY)
+    monkeypatch.setattr("common.training.fit.train_step", _fails_after(4))  # within the second epoch
+    with pytest.raises(RuntimeError, match="power cut"):
+        main(replace(config, run=tmp_path / "cut"))
+    monkeypatch.undo()
+    main(replace(config, resume=tmp_path / "cut"))
+    assert_equal_weights(run, tmp_path / "cut")
+
+
+@pytest.mark.slow
+def test_the_guide_runs_and_resumes_at_epoch_boundaries(slides, store, tmp_path, monkeypatch):
+    config = replace(RECIPES["guide"], data=slides, store=store, **TINY)
+    whole = main(replace(config, run=tmp_path / "whole"))
+    assert whole is not None
+    assert whole.recipe == "guide"
+    assert "patch by patch on the CPU, since the device is cpu" in (tmp_path / "whole" / "run.log").read_text()
+    monkeypatch.setattr("common.training.fit.train_step", _fails_after(4))
+    with pytest.raises(RuntimeError, match="power cut"):
+        main(replace(config, run=tmp_path / "cut"))
+    monkeypatch.undo()
+    main(replace(config, resume=tmp_path / "cut"))
+    assert_equal_weights(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_folder_of_patches_trains_with_the_same_program(store, tmp_path):
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    rows = ["image,label,split"]
+    for number in range(32):
+        label = number % 2
+        pixels = draw.integers(0, 120, (64, 64, 3)) + 120 * label
+        Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / f"{number}.png")
+        rows.append(f"{number}.png,{label},{'train' if number < 24 else 'val'}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows) + "\n")
+    config = replace(
+        PathologyConfig(data=tmp_path, store=store, run=tmp_path / "run", **TINY), patch_size=None, epochs=6
+    )
+    summary = main(config)
+    assert summary is not None
+    assert summary.quality.name == "patch AUC, validation patches, best weights"
+    assert summary.quality.value == 1.0
+
+
+def test_the_run_scans_slides(run, slides, tmp_path):
+    found = {}
+    for mode in ("dense", "patches"):
+        config = ScanConfig(
+            run, slides / "testing" / "images", tmp_path / mode, mode=mode, device="cpu", overlays=False
+        )
+        assert infer.main(config) == 0
+        found[mode] = sorted(path.parent.name for path in (tmp_path / mode).glob("*/slide.json"))
+    assert found["dense"] == found["patches"] == ["test_001", "test_002"]
+
+
+def test_the_real_program_says_a_users_mistake_in_one_line(tmp_path, start):
+    with start("apps/pathology/train.py", "--data", tmp_path, "--run", tmp_path / "run") as program:
+        text = program.stdout.read()
+    assert program.returncode == 1
+    assert str(tmp_path) in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_patches(slides, store, tmp_path):
+    """The losses of batch-normalised parts differ from the whole's; what is judged is all of the patches on each."""
+    import subprocess
+    import sys
+
+    words = [f"--{name}={value}" for name, value in {**TINY, "data": slides, "store": store}.items()]
+    launched = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--",
+         "apps/pathology/train.py", "--run", str(tmp_path / "two"), *words],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3], timeout=300,
+    )  # fmt: skip
+    assert launched.returncode == 0, launched.stderr[-2000:]
+    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
+    assert summary["ranks"] == 2
+    assert summary["steps"] == 6
+    log = (tmp_path / "two" / "run.log").read_text()
+    assert "batch normalisation: over each rank's own part" in log
+    assert "cache: 12 patches" in log
+
+
+def assert_equal_weights(one: Path, other: Path) -> None:
+    first, second = (load_weights(each / "checkpoints" / "last" / "weights.safetensors") for each in (one, other))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _fails_after(steps: int) -> Callable[..., Any]:
+    def step(*arguments: Any) -> Any:
+        nonlocal steps
+        steps -= 1
+        if steps < 0:
+            raise RuntimeError("power cut")
+        return train_step(*arguments)
+
+    return step

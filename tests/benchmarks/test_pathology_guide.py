@@ -1,0 +1,92 @@
+"""The peer: MONAI's recipe does what the tutorial's and the bundle's do."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from apps.pathology import image_jitter
+from apps.pathology.model import PathologyModel
+from apps.pathology.scan import patch_scan
+from apps.pathology.tissue import TissueMask
+from benchmarks.peers import pathology_guide
+from common.data.slides import open_slide
+from data_scripts.make_slides import make_slides
+
+CPU = torch.device("cpu")
+# MONAI makes tensors of the reader's arrays as they are.
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_slides(tmp_path_factory.mktemp("data") / "slides", 2, 2, 1024, progress=False)
+
+
+@pytest.mark.parametrize(("part", "amount"), [(0, 1.2), (1, 0.4), (2, 1.2), (3, 0.03), (3, -0.04)])
+def test_each_part_of_the_jitter_is_the_apps(part, amount):
+    image = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(part))
+    difference = pathology_guide.ADJUST[part](image, amount) - image_jitter.ADJUST[part](image, amount)
+    assert difference.abs().max() < 1e-5
+
+
+def test_the_labels_of_a_region_are_put_row_by_row(tmp_path):
+    """NCRF's grid goes column by column: label number 3 is the second column's first."""
+    (tmp_path / "list.csv").write_text("tumor_001,512,300,0,1,2,3,4,5,6,7,8\n")
+    (item,) = pathology_guide.read_list(tmp_path / "list.csv", tmp_path)
+    assert item["location"] == [300, 512]
+    assert item["label"] == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+
+
+def test_a_region_gives_nine_patches_in_row_order(folder):
+    slide = next((folder / "training" / "images").glob("tumor*"))
+    item = {"image": str(slide), "location": [512, 500], "label": [float(n) for n in range(9)]}
+    patches = pathology_guide.region_dataset([item], [], patch=224)[0]
+    assert [float(each["label"]) for each in patches] == list(range(9))
+    with open_slide(slide) as opened:
+        for number, each in enumerate(patches):
+            row, column = divmod(number, 3)
+            x, y = 500 - 384 + 272 * column, 512 - 384 + 272 * row
+            assert np.array_equal(np.asarray(each["image"]).transpose(1, 2, 0), opened.read(x, y, 224, 224))
+
+
+def test_the_scan_is_the_apps_patch_mode_where_both_look(folder):
+    slide = next((folder / "testing" / "images").glob("*"))
+
+    class Redness(torch.nn.Module):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return 3 * image[:, :1].mean((2, 3), keepdim=True)
+
+    found = pathology_guide.scan_slide(slide, Redness().eval(), CPU, 64, 0, patch=64, mask_level=4, reader="openslide")
+    model = PathologyModel(64, None, 512, 1, "fp32")
+    with open_slide(slide, "openslide") as opened:
+        everywhere = TissueMask(np.ones((64, 64), bool), 16.0, None)
+        ours = patch_scan(opened, model, Redness(), CPU, everywhere, progress=False, stride=32, batch=64).values
+    assert found.shape == (64, 64)
+    assert (found > 0).sum() > 500
+    # Centres at 16 n + 8 there and at 32 n + 16 here: none is shared, but a mean over 64 pixels hardly moves in 8.
+    middle = (found[0::2, 0::2] + found[1::2, 0::2] + found[0::2, 1::2] + found[1::2, 1::2]) / 4
+    inside = np.minimum.reduce([found[0::2, 0::2], found[1::2, 0::2], found[0::2, 1::2], found[1::2, 1::2]]) > 0
+    inside[[0, -1]] = inside[:, [0, -1]] = False  # outside the slide the peer sees black, ours white
+    assert np.abs(middle - ours)[inside].max() < 0.1
+    assert np.corrcoef(middle[inside], ours[inside])[0, 1] > 0.98
+
+
+@pytest.mark.slow
+def test_the_script_trains(folder, tmp_path, monkeypatch, capsys):
+    lists = []
+    for name in ("normal_001", "tumor_001"):
+        path = tmp_path / f"{name}.csv"
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([[name, 512, 512, *[int("tumor" in name)] * 9]] * 2)
+        lists.append(path)
+    both = tmp_path / "both.csv"
+    both.write_text("".join(path.read_text() for path in lists))
+    words = (
+        f"guide --data {folder} --training {both} --validation {both} --epochs 1 --regions 2 --workers 1 --device cpu"
+    )
+    monkeypatch.setattr("sys.argv", words.split())
+    pathology_guide.main()
+    assert "epoch 1: accuracy" in capsys.readouterr().out
