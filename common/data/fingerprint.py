@@ -23,7 +23,7 @@ from common.files import write_json
 KNOWN_CT = {"Spleen": Preparation(spacing=(1.5, 1.5, 2.0), normalisation="window", window=(-57.0, 164.0))}
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
 VOXELS_PER_CASE = 10_000
-_FINGERPRINT_VERSION = 2
+_FINGERPRINT_VERSION = 3
 
 Triple = tuple[float, float, float]
 
@@ -47,8 +47,10 @@ class Fingerprint:
         cases: how many were read.
         spacing: the median per axis R, A, S, mm.
         shape: the median per axis R, A, S, voxels of the file.
-        extent: the same of the box around all that is not 0 in any channel; the shape where only headers were read.
-        intensity: of the foreground, one per channel; None where only headers were read.
+        extent: the same of the box around what is not 0, by the first channel where it is no CT; the shape where only
+            headers were read.
+        intensity: of the foreground, one per channel that was read (of CT all, else the first); None where only headers
+            were read.
         label_fractions: of all voxels, one per label number; None where only headers were read.
     """
 
@@ -246,7 +248,9 @@ def _summary(
 
 def _case_figures(case: Case, dataset: Dataset) -> _CaseFigures:
     assert case.label is not None, "training cases have labels"
-    image, label = read_volume(case.image, channels=len(dataset.modality)), read_volume(case.label)
+    # Intensities choose the window of CT alone; of others the box around the first channel is enough.
+    image = read_volume(case.image, len(dataset.modality), first_only=not _is_ct(dataset))
+    label = read_volume(case.label)
     check_same_grid(image, label)
     # Voxels in the order of the file, so that flattening copies nothing.
     numbers = label.voxels.ravel(order="F")

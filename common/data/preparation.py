@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from common.data.geometry import Box, WorkingGrid, box_above, working_grid
-from common.data.resample import to_working
+from common.data.resample import shares_memory, to_working
 from common.data.volumes import Volume, check_same_grid, read_volume
 
 CPU = torch.device("cpu")
@@ -128,14 +128,17 @@ def prepare_volume(
     whole = working_grid(volume.voxels.shape[:3], volume.affine, preparation.spacing)
     grid = _reachable(whole, native_box)
     resampled = to_working(voxels, grid, nearest=False)
-    box = _foreground_box(resampled, preparation)
+    same = shares_memory(resampled, voxels)
+    inside = voxels[(slice(None), *(slice(first, stop) for first, stop in native_box))]
+    inside = inside.permute(0, *(3 - axis for axis in grid.file_axes))
+    found = resampled.data_ptr() == inside.data_ptr() and resampled.shape == inside.shape
+    box = tuple((0, size) for size in inside.shape[1:]) if found else _foreground_box(resampled, preparation)
     if box is None:
         raise ValueError(
             f"{volume.path}: its foreground is lost at spacing {preparation.spacing} mm: choose a finer one"
         )
     cropped = resampled[(slice(None), *(slice(first, stop) for first, stop in box))]
-    mine = resampled.untyped_storage().data_ptr() != voxels.untyped_storage().data_ptr()  # else the scan's own voxels
-    cropped = cropped.float() if mine else cropped.to(torch.float32, copy=True)
+    cropped = cropped.to(torch.float32, copy=same)
     start = [outer + first for outer, (first, _) in zip(grid.crop_start, box, strict=True)]
     image = _normalised(cropped, preparation).to(dtype).contiguous()
     return PreparedCase(name, image, None, grid.cropped(start, cropped.shape[1:]))

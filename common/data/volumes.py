@@ -43,12 +43,14 @@ class Volume:
     path: Path
 
 
-def read_volume(path: Path, channels: int = 1) -> Volume:
+def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volume:
     """Read a .nii.gz or .nii file.
 
     Args:
         path: The file.
         channels: 1 for a 3-D file; more for a 4-D file with that many volumes.
+        first_only: Read the first volume of a 4-D file as [X, Y, Z, 1], in that share of the time; what comes behind it
+            is not looked at.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -60,7 +62,7 @@ def read_volume(path: Path, channels: int = 1) -> Volume:
         shape = _shape_of(header, path)
         _check_channels(shape, channels, path)
         affine = _affine_of(header, path)
-        voxels = _read_voxels(stream, header, shape, path)
+        voxels = _read_voxels(stream, header, shape, path, first_only and len(shape) == 4)
     voxels = _scaled(voxels, header, path)
     _check_finite(voxels, path)
     return Volume(voxels, affine, path)
@@ -208,7 +210,9 @@ def _affine_of(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
     return affine
 
 
-def _read_voxels(stream: io.RawIOBase, header: nibabel.Nifti1Header, shape: tuple[int, ...], path: Path) -> np.ndarray:
+def _read_voxels(
+    stream: io.RawIOBase, header: nibabel.Nifti1Header, shape: tuple[int, ...], path: Path, first_only: bool
+) -> np.ndarray:
     """Read the voxels into one new array; what the header asks for is checked before memory is taken."""
     dtype = _dtype_of(header, path)
     needed = int(np.prod(shape, dtype=object)) * dtype.itemsize
@@ -222,6 +226,9 @@ def _read_voxels(stream: io.RawIOBase, header: nibabel.Nifti1Header, shape: tupl
     if not HEADER_BYTES <= offset <= HEADER_BYTES + MAX_PADDING:
         raise ValueError(f"{path}: voxels are said to begin at byte {offset}, expected 352 or a little more")
     _read_exactly(stream, np.empty(offset - HEADER_BYTES, np.uint8))
+    if first_only:
+        shape = (*shape[:3], 1)
+        needed = int(np.prod(shape)) * dtype.itemsize
     content = np.empty(needed, np.uint8)
     found = _read_exactly(stream, content)
     if found < needed:
@@ -229,7 +236,7 @@ def _read_voxels(stream: io.RawIOBase, header: nibabel.Nifti1Header, shape: tupl
             f"{path}: expected {needed} bytes of voxels (shape {shape}, {dtype}), found {found}: fetch it again"
         )
     # At the end of the stream gzip keeps its checksum; a little padding before it does no harm.
-    if _read_exactly(stream, np.empty(MAX_PADDING, np.uint8)) == MAX_PADDING:
+    if not first_only and _read_exactly(stream, np.empty(MAX_PADDING, np.uint8)) == MAX_PADDING:
         raise ValueError(f"{path} goes on behind the {needed} bytes of voxels that its header tells of: fetch it again")
     voxels = content.view(dtype).reshape(shape, order="F")
     return voxels if dtype.isnative else voxels.astype(dtype.newbyteorder("="), order="K")

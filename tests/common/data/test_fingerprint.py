@@ -100,13 +100,15 @@ def test_sampled_voxels_speak_for_all(tmp_path):
     assert found.intensity[0].percentile_0_5 == pytest.approx(np.percentile(inside, 0.5), abs=5)
 
 
-def test_each_channel_has_its_own_figures(tmp_path):
+def test_each_channel_of_ct_has_its_own_figures_of_others_the_first_is_read(tmp_path):
     label = np.zeros((5, 6, 7), np.uint8)
     label[1:3, 1:3, 1:3] = 1
     image = np.stack([np.where(label, 3, 0), np.where(label, 8, -5)], -1).astype(np.float32)
-    found = fingerprint([write_case(tmp_path, "a", image, label)], MR, progress=False)
-    assert found.intensity is not None
-    assert [(channel.mean, channel.std) for channel in found.intensity] == [(3, 0), (8, 0)]
+    cases = [write_case(tmp_path, "a", image, label)]
+    for modality, expected in ((("CT", "CT"), [(3, 0), (8, 0)]), (("T1", "T2"), [(3, 0)])):
+        found = fingerprint(cases, replace(MR, modality=modality), progress=False)
+        assert found.intensity is not None
+        assert [(channel.mean, channel.std) for channel in found.intensity] == expected
 
 
 def test_a_case_without_foreground_counts_for_spacing_only(three, tmp_path):
@@ -150,9 +152,9 @@ def test_figures_are_kept_until_a_file_or_a_list_changes(three, monkeypatch, tmp
     store = tmp_path / "store"
     read: list[Path] = []
 
-    def spy(path: Path, channels: int = 1) -> Volume:
+    def spy(path: Path, channels: int = 1, first_only: bool = False) -> Volume:
         read.append(path)
-        return read_volume(path, channels)
+        return read_volume(path, channels, first_only)
 
     monkeypatch.setattr(module, "read_volume", spy)
     first = fingerprint(three, CT, store, progress=False)
@@ -263,11 +265,11 @@ def test_real_scans(real_data):
     assert plan_preparation(brain, found) == Preparation((1.0, 1.0, 1.0), "zscore", None, channels=2)
 
 
-def test_the_extent_is_that_of_the_box_around_what_is_not_zero_in_any_channel(tmp_path):
+def test_the_extent_is_that_of_the_box_around_what_is_not_zero_in_the_first_channel(tmp_path):
     image, label = np.zeros((9, 8, 7, 2), np.int16), np.zeros((9, 8, 7), np.uint8)
     image[2, 3, 1, 0] = image[5, 3, 1, 1] = image[4, 6, 2, 0] = -7
     label[4, 6, 2] = 1
     cases = [write_case(tmp_path, "a", image, label, (1, 1, 1))]
     dataset = Dataset(tmp_path, "Brains", ("FLAIR", "T1w"), ("background", "tumour"), tuple(cases), (), False)
     figures = fingerprint(cases, dataset, progress=False)
-    assert (figures.shape, figures.extent) == ((9, 8, 7), (4, 4, 2))
+    assert (figures.shape, figures.extent) == ((9, 8, 7), (3, 4, 2))

@@ -276,3 +276,17 @@ def test_a_label_must_lie_on_its_image():
     flipped = AFFINE * np.array([[-1], [1], [1], [1]])
     with pytest.raises(ValueError, match=r"corners up to 81 mm apart \(at most 0.125\).*-804\.5.*resample the label"):
         check_same_grid(image, Volume(voxels_of(), flipped, Path("label.nii.gz")))
+
+
+def test_the_first_volume_alone_is_read_without_looking_at_the_rest(tmp_path):
+    voxels = voxels_of(shape=(5, 4, 3, 4))
+    path = write(tmp_path / "a.nii", voxels)
+    path.write_bytes(path.read_bytes()[: 352 + voxels[..., :1].nbytes])  # nothing of the other three is there
+    with pytest.raises(ValueError, match=r"the file can hold at most|expected 480 bytes of voxels"):
+        read_volume(path, 4)
+    whole = write(tmp_path / "b.nii.gz", voxels)
+    volume = read_volume(whole, 4, first_only=True)
+    assert np.array_equal(volume.voxels, voxels[..., :1])
+    assert np.array_equal(volume.affine, AFFINE)
+    three = write(tmp_path / "c.nii.gz", voxels[..., 0])
+    assert np.array_equal(read_volume(three, first_only=True).voxels, voxels[..., 0])
