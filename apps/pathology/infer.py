@@ -24,7 +24,7 @@ from apps.pathology.view import View, choose_view
 from common.data.slides import Slide, open_slide
 from common.files import sha256_of, write_json
 from common.inference.predictors import OpenedPredictor, open_predictor
-from common.observe.host_memory import keep_freed_memory
+from common.observe.host_memory import keep_freed_memory, peak_memory
 from common.observe.run import choose_device, one_line_errors
 from common.observe.timing import Clock
 
@@ -159,6 +159,7 @@ def _scan_slide(file: Path, folder: Path, scanner: Scanner, mark: dict[str, Any]
             "seen_mpp": view.seen_mpp,
             "view": view.reason,
             "stride_px": found.stride,
+            "peak_memory_mib": round(peak_memory() / 2**20),
             "device": str(scanner.device),
             "seconds": clock.stages(),
             "mark": mark,
@@ -166,6 +167,7 @@ def _scan_slide(file: Path, folder: Path, scanner: Scanner, mark: dict[str, Any]
     write_json(folder / RECORD, record)
     tqdm.write(
         f"{file.name}: probability {record['probability']:.3f}, {len(detections.scores)} detections, "
+        f"peak memory {record['peak_memory_mib']} MiB, "
         + (f"{len(damaged)} DAMAGED TILES taken as white, " if damaged else "")
         + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in clock.stages().items())
     )

@@ -92,6 +92,13 @@ def engine_predictor(path: Path, device: torch.device | None = None) -> EnginePr
     return EnginePredictor(path, device)
 
 
+def computes_bf16(device: torch.device) -> bool:
+    """Return whether a device computes bfloat16 in hardware."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def open_predictor(
     folder: Path,
     build_network: Callable[[], nn.Module],
@@ -103,7 +110,8 @@ def open_predictor(
 ) -> OpenedPredictor:
     """Open the model that a run exported to `folder`/exports.
 
-    "auto" takes the engine where one fits this host, else torch on a GPU, else ONNX Runtime; bf16 is torch's alone.
+    "auto" takes the engine where one fits this host, else torch on a GPU or where it has bf16 in hardware (if torch may
+    use it), else ONNX Runtime; bf16 is torch's alone.
 
     Args:
         folder: the run's folder.
@@ -126,7 +134,8 @@ def open_predictor(
         if problem is None:
             backend, reason = "tensorrt", "an engine fits this GPU"
         else:
-            on_cpu = device.type == "cpu" and onnx.is_file()
+            quicker = torch_precision == "bf16" and computes_bf16(device)
+            on_cpu = device.type == "cpu" and onnx.is_file() and not quicker
             backend, reason = "onnxruntime" if on_cpu else "torch", problem
     if backend == "tensorrt":
         return OpenedPredictor(engine_predictor(plan, device), backend, precision, reason)

@@ -1,6 +1,8 @@
 """Memory of the host: what a step frees is kept for the next one, which spares the operating system's page faults."""
 
 import ctypes
+import resource
+import sys
 
 # mallopt's parameters (malloc.h of the GNU C library).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -29,3 +31,9 @@ def keep_freed_memory(keep: bool = True) -> bool:
         _M_TOP_PAD: _GROW_BY if keep else _PAD_DEFAULT,
     }
     return all(mallopt(name, value) == 1 for name, value in values.items())
+
+
+def peak_memory() -> int:
+    """Return the most memory that this process has had at once, bytes (its resident set)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from common.inference.predictors import Precision
+from common.inference.predictors import Precision, computes_bf16
 
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,10 +37,9 @@ def choose_precision(
         )
     if wish != "auto":
         return wish
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    quick = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bf16" if quick and not wrong else "fp32"
+    if computes_bf16(device) and not wrong:
+        return "bf16"
+    return "fp16" if device.type == "cuda" else "fp32"
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:

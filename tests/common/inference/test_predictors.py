@@ -176,6 +176,28 @@ def test_auto_says_why_it_takes_no_engine(
         assert "built for GPUs of compute capability 9.0, this one has 8.9" in opened.reason
 
 
+@pytest.mark.parametrize(
+    ("in_hardware", "torch_precision", "backend"),
+    [
+        (True, "bf16", "torch"),
+        (False, "bf16", "onnxruntime"),
+        (True, "fp32", "onnxruntime"),
+        (True, None, "onnxruntime"),
+    ],
+)
+def test_auto_takes_torch_where_bf16_is_in_hardware_and_allowed(
+    run: Path,
+    network: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    in_hardware: bool,
+    torch_precision: Any,
+    backend: str,
+):
+    monkeypatch.setattr("common.inference.predictors.computes_bf16", lambda device: in_hardware)
+    opened = open_predictor(run, lambda: network, device=CPU, torch_precision=torch_precision)
+    assert (opened.backend, opened.precision) == (backend, "bf16" if backend == "torch" else "fp32")
+
+
 def test_auto_off_the_cpu_takes_torch(run: Path, network: nn.Module):
     meta = torch.device("meta")  # stands for a GPU without TensorRT
     assert open_predictor(run, lambda: copy.deepcopy(network), device=meta).backend == "torch"

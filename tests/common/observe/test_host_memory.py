@@ -4,7 +4,10 @@ import platform
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+from common.observe.host_memory import peak_memory
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only the GNU C library keeps memory")
 
@@ -31,3 +34,10 @@ def test_kept_memory_costs_no_page_faults():
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     kept, given_back = map(int, done.stdout.split())
     assert kept < given_back / 10
+
+
+def test_the_peak_is_at_least_what_a_new_array_takes():
+    before = peak_memory()
+    assert before > 10 * 2**20
+    np.ones(before + 2**26, np.uint8)
+    assert peak_memory() > before + 2**26
