@@ -11,11 +11,15 @@ from typing import Any
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, flush: bool = True) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; on success it is flushed and renamed to `path`, on error removed.
 
     A reader sees the old file or the whole new one, never a part, also when the process is killed at any moment.
     The temporary name keeps the suffixes of `path`, since libraries choose the format by them.
+
+    Args:
+        path: the file to be.
+        flush: False does not wait for the disk, for what is checked when it is read and can be made again.
 
     Raises:
         OSError: the folder cannot be written or the disk is full; `path` is then as it was.
@@ -26,10 +30,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
     part = Path(name)
     try:
         yield part
-        flush_to_disk(part)
+        if flush:
+            flush_to_disk(part)
         part.chmod(0o666 & ~_umask())
         part.replace(path)
-        flush_to_disk(path.parent)
+        if flush:
+            flush_to_disk(path.parent)
     finally:
         part.unlink(missing_ok=True)
 

@@ -44,7 +44,7 @@ def write_entry(path: Path, case: PreparedCase, key: str) -> None:
         header[name] = {"dtype": _DTYPES[name][1], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    with atomic_path(path) as part, part.open("wb") as stream:
+    with atomic_path(path, flush=False) as part, part.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             stream.write(tensor.numpy().data)

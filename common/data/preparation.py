@@ -8,6 +8,7 @@ lies in the foreground's box is resampled, each axis alone, and float64 is kept 
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Literal
 
@@ -15,11 +16,11 @@ import numpy as np
 import torch
 
 from common.data.geometry import Box, WorkingGrid, box_above, working_grid
-from common.data.resample import shares_memory, to_working
+from common.data.normalisation import contiguous, standardised, windowed
+from common.data.resample import SLAB_VOXELS, to_working
 from common.data.volumes import Volume, check_same_grid, read_volume
 
 CPU = torch.device("cpu")
-_ROUNDING = 1e-6  # a deviation below this share of the mean is float32's own
 PREPARATION_VERSION = 1  # raise when the prepared voxels change for the same parameters
 
 
@@ -102,8 +103,8 @@ def prepare_case(
     check_same_grid(volume, truth)
     check_values(truth, classes)
     voxels = _in_memory_order(truth.voxels.astype(np.uint8, order="K", copy=False)).to(device)
-    carried = to_working(voxels, prepared.grid, nearest=True)[0].to(torch.uint8).contiguous()
-    return replace(prepared, label=carried)
+    carried = contiguous(to_working(voxels, prepared.grid, nearest=True), torch.uint8)
+    return replace(prepared, label=carried[0])
 
 
 def prepare_volume(
@@ -128,7 +129,6 @@ def prepare_volume(
     whole = working_grid(volume.voxels.shape[:3], volume.affine, preparation.spacing)
     grid = _reachable(whole, native_box)
     resampled = to_working(voxels, grid, nearest=False)
-    same = shares_memory(resampled, voxels)
     inside = voxels[(slice(None), *(slice(first, stop) for first, stop in native_box))]
     inside = inside.permute(0, *(3 - axis for axis in grid.file_axes))
     found = resampled.data_ptr() == inside.data_ptr() and resampled.shape == inside.shape
@@ -138,9 +138,9 @@ def prepare_volume(
             f"{volume.path}: its foreground is lost at spacing {preparation.spacing} mm: choose a finer one"
         )
     cropped = resampled[(slice(None), *(slice(first, stop) for first, stop in box))]
-    cropped = cropped.to(torch.float32, copy=same)
     start = [outer + first for outer, (first, _) in zip(grid.crop_start, box, strict=True)]
-    image = _normalised(cropped, preparation).to(dtype).contiguous()
+    window = preparation.window
+    image = standardised(cropped, dtype) if window is None else windowed(cropped, window, dtype)
     return PreparedCase(name, image, None, grid.cropped(start, cropped.shape[1:]))
 
 
@@ -156,7 +156,12 @@ def _foreground_box(image: torch.Tensor, preparation: Preparation) -> Box | None
     """Return the box of the voxels of [C, n0, n1, n2] above the window's lower bound, or other than 0."""
     if preparation.window:
         return box_above(image, preparation.window[0])
-    return box_above((image != 0).view(torch.uint8), 0)
+    anywhere = torch.empty(image.shape[1:], dtype=torch.bool, device=image.device)
+    depth = max(1, SLAB_VOXELS // max(1, anywhere[0].numel()))
+    for part, out in zip(torch.split(image, depth, 1), torch.split(anywhere, depth), strict=True):
+        bits = (part != 0) if part.is_floating_point() else part
+        torch.ne(reduce(torch.bitwise_or, bits), 0, out=out)
+    return box_above(anywhere.view(torch.uint8)[None], 0)
 
 
 def _reachable(grid: WorkingGrid, native_box: Box) -> WorkingGrid:
@@ -181,32 +186,6 @@ def _reachable(grid: WorkingGrid, native_box: Box) -> WorkingGrid:
         start.append(low)
         shape.append(high - low)
     return grid.cropped(start, shape)
-
-
-def _normalised(image: torch.Tensor, preparation: Preparation) -> torch.Tensor:
-    """Normalise [C, X, Y, Z] float32, in place where that is enough."""
-    if preparation.window:
-        lowest, highest = preparation.window
-        return image.sub_(lowest).div_(highest - lowest).clamp_(0, 1)
-    for channel in image:
-        _standardise(channel)
-    return image
-
-
-def _standardise(channel: torch.Tensor) -> None:
-    """Subtract the mean of the nonzero voxels of [X, Y, Z] float32 and divide by their deviation, in place.
-
-    The zeros stay zero. Sums go over all voxels, the zeros' part is known; that spares gathering the others.
-    """
-    zero = channel == 0
-    zeros = torch.count_nonzero(zero)
-    count = channel.numel() - zeros
-    mean = channel.sum().double() / count.clamp(min=1)
-    channel.sub_(mean.float())
-    squares = channel.square().sum().double() - zeros * mean.float().double().square()
-    deviation = (squares / count.clamp(min=1)).sqrt()
-    constant = ~(deviation > _ROUNDING * mean.abs())  # also where rounding has made the squares negative
-    channel.div_(torch.where(constant, 1.0, deviation).float()).masked_fill_(zero, 0.0)
 
 
 def check_values(label: Volume, classes: int | Collection[int] | None) -> None:

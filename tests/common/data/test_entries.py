@@ -131,10 +131,10 @@ def test_a_failed_write_leaves_the_older_entry(tmp_path, monkeypatch):
     path = tmp_path / "a.safetensors"
     write_entry(path, prepared(), KEY)
 
-    def no_space(_: int) -> None:
+    def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", no_space)
+    monkeypatch.setattr("pathlib.Path.replace", no_space)
     with pytest.raises(OSError, match="No space left"):
         write_entry(path, PreparedCase("a", prepared().image + 1, None, prepared().grid), KEY)
     monkeypatch.undo()
