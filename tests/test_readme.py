@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 APP_READMES = [path.read_text() for path in sorted((ROOT / "apps").glob("*/README.md"))]
 BRATS_RECORD = ROOT / "benchmarks" / "records" / "2026-11-21_cpu_brats-guide-against-fast"
+PATHOLOGY_RECORD = ROOT / "benchmarks" / "records" / "2026-11-21_cpu_pathology-guide-against-fast"
 BLOCKS = [block for text in (README, *APP_READMES) for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)]
 COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
 TRAIN = {
@@ -102,7 +103,13 @@ def test_every_path_that_the_map_names_exists():
 
 
 @pytest.mark.parametrize(
-    ("record", "readme"), [(RECORD, "README.md"), (BRATS_RECORD, "apps/brats/README.md")], ids=["spleen", "brats"]
+    ("record", "readme"),
+    [
+        (RECORD, "README.md"),
+        (BRATS_RECORD, "apps/brats/README.md"),
+        (PATHOLOGY_RECORD, "apps/pathology/README.md"),
+    ],
+    ids=["spleen", "brats", "pathology"],
 )
 def test_the_numbers_are_the_records(record, readme):
     assert results_table(record) in (ROOT / readme).read_text()
