@@ -23,7 +23,7 @@ from data_scripts import fetch_camelyon16, fetch_msd, make_phantoms, make_slides
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 APP_READMES = [path.read_text() for path in sorted((ROOT / "apps").glob("*/README.md"))]
-BRATS_RECORD = ROOT / "benchmarks" / "records" / "2026-11-21_cpu_brats-guide-against-fast"
+BRATS_RECORD = ROOT / "benchmarks" / "records" / "2026-11-21_cpu-bf16_brats-guide-against-fast"
 PATHOLOGY_RECORD = ROOT / "benchmarks" / "records" / "2026-11-21_cpu_pathology-guide-against-fast"
 BLOCKS = [block for text in (README, *APP_READMES) for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)]
 COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
