@@ -192,4 +192,5 @@ def _read_mask(path: Path, width: int, height: int, most_downsample: float) -> T
         raise ValueError(f"{path}: cannot be used as a mask: {error}") from error
     if values.dtype != np.uint8 or values.ndim != 2:
         raise ValueError(f"{path}: {values.dtype} of shape {values.shape}; a mask is uint8 [height, width]")
-    return TumourMask(np.isin(values, TUMOUR_VALUES), downsample)
+    first, second = TUMOUR_VALUES
+    return TumourMask((values == first) | (values == second), downsample)

@@ -55,6 +55,7 @@ def _uncached(
 ) -> Batches:
     """Return MONAI's batches; the guide's are augmented on the GPU where cuCIM can."""
     reader = "cucim" if config.reader == "auto" else config.reader
+    run.say(f"patches: read by {reader}, each anew in each epoch")
     seed = config.seed * ranks.world + ranks.rank
     against = why_not_cucim(run.device) if config.recipe == "guide" else f"the recipe is {config.recipe}"
     if against is None:
@@ -85,6 +86,9 @@ def decoded(table: PatchTable, config: PathologyConfig, run: Run, ranks: Ranks, 
     folder = store_folder(config.store / "patches", table.files[0].parent)
     with run.clock.stage("prepare"):
         ranks.once(lambda: stored_patches(table, folder, pool, config.workers, run.leader) and None)
+        for path, tiles in pool.damaged.items():
+            if path in table.files:
+                run.say(f"{path.name}: {len(tiles)} DAMAGED TILES taken as white")
         return stored_patches(table, folder, pool, config.workers, False)
 
 

@@ -9,13 +9,15 @@ if __name__ == "__main__":
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from apps.pathology.annotations import tumour_mask
-from apps.pathology.froc import Detections, FrocResult, LesionMap, auc, find_lesions, froc, is_scored
+from apps.pathology.camelyon16 import DUPLICATE, is_scored
+from apps.pathology.froc import Detections, FrocResult, LesionMap, auc, find_lesions, froc
 from apps.pathology.froc_report import draw_froc, write_froc_csv
 from apps.pathology.outputs import read_detections_csv
 from apps.pathology.slide_set import SlideEntry, read_slide_set
@@ -37,6 +39,7 @@ class Judged:
         lesions: at about 15.6 um per pixel; None without tumour.
         detections: in pixels of `lesions`.
         mask_mpp: um per pixel of `lesions`; None without tumour.
+        counts: whether its lesions count; where not all of them are marked, the slide counts for the AUC alone.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Judged:
     lesions: LesionMap | None
     detections: Detections
     mask_mpp: float | None
+    counts: bool
 
 
 def main(config: EvaluateConfig) -> int:
@@ -85,25 +89,46 @@ def _judge_all(config: EvaluateConfig) -> tuple[list[Judged], dict[str, str]]:
     if not records:
         raise FileNotFoundError(f"{config.scans}: holds no finished scans (NAME/slide.json): scan slides into it first")
     judged, left_out = [], {}
-    for record in tqdm(records, unit="slide", desc="reference", leave=False):
-        scan = json.loads(record.read_text(encoding="utf-8"))
+    scans = {record: json.loads(record.read_text(encoding="utf-8")) for record in records}
+    _refuse_mixture(scans)
+    for record, scan in tqdm(scans.items(), unit="slide", desc="reference", leave=False):
         entry = entries.get(scan["name"])
         reason = _why_not(entry, scan)
         if entry is None or reason is not None:
             left_out[scan["name"]] = str(reason)
             continue
         judged.append(_judge(entry, scan, read_detections_csv(record.with_name("detections.csv"))))
+    here = {scan["name"] for scan in scans.values()}
+    left_out |= {entry.name: "it has not been scanned" for entry in slides.testing if entry.name not in here}
     if not judged:
         raise ValueError(f"{config.scans}: none of its {len(records)} scans has a reference in {config.data}")
     return judged, left_out
+
+
+def _refuse_mixture(scans: dict[Path, dict[str, Any]]) -> None:
+    """Refuse scans by different weights or options: their scores would be of no network.
+
+    Raises:
+        ValueError: names one of each.
+    """
+    first, *others = scans
+    marks = {
+        path: {name: value for name, value in scan.get("mark", {}).items() if name != "slide"}
+        for path, scan in scans.items()
+    }
+    other = next((path for path in others if marks[path] != marks[first]), None)
+    if other is not None:
+        raise ValueError(
+            f"{first} and {other} are of different weights or options; scan all anew, or into folders of their own"
+        )
 
 
 def _why_not(entry: SlideEntry | None, scan: dict[str, Any]) -> str | None:
     """Return why a scan cannot be judged, or None where it can."""
     if entry is None:
         return "it is not in the set of slides"
-    if not is_scored(entry.name):
-        return "Camelyon16 does not score it (a duplicate, or annotated in part)"
+    if entry.name.lower() == DUPLICATE:
+        return "Camelyon16 does not score it, a duplicate"
     if entry.tumour and entry.mask is None and entry.annotation is None:
         return f"it has tumour, but neither a mask ({entry.name}_mask.tif) nor an annotation ({entry.name}.xml)"
     if entry.tumour and scan["mpp"] is None:
@@ -113,7 +138,7 @@ def _why_not(entry: SlideEntry | None, scan: dict[str, Any]) -> str | None:
 
 def _judge(entry: SlideEntry, scan: dict[str, Any], found: Detections) -> Judged:
     if not entry.tumour:
-        return Judged(entry.name, False, scan["probability"], None, found, None)
+        return Judged(entry.name, False, scan["probability"], None, found, None, counts=True)
     # Levels lie a factor of two apart: the coarsest within a half-step of the wanted one is the nearest.
     coarsest = max(1.0, MASK_MPP * math.sqrt(2) / scan["mpp"])
     width, height = scan["size"]
@@ -121,13 +146,13 @@ def _judge(entry: SlideEntry, scan: dict[str, Any], found: Detections) -> Judged
     mpp, sides = scan["mpp"] * truth.downsample, np.array(truth.mask.shape) - 1
     # A cell's centre may lie beyond the slide's edge, and so beyond the mask's.
     y, x = np.minimum(np.stack([found.y, found.x]) // truth.downsample, sides[:, None])
-    return Judged(
-        entry.name, True, scan["probability"], find_lesions(truth.mask, mpp), Detections(x, y, found.scores), mpp
-    )
+    lesions, counts = find_lesions(truth.mask, mpp), is_scored(entry.name) and not entry.part
+    return Judged(entry.name, True, scan["probability"], lesions, Detections(x, y, found.scores), mpp, counts)
 
 
 def _froc_of(judged: list[Judged]) -> FrocResult | None:
     """Return the free-response curve, or None where there is no lesion to be found."""
+    judged = [each for each in judged if each.counts]
     maps = [each.lesions for each in judged if each.lesions is not None]
     if not any(set(range(1, int(each.labels.max()) + 1)) - set(each.isolated) for each in maps):
         return None

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +14,6 @@ ITC_UM = 200.0  # a lesion whose long axis is shorter is isolated tumour cells
 FALSE_POSITIVE_RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # per slide, at which the score takes the sensitivity
 DETECTION_THRESHOLD = 0.5  # MONAI's LesionFROC, as is the box
 DETECTION_BOX = 48  # pixels of the probability map
-# A duplicate and an incomplete annotation. Source: the README of the CAMELYON16 data.
-EXCLUDED = ("test_049", "test_114")
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,6 @@ class FrocResult:
     score: float
     slides: int
     lesions: int
-
-
-def is_scored(slide: str) -> bool:
-    """Return whether Camelyon16 scores a slide of this name, such as `test_049`, with or without suffix."""
-    return Path(slide).stem.lower() not in EXCLUDED
 
 
 def find_lesions(mask: np.ndarray, mpp: float) -> LesionMap:

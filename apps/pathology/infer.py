@@ -60,7 +60,7 @@ def main(config: ScanConfig) -> int:
             continue
         try:
             _scan_slide(file, folder, scanner, mark)
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, FileNotFoundError, PermissionError) as error:
             failed.append(file.name)
             tqdm.write(f"set aside: {error}")
     if failed:

@@ -1,6 +1,7 @@
 """Patches drawn from annotated slides, half of them tumour where a slide has any."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from common.data.slides import Slide
 
 TUMOUR_SHARE = 0.5  # of a tumour patch's area, at least: its label is then beyond doubt
 _PIXELS_PER_PATCH = 8  # along a side of a patch, at least, of the mask that is looked at
+_MASK_PIXELS = 2**26  # that a mask has at most: a coarser one is taken of larger slides
+_PLACES = 2**21  # pixels of a mask that patches are drawn from at most, evenly spread
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +56,22 @@ class _Areas:
         return np.asarray(inside / (behind - first).prod(1))
 
 
-def sample_patches(entries: Sequence[SlideEntry], per_slide: int, size: int, seed: int, pool: SlidePool) -> PatchTable:
+def sample_patches(
+    entries: Sequence[SlideEntry],
+    per_slide: int,
+    size: int,
+    seed: int,
+    pool: SlidePool,
+    workers: int | None = None,
+    progress: bool = False,
+) -> PatchTable:
     """Draw patches from annotated slides: half of those of a slide with tumour show tumour, the others normal tissue.
 
     A tumour patch has its centre in the tumour, and tumour covers half of it at least. A normal patch has its centre
     in tissue, be it at its very edge, as a scan's patches have, and there is no tumour in it nor within a patch's side
     around it; shares are counted to a pixel of the mask, an eighth of a patch or less. No patch is drawn twice, none
-    leaves the slide; upper left corners are any pixels. What is drawn from a slide depends on the seed and the slide's
-    name alone.
+    leaves the slide; upper left corners are any pixels. Of slides that are marked in part only tumour is drawn. What
+    is drawn from a slide depends on the seed and the slide's name alone.
 
     Args:
         entries: the slides; the table lists their patches by name.
@@ -68,6 +79,8 @@ def sample_patches(entries: Sequence[SlideEntry], per_slide: int, size: int, see
         size: side of a patch in pixels of level 0.
         seed: of the draw.
         pool: reads the slides.
+        workers: slides in work at the same time, up to 1 GiB each; None takes the cores at hand.
+        progress: show a bar.
 
     Raises:
         FileNotFoundError: a slide, its mask or its annotation is missing.
@@ -80,7 +93,7 @@ def sample_patches(entries: Sequence[SlideEntry], per_slide: int, size: int, see
         with pool.use(entry.path) as slide:
             return _draw(entry, slide, per_slide, size, seed)
 
-    drawn = map_in_threads(draw, ordered, "drawing patches", progress=False)
+    drawn = map_in_threads(draw, ordered, "drawing patches", workers, progress)
     tumour, normal = ([pair[kind] for pair in drawn] for kind in (0, 1))
     counts = [len(first) + len(second) for first, second in drawn]
     if not sum(counts):
@@ -114,6 +127,8 @@ def _draw(entry: SlideEntry, slide: Slide, per_slide: int, size: int, seed: int)
         centres = _centres(tumour.mask, tumour.downsample)
         fitting = centres[areas.share(centres, size) >= TUMOUR_SHARE]
         positive = _pick(fitting, tumour.downsample, slide, size, wanted, generator)
+    if entry.part:
+        return positive, np.empty((0, 2), np.int64)
     tissue = tissue_mask(slide, assumed_mpp=ASSUMED_MPP)
     centres = _centres(tissue.mask, tissue.downsample)
     if areas is not None:
@@ -125,15 +140,17 @@ def _draw(entry: SlideEntry, slide: Slide, per_slide: int, size: int, seed: int)
 def _tumour(entry: SlideEntry, slide: Slide, size: int) -> TumourMask:
     base = slide.levels[0]
     try:
-        finest = max(1.0, size / _PIXELS_PER_PATCH)
+        finest = max(1.0, size / _PIXELS_PER_PATCH, math.sqrt(base.width * base.height / _MASK_PIXELS))
         return tumour_mask(entry.mask, entry.annotation, base.width, base.height, finest)
     except ValueError as error:
         raise ValueError(f"{entry.path}: {error}") from error
 
 
 def _centres(mask: np.ndarray, downsample: float) -> np.ndarray:
-    """Return the centres of the pixels of a mask, [N, 2] float64 (x, y) in pixels of level 0."""
-    return (np.argwhere(mask)[:, ::-1] + 0.5) * downsample
+    """Return the centres of pixels of a mask, evenly spread, [N, 2] float64 (x, y) in pixels of level 0."""
+    places = np.flatnonzero(mask)
+    places = places[:: -(-len(places) // _PLACES) or 1]
+    return (np.stack(np.divmod(places, mask.shape[1])[::-1], 1) + 0.5) * downsample
 
 
 def _pick(

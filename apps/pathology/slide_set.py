@@ -10,8 +10,10 @@ import csv
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from apps.pathology.camelyon16 import MARKED_IN_PART
 
 SUFFIXES = (".tif", ".tiff", ".svs")
 MASK_ENDING = "_mask"  # of a mask's name, behind its slide's
@@ -32,6 +34,7 @@ class SlideEntry:
     tumour: bool
     annotation: Path | None
     mask: Path | None
+    part: bool = False  # only a part of its tumour is marked
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def read_slide_set(folder: Path) -> SlideSet:
     """Find the slides of a folder in one of Camelyon16's layouts, their annotations (.xml) and masks (_mask.tif).
 
     A training slide has tumour if its name begins with tumor_, none if with normal_. Of the test slides reference.csv
-    says it; without one, those with an annotation have it.
+    says it; without one, those with an annotation have it, and there are none at all where none has one.
 
     Raises:
         FileNotFoundError: there is no such folder, or it holds no training slides.
@@ -73,13 +76,11 @@ def read_slide_set(folder: Path) -> SlideSet:
         )
     reference = _reference(folder)
     name, synthetic = _about(folder)
-    return SlideSet(
-        folder,
-        name,
-        synthetic,
-        tuple(_training_entry(path, folder) for path in training),
-        tuple(_test_entry(path, folder, reference) for path in testing),
-    )
+    tests = tuple(_test_entry(path, folder, reference) for path in testing)
+    known = reference is not None or any(entry.annotation for entry in tests)
+    entries = tuple(_training_entry(path, folder) for path in training)
+    marked = tuple(replace(each, part=not synthetic and each.name.lower() in MARKED_IN_PART) for each in entries)
+    return SlideSet(folder, name, synthetic, marked, tests if known else ())
 
 
 def split_slides(

@@ -1,6 +1,7 @@
 """Which patches the pathology app trains on, validates on and is judged on."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from apps.pathology.config import PathologyConfig
@@ -9,7 +10,7 @@ from apps.pathology.patch_sampling import sample_patches, shortages
 from apps.pathology.patch_table import PatchTable, cut_validation
 from apps.pathology.plan import PATCH_SIZE, PATCHES_PER_SLIDE
 from apps.pathology.slide_set import read_slide_set, split_slides
-from apps.pathology.view import ASSUMED_MPP
+from apps.pathology.view import ASSUMED_MPP, MPP_TOLERANCE
 from common.data.slide_pool import SlidePool
 from common.observe.run import Run
 from common.training.distributed import Ranks
@@ -51,12 +52,7 @@ def find_tables(config: PathologyConfig, run: Run, ranks: Ranks, pool: SlidePool
     if folder is None:
         made = config.store / "phantoms" / f"slides-{SLIDES_VERSION}"
         folder = ranks.once(lambda: make_slides(made, *_SYNTHETIC))
-    if config.training_list is not None and config.validation_list is not None:
-        tables = _listed(config, folder, config.training_list, config.validation_list)
-    elif (folder / "labels.csv").is_file():
-        tables = _labelled(config, folder)
-    else:
-        tables = _sampled(config, folder, run, pool)
+    tables = ranks.once(lambda: _of_both_kinds(_read(config, folder, run, pool), run))
     parts = {"training": tables.training, "validation": tables.validation, "testing": tables.testing}
     shown = ", ".join(f"{len(part)} {name}" for name, part in parts.items() if part is not None)
     size = f"{tables.training.size} pixels" + (f" of {tables.mpp:g} um" if tables.mpp else "")
@@ -70,9 +66,59 @@ def find_tables(config: PathologyConfig, run: Run, ranks: Ranks, pool: SlidePool
     return tables
 
 
-def _listed(config: PathologyConfig, folder: Path, training: Path, validation: Path) -> Tables:
+def _read(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -> Tables:
+    if config.training_list is not None and config.validation_list is not None:
+        return _listed(config, folder, config.training_list, config.validation_list, run, pool)
+    return _labelled(config, folder) if (folder / "labels.csv").is_file() else _sampled(config, folder, run, pool)
+
+
+def _of_both_kinds(tables: Tables, run: Run) -> Tables:
+    """Refuse to train on, or to validate by, patches of one kind; leave testing by them out, and say so.
+
+    Raises:
+        ValueError: names the set and what it lacks.
+    """
+    for name, table in (("training", tables.training), ("validation", tables.validation)):
+        if table.label.min() == table.label.max():
+            kind = "tumour" if table.label.min() == 0 else "normal"
+            raise ValueError(
+                f"{tables.folder}: there is no {kind} patch among the {len(table)} for {name}, and no AUC without; add "
+                f"some, or choose another --held_out or --seed"
+            )
+    testing = tables.testing
+    if testing is not None and testing.label.min() == testing.label.max():
+        run.say(f"testing: its {len(testing)} patches are of one kind, which has no AUC, so it is left out")
+        return replace(tables, testing=None)
+    return tables
+
+
+def _pixel_size(files: Sequence[Path], run: Run, pool: SlidePool) -> float | None:
+    """Return um per pixel of the slides, and say what reads them and whether their pixels differ."""
+    sizes, readers = [], set()
+    for file in files:
+        with pool.use(file) as slide:
+            sizes.append(slide.mpp)
+            readers.add(slide.reader)
+    known = sorted(size for size in sizes if size is not None)
+    mpp = known[len(known) // 2] if known else None
+    text = f"slides: read by {', '.join(sorted(readers))}"
+    if len(known) < len(sizes):
+        text += f"; {len(sizes) - len(known)} give no pixel size, and tissue is sought as if it were {ASSUMED_MPP} um"
+    if known and known[-1] > (1 + MPP_TOLERANCE) * known[0]:
+        text += (
+            f"; ATTENTION: their pixels are {known[0]:g} to {known[-1]:g} um, and patches are taken as they are: the "
+            "network learns several magnifications; train on slides of one"
+        )
+    run.say(text)
+    return mpp
+
+
+def _listed(
+    config: PathologyConfig, folder: Path, training: Path, validation: Path, run: Run, pool: SlidePool
+) -> Tables:
     first, second = read_coordinates(training, folder), read_coordinates(validation, folder, part="validation")
-    return Tables(folder, training.stem, False, None, first, second, None)
+    mpp = _pixel_size(sorted({*first.files, *second.files}), run, pool)
+    return Tables(folder, training.stem, False, mpp, first, second, None)
 
 
 def _labelled(config: PathologyConfig, folder: Path) -> Tables:
@@ -91,7 +137,7 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -
     training, validation = split_slides(slides.training, config.held_out, config.seed)
     referenced = [entry for entry in slides.testing if not entry.tumour or entry.annotation or entry.mask]
     tables = [
-        sample_patches(entries, per_slide, size, config.seed, pool) if entries else None
+        sample_patches(entries, per_slide, size, config.seed, pool, config.workers, run.leader) if entries else None
         for entries in (training, validation, referenced)
     ]
     for table in tables:
@@ -100,8 +146,5 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -
             run.say(f"room for fewer patches than {per_slide} on some slides; missing: {lacking}")
     assert tables[0] is not None
     assert tables[1] is not None
-    with pool.use(training[0].path) as slide:
-        mpp = slide.mpp
-        unknown = "" if mpp else f"; they give no pixel size, tissue is sought as if it were {ASSUMED_MPP} um"
-        run.say(f"slides: read by {slide.reader}{unknown}")
+    mpp = _pixel_size([entry.path for entry in (*training, *validation)], run, pool)
     return Tables(slides.folder, slides.name, slides.synthetic, mpp, tables[0], tables[1], tables[2])

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import torch
 from torch import nn
 
-from common.training.checkpoints import initialise
+from common.training.checkpoints import initialise, load_weights
 
 _NO_PLACE = ("fc.weight", "fc.bias")  # ImageNet's thousand classes
 
@@ -27,7 +26,7 @@ def initialise_from(network: nn.Module, path: Path) -> str:
     if path.suffix == ".safetensors":
         initialise(network, path)
         return f"weights: all from {path}"
-    stored = torch.load(path, map_location="cpu", weights_only=True)
+    stored = load_weights(path)
     features = network.features
     assert isinstance(features, nn.Module)
     own = features.state_dict()

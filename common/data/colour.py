@@ -60,6 +60,7 @@ class ColourJitter:
         saturation: likewise.
         hue: it turns uniformly within [-hue, hue] of the colour circle; at most 0.5.
         p: probability, for each image, that it is jittered at all.
+        whole_batch: all images of one draw get the first one's factors, order and chance.
 
     Raises:
         ValueError: a value is out of its range.
@@ -72,6 +73,7 @@ class ColourJitter:
     saturation: float
     hue: float
     p: float = 1.0
+    whole_batch: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
@@ -90,6 +92,8 @@ class ColourJitter:
     def draw(self, seed: int, epoch: int, samples: np.ndarray) -> JitterDraw:
         """Draw what is done to each sample ([N] int): a pure function of seed, epoch and the sample's number."""
         uniforms = keyed_uniforms(seed, epoch, samples, np.full(len(samples), _STREAM), 9)
+        if self.whole_batch:
+            uniforms = np.broadcast_to(uniforms[:1], uniforms.shape)
         spread = np.array([self.brightness, self.contrast, self.saturation, self.hue])
         neutral = np.array([1, 1, 1, 0])
         low, high = np.maximum(neutral - spread, [0, 0, 0, -0.5]), neutral + spread

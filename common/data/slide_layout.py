@@ -80,6 +80,7 @@ class Layout:
 
     planes: tuple[Plane, ...]
     mpp: float | None
+    padded: bool = False  # levels are padded to whole tiles, so that their sizes do not tell how far they are reduced
 
 
 def read_layout(path: Path) -> Layout | None:
@@ -109,12 +110,13 @@ def read_layout(path: Path) -> Layout | None:
             _check_chain(tiff, pages, path)
             planes, base = _levels_of(_images(pages), path)
             mpp = _mpp_of(base, path)
+            padded = str(base.tags.valueof("Software", "")).startswith("Philips")
     except _RefusedError:
         raise
     except damage as error:
         raise ValueError(f"{path} ({size} bytes) has damaged TIFF directories ({error}): copy it again") from error
     _check_ends(planes, path, size)
-    return Layout(planes, mpp)
+    return Layout(planes, mpp, padded)
 
 
 def bare_plane(width: int, height: int) -> Plane:

@@ -69,6 +69,10 @@ class CucimHandle:
 
         if layout is None:
             raise ValueError("cuCIM reads TIFF files only")
+        if layout.padded:
+            raise ValueError(
+                "Philips pads its levels to whole tiles, and tiles could not be checked for damage by cuCIM"
+            )
         if not all(plane.tiled for plane in layout.planes):
             raise ValueError("cuCIM reads tiles, this file has strips")
         strange = {int(plane.compression) for plane in layout.planes} - set(CUCIM_COMPRESSIONS)
@@ -149,6 +153,8 @@ class TifffileHandle:
 
         if layout is None:
             raise ValueError("tifffile reads TIFF files only")
+        if layout.padded:
+            raise ValueError("Philips pads its levels to whole tiles, and tifffile does not know by how much")
         self.planes, self.mpp = layout.planes, layout.mpp
         self._file = os.open(path, os.O_RDONLY)
 

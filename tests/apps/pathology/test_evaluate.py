@@ -85,7 +85,7 @@ def test_slides_that_cannot_be_scored_are_left_out_and_said(tmp_path, capsys):
     write_scan(scans, "normal_001", 0.2, "")
     found = judge(scans, data)
     assert list(found["slides"]) == ["normal_001"]
-    assert set(found["left_out"]) == {"test_001", "test_049", "stranger", "tumor_001"}
+    assert set(found["left_out"]) == {"test_001", "test_002", "test_049", "stranger", "tumor_001"}
     assert "neither a mask" in found["left_out"]["test_001"]
     assert (found["froc"], found["slide_auc"]) == (None, None)
     said = capsys.readouterr().out
@@ -100,3 +100,34 @@ def test_nothing_to_score_is_an_error(tmp_path):
     write_scan(scans, "stranger", 0.9, "")
     with pytest.raises(ValueError, match="none of its 1 scans has a reference"):
         evaluate.main(EvaluateConfig(scans, data))
+
+
+def test_scans_by_different_weights_are_refused(tmp_path):
+    data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
+    for name, weights in (("test_001", "a"), ("test_002", "b")):
+        write_scan(scans, name, 0.9, "0.900000,160,140\n")
+        record = json.loads((scans / name / "slide.json").read_text())
+        mark = {"weights": {"best.safetensors": weights}, "slide": [1, 2]}
+        (scans / name / "slide.json").write_text(json.dumps({**record, "mark": mark}))
+    with pytest.raises(ValueError, match=r"test_001.slide\.json and .*test_002.slide\.json are of different weights"):
+        judge(scans, data)
+
+
+def test_test_slides_without_a_scan_are_said(tmp_path, capsys):
+    data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
+    write_scan(scans, "test_001", 0.9, "0.900000,160,140\n")
+    assert judge(scans, data)["left_out"] == {
+        "test_002": "it has not been scanned", "test_049": "it has not been scanned"
+    }  # fmt: skip
+
+
+def test_a_slide_marked_in_part_counts_for_the_auc_alone(tmp_path):
+    data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
+    for file in (data / "testing").rglob("test_001*"):
+        file.rename(file.with_name(file.name.replace("test_001", "test_114")))
+    reference = data / "testing" / "reference.csv"
+    reference.write_text(reference.read_text().replace("test_001", "test_114"))
+    write_scan(scans, "test_114", 0.9, "0.900000,160,140\n")
+    write_scan(scans, "test_002", 0.8, "0.800000,511,511\n")
+    found = judge(scans, data)
+    assert (found["slide_auc"], found["froc"], found["lesions"]) == (1.0, None, 0)

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from apps.pathology.camelyon16 import is_scored
 from apps.pathology.froc import (
     FALSE_POSITIVE_RATES,
     Detections,
@@ -10,7 +11,6 @@ from apps.pathology.froc import (
     detect,
     find_lesions,
     froc,
-    is_scored,
 )
 
 

@@ -1,9 +1,11 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tifffile
 
+from apps.pathology import patch_sampling
 from apps.pathology.patch_sampling import sample_patches, shortages
 from apps.pathology.patch_table import PatchTable
 from apps.pathology.slide_set import SlideEntry
@@ -155,3 +157,18 @@ def test_no_room_and_no_truth_are_errors(entries):
     bare = SlideEntry("tumor_1", entries[0].path, True, None, None)
     with pytest.raises(ValueError, match=r"tumor_1\.tif: neither a mask nor an annotation"):
         sample([bare])
+
+
+def test_of_a_slide_marked_in_part_only_tumour_is_drawn(entries):
+    table = sample([replace(entries[0], part=True), entries[2]])
+    assert np.bincount(table.file, table.label).tolist() == [0, 100]
+    assert np.bincount(table.file).tolist() == [200, 100]
+
+
+def test_masks_too_large_are_looked_at_coarsely_and_thinned(entries, monkeypatch):
+    monkeypatch.setattr(patch_sampling, "_MASK_PIXELS", 64 * 64)
+    monkeypatch.setattr(patch_sampling, "_PLACES", 500)
+    table = sample([entries[1], entries[2]], 100)
+    assert np.bincount(table.file).tolist() == [100, 100]
+    assert shares(table.take(table.label == 1), TUMOUR).min() > 0.3  # of a mask's pixel, 16 pixels wide
+    assert shares(table.take((table.label == 0) & (table.file == 1)), TUMOUR, margin=SIZE - 16).max() == 0

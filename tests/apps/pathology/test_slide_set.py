@@ -143,3 +143,18 @@ def test_split_depends_on_seed_and_names_alone():
 def test_nothing_to_hold_out():
     with pytest.raises(ValueError, match="2 training slides: to hold one out"):
         split_slides(entries(1, 1), 0.25, 0)
+
+
+def test_without_reference_and_annotations_nothing_is_known_of_test_slides(tmp_path):
+    lay_out(tmp_path, [*GUIDE])
+    for annotation in (tmp_path / "testing").rglob("*.xml"):
+        annotation.unlink()
+    assert read_slide_set(tmp_path).testing == ()
+
+
+def test_slides_with_tumour_that_is_not_marked_are_known_by_name_unless_they_are_drawn(tmp_path):
+    names = ["training/images/Tumor_010.tif", "training/annotations/Tumor_010.xml"]
+    lay_out(tmp_path, [*GUIDE, *names])
+    assert [each.name for each in read_slide_set(tmp_path).training if each.part] == ["Tumor_010"]
+    (tmp_path / "slides.json").write_text(json.dumps({"name": "Phantoms", "synthetic": True}))
+    assert not any(each.part for each in read_slide_set(tmp_path).training)

@@ -13,6 +13,7 @@ from apps.pathology.tables import Tables, find_tables
 from common.data.slide_pool import SlidePool
 from common.training.distributed import Ranks
 from data_scripts.make_slides import make_slides
+from tests.apps.pathology.scan_runs import write_slide
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +89,40 @@ def test_without_data_slides_are_made_once(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         tables_of(PathologyConfig(store=tmp_path))
     assert asked == [(tmp_path / "phantoms" / "slides-1", (8, 6))]
+
+
+def test_patches_of_one_kind_are_refused_before_the_training(slides, tmp_path):
+    for name, stem, labels in (
+        ("training", "tumor_001", "0,0,0,0,1,0,0,0,0"),
+        ("validation", "normal_001", "0," * 8 + "0"),
+    ):
+        (tmp_path / f"{name}.csv").write_text(f"{stem},512,512,{labels}\n")
+    config = PathologyConfig(
+        data=slides, training_list=tmp_path / "training.csv", validation_list=tmp_path / "validation.csv"
+    )
+    with pytest.raises(ValueError, match="there is no tumour patch among the 9 for validation, and no AUC without"):
+        tables_of(config)
+
+
+def test_testing_by_patches_of_one_kind_is_left_out(tmp_path):
+    rows = ["image,label,split"]
+    for number in range(12):
+        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
+        split = ("train", "val", "test")[number % 3]
+        rows.append(f"{number}.png,{0 if split == 'test' else number % 2},{split}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    tables, said = tables_of(PathologyConfig(data=tmp_path))
+    assert tables.testing is None
+    assert "testing: its 4 patches are of one kind" in said
+
+
+def test_pixels_of_different_sizes_are_said(tmp_path):
+    for name, mpp in (("tumor_001", 0.25), ("normal_001", 0.5)):
+        write_slide(tmp_path / "training" / "images" / f"{name}.tif", [(256, 256, 90)], mpp=mpp)
+        (tmp_path / f"{name}.csv").write_text(f"{name},256,256,0,0,0,0,1,0,0,0,0\n")
+    config = PathologyConfig(
+        data=tmp_path, training_list=tmp_path / "tumor_001.csv", validation_list=tmp_path / "normal_001.csv"
+    )
+    tables, said = tables_of(config)
+    assert "ATTENTION: their pixels are 0.25 to 0.5 um" in said
+    assert tables.mpp == 0.5

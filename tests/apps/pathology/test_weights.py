@@ -45,3 +45,9 @@ def test_other_weights_are_refused(tmp_path: Path):
     torch.save({"conv1.weight": torch.zeros(64, 3, 7, 7)}, tmp_path / "part.pth")
     with pytest.raises(ValueError, match="missing"):
         initialise_from(network, tmp_path / "part.pth")
+
+
+def test_a_damaged_file_is_named(tmp_path: Path):
+    (tmp_path / "resnet18.pth").write_bytes(b"no weights at all")
+    with pytest.raises(ValueError, match=r"resnet18\.pth: not a state dict that can be loaded safely"):
+        initialise_from(resnet18_fcn(64), tmp_path / "resnet18.pth")

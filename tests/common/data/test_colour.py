@@ -140,3 +140,20 @@ def test_the_host_does_not_wait():
     images, draw = as_tensor(pictures(24)), PATHOLOGY.draw(0, 0, np.arange(24))
     with refuse_host_sync():
         jitter(images, draw)
+
+
+def test_a_whole_batch_is_jittered_alike_or_not_at_all():
+    samples = np.arange(16)
+    alike = ColourJitter(0.25, 0.75, 0.25, 0.04, p=0.5, whole_batch=True)
+    each = ColourJitter(0.25, 0.75, 0.25, 0.04, p=0.5)
+    applied = []
+    for epoch in range(200):
+        draw, own = alike.draw(0, epoch, samples), each.draw(0, epoch, samples)
+        for found, one in ((draw.factors, own.factors), (draw.order, own.order), (draw.applied, own.applied)):
+            assert (found == one[:1]).all()  # the first image's
+        applied.append(bool(draw.applied[0]))
+    assert 0.35 < np.mean(applied) < 0.65
+    images = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0)).expand(16, -1, -1, -1)
+    jittered = jitter(images, alike.draw(0, applied.index(True), samples))
+    assert (jittered == jittered[:1]).all()
+    assert not torch.equal(jittered, images)

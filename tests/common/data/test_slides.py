@@ -11,6 +11,8 @@ import pytest
 
 from common.data.slide_pool import SlidePool
 from common.data.slides import Level, Reader, Tile, open_slide
+from data_scripts.slides_files import write_pyramid as write_slide_pyramid
+from data_scripts.slides_scene import draw_slide
 from tests.common.data.slide_files import TILE, overwrite_tile, write_pyramid
 
 READERS: tuple[Reader, ...] = ("cucim", "openslide", "tifffile")
@@ -286,3 +288,40 @@ def test_real_slides_look_the_same_in_all_readers(real_data, name, sizes, mpp, o
 def test_the_broken_slide_is_refused(real_data, reader):
     with pytest.raises(ValueError, match=r"broken\.svs is no TIFF .it begins with b'IJrE'.*fetch it again"):
         open_slide(real_data / "slides_real" / "broken.svs", reader)
+
+
+@pytest.mark.parametrize("compression", ["jpeg", "deflate"])
+def test_synthetic_slides_have_equal_pixels_in_all_readers_on_every_level(tmp_path, compression):
+    """Some places on every level, the border and what lies beyond it among them."""
+    draw = np.random.default_rng(0)
+    image = draw_slide(1024, True, draw).image
+    write_slide_pyramid(tmp_path / "a.tif", image, compression)
+    found: dict[str, list[np.ndarray]] = {}
+    for reader in READERS:
+        places = np.random.default_rng(1)
+        with open_slide(tmp_path / "a.tif", reader) as slide:
+            assert [level.width for level in slide.levels] == [1024, 512, 256, 128, 64]
+            regions = []
+            for number, level in enumerate(slide.levels):
+                for _ in range(12):
+                    x, y = places.integers(-200, 1024, 2).tolist()
+                    regions.append(slide.read(x, y, 100, 80, number))
+                whole = slide.read(0, 0, level.width + 9, level.height + 9, number)
+                assert (whole[level.height :] == 255).all()
+                assert (whole[:, level.width :] == 255).all()
+                regions.append(whole)
+        found[reader] = regions
+    if compression == "deflate":
+        assert np.array_equal(found["tifffile"][12][:1024, :1024], image)
+    for reader in READERS[1:]:
+        for one, other in zip(found[READERS[0]], found[reader], strict=True):
+            assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("reader", ["cucim", "tifffile"])
+def test_levels_that_philips_has_padded_are_left_to_openslide(tmp_path, reader):
+    write_pyramid(tmp_path / "a.tif", software="Philips DP v1.0")
+    with pytest.raises(ValueError, match="Philips pads its levels to whole tiles"):
+        open_slide(tmp_path / "a.tif", reader)
+    with open_slide(tmp_path / "a.tif") as slide:
+        assert slide.reader == "openslide"
