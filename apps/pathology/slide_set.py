@@ -1,6 +1,5 @@
-"""Which slides there are, and where their tumour is marked: the layouts in which Camelyon16 is found.
+"""Which slides there are, and where their tumour is marked. A folder may be laid out as
 
-A folder may be laid out as
 - MONAI's guide expects: {training,testing}/{images,annotations,masks};
 - the challenge was released: training/{normal,tumor}, {training,testing}/lesion_annotations, testing/images;
 - the public bucket is: images, annotations, masks, evaluation, all slides side by side.
@@ -78,7 +77,7 @@ def read_slide_set(folder: Path) -> SlideSet:
     name, synthetic = _about(folder)
     tests = tuple(_test_entry(path, folder, reference) for path in testing)
     known = reference is not None or any(entry.annotation for entry in tests)
-    entries = tuple(_training_entry(path, folder) for path in training)
+    entries = [_training_entry(path, folder) for path in training]
     marked = tuple(replace(each, part=not synthetic and each.name.lower() in MARKED_IN_PART) for each in entries)
     return SlideSet(folder, name, synthetic, marked, tests if known else ())
 
