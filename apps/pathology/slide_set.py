@@ -1,8 +1,8 @@
-"""Which slides there are, and where their tumour is marked. A folder may be laid out as
+"""Which slides there are, and where their tumour is marked, in a folder that is laid out as one of these.
 
-- MONAI's guide expects: {training,testing}/{images,annotations,masks};
-- the challenge was released: training/{normal,tumor}, {training,testing}/lesion_annotations, testing/images;
-- the public bucket is: images, annotations, masks, evaluation, all slides side by side.
+- MONAI's guide: {training,testing}/{images,annotations,masks};
+- the challenge's release: training/{normal,tumor}, {training,testing}/lesion_annotations, testing/images;
+- the public bucket: images, annotations, masks, evaluation, all slides side by side.
 """
 
 import csv
