@@ -25,6 +25,7 @@ class PathologyConfig:
             synthetic slides.
         training_list: list of coordinates to train on (NCRF's CSV or MONAI's JSON), of slides below `data`.
         validation_list: the same, to validate on; both or none.
+        mpp: um per pixel of the patches; null takes what the slides say. Scans then look at the level that is nearest.
         held_out: share of the training slides (or patches) that validate.
         run: folder of this run; null names it by the time below runs/pathology.
         resume: folder of a run to go on with; it keeps its own configuration.
@@ -64,6 +65,7 @@ class PathologyConfig:
     data: Path | None = None
     training_list: Path | None = None
     validation_list: Path | None = None
+    mpp: float | None = None
     held_out: float = 0.25
     run: Path | None = None
     resume: Path | None = None
@@ -107,6 +109,7 @@ class PathologyConfig:
         object.__setattr__(self, "store", self.store.expanduser())
         resident = self.source == "resident"
         checks: list[Check] = [
+            ("mpp", self.mpp is None or 0.05 <= self.mpp <= 100, "between 0.05 and 100 um"),
             ("held_out", 0 < self.held_out < 1, "above 0, below 1"),
             ("label_smoothing", 0 <= self.label_smoothing < 0.5, "in [0, 0.5)"),
             ("hue", 0 <= self.hue <= 0.5, "in [0, 0.5], half a turn"),

@@ -53,6 +53,7 @@ def find_tables(config: PathologyConfig, run: Run, ranks: Ranks, pool: SlidePool
         made = config.store / "phantoms" / f"slides-{SLIDES_VERSION}"
         folder = ranks.once(lambda: make_slides(made, *_SYNTHETIC))
     tables = ranks.once(lambda: _of_both_kinds(_read(config, folder, run, pool), run))
+    tables = replace(tables, mpp=config.mpp or tables.mpp)
     parts = {"training": tables.training, "validation": tables.validation, "testing": tables.testing}
     shown = ", ".join(f"{len(part)} {name}" for name, part in parts.items() if part is not None)
     size = f"{tables.training.size} pixels" + (f" of {tables.mpp:g} um" if tables.mpp else "")

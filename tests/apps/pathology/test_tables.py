@@ -111,7 +111,9 @@ def test_testing_by_patches_of_one_kind_is_left_out(tmp_path):
         split = ("train", "val", "test")[number % 3]
         rows.append(f"{number}.png,{0 if split == 'test' else number % 2},{split}")
     (tmp_path / "labels.csv").write_text("\n".join(rows))
-    tables, said = tables_of(PathologyConfig(data=tmp_path))
+    tables, said = tables_of(PathologyConfig(data=tmp_path, mpp=0.97))
+    assert tables.mpp == 0.97
+    assert "patches of 32 pixels of 0.97 um" in said
     assert tables.testing is None
     assert "testing: its 4 patches are of one kind" in said
 
