@@ -77,7 +77,8 @@ def load_checkpoint(folder: Path) -> Checkpoint | None:
         ValueError: a checkpoint cannot be read, for instance a pickle that asks to run code.
     """
     for left in folder.glob(".part-*"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        # A link that was about to become `last` is a folder too, when asked.
+        left.unlink() if left.is_symlink() or not left.is_dir() else shutil.rmtree(left)
     complete = _complete(folder)
     if not complete:
         return None

@@ -102,6 +102,20 @@ def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
             folder.rmdir()
 
 
+def test_what_a_killed_process_left_is_cleared_away(tmp_path):
+    """Also the link that was about to become `last`, which leads to a whole checkpoint."""
+    whole = save_checkpoint(tmp_path, (1, 2), {"a": torch.ones(2)}, {"step": 2})
+    (tmp_path / ".part-7").symlink_to(whole.name)
+    (tmp_path / ".part-dangling").symlink_to("nowhere")
+    (tmp_path / ".part-8").mkdir()
+    (tmp_path / ".part-8" / "weights.safetensors").touch()
+    (tmp_path / ".part-9").touch()
+    checkpoint = load_checkpoint(tmp_path)
+    assert checkpoint is not None
+    assert torch.equal(checkpoint.weights["a"], torch.ones(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [whole.name, "last"]
+
+
 def test_a_pickled_bomb_is_named_and_never_runs(tmp_path):
     save_checkpoint(tmp_path, (0, 1), WEIGHTS, {"step": 1})
     marker = tmp_path / "executed"
