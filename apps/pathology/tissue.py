@@ -18,8 +18,8 @@ MAX_THRESHOLD = 0.15  # where tissue fills the field, Otsu would split pale from
 INK_HUES = (60.0, 238.0)  # degrees
 INK_SATURATION = 0.3  # paler bluish pixels are glass
 # Of 1, the brightest channel and how far the darkest lies below: dark tissue (keratin, folds) is purple, ink grey.
-BLACK, BLACK_SPREAD = 0.4, 0.1
-_MIN_INK = 200.0  # um: a pen draws 500 and more; smaller pieces are refraction at torn edges, and pigment
+BLACK, BLACK_SPREAD = 0.5, 0.1
+_MIN_INK = 100.0  # um: a pen draws broader and longer; smaller pieces are refraction at torn edges, and pigment
 _INK_MARGIN = 16.0  # um by which strokes are widened: their edges blend into the glass
 MIN_TISSUE, MAX_HOLE = 100.0, 100.0  # um: the side of the square below which specks go and holes are filled
 

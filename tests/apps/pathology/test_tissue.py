@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from apps.pathology.tissue import MAX_THRESHOLD, MIN_CONTRAST, TissueMask, low_power, split, tissue_mask
 from common.data.slides import open_slide
+from data_scripts.slides_stain import INK_COLOURS, develop, draw_stain
 
 GLASS, EOSIN, HAEMATOXYLIN = (243, 242, 244), (222, 150, 190), (120, 80, 150)
 INKS = {"blue": (35, 60, 170), "green": (30, 140, 70), "black": (25, 24, 28)}
@@ -74,6 +76,21 @@ def test_pen_strokes_are_left_out(tmp_path, ink):
     assert not (found & stroke).any()
     assert not (found & ~tissue).any()
     assert (found & tissue).sum() > 0.9 * (tissue & ~stroke).sum()
+
+
+@pytest.mark.parametrize("strength", [0.6, 0.8, 1.0])
+@pytest.mark.parametrize("colour", INK_COLOURS)
+def test_thin_strokes_of_every_pen_that_is_drawn_are_left_out(tmp_path, colour, strength):
+    """80 um wide and 720 long on glass, as pale or dark as make_slides draws them."""
+    nothing = np.zeros((160, 200), np.float32)
+    ink = nothing.copy()
+    ink[40:50, 60:150] = strength
+    stain = replace(draw_stain(np.random.default_rng(0)), blur=0.5)
+    field = np.asarray(develop(nothing, nothing, ink, colour, stain, nothing + 1), np.float64)
+    field[disc(field, 110, 70, 30)] = EOSIN
+    found = mask_of(write(tmp_path / "a.tif", field)).mask
+    assert not found[38:52, 58:152].any()
+    assert found[disc(field, 110, 70, 30)].mean() > 0.95
 
 
 def test_dark_tissue_and_refraction_at_its_edge_are_no_ink(tmp_path):
