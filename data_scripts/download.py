@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import fcntl
 import random
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -83,6 +84,26 @@ def download(
     with bar, Part(target, remote.url) as part:
         _fetch(part, remote.url, room, patience or Patience(), bar)
     return _finish(part, remote, target)
+
+
+def answer(program: str, fetch: Callable[[], Path], app: str) -> int:
+    """Run a download for the command line; return the exit status: 0, 1 for an error, 130 where the user interrupts.
+
+    Args:
+        program: its name, before what is said of an error.
+        fetch: downloads, and returns the folder of the data.
+        app: the one that trains on them.
+    """
+    try:
+        folder = fetch()
+    except (DownloadError, ValueError, OSError) as error:
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    print(f"next: python apps/{app}/train.py --data {shlex.quote(str(folder))}")
+    return 0
 
 
 def receipt_path(target: Path) -> Path:

@@ -11,16 +11,16 @@ local server only. checksums.md5 decides which files there are; it comes without
 import argparse
 import difflib
 import re
-import shlex
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
-from data_scripts.download import Patience, Remote, download, locked, read_receipt
+from data_scripts.download import Patience, Remote, answer, download, locked, read_receipt
 from data_scripts.partial import DownloadError, check_space
 from data_scripts.transfer import check_url
 
@@ -182,16 +182,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 1 for an error, 130 where the user interrupts."""
     options = parse_options(arguments)
-    try:
-        folder = fetch(options.slides, options.to, base_url=options.base_url)
-    except (DownloadError, ValueError, OSError) as error:
-        print(f"fetch_camelyon16: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("fetch_camelyon16: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    print(f"next: python apps/pathology/train.py --data {shlex.quote(str(folder))}")
-    return 0
+    get = partial(fetch, options.slides, options.to, base_url=options.base_url)
+    return answer("fetch_camelyon16", get, "pathology")
 
 
 if __name__ == "__main__":

@@ -6,15 +6,15 @@ monai/apps/datasets.py (MONAI 1.6).
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from data_scripts.archives import extract_tar
-from data_scripts.download import Patience, Remote, download, locked, read_receipt, receipt_path
-from data_scripts.partial import DownloadError, check_space
+from data_scripts.download import Patience, Remote, answer, download, locked, read_receipt, receipt_path
+from data_scripts.partial import check_space
 from data_scripts.transfer import check_url
 
 BASE_URL = "https://msd-for-monai.s3-us-west-2.amazonaws.com"
@@ -139,16 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 1 for an error, 130 where the user interrupts."""
     options = parse_options(arguments)
     archive = ARCHIVES[options.dataset]
-    try:
-        folder = fetch(archive, options.to, base_url=options.base_url, keep_archive=options.keep_archive)
-    except (DownloadError, ValueError, OSError) as error:
-        print(f"fetch_msd: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("fetch_msd: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    print(f"next: python apps/{archive.app}/train.py --data {shlex.quote(str(folder))}")
-    return 0
+    get = partial(fetch, archive, options.to, base_url=options.base_url, keep_archive=options.keep_archive)
+    return answer("fetch_msd", get, archive.app)
 
 
 if __name__ == "__main__":

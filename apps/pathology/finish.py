@@ -10,13 +10,14 @@ from apps.pathology.froc import auc
 from apps.pathology.model import PathologyModel, normalised
 from apps.pathology.patch_store import Patches
 from apps.pathology.tables import Tables
-from common.export.best import by_precision, say_exported
+from common.export.best import say_exported
 from common.export.export import EngineChoice, ExportRecord, export_model
 from common.files import sha256_of
 from common.inference.predictors import Predictor, torch_predictor
 from common.observe.run import Run
-from common.observe.summary import Quality, RunSummary, write_summary
+from common.observe.summary import Quality, RunSummary
 from common.training.distributed import Ranks
+from common.training.finish import summarise
 from common.training.fit import Fitted
 
 _GATE_PATCHES = 1024  # the gate scores so many validation patches with each export
@@ -80,28 +81,11 @@ def finish(
     run: Run,
     ranks: Ranks,
 ) -> RunSummary:
-    """Write `summary.json` and say where everything lies."""
-    summary = RunSummary(
-        app="pathology",
-        recipe=config.recipe,
-        data={"folder": str(tables.folder), "name": tables.name, "synthetic": tables.synthetic},
-        held_out=True,
-        device=str(run.device),
-        ranks=ranks.world,
-        precision=model.precision,
-        seed=config.seed,
-        cases={"training": len(tables.training), "validation": len(tables.validation)},
-        steps=fitted.steps,
-        quality=quality,
-        working_grid={"best": fitted.best, "last": fitted.last, "best_epoch": fitted.best_epoch},
-        seconds=run.clock.seconds(),
-        onnx=by_precision(exported.onnx),
-        engine=by_precision(exported.engines) if exported.engines else {"ran": False, "reason": exported.no_engine},
-    )
-    write_summary(run.directory, summary)
-    seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary.seconds.items())
-    run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}")
-    return summary
+    """Write the summary of the run; see `summarise`."""
+    data: dict[str, str | bool] = {"folder": str(tables.folder), "name": tables.name, "synthetic": tables.synthetic}
+    cases = {"training": len(tables.training), "validation": len(tables.validation)}
+    recipe, seed, precision = config.recipe, config.seed, model.precision
+    return summarise("pathology", recipe, seed, data, cases, True, precision, fitted, quality, exported, run, ranks)
 
 
 def _alternating(label: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from common.data.cases import Case, Dataset, Split
 from common.data.preparation import PreparedCase
 from common.export.best import by_precision
 from common.export.export import ExportRecord
-from common.inference.predictors import torch_predictor
+from common.inference.predictors import Precision, torch_predictor
 from common.inference.quality import dice_of_counts
 from common.inference.segmentation import SegmentationModel, case_dice, native_counts
 from common.observe.run import Run
@@ -76,17 +76,39 @@ def finish(
     run: Run,
     ranks: Ranks = SINGLE,
 ) -> RunSummary:
+    """Write the summary of a run on a dataset's cases; see `summarise`."""
+    data: dict[str, str | bool] = {"folder": str(dataset.folder), "name": dataset.name, "synthetic": dataset.synthetic}
+    cases = {"training": len(split.training), "validation": len(split.validation)}
+    return summarise(
+        app, recipe, seed, data, cases, split.held_out, model.precision, fitted, quality, exported, run, ranks
+    )
+
+
+def summarise(
+    app: str,
+    recipe: str,
+    seed: int,
+    data: dict[str, str | bool],
+    cases: dict[str, int],
+    held_out: bool,
+    precision: Precision,
+    fitted: Fitted,
+    quality: Quality,
+    exported: ExportRecord,
+    run: Run,
+    ranks: Ranks = SINGLE,
+) -> RunSummary:
     """Write `summary.json` and say where everything lies."""
     summary = RunSummary(
         app=app,
         recipe=recipe,
-        data={"folder": str(dataset.folder), "name": dataset.name, "synthetic": dataset.synthetic},
-        held_out=split.held_out,
+        data=data,
+        held_out=held_out,
         device=str(run.device),
         ranks=ranks.world,
-        precision=model.precision,
+        precision=precision,
         seed=seed,
-        cases={"training": len(split.training), "validation": len(split.validation)},
+        cases=cases,
         steps=fitted.steps,
         quality=quality,
         working_grid={"best": fitted.best, "last": fitted.last, "best_epoch": fitted.best_epoch},

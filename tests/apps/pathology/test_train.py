@@ -37,7 +37,7 @@ def slides(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(slides, store, tmp_path_factory) -> Path:
+def run(slides, store, tmp_path_factory, any_quality) -> Path:
     """One tiny run of the fast recipe, exported to ONNX and, where it is installed, TensorRT-RTX."""
     folder: Path = tmp_path_factory.mktemp("runs") / "tiny"
     main(PathologyConfig(data=slides, store=store, run=folder, **{**TINY, "engine": "auto"}))

@@ -32,7 +32,7 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def run(phantoms, store, tmp_path_factory):
+def run(phantoms, store, tmp_path_factory, any_quality):
     """One tiny run of the fast recipe, exported to ONNX and, where it is installed, TensorRT-RTX."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     main(SpleenConfig(data=phantoms, store=store, run=folder, **TINY))
