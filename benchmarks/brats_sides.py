@@ -99,18 +99,22 @@ def guide_preparation(task: Task) -> Sides:
 
 
 def fast_preparation(task: Task) -> Sides:
-    """Return our start from nothing and from what is there, both with the dataset's fingerprint, and that alone."""
+    """Return our start from nothing and from what is there, both with the dataset's fingerprint, and that alone.
+
+    What an earlier round has left is deleted in a side of its own, before the start from nothing.
+    """
     store, dataset = task.folder / "store", _dataset(task.cases)
 
     def start() -> None:
         fingerprint(task.cases, dataset, store, progress=False)
         task.prepared()
 
-    def cold() -> None:
-        shutil.rmtree(store, ignore_errors=True)
-        start()
-
-    return {"cold": cold, "warm": start, "fingerprint alone": lambda: fingerprint(task.cases, dataset, progress=False)}
+    return {
+        "deleting": lambda: shutil.rmtree(store, ignore_errors=True),
+        "cold": start,
+        "warm": start,
+        "fingerprint alone": lambda: fingerprint(task.cases, dataset, progress=False),
+    }
 
 
 def plain_steps(task: Task, crop: Size, batch: int, half: torch.dtype) -> Sides:

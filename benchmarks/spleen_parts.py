@@ -50,14 +50,13 @@ def preparation(cases: Sequence[Case], rounds: int, device: torch.device, folder
     def guide() -> None:
         CacheDataset(items, fixed, num_workers=torch.get_num_threads(), progress=False)
 
-    def cold() -> None:
+    def delete() -> None:
         shutil.rmtree(store, ignore_errors=True)
+
+    def start() -> None:
         prepared_cases(cases, _PREPARATION, _CLASSES, store, progress=False)
 
-    def warm() -> None:
-        prepared_cases(cases, _PREPARATION, _CLASSES, store, progress=False)
-
-    seconds = in_turn({"guide": guide, "cold": cold, "warm": warm}, rounds, warm_up=False)
+    seconds = in_turn({"guide": guide, "deleting": delete, "cold": start, "warm": start}, rounds, warm_up=False)
     return {
         **{f"{name}, s per case": median([each / len(cases) for each in seconds[name]]) for name in seconds},
         "guide / fast cold": ratio(seconds["guide"], seconds["cold"]),

@@ -49,15 +49,15 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file atomically."""
-    with atomic_path(path) as part:
+def write_text(path: Path, text: str, flush: bool = True) -> None:
+    """Write a UTF-8 text file atomically; for `flush` see `atomic_path`."""
+    with atomic_path(path, flush) as part:
         part.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, content: Any) -> None:  # noqa: ANN401 - whatever json takes
+def write_json(path: Path, content: Any, flush: bool = True) -> None:  # noqa: ANN401 - whatever json takes
     """Write an indented JSON file atomically; not-a-number and infinity are refused, since JSON has none."""
-    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n", flush)
 
 
 def sha256_of(path: Path) -> str:

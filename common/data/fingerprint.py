@@ -123,7 +123,7 @@ def fingerprint(
         return Fingerprint.from_json(kept["fingerprint"])
     measured = _measure(cases, dataset, workers, progress)
     digests.save()
-    write_json(path, {"key": key, "fingerprint": measured.to_json()})
+    write_json(path, {"key": key, "fingerprint": measured.to_json()}, flush=False)
     return measured
 
 

@@ -47,7 +47,7 @@ class SourceDigests:
             return
         try:
             # Read anew: another process may have added its own since. What two write at once is lost, and read again.
-            write_json(self._path, read_kept(self._path) | self._new)
+            write_json(self._path, read_kept(self._path) | self._new, flush=False)
         except OSError as error:
             _log.warning("%s: not written, so the next start reads the sources again: %s", self._path, error)
         self._new = {}

@@ -52,7 +52,7 @@ def test_preparation_and_inference_from_the_command_line(small_heads, tmp_path, 
     assert record["cases"] == 2
     preparation, inference = record["preparation"], record["inference"]
     assert {name for name in preparation if name.endswith("per case")} == {
-        f"{side}, s per case" for side in ("guide", "cold", "warm", "fingerprint alone")
+        f"{side}, s per case" for side in ("guide", "deleting", "cold", "warm", "fingerprint alone")
     }
     cold, guide = preparation["cold, s per case"], preparation["guide, s per case"]
     assert preparation["guide / fast cold"] == pytest.approx(guide / cold, rel=0.05, abs=0.02)
