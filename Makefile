@@ -1,14 +1,18 @@
 # make train   set up the environment and run spleen segmentation from raw volumes to a checked engine
+# make doctor  look at the machine; ARGS="--app spleen" says what bounds a training
 # make test    checks and tests (10 minutes at most); make test-all adds the slow ones
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train setup setup-dev check test test-all clean
+.PHONY: train doctor setup setup-dev check test test-all clean
 .DEFAULT_GOAL := train
 
 train: setup
 	$(BIN)/python apps/spleen/train.py $(ARGS)
+
+doctor: setup
+	$(BIN)/python apps/doctor.py $(ARGS)
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from apps import doctor
 from apps.brats.config import BratsConfig, parse_brats_config
 from apps.pathology.config import PathologyConfig, parse_pathology_config
 from apps.pathology.options import EvaluateConfig, ScanConfig
 from apps.spleen.config import SpleenConfig, parse_spleen_config
+from benchmarks import ladder, time_to_target
 from benchmarks.tables import results_table
 from common.config import config_to_yaml, parse_config
 from common.inference.options import InferConfig
@@ -44,6 +46,11 @@ DATA_SCRIPTS: dict[str, Callable[[Sequence[str]], argparse.Namespace]] = {
     "data_scripts/make_phantoms.py": make_phantoms.make_parser().parse_args,
     "data_scripts/make_slides.py": make_slides.make_parser().parse_args,
 }
+PROGRAMS: dict[str, Callable[[Sequence[str]], argparse.Namespace]] = {
+    "apps/doctor.py": doctor.parse_options,
+    "benchmarks/ladder.py": ladder.parse_options,
+    "benchmarks/time_to_target.py": time_to_target.parse_options,
+}
 RECORD = ROOT / "benchmarks" / "records" / "2026-11-20_cpu_spleen-guide-against-fast"
 
 
@@ -69,6 +76,8 @@ def test_python_commands_are_understood(command, tmp_path, monkeypatch):
         assert_parsed(script, arguments, tmp_path)
     elif script in OTHERS:
         assert isinstance(parse_config(OTHERS[script], {}, arguments), OTHERS[script])
+    elif script in PROGRAMS:
+        assert PROGRAMS[script](arguments).app
     else:
         assert DATA_SCRIPTS[script](arguments).to
 
@@ -118,8 +127,8 @@ def test_the_numbers_are_the_records(record, readme):
 def test_the_order_of_the_sections():
     found = re.findall(r"^#+ (.*)$", README, flags=re.MULTILINE)
     assert found == [
-        "Medspeed", "What it measures", "Two commands", "Real data", "Train", "Infer", "What the clock covers", "Map",
-        "Your own organ", "Licences",
+        "Medspeed", "What it measures", "Two commands", "Real data", "Train", "Where the time goes", "Infer",
+        "What the clock covers", "Map", "Your own organ", "Licences",
     ]  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def plan_run(
     crops_per_case = config.crops_per_case or _CROPS_PER_CASE[kind]
     least = _BATCH_SIZE[kind] if config.source == "resident" else 1  # the guide's, on each rank
     batch_size = config.batch_size or -(-least // partitions) * partitions
-    epochs = config.epochs or -(-_STEPS[kind] // -(-cases * crops_per_case // batch_size))
+    epochs, validate_every = config.plan_epochs(_STEPS[kind], -(-cases * crops_per_case // batch_size), _VALIDATIONS)
     alike = config.source == "resident" and not config.loss.startswith("monai_")
     check_partitions(partitions, batch_size, config.accumulate, ranks, alike)
     plan = BratsPlan(
@@ -118,7 +118,7 @@ def plan_run(
         else config.channels_last,
         partitions=partitions,
         epochs=epochs,
-        validate_every=config.validate_every or max(1, epochs // _VALIDATIONS),
+        validate_every=validate_every,
     )
     regions = ", ".join(f"{each.name} = labels {'+'.join(map(str, each.members))}" for each in model.labelling.regions)
     explained = explain_preparation(dataset, figures, config.spacing)

@@ -11,21 +11,20 @@ import torch
 from apps.brats.data import find_dataset, keeping, make_source
 from apps.brats.plan import BratsPlan, plan_run
 from apps.brats.regions import choose_labelling
-from common.config import config_to_yaml
-from common.data.cases import Split, read_dataset, split_cases
+from common.data.cases import Dataset, Split, read_dataset, split_cases
 from common.export.best import GATE_CASES, export_best
-from common.observe.host_memory import keep_freed_memory
-from common.observe.run import Run, one_line_errors, start_run
+from common.observe.run import Run, one_line_errors
 from common.observe.summary import RunSummary
 from common.training.compiling import compile_network
 from common.training.decide import decide
 from common.training.distributed import Ranks, join_ranks
 from common.training.finish import finish, judge
-from common.training.fit import Fitted, fit
+from common.training.fit import Setup, fit
 from common.training.losses import say_inexact
 from common.training.optimizers import build_optimizer
 from common.training.region_losses import build_region_loss
 from common.training.source import check_partitions, stored_cases
+from common.training.start import begin
 
 
 def main(config: BratsConfig) -> RunSummary | None:
@@ -40,30 +39,10 @@ def train(config: BratsConfig, ranks: Ranks) -> RunSummary | None:
         given = read_dataset(config.data, gaps=True)  # a wrong folder, split or name ends before a run folder is made
         split_cases(given, config.split)
         choose_labelling(given, config.regions)
-    run = start_run(RUNS, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
-    if run.device.type == "cpu":
-        keep_freed_memory()
-    run.say(
-        f"run {run.directory}: recipe {config.recipe}, device {run.device}, ranks {ranks.world}, seed {config.seed}"
-    )
-    with run.clock.stage("prepare"):
-        dataset = find_dataset(config, run, ranks)
-        split, plan = decide(
-            "brats",
-            dataset,
-            config.split,
-            config.store,
-            lambda chosen, figures: plan_run(config, dataset, figures, len(chosen.training), run.device, ranks.world),
-            BratsPlan.from_json,
-            run,
-            ranks,
-            config.workers,
-        )
-    alike = config.source == "resident" and not config.loss.startswith("monai_")
-    check_partitions(plan.partitions, plan.batch_size, config.accumulate, ranks.world, alike)  # also a resumed run's
-
+    run = begin(config, RUNS, ranks)
+    dataset, split, plan = read_and_plan(config, run, ranks)
     model = plan.model
-    fitted = train_network(split, plan, config, run, ranks)
+    fitted = fit(set_up(split, plan, config, run, ranks), config, run, ranks)
     best = model.build().to(run.device).eval()
     best.load_state_dict(fitted.weights)
     cases = ranks.shard(split.validation)
@@ -76,11 +55,29 @@ def train(config: BratsConfig, ranks: Ranks) -> RunSummary | None:
     with run.clock.stage("prepare"):
         prepared = stored_cases(gate, model, keeping(config), run)
     exported = export_best(best, gate, prepared, model, "brats", config.engine, run)
-    return finish("brats", config.recipe, config.seed, split, dataset, model, fitted, quality, exported, run, ranks)
+    return finish("brats", config, split, dataset, model, fitted, quality, exported, run, ranks)
 
 
-def train_network(split: Split, plan: BratsPlan, config: BratsConfig, run: Run, ranks: Ranks) -> Fitted:
-    """Build the network and the source of its batches, and train."""
+def read_and_plan(config: BratsConfig, run: Run, ranks: Ranks) -> tuple[Dataset, Split, BratsPlan]:
+    """Read the data, split them, and decide what the configuration leaves open."""
+    with run.clock.stage("prepare"):
+        dataset = find_dataset(config, run, ranks)
+        split, plan = decide(
+            "brats",
+            dataset,
+            config,
+            lambda chosen, figures: plan_run(config, dataset, figures, len(chosen.training), run.device, ranks.world),
+            BratsPlan.from_json,
+            run,
+            ranks,
+        )
+    alike = config.source == "resident" and not config.loss.startswith("monai_")
+    check_partitions(plan.partitions, plan.batch_size, config.accumulate, ranks.world, alike)  # also a resumed run's
+    return dataset, split, plan
+
+
+def set_up(split: Split, plan: BratsPlan, config: BratsConfig, run: Run, ranks: Ranks) -> Setup:
+    """Build the network, the source of its batches, the loss and the optimizer."""
     model = plan.model
     trained = (run.directory / "checkpoints" / "last").exists()
     network = model.build(None if trained else config.init).to(run.device)
@@ -93,21 +90,15 @@ def train_network(split: Split, plan: BratsPlan, config: BratsConfig, run: Run, 
             example = torch.zeros(crops, model.preparation.channels, *plan.crop_size, device=run.device)
             compile_network(network, example, model.precision)
     say_inexact(config.loss, ranks, config.accumulate, run)
-    return fit(
-        network,
-        source.batches,
-        run=run,
+    return Setup(
+        network=network,
+        batches=source.batches,
         loss_function=build_region_loss(config.loss, model.labelling.regions, ranks),
         optimizer=build_optimizer(config.optimizer, network.parameters(), config.learning_rate),
-        learning_rate=config.learning_rate,
-        schedule=config.schedule,
         epochs=plan.epochs,
         precision=model.precision,
         validate=source.validate,
         validate_every=plan.validate_every,
-        checkpoint_seconds=config.checkpoint_seconds,
-        ranks=ranks,
-        accumulate=config.accumulate,
     )
 
 

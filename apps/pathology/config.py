@@ -59,6 +59,7 @@ class PathologyConfig(TrainingConfig):
     channels_last: bool = True
     tile_size: int | None = None
 
+    METRIC: ClassVar[str] = "AUC"
     RESUMABLE: ClassVar[tuple[str, ...]] = (*TrainingConfig.RESUMABLE, "accumulate")
 
     def checks(self) -> Sequence[Check]:

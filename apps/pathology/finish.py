@@ -84,8 +84,7 @@ def finish(
     """Write the summary of the run; see `summarise`."""
     data: dict[str, str | bool] = {"folder": str(tables.folder), "name": tables.name, "synthetic": tables.synthetic}
     cases = {"training": len(tables.training), "validation": len(tables.validation)}
-    recipe, seed, precision = config.recipe, config.seed, model.precision
-    return summarise("pathology", recipe, seed, data, cases, True, precision, fitted, quality, exported, run, ranks)
+    return summarise("pathology", config, data, cases, True, model.precision, fitted, quality, exported, run, ranks)
 
 
 def _alternating(label: np.ndarray) -> np.ndarray:

@@ -116,6 +116,11 @@ class MonaiPatchBatches:
         )
 
     @property
+    def dataset(self) -> Any:  # noqa: ANN401 - MONAI's
+        """MONAI's dataset."""
+        return self._loader.dataset
+
+    @property
     def steps_per_epoch(self) -> int:
         """Batches in each epoch."""
         return len(self._loader)

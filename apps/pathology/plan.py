@@ -83,7 +83,7 @@ def plan_run(
     partitions = config.partitions or ranks
     batch_size = config.batch_size or max(1, min(_BATCH_SIZE[kind], count) // partitions) * partitions
     check_partitions(partitions, batch_size, config.accumulate, ranks, config.source == "resident")
-    epochs = config.epochs or -(-_STEPS[kind] // max(1, count // batch_size))
+    epochs, validate_every = config.plan_epochs(_STEPS[kind], max(1, count // batch_size), _VALIDATIONS)
     if patch_size % STRIDE:
         raise ValueError(f"patches of {patch_size} pixels: sides must be multiples of {STRIDE}, the network's stride")
     margin = 2 * HALO + patch_size - STRIDE
@@ -105,7 +105,7 @@ def plan_run(
         batch_size=batch_size,
         partitions=partitions,
         epochs=epochs,
-        validate_every=config.validate_every or max(1, epochs // _VALIDATIONS),
+        validate_every=validate_every,
         patches=patches,
     )
 

@@ -4,18 +4,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from apps.pathology.config import PathologyConfig
 from apps.pathology.patch_lists import read_coordinates, read_patch_folder
 from apps.pathology.patch_sampling import sample_patches, shortages
 from apps.pathology.patch_table import PatchTable, cut_validation
 from apps.pathology.plan import PATCH_SIZE, PATCHES_PER_SLIDE
-from apps.pathology.slide_set import read_slide_set, split_slides
+from apps.pathology.slide_set import SlideEntry, read_slide_set, split_slides
 from apps.pathology.view import ASSUMED_MPP, MPP_TOLERANCE
 from common.data.slide_pool import SlidePool
 from common.observe.run import Run
+from common.training.dev_run import SAID, each_kind
 from common.training.distributed import Ranks
 from data_scripts.make_slides import SLIDES_VERSION, make_slides
 
+_FEW = 16  # patches of each kind that a fast dev run takes
 _SYNTHETIC = (8, 6)  # slides to train on, slides to scan and to score
 
 
@@ -54,6 +58,14 @@ def find_tables(config: PathologyConfig, run: Run, ranks: Ranks, pool: SlidePool
         folder = ranks.once(lambda: make_slides(made, *_SYNTHETIC))
     tables = ranks.once(lambda: _of_both_kinds(_read(config, folder, run, pool), run))
     tables = replace(tables, mpp=config.mpp or tables.mpp)
+    if config.fast_dev_run:
+        run.say(SAID)
+        tables = replace(
+            tables,
+            training=_few_patches(tables.training),
+            validation=_few_patches(tables.validation),
+            testing=None if tables.testing is None else _few_patches(tables.testing),
+        )
     parts = {"training": tables.training, "validation": tables.validation, "testing": tables.testing}
     shown = ", ".join(f"{len(part)} {name}" for name, part in parts.items() if part is not None)
     size = f"{tables.training.size} pixels" + (f" of {tables.mpp:g} um" if tables.mpp else "")
@@ -71,6 +83,15 @@ def _read(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -> T
     if config.training_list is not None and config.validation_list is not None:
         return _listed(config, folder, config.training_list, config.validation_list, run, pool)
     return _labelled(config, folder) if (folder / "labels.csv").is_file() else _sampled(config, folder, run, pool)
+
+
+def _few_slides(slides: Sequence[SlideEntry]) -> tuple[SlideEntry, ...]:
+    """Return the first slide with and the first without tumour."""
+    return tuple(slides[place] for place in each_kind([entry.tumour for entry in slides], 1))
+
+
+def _few_patches(table: PatchTable) -> PatchTable:
+    return table.take(np.array(each_kind(table.label.tolist(), _FEW), np.int64))
 
 
 def _of_both_kinds(tables: Tables, run: Run) -> Tables:
@@ -136,6 +157,10 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -
     per_slide = config.patches_per_slide or PATCHES_PER_SLIDE[kind]
     slides = read_slide_set(folder)
     training, validation = split_slides(slides.training, config.held_out, config.seed)
+    if config.fast_dev_run:
+        training, validation = _few_slides(training), _few_slides(validation)
+        slides = replace(slides, testing=())
+        per_slide = min(per_slide, _FEW)
     referenced = [entry for entry in slides.testing if not entry.tumour or entry.annotation or entry.mask]
     tables = [
         sample_patches(entries, per_slide, size, config.seed, pool, config.workers, run.leader) if entries else None

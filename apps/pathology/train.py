@@ -14,16 +14,15 @@ from apps.pathology.patch_store import Patches
 from apps.pathology.plan import PathologyPlan, decide, plan_run
 from apps.pathology.tables import Tables, find_tables
 from apps.pathology.weights import initialise_from
-from common.config import config_to_yaml
 from common.data.slide_pool import SlidePool
-from common.observe.host_memory import keep_freed_memory
-from common.observe.run import Run, one_line_errors, start_run
+from common.observe.run import Run, one_line_errors
 from common.observe.summary import RunSummary
 from common.training.compiling import compile_network
 from common.training.distributed import Ranks, join_ranks
-from common.training.fit import Fitted, fit
+from common.training.fit import Setup, fit
 from common.training.losses import binary_cross_entropy
 from common.training.optimizers import build_optimizer
+from common.training.start import begin
 
 
 def main(config: PathologyConfig) -> RunSummary | None:
@@ -38,21 +37,9 @@ def main(config: PathologyConfig) -> RunSummary | None:
 
 def train(config: PathologyConfig, ranks: Ranks, pool: SlidePool) -> RunSummary | None:
     """Go the whole way: patches, plan, batches, training, quality, export, summary."""
-    run = start_run(RUNS, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
-    if run.device.type == "cpu":
-        keep_freed_memory()
-    run.say(
-        f"run {run.directory}: recipe {config.recipe}, device {run.device}, ranks {ranks.world}, seed {config.seed}"
-    )
-    with run.clock.stage("prepare"):
-        tables = find_tables(config, run, ranks, pool)
-    digests = (tables.training.digest(), tables.validation.digest())
-    count = len(tables.training)
-    chosen = plan_run(config, tables.training.size, tables.mpp, count, digests, run.device, ranks.world)
-    plan = decide(chosen, config, run, ranks)
-
-    validation = decoded(tables.validation, config, run, ranks, pool)
-    fitted = train_network(tables, validation, plan, config, run, ranks, pool)
+    run = begin(config, RUNS, ranks)
+    tables, plan, validation = read_and_plan(config, run, ranks, pool)
+    fitted = fit(set_up(tables, validation, plan, config, run, ranks, pool), config, run, ranks)
     best = plan.model.build().to(run.device).eval()
     best.load_state_dict(fitted.weights)
     testing = decoded(tables.testing, config, run, ranks, pool) if tables.testing is not None else None
@@ -63,7 +50,22 @@ def train(config: PathologyConfig, ranks: Ranks, pool: SlidePool) -> RunSummary 
     return finish(config, tables, plan.model, fitted, quality, exported, run, ranks)
 
 
-def train_network(
+def read_and_plan(
+    config: PathologyConfig, run: Run, ranks: Ranks, pool: SlidePool
+) -> tuple[Tables, PathologyPlan, Patches]:
+    """Draw the patches, decide what the configuration leaves open, and decode the patches that validate."""
+    with run.clock.stage("prepare"):
+        tables = find_tables(config, run, ranks, pool)
+    digests = (tables.training.digest(), tables.validation.digest())
+    count = len(tables.training)
+    chosen = plan_run(config, tables.training.size, tables.mpp, count, digests, run.device, ranks.world)
+    plan = decide(chosen, config, run, ranks)
+
+    validation = decoded(tables.validation, config, run, ranks, pool)
+    return tables, plan, validation
+
+
+def set_up(
     tables: Tables,
     validation: Patches,
     plan: PathologyPlan,
@@ -71,8 +73,8 @@ def train_network(
     run: Run,
     ranks: Ranks,
     pool: SlidePool,
-) -> Fitted:
-    """Build the network and the source of its batches, and train."""
+) -> Setup:
+    """Build the network, the source of its batches, the loss and the optimizer."""
     model = plan.model
     network = model.build()
     if config.init is not None and not (run.directory / "checkpoints" / "last").exists():
@@ -88,22 +90,15 @@ def train_network(
             compile_network(network, example, model.precision)
     if ranks.world > 1 or config.accumulate > 1:
         run.say("batch normalisation: over each rank's own part of a batch, so that the parts do not add up exactly")
-    return fit(
-        network,
-        batches,
-        run=run,
+    return Setup(
+        network=network,
+        batches=batches,
         loss_function=binary_cross_entropy(config.label_smoothing),
         optimizer=build_optimizer(config.optimizer, network.parameters(), config.learning_rate),
-        learning_rate=config.learning_rate,
-        schedule=config.schedule,
         epochs=plan.epochs,
         precision=model.precision,
         validate=shared_validation(validation, ranks, run.device),
         validate_every=plan.validate_every,
-        checkpoint_seconds=config.checkpoint_seconds,
-        ranks=ranks,
-        accumulate=config.accumulate,
-        metric="AUC",
     )
 
 

@@ -81,7 +81,6 @@ def plan_run(
         ValueError: what was asked for does not fit the data or the device.
     """
     kind = device.type
-    as_guide = config.recipe == "guide" and config.precision == "auto"
     preparation = plan_preparation(dataset, figures, config.spacing, config.window)
     shape = [
         round(side * native / working)
@@ -93,10 +92,11 @@ def plan_run(
     batch_size = config.batch_size or -(-_BATCH_SIZE[kind] // partitions) * partitions
     alike = config.source == "resident" and not config.loss.startswith("monai_")
     check_partitions(partitions, batch_size, config.accumulate, ranks, alike)
-    epochs = config.epochs or -(-_STEPS[kind] // -(-cases * config.crops_per_case // batch_size))
+    per_epoch = -(-cases * config.crops_per_case // batch_size)
+    epochs, validate_every = config.plan_epochs(_STEPS[kind], per_epoch, _VALIDATIONS)
     crop_size = config.crop_size or _within(shape, _CROP_LIMIT[kind], divisor)
     check_divides("crop_size", crop_size, len(channels) - 1)
-    wish = _GUIDE_PRECISION[kind] if as_guide else config.precision
+    wish = _GUIDE_PRECISION[kind] if config.recipe == "guide" and config.precision == "auto" else config.precision
     model = SpleenModel(
         labels=dataset.labels,
         preparation=preparation,
@@ -113,7 +113,7 @@ def plan_run(
         batch_size=batch_size,
         partitions=partitions,
         epochs=epochs,
-        validate_every=config.validate_every or max(1, epochs // _VALIDATIONS),
+        validate_every=validate_every,
     )
     check_divides("window_size", model.window_size, len(channels) - 1)
     lines = [*explain_preparation(dataset, figures, config.spacing, config.window), *_choices(config, plan, kind)]

@@ -10,20 +10,19 @@ import torch
 
 from apps.spleen.data import find_dataset, keeping, make_source
 from apps.spleen.plan import SpleenPlan, plan_run
-from common.config import config_to_yaml
-from common.data.cases import Split, read_dataset, split_cases
+from common.data.cases import Dataset, Split, read_dataset, split_cases
 from common.export.best import GATE_CASES, export_best
-from common.observe.host_memory import keep_freed_memory
-from common.observe.run import Run, one_line_errors, start_run
+from common.observe.run import Run, one_line_errors
 from common.observe.summary import RunSummary
 from common.training.compiling import compile_network
 from common.training.decide import decide
 from common.training.distributed import Ranks, join_ranks
 from common.training.finish import finish, judge
-from common.training.fit import Fitted, fit
+from common.training.fit import Setup, fit
 from common.training.losses import build_loss, say_inexact
 from common.training.optimizers import build_optimizer
 from common.training.source import check_partitions, stored_cases
+from common.training.start import begin
 from models.prelu import use_fast_prelu
 
 
@@ -37,30 +36,10 @@ def train(config: SpleenConfig, ranks: Ranks) -> RunSummary | None:
     """Go the whole way: dataset, plan, batches, training, quality on the native grid, export, summary."""
     if config.data is not None and config.resume is None:
         split_cases(read_dataset(config.data), config.split)  # a wrong one ends before a run folder is made
-    run = start_run(RUNS, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
-    if run.device.type == "cpu":
-        keep_freed_memory()
-    run.say(
-        f"run {run.directory}: recipe {config.recipe}, device {run.device}, ranks {ranks.world}, seed {config.seed}"
-    )
-    with run.clock.stage("prepare"):
-        dataset = find_dataset(config, run, ranks)
-        split, plan = decide(
-            "spleen",
-            dataset,
-            config.split,
-            config.store,
-            lambda chosen, figures: plan_run(config, dataset, figures, len(chosen.training), run.device, ranks.world),
-            SpleenPlan.from_json,
-            run,
-            ranks,
-            config.workers,
-        )
-    alike = config.source == "resident" and not config.loss.startswith("monai_")
-    check_partitions(plan.partitions, plan.batch_size, config.accumulate, ranks.world, alike)  # also a resumed run's
-
+    run = begin(config, RUNS, ranks)
+    dataset, split, plan = read_and_plan(config, run, ranks)
     model = plan.model
-    fitted = train_network(split, plan, config, run, ranks)
+    fitted = fit(set_up(split, plan, config, run, ranks), config, run, ranks)
     best = model.build().to(run.device).eval()
     best.load_state_dict(fitted.weights)
     cases = ranks.shard(split.validation)
@@ -73,11 +52,29 @@ def train(config: SpleenConfig, ranks: Ranks) -> RunSummary | None:
     with run.clock.stage("prepare"):
         prepared = stored_cases(gate, model, keeping(config), run)
     exported = export_best(best, gate, prepared, model, "spleen", config.engine, run)
-    return finish("spleen", config.recipe, config.seed, split, dataset, model, fitted, quality, exported, run, ranks)
+    return finish("spleen", config, split, dataset, model, fitted, quality, exported, run, ranks)
 
 
-def train_network(split: Split, plan: SpleenPlan, config: SpleenConfig, run: Run, ranks: Ranks) -> Fitted:
-    """Build the network and the source of its batches, and train."""
+def read_and_plan(config: SpleenConfig, run: Run, ranks: Ranks) -> tuple[Dataset, Split, SpleenPlan]:
+    """Read the data, split them, and decide what the configuration leaves open."""
+    with run.clock.stage("prepare"):
+        dataset = find_dataset(config, run, ranks)
+        split, plan = decide(
+            "spleen",
+            dataset,
+            config,
+            lambda chosen, figures: plan_run(config, dataset, figures, len(chosen.training), run.device, ranks.world),
+            SpleenPlan.from_json,
+            run,
+            ranks,
+        )
+    alike = config.source == "resident" and not config.loss.startswith("monai_")
+    check_partitions(plan.partitions, plan.batch_size, config.accumulate, ranks.world, alike)  # also a resumed run's
+    return dataset, split, plan
+
+
+def set_up(split: Split, plan: SpleenPlan, config: SpleenConfig, run: Run, ranks: Ranks) -> Setup:
+    """Build the network, the source of its batches, the loss and the optimizer."""
     model = plan.model
     trained = (run.directory / "checkpoints" / "last").exists()
     network = model.build(None if trained else config.init).to(run.device)
@@ -92,21 +89,15 @@ def train_network(split: Split, plan: SpleenPlan, config: SpleenConfig, run: Run
             example = torch.zeros(crops, model.preparation.channels, *plan.crop_size, device=run.device)
             compile_network(network, example, model.precision)
     say_inexact(config.loss, ranks, config.accumulate, run)
-    return fit(
-        network,
-        source.batches,
-        run=run,
+    return Setup(
+        network=network,
+        batches=source.batches,
         loss_function=build_loss(config.loss, ranks),
         optimizer=build_optimizer(config.optimizer, network.parameters(), config.learning_rate),
-        learning_rate=config.learning_rate,
-        schedule=config.schedule,
         epochs=plan.epochs,
         precision=model.precision,
         validate=source.validate,
         validate_every=plan.validate_every,
-        checkpoint_seconds=config.checkpoint_seconds,
-        ranks=ranks,
-        accumulate=config.accumulate,
     )
 
 

@@ -31,5 +31,5 @@ class ForwardingThreadDataLoader(ThreadDataLoader):  # type: ignore[misc]
 def _caught(source: Iterable[Any]) -> Iterator[Any]:
     try:
         yield from source
-    except BaseException as error:  # it crosses to the reading thread, whatever it is
+    except Exception as error:  # it crosses to the reading thread, whatever it is; a reader that stops is none
         yield _Failure(error)

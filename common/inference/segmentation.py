@@ -18,6 +18,7 @@ from common.inference.quality import dice_counts
 from common.inference.restore import restore_labels
 from common.inference.windows import sliding_windows
 from common.observe.overlays import draw_overlay
+from common.observe.report_case import write_report_case
 from common.observe.timing import Clock
 
 
@@ -125,12 +126,14 @@ def native_counts(
         predictor: from windows to logits.
         model: the network's.
         device: where windows are computed.
-        overlays: folder for a picture of each case; None draws none.
+        overlays: folder, in the run's, for a picture of each case; the run's report gets the worst one to look through.
+            None draws none.
 
     Returns:
         [R, 2] int64 of each case (see `dice_counts`).
     """
     counts = []
+    worst: tuple[float, Case, np.ndarray, np.ndarray] | None = None
     for case, voxels in zip(cases, prepared, strict=True):
         assert case.label is not None
         labels = predict_labels(voxels, predictor, model, device)
@@ -139,6 +142,13 @@ def native_counts(
         if overlays is not None:
             dice = case_dice(counts[-1])
             draw_case(overlays / f"{case.name}.png", case, labels, model, truth, f"{case.name}: Dice {dice:.3f}")
+            if worst is None or dice < worst[0]:
+                worst = dice, case, labels, truth
+    if worst is not None and overlays is not None:
+        _, case, labels, truth = worst
+        image, affine = _first_channel(case, model)
+        window = model.preparation.window
+        write_report_case(overlays.parent, case.name, image, truth, labels, affine, window)
     return counts
 
 
@@ -155,10 +165,15 @@ def draw_case(
     path: Path, case: Case, labels: np.ndarray, model: SegmentationModel, truth: np.ndarray | None, title: str
 ) -> None:
     """Draw the overlay of one case on its file's own grid; of several channels the first."""
-    volume = read_volume(case.image, model.preparation.channels)
-    image = volume.voxels if volume.voxels.ndim == 3 else volume.voxels[..., 0]
+    image, affine = _first_channel(case, model)
     names, window = model.labelling.labels, model.preparation.window
-    draw_overlay(path, image, labels, volume.affine, truth=truth, names=names, window=window, title=title)
+    draw_overlay(path, image, labels, affine, truth=truth, names=names, window=window, title=title)
+
+
+def _first_channel(case: Case, model: SegmentationModel) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scan [X, Y, Z], of several channels the first, and its affine."""
+    volume = read_volume(case.image, model.preparation.channels, first_only=model.preparation.channels > 1)
+    return volume.voxels.reshape(volume.voxels.shape[:3], order="F"), volume.affine
 
 
 def sample_windows(prepared: Sequence[PreparedCase], model: SegmentationModel, most: int = 3) -> torch.Tensor:

@@ -17,7 +17,8 @@ from common.observe.figures import one_line, save_png
 from common.observe.planes import Array, Panel, Scan, oriented_scan, panel_columns
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; those that show best on grey come first.
-_COLOURS = ("#E69F00", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00", "#0072B2")
+LABEL_COLOURS = ("#E69F00", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00", "#0072B2")
+"""Of the labels 1, 2, ..., in turn (Okabe and Ito)."""
 _EDGES = (("A", "P", "S", "I"), ("R", "L", "S", "I"), ("R", "L", "A", "P"))  # left, right, top, bottom
 _LETTER_PLACES = (
     (0.02, 0.5, "left", "center"),
@@ -183,4 +184,4 @@ def _labels_in(labels: Array) -> list[int]:
 
 
 def _colour(label: int) -> str:
-    return _COLOURS[(label - 1) % len(_COLOURS)]
+    return LABEL_COLOURS[(label - 1) % len(LABEL_COLOURS)]

@@ -41,6 +41,9 @@ class RunSummary:
         seed: of the run.
         cases: number of training and validation cases.
         steps: training steps done.
+        target: what `until` asked for, whether it held, on the working grid and in `quality`, and the seconds until the
+            training ended; None where nothing was asked for.
+        limit: how far a training step is from what the device can do; None where none was done.
         quality: the figure, on the native grid, by the best weights.
         working_grid: Dice on the working grid of the best and of the last validation.
         seconds: per stage, and in all since the process started.
@@ -59,6 +62,8 @@ class RunSummary:
     seed: int
     cases: dict[str, int]
     steps: int
+    target: dict[str, Any] | None
+    limit: dict[str, Any] | None
     quality: Quality
     working_grid: dict[str, float]
     seconds: dict[str, float]

@@ -1,11 +1,18 @@
 """The clock of a run: each stage is timed apart, and the stages with the rest add up to the total."""
 
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import psutil
 import torch
+
+from common.observe.spans import span
+
+HostTime = Literal["waited", "saved", "logged"]
+_HOST: dict[HostTime, str] = {"waited": "wait for batch", "saved": "save", "logged": "log"}  # and their spans
 
 
 class Clock:
@@ -51,6 +58,60 @@ class Clock:
         """Return the seconds of each stage and, under `total`, all since the process started."""
         total = self._earlier + time.time() - self._started
         return {**{name: round(value, 3) for name, value in self._stages.items()}, "total": round(total, 3)}
+
+
+class StepTimer:
+    """Where the time of an epoch's steps goes; nothing is waited for to know it.
+
+    Args:
+        device: what computes; on a CUDA device events are left in its stream and read later.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Start at nothing."""
+        self._cuda = device.type == "cuda"
+        self._host: dict[HostTime, float] = dict.fromkeys(_HOST, 0.0)
+        self._computed, self._steps = 0.0, 0
+        self._typical: list[float] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def host(self, name: HostTime) -> Iterator[None]:
+        """Time a block by the host's clock: a batch is "waited" for, a checkpoint "saved", progress "logged"."""
+        began = time.perf_counter()
+        with span(_HOST[name]):
+            yield
+        self._host[name] += time.perf_counter() - began
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Time a block, by the device's clock, in which a step is computed."""
+        self._steps += 1
+        if self._cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+            return
+        began = time.perf_counter()
+        yield
+        self._computed += time.perf_counter() - began
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds since the last call, by name, with "computed"; the device must have finished the steps."""
+        computed = self._computed + sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
+        read = {str(name): round(value, 4) for name, value in self._host.items()} | {"computed": round(computed, 4)}
+        if self._steps:
+            self._typical.append(computed / self._steps)
+        self._host = dict.fromkeys(_HOST, 0.0)
+        self._computed, self._steps = 0.0, 0
+        self._events.clear()
+        return read
+
+    def typical(self) -> float | None:
+        """Return the seconds that a step computes, the median of the epochs; None before the first is read."""
+        return statistics.median(self._typical[1:] or self._typical) if self._typical else None
 
 
 def synchronise() -> None:

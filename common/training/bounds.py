@@ -26,6 +26,7 @@ def check_bounds(config: Any, extra: Iterable[Check] = ()) -> None:  # noqa: ANN
         ("intensity", _absent(config, "intensity") or 0 <= config.intensity < 1, "in [0, 1)"),
         ("flip_axes", set(getattr(config, "flip_axes", None) or "") <= set("xyz"), "letters of xyz, or empty"),
         ("checkpoint_seconds", config.checkpoint_seconds >= 0, "0 or more"),
+        ("monitor", 0 <= config.monitor <= 3600, "0 (none) to 3600 seconds"),
         ("spacing", _absent(config, "spacing") or min(config.spacing) > 0, "above 0 mm on each axis"),
         *extra,
     ]

@@ -1,5 +1,6 @@
 """What the apps' configurations share; it loads no torch, so that a wrong flag answers at once."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,9 @@ from common.config import config_from_yaml, parse_config, resumed_config
 from common.training.bounds import Check, check_bounds, check_divides
 
 C = TypeVar("C", bound="TrainingConfig")
+
+DEV_RUN_EPOCHS = 2
+"""Epochs of a fast dev run, each of one step and validated: two steps, two validations."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,16 @@ class TrainingConfig:
             guide what its autocast does: fp16 on a GPU, fp32 on a CPU).
         compile: compile the network with torch.compile.
         validate_every: epochs between validations; null validates about ten times.
+        until: a target such as "dice=0.90" (pathology: "auc=0.95"): the run ends when three validations in a row have
+            reached it, instead of after all epochs.
         checkpoint_seconds: least time between two checkpoints.
         engine: TensorRT flavour to build for: auto, tensorrt, tensorrt_rtx or none.
+        fast_dev_run: try the whole way on a few cases: two steps, each validated, export, summary; the figures it
+            gives mean nothing.
+        profile: what some steps are recorded with: nothing, torch (profiler: a Chrome trace, the top operations and
+            what a step waits for, in the folder profile of the run) or nvtx (ranges for Nsight Systems, all steps).
+        monitor: seconds between two looks at processor, memory, disk and GPU while training (monitor.csv,
+            monitor.png); 0 for none.
     """
 
     recipe: Literal["baseline", "guide", "fast"] = "fast"
@@ -60,12 +72,17 @@ class TrainingConfig:
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: bool = False
     validate_every: int | None = None
+    until: str | None = None
     checkpoint_seconds: float = 30.0
     engine: Literal["auto", "tensorrt", "tensorrt_rtx", "none"] = "auto"
+    fast_dev_run: bool = False
+    profile: Literal["nothing", "torch", "nvtx"] = "nothing"
+    monitor: float = 1.0
 
+    METRIC: ClassVar[str] = "Dice"  # what validations measure, and --until names in small letters
     # What may differ when a run goes on: where its data lie now, what computes, how often it saves.
     RESUMABLE: ClassVar[tuple[str, ...]] = (
-        "resume", "data", "store", "device", "workers", "checkpoint_seconds", "engine",
+        "resume", "data", "store", "device", "workers", "checkpoint_seconds", "engine", "until", "profile", "monitor",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -76,6 +93,35 @@ class TrainingConfig:
         """
         object.__setattr__(self, "store", self.store.expanduser())
         check_bounds(self, self.checks())
+        self.target()
+
+    def target(self) -> float | None:
+        """Return the value that `until` asks for; None where it asks for none.
+
+        Raises:
+            ValueError: it is not "METRIC=VALUE" with the app's metric and a value above 0, 1 at most.
+        """
+        if self.until is None:
+            return None
+        name, _, text = self.until.partition("=")
+        value = float(text) if re.fullmatch(r"[01]?\.?\d*", text) and any(map(str.isdigit, text)) else 0.0
+        metric = self.METRIC.lower()
+        if name.strip().lower() != metric or not 0 < value <= 1:
+            raise ValueError(f"until {self.until}: must be {metric}=VALUE, the value above 0 and 1 at most")
+        return value
+
+    def plan_epochs(self, steps: int, per_epoch: int, validations: int) -> tuple[int, int]:
+        """Return the epochs of the run, and those between two validations.
+
+        Args:
+            steps: of a run that is not told its epochs, at least.
+            per_epoch: steps of an epoch.
+            validations: of a run that is not told when to validate, about.
+        """
+        if self.fast_dev_run:
+            return DEV_RUN_EPOCHS, 1
+        epochs = self.epochs or -(-steps // per_epoch)
+        return epochs, self.validate_every or max(1, epochs // validations)
 
     def checks(self) -> Sequence[Check]:
         """Return the checks of an app's own fields."""

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from common.data.cases import Dataset, Split, split_cases, split_of
@@ -11,6 +10,8 @@ from common.data.store import store_folder
 from common.files import write_json
 from common.inference.model_file import write_model
 from common.observe.run import Run
+from common.training.config import SegmentationConfig
+from common.training.dev_run import few_cases
 from common.training.distributed import Ranks
 
 
@@ -33,13 +34,11 @@ P = TypeVar("P", bound=Plan)
 def decide(
     app: str,
     dataset: Dataset,
-    split: str,
-    store: Path,
+    config: SegmentationConfig,
     make_plan: Callable[[Split, Fingerprint], tuple[P, list[str]]],
     from_json: Callable[[dict[str, Any]], P],
     run: Run,
     ranks: Ranks,
-    workers: int | None = None,
 ) -> tuple[Split, P]:
     """Split the dataset, take its fingerprint, plan the run, say each choice and write all of it into the run folder.
 
@@ -49,13 +48,12 @@ def decide(
     Args:
         app: name of the app, for `model.json`.
         dataset: the cases.
-        split: see `split_cases`.
-        store: folder that keeps fingerprints.
+        config: how to split, where fingerprints are kept, cases read at the same time, and whether a few cases are
+            enough.
         make_plan: from the split and the fingerprint of its training cases to the plan and the lines that explain it.
         from_json: from `Plan.to_json` back to the plan.
         run: where it is written.
         ranks: those that train together.
-        workers: cases read at the same time.
     """
     kept = run.directory / "plan.json"
 
@@ -63,10 +61,11 @@ def decide(
         if run.resumed and kept.is_file():
             stored = (run.directory / "split.json").read_text(encoding="utf-8")
             return json.loads(stored), json.loads(kept.read_text(encoding="utf-8"))
-        chosen = split_cases(dataset, split)
-        figures = fingerprint(
-            chosen.training, dataset, store_folder(store / "fingerprints", dataset.folder), workers=workers
-        )
+        chosen = split_cases(dataset, config.split)
+        if config.fast_dev_run:
+            chosen = few_cases(chosen, config.partitions or ranks.world, run)
+        kept_figures = store_folder(config.store / "fingerprints", dataset.folder)
+        figures = fingerprint(chosen.training, dataset, kept_figures, workers=config.workers)
         plan, choices = make_plan(chosen, figures)
         for line in (chosen.description, *choices):
             run.say(line)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +14,13 @@ from common.export.export import ExportRecord
 from common.inference.predictors import Precision, torch_predictor
 from common.inference.quality import dice_of_counts
 from common.inference.segmentation import SegmentationModel, case_dice, native_counts
+from common.observe.report import write_report
 from common.observe.run import Run
 from common.observe.summary import Quality, RunSummary, write_summary
+from common.training.config import TrainingConfig
 from common.training.distributed import SINGLE, Ranks
 from common.training.fit import Fitted
+from common.training.state import VALIDATIONS_HELD
 
 
 def judge(
@@ -65,8 +69,7 @@ def judge(
 
 def finish(
     app: str,
-    recipe: str,
-    seed: int,
+    config: TrainingConfig,
     split: Split,
     dataset: Dataset,
     model: SegmentationModel,
@@ -79,15 +82,12 @@ def finish(
     """Write the summary of a run on a dataset's cases; see `summarise`."""
     data: dict[str, str | bool] = {"folder": str(dataset.folder), "name": dataset.name, "synthetic": dataset.synthetic}
     cases = {"training": len(split.training), "validation": len(split.validation)}
-    return summarise(
-        app, recipe, seed, data, cases, split.held_out, model.precision, fitted, quality, exported, run, ranks
-    )
+    return summarise(app, config, data, cases, split.held_out, model.precision, fitted, quality, exported, run, ranks)
 
 
 def summarise(
     app: str,
-    recipe: str,
-    seed: int,
+    config: TrainingConfig,
     data: dict[str, str | bool],
     cases: dict[str, int],
     held_out: bool,
@@ -101,15 +101,17 @@ def summarise(
     """Write `summary.json` and say where everything lies."""
     summary = RunSummary(
         app=app,
-        recipe=recipe,
+        recipe=config.recipe,
         data=data,
         held_out=held_out,
         device=str(run.device),
         ranks=ranks.world,
         precision=precision,
-        seed=seed,
+        seed=config.seed,
         cases=cases,
         steps=fitted.steps,
+        target=_target(config, fitted, quality, run),
+        limit=fitted.limit,
         quality=quality,
         working_grid={"best": fitted.best, "last": fitted.last, "best_epoch": fitted.best_epoch},
         seconds=run.clock.seconds(),
@@ -118,5 +120,26 @@ def summarise(
     )
     write_summary(run.directory, summary)
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary.seconds.items())
-    run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}")
+    report = write_report(run.directory)
+    run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}\nreport: {report}")
     return summary
+
+
+def _target(config: TrainingConfig, fitted: Fitted, quality: Quality, run: Run) -> dict[str, Any] | None:
+    """Return what became of the target that the run was to reach, and say it; None where there was none."""
+    wanted = config.target()
+    if wanted is None:
+        return None
+    found = {
+        "until": config.until,
+        "held": fitted.held,
+        "validations_held": VALIDATIONS_HELD,
+        "quality_holds": quality.value >= wanted,
+        "seconds": fitted.seconds,
+    }
+    how = f"held in {VALIDATIONS_HELD} validations in a row" if fitted.held else "NOT reached"
+    run.say(
+        f"target {config.until}: {how} after {fitted.steps} steps and {fitted.seconds:.1f} s since the start; "
+        f"{quality.name}: {quality.value:.4f}, {'holds' if found['quality_holds'] else 'BELOW it'}"
+    )
+    return found

@@ -12,6 +12,9 @@ from common.observe.timing import Clock
 from common.training.checkpoints import load_checkpoint, save_checkpoint
 from common.training.distributed import SINGLE, Ranks
 
+VALIDATIONS_HELD = 3
+"""Validations in a row that must reach a target: one may be luck."""
+
 
 class TrainingState:
     """Epoch, step, losses and best validation of a run, with the network and the optimizer they belong to.
@@ -21,6 +24,7 @@ class TrainingState:
         step: steps done in the present epoch; equal to `per_epoch` when only its validation is missing.
         best: highest validation metric so far, after `best_epoch` epochs.
         last: metric of the last validation.
+        recent: the metrics of the last validations, `VALIDATIONS_HELD` at most.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class TrainingState:
         self._ranks = ranks
         self.epoch, self.step = 0, 0
         self.best, self.best_epoch, self.last = -math.inf, 0, math.nan
+        self.recent: list[float] = []
         self._folder = directory / "checkpoints"
         self._network, self._optimizer, self._scaler = network, optimizer, scaler
         self._losses = torch.zeros(per_epoch, device=device)
@@ -65,10 +70,15 @@ class TrainingState:
         if math.isnan(value):
             raise ValueError("no validation case holds any foreground, so there is no metric: choose another --split")
         self.last = value
+        self.recent = [*self.recent, value][-VALIDATIONS_HELD:]
         if value <= self.best:
             return False
         self.best, self.best_epoch = value, epoch
         return True
+
+    def holds(self, target: float | None) -> bool:
+        """Return whether the last validations have all reached a target; without one, none has."""
+        return target is not None and len(self.recent) == VALIDATIONS_HELD and min(self.recent) >= target
 
     def checked(self) -> list[float]:
         """Return the losses of the steps done in this epoch; this reads them from the device.
@@ -109,6 +119,7 @@ class TrainingState:
             "best": self.best,
             "best_epoch": self.best_epoch,
             "last": self.last,
+            "recent": self.recent,
             "optimizer": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
             "random": torch.get_rng_state(),
@@ -142,5 +153,6 @@ class TrainingState:
         torch.set_rng_state(state["random"])
         self.epoch, self.step = state["epoch"], state["step"]
         self.best, self.best_epoch, self.last = state["best"], state["best_epoch"], state["last"]
+        self.recent = state.get("recent", [])  # a run of an earlier version kept none
         self._losses[: self.step] = torch.tensor(state["losses"], device=self._losses.device)
         clock.carry_on(state["seconds"])

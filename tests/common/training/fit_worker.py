@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from common.data.batches import Batch
 from common.observe.run import one_line_errors, start_run
+from common.training.config import TrainingConfig
 from common.training.distributed import SINGLE, Ranks, join_ranks
-from common.training.fit import Fitted, fit
+from common.training.fit import Fitted, Setup, fit
 from common.training.optimizers import build_optimizer
 
 ROWS, SIDE = 4, 8
@@ -88,29 +89,35 @@ def train(wish: dict[str, Any], ranks: Ranks = SINGLE) -> Fitted:
         if step == wish.get("at") and ranks.rank == wish.get("who", 1):
             misbehave(wish["what"])
 
+    metric = iter(wish.get("metric", [0.5] * 99))
+
     def validate(network: nn.Module, check: Callable[[], None]) -> float:
         check()
         found = ranks.gather([float(case) for case in ranks.shard(range(7))])
         assert found == [0.0, 1, 2, 3, 4, 5, 6]
-        return 0.5
+        return float(next(metric))
 
     losses = {"dice": batch_dice, "mean": sample_mean}
-    return fit(
-        network,
-        TinyBatches(ranks, wish.get("steps", 10), before),
-        run=run,
+    setup = Setup(
+        network=network,
+        batches=TinyBatches(ranks, wish.get("steps", 10), before),
         loss_function=losses[wish.get("loss", "dice")](ranks),
         optimizer=build_optimizer("novograd", network.parameters(), 0.01),
-        learning_rate=0.01,
-        schedule="constant",
         epochs=wish.get("epochs", 2),
         precision="fp32",
         validate=validate,
         validate_every=1,
-        checkpoint_seconds=wish.get("checkpoint_seconds", 3600.0),
-        ranks=ranks,
-        accumulate=wish.get("accumulate", 1),
     )
+    config = TrainingConfig(
+        schedule="constant",
+        checkpoint_seconds=wish.get("checkpoint_seconds", 3600.0),
+        accumulate=wish.get("accumulate", 1),
+        until=wish.get("until"),
+        fast_dev_run=wish.get("fast_dev_run", False),
+        profile=wish.get("profile", "nothing"),
+        monitor=wish.get("monitor", 0.0),
+    )
+    return fit(setup, config, run, ranks)
 
 
 def misbehave(what: str) -> None:

@@ -1,0 +1,123 @@
+"""The doctor: is this machine sound, and what bounds this training?
+
+Run: python apps/doctor.py [--app spleen|brats|pathology] [--json FILE] [-- FLAGS OF THE APP'S train.py]
+
+It looks at the machine; with --app it also trains a little, in a folder of its own, and says what bounds the training,
+how much a remedy would give, and which flag is that remedy. The exit status is 0 where all is well, and 1 where
+something is to be mended.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from apps.opening import APPS, cut_short
+from apps.probes import batch_parts, step_times
+from common.files import write_json
+from common.observe.checks import check_machine
+from common.observe.diagnosis import Bound, Measured, Verdict, diagnose
+from common.observe.run import Run, choose_device, one_line_errors, read_json_lines
+from common.training.config import TrainingConfig
+from common.training.distributed import SINGLE
+from common.training.fit import fit
+from common.training.start import begin
+
+_STEPS = 24  # of the short training, at least; its first epoch does not count
+_TRAINING, _VALIDATION = 8, 2  # cases of it
+_SIGNS = {"good": "+", "note": " ", "warning": "!", "error": "X"}
+SWITCHES: dict[Bound, str] = {
+    "disk": "copy the data to a local disk, or take --source resident with --cache ram (gpu where there is one)",
+    "decode": "take --source resident, which decodes each file once",
+    "preparation": "take --source resident, which prepares each case once and keeps it",
+    "augmentation": "take --source resident, which cuts and augments whole batches on the device",
+    "workers": "raise --workers",
+    "host-to-device": "take --cache gpu",
+    "validation": "raise --validate_every, or take larger --window_size",
+    "checkpointing": "raise --checkpoint_seconds",
+    "logging": "raise --monitor, or write the run to a local disk",
+    "kernel launch": "raise --batch_size, or try --compile true",
+}
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; what follows `--` is the app's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--app", choices=list(APPS), help="train a little with it; without, look at the machine alone")
+    parser.add_argument("--json", type=Path, help="file for all that was found")
+    parser.add_argument("flags", nargs="*", help="flags of the app's train.py, after --")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Look, and print what is found; return the exit status."""
+    options = parse_options(arguments)
+    config = APPS[options.app].parse(options.flags) if options.app else None
+    device = choose_device(config.device if config else "auto")
+    checks = check_machine(config.store if config else Path("~/.cache/medspeed").expanduser(), device)
+    for check in checks:
+        print(f"{_SIGNS[check.state]} {check.name}: {check.text}")
+    found: dict[str, Any] = {"machine": [asdict(check) for check in checks]}
+    well = not any(check.state == "error" for check in checks)
+    if config is not None:
+        verdict, measured, estimate = examine(options.app, config)
+        found |= {"verdict": asdict(verdict), "measured": asdict(measured), "estimate": estimate}
+        well = well and verdict.bound == "nothing"
+        _print(verdict, measured, estimate)
+    if options.json is not None:
+        write_json(options.json, found)
+    return 0 if well else 1
+
+
+def examine(app: str, config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]]:
+    """Train a little and diagnose; the run's folder is a temporary one, its prepared cases stay in the store.
+
+    Returns:
+        The verdict, what it rests on, and the seconds that the whole run is likely to take, by stage.
+    """
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        short, more = cut_short(config, Path(folder), _TRAINING, _VALIDATION)
+        short = replace(short, run=Path(folder) / "run", resume=None, engine="none", profile="nothing", until=None)
+        run = begin(short, Path(folder), SINGLE)
+        with APPS[app].open(short, run) as opened:
+            setup = opened.setup
+            per_epoch = setup.batches.steps_per_epoch
+            epochs = max(2, 1 + -(-_STEPS // per_epoch))
+            fit(replace(setup, epochs=epochs, validate_every=epochs), short, run)
+            step, doubled, others = step_times(setup, run.device, opened.auto)
+            parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto"))
+        steps = setup.epochs * per_epoch * (more if config.epochs else 1)
+        validations = -(-setup.epochs // setup.validate_every)
+        times = _times(run, steps, validations * more)
+        prepared = run.clock.seconds().get("prepare", 0.0) * more
+    measured = Measured(times, parts, step, workers, len(os.sched_getaffinity(0)), doubled, others, SWITCHES)
+    return diagnose(measured), measured, {"prepare": round(prepared, 1), "train": round(sum(times.values()), 1)}
+
+
+def _times(run: Run, steps: float, validations: float) -> dict[str, float]:
+    """Return the seconds of the whole training, by what they go to, from those of the short one's later epochs."""
+    records = read_json_lines(run.directory / "metrics.jsonl")[1:]
+    done = sum(len(record["losses"]) for record in records)
+    names = ("waited", "computed", "saved", "logged")
+    times = {name: sum(record[name] for record in records) * steps / done for name in names}
+    return times | {"validated": run.clock.seconds().get("validate", 0.0) * validations}
+
+
+def _print(verdict: Verdict, measured: Measured, estimate: dict[str, float]) -> None:
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in verdict.shares.items())
+    parts = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in measured.batch.items())
+    print(f"time goes to: {shares}")
+    print(f"a batch takes, by one thread, in ms: {parts}; a step {1000 * measured.step:.1f}")
+    print(
+        f"the whole run: about {estimate['prepare']:.0f} s to prepare from nothing, {estimate['train']:.0f} s to train"
+    )
+    print(f"VERDICT {verdict.text}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        sys.exit(main())

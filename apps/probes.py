@@ -1,0 +1,139 @@
+"""What the doctor measures of a training: what making a batch takes, and a step with this setting or that."""
+
+import copy
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.transforms import RandomizableTrait
+
+from common.data.batches import Batch, Batches
+from common.inference.predictors import Precision
+from common.observe.timing import synchronise
+from common.training.fit import Setup, train_step
+
+_ROUNDS = 5
+_CASES = 3  # whose transforms are timed one by one
+_BATCHES = 8
+
+
+def batch_parts(batches: Batches, cache: str) -> tuple[dict[str, float], int]:
+    """Return the seconds of each part of making a batch, by one thread, and how many threads or processes make them.
+
+    MONAI's datasets are taken apart transform by transform; ours are drawn as a whole, and `cache` says what that is:
+    cutting and augmenting crops of what memory holds, reading it from the disk, or preparing it anew.
+    """
+    dataset = getattr(batches, "dataset", None)
+    if dataset is None:
+        name = {"disk": "disk", "none": "preparation"}.get(cache, "augmentation")
+        return {name: _drawn(batches)}, 1
+    items = [dataset.data[number] for number in range(min(_CASES, len(dataset.data)))]
+    per_case = [_parts_of(item, dataset.transform.transforms) for item in items]
+    cached = hasattr(dataset, "cache_num")
+    names = ("augmentation",) if cached else ("disk", "decode", "preparation", "augmentation")
+    workers = batches._loader.num_workers  # type: ignore[attr-defined]
+    cases = batches._loader.batch_size  # type: ignore[attr-defined]
+    return {name: cases * statistics.median(part.get(name, 0.0) for part in per_case) for name in names}, max(
+        1, workers
+    )
+
+
+def step_times(setup: Setup, device: torch.device, auto: Precision) -> tuple[float, float | None, dict[str, float]]:
+    """Return the seconds of a step, of one with twice the batch (None where memory ends), and with other settings.
+
+    Args:
+        setup: its network is copied.
+        device: that computes.
+        auto: the precision that "auto" stands for.
+    """
+    batch = next(iter(_closing(setup.batches.epoch(0))))
+    now = _step(setup, batch, setup.precision)
+    twice = Batch(batch.image.repeat_interleave(2, 0), batch.label.repeat_interleave(2, 0), batch.cases * 2)
+    try:
+        doubled = _step(setup, twice, setup.precision)
+    except torch.OutOfMemoryError:
+        doubled = None
+    others: dict[str, float] = {}
+    if setup.precision != auto:
+        others[f"--precision {auto}"] = _step(setup, batch, auto)
+    inner = torch.channels_last_3d if batch.image.dim() == 5 else torch.channels_last
+    weight = next(each for each in setup.network.parameters() if each.dim() == batch.image.dim() and each.shape[1] > 1)
+    is_inner = weight.is_contiguous(memory_format=inner) and not weight.is_contiguous()
+    other = torch.contiguous_format if is_inner else inner
+    others[f"--channels_last {str(not is_inner).lower()}"] = _step(setup, batch, setup.precision, other)
+    return now, doubled, others
+
+
+def _step(setup: Setup, batch: Batch, precision: Precision, layout: torch.memory_format | None = None) -> float:
+    network = copy.deepcopy(setup.network)
+    if layout is not None:
+        network = network.to(memory_format=layout)  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)  # whichever it is, it is the same on all sides
+    scaler = torch.amp.GradScaler(batch.image.device.type, enabled=precision == "fp16")
+    network.train()
+    return _median(lambda: train_step(network, batch, setup.loss_function, optimizer, scaler, precision, 0.0))
+
+
+def _parts_of(item: Mapping[str, Any], transforms: Any) -> dict[str, float]:  # noqa: ANN401 - MONAI's
+    """Return the seconds of each part of a case: from the first random transform on all is augmentation."""
+    files = [Path(value) for value in item.values() if isinstance(value, str) and Path(value).is_file()]
+    cold, warm = _reading(files, cold=True), _reading(files, cold=False)
+    found = {"disk": cold}
+    data: Any = dict(item)
+    random = False
+    for number, transform in enumerate(transforms):
+        began = time.perf_counter()
+        data = [transform(each) for each in data] if isinstance(data, list) else transform(data)
+        synchronise()
+        seconds = time.perf_counter() - began
+        random = random or isinstance(transform, RandomizableTrait)
+        name = "augmentation" if random else "preparation" if number else "decode"
+        found[name] = found.get(name, 0.0) + seconds - (warm if number == 0 else 0.0)
+    return found
+
+
+def _reading(files: list[Path], cold: bool) -> float:
+    """Return the seconds of reading files, from the disk where the system forgets them when asked."""
+    if cold:
+        for path in files:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+    began = time.perf_counter()
+    for path in files:
+        path.read_bytes()
+    return time.perf_counter() - began
+
+
+def _drawn(batches: Batches) -> float:
+    """Return the seconds of making a batch, when nothing else is done."""
+    synchronise()
+    began, count = time.perf_counter(), 0
+    for _ in islice(_closing(batches.epoch(0)), _BATCHES):
+        count += 1
+    synchronise()
+    return (time.perf_counter() - began) / max(1, count)
+
+
+def _closing(batches: Iterator[Batch]) -> Iterator[Batch]:
+    try:
+        yield from batches
+    finally:
+        if hasattr(batches, "close"):
+            batches.close()
+
+
+def _median(run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_ROUNDS + 1):
+        synchronise()
+        began = time.perf_counter()
+        run()
+        synchronise()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])

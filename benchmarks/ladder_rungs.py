@@ -1,0 +1,176 @@
+"""The rungs of the ladder: from the baseline to fast one technique at a time, then single changes of fast.
+
+A rung is a name and the fields of the app's configuration that it changes. Crop, network and batch are the same on all
+rungs of the climb, so that each differs from the one before in its technique alone.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from apps.brats.config import RECIPES as BRATS
+from apps.pathology.config import RECIPES as PATHOLOGY
+from apps.spleen.config import RECIPES as SPLEEN
+from common.training.config import TrainingConfig
+
+RAM_DISK = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One technique.
+
+    Args:
+        name: of the technique, with the flag that turns it where it has one.
+        config: of the whole rung.
+        why_not: where it cannot run here, the reason; the rung is listed with it.
+    """
+
+    name: str
+    config: TrainingConfig
+    why_not: str = ""
+
+
+_SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    # A CPU's sizes are what `fast` chooses there; a GPU's are the guide's.
+    "spleen": {
+        "cpu": {"channels": (8, 16, 32, 64), "crop_size": (64, 64, 48), "window_size": (64, 64, 48), "batch_size": 4},
+        "cuda": {},
+    },
+    "brats": {
+        "cpu": {
+            "filters": 8, "blocks_down": (1, 2, 2), "crop_size": (48, 48, 48), "window_size": (48, 48, 48),
+            "window_batch": 1, "overlap": 0.25, "batch_size": 4,
+        },
+        "cuda": {},
+    },
+    "pathology": {"cpu": {"patch_size": 96, "batch_size": 32, "patches_per_slide": 96}, "cuda": {}},
+}  # fmt: skip
+
+# Each step of the climb: the technique, and the fields that it changes for good.
+_CLIMB: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "spleen": [
+        ("CacheDataset and ThreadDataLoader (--source cached)", {"source": "cached", "workers": None}),
+        ("DiceCE (--loss monai_dice_ce)", {"loss": "monai_dice_ce"}),
+        ("Novograd, MONAI's: the guide (--optimizer monai_novograd)",
+         {"optimizer": "monai_novograd", "learning_rate": 0.01}),
+        ("prepared store, batches cut on the device (--source resident)", {"source": "resident"}),
+        ("Novograd in foreach (--optimizer novograd)", {"optimizer": "novograd"}),
+        ("DiceCE without MONAI (--loss dice_ce)", {"loss": "dice_ce"}),
+        ("channels innermost (--channels_last true)", {"channels_last": True}),
+        ("vectorised PReLU (--fast_prelu true)", {"fast_prelu": True}),
+        ("bf16 where the device has it (--precision auto): fast", {"recipe": "fast", "precision": "auto"}),
+    ],
+    "brats": [
+        ("CacheDataset and ThreadDataLoader (--source cached)", {"source": "cached", "workers": None}),
+        ("DiceFocal (--loss monai_dice_focal)", {"loss": "monai_dice_focal"}),
+        ("Novograd, MONAI's: the guide (--optimizer monai_novograd)",
+         {"optimizer": "monai_novograd", "learning_rate": 0.01}),
+        ("prepared store, batches cut on the device (--source resident)", {"source": "resident"}),
+        ("Novograd in foreach (--optimizer novograd)", {"optimizer": "novograd"}),
+        ("DiceFocal without MONAI (--loss dice_focal)", {"loss": "dice_focal"}),
+        ("the faster layout (--channels_last null)", {"channels_last": None}),
+        ("bf16 where the device has it (--precision auto): fast", {"recipe": "fast", "precision": "auto"}),
+    ],
+    "pathology": [
+        ("Novograd, MONAI's, and cosine: the guide (--optimizer monai_novograd)",
+         {"optimizer": "monai_novograd", "learning_rate": 0.01, "schedule": "cosine"}),
+        ("patch store, batches augmented on the device (--source resident)", {"source": "resident"}),
+        ("Novograd in foreach (--optimizer novograd)", {"optimizer": "novograd"}),
+        ("channels innermost (--channels_last true)", {"channels_last": True}),
+        ("bf16 where the device has it (--precision auto): fast",
+         {"recipe": "fast", "precision": "auto", "label_smoothing": 0.05}),
+    ],
+}  # fmt: skip
+
+# Changes of fast, one at a time; "{store}" is the rung's own store.
+_BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "all": [
+        ("full precision (--precision fp32)", {"precision": "fp32"}),
+        ("the other layout (--channels_last)", {"channels_last": None}),
+        ("torch.compile, default mode (--compile true)", {"compile": True}),
+        ("Adam (--optimizer adam)", {"optimizer": "adam", "learning_rate": 1e-3}),
+        ("SGD (--optimizer sgd)", {"optimizer": "sgd", "learning_rate": 0.05}),
+        ("gradient accumulation (--accumulate 2)", {"accumulate": 2}),
+        ("batch size (--batch_size, doubled)", {"batch_size": None}),
+        ("one preparation thread (--workers 1)", {"workers": 1}),
+        ("no monitor (--monitor 0)", {"monitor": 0.0}),
+        ("a monitor ten times as often (--monitor 0.1)", {"monitor": 0.1}),
+        ("a checkpoint in every step (--checkpoint_seconds 0)", {"checkpoint_seconds": 0.0}),
+        ("a validation in every epoch (--validate_every 1)", {"validate_every": 1}),
+        ("the store in a RAM disk (--store /dev/shm)", {"store": RAM_DISK}),
+    ],
+    "spleen": [
+        ("Dice alone, MONAI's (--loss monai_dice)", {"loss": "monai_dice"}),
+        ("the guide's loss on fast (--loss monai_dice_ce)", {"loss": "monai_dice_ce"}),
+        ("a smaller patch (--crop_size 32 32 32)", {"crop_size": (32, 32, 32)}),
+        ("wider channels (--channels, doubled)", {"channels": (16, 32, 64, 128)}),
+        ("more crops per case (--crops_per_case 8)", {"crops_per_case": 8}),
+        ("no augmentation (--intensity 0)", {"intensity": 0.0}),
+        ("flips (--flip_axes xyz)", {"flip_axes": "xyz"}),
+        ("batches from the disk (--cache disk)", {"cache": "disk"}),
+    ],
+    "brats": [
+        ("Dice alone, MONAI's (--loss monai_dice)", {"loss": "monai_dice"}),
+        ("loss per sample (--loss dice_focal_per_sample)", {"loss": "dice_focal_per_sample"}),
+        ("a smaller patch (--crop_size 32 32 32)", {"crop_size": (32, 32, 32)}),
+        ("wider channels (--filters 16)", {"filters": 16}),
+        ("more crops per case (--crops_per_case 8)", {"crops_per_case": 8}),
+        ("no augmentation (--intensity 0, no flips)", {"intensity": 0.0, "flip_axes": ""}),
+        ("more overlap of windows (--overlap 0.6)", {"overlap": 0.6}),
+        ("batches from the disk (--cache disk)", {"cache": "disk"}),
+        ("part of the cases in turn (--cache smart)", {"cache": "smart", "cache_cases": 8}),
+        ("prepared at every use (--cache none)", {"cache": "none"}),
+    ],
+    "pathology": [
+        ("a smaller patch (--patch_size 64)", {"patch_size": 64}),
+        ("no colour jitter (--brightness 0 ...)", {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0}),
+        ("no zoom (--zoom 1 1)", {"zoom": (1.0, 1.0)}),
+        ("no label smoothing (--label_smoothing 0)", {"label_smoothing": 0.0}),
+    ],
+}
+
+# What the guides name and these machines or apps cannot show, and why.
+ABSENT = {
+    "transforms on a GPU": ("cpu", "there is no GPU"),
+    "pinned memory": (
+        "cpu",
+        "there is no GPU to copy to; batches of resident sources are uploaded from pinned memory there",
+    ),
+    "CUDA graphs, torch.compile mode reduce-overhead": ("cpu", "there is no GPU; what they save is kernel launches"),
+    "torch.compile mode max-autotune": ("cpu", "it tunes the kernels of a GPU"),
+    "GPUDirect storage (GDSDataset)": (
+        "any",
+        "needs kvikio and a file system that supports it; the store fits in memory",
+    ),
+    "several nodes": ("any", "apps/brats/README.md; tests/common/training/test_two_hosts.py runs two hosts"),
+}
+
+
+def climb(app: str, kind: str, data: Path, store: Path) -> list[Rung]:
+    """Return the rungs from the baseline to fast, each with all techniques of those below it."""
+    recipes: Any = {"spleen": SPLEEN, "brats": BRATS, "pathology": PATHOLOGY}[app]
+    config = replace(recipes["baseline"], **_base(app, kind, data, store), workers=None)
+    rungs = [Rung("baseline: Dataset, DataLoader, plain optimizer and loss, fp32", config)]
+    for name, changes in _CLIMB[app]:
+        config = replace(config, **changes)
+        rungs.append(Rung(name, config))
+    return rungs
+
+
+def beside(app: str, kind: str, fast: TrainingConfig) -> list[Rung]:
+    """Return single changes of fast."""
+    rungs = []
+    for name, changes in [*_BESIDE["all"], *_BESIDE[app]]:
+        made: dict[str, Any] = dict(changes)
+        if made.get("batch_size", 0) is None:
+            made["batch_size"] = 2 * (fast.batch_size or 1)
+        if made.get("channels_last", 0) is None:
+            made["channels_last"] = not getattr(fast, "channels_last", False)
+        why_not = "" if made.get("store") != RAM_DISK or RAM_DISK.is_dir() else f"there is no {RAM_DISK}"
+        rungs.append(Rung(name, fast if why_not else replace(fast, **made), why_not))
+    return rungs
+
+
+def _base(app: str, kind: str, data: Path, store: Path) -> dict[str, Any]:
+    return {"data": data, "store": store, "engine": "none", "device": kind, **_SIZES[app][kind]}

@@ -1,0 +1,102 @@
+"""What watching costs: training steps with monitor, timers and spans against the same steps without, in turn.
+
+Run: python benchmarks/overhead.py [--rounds 20] [--steps 16] [--output FILE.json]
+
+The network is the spleen app's on a CPU, or on the GPU where there is one. NVTX ranges are on where torch has NVTX.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.data.batches import Batch
+from common.files import write_json
+from common.observe.monitor import Monitor
+from common.observe.run import environment
+from common.observe.spans import spans_to
+from common.observe.timing import StepTimer, synchronise
+from common.training.fit import train_step
+from common.training.losses import build_loss
+from common.training.optimizers import build_optimizer
+from common.training.precision import choose_precision
+from models.prelu import use_fast_prelu
+from models.unet3d import unet3d
+
+_CHANNELS, _CROP, _BATCH = (8, 16, 32, 64), (64, 64, 48), 4  # the spleen app's on a CPU
+
+
+def main() -> None:
+    """Time both sides and print what watching adds to a step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20, help="pairs")
+    parser.add_argument("--steps", type=int, default=16, help="steps of each side in a pair")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    step = make_step(device)
+    pairs = [pair(step, arguments.steps, device) for _ in range(arguments.rounds + 1)][1:]
+    record: dict[str, Any] = {
+        "environment": environment(device),
+        "plain, s per step": round(statistics.median(a for a, _ in pairs) / arguments.steps, 5),
+        "watched, s per step": round(statistics.median(b for _, b in pairs) / arguments.steps, 5),
+        "watching takes more, percent": round(100 * statistics.median(b / a - 1 for a, b in pairs), 2),
+    }
+    for name, value in record.items():
+        if name != "environment":
+            print(f"{name}: {value}", flush=True)
+    if arguments.output is not None:
+        write_json(arguments.output, record)
+
+
+def make_step(device: torch.device) -> Callable[[], object]:
+    """Return a training step of the spleen app's network on one batch."""
+    torch.manual_seed(0)
+    network = use_fast_prelu(unet3d(1, 2, _CHANNELS, 2)).to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    image = torch.rand(_BATCH, 1, *_CROP, device=device)
+    batch = Batch(image, (image > 0.7).to(torch.uint8), ("case",) * _BATCH)
+    optimizer = build_optimizer("novograd", network.parameters(), 0.01)
+    precision = choose_precision("auto", device)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    loss = build_loss("dice_ce")
+    return lambda: train_step(network, batch, loss, optimizer, scaler, precision, 0.01)
+
+
+def pair(step: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:
+    """Return the seconds of so many steps by themselves, and of as many watched as `fit` watches them.
+
+    To start the monitor and to draw its picture is done once in a run, and is not counted.
+    """
+    alone = _seconds(step, steps)
+    timer = StepTimer(device)
+
+    def watched() -> None:
+        with timer.host("waited"):
+            pass
+        with timer.computing():
+            step()
+        with timer.host("logged"):
+            pass
+
+    ranges = spans_to("nvtx") if device.type == "cuda" else nullcontext()
+    with tempfile.TemporaryDirectory(prefix="overhead-") as folder, Monitor(Path(folder), device), ranges:
+        return alone, _seconds(watched, steps)
+
+
+def _seconds(step: Callable[[], object], steps: int) -> float:
+    synchronise()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronise()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What the user sees while training: the bar, the records, the curves, and what watches the machine."""
+
+import json
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from common.files import write_text
+from common.observe.curves import draw_progress
+from common.observe.monitor import Monitor
+from common.observe.profiler import StepProfiler
+from common.observe.run import Run, append_json_line, read_json_lines
+from common.training.config import TrainingConfig
+
+_DRAW_SECONDS = 30.0
+
+
+class Log:
+    """What `fit` reports to, as it is on all ranks but the leader: silent."""
+
+    def __enter__(self) -> None:
+        """Nothing to do: what there is to open is open."""
+
+    def __exit__(self, *_: object) -> None:
+        """Close what is open."""
+
+    def step(self, samples: int) -> None:
+        """Count one step of so many crops."""
+
+    def epoch(self, record: dict[str, Any], seconds: float) -> None:
+        """Note one epoch's record; `losses` of its steps, and the metric where it was validated."""
+
+
+class FileLog(Log):
+    """What the user sees while training: the bar, `metrics.jsonl`, TensorBoard and `progress.png`."""
+
+    def __init__(self, run: Run, config: TrainingConfig, total: int, done: int, epochs: int) -> None:
+        """Go on from so many steps of all, and epochs."""
+        self._metric = config.METRIC
+        self._path, self._picture = run.directory / "metrics.jsonl", run.directory / "progress.png"
+        self._keep_until(epochs)
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=done)
+        self._bar = tqdm(total=total, initial=done, unit="step", desc="train")
+        self._shown: dict[str, str] = {}
+        self._samples, self._drawn = 0, time.monotonic()
+        self._watching = ExitStack()
+        self._profiler = None
+        if config.monitor:
+            self._watching.enter_context(Monitor(run.directory, run.device, config.monitor))
+        if config.profile == "torch":
+            self._profiler = self._watching.enter_context(StepProfiler(run.directory / "profile", run.device))
+
+    def __exit__(self, *_: object) -> None:
+        """Close the bar and the files, and draw the curves a last time."""
+        self._watching.close()
+        self._bar.close()
+        self._writer.close()
+        draw_progress(self._picture, read_json_lines(self._path), self._metric)
+
+    def step(self, samples: int) -> None:
+        """Count one step of so many crops."""
+        self._samples += samples
+        self._bar.update()
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def epoch(self, record: dict[str, Any], seconds: float) -> None:
+        """Write one epoch's record; `losses` of its steps, and the metric where it was validated."""
+        losses = record["losses"]
+        rate = self._samples / seconds
+        self._samples = 0
+        record |= {
+            "loss": sum(losses) / len(losses),
+            "seconds": round(seconds, 4),
+            "samples_per_second": round(rate, 2),
+        }
+        append_json_line(self._path, record)
+        for name in ("loss", self._metric.lower(), "samples_per_second"):
+            if name in record:
+                self._writer.add_scalar(name, record[name], record["step"])
+        self._shown |= {name: f"{record[name]:.4f}" for name in ("loss", self._metric.lower()) if name in record}
+        self._bar.set_postfix({**self._shown, "samples/s": f"{rate:.1f}"}, refresh=False)
+        if time.monotonic() - self._drawn > _DRAW_SECONDS:
+            draw_progress(self._picture, read_json_lines(self._path), self._metric)
+            self._drawn = time.monotonic()
+
+    def _keep_until(self, epochs: int) -> None:
+        """Drop the records of what a resumed run does again."""
+        if not self._path.is_file():
+            return
+        kept = [record for record in read_json_lines(self._path) if record["epoch"] <= epochs]
+        write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))

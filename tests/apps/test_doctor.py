@@ -1,0 +1,177 @@
+"""The doctor finds what was planted: each case slows one thing down, in the real app on real (small) phantoms."""
+
+import builtins
+import io
+import json
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from monai.transforms import RandomizableTransform, Transform
+
+from apps import doctor
+from apps.spleen import monai_recipe
+from apps.spleen import train as spleen_train
+from apps.spleen.config import RECIPES, SpleenConfig
+from common.training.log import FileLog
+
+TINY: dict[str, Any] = {
+    "split": "0.25:0",
+    "spacing": (4.0, 4.0, 4.0),
+    "channels": (4, 8),
+    "residual_units": 1,
+    "crop_size": (32, 32, 32),
+    "window_size": (32, 32, 32),
+    "batch_size": 4,
+    "crops_per_case": 4,
+    "monitor": 0.0,
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def fast(phantoms, store):
+    return SpleenConfig(data=phantoms, store=store, **TINY)
+
+
+@pytest.fixture
+def uncached(phantoms, store):
+    """MONAI's way: everything anew in each epoch, by the process that trains."""
+    return replace(RECIPES["baseline"], data=phantoms, store=store, workers=None, precision="fp32", **TINY)
+
+
+def bound(config):
+    verdict, _, _ = doctor.examine("spleen", config)
+    return verdict.bound
+
+
+class Fixed(Transform):  # type: ignore[misc] # monai has no types
+    def __call__(self, data):
+        time.sleep(0.4)
+        return data
+
+
+class Random(RandomizableTransform):  # type: ignore[misc]
+    def __call__(self, data):
+        time.sleep(0.4)
+        return data
+
+
+def slowed(monkeypatch, target, name, seconds):
+    plain = getattr(target, name)
+
+    def slow(*arguments, **keywords):
+        time.sleep(seconds)
+        return plain(*arguments, **keywords)
+
+    monkeypatch.setattr(target, name, slow)
+
+
+@pytest.mark.slow
+def test_a_slow_disk(uncached, monkeypatch):
+    """A disk that takes 0.2 s to bring a file whose last reading is more than 0.1 s ago: no memory holds it."""
+    plain = builtins.open
+    read: dict[str, float] = {}
+
+    def slow(file, *arguments, **keywords):
+        if str(file).endswith(".nii.gz"):
+            if time.monotonic() - read.get(str(file), 0.0) > 0.1:
+                time.sleep(0.2)
+            read[str(file)] = time.monotonic()
+        return plain(file, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "open", slow)
+    monkeypatch.setattr(io, "open", slow)
+    assert bound(uncached) == "disk"
+
+
+@pytest.mark.slow
+def test_a_slow_transform(uncached, monkeypatch):
+    plain = monai_recipe.deterministic_transforms
+    monkeypatch.setattr("apps.spleen.data.deterministic_transforms", lambda *given: [*plain(*given), Fixed()])
+    assert bound(uncached) == "preparation"
+
+
+@pytest.mark.slow
+def test_a_slow_random_transform_also_of_cached_cases(uncached, monkeypatch):
+    plain = monai_recipe.random_crops
+    monkeypatch.setattr("apps.spleen.data.random_crops", lambda *given: [Random(), *plain(*given)])
+    assert bound(replace(uncached, source="cached")) == "augmentation"
+
+
+@pytest.mark.slow
+def test_starved_workers(uncached, monkeypatch):
+    plain = monai_recipe.random_crops
+    monkeypatch.setattr("apps.spleen.data.random_crops", lambda *given: [Random(), *plain(*given)])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(512)))
+    assert bound(replace(uncached, workers=1)) == "workers"
+
+
+@pytest.mark.slow
+def test_a_tiny_batch(fast):
+    tiny = replace(fast, batch_size=1, crop_size=(4, 4, 4), precision="fp32", epochs=500, validate_every=100)
+    assert bound(tiny) == "kernel launch"
+
+
+@pytest.mark.slow
+def test_a_slow_validation(fast, monkeypatch):
+    plain = spleen_train.set_up
+
+    def set_up(*given):
+        setup = plain(*given)
+
+        def validate(network, check):
+            time.sleep(1)
+            return setup.validate(network, check)
+
+        return replace(setup, validate=validate)
+
+    monkeypatch.setattr(spleen_train, "set_up", set_up)
+    assert bound(replace(fast, epochs=24, validate_every=1)) == "validation"
+
+
+@pytest.mark.slow
+def test_heavy_logging(fast, monkeypatch):
+    slowed(monkeypatch, FileLog, "step", 0.3)
+    assert bound(fast) == "logging"
+
+
+@pytest.mark.slow
+def test_a_storm_of_checkpoints(fast, monkeypatch):
+    assert bound(replace(fast, checkpoint_seconds=0.0)) == "checkpointing"
+
+
+@pytest.mark.slow
+def test_what_computes_but_could_be_faster(fast):
+    slow = replace(fast, channels=(16, 32), crop_size=(48, 48, 48), channels_last=False, precision="fp32")
+    verdict, measured, _ = doctor.examine("spleen", slow)
+    assert verdict.bound == "compute"
+    assert "--channels_last true" in verdict.text or "--precision bf16" in verdict.text
+    assert verdict.gain > 1.1
+    assert min(measured.alternatives.values()) < measured.step
+
+
+@pytest.mark.slow
+def test_the_fast_recipe_is_healthy(store, tmp_path, capsys):
+    given = ["--app", "spleen", "--json", str(tmp_path / "found.json"), "--", "--store", str(store)]
+    assert doctor.main(given) == 0
+    assert "VERDICT healthy" in capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["verdict"]["bound"] == "nothing"
+    assert found["estimate"]["train"] > 0
+    assert {check["name"] for check in found["machine"]} >= {"torch", "bf16", "disk speed"}
+
+
+def test_without_an_app_the_machine_is_looked_at_alone(capsys):
+    assert doctor.main([]) == 0
+    out = capsys.readouterr().out
+    assert "+ torch: " in out
+    assert "VERDICT" not in out
+
+
+def test_a_mistyped_flag_of_the_app_ends_with_status_2(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        doctor.main(["--app", "spleen", "--", "--epohcs", "3"])
+    assert "did you mean --epochs?" in capsys.readouterr().err
