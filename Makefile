@@ -1,11 +1,12 @@
 # make train   set up the environment and run spleen segmentation from raw volumes to a checked engine
 # make doctor  look at the machine; ARGS="--app spleen" says what bounds a training
+# make ladder APP=spleen   what each technique is worth, from the baseline to fast; brats and pathology too
 # make test    checks and tests (10 minutes at most); make test-all adds the slow ones
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train doctor setup setup-dev check test test-all clean
+.PHONY: train doctor ladder setup setup-dev check test test-all clean
 .DEFAULT_GOAL := train
 
 train: setup
@@ -13,6 +14,9 @@ train: setup
 
 doctor: setup
 	$(BIN)/python apps/doctor.py $(ARGS)
+
+ladder: setup-dev
+	$(BIN)/python benchmarks/ladder.py $(APP) $(ARGS)
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev
