@@ -46,11 +46,13 @@ _ROUNDS = 5
 
 
 @contextmanager
-def _opened(app: str, config: TrainingConfig) -> Iterator[Opened]:
+def _opened(app: str, config: TrainingConfig) -> Iterator[tuple[Opened, float]]:
+    """Yield a training that has not begun, and the seconds that its data took."""
     with tempfile.TemporaryDirectory(prefix="part-") as folder:
         run = begin(replace(config, run=Path(folder) / "run"), Path(folder), SINGLE)
         with APPS[app].open(config, run) as opened:
-            yield opened
+            seconds = run.clock.seconds()
+            yield opened, seconds.get("prepare", 0.0) + seconds.get("cache", 0.0)
 
 
 def datasets(app: str, baseline: TrainingConfig, fast: TrainingConfig) -> dict[str, Figures | str]:
@@ -75,12 +77,11 @@ def datasets(app: str, baseline: TrainingConfig, fast: TrainingConfig) -> dict[s
 
 def _dataset_epochs(app: str, name: str, config: TrainingConfig) -> Figures:
     with tempfile.TemporaryDirectory(prefix="dataset-") as folder:
-        began = time.perf_counter()
         if name == "ours":
             config = replace(config, store=Path(folder))
-        with _opened(app, config) as opened:
+        with _opened(app, config) as (opened, filled):
             if name == "ours":
-                epochs = _drain(lambda number: opened.setup.batches.epoch(number), began)
+                epochs = _drain(lambda number: opened.setup.batches.epoch(number), time.perf_counter() - filled)
             else:
                 plain: Any = opened.setup.batches
                 data, chain, cases = plain.dataset.data, plain.dataset.transform, plain._loader.batch_size
@@ -129,7 +130,7 @@ def loaders(app: str, cached: TrainingConfig, fast: TrainingConfig) -> dict[str,
     if app == "pathology":
         return {"all": "MONAI has no cache of patches of slides; benchmarks/compare.py pathology compares its loaders"}
     found: dict[str, Figures | str] = {}
-    with _opened(app, cached) as opened, _opened(app, fast) as ours:
+    with _opened(app, cached) as (opened, _), _opened(app, fast) as (ours, _):
         dataset: Any = opened.setup.batches.dataset  # type: ignore[attr-defined]
         cases = opened.setup.batches._loader.batch_size  # type: ignore[attr-defined]
         given = {"batch_size": cases, "shuffle": True}
@@ -161,7 +162,7 @@ def steps(app: str, fast: TrainingConfig) -> dict[str, Figures | str]:
     """Return the seconds of a training step of several networks, with the app's batch, loss, and precision."""
     if app == "pathology":
         return {"other networks": "the app has one, the ResNet-18 of the guide"}
-    with _opened(app, fast) as opened:
+    with _opened(app, fast) as (opened, _):
         setup = opened.setup
         batch = next(iter(setup.batches.epoch(0)))
         inputs, outputs = batch.image.shape[1], setup.network(batch.image[:1]).shape[1]

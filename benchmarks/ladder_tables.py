@@ -60,7 +60,8 @@ def _beside(record: Record) -> str:
 
 def _rows(part: dict[str, Any]) -> str:
     """Return a part's rows: named figures, or the reason why there are none."""
-    names = list(dict.fromkeys(name for each in part.values() if isinstance(each, dict) for name in each)) or ["why not"]
+    named = dict.fromkeys(name for each in part.values() if isinstance(each, dict) for name in each)
+    names = list(named) or ["why not"]
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for name, found in part.items():
         cells = [str(found.get(each, "")) for each in names] if isinstance(found, dict) else [str(found)]
