@@ -106,7 +106,7 @@ _BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("a smaller patch (--crop_size 32 32 32)", {"crop_size": (32, 32, 32)}),
         ("wider channels (--channels, doubled)", {"channels": (16, 32, 64, 128)}),
         ("more crops per case (--crops_per_case 8)", {"crops_per_case": 8}),
-        ("no augmentation (--intensity 0)", {"intensity": 0.0}),
+        ("augmentation of the intensities (--intensity 0.1)", {"intensity": 0.1}),
         ("flips (--flip_axes xyz)", {"flip_axes": "xyz"}),
         ("batches from the disk (--cache disk)", {"cache": "disk"}),
     ],
@@ -150,7 +150,7 @@ ABSENT = {
 def climb(app: str, kind: str, data: Path, store: Path) -> list[Rung]:
     """Return the rungs from the baseline to fast, each with all techniques of those below it."""
     recipes: Any = {"spleen": SPLEEN, "brats": BRATS, "pathology": PATHOLOGY}[app]
-    config = replace(recipes["baseline"], **_base(app, kind, data, store), workers=None)
+    config = replace(recipes["baseline"], **_base(app, kind, data, store), workers=None, validate_every=None)
     rungs = [Rung("baseline: Dataset, DataLoader, plain optimizer and loss, fp32", config)]
     for name, changes in _CLIMB[app]:
         config = replace(config, **changes)

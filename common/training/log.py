@@ -16,6 +16,7 @@ from common.observe.run import Run, append_json_line, read_json_lines
 from common.training.config import TrainingConfig
 
 _DRAW_SECONDS = 30.0
+_FORECAST_STEPS = 8  # that a forecast rests on, after the first, which sets up
 
 
 class Log:
@@ -45,6 +46,8 @@ class FileLog(Log):
         self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=done)
         self._bar = tqdm(total=total, initial=done, unit="step", desc="train")
         self._shown: dict[str, str] = {}
+        self._run, self._left = run, total - done
+        self._steps, self._first_step = 0, 0.0
         self._samples, self._drawn = 0, time.monotonic()
         self._watching = ExitStack()
         self._profiler = None
@@ -64,6 +67,13 @@ class FileLog(Log):
         """Count one step of so many crops."""
         self._samples += samples
         self._bar.update()
+        self._steps += 1
+        if self._steps == 1:
+            self._first_step = time.monotonic()
+        if self._steps == 1 + _FORECAST_STEPS:
+            each = (time.monotonic() - self._first_step) / _FORECAST_STEPS
+            left = self._left - self._steps
+            self._run.say(f"forecast: {left} more steps of {each:.3g} s: about {left * each / 60:.1f} min to train")
         if self._profiler is not None:
             self._profiler.step()
 

@@ -1,0 +1,60 @@
+import json
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from benchmarks import time_to_target
+from benchmarks.time_to_target import judge_segmentation, summary_of
+
+
+def run(seconds, held=True, holds=True):
+    return {"seconds to target": seconds, "held": held, "holds": holds}
+
+
+def test_the_median_is_of_the_runs_that_reached_it():
+    found = summary_of([run(30.0), run(10.0), run(99.0, held=False), run(20.0, holds=False)])
+    assert found == {
+        "reached": "3 of 4",
+        "held when judged anew": "2 of 4",
+        "cold seconds, median": 20.0,
+        "cold seconds, interval": [10.0, 30.0],
+    }
+
+
+def test_none_reached_is_none():
+    found = summary_of([run(5.0, held=False)])
+    assert (found["reached"], found["cold seconds, median"], found["cold seconds, interval"]) == ("0 of 1", None, None)
+
+
+def mask(path, columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    voxels = np.zeros((4, 4, 4), np.uint8)
+    voxels[:columns] = 1
+    nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), path)
+
+
+def test_the_validation_cases_alone_are_judged_from_files(tmp_path, monkeypatch):
+    data, made = tmp_path / "data", tmp_path / "run"
+    for name, columns in (("a", 1), ("b", 2), ("c", 4)):
+        mask(data / "imagesTr" / f"{name}.nii.gz", 4)
+        mask(data / "labelsTr" / f"{name}.nii.gz", columns)
+    made.mkdir()
+    (made / "split.json").write_text(json.dumps({"training": ["c"], "validation": ["a", "b"]}))
+    regions = [{"name": "spleen", "members": [1]}]
+    (made / "model.json").write_text(json.dumps({"labelling": {"regions": regions}}))
+    (made / "summary.json").write_text(json.dumps({"data": {"folder": str(data)}}))
+
+    def infer(command):
+        images, output = (command[command.index(flag) + 1] for flag in ("--input", "--output"))
+        for path in sorted(Path(images).iterdir()):
+            mask(Path(output) / path.name, 2)  # right for b; for a twice as much
+
+    monkeypatch.setattr(time_to_target, "_call", infer)
+    assert judge_segmentation("spleen", made) == pytest.approx((2 * 16 / 48 + 1) / 2)
+
+
+def test_a_run_that_fails_says_why():
+    with pytest.raises(RuntimeError, match=r"ended with status 3:\nno data"):
+        time_to_target._call(["bash", "-c", "echo no data >&2; exit 3"])
