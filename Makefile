@@ -1,12 +1,13 @@
 # make train   set up the environment and run spleen segmentation from raw volumes to a checked engine
 # make doctor  look at the machine; ARGS="--app spleen" says what bounds a training
 # make ladder APP=spleen   what each technique is worth, from the baseline to fast; brats and pathology too
+# make record APP=spleen   measure the guide against fast, and put the table into the README
 # make test    checks and tests (10 minutes at most); make test-all adds the slow ones
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train doctor ladder setup setup-dev check test test-all clean
+.PHONY: train doctor ladder record setup setup-dev check test test-all clean
 .DEFAULT_GOAL := train
 
 train: setup
@@ -17,6 +18,9 @@ doctor: setup
 
 ladder: setup-dev
 	$(BIN)/python benchmarks/ladder.py $(APP) $(ARGS)
+
+record: setup-dev
+	$(BIN)/python benchmarks/record.py $(APP) $(ARGS)
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev
