@@ -97,6 +97,7 @@ def test_where_the_cases_lie_changes_nothing(cache, run, heads, store, tmp_path)
     assert equal_weights(tmp_path / "run", run)
 
 
+@pytest.mark.slow
 def test_a_smart_cache_trains_resumes_and_keeps_its_number(heads, store, tmp_path, monkeypatch):
     config = BratsConfig(
         data=heads, store=store, **{**TINY, "epochs": 3, "engine": "none"}, cache="smart", cache_cases=2,
@@ -114,6 +115,7 @@ def test_a_smart_cache_trains_resumes_and_keeps_its_number(heads, store, tmp_pat
     assert json.loads((tmp_path / "cut" / "smart_cache.json").read_text()) == {"cache_cases": 2}
 
 
+@pytest.mark.slow
 def test_partitions_that_are_dealt_anew_train_on_all_cases(heads, store, tmp_path):
     config = BratsConfig(
         data=heads, store=store, run=tmp_path / "run", **{**TINY, "epochs": 4, "engine": "none"}, partitions=2,

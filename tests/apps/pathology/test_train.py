@@ -93,6 +93,7 @@ def test_the_guide_runs_and_resumes_at_epoch_boundaries(slides, store, tmp_path,
     assert_equal_weights(tmp_path / "whole", tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_a_folder_of_patches_trains_with_the_same_program(store, tmp_path):
     from PIL import Image
 

@@ -63,6 +63,7 @@ def kill_and_resume(kills, start, phantoms, store, folder, seed):
     assert program.returncode == 0, text
 
 
+@pytest.mark.slow
 def test_three_kills_change_nothing(uninterrupted, start, phantoms, store, tmp_path):
     kill_and_resume(3, start, phantoms, store, tmp_path / "run", seed=1)
     assert_same_end(uninterrupted, tmp_path / "run")
