@@ -23,6 +23,7 @@ from common.observe.checks import check_machine
 from common.observe.diagnosis import Bound, Measured, Verdict, diagnose
 from common.observe.run import Run, choose_device, one_line_errors, read_json_lines
 from common.training.config import TrainingConfig
+from common.training.dev_run import forgiving
 from common.training.distributed import SINGLE
 from common.training.fit import fit
 from common.training.start import begin
@@ -30,18 +31,29 @@ from common.training.start import begin
 _STEPS = 24  # of the short training, at least; its first epoch does not count
 _TRAINING, _VALIDATION = 8, 2  # cases of it
 _SIGNS = {"good": "+", "note": " ", "warning": "!", "error": "X"}
-SWITCHES: dict[Bound, str] = {
-    "disk": "copy the data to a local disk, or take --source resident with --cache ram (gpu where there is one)",
-    "decode": "take --source resident, which decodes each file once",
-    "preparation": "take --source resident, which prepares each case once and keeps it",
-    "augmentation": "take --source resident, which cuts and augments whole batches on the device",
-    "workers": "raise --workers",
-    "host-to-device": "take --cache gpu",
-    "validation": "raise --validate_every, or take larger --window_size",
-    "checkpointing": "raise --checkpoint_seconds",
-    "logging": "raise --monitor, or write the run to a local disk",
-    "kernel launch": "raise --batch_size, or try --compile true",
-}
+
+
+def switches(config: TrainingConfig) -> dict[Bound, str]:
+    """Return what to turn for each bound; a bound for which this configuration has nothing to turn is left out."""
+    found: dict[Bound, str] = {
+        "validation": "raise --validate_every",
+        "checkpointing": "raise --checkpoint_seconds",
+        "logging": "raise --monitor, or write the run to a local disk",
+        "workers": "raise --workers",
+        "kernel launch": "raise --batch_size" + ("" if config.compile else ", or try --compile true"),
+    }
+    resident: Bound
+    if getattr(config, "source", "resident") == "resident":
+        elsewhere = "take --cache auto, which keeps in memory what fits"
+        return {**found, "disk": elsewhere, "preparation": elsewhere} if hasattr(config, "cache") else found
+    for resident, why in (
+        ("disk", "which reads each file once"),
+        ("decode", "which decodes each file once"),
+        ("preparation", "which prepares each case once and keeps it"),
+        ("augmentation", "which cuts and augments whole batches on the device"),
+    ):
+        found[resident] = f"take --source resident, {why}"
+    return found
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -76,34 +88,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def examine(app: str, config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]]:
     """Train a little and diagnose; the run's folder is a temporary one, its prepared cases stay in the store.
 
+    Volumes of a large dataset are cut to a few, so where all of them would lie is not judged: a run prints that.
+
     Returns:
         The verdict, what it rests on, and the seconds that the whole run is likely to take, by stage.
     """
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        short, more = cut_short(config, Path(folder), _TRAINING, _VALIDATION)
+        short, training, validation = cut_short(config, Path(folder), _TRAINING, _VALIDATION)
         short = replace(short, run=Path(folder) / "run", resume=None, engine="none", profile="nothing", until=None)
+        short = replace(short, fast_dev_run=False, partitions=None)
         run = begin(short, Path(folder), SINGLE)
         with APPS[app].open(short, run) as opened:
             setup = opened.setup
             per_epoch = setup.batches.steps_per_epoch
             epochs = max(2, 1 + -(-_STEPS // per_epoch))
-            fit(replace(setup, epochs=epochs, validate_every=epochs), short, run)
+            validate = forgiving(setup.validate)
+            fit(replace(setup, epochs=epochs, validate=validate, validate_every=epochs), short, run)
             step, doubled, others = step_times(setup, run.device, opened.auto)
             parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto"))
-        steps = setup.epochs * per_epoch * (more if config.epochs else 1)
-        validations = -(-setup.epochs // setup.validate_every)
-        times = _times(run, steps, validations * more)
-        prepared = run.clock.seconds().get("prepare", 0.0) * more
-    measured = Measured(times, parts, step, workers, len(os.sched_getaffinity(0)), doubled, others, SWITCHES)
+        whole = setup.epochs if config.epochs else max(1, round(setup.epochs / training))  # a plan goes by steps
+        validations = (
+            -(-whole // config.validate_every) if config.validate_every else setup.epochs // setup.validate_every
+        )
+        times = _times(run, whole * training * per_epoch, validations * validation)
+        prepared = run.clock.seconds().get("prepare", 0.0) * training
+    measured = Measured(times, parts, step, workers, len(os.sched_getaffinity(0)), doubled, others, switches(config))
     return diagnose(measured), measured, {"prepare": round(prepared, 1), "train": round(sum(times.values()), 1)}
 
 
 def _times(run: Run, steps: float, validations: float) -> dict[str, float]:
-    """Return the seconds of the whole training, by what they go to, from those of the short one's later epochs."""
+    """Return the seconds of the whole training, by what they go to, from those of the short one's later epochs.
+
+    On a GPU the host waits, saves and logs while the device computes: only what the device does not hide counts.
+    """
     records = read_json_lines(run.directory / "metrics.jsonl")[1:]
     done = sum(len(record["losses"]) for record in records)
-    names = ("waited", "computed", "saved", "logged")
-    times = {name: sum(record[name] for record in records) * steps / done for name in names}
+    times = {"computed": 0.0, "waited": 0.0, "saved": 0.0, "logged": 0.0}
+    for record in records:
+        host = sum(record[name] for name in ("waited", "saved", "logged"))
+        idle = max(0.0, record["seconds"] + record["logged"] - record["computed"])
+        shown = 1.0 if run.device.type == "cpu" or not host else min(1.0, idle / host)
+        times["computed"] += record["computed"] * steps / done
+        for name in ("waited", "saved", "logged"):
+            times[name] += shown * record[name] * steps / done
     return times | {"validated": run.clock.seconds().get("validate", 0.0) * validations}
 
 

@@ -87,18 +87,27 @@ APPS = {
 }
 
 
-def cut_short(config: TrainingConfig, folder: Path, training: int, validation: int) -> tuple[TrainingConfig, float]:
-    """Return a configuration of a few of the cases, and how many times as many there are; of patches all stay.
+def cut_short(
+    config: TrainingConfig, folder: Path, training: int, validation: int
+) -> tuple[TrainingConfig, float, float]:
+    """Return a configuration of a few of the cases; of patches all stay.
 
     Args:
         config: a segmentation's with `data` is cut; others are small already.
         folder: gets the file of the split.
         training: cases to train on, at most.
         validation: cases to validate on, at most.
+
+    Returns:
+        The configuration, and how many times as many cases there are to train on and to validate on.
     """
     if not isinstance(config, SegmentationConfig) or config.data is None:
-        return config, 1.0
+        return config, 1.0, 1.0
     whole = split_cases(read_dataset(config.data, gaps=True), config.split)
     some = replace(whole, training=whole.training[:training], validation=whole.validation[:validation])
     write_json(folder / "split.json", some.to_json())
-    return replace(config, split=str(folder / "split.json")), len(whole.training) / len(some.training)
+    fewer: dict[str, Any] = {"split": str(folder / "split.json")}
+    if getattr(config, "cache_cases", None) is not None:
+        fewer["cache_cases"] = None
+    ratios = len(whole.training) / len(some.training), len(whole.validation) / len(some.validation)
+    return replace(config, **fewer), *ratios

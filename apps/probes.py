@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from monai.data import PatchWSIDataset
 from monai.transforms import RandomizableTrait
 
 from common.data.batches import Batch, Batches
@@ -22,25 +23,26 @@ _CASES = 3  # whose transforms are timed one by one
 _BATCHES = 8
 
 
-def batch_parts(batches: Batches, cache: str) -> tuple[dict[str, float], int]:
-    """Return the seconds of each part of making a batch, by one thread, and how many threads or processes make them.
+def batch_parts(batches: Batches, cache: str) -> tuple[dict[str, float], int | None]:
+    """Return the seconds of each part of making a batch, by one thread, and how many workers make batches.
 
-    MONAI's datasets are taken apart transform by transform; ours are drawn as a whole, and `cache` says what that is:
-    cutting and augmenting crops of what memory holds, reading it from the disk, or preparing it anew.
+    MONAI's datasets are taken apart transform by transform; ours, and MONAI's of regions of slides, are drawn as a
+    whole, and `cache` says what that is: cutting and augmenting crops of what memory holds, reading it from the disk,
+    or preparing it anew. Workers are None where their number is not the user's to choose.
     """
     dataset = getattr(batches, "dataset", None)
     if dataset is None:
-        name = {"disk": "disk", "none": "preparation"}.get(cache, "augmentation")
-        return {name: _drawn(batches)}, 1
+        name = {"disk": "disk", "none": "preparation", "smart": "preparation"}.get(cache, "augmentation")
+        return {name: _drawn(batches)}, None
+    loader = batches._loader  # type: ignore[attr-defined]
+    cases, cached = loader.batch_size, hasattr(dataset, "cache_num")
+    workers = None if cached else max(1, loader.num_workers)
+    if isinstance(dataset, PatchWSIDataset):  # it reads regions, not files
+        return {"decode": cases * _median(lambda: dataset[0])}, workers
     items = [dataset.data[number] for number in range(min(_CASES, len(dataset.data)))]
     per_case = [_parts_of(item, dataset.transform.transforms) for item in items]
-    cached = hasattr(dataset, "cache_num")
     names = ("augmentation",) if cached else ("disk", "decode", "preparation", "augmentation")
-    workers = batches._loader.num_workers  # type: ignore[attr-defined]
-    cases = batches._loader.batch_size  # type: ignore[attr-defined]
-    return {name: cases * statistics.median(part.get(name, 0.0) for part in per_case) for name in names}, max(
-        1, workers
-    )
+    return {name: cases * statistics.median(part.get(name, 0.0) for part in per_case) for name in names}, workers
 
 
 def step_times(setup: Setup, device: torch.device, auto: Precision) -> tuple[float, float | None, dict[str, float]]:

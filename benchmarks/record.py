@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.tables import results_table
 from common.files import write_text
+from common.inference.predictors import computes_bf16
 from data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
 from data_scripts.make_slides import make_slides
 
@@ -50,7 +51,10 @@ def main() -> None:
     options = parse_options()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name().lower().replace(" ", "-") if device == "cuda" else device
+    name += "-bf16" if device == "cpu" and computes_bf16(torch.device(device)) else ""
     folder = ROOT / "benchmarks" / "records" / f"{options.today}_{name}_{options.app}-guide-against-fast"
+    if (folder / "record.json").exists():
+        raise SystemExit(f"{folder} is there already: move it, or give another --today")
     with tempfile.TemporaryDirectory(prefix="record-") as made:
         data = options.data or _MAKERS[options.app](Path(made) / "data")
         command = [sys.executable, "benchmarks/compare.py", options.app, "--data", str(data)]

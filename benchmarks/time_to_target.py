@@ -1,6 +1,6 @@
 """Time to target: whole runs from nothing until a quality is held, over several seeds, each judged anew from its files.
 
-Run: python benchmarks/time_to_target.py APP --until dice=0.90 --data FOLDER [--seeds 5] [--output FILE.json] [-- FLAGS]
+Run: python benchmarks/time_to_target.py --app APP --until dice=0.90 --data FOLDER [--seeds 5] [-- FLAGS]
 
 Each seed is a process of its own with an empty store: preparation, training until three validations in a row have
 reached the target, export. What it claims is then checked by other code: the saved weights segment the validation cases
@@ -30,6 +30,7 @@ from apps.pathology.patch_store import stored_patches
 from apps.pathology.tables import find_tables
 from benchmarks.masks import dice, read_mask
 from common.config import config_from_yaml
+from common.data.cases import read_dataset
 from common.data.slide_pool import SlidePool
 from common.files import write_json
 from common.observe.run import Run, environment
@@ -42,7 +43,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("app", choices=list(JUDGES))
+    parser.add_argument("--app", required=True, choices=list(JUDGES))
     parser.add_argument("--until", required=True, help="METRIC=VALUE")
     parser.add_argument("--data", type=Path, required=True, help="folder of the dataset")
     parser.add_argument("--seeds", type=int, default=5, help="runs, of the seeds 0, 1, ...")
@@ -54,24 +55,23 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Run the seeds, print a line for each and the median, and write all of it as JSON."""
     arguments = parse_options()
-    with tempfile.TemporaryDirectory(prefix="target-") as folder:
-        runs = []
-        for seed in range(arguments.seeds):
-            given = ["--until", arguments.until, "--data", str(arguments.data), "--seed", str(seed), *arguments.flags]
-            runs.append(one_run(arguments.app, given, Path(folder) / str(seed)))
-            print(f"seed {seed}: " + ", ".join(f"{name} {value}" for name, value in runs[-1].items()), flush=True)
-    record = {
+    record: dict[str, Any] = {
         "app": arguments.app,
         "until": arguments.until,
         "flags": arguments.flags,
         "environment": environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        **summary_of(runs),
-        "runs": runs,
     }
+    given = ["--until", arguments.until, "--data", str(arguments.data.resolve()), *arguments.flags]
+    runs: list[dict[str, Any]] = []
+    for seed in range(arguments.seeds):
+        with tempfile.TemporaryDirectory(prefix="target-") as folder:
+            runs.append(one_run(arguments.app, [*given, "--seed", str(seed)], Path(folder)))
+        print(f"seed {seed}: " + ", ".join(f"{name} {value}" for name, value in runs[-1].items()), flush=True)
+        record |= {**summary_of(runs), "runs": runs}
+        if arguments.output is not None:
+            write_json(arguments.output, record)
     for name in ("reached", "held when judged anew", "cold seconds, median", "cold seconds, interval"):
         print(f"{name}: {record[name]}", flush=True)
-    if arguments.output is not None:
-        write_json(arguments.output, record)
 
 
 def one_run(app: str, given: list[str], folder: Path) -> dict[str, Any]:
@@ -121,16 +121,19 @@ def judge_segmentation(app: str, run: Path) -> float:
     split = json.loads((run / "split.json").read_text(encoding="utf-8"))
     regions = json.loads((run / "model.json").read_text(encoding="utf-8"))["labelling"]["regions"]
     folder = Path(json.loads((run / "summary.json").read_text(encoding="utf-8"))["data"]["folder"])
+    cases = {case.name: case for case in read_dataset(folder.resolve(), gaps=True).cases}
     with tempfile.TemporaryDirectory(prefix="judged-") as made:
         images, labels = Path(made) / "images", Path(made) / "labels"
         images.mkdir()
         for name in split["validation"]:
-            (images / f"{name}.nii.gz").symlink_to(folder / "imagesTr" / f"{name}.nii.gz")
+            (images / cases[name].image.name).symlink_to(cases[name].image)
         flags = ["--model", str(run), "--input", str(images), "--output", str(labels), "--overlays", "false"]
         _call([sys.executable, f"apps/{app}/infer.py", *flags])
         found = []
         for name in split["validation"]:
-            pair = (labels / f"{name}.nii.gz", folder / "labelsTr" / f"{name}.nii.gz")
+            label = cases[name].label
+            assert label is not None
+            pair = (labels / cases[name].image.name, label)
             masks = [[read_mask(path, region["members"]) for path in pair] for region in regions]
             found.append(float(np.mean([dice(*both) for both in masks if any(mask.any() for mask in both)] or [1.0])))
     return float(np.mean(found))

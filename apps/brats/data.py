@@ -35,7 +35,7 @@ def keeping(config: BratsConfig) -> Keeping:
     return Keeping(
         config.store,
         config.cache,
-        config.cache_cases,
+        None if config.fast_dev_run else config.cache_cases,
         config.replace_share,
         config.reshuffle_every,
         config.workers,

@@ -62,9 +62,9 @@ def find_tables(config: PathologyConfig, run: Run, ranks: Ranks, pool: SlidePool
         run.say(SAID)
         tables = replace(
             tables,
-            training=_few_patches(tables.training),
-            validation=_few_patches(tables.validation),
-            testing=None if tables.testing is None else _few_patches(tables.testing),
+            training=_few_patches(tables.training, config),
+            validation=_few_patches(tables.validation, config),
+            testing=None if tables.testing is None else _few_patches(tables.testing, config),
         )
     parts = {"training": tables.training, "validation": tables.validation, "testing": tables.testing}
     shown = ", ".join(f"{len(part)} {name}" for name, part in parts.items() if part is not None)
@@ -90,8 +90,9 @@ def _few_slides(slides: Sequence[SlideEntry]) -> tuple[SlideEntry, ...]:
     return tuple(slides[place] for place in each_kind([entry.tumour for entry in slides], 1))
 
 
-def _few_patches(table: PatchTable) -> PatchTable:
-    return table.take(np.array(each_kind(table.label.tolist(), _FEW), np.int64))
+def _few_patches(table: PatchTable, config: PathologyConfig) -> PatchTable:
+    """Return a few patches of each kind, and a batch at least."""
+    return table.take(np.array(each_kind(table.label.tolist(), max(_FEW, config.batch_size or 0)), np.int64))
 
 
 def _of_both_kinds(tables: Tables, run: Run) -> Tables:
@@ -160,7 +161,7 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -
     if config.fast_dev_run:
         training, validation = _few_slides(training), _few_slides(validation)
         slides = replace(slides, testing=())
-        per_slide = min(per_slide, _FEW)
+        per_slide = min(per_slide, max(_FEW, config.batch_size or 0))
     referenced = [entry for entry in slides.testing if not entry.tumour or entry.annotation or entry.mask]
     tables = [
         sample_patches(entries, per_slide, size, config.seed, pool, config.workers, run.leader) if entries else None

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from common.data.smart import smart_replaced
+from common.observe.host_memory import cgroup_free
 
 CacheMode = Literal["auto", "gpu", "ram", "disk", "smart", "none"]
 Tier = Literal["gpu", "ram", "disk", "none"]
@@ -77,7 +78,7 @@ def measure_budgets(device: torch.device, folder: Path, processes: int = 1) -> B
         processes: on this machine, that share its host memory.
     """
     gpu = int(_SHARE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
-    available = min([psutil.virtual_memory().available, *_cgroup_free()])
+    available = min([psutil.virtual_memory().available, *cgroup_free()])
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     entries = sum(entry.stat().st_size for entry in folder.glob("*.safetensors"))
     disk = shutil.disk_usage(existing).free + entries
@@ -199,41 +200,3 @@ def _smart(sizes: Sequence[int], budgets: Budgets, asked: int | None, replace_ra
 
 def _amount(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
-
-
-def _cgroup_free(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return the bytes that each memory limit on this process, or on a container around it, leaves; v2 and v1.
-
-    Cached file pages count as used there, but give way when memory is needed.
-    """
-    if not membership.is_file():
-        return []
-    free = []
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, names, page_cache = root, ("memory.max", "memory.current"), "inactive_file"
-        elif "memory" in controllers.split(","):
-            top, page_cache = root / "memory", "total_inactive_file"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        folder = top / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            free += _left_in(group, names, page_cache)
-            if group == top:
-                break
-    return free
-
-
-def _left_in(group: Path, names: tuple[str, str], page_cache: str) -> list[int]:
-    limit, used = (group / name for name in names)
-    if not (limit.is_file() and used.is_file()):
-        return []
-    most = limit.read_text().strip()
-    if most == "max":
-        return []
-    statistics = group / "memory.stat"
-    lines = statistics.read_text().splitlines() if statistics.is_file() else []
-    cached = next((int(line.split()[1]) for line in lines if line.split()[0] == page_cache), 0)
-    return [max(0, int(most) - int(used.read_text()) + cached)]

@@ -126,14 +126,12 @@ def native_counts(
         predictor: from windows to logits.
         model: the network's.
         device: where windows are computed.
-        overlays: folder, in the run's, for a picture of each case; the run's report gets the worst one to look through.
-            None draws none.
+        overlays: folder for a picture of each case; None draws none.
 
     Returns:
         [R, 2] int64 of each case (see `dice_counts`).
     """
     counts = []
-    worst: tuple[float, Case, np.ndarray, np.ndarray] | None = None
     for case, voxels in zip(cases, prepared, strict=True):
         assert case.label is not None
         labels = predict_labels(voxels, predictor, model, device)
@@ -142,13 +140,6 @@ def native_counts(
         if overlays is not None:
             dice = case_dice(counts[-1])
             draw_case(overlays / f"{case.name}.png", case, labels, model, truth, f"{case.name}: Dice {dice:.3f}")
-            if worst is None or dice < worst[0]:
-                worst = dice, case, labels, truth
-    if worst is not None and overlays is not None:
-        _, case, labels, truth = worst
-        image, affine = _first_channel(case, model)
-        window = model.preparation.window
-        write_report_case(overlays.parent, case.name, image, truth, labels, affine, window)
     return counts
 
 
@@ -159,6 +150,31 @@ def case_dice(counts: torch.Tensor) -> float:
     """
     mean = float((2 * counts[:, 0].double() / counts[:, 1].double()).nanmean())
     return 1.0 if np.isnan(mean) else mean
+
+
+def keep_case(
+    directory: Path,
+    case: Case,
+    voxels: PreparedCase,
+    predictor: Predictor,
+    model: SegmentationModel,
+    device: torch.device,
+) -> None:
+    """Write a labelled case into a run's folder, small, for the run's report to look through (see `write_report_case`).
+
+    Args:
+        directory: folder of the run.
+        case: the case.
+        voxels: the same, prepared.
+        predictor: from windows to logits.
+        model: the network's.
+        device: where windows are computed.
+    """
+    assert case.label is not None
+    labels = predict_labels(voxels, predictor, model, device)
+    truth = read_volume(case.label).voxels.astype(np.uint8)
+    image, affine = _first_channel(case, model)
+    write_report_case(directory, case.name, image, truth, labels, affine, model.preparation.window)
 
 
 def draw_case(

@@ -14,6 +14,8 @@ import psutil
 import torch
 from torch import nn
 
+from common.observe.host_memory import cgroup_free
+
 State = Literal["good", "note", "warning", "error"]
 
 _CUDNN = 91500  # older ones compute bf16 conv3d slowly or wrong (9.8 to 9.14)
@@ -105,8 +107,9 @@ def _cores() -> Check:
     usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota = _quota()
     text = f"{usable} of {there} to use, {torch.get_num_threads()} threads in torch"
-    if quota is not None and quota < usable:
-        return Check("cores", "warning", f"{text}; the container may use {quota:.1f}: set OMP_NUM_THREADS={quota:.0f}")
+    if quota is not None and max(1.0, quota) < torch.get_num_threads():
+        fitting = max(1, int(quota))
+        return Check("cores", "warning", f"{text}; the container may use {quota:.1f}: set OMP_NUM_THREADS={fitting}")
     return Check("cores", "good", text)
 
 
@@ -120,12 +123,11 @@ def _quota() -> float | None:
 
 
 def _memory() -> Check:
-    free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
-    limit = _CGROUP / "memory.max"
-    text = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
-    if limit.is_file() and (allowed := limit.read_text(encoding="utf-8").strip()).isdigit() and int(allowed) < total:
-        free = min(free, int(allowed))
-        text += f"; the container may use {int(allowed) / _GIB:.1f} GiB"
+    memory, left = psutil.virtual_memory(), cgroup_free()
+    free = min([memory.available, *left])
+    text = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
+    if free < memory.available:
+        text += f"; the container may take {free / _GIB:.1f} GiB more"
     if free < _LEAST_MEMORY:
         return Check("memory", "warning", f"{text}: little; take --cache disk and few --workers")
     return Check("memory", "good", text)

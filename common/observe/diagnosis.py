@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Bound = Literal[
-    "disk", "decode", "preparation", "augmentation", "workers", "host-to-device", "validation", "checkpointing",
-    "logging", "kernel launch", "compute", "nothing",
+    "disk", "decode", "preparation", "augmentation", "workers", "validation", "checkpointing", "logging",
+    "kernel launch", "compute", "nothing",
 ]  # fmt: skip
 
 # A share below which no fix is worth the reader's time, and the gain from which an alternative is.
@@ -23,9 +23,9 @@ class Measured:
         times: of the whole training, estimated from a short one: "waited" for batches, "computed", "saved",
             "logged", "validated".
         batch: of making one batch, all by itself: "disk" (reading the files), "decode", "preparation" (what is the same
-            in every epoch), "augmentation" (what is not), "host-to-device"; what does not apply is left out.
+            in every epoch), "augmentation" (what is not); what does not apply is left out.
         step: computing one step.
-        workers: that make batches side by side.
+        workers: that make batches side by side; None where their number is not the user's to choose.
         cores: that they could use.
         doubled: the step with twice the batch, where that could be measured.
         alternatives: the step with another setting, by the flag that sets it.
@@ -35,7 +35,7 @@ class Measured:
     times: Mapping[str, float]
     batch: Mapping[str, float]
     step: float
-    workers: int
+    workers: int | None
     cores: int
     doubled: float | None = None
     alternatives: Mapping[str, float] = field(default_factory=dict)
@@ -93,7 +93,6 @@ _TEXTS: dict[Bound, str] = {
     "preparation": "the steps wait for batches, and those for transforms that are the same in every epoch",
     "augmentation": "the steps wait for batches, and those for random transforms",
     "workers": "the steps wait for batches, which too few workers make",
-    "host-to-device": "the steps wait for batches, and those for the copy to the device",
     "validation": "validations take the time",
     "checkpointing": "checkpoints take the time",
     "logging": "what is logged takes the time",
@@ -105,7 +104,7 @@ def _behind_waiting(measured: Measured) -> Bound:
     """Return what makes the batches late: too few workers if enough of them would keep up, else its largest part."""
     making = sum(measured.batch.values())
     needed = making / measured.step
-    if measured.workers < measured.cores and measured.workers < needed <= measured.cores:
+    if measured.workers is not None and measured.workers < min(needed, measured.cores) and needed <= measured.cores:
         return "workers"
     slowest = max(measured.batch, key=lambda name: measured.batch[name])
     return slowest  # type: ignore[return-value]

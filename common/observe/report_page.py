@@ -126,7 +126,8 @@ def _attribute(name: str, value: object) -> str:
     if value is None or value is False:  # but 0 is a value
         return ""
     name = name.rstrip("_").replace("_", "-")
-    return f" {name}" if value is True else f' {name}="{html.escape(str(value))}"'
+    text = "".join(character if character.isprintable() else " " for character in str(value))  # of any file's name
+    return f" {name}" if value is True else f' {name}="{html.escape(text)}"'
 
 
 def _json(data: dict[str, Any]) -> str:

@@ -1,9 +1,12 @@
 """A short way through everything: what `--fast_dev_run` makes of cases and batches."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
+
+from torch import nn
 
 from common.data.batches import Batch, Batches
 from common.data.cases import Split
@@ -33,6 +36,16 @@ class OneStep:
         """Yield the batch, unless it is done; what prepares the others ends then."""
         with closing(self.batches.epoch(number, first_step)) as batches:  # type: ignore[type-var]
             yield from islice(batches, 1 - first_step)
+
+
+def forgiving(validate: Callable[[nn.Module, Callable[[], None]], float]) -> Callable[..., float]:
+    """Return a validation that gives 0 where there is nothing to find: a few cases may well hold nothing."""
+
+    def value(network: nn.Module, check: Callable[[], None]) -> float:
+        found = validate(network, check)
+        return 0.0 if math.isnan(found) else found
+
+    return value
 
 
 def few_cases(split: Split, parts: int, run: Run) -> Split:

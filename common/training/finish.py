@@ -1,7 +1,8 @@
 """The end of a training run: the figure it is judged by, and its summary."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from common.export.best import by_precision
 from common.export.export import ExportRecord
 from common.inference.predictors import Precision, torch_predictor
 from common.inference.quality import dice_of_counts
-from common.inference.segmentation import SegmentationModel, case_dice, native_counts
+from common.inference.segmentation import SegmentationModel, case_dice, keep_case, native_counts
 from common.observe.report import write_report
 from common.observe.run import Run
 from common.observe.summary import Quality, RunSummary, write_summary
@@ -59,6 +60,10 @@ def judge(
     shown = ", ".join(f"{name} {value:.4f}" for name, value in by_region.items() if value is not None)
     worst = min(dice, key=dice.__getitem__)
     run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({worst})")
+    for case, voxels in zip(cases, prepared, strict=True):
+        if case.name == worst and run.directory.is_dir():  # of the ranks the one that has it
+            with run.clock.stage("validate"), _said(run, "the report goes without its viewer"):
+                keep_case(run.directory, case, voxels, predictor, model, run.device)
     if not split.held_out:
         run.say(
             "NOT HELD OUT: these cases were trained on; the Dice says that the run works, not how good the model is"
@@ -120,9 +125,19 @@ def summarise(
     )
     write_summary(run.directory, summary)
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary.seconds.items())
-    report = write_report(run.directory)
-    run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}\nreport: {report}")
+    run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}")
+    with _said(run, "no report"):
+        run.say(f"report: {write_report(run.directory)}")
     return summary
+
+
+@contextmanager
+def _said(run: Run, loss: str) -> Iterator[None]:
+    """Say an error of a block instead of raising it: a picture of a run must not cost the run."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        run.say(f"{loss}: {error}")
 
 
 def _target(config: TrainingConfig, fitted: Fitted, quality: Quality, run: Run) -> dict[str, Any] | None:

@@ -28,9 +28,13 @@ def measured_limit(
     """
     if seconds is None:
         return None
-    with run.clock.stage("limit"):
-        work = count_work(network, shape)
-        found = distance_to_limit(work, seconds, measure_ceilings(run.device, _DTYPES[precision]))
+    try:
+        with run.clock.stage("limit"):
+            work = count_work(network, shape)
+            found = distance_to_limit(work, seconds, measure_ceilings(run.device, _DTYPES[precision]))
+    except RuntimeError as error:  # no memory left on the device, or an operator that cannot be counted
+        run.say(f"limit: not measured: {' '.join(str(error).split())[:200]}")
+        return None
     run.say(
         f"limit: {found['flops_per_step'] / 1e9:.1f} GFLOP in {found['seconds_per_step']:.3g} s a step, "
         f"{found['tflops']:.3g} TFLOP/s: {found['percent']:.0f} percent of what a {precision} product of matrices "

@@ -16,7 +16,6 @@ from common.observe.run import Run, append_json_line, read_json_lines
 from common.training.config import TrainingConfig
 
 _DRAW_SECONDS = 30.0
-_FORECAST_STEPS = 8  # that a forecast rests on, after the first, which sets up
 
 
 class Log:
@@ -46,11 +45,15 @@ class FileLog(Log):
         self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=done)
         self._bar = tqdm(total=total, initial=done, unit="step", desc="train")
         self._shown: dict[str, str] = {}
-        self._run, self._left = run, total - done
-        self._steps, self._first_step = 0, 0.0
+        self._run, self._config, self._left = run, config, total - done
+        self._forecast = False
         self._samples, self._drawn = 0, time.monotonic()
         self._watching = ExitStack()
-        self._profiler = None
+        self._profiler: StepProfiler | None = None
+
+    def __enter__(self) -> None:
+        """Begin to watch."""
+        run, config = self._run, self._config
         if config.monitor:
             self._watching.enter_context(Monitor(run.directory, run.device, config.monitor))
         if config.profile == "torch":
@@ -67,13 +70,6 @@ class FileLog(Log):
         """Count one step of so many crops."""
         self._samples += samples
         self._bar.update()
-        self._steps += 1
-        if self._steps == 1:
-            self._first_step = time.monotonic()
-        if self._steps == 1 + _FORECAST_STEPS:
-            each = (time.monotonic() - self._first_step) / _FORECAST_STEPS
-            left = self._left - self._steps
-            self._run.say(f"forecast: {left} more steps of {each:.3g} s: about {left * each / 60:.1f} min to train")
         if self._profiler is not None:
             self._profiler.step()
 
@@ -81,6 +77,10 @@ class FileLog(Log):
         """Write one epoch's record; `losses` of its steps, and the metric where it was validated."""
         losses = record["losses"]
         rate = self._samples / seconds
+        self._left -= len(losses)
+        if not self._forecast and self._left > 0:
+            each, self._forecast = seconds / max(1, len(losses)), True
+            self._run.say(f"forecast: {self._left} more steps of {each:.3g} s: about {self._left * each / 60:.1f} min")
         self._samples = 0
         record |= {
             "loss": sum(losses) / len(losses),

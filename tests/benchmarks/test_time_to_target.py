@@ -41,6 +41,9 @@ def test_the_validation_cases_alone_are_judged_from_files(tmp_path, monkeypatch)
         mask(data / "imagesTr" / f"{name}.nii.gz", 4)
         mask(data / "labelsTr" / f"{name}.nii.gz", columns)
     made.mkdir()
+    listed = [{"image": f"imagesTr/{name}.nii.gz", "label": f"labelsTr/{name}.nii.gz"} for name in "abc"]
+    dataset = {"name": "Any", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "spleen"}, "training": listed}
+    (data / "dataset.json").write_text(json.dumps(dataset))
     (made / "split.json").write_text(json.dumps({"training": ["c"], "validation": ["a", "b"]}))
     regions = [{"name": "spleen", "members": [1]}]
     (made / "model.json").write_text(json.dumps({"labelling": {"regions": regions}}))
@@ -58,3 +61,9 @@ def test_the_validation_cases_alone_are_judged_from_files(tmp_path, monkeypatch)
 def test_a_run_that_fails_says_why():
     with pytest.raises(RuntimeError, match=r"ended with status 3:\nno data"):
         time_to_target._call(["bash", "-c", "echo no data >&2; exit 3"])
+
+
+def test_flags_of_the_app_follow_two_dashes():
+    given = ["--app", "spleen", "--until", "dice=0.9", "--data", "x", "--seeds", "2", "--", "--epochs", "3"]
+    options = time_to_target.parse_options(given)
+    assert (options.app, options.seeds, options.flags) == ("spleen", 2, ["--epochs", "3"])

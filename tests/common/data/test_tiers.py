@@ -9,6 +9,7 @@ import torch
 
 from common.data import tiers
 from common.data.tiers import Budgets, case_bytes, measure_budgets, plan_cache
+from common.observe.host_memory import cgroup_free
 
 GIB = 2**30
 MIB = 2**20
@@ -146,7 +147,7 @@ def test_the_brain_tumours_of_the_decathlon():
 
 def test_budgets_are_half_of_what_is_free(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
-    monkeypatch.setattr(tiers, "_cgroup_free", lambda: [6 * GIB])
+    monkeypatch.setattr(tiers, "cgroup_free", lambda: [6 * GIB])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 16 * GIB))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     (tmp_path / "a.safetensors").write_bytes(bytes(50))
@@ -166,17 +167,17 @@ def test_limits_of_control_groups_version_2(tmp_path):
     root = tmp_path / "cgroup"
     write(root / "pod/box", memory__max="max", memory__current=500)
     write(root / "pod", memory__max=1000, memory__current=700, memory__stat="anon 400\ninactive_file 200")
-    assert tiers._cgroup_free(root, tmp_path / "membership") == [500]
+    assert cgroup_free(root, tmp_path / "membership") == [500]
     write(root / "pod/box", memory__max=600)
-    assert tiers._cgroup_free(root, tmp_path / "membership") == [100, 500]
+    assert cgroup_free(root, tmp_path / "membership") == [100, 500]
 
 
 def test_limits_of_control_groups_version_1(tmp_path):
     write(tmp_path, membership="5:devices:/\n4:cpu,memory:/box\n0::/")
     root = tmp_path / "cgroup"
     write(root / "memory", memory__limit_in_bytes=5000, memory__usage_in_bytes=4000)  # the box itself is not mounted
-    assert tiers._cgroup_free(root, tmp_path / "membership") == [1000]
+    assert cgroup_free(root, tmp_path / "membership") == [1000]
 
 
 def test_no_control_groups_no_limits(tmp_path):
-    assert tiers._cgroup_free(tmp_path, tmp_path / "missing") == []
+    assert cgroup_free(tmp_path, tmp_path / "missing") == []

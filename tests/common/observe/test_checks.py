@@ -43,23 +43,29 @@ def test_wrong_bf16_gradients_are_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "state"), [("50000 100000", "warning"), ("max 100000", "good"), ("99900000 100000", "good")]
+    ("content", "threads", "advice"),
+    [
+        ("50000 100000", 2, "OMP_NUM_THREADS=1"),
+        ("250000 100000", 4, "OMP_NUM_THREADS=2"),
+        ("250000 100000", 2, ""),  # the advice was followed
+        ("max 100000", 4, ""),
+    ],
 )
-def test_a_containers_share_of_the_cores_is_told(content, state, tmp_path, monkeypatch):
+def test_a_containers_share_of_the_cores_is_told(content, threads, advice, tmp_path, monkeypatch):
     (tmp_path / "cpu.max").write_text(content + "\n")
     monkeypatch.setattr(checks, "_CGROUP", tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     check = found(tmp_path, "cores")
-    assert check.state == state
-    assert ("may use 0.5" in check.text) == (state == "warning")
+    assert check.state == ("warning" if advice else "good")
+    assert check.text.endswith(advice)
 
 
-def test_a_containers_memory_is_told(tmp_path, monkeypatch):
-    (tmp_path / "memory.max").write_text(f"{2 * GIB}\n")
-    monkeypatch.setattr(checks, "_CGROUP", tmp_path)
+def test_what_a_container_leaves_is_what_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "cgroup_free", lambda: [3 * GIB, 2 * GIB])
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(64 * GIB, 60 * GIB))
     check = found(tmp_path, "memory")
     assert check.state == "warning"
-    assert "may use 2.0 GiB" in check.text
+    assert "may take 2.0 GiB more" in check.text
 
 
 @pytest.mark.parametrize(("free", "state"), [(5 * GIB, "warning"), (500 * GIB, "good")])

@@ -57,6 +57,7 @@ def test_workers_are_too_few_only_where_more_would_keep_up():
     assert diagnose(starved).bound == "workers"  # 4 of 8 cores would keep up
     assert diagnose(replace(starved, cores=2)).bound == "preparation"  # not even all cores would
     assert diagnose(replace(starved, workers=8)).bound == "preparation"  # all cores are at work already
+    assert diagnose(replace(starved, workers=None)).bound == "preparation"  # there is nothing to raise
 
 
 def test_a_step_that_hardly_grows_with_its_batch_is_too_small():

@@ -17,7 +17,7 @@ from common.observe.spans import span
 
 CPU = torch.device("cpu")
 REST_SECONDS = 0.03
-TICK = 1e-4  # between the two clocks
+TICK = 1e-3  # between the two clocks
 
 
 class Training:

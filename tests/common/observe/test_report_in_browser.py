@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update",
-    "--disable-background-networking", "--disable-sync", "--window-size=1200,900",
+    "--disable-background-networking", "--disable-sync", "--window-size=1200,900", "--disable-dev-shm-usage",
 )  # fmt: skip
 CANVAS = "return document.querySelector('.plane[data-axis=\"{}\"] canvas').toDataURL()"
 

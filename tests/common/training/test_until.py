@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from common.observe import spans
 from common.training.config import TrainingConfig
 from tests.common.training.fit_worker import train
 
@@ -70,3 +71,19 @@ def test_each_epoch_tells_what_it_waited_and_computed(tmp_path):
         record = json.loads(line)
         assert 2 * 0.05 <= record["waited"] <= record["seconds"]
         assert 0 < record["computed"] <= record["seconds"] - record["waited"] + 0.01
+
+
+def test_a_profiled_run_tells_what_its_steps_were_spent_on_and_leaves_spans_as_they_were(tmp_path):
+    before = spans.span("x")
+    train(wish(tmp_path, [0.1] * 6, profile="torch", until=None))
+    told = json.loads((tmp_path / "profile" / "shares.json").read_text())
+    assert told["steps"] >= 1
+    assert told["shares"]["forward"] > 0
+    assert told["shares"]["backward"] > 0
+    assert type(spans.span("x")) is type(before)
+
+
+def test_a_watched_run_leaves_its_rows_and_its_picture(tmp_path):
+    train(wish(tmp_path, [0.1], monitor=0.05, until=None, step_seconds=0.1))
+    assert len((tmp_path / "monitor.csv").read_text().splitlines()) >= 2
+    assert (tmp_path / "monitor.png").is_file()

@@ -1,0 +1,56 @@
+"""`--fast_dev_run`: two steps through everything, with any recipe and whatever else is asked for."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from apps.brats.train import main as brats
+from apps.opening import APPS
+from apps.pathology.train import main as pathology
+from apps.spleen.train import main as spleen
+from common.observe.summary import RunSummary
+from data_scripts.make_slides import make_slides
+
+MAINS: dict[str, Callable[[Any], RunSummary | None]] = {"spleen": spleen, "brats": brats, "pathology": pathology}
+SMALL = {
+    "spleen": ["--crop_size", "[16,16,16]", "--window_size", "[32,32,32]", "--channels", "[4,8]", "--batch_size", "4"],
+    "brats": ["--crop_size", "[16,16,16]", "--window_size", "[32,32,32]", "--filters", "8", "--blocks_down", "[1,1]"],
+    "pathology": ["--patch_size", "64", "--tile_size", "1024"],
+}
+
+
+@pytest.fixture
+def data(phantoms, heads, tmp_path):
+    def of(app):
+        slides = tmp_path / "slides"
+        return {"spleen": phantoms, "brats": heads}.get(app) or make_slides(slides, 6, 2, 1024, progress=False)
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("app", "flags"),
+    [
+        ("spleen", []),
+        ("spleen", ["--recipe", "guide", "--crops_per_case", "4"]),
+        ("spleen", ["--partitions", "2"]),
+        ("brats", ["--cache", "smart", "--cache_cases", "4"]),
+        ("brats", ["--recipe", "guide"]),
+        ("pathology", ["--batch_size", "24"]),
+        ("pathology", ["--recipe", "guide", "--batch_size", "40", "--precision", "fp32"]),
+    ],
+)
+def test_two_steps_go_through_everything(app, flags, data, store, tmp_path):
+    given = ["--data", str(data(app)), "--store", str(store), "--run", str(tmp_path / "run"), "--device", "cpu"]
+    config = APPS[app].parse([*given, "--engine", "none", "--fast_dev_run", "true", *SMALL[app], *flags])
+    summary = MAINS[app](config)
+    assert summary is not None
+    assert summary.steps == 2
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [len(record["losses"]) for record in records] == [1, 1]
+    assert all(config.METRIC.lower() in record for record in records)
+    assert "no figure of this run means anything" in (tmp_path / "run" / "run.log").read_text()
+    assert (tmp_path / "run" / "report.html").is_file()
