@@ -24,7 +24,8 @@ def draw_ladder(folder: Path, record: dict[str, Any]) -> None:
     _draw_steps(folder / "ladder.png", rungs, metric)
     _draw_curves(folder / "time.png", rungs, metric)
     measured = {name: each for name, each in record["datasets"].items() if isinstance(each, dict)}
-    _draw_datasets(folder / "datasets.png", measured)
+    if measured:
+        _draw_datasets(folder / "datasets.png", measured)
 
 
 def _draw_steps(path: Path, rungs: list[dict[str, Any]], metric: str) -> None:
@@ -55,7 +56,7 @@ def _draw_curves(path: Path, rungs: list[dict[str, Any]], metric: str) -> None:
         seconds, values = np.array(rung["curves"][0]).T
         axes.plot(seconds, values, marker="o", markersize=3, color=colour, label=rung["rung"])
     axes.set_xscale("log")
-    axes.set_xlabel("seconds of training (log)")
+    axes.set_xlabel("seconds of preparation and training (log)")
     axes.set_ylabel(f"validation {metric}")
     axes.legend(fontsize=6, loc="best")
     axes.grid(alpha=0.3)

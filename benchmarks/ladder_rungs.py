@@ -4,6 +4,7 @@ A rung is a name and the fields of the app's configuration that it changes. Crop
 rungs of the climb, so that each differs from the one before in its technique alone.
 """
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,43 +48,49 @@ _SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "pathology": {"cpu": {"patch_size": 96, "batch_size": 32, "patches_per_slide": 96}, "cuda": {}},
 }  # fmt: skip
 
+_EQUAL = (
+    "crop_size", "crops_per_case", "window_size", "window_batch", "overlap", "batch_size", "epochs", "channels",
+    "filters", "residual_units", "blocks_down", "patch_size", "patches_per_slide",
+)  # fmt: skip
+
 # Each step of the climb: the technique, and the fields that it changes for good.
 _CLIMB: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "spleen": [
         ("CacheDataset and ThreadDataLoader (--source cached)", {"source": "cached", "workers": None}),
         ("DiceCE (--loss monai_dice_ce)", {"loss": "monai_dice_ce"}),
         ("Novograd, MONAI's: the guide (--optimizer monai_novograd)",
-         {"optimizer": "monai_novograd", "learning_rate": 0.01}),
+         {"optimizer": "monai_novograd", "learning_rate": 2e-3}),
         ("prepared store, batches cut on the device (--source resident)", {"source": "resident"}),
         ("Novograd in foreach (--optimizer novograd)", {"optimizer": "novograd"}),
+        ("a higher learning rate (--learning_rate 0.01)", {"learning_rate": 0.01}),
         ("DiceCE without MONAI (--loss dice_ce)", {"loss": "dice_ce"}),
         ("channels innermost (--channels_last true)", {"channels_last": True}),
         ("vectorised PReLU (--fast_prelu true)", {"fast_prelu": True}),
-        ("bf16 where the device has it (--precision auto): fast", {"recipe": "fast", "precision": "auto"}),
+        ("bf16 where the device has it (--precision auto)", {"recipe": "fast", "precision": "auto"}),
     ],
     "brats": [
         ("CacheDataset and ThreadDataLoader (--source cached)", {"source": "cached", "workers": None}),
         ("DiceFocal (--loss monai_dice_focal)", {"loss": "monai_dice_focal"}),
-        ("Novograd, MONAI's: the guide (--optimizer monai_novograd)",
-         {"optimizer": "monai_novograd", "learning_rate": 0.01}),
+        ("Novograd, MONAI's: the guide (--optimizer monai_novograd)", {"optimizer": "monai_novograd", "dropout": 0.0}),
         ("prepared store, batches cut on the device (--source resident)", {"source": "resident"}),
         ("Novograd in foreach (--optimizer novograd)", {"optimizer": "novograd"}),
+        ("a higher learning rate (--learning_rate 0.01)", {"learning_rate": 0.01}),
         ("DiceFocal without MONAI (--loss dice_focal)", {"loss": "dice_focal"}),
         ("the faster layout (--channels_last null)", {"channels_last": None}),
-        ("bf16 where the device has it (--precision auto): fast", {"recipe": "fast", "precision": "auto"}),
+        ("bf16 where the device has it (--precision auto)", {"recipe": "fast", "precision": "auto"}),
     ],
     "pathology": [
         ("Novograd, MONAI's, and cosine: the guide (--optimizer monai_novograd)",
-         {"optimizer": "monai_novograd", "learning_rate": 0.01, "schedule": "cosine"}),
+         {"optimizer": "monai_novograd", "learning_rate": 1e-3, "schedule": "cosine"}),
         ("patch store, batches augmented on the device (--source resident)", {"source": "resident"}),
         ("Novograd in foreach (--optimizer novograd)", {"optimizer": "novograd"}),
+        ("a higher learning rate (--learning_rate 0.01)", {"learning_rate": 0.01}),
         ("channels innermost (--channels_last true)", {"channels_last": True}),
-        ("bf16 where the device has it (--precision auto): fast",
-         {"recipe": "fast", "precision": "auto", "label_smoothing": 0.05}),
+        ("bf16 where the device has it (--precision auto)", {"recipe": "fast", "precision": "auto"}),
     ],
 }  # fmt: skip
 
-# Changes of fast, one at a time; "{store}" is the rung's own store.
+# Changes of fast, one at a time; None stands for twice the batch, the other layout, and a folder in a RAM disk.
 _BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "all": [
         ("full precision (--precision fp32)", {"precision": "fp32"}),
@@ -93,12 +100,10 @@ _BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("SGD (--optimizer sgd)", {"optimizer": "sgd", "learning_rate": 0.05}),
         ("gradient accumulation (--accumulate 2)", {"accumulate": 2}),
         ("batch size (--batch_size, doubled)", {"batch_size": None}),
-        ("one preparation thread (--workers 1)", {"workers": 1}),
         ("no monitor (--monitor 0)", {"monitor": 0.0}),
         ("a monitor ten times as often (--monitor 0.1)", {"monitor": 0.1}),
         ("a checkpoint in every step (--checkpoint_seconds 0)", {"checkpoint_seconds": 0.0}),
-        ("a validation in every epoch (--validate_every 1)", {"validate_every": 1}),
-        ("the store in a RAM disk (--store /dev/shm)", {"store": RAM_DISK}),
+        ("the store in a RAM disk (--store /dev/shm)", {"store": None}),
     ],
     "spleen": [
         ("Dice alone, MONAI's (--loss monai_dice)", {"loss": "monai_dice"}),
@@ -106,7 +111,7 @@ _BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("a smaller patch (--crop_size 32 32 32)", {"crop_size": (32, 32, 32)}),
         ("wider channels (--channels, doubled)", {"channels": (16, 32, 64, 128)}),
         ("more crops per case (--crops_per_case 8)", {"crops_per_case": 8}),
-        ("augmentation of the intensities (--intensity 0.1)", {"intensity": 0.1}),
+        ("no augmentation (--intensity 0)", {"intensity": 0.0}),
         ("flips (--flip_axes xyz)", {"flip_axes": "xyz"}),
         ("batches from the disk (--cache disk)", {"cache": "disk"}),
     ],
@@ -137,8 +142,12 @@ ABSENT = {
         "cpu",
         "there is no GPU to copy to; batches of resident sources are uploaded from pinned memory there",
     ),
-    "CUDA graphs, torch.compile mode reduce-overhead": ("cpu", "there is no GPU; what they save is kernel launches"),
-    "torch.compile mode max-autotune": ("cpu", "it tunes the kernels of a GPU"),
+    "CUDA graphs, torch.compile mode reduce-overhead": (
+        "any",
+        "no app has them yet; on a CPU there is nothing to save",
+    ),
+    "torch.compile mode max-autotune": ("any", "no app has it yet; it tunes the kernels of a GPU"),
+    "workers, validations per epoch": ("any", "they change no step; apps/doctor.py says when they matter"),
     "GPUDirect storage (GDSDataset)": (
         "any",
         "needs kvikio and a file system that supports it; the store fits in memory",
@@ -150,16 +159,20 @@ ABSENT = {
 def climb(app: str, kind: str, data: Path, store: Path) -> list[Rung]:
     """Return the rungs from the baseline to fast, each with all techniques of those below it."""
     recipes: Any = {"spleen": SPLEEN, "brats": BRATS, "pathology": PATHOLOGY}[app]
-    config = replace(recipes["baseline"], **_base(app, kind, data, store), workers=None, validate_every=None)
+    base = _base(app, kind, data, store)
+    workers = min(recipes["baseline"].workers or 1, len(os.sched_getaffinity(0)))
+    config = replace(recipes["baseline"], **base, workers=workers, validate_every=None)
     rungs = [Rung("baseline: Dataset, DataLoader, plain optimizer and loss, fp32", config)]
     for name, changes in _CLIMB[app]:
         config = replace(config, **changes)
         rungs.append(Rung(name, config))
-    return rungs
+    equal = {name: getattr(config, name) for name in _EQUAL if hasattr(config, name)}
+    fast = replace(recipes["fast"], **{**base, **equal})  # what is left: augmentation, schedule, label smoothing
+    return [*rungs, Rung("fast's augmentation and schedule: fast", fast)]
 
 
-def beside(app: str, kind: str, fast: TrainingConfig) -> list[Rung]:
-    """Return single changes of fast."""
+def beside(app: str, fast: TrainingConfig, ram: Path | None) -> list[Rung]:
+    """Return single changes of fast; `ram` is a folder in a RAM disk, None where there is none."""
     rungs = []
     for name, changes in [*_BESIDE["all"], *_BESIDE[app]]:
         made: dict[str, Any] = dict(changes)
@@ -167,7 +180,9 @@ def beside(app: str, kind: str, fast: TrainingConfig) -> list[Rung]:
             made["batch_size"] = 2 * (fast.batch_size or 1)
         if made.get("channels_last", 0) is None:
             made["channels_last"] = not getattr(fast, "channels_last", False)
-        why_not = "" if made.get("store") != RAM_DISK or RAM_DISK.is_dir() else f"there is no {RAM_DISK}"
+        why_not = f"there is no {RAM_DISK}" if "store" in made and ram is None else ""
+        if "store" in made:
+            made["store"] = ram or fast.store
         rungs.append(Rung(name, fast if why_not else replace(fast, **made), why_not))
     return rungs
 

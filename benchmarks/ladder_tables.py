@@ -14,7 +14,7 @@ def markdown(record: Record) -> str:
         "## Single changes of fast",
         _beside(record),
     ]
-    for title in ("datasets", "loaders", "networks and steps", "ranks"):
+    for title in ("datasets", "loaders", "networks and steps", "ranks, on the CPU"):
         parts += [f"## {title.capitalize()}", _rows(record[title])]
     parts += ["## Not here", "\n".join(f"- {name}: {why}" for name, why in record["absent"].items())]
     return "\n\n".join(parts)
@@ -23,28 +23,34 @@ def markdown(record: Record) -> str:
 def _climb(record: Record) -> str:
     metric = _metric(record["climb"])
     lines = [
-        f"| rung | s per step | to the rung before | to the baseline | waited | first epoch | {metric} | memory |",
-        "|---|---|---|---|---|---|---|---|",
+        "| rung | s per step | to the rung before | to the baseline | waited | prepare, cache | first epoch | "
+        f"{metric} | memory |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     first = record["climb"][0]
     for rung in record["climb"]:
         if "failed" in rung:
-            lines.append(f"| {rung['rung']} | failed: {rung['failed']} | | | | | | |")
+            lines.append(f"| {rung['rung']} | failed: {rung['failed']} | | | | | | | |")
             continue
         before = rung.get("times as fast as the rung before")
         so_far = first["s per step"] / rung["s per step"] if "s per step" in first else None
         lines.append(
             f"| {rung['rung']} | {rung['s per step']:.3g} | {_times(before)} | {_times(so_far)} "
-            f"| {rung['waited, percent']:.0f}% | {rung['first epoch, s']:.3g} s | {rung[metric]:.3f} "
-            f"| {rung['peak memory, MiB']} MiB |"
+            f"| {rung['waited, percent']:.0f}% | {rung['prepare and cache, s']:.3g} s "
+            f"| {rung['first epoch, s']:.3g} s | {rung[metric]:.3f} | {rung['peak memory, MiB']} MiB |"
         )
     return "\n".join(lines)
 
 
 def _beside(record: Record) -> str:
     fast = record["fast, short"]
-    lines = ["| change | s per step | fast / this | s per validation | compile | memory |", "|---|---|---|---|---|---|"]
-    for name, found in {"fast itself": fast, **record["beside"]}.items():
+    lines = [
+        "One epoch each, not repeated: differences of a few percent are noise.",
+        "",
+        "| change | s per step | samples per s, this / fast | s per validation | compile | memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in {"fast itself": fast, **record["beside"], "fast again": record["fast, short, again"]}.items():
         if isinstance(found, str) or "failed" in found:
             why = found if isinstance(found, str) else f"failed: {found['failed']}"
             lines.append(f"| {name} | {why} | | | | |")
@@ -60,6 +66,8 @@ def _beside(record: Record) -> str:
 
 def _rows(part: dict[str, Any]) -> str:
     """Return a part's rows: named figures, or the reason why there are none."""
+    if "failed" in part:
+        return f"Failed: {part['failed']}"
     named = dict.fromkeys(name for each in part.values() if isinstance(each, dict) for name in each)
     names = list(named) or ["why not"]
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]

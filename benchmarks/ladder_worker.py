@@ -44,14 +44,15 @@ def climb_rung(app: str, path: Path, epochs: int, validations: int) -> dict[str,
         seconds = run.clock.seconds()
     later = records[1:] or records
     metric = config.METRIC.lower()
-    ends = np.cumsum([record["seconds"] for record in records]).round(3).tolist()
+    before = sum(seconds.get(name, 0.0) for name in ("prepare", "cache", "compile"))
+    ends = (before + np.cumsum([record["seconds"] for record in records])).round(3).tolist()
     curve = [[end, record[metric]] for end, record in zip(ends, records, strict=True) if metric in record]
-    whole = sum(record["seconds"] for record in records)
+    whole = sum(record["seconds"] for record in later)
     return {
         "first epoch, s": records[0]["seconds"],
         "s per step": round(statistics.median(record["seconds"] for record in later) / per_epoch, 5),
         "samples per s": statistics.median(record["samples_per_second"] for record in later),
-        "waited, percent": round(100 * sum(record["waited"] for record in records) / whole, 1),
+        "waited, percent": round(100 * sum(record["waited"] for record in later) / whole, 1),
         "s per validation": round(seconds.get("validate", 0.0) / max(1, len(curve)), 4),
         "prepare and cache, s": round(seconds.get("prepare", 0.0) + seconds.get("cache", 0.0), 3),
         "compile, s": seconds.get("compile", 0.0),

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from apps.opening import APPS as APPS_OPENED
 from benchmarks.ladder_figures import draw_ladder
-from benchmarks.ladder_rungs import ABSENT, beside, climb
+from benchmarks.ladder_rungs import _EQUAL, ABSENT, beside, climb
 from benchmarks.ladder_tables import markdown
 from benchmarks.ladder_worker import climb_rung
 from common.config import config_to_yaml
@@ -28,18 +29,22 @@ def test_the_climb_goes_from_the_baseline_to_fast_with_equal_batches(app):
     assert len({rung.name for rung in rungs}) == len(rungs) >= 6
     for rung in rungs:
         assert not changed(rungs[0].config, rung.config) & {*EQUAL, SIZES[app]}
+    assert 1 <= (rungs[0].config.workers or 0) <= 8
     for before, rung in itertools.pairwise(rungs):
         assert changed(before.config, rung.config)
     first, last = rungs[0].config, rungs[-1].config
     assert (first.recipe, first.precision, last.recipe) == ("baseline", "fp32", "fast")
     assert (getattr(first, "source"), getattr(last, "source")) == ("uncached", "resident")  # noqa: B009 - each app's own
-    assert last.optimizer == "novograd"
+    recipe = APPS_OPENED[app].parse(["--recipe", "fast"])
+    assert changed(recipe, last) <= {"data", "store", "device", "engine", *_EQUAL}
+    guide = next(rung.config for rung in rungs if "the guide" in rung.name)
+    assert guide.learning_rate == APPS_OPENED[app].parse(["--recipe", "guide"]).learning_rate
 
 
 @pytest.mark.parametrize("app", APPS)
 def test_single_changes_change_what_their_names_say(app):
     fast = climb(app, "cpu", Path("data"), Path("store"))[-1].config
-    rungs = beside(app, "cpu", fast)
+    rungs = beside(app, fast, Path("ram"))
     assert len({rung.name for rung in rungs}) == len(rungs)
     for rung in rungs:
         different = changed(fast, rung.config)
@@ -62,7 +67,8 @@ def test_what_is_absent_says_why():
 def rung(name, seconds, dice, **more):
     return {
         "rung": name, "s per step": seconds, "waited, percent": 10.0, "first epoch, s": 9.0, "Dice": dice,
-        "peak memory, MiB": 700, "samples per s": 4 / seconds, "s per validation": 0.5, "compile, s": 0.0,
+        "peak memory, MiB": 700, "prepare and cache, s": 2.0, "samples per s": 4 / seconds, "s per validation": 0.5,
+        "compile, s": 0.0,
         "curves": [[[10.0, 0.1], [20.0, dice]]], **more,
     }  # fmt: skip
 
@@ -84,20 +90,22 @@ RECORD = {
     },
     "loaders": {"ours": {"s per step": 0.05}},
     "networks and steps": {"unet": {"s per step": 0.1, "parameters": 5}},
-    "ranks": {"all": "see brats"},
+    "fast, short, again": rung("fast", 0.1, 0.1),
+    "ranks, on the CPU": {"failed": "RuntimeError: no"},
     "absent": {"CUDA graphs": "there is no GPU"},
 }
 
 
 def test_the_table_has_every_rung_and_its_ratios():
     text = markdown(RECORD)
-    assert "| baseline | 0.4 |  | 1.00x | 10% | 9 s | 0.500 | 700 MiB |" in text
-    assert "| fast | 0.1 | 4.00x | 4.00x | 10% | 9 s | 0.750 | 700 MiB |" in text
+    assert "| baseline | 0.4 |  | 1.00x | 10% | 2 s | 9 s | 0.500 | 700 MiB |" in text
+    assert "| fast | 0.1 | 4.00x | 4.00x | 10% | 2 s | 9 s | 0.750 | 700 MiB |" in text
     assert "| broken | failed: ValueError: no |" in text
     assert "| slower | 0.2 | 0.50x | 0.5 | 0 s | 700 MiB |" in text
     assert "| not here | there is no /dev/shm |" in text
     assert "| ours | 1.0 | 0.1 |" in text
     assert "| LMDBDataset | needs the package lmdb |  |" in text
+    assert "Failed: RuntimeError: no" in text
     assert "- CUDA graphs: there is no GPU" in text
 
 
