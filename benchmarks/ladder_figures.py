@@ -49,7 +49,7 @@ def _draw_steps(path: Path, rungs: list[dict[str, Any]], metric: str) -> None:
 
 
 def _draw_curves(path: Path, rungs: list[dict[str, Any]], metric: str) -> None:
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(10, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(rungs)))
     for rung, colour in zip(rungs, colours, strict=True):
@@ -58,7 +58,7 @@ def _draw_curves(path: Path, rungs: list[dict[str, Any]], metric: str) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("seconds of preparation and training (log)")
     axes.set_ylabel(f"validation {metric}")
-    axes.legend(fontsize=6, loc="best")
+    axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.grid(alpha=0.3)
     save_png(path, figure)
 

@@ -1,0 +1,48 @@
+"""docs/techniques.md names switches that exist, and records that are there."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from apps.brats.config import BratsConfig
+from apps.pathology.config import PathologyConfig
+from apps.spleen.config import SpleenConfig
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "techniques.md").read_text()
+ROWS = [line.split(" | ") for line in TEXT.splitlines() if line.startswith("| ") and "`--" in line]
+FLAGS = sorted({flag for row in ROWS for flag in re.findall(r"--(\w+)", row[1])})
+CONFIGS = (SpleenConfig, BratsConfig, PathologyConfig)
+TECHNIQUES = """
+torch.profiler; NVTX; NVML; CacheDataset; PersistentDataset; LMDBDataset; SmartCache;
+ThreadDataLoader; ThreadBuffer; pinned memory; DiceCE; DiceFocal; Novograd; mixed precision;
+transforms on the GPU; cuCIM; cache on the GPU; several GPUs; several nodes; TensorRT; workers;
+larger batches; smaller patches; less logging; fewer channels; gradient checkpointing;
+other networks; torch.compile; iterations per epoch; deep supervision; augmentations; RAM disk;
+gradient accumulation; CUDA graphs; overlap of windows; Horovod; DCGM; pillow-SIMD
+"""
+OTHERS = {"app", "standalone", "nproc", "rdzv"}  # of the doctor and of torchrun
+
+
+def test_there_are_rows():
+    assert len(ROWS) >= 30
+    assert len(FLAGS) >= 20
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_each_switch_exists(flag):
+    assert flag in OTHERS or any(flag in {field.name for field in fields(config)} for config in CONFIGS)
+
+
+def test_each_link_leads_somewhere():
+    links = re.findall(r"\]\(([^)]+)\)", TEXT)
+    assert len(links) >= 3
+    for link in links:
+        assert (ROOT / "docs" / link).exists(), link
+
+
+@pytest.mark.parametrize("technique", [name.strip() for name in TECHNIQUES.replace("\n", " ").split(";")])
+def test_every_technique_of_the_guides_is_a_row(technique):
+    assert any(technique in line.split(" | ")[0] for line in TEXT.splitlines() if line.startswith("| ")), technique
