@@ -139,9 +139,8 @@ def _print(verdict: Verdict, measured: Measured, estimate: dict[str, float]) -> 
     parts = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in measured.batch.items())
     print(f"time goes to: {shares}")
     print(f"a batch takes, by one thread, in ms: {parts}; a step {1000 * measured.step:.1f}")
-    print(
-        f"the whole run: about {estimate['prepare']:.0f} s to prepare from nothing, {estimate['train']:.0f} s to train"
-    )
+    prepare, train = estimate["prepare"], estimate["train"]
+    print(f"the whole run: about {prepare:.0f} s to prepare what the store lacks, {train:.0f} s to train and validate")
     print(f"VERDICT {verdict.text}")
 
 

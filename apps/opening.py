@@ -29,14 +29,10 @@ class Opened:
 
     Args:
         setup: what is trained, and how.
-        training: cases or patches that train.
-        validation: those that validate.
         auto: the precision that "auto" stands for here.
     """
 
     setup: Setup
-    training: int
-    validation: int
     auto: Precision
 
 
@@ -44,18 +40,20 @@ class Opened:
 def open_spleen(config: SpleenConfig, run: Run) -> Iterator[Opened]:
     """Read, plan and set up a training of the spleen app; batches may be drawn within the block."""
     _, split, plan = spleen.read_and_plan(config, run, SINGLE)
-    deepest = [side // 2 ** (len(plan.model.channels) - 1) for side in plan.crop_size]
-    setup = spleen.set_up(split, plan, config, run, SINGLE)
-    yield Opened(setup, len(split.training), len(split.validation), choose_precision("auto", run.device, deepest))
+    auto = _auto(run, plan.crop_size, len(plan.model.channels))
+    yield Opened(spleen.set_up(split, plan, config, run, SINGLE), auto)
 
 
 @contextmanager
 def open_brats(config: BratsConfig, run: Run) -> Iterator[Opened]:
     """Read, plan and set up a training of the brats app; batches may be drawn within the block."""
     _, split, plan = brats.read_and_plan(config, run, SINGLE)
-    deepest = [side // 2 ** (len(plan.model.blocks_down) - 1) for side in plan.crop_size]
-    setup = brats.set_up(split, plan, config, run, SINGLE)
-    yield Opened(setup, len(split.training), len(split.validation), choose_precision("auto", run.device, deepest))
+    auto = _auto(run, plan.crop_size, len(plan.model.blocks_down))
+    yield Opened(brats.set_up(split, plan, config, run, SINGLE), auto)
+
+
+def _auto(run: Run, crop: Sequence[int], levels: int) -> Precision:
+    return choose_precision("auto", run.device, [side // 2 ** (levels - 1) for side in crop])
 
 
 @contextmanager
@@ -64,7 +62,7 @@ def open_pathology(config: PathologyConfig, run: Run) -> Iterator[Opened]:
     with closing(SlidePool(reader=config.reader)) as pool:
         tables, plan, validation = pathology.read_and_plan(config, run, SINGLE, pool)
         setup = pathology.set_up(tables, validation, plan, config, run, SINGLE, pool)
-        yield Opened(setup, len(tables.training), len(validation.label), choose_precision("auto", run.device))
+        yield Opened(setup, choose_precision("auto", run.device))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import copy
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from monai.transforms import RandomizableTrait
 
 from common.data.batches import Batch, Batches
 from common.inference.predictors import Precision
-from common.observe.timing import synchronise
+from common.observe.timing import repeated, synchronise
 from common.training.fit import Setup, train_step
 
 _ROUNDS = 5
@@ -38,7 +38,7 @@ def batch_parts(batches: Batches, cache: str) -> tuple[dict[str, float], int | N
     cases, cached = loader.batch_size, hasattr(dataset, "cache_num")
     workers = None if cached else max(1, loader.num_workers)
     if isinstance(dataset, PatchWSIDataset):  # it reads regions, not files
-        return {"decode": cases * _median(lambda: dataset[0])}, workers
+        return {"decode": cases * statistics.median(repeated(lambda: dataset[0], _ROUNDS))}, workers
     items = [dataset.data[number] for number in range(min(_CASES, len(dataset.data)))]
     per_case = [_parts_of(item, dataset.transform.transforms) for item in items]
     names = ("augmentation",) if cached else ("disk", "decode", "preparation", "augmentation")
@@ -78,7 +78,11 @@ def _step(setup: Setup, batch: Batch, precision: Precision, layout: torch.memory
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)  # whichever it is, it is the same on all sides
     scaler = torch.amp.GradScaler(batch.image.device.type, enabled=precision == "fp16")
     network.train()
-    return _median(lambda: train_step(network, batch, setup.loss_function, optimizer, scaler, precision, 0.0))
+
+    def step() -> None:
+        train_step(network, batch, setup.loss_function, optimizer, scaler, precision, 0.0)
+
+    return statistics.median(repeated(step, _ROUNDS))
 
 
 def _parts_of(item: Mapping[str, Any], transforms: Any) -> dict[str, float]:  # noqa: ANN401 - MONAI's
@@ -128,14 +132,3 @@ def _closing(batches: Iterator[Batch]) -> Iterator[Batch]:
     finally:
         if hasattr(batches, "close"):
             batches.close()
-
-
-def _median(run: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(_ROUNDS + 1):
-        synchronise()
-        began = time.perf_counter()
-        run()
-        synchronise()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])

@@ -105,8 +105,7 @@ def plan_run(
     least = _BATCH_SIZE[kind] if config.source == "resident" else 1  # the guide's, on each rank
     batch_size = config.batch_size or -(-least // partitions) * partitions
     epochs, validate_every = config.plan_epochs(_STEPS[kind], -(-cases * crops_per_case // batch_size), _VALIDATIONS)
-    alike = config.source == "resident" and not config.loss.startswith("monai_")
-    check_partitions(partitions, batch_size, config.accumulate, ranks, alike)
+    check_partitions(partitions, batch_size, config.accumulate, ranks, config.alike())
     plan = BratsPlan(
         model=model,
         crop_size=crop_size,

@@ -23,7 +23,7 @@ from common.training.fit import Setup, fit
 from common.training.losses import say_inexact
 from common.training.optimizers import build_optimizer
 from common.training.region_losses import build_region_loss
-from common.training.source import check_partitions, stored_cases
+from common.training.source import stored_cases
 from common.training.start import begin
 
 
@@ -71,8 +71,6 @@ def read_and_plan(config: BratsConfig, run: Run, ranks: Ranks) -> tuple[Dataset,
             run,
             ranks,
         )
-    alike = config.source == "resident" and not config.loss.startswith("monai_")
-    check_partitions(plan.partitions, plan.batch_size, config.accumulate, ranks.world, alike)  # also a resumed run's
     return dataset, split, plan
 
 

@@ -90,8 +90,7 @@ def plan_run(
     divisor = 2 ** (len(channels) - 1)
     partitions = config.partitions or ranks
     batch_size = config.batch_size or -(-_BATCH_SIZE[kind] // partitions) * partitions
-    alike = config.source == "resident" and not config.loss.startswith("monai_")
-    check_partitions(partitions, batch_size, config.accumulate, ranks, alike)
+    check_partitions(partitions, batch_size, config.accumulate, ranks, config.alike())
     per_epoch = -(-cases * config.crops_per_case // batch_size)
     epochs, validate_every = config.plan_epochs(_STEPS[kind], per_epoch, _VALIDATIONS)
     crop_size = config.crop_size or _within(shape, _CROP_LIMIT[kind], divisor)

@@ -21,7 +21,7 @@ from common.training.finish import finish, judge
 from common.training.fit import Setup, fit
 from common.training.losses import build_loss, say_inexact
 from common.training.optimizers import build_optimizer
-from common.training.source import check_partitions, stored_cases
+from common.training.source import stored_cases
 from common.training.start import begin
 from models.prelu import use_fast_prelu
 
@@ -68,8 +68,6 @@ def read_and_plan(config: SpleenConfig, run: Run, ranks: Ranks) -> tuple[Dataset
             run,
             ranks,
         )
-    alike = config.source == "resident" and not config.loss.startswith("monai_")
-    check_partitions(plan.partitions, plan.batch_size, config.accumulate, ranks.world, alike)  # also a resumed run's
     return dataset, split, plan
 
 

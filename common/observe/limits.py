@@ -1,8 +1,7 @@
 """How far a training step is from what the device can do: its work counted, the device's ceilings measured."""
 
 import copy
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.observe.timing import synchronise
+from common.observe.timing import repeated
 
 # Sides of the square matrices and length of the vectors that the ceilings are measured with: large enough to leave the
 # caches, small enough to take a moment.
@@ -76,7 +75,8 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     side, numbers = _SIDE[device.type], _NUMBERS[device.type]
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     source, target = (torch.zeros(numbers, device=device) for _ in range(2))
-    product, copying = _best(lambda: left @ right), _best(lambda: target.copy_(source))
+    product = min(repeated(lambda: left @ right, _ROUNDS))
+    copying = min(repeated(lambda: target.copy_(source), _ROUNDS))
     return Ceilings(2 * side**3 / product, 2 * source.nbytes / copying)
 
 
@@ -97,18 +97,6 @@ def distance_to_limit(work: Work, seconds: float, ceilings: Ceilings) -> dict[st
         "ceiling_gb_per_second": round(ceilings.bytes_per_second / 1e9, 1),
         "memory_percent": round(100 * work.bytes / seconds / ceilings.bytes_per_second, 1),
     }
-
-
-def _best(run: Callable[[], object]) -> float:
-    """Return the seconds of the fastest round; the first, which sets up, does not count."""
-    seconds = []
-    for _ in range(_ROUNDS + 1):
-        synchronise()
-        began = time.perf_counter()
-        run()
-        synchronise()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
 
 
 def _uncompiled(network: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -112,6 +112,18 @@ class StepTimer:
     def typical(self) -> float | None:
         """Return the seconds that a step computes, the median of the epochs; None before the first is read."""
         return statistics.median(self._typical[1:] or self._typical) if self._typical else None
+
+
+def repeated(run: Callable[[], object], rounds: int) -> list[float]:
+    """Return the seconds of each round of `run`; one more, which sets up, comes first and does not count."""
+    seconds = []
+    for _ in range(rounds + 1):
+        synchronise()
+        began = time.perf_counter()
+        run()
+        synchronise()
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
 
 
 def synchronise() -> None:

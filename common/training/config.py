@@ -145,6 +145,7 @@ class SegmentationConfig(TrainingConfig):
         flip_axes: axes flipped at random, letters of "xyz" ("" for none). Flips make a network indifferent to how a
             file is stamped, and take it longer to learn.
         intensity: largest random relative scale and absolute shift of the normalised image, for all channels alike.
+        loss: of the app's list.
     """
 
     split: str = "0.2:0"
@@ -156,6 +157,7 @@ class SegmentationConfig(TrainingConfig):
     window_batch: int | None = None
     flip_axes: str | None = None
     intensity: float = 0.1
+    loss: str = ""
 
     RESUMABLE: ClassVar[tuple[str, ...]] = (*TrainingConfig.RESUMABLE, "cache")
 
@@ -168,6 +170,10 @@ class SegmentationConfig(TrainingConfig):
         super().__post_init__()
         for name in ("crop_size", "window_size"):
             check_divides(name, getattr(self, name), self.halvings())
+
+    def alike(self) -> bool:
+        """Return whether fewer ranks that hold more partitions each compute the same; MONAI's parts go by rank."""
+        return self.source == "resident" and not self.loss.startswith("monai_")
 
     def halvings(self) -> int | None:
         """Return how often the network halves a crop; None where that is not chosen yet."""

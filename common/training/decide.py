@@ -13,6 +13,7 @@ from common.observe.run import Run
 from common.training.config import SegmentationConfig
 from common.training.dev_run import few_cases
 from common.training.distributed import Ranks
+from common.training.source import check_partitions
 
 
 class Plan(Protocol):
@@ -21,6 +22,16 @@ class Plan(Protocol):
     @property
     def model(self) -> Any:  # noqa: ANN401 - each app's own
         """What inference needs too."""
+        ...
+
+    @property
+    def partitions(self) -> int:
+        """Parts of the training cases."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Crops in one step, over all ranks."""
         ...
 
     def to_json(self) -> dict[str, Any]:
@@ -54,6 +65,9 @@ def decide(
         from_json: from `Plan.to_json` back to the plan.
         run: where it is written.
         ranks: those that train together.
+
+    Raises:
+        ValueError: what is decided does not fit the data, or these ranks cannot share it.
     """
     kept = run.directory / "plan.json"
 
@@ -76,4 +90,6 @@ def decide(
         return chosen.to_json(), plan.to_json()
 
     names, content = ranks.once(make)
-    return split_of(dataset, names, run.directory / "split.json"), from_json(content)
+    plan = from_json(content)  # of a resumed run its first one, which these ranks must be able to share
+    check_partitions(plan.partitions, plan.batch_size, config.accumulate, ranks.world, config.alike())
+    return split_of(dataset, names, run.directory / "split.json"), plan

@@ -46,7 +46,7 @@ class FileLog(Log):
         self._bar = tqdm(total=total, initial=done, unit="step", desc="train")
         self._shown: dict[str, str] = {}
         self._run, self._config, self._left = run, config, total - done
-        self._forecast = False
+        self._steps, self._forecast = 0, False
         self._samples, self._drawn = 0, time.monotonic()
         self._watching = ExitStack()
         self._profiler: StepProfiler | None = None
@@ -69,6 +69,7 @@ class FileLog(Log):
     def step(self, samples: int) -> None:
         """Count one step of so many crops."""
         self._samples += samples
+        self._steps += 1
         self._bar.update()
         if self._profiler is not None:
             self._profiler.step()
@@ -77,10 +78,10 @@ class FileLog(Log):
         """Write one epoch's record; `losses` of its steps, and the metric where it was validated."""
         losses = record["losses"]
         rate = self._samples / seconds
-        self._left -= len(losses)
-        if not self._forecast and self._left > 0:
-            each, self._forecast = seconds / max(1, len(losses)), True
-            self._run.say(f"forecast: {self._left} more steps of {each:.3g} s: about {self._left * each / 60:.1f} min")
+        left = self._left - self._steps
+        if not self._forecast and left > 0 and self._steps:  # a resumed run may do a part of its first epoch, or none
+            each, self._forecast = seconds / self._steps, True
+            self._run.say(f"forecast: {left} more steps of {each:.3g} s: about {left * each / 60:.1f} min")
         self._samples = 0
         record |= {
             "loss": sum(losses) / len(losses),
