@@ -33,6 +33,7 @@ def test_a_list_of_somebody_else_is_other_content(tmp_path: Path, content: str) 
 def test_hidden_files_are_no_content(tmp_path: Path) -> None:
     (tmp_path / ".part-of-a-killed-run").touch()
     claim(tmp_path, "list.json", PARAMETERS)
+    assert (tmp_path / MARKER).is_file()
 
 
 def test_each_index_is_made_once_and_no_more_than_allowed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
