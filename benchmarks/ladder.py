@@ -37,7 +37,6 @@ from data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
 from data_scripts.make_slides import make_slides
 
 _ROOT = Path(__file__).resolve().parents[1]
-_VALIDATIONS = 3  # of a rung of the climb
 _SHORT = 2  # epochs of a single change, of which the second is timed
 _MAKERS = {
     "spleen": lambda folder: make_ct_phantoms(folder, 20, progress=False),
@@ -121,7 +120,7 @@ def _run(app: str, rung: Rung, seed: int, epochs: int, folder: Path, bar: Any) -
     output = folder / "rung.json"
     output.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.ladder_worker", app, str(folder / "config.yaml")]
-    command += [str(epochs), str(_VALIDATIONS if epochs > _SHORT else 1), str(output)]
+    command += [str(epochs), "1" if epochs > _SHORT else str(_SHORT), str(output)]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     bar.update()
     if done.returncode:

@@ -142,11 +142,10 @@ ABSENT = {
         "cpu",
         "there is no GPU to copy to; batches of resident sources are uploaded from pinned memory there",
     ),
-    "CUDA graphs, torch.compile mode reduce-overhead": (
-        "any",
-        "no app has them yet; on a CPU there is nothing to save",
+    "CUDA graphs (torch.compile mode reduce-overhead), mode max-autotune": (
+        "cpu",
+        "there is no GPU: on a CPU these modes launch and tune the same kernels as the default",
     ),
-    "torch.compile mode max-autotune": ("any", "no app has it yet; it tunes the kernels of a GPU"),
     "workers, validations per epoch": ("any", "they change no step; apps/doctor.py says when they matter"),
     "GPUDirect storage (GDSDataset)": (
         "any",

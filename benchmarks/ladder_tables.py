@@ -1,9 +1,11 @@
 """The ladder's figures as Markdown."""
 
+import statistics
 from typing import Any
 
 Record = dict[str, Any]
 _METRICS = ("Dice", "AUC")
+_TARGET = 0.9  # of the quality that fast has in the end: what "epochs to" counts to
 
 
 def markdown(record: Record) -> str:
@@ -22,24 +24,40 @@ def markdown(record: Record) -> str:
 
 def _climb(record: Record) -> str:
     metric = _metric(record["climb"])
+    first, last = record["climb"][0], record["climb"][-1]
+    target = _TARGET * last[metric] if metric in last else 1.0
     lines = [
         "| rung | s per step | to the rung before | to the baseline | waited | prepare, cache | first epoch | "
-        f"{metric} | memory |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"{metric} | epochs, seconds to {target:.2f} | memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    first = record["climb"][0]
     for rung in record["climb"]:
         if "failed" in rung:
-            lines.append(f"| {rung['rung']} | failed: {rung['failed']} | | | | | | | |")
+            lines.append(f"| {rung['rung']} | failed: {rung['failed']} | | | | | | | | |")
             continue
         before = rung.get("times as fast as the rung before")
         so_far = first["s per step"] / rung["s per step"] if "s per step" in first else None
         lines.append(
             f"| {rung['rung']} | {rung['s per step']:.3g} | {_times(before)} | {_times(so_far)} "
             f"| {rung['waited, percent']:.0f}% | {rung['prepare and cache, s']:.3g} s "
-            f"| {rung['first epoch, s']:.3g} s | {rung[metric]:.3f} | {rung['peak memory, MiB']} MiB |"
+            f"| {rung['first epoch, s']:.3g} s | {rung[metric]:.3f} | {_reached(rung, target)} "
+            f"| {rung['peak memory, MiB']} MiB |"
         )
     return "\n".join(lines)
+
+
+def _reached(rung: Record, target: float) -> str:
+    """Return the median epoch and second, preparation included, of the first validation that has the target."""
+    firsts = [
+        next(((epoch, point[0]) for epoch, point in enumerate(curve, 1) if point[1] >= target), None)
+        for curve in rung["curves"]
+    ]
+    found = [each for each in firsts if each is not None]
+    if not found:
+        return "not reached"
+    some = "" if len(found) == len(firsts) else f" ({len(found)} of {len(firsts)} rounds)"
+    epochs, seconds = (statistics.median(values) for values in zip(*found, strict=True))
+    return f"{epochs:g}, {seconds:.3g} s{some}"
 
 
 def _beside(record: Record) -> str:

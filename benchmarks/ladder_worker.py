@@ -1,6 +1,6 @@
 """One rung of the ladder, in a process of its own.
 
-Run: python -m benchmarks.ladder_worker APP CONFIG.yaml EPOCHS VALIDATIONS OUT.json
+Run: python -m benchmarks.ladder_worker APP CONFIG.yaml EPOCHS VALIDATE_EVERY OUT.json
 """
 
 import statistics
@@ -23,21 +23,20 @@ from common.training.fit import fit
 from common.training.start import begin
 
 
-def climb_rung(app: str, path: Path, epochs: int, validations: int) -> dict[str, Any]:
+def climb_rung(app: str, path: Path, epochs: int, every: int) -> dict[str, Any]:
     """Train for so many epochs, and return what it took and what came of it.
 
     Args:
         app: name of the app.
         path: its configuration.
         epochs: each is timed; the first, which may compile and fill caches, apart.
-        validations: spread over them, unless the configuration says how often.
+        every: epochs between validations.
     """
     app_config = type(APPS[app].parse([]))
     config = config_from_yaml(app_config, path)
     with tempfile.TemporaryDirectory(prefix="rung-") as folder:
         run = begin(replace(config, run=Path(folder) / "run"), Path(folder), SINGLE)
         with APPS[app].open(config, run) as opened:
-            every = config.validate_every or max(1, epochs // max(1, validations))
             fitted = fit(replace(opened.setup, epochs=epochs, validate_every=every), config, run)
             per_epoch = opened.setup.batches.steps_per_epoch
         records = read_json_lines(run.directory / "metrics.jsonl")
@@ -66,9 +65,9 @@ def climb_rung(app: str, path: Path, epochs: int, validations: int) -> dict[str,
 
 def main() -> None:
     """Run the rung that the command line names."""
-    app, path, epochs, validations, output = sys.argv[1:]
+    app, path, epochs, every, output = sys.argv[1:]
     began = time.perf_counter()
-    found = climb_rung(app, Path(path), int(epochs), int(validations))
+    found = climb_rung(app, Path(path), int(epochs), int(every))
     write_json(Path(output), found | {"in all, s": round(time.perf_counter() - began, 2)})
 
 
