@@ -40,7 +40,7 @@ _SIZES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "brats": {
         "cpu": {
-            "filters": 8, "blocks_down": (1, 2, 2), "crop_size": (48, 48, 48), "window_size": (48, 48, 48),
+            "filters": 8, "blocks_down": (1, 2, 2), "crop_size": (48, 48, 48), "window_size": (72, 96, 72),
             "window_batch": 1, "overlap": 0.25, "batch_size": 4,
         },
         "cuda": {},
