@@ -1,0 +1,300 @@
+"""DICOM series in: found by their headers, checked slice by slice, read as one volume; no patient is ever named.
+
+A series goes by an alias, a slice by its InstanceNumber; what pydicom says of a file, quoting it, is not passed on.
+"""
+
+import hashlib
+import io
+import logging
+import math
+import re
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import imagecodecs
+import numpy as np
+import pydicom
+from pydicom.encaps import get_frame
+from pydicom.errors import BytesLengthException, InvalidDicomError
+from pydicom.pixels.decoders.base import get_decoder
+from pydicom.uid import JPEG2000, UID, JPEG2000Lossless
+
+from common.data.parallel import map_in_threads
+from common.data.volumes import Volume
+
+MAX_OFF_GRID = 0.1  # of the slice spacing: how far a slice may lie from its place on a regular grid
+MAX_GAP = 1.5  # times the usual spacing: behind a wider step a slice is missing
+MAX_TURN = 1e-3  # by how much direction cosines and mm of PixelSpacing may differ; scanners round them
+MIN_STEP = 0.01  # mm: slices nearer than this share a place
+MIN_TILT = 0.1  # degrees: less comes from rounded positions
+SCALED = ("CT", "PT")  # must have RescaleSlope and RescaleIntercept. Source: DICOM PS3.3 C.8.2.1 and C.8.9.1
+NAMED = 5  # places that a message names at most
+SIZES = {"Rows": 1, "Columns": 1, "PixelSpacing": 2}
+GEOMETRY = {**SIZES, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
+TAGS = (
+    *GEOMETRY, "SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "InstanceNumber", "Modality", "ImageType",
+    "NumberOfFrames", "PhotometricInterpretation", "SliceThickness", "RescaleSlope", "RescaleIntercept",
+    "ModalityLUTSequence",
+)  # fmt: skip
+# What pydicom and the decoders raise on damaged files; their messages may quote values or paths.
+BROKEN = (
+    OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error,
+    zlib.error, BytesLengthException, InvalidDicomError,
+)  # fmt: skip
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DicomSeries:
+    """A series of single-frame DICOM images, as its headers tell of it.
+
+    Attributes:
+        name: "series-" and 12 hexadecimal digits of the SHA-256 of the SeriesInstanceUID.
+        files: the slices in order of position along the normal, as they become Z; as found where there is a problem.
+        shape: X (columns), Y (rows), Z (slices); 0 where the headers do not tell.
+        modality: "CT", "MR", ...; "OT" (other) where the headers do not tell.
+        notes: what the user should know, without identifiers.
+        problem: why `read_series` refuses it; "" where the headers show no reason.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    shape: tuple[int, int, int]
+    modality: str
+    notes: tuple[str, ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class _Slice:
+    path: Path
+    header: Any  # pydicom.Dataset of TAGS
+    name: str  # "slice 7" by its InstanceNumber, which viewers show
+
+
+def find_series(folder: Path) -> tuple[DicomSeries, ...]:
+    """Return the image series of a folder and its subfolders, sorted by name; headers are read, pixels are not.
+
+    Other files, DICOMDIR and objects that are no images are left out; files with a broken header are counted in a log.
+
+    Raises:
+        FileNotFoundError: there is no such folder (its name is not repeated).
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError("the folder of DICOM files does not exist")
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with quiet_dicom():
+        slices = [one for one in map_in_threads(_read_header, paths, "headers", progress=False) if one]
+        known = [one for one in slices if _text(one, "SOPClassUID") and _text(one, "SeriesInstanceUID")]
+        groups: dict[str, list[_Slice]] = {}
+        for one in known:
+            if "Image Storage" in UID(_text(one, "SOPClassUID")).name:
+                groups.setdefault(_text(one, "SeriesInstanceUID"), []).append(one)
+        series = [_describe(uid, group) for uid, group in groups.items()]
+    if lost := len(slices) - len(known):
+        logger.warning("%d DICOM files left out, broken before they tell their series: copy them again", lost)
+    return tuple(sorted(series, key=lambda one: one.name))
+
+
+def read_series(series: DicomSeries) -> Volume:
+    """Decode a series into one volume, several slices at a time.
+
+    Returns:
+        voxels [X, Y, Z] in Fortran order, rescaled (HU for CT): int16 where slope and intercept are whole numbers and
+        all values fit, else float32. affine [4, 4] float64 to RAS mm; its third column is the step between slices,
+        sheared where the gantry was tilted. path: the alias.
+
+    Raises:
+        ValueError: it is no regular stack of grey images, or pixel data are broken; alias, slices, values and remedy.
+    """
+    if series.problem:
+        raise ValueError(series.problem)
+    with quiet_dicom():
+        slices = [one for one in map(_read_header, series.files) if one and _text(one, "SOPClassUID")]
+        if lost := len(series.files) - len(slices):
+            raise ValueError(f"{series.name}: {lost} of {len(series.files)} files cannot be read now: copy them again")
+        slices, affine, _ = _stack(series.name, slices)
+        frames = map_in_threads(lambda one: _decode(series.name, one), slices, "slices", progress=False)
+    return Volume(_rescaled(frames, [_scale(one) for one in slices]), affine, Path(series.name))
+
+
+@contextmanager
+def quiet_dicom() -> Iterator[None]:
+    """Keep pydicom and highdicom from quoting a file in a log or a warning: what they quote may name the patient."""
+    for library in ("pydicom", "highdicom"):
+        logging.getLogger(library).setLevel(logging.CRITICAL + 1)
+    pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _read_header(path: Path) -> _Slice | None:
+    """Return what a header says, nothing where it is damaged; None for a file that is no DICOM."""
+    header: Any = pydicom.Dataset()
+    with suppress(*BROKEN), path.open("rb") as stream:
+        if stream.read(132)[128:] != b"DICM":
+            return None
+        stream.seek(0)
+        header = pydicom.dcmread(stream, stop_before_pixels=True, specific_tags=list(TAGS))
+    number = _numbers(header, "InstanceNumber", 1)
+    return _Slice(path, header, f"slice {number[0]:.0f}" if number else "a slice without InstanceNumber")
+
+
+def _numbers(header: Any, keyword: str, count: int) -> tuple[float, ...]:  # noqa: ANN401 - a dataset of pydicom
+    """Return the numbers of a tag; () where it is missing, or does not hold so many finite numbers."""
+    with suppress(*BROKEN):
+        value = header.get(keyword)
+        numbers = tuple(float(each) for each in (value if count > 1 else [value]))
+        if len(numbers) == count and all(map(math.isfinite, numbers)):
+            return numbers
+    return ()
+
+
+def _text(one: _Slice, keyword: str) -> str:
+    """Return a tag as text; "" where it is missing or cannot be read."""
+    with suppress(*BROKEN):
+        return str(one.header.get(keyword) or "")
+    return ""
+
+
+def _describe(uid: str, slices: list[_Slice]) -> DicomSeries:
+    """Return what is to be known of a series before its pixels are read."""
+    name = "series-" + hashlib.sha256(uid.encode()).hexdigest()[:12]
+    images = [one for one in slices if "LOCALIZER" not in _text(one, "ImageType")]
+    unique = list({_text(one, "SOPInstanceUID") or str(number): one for number, one in enumerate(images)}.values())
+    counts = {"localizers": len(slices) - len(images), "copies of others": len(images) - len(unique)}
+    notes = tuple(f"{count} of {len(slices)} images are {what}: left out" for what, count in counts.items() if count)
+    problem = "" if images else f"{name}: its images are localizers, no volume: choose another series"
+    try:
+        slices, _, more = _stack(name, unique) if unique else (slices, None, ())
+        notes += more
+    except ValueError as error:
+        problem = str(error)
+    x, y = (int(sum(_numbers(slices[0].header, keyword, 1))) for keyword in ("Columns", "Rows"))
+    modality = _text(slices[0], "Modality") if re.fullmatch("[A-Z]{2,16}", _text(slices[0], "Modality")) else "OT"
+    return DicomSeries(name, tuple(one.path for one in slices), (x, y, len(slices)), modality, notes, problem)
+
+
+def _stack(name: str, slices: list[_Slice]) -> tuple[list[_Slice], np.ndarray, tuple[str, ...]]:
+    """Return the slices in order, the affine and notes; ValueError where they are no regular stack of grey images."""
+    for one in slices:
+        _check_image(f"{name}: {one.name}", one)
+    if len(slices) < 2:
+        raise ValueError(f"{name}: it holds 1 slice, a volume needs 2 or more: copy the whole series")
+    _check_alike(name, slices)
+    turn = np.reshape(_numbers(slices[0].header, "ImageOrientationPatient", 6), (2, 3))
+    if np.abs(turn @ turn.T - np.eye(2)).max() > MAX_TURN:
+        said = f"not two unit vectors at right angles (within {MAX_TURN})"
+        raise ValueError(f"{name}: ImageOrientationPatient {turn.tolist()} is {said}: export the series again")
+    normal, positions = np.cross(*turn), np.array([_numbers(one.header, "ImagePositionPatient", 3) for one in slices])
+    order = np.argsort(positions @ normal, kind="stable")
+    slices, positions = [slices[index] for index in order], positions[order]
+    _check_regular(name, slices, positions, positions @ normal)
+    step = (positions[-1] - positions[0]) / (len(slices) - 1)
+    between_rows, between_columns = _numbers(slices[0].header, "PixelSpacing", 2)
+    affine = np.eye(4)
+    affine[:3] = np.column_stack((turn[0] * between_columns, turn[1] * between_rows, step, positions[0]))
+    notes, distance = [], float(step @ normal)
+    tilt = math.degrees(math.atan2(float(np.linalg.norm(step - distance * normal)), distance))
+    if tilt > MIN_TILT:
+        notes.append(f"gantry tilt of {tilt:.1f} degrees: the affine is sheared")
+    thickness = sum(_numbers(slices[0].header, "SliceThickness", 1))
+    if thickness and abs(thickness - distance) > MIN_STEP:
+        notes.append(f"SliceThickness {thickness:g} mm but slices lie {distance:g} mm apart: the distance counts")
+    return slices, np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine, tuple(notes)  # DICOM's LPS to RAS
+
+
+def _check_image(name: str, one: _Slice) -> None:
+    """Refuse what is not one grey image with a place in space, values that are known, and a codec that is."""
+    frames = sum(_numbers(one.header, "NumberOfFrames", 1))
+    if "Enhanced" in UID(_text(one, "SOPClassUID")).name or frames > 1:
+        raise ValueError(f"{name} is an enhanced multi-frame image ({frames:.0f} frames): export single-frame slices")
+    if not (_text(one, "PhotometricInterpretation") or "MONOCHROME").startswith("MONOCHROME"):
+        raise ValueError(f"{name} is a colour image: choose a series of grey images")
+    missing = [keyword for keyword, count in GEOMETRY.items() if not _numbers(one.header, keyword, count)]
+    if missing:
+        raise ValueError(f"{name} lacks {', '.join(missing)} as numbers: truncated, or no slice; export it again")
+    sizes = {keyword: _numbers(one.header, keyword, count) for keyword, count in SIZES.items()}
+    if min(map(min, sizes.values())) <= 0:
+        raise ValueError(f"{name} has {sizes}, each must be above 0: export it again")
+    if not any(_scale(one)[:1]):
+        raise ValueError(f"{name} lacks a usable RescaleSlope and RescaleIntercept: export it again")
+    said = "unknown"
+    with suppress(*BROKEN):
+        syntax = one.header.file_meta.TransferSyntaxUID
+        said = "unknown" if syntax.name == syntax else syntax.name
+        if get_decoder(syntax).is_available:
+            return
+    raise ValueError(f"{name} has transfer syntax {said}, which cannot be decoded: export it uncompressed")
+
+
+def _check_alike(name: str, slices: Sequence[_Slice]) -> None:
+    """Refuse slices of another size, spacing or direction than the first."""
+    for one in slices[1:]:
+        for keyword in ("Rows", "Columns", "PixelSpacing", "ImageOrientationPatient"):
+            due, found = (np.array(_numbers(each.header, keyword, GEOMETRY[keyword])) for each in (slices[0], one))
+            if np.abs(due - found).max() > MAX_TURN:
+                said = f"{slices[0].name} has {keyword} {due.tolist()}, {one.name} has {found.tolist()}"
+                raise ValueError(f"{name} mixes stacks: {said} (at most {MAX_TURN} apart); export each by itself")
+
+
+def _check_regular(name: str, slices: Sequence[_Slice], positions: np.ndarray, along: np.ndarray) -> None:
+    """Refuse slices at one place, gaps, and slices off the regular grid; `along` is mm along the normal, ascending."""
+    steps = np.diff(along)
+    usual = float(np.median(steps[steps > MIN_STEP])) if steps.max() > MIN_STEP else math.inf
+    same, gaps = np.flatnonzero(steps <= MIN_STEP).tolist(), np.flatnonzero(steps > MAX_GAP * usual).tolist()
+    ends = [f"{one.name} at {place:.2f} mm" for one, place in zip(slices, along, strict=True)]
+    places = [f"{ends[place]} and {ends[place + 1]}" for place in same or gaps]
+    said = "; ".join(places[:NAMED] + [f"and {len(places) - NAMED} more"] * (len(places) > NAMED))
+    if same:
+        found = f"{len(slices)} slices lie at {len(slices) - len(same)} positions ({said})"
+        raise ValueError(f"{name}: {found}: several phases or echoes in one series; export each by itself")
+    if gaps:
+        found = f"slices are missing between {said}, others lie {usual:.2f} mm apart (bound: {MAX_GAP} times that)"
+        raise ValueError(f"{name}: {found}: copy the whole series")
+    off = np.linalg.norm(positions - np.linspace(positions[0], positions[-1], len(positions)), axis=1)
+    if off.max() > MAX_OFF_GRID * usual:
+        found = f"{slices[int(off.argmax())].name} lies {off.max():.2f} mm off the regular grid"
+        raise ValueError(f"{name}: {found} (at most {MAX_OFF_GRID * usual:.2f}): export it evenly spaced")
+
+
+def _scale(one: _Slice) -> tuple[float, ...]:
+    """Return RescaleSlope and RescaleIntercept; 1 and 0 where a modality may go without, () where they are unusable."""
+    tags = ("RescaleSlope", "RescaleIntercept", "ModalityLUTSequence")
+    if _text(one, "Modality") not in SCALED and not any(keyword in one.header for keyword in tags):
+        return 1.0, 0.0
+    found = tuple(number for keyword in tags[:2] for number in _numbers(one.header, keyword, 1))
+    return found if len(found) == 2 and tags[2] not in one.header else ()
+
+
+def _decode(name: str, one: _Slice) -> np.ndarray:
+    """Return the stored values of a slice, [Y, X], any integer type."""
+    due = tuple(int(_numbers(one.header, keyword, 1)[0]) for keyword in ("Rows", "Columns"))
+    pixels = np.empty(0)
+    with suppress(*BROKEN):
+        image: Any = pydicom.dcmread(io.BytesIO(one.path.read_bytes()))
+        if image.file_meta.TransferSyntaxUID in (JPEG2000, JPEG2000Lossless):  # GDCM would hold Python's lock
+            pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
+        if pixels.shape != due or (pixels.dtype.kind == "i") != bool(image.PixelRepresentation):
+            pixels = image.pixel_array
+    if pixels.shape != due:
+        raise ValueError(f"{name}: the pixel data of {one.name} are missing, truncated or damaged: copy it again")
+    return pixels
+
+
+def _rescaled(frames: Sequence[np.ndarray], scales: Sequence[tuple[float, ...]]) -> np.ndarray:
+    """Return stored values [Y, X] times slope plus intercept as [X, Y, Z], Fortran order, int16 if exact or float32."""
+    pairs = list(zip(frames, scales, strict=True))
+    ends = [float(end) * slope + shift for frame, (slope, shift) in pairs for end in (frame.min(), frame.max())]
+    exact = min(ends) >= -(2**15) and max(ends) < 2**15 and all(value.is_integer() for both in scales for value in both)
+    voxels = np.empty((*frames[0].shape[::-1], len(frames)), np.int16 if exact else np.float32, order="F")
+    for plane, (frame, (slope, shift)) in zip(voxels.T, pairs, strict=True):
+        plane[:] = frame * np.float64(slope) + shift
+    return voxels

@@ -1,0 +1,163 @@
+"""DICOM segmentations out: a label map as a SEG object that viewers lay over its series."""
+
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydicom
+from highdicom.content import AlgorithmIdentificationSequence
+from highdicom.seg import Segmentation, SegmentDescription
+from pydicom.sr.codedict import codes
+from pydicom.uid import generate_uid
+
+from common.data.dicom import BROKEN, DicomSeries, quiet_dicom
+from common.files import atomic_path
+from common.inference.labelling import Region
+
+SERIES_NUMBER = 9000  # any will do; beyond those that scanners give
+# What a SEG needs of its source images: where they lie and what they are called, nothing of the patient.
+REFERENCES = (
+    "SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID", "FrameOfReferenceUID", "Modality", "Rows",
+    "Columns", "ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing", "SliceThickness",
+    "LossyImageCompression",
+)  # fmt: skip
+# Attributes that must be there, but may be empty (type 2). Source: DICOM PS3.3 C.7.1.1 and C.7.2.1
+BLANK = (
+    "PatientName", "PatientID", "PatientBirthDate", "PatientSex", "StudyDate", "StudyTime", "StudyID",
+    "AccessionNumber", "ReferringPhysicianName",
+)  # fmt: skip
+# SNOMED CT names of what a structure is; a word of its name decides, lesions first. Source: DICOM PS3.16 CID 7166, 7159
+ORGANS = {
+    "spleen": "Spleen", "liver": "Liver", "kidney": "Kidney", "pancreas": "Pancreas", "lung": "Lung", "heart": "Heart",
+    "brain": "Brain", "prostate": "Prostate", "hippocampus": "Hippocampus", "gallbladder": "Gallbladder",
+    "stomach": "Stomach", "aorta": "Aorta", "colon": "Colon", "esophagus": "Esophagus", "bone": "Bone",
+}  # fmt: skip
+LESIONS = {
+    "edema": "Edema", "oedema": "Edema", "necrosis": "Necrosis", "tumor": "Neoplasm", "tumour": "Neoplasm",
+    "neoplasm": "Neoplasm", "cancer": "Neoplasm", "wt": "Neoplasm", "tc": "Neoplasm", "et": "Neoplasm",
+}  # fmt: skip
+
+
+def write_seg(
+    path: Path,
+    labels: np.ndarray,
+    series: DicomSeries,
+    structures: Sequence[Region],
+    *,
+    algorithm: str,
+    version: str,
+    keep_patient: bool = False,
+) -> None:
+    """Write a label map as a binary DICOM segmentation with one segment per structure, atomically.
+
+    The study, series and frame-of-reference UIDs are those of the source, so that viewers and archives can match them.
+    A structure without voxels keeps its segment, without frames; where none has any, all frames are stored, empty.
+
+    Args:
+        path: the file to write.
+        labels: [X, Y, Z] uint8, on the grid that `read_series` gives.
+        series: where the labels were found; the headers of its files are read again.
+        structures: at least one; a voxel may belong to several.
+        algorithm: what found them, up to 64 characters, as is `version`.
+        version: of the algorithm.
+        keep_patient: copy the attributes of patient, study and equipment, for filing into an archive; else those are
+            empty, and only the UIDs lead back to the patient.
+
+    Raises:
+        ValueError: a source header cannot be read or lacks what a segmentation must refer to.
+    """
+    assert labels.dtype == np.uint8, labels.dtype
+    assert labels.shape == series.shape, (labels.shape, series.shape)
+    assert structures
+    content = io.BytesIO()
+    with quiet_dicom():
+        try:
+            sources = [_source(file, keep_patient) for file in series.files]
+            _segmentation(labels, sources, structures, algorithm, version).save_as(content)
+        except BROKEN:
+            # The cause may quote the patient: it is not chained.
+            due = (*REFERENCES, *BLANK) if keep_patient else REFERENCES
+            raise ValueError(
+                f"{series.name}: no DICOM segmentation can be written: a header cannot be read, or lacks or holds in "
+                f"a wrong form one of {', '.join(due)}: correct the headers, or write NIfTI"
+            ) from None
+    with atomic_path(path) as part:
+        part.write_bytes(content.getbuffer())
+
+
+def _source(file: Path, keep_patient: bool) -> pydicom.Dataset:
+    """Return the header of a source image; without the patient, identifying attributes are never read."""
+    with file.open("rb") as stream:
+        header = pydicom.dcmread(
+            stream, stop_before_pixels=True, specific_tags=None if keep_patient else list(REFERENCES)
+        )
+    for keyword in BLANK:
+        if keyword not in header:
+            setattr(header, keyword, None)
+    return header
+
+
+def _segmentation(
+    labels: np.ndarray, sources: list[pydicom.Dataset], structures: Sequence[Region], algorithm: str, version: str
+) -> Segmentation:
+    masks = np.stack([np.isin(labels.T, region.members) for region in structures], axis=-1)  # [Z, Y, X, S]
+    found_by = AlgorithmIdentificationSequence(algorithm, codes.cid7162.ArtificialIntelligence, version)
+    image = Segmentation(  # frames without voxels are left out, unless all are
+        source_images=sources,
+        pixel_array=masks,
+        segmentation_type="BINARY",
+        segment_descriptions=[_described(number, each.name, found_by) for number, each in enumerate(structures, 1)],
+        series_instance_uid=generate_uid(),
+        series_number=SERIES_NUMBER,
+        sop_instance_uid=generate_uid(),
+        instance_number=1,
+        manufacturer="medspeed",
+        manufacturer_model_name=algorithm,
+        software_versions=version,
+        device_serial_number="none",  # must not be empty (type 1), and must not name a host
+        content_label="SEGMENTATION",
+        content_description=f"Segmentation by {algorithm}"[:64],
+        series_description=f"Segmentation by {algorithm}"[:64],
+        specific_character_set="ISO_IR 192",  # UTF-8 holds whatever the source's character set does
+    )
+    _set_distance(image, sources)
+    return image
+
+
+def _set_distance(image: Segmentation, sources: list[pydicom.Dataset]) -> None:
+    """Store the distance of the slices' planes, which highdicom leaves out where they are tilted."""
+    first, last = (np.array(one.ImagePositionPatient, np.float64) for one in (sources[0], sources[-1]))
+    turn = np.array(sources[0].ImageOrientationPatient, np.float64)
+    distance = round(float((last - first) @ np.cross(turn[:3], turn[3:])) / (len(sources) - 1), 6)
+    measures = image.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
+    measures.SpacingBetweenSlices = distance
+    measures.SliceThickness = measures.get("SliceThickness") or distance
+
+
+def _described(number: int, name: str, found_by: AlgorithmIdentificationSequence) -> SegmentDescription:
+    category, kind = _codes(name)
+    return SegmentDescription(
+        segment_number=number,
+        segment_label=name,
+        segmented_property_category=category,
+        segmented_property_type=kind,
+        algorithm_type="AUTOMATIC",
+        algorithm_identification=found_by,
+        tracking_uid=generate_uid(),
+        tracking_id=f"{name} {number}",
+    )
+
+
+def _codes(name: str) -> tuple[Any, Any]:
+    """Return category and type of a structure; Tissue and Tissue where its name says nothing."""
+    words = re.findall("[a-z]+", name.lower())
+    for word in words:
+        if word in LESIONS:
+            return codes.SCT.MorphologicallyAbnormalStructure, getattr(codes.SCT, LESIONS[word])
+    for word in words:
+        if word in ORGANS:
+            return codes.SCT.AnatomicalStructure, getattr(codes.SCT, ORGANS[word])
+    return codes.SCT.Tissue, codes.SCT.Tissue
