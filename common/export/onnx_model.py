@@ -14,6 +14,9 @@ from torch import nn
 from common.files import atomic_path
 
 ExportPrecision = Literal["fp32", "fp16"]
+"""What torch exports."""
+ModelPrecision = Literal["fp32", "fp16", "int8"]
+"""What an ONNX model may be in: INT8 is made from the export in fp32."""
 Window = tuple[int, ...]
 """Shape (C, *sides) of one window: C, X, Y, Z of a volume or C, Y, X of an image."""
 OPSET = 21  # the first in which group normalisation is one operator

@@ -5,21 +5,24 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from common.export.onnx_model import ModelPrecision
 from common.inference.predictors import Predictor, onnxruntime_predictor, torch_predictor
 
 Evaluate = Callable[[Predictor], float]
 """Returns the quality of a predictor on the validation cases, in [0, 1]: foreground Dice, or AUC."""
 LOGIT_BOUND = 1e-3
 """Most that a logit may differ from torch in fp32."""
-QUALITY_BOUNDS = {"fp32": 0.001, "fp16": 0.005}
+QUALITY_BOUNDS = {"fp32": 0.001, "fp16": 0.005, "int8": 0.01}
 """Most that the validation quality may change."""
 HALF_BOUND = 32768.0
 """Largest activation in half precision, whose numbers end at 65504: another scan may bring twice as much."""
+CLIPPED_BOUND = 0.01
+"""Largest part of the values of the gate's windows that may lie outside the range of the calibration windows."""
 BATCH_SIZES = (1, 2, 3)
 
 
@@ -68,7 +71,7 @@ def take_reference(network: nn.Module, windows: torch.Tensor, evaluate: Evaluate
     return Reference(windows, logits, quality, evaluate)
 
 
-def check_onnx(reference: Reference, path: Path, precision: Literal["fp32", "fp16"]) -> Parity:
+def check_onnx(reference: Reference, path: Path, precision: ModelPrecision) -> Parity:
     """Check an ONNX model in ONNX Runtime against torch.
 
     On the CPU ONNX Runtime computes fp16 models in wider numbers: `check_half_range` is due beside it.
@@ -82,7 +85,7 @@ def check_onnx(reference: Reference, path: Path, precision: Literal["fp32", "fp1
 def check_predictor(
     reference: Reference,
     predict: Predictor,
-    precision: Literal["fp32", "fp16"],
+    precision: ModelPrecision,
     name: str,
     batch_sizes: Iterable[int],
     device: torch.device | None = None,
@@ -92,7 +95,7 @@ def check_predictor(
     Args:
         reference: what torch computes.
         predict: takes windows on `device`.
-        precision: chooses the bounds; in fp16 the logits need only be finite, and the quality tells.
+        precision: chooses the bounds; in fp16 and int8 the logits need only be finite, and the quality tells.
         name: of the export, for the error.
         batch_sizes: windows in one call.
         device: by default the CPU.
@@ -148,6 +151,31 @@ def check_half_range(network: nn.Module, windows: torch.Tensor) -> float:
                 f"(bound {HALF_BOUND:g}, half precision ends at 65504)"
             )
     return max(value.item() for value in largest.values())
+
+
+def check_calibration(calibration: torch.Tensor, windows: torch.Tensor) -> float:
+    """Check that windows to calibrate INT8 on span the values of the gate's windows: what lies outside is cut off.
+
+    Args:
+        calibration: [M, C, *sides] float32.
+        windows: [N, C, *sides] float32.
+
+    Returns:
+        The part of the gate's values that is cut off.
+
+    Raises:
+        ParityError: the calibration windows are not finite, or more than `CLIPPED_BOUND` is cut off.
+    """
+    most = calibration.abs().amax()  # hands NaN on
+    if not most.isfinite():
+        raise ParityError(f"int8: a value of the calibration windows is {most.item()}")
+    clipped = (windows.abs() > most.to(windows.device)).float().mean().item()
+    if clipped > CLIPPED_BOUND:
+        raise ParityError(
+            f"int8: {clipped:.1%} of the values of the gate's windows lie outside the calibration windows' range of "
+            f"{most.item():.6g} (bound {CLIPPED_BOUND:.0%}): calibrate on training cases prepared in the same way"
+        )
+    return clipped
 
 
 def _round_and_watch(module: nn.Module, name: str, largest: dict[str, torch.Tensor]) -> None:

@@ -49,6 +49,7 @@ class EngineRecord:
         max_abs_diff: largest difference of a logit from torch in fp32; None where it did not run.
         quality_delta: change of the validation quality; None where it did not run.
         reason: why it did not run, or why it was refused; None where all went well.
+        bytes: size of the plan.
     """
 
     precision: str
@@ -61,6 +62,7 @@ class EngineRecord:
     max_abs_diff: float | None = None
     quality_delta: float | None = None
     reason: str | None = None
+    bytes: int | None = None
 
 
 def build_engine(
@@ -69,7 +71,7 @@ def build_engine(
     """Build a TensorRT engine, or keep the one at `engine_path` if it is just what would be built.
 
     Args:
-        onnx_path: a model that `export_onnx` wrote, in the folder of `engine_path`.
+        onnx_path: a model that `export_onnx` or `quantise` wrote, in the folder of `engine_path`.
         engine_path: where the plan goes; its manifest goes to `PLAN.json`.
         batch: the fewest windows in one call, the number to tune for, the most.
         flavour: "auto" takes full TensorRT where it is installed and there is a GPU.
@@ -105,7 +107,13 @@ def build_engine(
             part.write_bytes(_serialized(trt, onnx_path, wanted))
         write_json(manifest_path(engine_path), asdict(replace(wanted, plan_sha256=sha256_of(engine_path))))
     return EngineRecord(
-        wanted.precision, chosen, wanted.version, wanted.targets, str(engine_path), sha256_of(engine_path)
+        wanted.precision,
+        chosen,
+        wanted.version,
+        wanted.targets,
+        str(engine_path),
+        sha256_of(engine_path),
+        bytes=engine_path.stat().st_size,
     )
 
 

@@ -37,7 +37,7 @@ class EngineManifest:
         flavour: the Python module that built it and must run it.
         version: that module's version; another version cannot read the plan.
         targets: compute capabilities of the GPUs that it runs on, such as "8.9".
-        precision: "fp32" or "fp16", as in the ONNX model.
+        precision: "fp32", "fp16" or "int8", as in the ONNX model.
         window: shape (C, *sides) of one window, the largest where its sides are free.
         smallest: shape of the smallest window.
         batch: windows in one call: the fewest, the number that the engine is tuned for, the most.
@@ -50,7 +50,7 @@ class EngineManifest:
     flavour: Flavour
     version: str
     targets: tuple[str, ...]
-    precision: Literal["fp32", "fp16"]
+    precision: Literal["fp32", "fp16", "int8"]
     window: tuple[int, ...]
     smallest: tuple[int, ...]
     batch: tuple[int, int, int]

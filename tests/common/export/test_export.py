@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from common.export.export import ExportRecord, export_model
+from common.export.export import ExportRecord, OnnxRecord, export_model, precision_table
 from common.export.onnx_model import HalfNetwork, export_onnx
 from common.export.parity import ParityError
+from common.export.tensorrt_engine import EngineRecord
 from common.files import sha256_of, write_json
 from common.inference.predictors import Predictor, onnxruntime_predictor
 
@@ -47,6 +48,7 @@ def test_all_is_exported_and_recorded(tmp_path: Path, tiny: nn.Module, dices: Di
     assert [entry["precision"] for entry in content["onnx"]] == ["fp32", "fp16"]
     for entry in (*content["onnx"], *content["engines"]):
         assert entry["sha256"] == sha256_of(Path(entry["path"]))
+        assert entry["bytes"] == Path(entry["path"]).stat().st_size
     assert content["onnx"][0]["max_abs_diff"] <= 1e-5 < content["onnx"][1]["max_abs_diff"] <= 1e-2
     assert [entry["quality_delta"] for entry in content["onnx"]] == pytest.approx([0.0004, 0.003])
     assert [entry["reason"] for entry in content["onnx"]] == [None, None]
@@ -75,6 +77,73 @@ def test_engines_that_run_pass_the_same_gate(tmp_path: Path, tiny: nn.Module, di
     assert [engine.quality_delta for engine in record.engines] == pytest.approx([0.0003, 0.004])
     differences = [engine.max_abs_diff for engine in record.engines]
     assert differences == [model.max_abs_diff for model in record.onnx]  # the stand-in computes the same
+
+
+def test_int8_comes_last_with_its_engine(tmp_path: Path, tiny: nn.Module, dices: Dices, engine_on_cpu: Any):
+    record = export(tiny, tmp_path, dices(0.9, 0.9, 0.9, 0.892, 0.9, 0.9, 0.891), calibration=torch.rand(2, 1, 8, 8, 8))
+    assert [model.precision for model in record.onnx] == ["fp32", "fp16", "int8"]
+    assert [model.note is None for model in record.onnx] == [True, True, False]
+    assert record.onnx[2].note == "INT8: 2 Conv; fp32, as only convolutions are quantised: 1 PRelu"
+    assert record.onnx[2].quality_delta == pytest.approx(0.008)
+    engine = record.engines[2]
+    assert (engine.precision, engine.ran, engine.reason) == ("int8", True, None)
+    assert engine.quality_delta == pytest.approx(0.009)
+    assert engine.max_abs_diff == record.onnx[2].max_abs_diff
+    assert engine.bytes == (tmp_path / "model_int8.plan").stat().st_size
+
+
+def test_refused_int8_model_has_no_engine(tmp_path: Path, tiny: nn.Module, dices: Dices, engine_on_cpu: Any):
+    record = export(tiny, tmp_path, dices(0.9, 0.9, 0.9, 0.88, 0.9), calibration=torch.rand(2, 1, 8, 8, 8))
+    assert record.onnx[2].path is None
+    assert record.onnx[2].reason is not None
+    assert "model_int8.onnx: validation quality 0.8800" in record.onnx[2].reason
+    assert [engine.precision for engine in record.engines] == ["fp32", "fp16"]
+    assert not any("int8" in name for name in names(tmp_path))
+
+
+@pytest.mark.parametrize(("fail", "ran"), [("context", False), ("execute", True)])
+def test_int8_engine_that_does_not_run_is_refused_alone(
+    tmp_path: Path, tiny: nn.Module, dices: Dices, engine_on_cpu: Any, fail: str, ran: bool
+):
+    calls = []
+
+    def evaluate(predict: Predictor) -> float:
+        calls.append(predict)
+        engine_on_cpu.fail = fail if len(calls) == 6 else ""  # torch, three ONNX models, two engines
+        return 0.9
+
+    record = export(tiny, tmp_path, evaluate, calibration=torch.rand(2, 1, 8, 8, 8))
+    engine = record.engines[2]
+    assert (engine.precision, engine.ran, engine.path, engine.bytes) == ("int8", ran, None, None)
+    assert engine.reason is not None
+    assert "model_int8.plan" in engine.reason
+    assert [built.reason for built in record.engines[:2]] == [None, None]
+    assert [model.reason for model in record.onnx] == [None, None, None]
+    assert {name for name in names(tmp_path) if "int8" in name} == {"model_int8.onnx"}
+
+
+def test_table_of_precisions():
+    record = ExportRecord(
+        (
+            OnnxRecord("fp32", "a.onnx", "0", 1.5e-6, 0.0, bytes=3 * 2**20),
+            OnnxRecord("fp16", reason="half precision: |x| reaches\n70000"),
+            OnnxRecord("int8", "c.onnx", "0", 0.5, 0.0012, bytes=2**20, note="INT8: 2 Conv"),
+        ),
+        (
+            EngineRecord("fp32", "tensorrt_rtx", "1.7", (), "a.plan", "0", bytes=2**21),
+            EngineRecord("int8", "tensorrt_rtx", "1.7", (), None, None, reason="no GPU"),
+        ),
+        None,
+    )
+    assert precision_table(record, {"fp32": 1.5, "int8": 0.25}).splitlines() == [
+        "| precision | ONNX MiB | engine MiB | s per window in ONNX Runtime "
+        "| largest logit difference | quality change | verdict |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| fp32 | 3.0 | 2.0 | 1.500 | 1.5e-06 | 0.0000 | kept |",
+        "| fp16 | — | — | — | — | — | half precision: \\|x\\| reaches 70000 |",
+        "| int8 | 1.0 | — | 0.250 | 0.5 | 0.0012 | kept; engine: no GPU |",
+    ]
+    assert "| 1.500 |" not in precision_table(record)
 
 
 def test_fp32_engine_that_computes_something_else_is_an_error(

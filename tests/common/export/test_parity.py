@@ -3,6 +3,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from common.export.parity import (
     QUALITY_BOUNDS,
     ParityError,
     Reference,
+    check_calibration,
     check_half_range,
     check_onnx,
     check_predictor,
@@ -92,14 +94,15 @@ def test_one_bad_batch_size_is_enough(reference: Reference, size: int):
         check_predictor(reference, predict, "fp32", "it", (1, 2, 3))
 
 
-def test_logits_in_fp16_need_only_be_finite(reference: Reference):
-    assert check_predictor(reference, shifted(reference, 0.5), "fp16", "it", (2,)).max_abs_diff == pytest.approx(0.5)
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_logits_in_fp16_and_int8_need_only_be_finite(reference: Reference, precision: Any):
+    assert check_predictor(reference, shifted(reference, 0.5), precision, "it", (2,)).max_abs_diff == pytest.approx(0.5)
     for bad in (math.nan, math.inf):
         with pytest.raises(ParityError, match=r"a logit differs by (nan|inf)"):
-            check_predictor(reference, shifted(reference, bad), "fp16", "it", (2,))
+            check_predictor(reference, shifted(reference, bad), precision, "it", (2,))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_bound_of_the_dice(tiny: nn.Module, dices: Dices, precision: str, sign: int):
     for part, fine in ((0.9, True), (1.1, False)):
@@ -180,3 +183,23 @@ def test_the_bound_of_activations_is_below_the_end_of_half_precision():
     for value in (HALF_BOUND + 32, -40000.0, 1e9, math.nan):
         with pytest.raises(ParityError, match="activation of module 0 reaches"):
             check_half_range(network, torch.full((1, 1, 2, 2, 2), value))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_values_outside_the_calibrated_range_are_counted(sign: int):
+    windows = torch.zeros(2, 1, 5, 5, 4)  # 200 values
+    windows.view(-1)[:2] = 1.5 * sign
+    calibration = torch.full((1, 1, 5, 5, 4), -1.0)
+    assert check_calibration(calibration, windows) == pytest.approx(0.01)
+    windows.view(-1)[2] = 1.001 * sign
+    with pytest.raises(ParityError, match=r"int8: 1\.5% of the values .* range of 1 \(bound 1%\)"):
+        check_calibration(calibration, windows)
+    assert check_calibration(calibration * 1.5, windows) == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_calibration_windows_must_be_finite(value: float):
+    calibration = torch.ones(2, 1, 2, 2, 2)
+    calibration[1, 0, 0, 0, 0] = value
+    with pytest.raises(ParityError, match=r"int8: a value of the calibration windows is -?(nan|inf)"):
+        check_calibration(calibration, torch.ones(1, 1, 2, 2, 2))
