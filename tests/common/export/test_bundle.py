@@ -1,0 +1,330 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+from apps.brats.model import BratsModel
+from apps.pathology.model import PathologyModel, normalised
+from apps.pathology.weights import TWIN, resnet_weights
+from apps.spleen.model import SpleenModel
+from common.data.preparation import Preparation, prepare_volume
+from common.data.volumes import read_volume
+from common.export.bundle import painting, write_bundle, write_patch_bundle
+from common.export.bundle_files import LICENCE
+from common.inference.labelling import Labelling, Region
+from common.inference.model_file import write_model
+from common.inference.predictors import torch_predictor
+from common.inference.segmentation import SegmentationModel, predict_labels, predict_logits
+from data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
+from models.resnet18_fcn import resnet18_fcn
+
+BRATS = Labelling(
+    ("background", "edema", "core", "enhancing"),
+    (Region("TC", (2, 3), 2), Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3)),
+    exclusive=False,
+)
+RIVALS = Labelling(
+    ("background", "a", "", "b", "c"),
+    (Region("a", (1,), 1), Region("b", (3,), 3), Region("all", (1, 3, 4), 4), Region("c", (4,), 4)),
+    exclusive=False,
+)
+
+
+class Trained(NamedTuple):
+    run: Path
+    model: SegmentationModel
+    network: dict[str, Any]
+
+
+def spleen_model(labels: tuple[str, ...] = ("background", "spleen")) -> SpleenModel:
+    preparation = Preparation((4.1, 3.9, 5.3), "window", (-57.0, 164.0))
+    return SpleenModel(labels, preparation, (4, 8, 16), 2, (48, 40, 32), 2, "fp32")
+
+
+def unet_config(model: SpleenModel) -> dict[str, Any]:
+    """What `models.unet3d` builds, in MONAI's own words."""
+    return {
+        "_target_": "UNet",
+        "spatial_dims": 3,
+        "in_channels": model.preparation.channels,
+        "out_channels": len(model.labels),
+        "channels": list(model.channels),
+        "strides": [2] * (len(model.channels) - 1),
+        "num_res_units": model.residual_units,
+        "norm": "batch",
+    }
+
+
+def brats_model() -> BratsModel:
+    preparation = Preparation((2.27, 2.27, 2.27), "zscore", None, 4)
+    return BratsModel(BRATS, preparation, 8, (1, 1, 1), 0.0, (40, 48, 32), 1, 0.25, "fp32")
+
+
+def segresnet_config(model: BratsModel) -> dict[str, Any]:
+    """What `models.segresnet3d` builds, in MONAI's own words."""
+    return {
+        "_target_": "SegResNet",
+        "spatial_dims": 3,
+        "init_filters": model.filters,
+        "in_channels": model.preparation.channels,
+        "out_channels": model.labelling.channels,
+        "dropout_prob": model.dropout or None,
+        "blocks_down": list(model.blocks_down),
+        "blocks_up": [1] * (len(model.blocks_down) - 1),
+    }
+
+
+def random_run(run: Path, app: str, model: SegmentationModel, network: dict[str, Any]) -> Trained:
+    torch.manual_seed(0)
+    run.mkdir()
+    built = with_statistics(model.build(), (model.preparation.channels, *model.window_size))
+    save_file(built.state_dict(), run / "best.safetensors")
+    write_model(run, app, model)
+    return Trained(run, model, network)
+
+
+def with_statistics(network: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    """Give batch normalisations running statistics that are not the initial ones, by which they change nothing."""
+    for _ in range(3):
+        network.train()(torch.rand(2, *shape))
+    return network.eval()
+
+
+def balance(trained: Trained, scan: Path) -> None:
+    """Shift the last biases of random weights so that on this scan every label has its share of the voxels."""
+    network = trained.model.build(trained.run / "best.safetensors").eval()
+    volume = read_volume(scan, trained.model.preparation.channels)
+    case = prepare_volume(scan.name, volume, trained.model.preparation, dtype=torch.float32)
+    exclusive = trained.model.labelling.exclusive
+    with torch.no_grad():
+        channels = trained.model.labelling.channels
+        bias = next(each for each in reversed(list(network.parameters())) if each.shape == (channels,))
+        for channel in range(exclusive, channels):
+            logits = predict_logits(case.image, torch_predictor(network), trained.model)
+            if exclusive:
+                over = logits[0] if len(logits) == 1 else logits[channel] - logits[:channel].amax(0)
+                bias[channel] -= over.flatten().quantile(0.7)
+            else:
+                share = {1: 0.85, 2: 0.7, 3: 0.5}[len(trained.model.labelling.regions[channel].members)]
+                bias[channel] -= logits[channel].flatten().quantile(share)
+    save_file(network.state_dict(), trained.run / "best.safetensors")
+
+
+@pytest.fixture(scope="module")
+def spleen(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    model = spleen_model()
+    return random_run(tmp_path_factory.mktemp("spleen") / "run", "spleen", model, unet_config(model))
+
+
+@pytest.fixture(scope="module")
+def spleen_bundle(tmp_path_factory: pytest.TempPathFactory, spleen: Trained) -> Path:
+    return write_bundle(tmp_path_factory.mktemp("bundles") / "spleen", *spleen)
+
+
+@pytest.fixture(scope="module")
+def brats(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    model = brats_model()
+    return random_run(tmp_path_factory.mktemp("brats") / "run", "brats", model, segresnet_config(model))
+
+
+def run_monai(bundle: Path, *command: str) -> str:
+    """Run MONAI's own program in the bundle, on one thread; whatever of this project it imports makes it fail."""
+    trap = bundle.parent / "trap"
+    for room in ("apps", "common", "models", "data_scripts"):
+        (trap / room).mkdir(parents=True, exist_ok=True)
+        (trap / room / "__init__.py").write_text("raise AssertionError('the bundle imports the project')")
+    environment = os.environ | {"PYTHONPATH": str(trap), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    program = [sys.executable, "-m", "monai.bundle", *command]
+    done = subprocess.run(program, cwd=bundle, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_bundle_holds_what_monai_asks_for(spleen: Trained, spleen_bundle: Path):
+    files = sorted(file.relative_to(spleen_bundle).as_posix() for file in spleen_bundle.rglob("*") if file.is_file())
+    assert files == [
+        "LICENSE", "SHA256SUMS", "configs/inference.json", "configs/metadata.json", "docs/README.md", "models/model.pt",
+    ]  # fmt: skip
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=spleen_bundle, check=True)
+    assert (spleen_bundle / "LICENSE").read_text() == LICENCE.read_text()
+    assert "Apache License" in LICENCE.read_text()
+    readme = (spleen_bundle / "docs" / "README.md").read_text()
+    assert readme.startswith("# Model card: medspeed spleen")
+    assert "python -m monai.bundle run --config_file configs/inference.json" in readme
+    written = "".join((spleen_bundle / "configs" / name).read_text() for name in ("inference.json", "metadata.json"))
+    assert str(spleen.run.parent) not in written + readme
+
+
+def test_the_metadata_describe_the_network(spleen_bundle: Path):
+    found = json.loads((spleen_bundle / "configs" / "metadata.json").read_text())
+    needed = {  # the fields that MONAI's schema requires
+        "version", "changelog", "monai_version", "pytorch_version", "numpy_version", "required_packages_version",
+        "task", "description", "authors", "copyright", "network_data_format",
+    }  # fmt: skip
+    assert needed <= set(found)
+    assert found["version"] in found["changelog"]
+    assert found["task"] == "Segmentation of spleen"
+    image, pred = found["network_data_format"]["inputs"]["image"], found["network_data_format"]["outputs"]["pred"]
+    assert (image["num_channels"], image["spatial_shape"], image["value_range"]) == (1, [48, 40, 32], [0, 1])
+    assert (pred["num_channels"], pred["channel_def"]) == (2, {"0": "background", "1": "spleen"})
+
+
+def test_the_metadata_of_regions_name_each_channel(tmp_path: Path, brats: Trained):
+    bundle = write_bundle(tmp_path / "bundle", *brats)
+    found = json.loads((bundle / "configs" / "metadata.json").read_text())["network_data_format"]
+    assert found["inputs"]["image"]["num_channels"] == 4
+    assert found["outputs"]["pred"]["channel_def"] == {"0": "TC", "1": "WT", "2": "ET"}
+
+
+@pytest.mark.parametrize("name", ["spleen", "brats"])
+def test_the_weights_are_the_runs(request: pytest.FixtureRequest, tmp_path: Path, name: str):
+    trained: Trained = request.getfixturevalue(name)
+    bundle = write_bundle(tmp_path / "bundle", *trained)
+    stored = torch.load(bundle / "models" / "model.pt", weights_only=True)
+    due = trained.model.build(trained.run / "best.safetensors").state_dict()
+    assert list(stored) == list(due)
+    assert all(type(value) is torch.Tensor and torch.equal(value, due[key]) for key, value in stored.items())
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path: Path, spleen: Trained, spleen_bundle: Path):
+    again = write_bundle(tmp_path / "another name", *spleen)
+    assert (again / "SHA256SUMS").read_bytes() == (spleen_bundle / "SHA256SUMS").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"out_channels": 3}, "do not fit it .size mismatch"),
+        ({"num_res_units": 3}, "do not fit it .Missing key"),
+        ({"act": "RELU6"}, "do not fit it .Unexpected key"),
+        ({"adn_ordering": "AND"}, "fit it, but it computes something else"),
+    ],
+)
+def test_a_network_that_is_not_ours_is_refused(tmp_path: Path, spleen: Trained, changed, words):
+    with pytest.raises(ValueError, match=rf"network .*{next(iter(changed))}.* {words}"):
+        write_bundle(tmp_path / "bundle", spleen.run, spleen.model, spleen.network | changed)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_folder_that_holds_something_is_left_alone(spleen: Trained, spleen_bundle: Path):
+    before = (spleen_bundle / "SHA256SUMS").stat().st_mtime_ns
+    with pytest.raises(FileExistsError, match="not empty"):
+        write_bundle(spleen_bundle, *spleen)
+    assert (spleen_bundle / "SHA256SUMS").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("labelling", [BRATS, RIVALS], ids=["nested", "rivals"])
+def test_the_expression_paints_as_our_labelling_does(labelling: Labelling):
+    logits = torch.randn(labelling.channels, 9, 8, 7, generator=torch.Generator().manual_seed(0))
+    logits[:, 0] = logits[:, 0].round()  # ties, and exact zeros
+    paint: Callable[[torch.Tensor], torch.Tensor] = eval(f"lambda logits: {painting(labelling)}", {"torch": torch})
+    found = paint(logits)
+    assert found.shape == (1, 9, 8, 7)
+    assert torch.equal(found[0].to(torch.uint8), labelling.labels_of(logits))
+    assert set(found.unique().tolist()) == {0, *(region.paints for region in labelling.regions)}
+
+
+def test_the_expression_of_nested_regions_can_be_read():
+    assert painting(BRATS) == (
+        "torch.where(logits[2:3] > 0, 3.0, torch.where(logits[0:1] > 0, 2.0, "
+        "torch.where(logits[1:2] > 0, 1.0, torch.zeros_like(logits[:1]))))"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["two classes", "three classes", "regions"])
+def test_monai_alone_gives_our_label_maps(tmp_path: Path, kind: str):
+    """Voxel for voxel; on these scans none differed.
+
+    The bound leaves room for voxels whose labels' logits are equal but for float32's rounding on another processor.
+    The first plane of the MRI is one where MONAI's resampling leaves traces of its neighbour, 1e-12, in the background.
+    """
+    if kind == "regions":
+        scans = make_mri_phantoms(tmp_path / "scans", 1, progress=False) / "imagesTr"
+        trained = random_run(tmp_path / "run", "brats", brats_model(), segresnet_config(brats_model()))
+    else:
+        scans = make_ct_phantoms(tmp_path / "scans", 2, progress=False) / "imagesTr"
+        model = spleen_model(("background", "spleen", "liver")[: 2 if kind == "two classes" else 3])
+        trained = random_run(tmp_path / "run", "spleen", model, unet_config(model))
+    files = sorted(scans.glob("*.nii.gz"))
+    balance(trained, files[0])
+    bundle = write_bundle(tmp_path / "bundle", *trained)
+    written = tmp_path / "labels"
+    run_monai(
+        bundle, "run", "--config_file", "configs/inference.json", "--bundle_root", ".",
+        "--dataset_dir", str(scans), "--output_dir", str(written),
+    )  # fmt: skip
+    assert sorted(file.name for file in written.iterdir()) == [file.name for file in files]
+    predictor = torch_predictor(trained.model.build(trained.run / "best.safetensors").eval())
+    for file in files:
+        volume = read_volume(file, trained.model.preparation.channels)
+        case = prepare_volume(file.name, volume, trained.model.preparation, dtype=torch.float32)
+        due = predict_labels(case, predictor, trained.model, torch.device("cpu"))
+        found = read_volume(written / file.name)
+        assert found.voxels.dtype == np.uint8
+        assert np.allclose(found.affine, volume.affine, atol=1e-5)
+        assert len(np.unique(due)) == len(trained.model.labelling.labels)
+        assert np.bincount(due.ravel()).min() > 500
+        assert np.count_nonzero(found.voxels != due) <= 1e-5 * due.size
+
+
+@pytest.mark.slow
+def test_monai_verifies_the_networks_input_and_output(spleen_bundle: Path):
+    files = ["--meta_file", "configs/metadata.json", "--config_file", "configs/inference.json"]
+    assert "verified with no error" in run_monai(spleen_bundle, "verify_net_in_out", "network_def", *files)
+
+
+@pytest.fixture(scope="module")
+def patches(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
+    """A bundle of patches of 64 pixels, and the network that it is made of."""
+    folder = tmp_path_factory.mktemp("patches")
+    torch.manual_seed(0)
+    network = with_statistics(resnet18_fcn(64), (3, 64, 64))
+    (folder / "run").mkdir()
+    write_model(folder / "run", "pathology", PathologyModel(64, 0.243, 1024, 1, "fp32"))
+    weights = resnet_weights(network)
+    bundle = write_patch_bundle(folder / "bundle", folder / "run", network, TWIN, weights, patch_size=64)
+    return bundle, network
+
+
+def test_a_patch_bundle_holds_the_weights_by_monais_names(patches: tuple[Path, nn.Module]):
+    bundle, network = patches
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=bundle, check=True)
+    stored = torch.load(bundle / "models" / "model.pt", weights_only=True)
+    assert torch.equal(stored["fc.weight"].flatten(), network.get_parameter("head.weight").flatten())
+    found = json.loads((bundle / "configs" / "metadata.json").read_text())["network_data_format"]
+    assert found["inputs"]["image"]["spatial_shape"] == [64, 64]
+    assert found["outputs"]["pred"]["channel_def"] == {"0": "tumour"}
+    assert "RESULTS/probabilities.csv" in (bundle / "docs" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_monai_alone_gives_our_probabilities(tmp_path: Path, patches: tuple[Path, nn.Module]):
+    bundle, network = patches
+    rng = np.random.default_rng(0)
+    slope = np.linspace(0, 1, 64)[:, None, None]  # along Y alone: a transposed image is another one
+    pixels = np.stack([np.rint(rng.uniform(0, 255, (64, 64, 3)) * slope**n).astype(np.uint8) for n in range(18)])
+    (tmp_path / "scans").mkdir()
+    for number, patch in enumerate(pixels):
+        image = Image.fromarray(patch).convert("RGBA" if number == 1 else "RGB")
+        image.save(tmp_path / "scans" / f"patch_{number:02}.png")
+    run_monai(
+        bundle, "run", "--config_file", "configs/inference.json", "--bundle_root", ".",
+        "--dataset_dir", str(tmp_path / "scans"), "--output_dir", str(tmp_path / "results"),
+    )  # fmt: skip
+    rows = [line.split(",") for line in (tmp_path / "results" / "probabilities.csv").read_text().splitlines()]
+    assert [Path(name).name for name, _ in rows] == [f"patch_{number:02}.png" for number in range(18)]
+    with torch.no_grad():
+        due = network(normalised(torch.from_numpy(pixels))).flatten().sigmoid().numpy()
+    assert np.ptp(due) > 1e-3
+    assert np.allclose([float(value) for _, value in rows], due, atol=1e-5)
