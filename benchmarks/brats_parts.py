@@ -14,11 +14,11 @@ import torch
 
 from apps.brats.config import GUIDE, BratsConfig
 from apps.brats.train import main as train
+from benchmarks import file_to_file
 from benchmarks.apart import apart
 from benchmarks.brats_sides import (
     GIVEN_BACK,
     Size,
-    fast_inference,
     fast_preparation,
     fast_steps,
     guide_inference,
@@ -26,6 +26,7 @@ from benchmarks.brats_sides import (
     make_task,
     plain_steps,
     save_trained,
+    weights_of,
 )
 from benchmarks.in_turn import in_turn, median, ratio
 from benchmarks.masks import least_dice, mean_dice
@@ -126,10 +127,10 @@ def inference(cases: Sequence[Case], rounds: int, device: torch.device, folder: 
     task = make_task(cases, SIZES.window, device, folder)
     task = replace(task, cases=task.cases[: max(1, len(cases) // 2)])
     save_trained(task, *SIZES.warm)
-    plain = apart(guide_inference, task, SIZES.roi, keep_freed=False)
-    kept = apart(fast_inference, task, keep_freed=device.type == "cpu")
-    with plain as guide, kept as fast:
-        seconds = in_turn({**guide, **fast}, rounds, warm_up=False)
+    scans = file_to_file.lay_out(
+        "brats", task.model, weights_of(task), [case.image for case in task.cases], folder, device
+    )
+    figures = file_to_file.compare(scans, rounds, guide_inference, task, SIZES.roi)
     regions = [region.members for region in task.model.labelling.regions]
     chosen = choose_precision("auto", device)
 
@@ -139,13 +140,13 @@ def inference(cases: Sequence[Case], rounds: int, device: torch.device, folder: 
 
     return {
         "precision that fast chooses here": chosen,
-        **{f"{name}, s per case": median([each / len(task.cases) for each in seconds[name]]) for name in seconds},
-        "guide / fast": ratio(seconds["guide"], seconds[f"fast {chosen}"]),
-        "guide / fast fp32": ratio(seconds["guide"], seconds["fast fp32"]),
-        "guide / fast bf16": ratio(seconds["guide"], seconds["fast bf16"]),
-        **{f"least Dice, {name} to the guide": least_dice(pairs("guide", name), regions) for name in fast},
+        **figures,
+        "guide / fast": figures[f"guide / fast {chosen}"],
+        **{
+            f"least Dice, {name} to the guide": least_dice(pairs("guide", name), regions) for name in file_to_file.SIDES
+        },
         "least Dice, fast bf16 to fast fp32": least_dice(pairs("fast fp32", "fast bf16"), regions),
-        **{f"Dice of {name} to the labels": mean_dice(pairs(name), regions) for name in seconds},
+        **{f"Dice of {name} to the labels": mean_dice(pairs(name), regions) for name in ("guide", *file_to_file.SIDES)},
     }
 
 

@@ -24,10 +24,7 @@ from common.data.fingerprint import fingerprint, plan_preparation
 from common.data.monai_batches import monai_items
 from common.data.preparation import PreparedCase
 from common.data.store import prepared_cases
-from common.inference.options import InferConfig
-from common.inference.predictors import Precision, torch_predictor
-from common.inference.scans import segment
-from common.observe.timing import Clock
+from common.inference.predictors import Precision
 from common.training.checkpoints import load_weights, save_weights
 from common.training.fit import train_step
 from common.training.optimizers import build_optimizer
@@ -151,30 +148,12 @@ def fast_steps(task: Task, crop: Size, batch: int) -> Sides:
 def guide_inference(task: Task, roi: Size) -> Sides:
     """Return the MONAI way from files to label map files."""
     network = brats_guide.make_network(task.model.preparation.channels, _FILTERS, _BLOCKS_DOWN).to(task.device)
-    network.load_state_dict(load_weights(_weights(task)))
+    network.load_state_dict(load_weights(weights_of(task)))
     files = [case.image for case in task.cases]
     spacing = task.model.preparation.spacing
     return {
         "guide": lambda: brats_guide.segment_files(files, network, task.folder / "guide", task.device, spacing, roi)
     }
-
-
-def fast_inference(task: Task) -> Sides:
-    """Return our way from files to label map files, in fp32, bf16 and what a run would choose here."""
-
-    def side(precision: Precision) -> Step:
-        config = InferConfig(task.folder, task.cases[0].image.parent, task.folder / f"fast {precision}", overlays=False)
-        network = task.model.build(_weights(task)).to(task.device).eval()
-        predictor = torch_predictor(network, precision, channels_last=True)
-
-        def segment_all() -> None:
-            for case in task.cases:
-                segment(case.image, config, task.model, predictor, task.device, Clock())
-
-        return segment_all
-
-    precisions: dict[Precision, None] = dict.fromkeys(("fp32", "bf16", choose_precision("auto", task.device)))
-    return {f"fast {precision}": side(precision) for precision in precisions}
 
 
 def save_trained(task: Task, crop: Size, batch: int, steps: int) -> None:
@@ -186,10 +165,11 @@ def save_trained(task: Task, crop: Size, batch: int, steps: int) -> None:
     for _ in range(steps):
         one_step(next(batches))
     batches.close()
-    save_weights(_weights(task), network.state_dict(), {})
+    save_weights(weights_of(task), network.state_dict(), {})
 
 
-def _weights(task: Task) -> Path:
+def weights_of(task: Task) -> Path:
+    """Return the file of the weights that both sides of the inference have."""
     return task.folder / "trained.safetensors"
 
 

@@ -15,6 +15,8 @@ from torch import nn
 from apps.spleen.config import GUIDE, SpleenConfig
 from apps.spleen.model import SpleenModel
 from apps.spleen.train import main as train
+from benchmarks import file_to_file
+from benchmarks.apart import Sides
 from benchmarks.in_turn import in_turn, median, ratio
 from benchmarks.masks import least_dice, voxels_that_differ
 from benchmarks.peers import spleen_guide
@@ -23,10 +25,8 @@ from common.data.cache import fill_cache
 from common.data.cases import Case
 from common.data.preparation import Preparation
 from common.data.store import prepared_cases
-from common.inference.options import InferConfig
-from common.inference.predictors import Precision, torch_predictor
-from common.inference.scans import find_scans, segment
-from common.observe.timing import Clock
+from common.inference.predictors import Precision
+from common.training.checkpoints import load_weights, save_weights
 from common.training.fit import train_step
 from common.training.losses import LOSSES
 from common.training.optimizers import build_optimizer
@@ -86,39 +86,31 @@ def step(cases: Sequence[Case], rounds: int, device: torch.device, folder: Path)
 
 
 def inference(cases: Sequence[Case], rounds: int, device: torch.device, folder: Path) -> Figures:
-    """Time segmentation from file to file: the MONAI way against ours in fp32 and bf16, and compare the masks."""
+    """Time segmentation from file to file: the MONAI way against ours, and compare the masks."""
     some = cases[: max(1, len(cases) // 2)]
-    network = _trained(_batch(cases, device, folder))
-    inputs = folder / "scans"
-    inputs.mkdir(exist_ok=True)
-    for case in some:
-        (inputs / case.image.name).symlink_to(case.image.resolve())
-    files = find_scans(inputs)
+    weights = folder / "trained.safetensors"
+    save_weights(weights, _trained(_batch(cases, device, folder)).state_dict(), {})
     model = SpleenModel(
         ("background", "spleen"), _PREPARATION, _CHANNELS, _RESIDUAL_UNITS, spleen_guide.VALIDATION_ROI, 1, "fp32"
     )
-
-    def guide() -> None:
-        spleen_guide.segment_files(files, network, folder / "guide", device)
-
-    def ours(precision: Precision) -> None:
-        config = InferConfig(folder, inputs, folder / precision, overlays=False)
-        fast = _channels_last(network).eval()
-        for file in files:
-            segment(file, config, model, torch_predictor(fast, precision, channels_last=True), device, Clock())
-
-    sides = {"guide": guide, "fast fp32": lambda: ours("fp32"), "fast bf16": lambda: ours("bf16")}
-    seconds = in_turn(sides, rounds, warm_up=False)
-    fp32, bf16 = (
-        [(folder / "guide" / file.name, folder / half / file.name) for file in files] for half in ("fp32", "bf16")
-    )
-    return {
-        **{f"{name}, s per case": median([each / len(files) for each in seconds[name]]) for name in seconds},
-        "guide / fast fp32": ratio(seconds["guide"], seconds["fast fp32"]),
-        "guide / fast bf16": ratio(seconds["guide"], seconds["fast bf16"]),
-        "voxels that differ, fp32": voxels_that_differ(fp32, _SPLEEN),
-        "least Dice of the masks, bf16": least_dice(bf16, [_SPLEEN]),
+    files = [case.image for case in some]
+    scans = file_to_file.lay_out("spleen", model, weights, files, folder, device)
+    figures = file_to_file.compare(scans, rounds, guide_inference, files, weights, folder / "guide", device)
+    pairs = {
+        name: [(folder / "guide" / file, folder / name / file) for file in scans.names] for name in file_to_file.SIDES
     }
+    return {
+        **figures,
+        "voxels that differ, fp32": voxels_that_differ(pairs["fast fp32"], _SPLEEN),
+        **{f"least Dice of the masks, {name}": least_dice(each, [_SPLEEN]) for name, each in pairs.items()},
+    }
+
+
+def guide_inference(files: Sequence[Path], weights: Path, output: Path, device: torch.device) -> Sides:
+    """Return the MONAI way from files to label map files."""
+    network = spleen_guide.make_network().to(device)
+    network.load_state_dict(load_weights(weights))
+    return {"guide": lambda: spleen_guide.segment_files(files, network, output, device)}
 
 
 def quality(cases: Sequence[Case], rounds: int, device: torch.device, folder: Path) -> Figures:

@@ -1,5 +1,6 @@
 """Files that are never torn: written beside their place, flushed to the disk, then renamed into it."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -58,6 +59,19 @@ def write_text(path: Path, text: str, flush: bool = True) -> None:
 def write_json(path: Path, content: Any, flush: bool = True) -> None:  # noqa: ANN401 - whatever json takes
     """Write an indented JSON file atomically; not-a-number and infinity are refused, since JSON has none."""
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n", flush)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one thread of one process at a time through; the lock of a process that dies is released.
+
+    Args:
+        path: a file that stands for what is locked; it is made where it is missing, with its folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def sha256_of(path: Path) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from common.export.options import ExportConfig
 from common.training.bounds import Check
 from common.training.config import SegmentationConfig, parse_training
 
@@ -120,3 +121,21 @@ RUNS = Path("runs/brats")
 def parse_brats_config(arguments: Sequence[str] | None = None) -> BratsConfig:
     """Parse the command line of `apps/brats/train.py`; with --resume, take the run's own configuration."""
     return parse_training(BratsConfig, RECIPES, _DESCRIPTION, arguments)
+
+
+@dataclass(frozen=True)
+class BratsExport(ExportConfig):
+    """What the hand-over of a run is told.
+
+    Args:
+        filters: with --init only, as all that follow: width of the first level of the SegResNet.
+        blocks_down: residual blocks of each level.
+        spacing: mm along R, A, S that the weights were trained at.
+        window_size: sliding window, voxels X, Y, Z; the defaults are those of MONAI's bundle
+            brats_mri_segmentation, whose channels are T1c, T1, T2, FLAIR: scans must have them in that order.
+    """
+
+    filters: int = 16
+    blocks_down: tuple[int, ...] = (1, 2, 2, 4)
+    spacing: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    window_size: tuple[int, int, int] = (240, 240, 160)

@@ -12,6 +12,7 @@ from apps.pathology.patch_store import Patches
 from apps.pathology.tables import Tables
 from common.export.best import say_exported
 from common.export.export import EngineChoice, ExportRecord, export_model
+from common.export.tensorrt_engine import Batches
 from common.files import sha256_of
 from common.inference.predictors import Predictor, torch_predictor
 from common.observe.run import Run
@@ -22,6 +23,7 @@ from common.training.fit import Fitted
 
 _GATE_PATCHES = 1024  # the gate scores so many validation patches with each export
 _GATE_TILES = 1
+_TILES = 4
 
 
 def judge(best: nn.Module, validation: Patches, testing: Patches | None, run: Run, ranks: Ranks) -> Quality:
@@ -39,11 +41,16 @@ def judge(best: nn.Module, validation: Patches, testing: Patches | None, run: Ru
 
 
 def export_best(
-    best: nn.Module, validation: Patches, model: PathologyModel, engine: EngineChoice, run: Run
+    best: nn.Module,
+    validation: Patches,
+    model: PathologyModel,
+    engine: EngineChoice,
+    run: Run,
+    calibration: torch.Tensor | None = None,
 ) -> ExportRecord:
     """Export the best weights behind the gate (logits of tiles, AUC of validation patches), and say what came of it.
 
-    The models take images of any size from a patch to a tile.
+    The models take images of any size from a patch to a tile; INT8 is made where there are tiles to calibrate it on.
     """
     rows = _alternating(validation.label)[:_GATE_PATCHES]
     run.say(f"gate: each export is judged on {len(rows)} validation patches")
@@ -55,10 +62,10 @@ def export_best(
     with run.clock.stage("export"):
         record = export_model(
             best,
-            windows=_tiles(validation, model),
+            windows=tiles(validation, model)[:_GATE_TILES],
             evaluate=evaluate,
             folder=run.directory / "exports",
-            batch=(1, model.tile_batch, max(4, model.tile_batch)),
+            batch=engine_batch(model),
             metadata={
                 "name": "medspeed pathology",
                 "labels": "normal tumour",
@@ -66,6 +73,7 @@ def export_best(
             },
             engine=engine,
             smallest=(3, model.patch_size, model.patch_size),
+            calibration=calibration,
         )
     say_exported(record, run)
     return record
@@ -94,11 +102,16 @@ def _alternating(label: np.ndarray) -> np.ndarray:
     return rows[np.argsort(places, kind="stable")]
 
 
-def _tiles(validation: Patches, model: PathologyModel) -> torch.Tensor:
-    """Return tiles [N, 3, T, T] float32 of real patches side by side."""
+def engine_batch(model: PathologyModel) -> Batches:
+    """Return how many tiles an engine takes in one call: the fewest, the number it is tuned for, the most."""
+    return 1, model.tile_batch, max(4, model.tile_batch)
+
+
+def tiles(patches: Patches, model: PathologyModel) -> torch.Tensor:
+    """Return a few tiles [N, 3, T, T] float32 of real patches side by side."""
     side = -(-model.tile_size // model.patch_size)
-    rows = np.resize(_alternating(validation.label), _GATE_TILES * side * side)
-    patches = normalised(torch.from_numpy(validation.pixels[rows]).permute(0, 2, 3, 1))
-    grid = patches.reshape(_GATE_TILES, side, side, 3, model.patch_size, model.patch_size)
-    tiles = grid.permute(0, 3, 1, 4, 2, 5).reshape(_GATE_TILES, 3, side * model.patch_size, side * model.patch_size)
-    return tiles[:, :, : model.tile_size, : model.tile_size].contiguous()
+    rows = np.resize(_alternating(patches.label), _TILES * side * side)
+    images = normalised(torch.from_numpy(patches.pixels[rows]).permute(0, 2, 3, 1))
+    grid = images.reshape(_TILES, side, side, 3, model.patch_size, model.patch_size)
+    whole = grid.permute(0, 3, 1, 4, 2, 5).reshape(_TILES, 3, side * model.patch_size, side * model.patch_size)
+    return whole[:, :, : model.tile_size, : model.tile_size].contiguous()

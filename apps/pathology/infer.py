@@ -23,7 +23,7 @@ from apps.pathology.tissue import TissueMask, tissue_mask
 from apps.pathology.view import View, choose_view
 from common.data.slides import Slide, open_slide
 from common.files import sha256_of, write_json
-from common.inference.predictors import OpenedPredictor, open_predictor
+from common.inference.predictors import OpenedPredictor, open_predictor, ran_file
 from common.observe.host_memory import keep_freed_memory, peak_memory
 from common.observe.run import choose_device, one_line_errors
 from common.observe.timing import Clock
@@ -105,8 +105,7 @@ def _open_scanner(config: ScanConfig) -> Scanner:
         torch_precision=model.precision if config.precision == "auto" else None,
         device=device,
     )
-    suffix = {"tensorrt": "plan", "onnxruntime": "onnx"}.get(opened.backend)
-    ran = weights if suffix is None else config.model / "exports" / f"model_{opened.precision}.{suffix}"
+    ran = ran_file(config.model, opened)
     options = {
         "mode": config.mode,
         "stride": config.stride if config.mode == "patches" else None,

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.export.options import ExportConfig
+
 
 @dataclass(frozen=True)
 class ScanConfig:
@@ -55,3 +57,18 @@ class EvaluateConfig:
 
     scans: Path
     data: Path
+
+
+@dataclass(frozen=True)
+class PathologyExport(ExportConfig):
+    """What the hand-over of a run is told.
+
+    Args:
+        patch_size: with --init only, as all that follow: side of the patches, pixels.
+        mpp: um per pixel of the slides that the weights were trained on; null leaves it open.
+        tile_size: side of the tiles of a dense scan, pixels; a multiple of 32.
+    """
+
+    patch_size: int = 224
+    mpp: float | None = None
+    tile_size: int = 1152

@@ -1,12 +1,33 @@
 """Weights to start from: a run's own, or TorchVision's ResNet-18."""
 
+import tempfile
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
-from common.training.checkpoints import initialise, load_weights
+from apps.pathology.model import APP, PathologyModel
+from common.training.checkpoints import initialise, load_weights, save_weights
+from common.training.imported import import_weights
 
 _NO_PLACE = ("fc.weight", "fc.bias")  # ImageNet's thousand classes
+# Places of the parts of TorchVision's ResNet in MONAI's `TorchVisionFCModel.features`.
+_NUMBERED = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
+
+TWIN: dict[str, Any] = {
+    "_target_": "ResNet",
+    "block": "basic",
+    "layers": [2, 2, 2, 2],
+    "block_inplanes": [64, 128, 256, 512],
+    "spatial_dims": 2,
+    "n_input_channels": 3,
+    "conv1_t_size": 7,
+    "conv1_t_stride": 2,
+    "num_classes": 1,
+    "bias_downsample": False,
+}
+"""MONAI's class and arguments that compute on one patch what `resnet18_fcn` does, with `resnet_weights`."""
 
 
 def initialise_from(network: nn.Module, path: Path) -> str:
@@ -41,3 +62,41 @@ def initialise_from(network: nn.Module, path: Path) -> str:
         )
     features.load_state_dict({**{name: own[name] for name in counters}, **given})
     return f"weights: the features from {path}, the head drawn anew"
+
+
+def import_run(run: Path, model: PathologyModel, path: Path) -> None:
+    """Make a run's folder of weights that were trained elsewhere (see `import_weights`).
+
+    Args:
+        run: folder to be made.
+        model: what the weights belong to.
+        path: a .safetensors of ours, or the `model.pt` of MONAI's bundle pathology_tumor_detection.
+
+    Raises:
+        FileExistsError, FileNotFoundError, ValueError: as `import_weights`.
+    """
+    if path.suffix == ".safetensors":
+        import_weights(run, APP, model, path)
+        return
+    given = {_our_name(name): value for name, value in load_weights(path).items()}
+    with tempfile.TemporaryDirectory(prefix="import-") as folder:
+        renamed = Path(folder) / f"{path.stem}.safetensors"
+        save_weights(renamed, given, {})
+        import_weights(run, APP, model, renamed)
+
+
+def _our_name(name: str) -> str:
+    """Return our name of a weight of MONAI's `TorchVisionFCModel`, whose features are numbered."""
+    first, _, rest = name.partition(".")
+    if first == "fc":
+        return f"head.{rest}"
+    number, _, rest = rest.partition(".")
+    return f"features.{_NUMBERED[number]}.{rest}" if first == "features" and number in _NUMBERED else name
+
+
+def resnet_weights(network: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights of a `resnet18_fcn` by the names of `TWIN`, whose last layer is linear."""
+    named = {
+        name.removeprefix("features.").replace("head.", "fc."): value for name, value in network.state_dict().items()
+    }
+    return named | {"fc.weight": named["fc.weight"].flatten(1)}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from common.export.options import ExportConfig
 from common.training.bounds import Check
 from common.training.config import SegmentationConfig, parse_training
 
@@ -102,3 +103,24 @@ RUNS = Path("runs/spleen")
 def parse_spleen_config(arguments: Sequence[str] | None = None) -> SpleenConfig:
     """Parse the command line of `apps/spleen/train.py`; with --resume, take the run's own configuration."""
     return parse_training(SpleenConfig, RECIPES, _DESCRIPTION, arguments)
+
+
+@dataclass(frozen=True)
+class SpleenExport(ExportConfig):
+    """What the hand-over of a run is told.
+
+    Args:
+        labels: with --init only, as all that follow: name of each class, background first.
+        channels: width of each level of the U-Net.
+        residual_units: convolutions per residual block.
+        spacing: mm along R, A, S that the weights were trained at.
+        window: lower and upper HU.
+        window_size: sliding window, voxels X, Y, Z; the defaults are those of MONAI's bundle spleen_ct_segmentation.
+    """
+
+    labels: tuple[str, ...] = ("background", "spleen")
+    channels: tuple[int, ...] = (16, 32, 64, 128, 256)
+    residual_units: int = 2
+    spacing: tuple[float, float, float] = (1.5, 1.5, 2.0)
+    window: tuple[float, float] = (-57.0, 164.0)
+    window_size: tuple[int, int, int] = (96, 96, 96)

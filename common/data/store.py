@@ -1,14 +1,13 @@
 """Prepared cases on disk: made once, checked and memory-mapped on every later start."""
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from common.data.parallel import map_in_threads
 from common.data.preparation import PREPARATION_VERSION, Preparation, PreparedCase, prepare_case
 from common.data.sources import SourceDigests
 from common.data.volumes import read_header
+from common.files import locked
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -126,11 +126,9 @@ def _key(case: Case, preparation: Preparation, classes: int | tuple[int, ...], d
 def _lock(case: Case, folder: Path) -> Iterator[None]:
     """Let one thread of one process at a time make an entry; the lock of a process that dies is released."""
     path = folder / "locks" / f"{case.name}.lock"
-    with _errors_name(folder):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stream = path.open("a")
-    with stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        with _errors_name(folder):
+            stack.enter_context(locked(path))
         yield
 
 

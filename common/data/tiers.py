@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import torch
 
 from common.data.smart import smart_replaced
-from common.observe.host_memory import cgroup_free
+from common.observe.host_memory import free_memory
 
 CacheMode = Literal["auto", "gpu", "ram", "disk", "smart", "none"]
 Tier = Literal["gpu", "ram", "disk", "none"]
@@ -78,11 +77,10 @@ def measure_budgets(device: torch.device, folder: Path, processes: int = 1) -> B
         processes: on this machine, that share its host memory.
     """
     gpu = int(_SHARE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
-    available = min([psutil.virtual_memory().available, *cgroup_free()])
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     entries = sum(entry.stat().st_size for entry in folder.glob("*.safetensors"))
     disk = shutil.disk_usage(existing).free + entries
-    return Budgets(gpu, int(_SHARE * available) // processes, disk)
+    return Budgets(gpu, int(_SHARE * free_memory()) // processes, disk)
 
 
 def plan_cache(

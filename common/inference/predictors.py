@@ -14,6 +14,7 @@ from common.inference.tensorrt_runtime import EnginePredictor, host_problem, rea
 Predictor = Callable[[torch.Tensor], torch.Tensor]
 """From windows [B, C, *sides] float32 to logits [B, K, *sides] float32 on their device; sides: X, Y, Z or Y, X."""
 Precision = Literal["fp32", "bf16", "fp16"]
+Exported = Literal["fp32", "bf16", "fp16", "int8"]
 Backend = Literal["tensorrt", "onnxruntime", "torch"]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -25,7 +26,7 @@ class OpenedPredictor:
 
     predict: Predictor
     backend: Backend
-    precision: Precision
+    precision: Exported
     reason: str
 
 
@@ -99,12 +100,20 @@ def computes_bf16(device: torch.device) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def ran_file(folder: Path, opened: OpenedPredictor) -> Path:
+    """Return the file, of the run in `folder`, whose numbers a predictor computes with."""
+    suffix = {"tensorrt": "plan", "onnxruntime": "onnx"}.get(opened.backend)
+    if suffix is None:
+        return folder / "best.safetensors"
+    return folder / "exports" / f"model_{opened.precision}.{suffix}"
+
+
 def open_predictor(
     folder: Path,
     build_network: Callable[[], nn.Module],
     *,
     backend: Literal["auto", "tensorrt", "onnxruntime", "torch"] = "auto",
-    precision: Precision = "fp32",
+    precision: Exported = "fp32",
     torch_precision: Precision | None = None,
     device: torch.device,
 ) -> OpenedPredictor:
@@ -117,7 +126,7 @@ def open_predictor(
         folder: the run's folder.
         build_network: returns the trained network on the CPU; called only where torch runs it.
         backend: what runs the model.
-        precision: ONNX models and engines exist in "fp32" and "fp16".
+        precision: ONNX models and engines exist in "fp32" and "fp16", and in "int8" where `export.py` made them.
         torch_precision: instead of `precision` where torch runs the model.
         device: where the windows lie; ONNX Runtime works on the CPU in any case.
 
@@ -128,6 +137,8 @@ def open_predictor(
     plan, onnx = (folder / "exports" / f"model_{precision}.{suffix}" for suffix in ("plan", "onnx"))
     if backend in ("tensorrt", "onnxruntime") and precision == "bf16":
         raise ValueError(f"precision bf16: backend {backend} takes fp32 or fp16")
+    if backend == "torch" and precision == "int8":
+        raise ValueError("precision int8: backend torch takes fp32, bf16 or fp16; int8 is exported only")
     reason = "as asked"
     if backend == "auto":
         problem = "no engine in this run" if not plan.is_file() else host_problem(plan, read_manifest(plan), device)
@@ -135,12 +146,12 @@ def open_predictor(
             backend, reason = "tensorrt", "an engine fits this GPU"
         else:
             quicker = torch_precision == "bf16" and computes_bf16(device)
-            on_cpu = device.type == "cpu" and onnx.is_file() and not quicker
+            on_cpu = precision == "int8" or (device.type == "cpu" and onnx.is_file() and not quicker)
             backend, reason = "onnxruntime" if on_cpu else "torch", problem
     if backend == "tensorrt":
         return OpenedPredictor(engine_predictor(plan, device), backend, precision, reason)
     if backend == "onnxruntime":
         return OpenedPredictor(onnxruntime_predictor(onnx), backend, precision, reason)
     network = build_network().to(device).eval()
-    precision = torch_precision or precision
-    return OpenedPredictor(torch_predictor(network, precision, channels_last=True), backend, precision, reason)
+    computed: Any = torch_precision or precision
+    return OpenedPredictor(torch_predictor(network, computed, channels_last=True), backend, computed, reason)

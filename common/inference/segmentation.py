@@ -1,6 +1,7 @@
 """Segment a scan with a model, and judge what comes out on the grid of the scan's own file."""
 
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from common.inference.restore import restore_labels
 from common.inference.windows import sliding_windows
 from common.observe.overlays import draw_overlay
 from common.observe.report_case import write_report_case
-from common.observe.timing import Clock
+from common.observe.timing import UNTIMED, Stages
 
 
 class SegmentationModel(Protocol):
@@ -60,8 +61,26 @@ class SegmentationModel(Protocol):
         ...
 
 
-def predict_logits(image: torch.Tensor, predictor: Predictor, model: SegmentationModel) -> torch.Tensor:
-    """Return the logits [K, X, Y, Z] of a prepared image [C, X, Y, Z]; K == 1 for two exclusive classes."""
+def predict_logits(
+    image: torch.Tensor, predictor: Predictor, model: SegmentationModel, flips: str = ""
+) -> torch.Tensor:
+    """Return the logits [K, X, Y, Z] of a prepared image [C, X, Y, Z]; K == 1 for two exclusive classes.
+
+    Args:
+        image: on the predictor's device.
+        predictor: from windows to logits.
+        model: the network's.
+        flips: axes x, y, z along which the image is mirrored too, in all combinations; the logits are averaged.
+    """
+    axes = ["xyz".index(letter) + 1 for letter in flips]
+    mirrors = [some for count in range(len(axes) + 1) for some in combinations(axes, count)]
+    total = _window_logits(image, predictor, model)
+    for mirror in mirrors[1:]:
+        total += _window_logits(image.flip(mirror), predictor, model).flip(mirror)
+    return total.div_(len(mirrors)) if flips else total
+
+
+def _window_logits(image: torch.Tensor, predictor: Predictor, model: SegmentationModel) -> torch.Tensor:
     return sliding_windows(
         image,
         predictor,
@@ -73,14 +92,27 @@ def predict_logits(image: torch.Tensor, predictor: Predictor, model: Segmentatio
 
 
 def predict_labels(
-    case: PreparedCase, predictor: Predictor, model: SegmentationModel, device: torch.device, clock: Clock | None = None
+    case: PreparedCase,
+    predictor: Predictor,
+    model: SegmentationModel,
+    device: torch.device,
+    stages: Stages = UNTIMED,
+    flips: str = "",
 ) -> np.ndarray:
-    """Return the label map of a prepared case on its file's own grid, uint8 [X, Y, Z]."""
-    clock = clock or Clock()
+    """Return the label map of a prepared case on its file's own grid, uint8 [X, Y, Z].
+
+    Args:
+        case: prepared.
+        predictor: from windows to logits, on the device.
+        model: the network's.
+        device: where windows are computed.
+        stages: times the stages "windows" and "restore".
+        flips: see `predict_logits`.
+    """
     regions = None if model.labelling.exclusive else model.labelling.regions
-    with clock.stage("windows"):
-        logits = predict_logits(case.image.to(device, torch.float32), predictor, model)
-    with clock.stage("restore"):
+    with stages.stage("windows"):
+        logits = predict_logits(case.image.to(device, torch.float32), predictor, model, flips)
+    with stages.stage("restore"):
         return restore_labels(logits, case.grid, regions)
 
 

@@ -5,6 +5,8 @@ import resource
 import sys
 from pathlib import Path
 
+import psutil
+
 # mallopt's parameters (malloc.h of the GNU C library).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _NEVER_TRIM = 2**31 - 1
@@ -38,6 +40,11 @@ def peak_memory() -> int:
     """Return the most memory that this process has had at once, bytes (its resident set)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def free_memory() -> int:
+    """Return the bytes that this process may still take: of the machine, and of a container around it."""
+    return min([psutil.virtual_memory().available, *cgroup_free()])
 
 
 def cgroup_free(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:

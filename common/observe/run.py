@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -266,6 +267,9 @@ def _exit_by_signal(number: int, frame: FrameType | None) -> None:
 
 def _log_warnings_as_lines() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_TqdmHandler()], force=True)
+    # MONAI's LoadImage tries a DICOM reader for GPUs wherever pydicom is installed, and warns; it is not used here.
+    logging.getLogger("monai.data.nvimgcodec_pydicom_plugin").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "NvImgCodecPydicomReader", UserWarning)
 
 
 class _TqdmHandler(logging.Handler):

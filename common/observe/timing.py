@@ -3,8 +3,8 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, Protocol
 
 import psutil
 import torch
@@ -58,6 +58,23 @@ class Clock:
         """Return the seconds of each stage and, under `total`, all since the process started."""
         total = self._earlier + time.time() - self._started
         return {**{name: round(value, 3) for name, value in self._stages.items()}, "total": round(total, 3)}
+
+
+class Stages(Protocol):
+    """What times the stages of some work: a `Clock`, or a case of a `Timeline`."""
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Time a block as one stage."""
+        ...
+
+
+class _Untimed:
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+UNTIMED = _Untimed()
+"""Times nothing."""
 
 
 class StepTimer:

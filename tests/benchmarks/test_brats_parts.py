@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import brats_parts, brats_sides, compare
+from benchmarks import brats_parts, brats_sides, compare, file_to_file
 from benchmarks.brats_parts import Sizes
 from benchmarks.in_turn import in_turn
 from benchmarks.peers import brats_guide
@@ -30,6 +30,7 @@ def here(make, *arguments, keep_freed):
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(brats_parts, "apart", here)
+    monkeypatch.setattr(file_to_file, "apart", here)
     sizes = Sizes(steps=(((16, 16, 16), 2),), roi=(24, 24, 24), window=(24, 24, 24), warm=((16, 16, 16), 2, 12))
     monkeypatch.setattr(brats_parts, "SIZES", sizes)
 
@@ -65,9 +66,10 @@ def test_both_ways_of_inference_agree_where_one_window_holds_the_scan(small_head
     """The heads fill 22 of 24 voxels, which the guide keeps whole and ours crops: no more than rims may differ."""
     task = brats_sides.make_task(cases, (24, 24, 24), CPU, tmp_path)
     brats_sides.save_trained(task, (16, 16, 16), 2, 30)
-    sides = {**brats_sides.guide_inference(task, (24, 24, 24)), **brats_sides.fast_inference(task)}
-    for side in sides.values():
-        side()
+    brats_sides.guide_inference(task, (24, 24, 24))["guide"]()
+    files = [case.image for case in task.cases]
+    scans = file_to_file.lay_out("brats", task.model, brats_sides.weights_of(task), files, tmp_path, CPU)
+    file_to_file.fast_side(scans, "fast fp32")["segment"]()
     for case in cases:
         maps = [np.asarray(nibabel.load(tmp_path / name / case.image.name).dataobj) for name in ("guide", "fast fp32")]
         assert (maps[0] > 0).sum() > 100

@@ -1,0 +1,156 @@
+"""The hand-over of imported weights, by each app's own main: what a team does that has a network and no training."""
+
+import json
+from typing import Literal
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from apps.brats.config import BratsExport
+from apps.brats.export import imported_model as imported_brats
+from apps.brats.export import main as export_brats
+from apps.pathology.export import main as export_pathology
+from apps.pathology.model import PathologyModel
+from apps.pathology.model import load_model as load_pathology
+from apps.pathology.options import PathologyExport
+from apps.pathology.weights import import_run
+from apps.spleen.config import SpleenExport
+from apps.spleen.export import imported_model, network_config
+from apps.spleen.export import main as export_spleen
+from apps.spleen.infer import main as infer_spleen
+from common.inference.options import InferConfig
+from data_scripts.make_phantoms import make_ct_phantoms
+from models.resnet18_fcn import resnet18_fcn
+
+TINY = {"channels": (4, 8), "residual_units": 1, "window_size": (32, 32, 32), "spacing": (4.0, 4.0, 4.0)}
+
+
+def bundle_weights(folder, network):
+    """Write weights as MONAI's model zoo does: a state dict in a .pt."""
+    torch.save(network.state_dict(), folder / "model.pt")
+    return folder / "model.pt"
+
+
+def spleen(folder, **more):
+    return SpleenExport(folder / "run", device="cpu", **{"to": "onnx", **TINY, **more})
+
+
+@pytest.fixture
+def weights(tmp_path):
+    torch.manual_seed(0)
+    return bundle_weights(tmp_path, imported_model(spleen(tmp_path)).build())
+
+
+def test_weights_of_a_bundle_become_models_that_infer_takes(tmp_path, weights, capsys):
+    exports = export_spleen(spleen(tmp_path, init=weights))
+    assert exports == tmp_path / "run" / "exports"
+    said = capsys.readouterr().out
+    assert "agree with torch on synthetic scans" in said
+    assert "| fp32 |" in said
+    record = json.loads((exports / "exports.json").read_text())
+    assert [model["precision"] for model in record["onnx"]] == ["fp32", "fp16"]
+    assert all(model["quality_delta"] <= 0.005 for model in record["onnx"])
+    assert set(record["seconds per window in ONNX Runtime"]) == {"fp32", "fp16"}
+    scans = make_ct_phantoms(tmp_path / "data", 2, progress=False) / "imagesTr"
+    sides: tuple[tuple[Literal["onnxruntime", "torch"], str], ...] = (("onnxruntime", "a"), ("torch", "b"))
+    for backend, output in sides:
+        assert (
+            infer_spleen(InferConfig(tmp_path / "run", scans, tmp_path / output, backend=backend, overlays=False)) == 0
+        )
+    rows = [(tmp_path / name / "measurements.csv").read_text().splitlines()[1].split(",") for name in "ab"]
+    assert float(rows[0][2]) == pytest.approx(float(rows[1][2]), rel=0.01)
+
+
+def test_int8_is_made_where_it_is_asked_for_and_labels_judge_it(tmp_path, weights, capsys):
+    data = make_ct_phantoms(tmp_path / "data", 3, progress=False)
+    # 32 by 32 by 32 random weights judge nothing: the gate's verdict may be either, but it must be told.
+    repository = export_spleen(spleen(tmp_path, init=weights, to="triton", int8=True, data=data))
+    assert (repository / "config.pbtxt").is_file()
+    assert (repository / "SHA256SUMS").is_file()
+    record = json.loads((tmp_path / "run" / "exports" / "exports.json").read_text())
+    assert record["gate"].startswith("Dice on 3 cases")
+    int8 = record["onnx"][2]
+    assert int8["precision"] == "int8"
+    assert bool(int8["path"]) != bool(int8["reason"])
+    assert int8["note"] in capsys.readouterr().out
+
+
+def test_a_bundle_is_made_of_the_same_run(tmp_path, weights):
+    folder = export_spleen(spleen(tmp_path, init=weights, to="bundle", output=tmp_path / "bundle"))
+    config = json.loads((folder / "configs" / "inference.json").read_text())
+    assert config["network_def"] | {"_target_": "UNet"} == {**network_config(imported_model(spleen(tmp_path)))}
+    assert "not evaluated" in (folder / "docs" / "README.md").read_text().lower()
+
+
+def test_a_run_is_never_overwritten_and_weights_that_do_not_fit_leave_nothing(tmp_path, weights):
+    with pytest.raises(ValueError, match="set --channels"):
+        export_spleen(spleen(tmp_path, init=weights, channels=(4, 8, 16)))
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="holds files"):
+        export_spleen(spleen(tmp_path, init=weights))
+    assert (tmp_path / "run" / "mine.txt").read_text() == "mine"
+
+
+def test_data_without_a_dataset_is_an_error(tmp_path, weights):
+    with pytest.raises(FileNotFoundError, match="--data"):
+        export_spleen(spleen(tmp_path, init=weights, data=tmp_path))
+
+
+def test_brats_imports_three_regions_of_four_channels(tmp_path):
+    config = BratsExport(
+        tmp_path / "run", "onnx", device="cpu", filters=8, blocks_down=(1, 1), window_size=(32, 32, 32),
+        spacing=(4.0, 4.0, 4.0), init=tmp_path / "model.pt",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = imported_brats(config)
+    assert [region.name for region in model.labelling.regions] == ["TC", "WT", "ET"]
+    assert [region.members for region in model.labelling.regions] == [(2, 3), (1, 2, 3), (3,)]
+    bundle_weights(tmp_path, model.build())
+    exports = export_brats(config)
+    session = onnxruntime.InferenceSession(exports / "model_fp32.onnx")
+    assert session.get_inputs()[0].shape[1:] == [4, 32, 32, 32]
+    assert session.run(None, {"image": np.zeros((1, 4, 32, 32, 32), np.float32)})[0].shape == (1, 3, 32, 32, 32)
+
+
+def test_pathology_imports_monai_s_numbered_features(tmp_path):
+    """MONAI's bundle numbers the parts of TorchVision's ResNet, and keeps its last layer as a convolution `fc`."""
+    torch.manual_seed(0)
+    network = resnet18_fcn(96)
+    numbers = {"conv1": "0", "bn1": "1", "layer1": "4", "layer2": "5", "layer3": "6", "layer4": "7"}
+    theirs = {}
+    for name, value in network.state_dict().items():
+        part, _, rest = name.partition(".")
+        first, _, last = rest.partition(".")
+        theirs[f"fc.{rest}" if part == "head" else f"features.{numbers[first]}.{last}"] = value
+    torch.save({"model": theirs}, tmp_path / "model.pt")
+    import_run(tmp_path / "run", PathologyModel(96, 0.5, 608, 1, "fp32"), tmp_path / "model.pt")
+    model = load_pathology(tmp_path / "run")
+    image = torch.randn(2, 3, 96, 96, generator=torch.Generator().manual_seed(1))
+    built = model.build(tmp_path / "run" / "best.safetensors").eval()
+    assert torch.equal(built(image), network.eval()(image))
+
+
+@pytest.mark.slow
+def test_pathology_hands_imported_weights_over(tmp_path):
+    torch.manual_seed(0)
+    torch.save(resnet18_fcn(96).state_dict(), tmp_path / "model.pt")
+    config = PathologyExport(
+        tmp_path / "run", "triton", device="cpu", patch_size=96, tile_size=608, init=tmp_path / "model.pt", int8=True
+    )
+    repository = export_pathology(config)
+    assert "dims: [ 3, -1, -1 ]" in (repository / "config.pbtxt").read_text()
+    record = json.loads((tmp_path / "run" / "exports" / "exports.json").read_text())
+    assert [model["precision"] for model in record["onnx"]] == ["fp32", "fp16", "int8"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"output": "x"}, "output x: of --to triton"), ({"precision": "int8"}, "precision int8: of --to triton")],
+)
+def test_fields_that_do_not_fit_are_named(tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        SpleenExport(tmp_path, "onnx", **given)
