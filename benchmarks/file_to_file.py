@@ -5,7 +5,7 @@ It is a part of compare.py for the apps that segment. Peak memory is that of eac
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from common.inference.scan_files import find_scans
 from common.inference.scans import open_job, segment_all
 from common.inference.segmentation import SegmentationModel
 from common.observe.host_memory import peak_memory
+from common.observe.timeline import Timeline
 from common.training.imported import import_weights
 
 SIDES = {
@@ -86,7 +87,7 @@ def fast_side(scans: Scans, name: str) -> Sides:
     found = find_scans(scans.inputs)
 
     def segment() -> None:
-        failed = segment_all(found, job)
+        failed = segment_all(found, replace(job, timeline=Timeline()))
         assert not failed, failed
 
     return {"segment": segment, "peak": peak_memory}

@@ -12,10 +12,10 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from apps import doctor
-from apps.brats.config import BratsConfig, parse_brats_config
+from apps.brats.config import BratsConfig, BratsExport, parse_brats_config
 from apps.pathology.config import PathologyConfig, parse_pathology_config
-from apps.pathology.options import EvaluateConfig, ScanConfig
-from apps.spleen.config import SpleenConfig, parse_spleen_config
+from apps.pathology.options import EvaluateConfig, PathologyExport, ScanConfig
+from apps.spleen.config import SpleenConfig, SpleenExport, parse_spleen_config
 from benchmarks import ladder, time_to_target
 from common.config import config_to_yaml, parse_config
 from common.inference.options import InferConfig
@@ -36,6 +36,9 @@ OTHERS: dict[str, type] = {
     "apps/brats/infer.py": InferConfig,
     "apps/pathology/infer.py": ScanConfig,
     "apps/pathology/evaluate.py": EvaluateConfig,
+    "apps/spleen/export.py": SpleenExport,
+    "apps/brats/export.py": BratsExport,
+    "apps/pathology/export.py": PathologyExport,
 }
 DATA_SCRIPTS: dict[str, Callable[[Sequence[str]], argparse.Namespace]] = {
     "data_scripts/fetch_msd.py": fetch_msd.parse_options,
