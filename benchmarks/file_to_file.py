@@ -86,11 +86,17 @@ def fast_side(scans: Scans, name: str) -> Sides:
     job = open_job(config, _LOAD[scans.app](scans.run))
     found = find_scans(scans.inputs)
 
+    timelines: list[Timeline] = []
+
     def segment() -> None:
-        failed = segment_all(found, replace(job, timeline=Timeline()))
+        timelines.append(Timeline())
+        failed = segment_all(found, replace(job, timeline=timelines[-1]))
         assert not failed, failed
 
-    return {"segment": segment, "peak": peak_memory}
+    def windows() -> float:
+        return sum(span.end - span.begin for span in timelines[-1].spans() if span.stage == "windows")
+
+    return {"segment": segment, "peak": peak_memory, "windows": windows}
 
 
 def with_peak(make: Callable[..., Sides], *arguments: object) -> Sides:
@@ -115,9 +121,14 @@ def compare(scans: Scans, rounds: int, guide: Callable[..., Sides], *arguments: 
             opened[name] = stack.enter_context(apart(fast_side, scans, name, keep_freed=on_cpu))
         seconds = in_turn({name: each["segment"] for name, each in opened.items()}, rounds, warm_up=False)
         peaks = {name: round(each["peak"]() / 2**20) for name, each in opened.items()}
+        windows = {name: opened[name]["windows"]() for name in SIDES}
     count = len(scans.names)
     return {
         **{f"{name}, s per case": median([each / count for each in found]) for name, found in seconds.items()},
         **{f"guide / {name}": ratio(seconds["guide"], seconds[name]) for name in SIDES},
+        **{
+            f"{name}, of which the network's windows, s per case": round(each / count, 4)
+            for name, each in windows.items()
+        },
         **{f"{name}, peak memory MiB": peak for name, peak in peaks.items()},
     }
