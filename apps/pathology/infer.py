@@ -25,7 +25,7 @@ from common.data.slides import Slide, open_slide
 from common.files import sha256_of, write_json
 from common.inference.predictors import OpenedPredictor, open_predictor, ran_file
 from common.observe.host_memory import keep_freed_memory, peak_memory
-from common.observe.run import choose_device, one_line_errors
+from common.observe.run import choose_device, one_line_errors, torchrun_place
 from common.observe.timing import Clock
 
 SUFFIXES = {".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu"}
@@ -46,9 +46,13 @@ class Scanner:
 
 
 def main(config: ScanConfig) -> int:
-    """Scan every slide; return 0, or 1 where one could not be read (the others are done all the same)."""
+    """Scan every slide; return 0, or 1 where one could not be read (the others are done all the same).
+
+    Under torchrun each process takes its share of the slides.
+    """
     scanner = _open_scanner(config)
-    files = find_slides(config.input)
+    rank, ranks, _ = torchrun_place()
+    files = find_slides(config.input)[rank::ranks]
     opened = scanner.opened
     tqdm.write(f"{len(files)} slides, {opened.backend} {opened.precision} on {scanner.device}: {opened.reason}")
     failed = []
@@ -93,7 +97,7 @@ def _is_slide(file: Path) -> bool:
 
 def _open_scanner(config: ScanConfig) -> Scanner:
     """Read the model, open it on the device, and note the weights and options that decide what comes out."""
-    model, device = load_model(config.model), choose_device(config.device)
+    model, device = load_model(config.model), choose_device(config.device, torchrun_place()[2])
     if device.type == "cpu":
         keep_freed_memory()
     weights = config.model / "best.safetensors"

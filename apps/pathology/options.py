@@ -19,7 +19,8 @@ class ScanConfig:
             one call of the network for each, every `stride` pixels).
         stride: pixels, as the network sees them, between two patches; a multiple of 32.
         backend: tensorrt, onnxruntime, torch, or auto (an engine that fits this GPU, else the fastest that is here).
-        precision: fp32, fp16, bf16 (torch only), or auto (the run's own with torch, else fp32).
+        precision: fp32, fp16, bf16 (torch only), int8 (exported ones only), or auto (the run's own with torch, else
+            fp32).
         reader: cucim, openslide, tifffile, or auto (the first of them that reads all levels).
         device: auto, cpu, cuda or cuda:N.
         overlays: draw each slide with its probabilities.
@@ -31,7 +32,7 @@ class ScanConfig:
     mode: Literal["dense", "patches"] = "dense"
     stride: int = 64
     backend: Literal["auto", "tensorrt", "onnxruntime", "torch"] = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     reader: Literal["auto", "cucim", "openslide", "tifffile"] = "auto"
     device: str = "auto"
     overlays: bool = True

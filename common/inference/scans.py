@@ -1,7 +1,6 @@
 """Segment scans: NIfTI or DICOM in, label maps on the input's own grid out, streamed, measured, and resumed."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from common.inference.segmentation import SegmentationModel, predict_labels
 from common.inference.stream import BAD_INPUT, IN_FLIGHT, streamed
 from common.observe.host_memory import keep_freed_memory, peak_memory
 from common.observe.overlays import draw_overlay
-from common.observe.run import choose_device
+from common.observe.run import choose_device, torchrun_place
 from common.observe.timeline import Timeline, draw_timeline
 
 _RECORDS = "records"
@@ -65,7 +64,7 @@ def segment_scans(config: InferConfig, model: SegmentationModel) -> int:
 
     Under torchrun each process takes its share of the scans.
     """
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, ranks, _ = torchrun_place()
     everyone = find_scans(config.input)
     scans = everyone[rank::ranks]
     job = open_job(config, model)
@@ -87,8 +86,7 @@ def segment_scans(config: InferConfig, model: SegmentationModel) -> int:
 
 def open_job(config: InferConfig, model: SegmentationModel) -> Job:
     """Open the model on the device, and note what decides what comes out."""
-    local = int(os.environ["LOCAL_RANK"]) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
-    device = choose_device(config.device, local)
+    device = choose_device(config.device, torchrun_place()[2])
     if device.type == "cpu":
         keep_freed_memory()
     exact = "fp32" if config.precision == "auto" else config.precision

@@ -148,6 +148,15 @@ def one_line_errors() -> Iterator[None]:
         raise
 
 
+def torchrun_place() -> tuple[int, int, int | None]:
+    """Return this process's number, how many there are, and its number on its host, as torchrun says; 0, 1, None alone.
+
+    For work that is only shared out; who must talk to the others joins them (`common.training.distributed`).
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return (int(os.environ["RANK"]), world, int(os.environ["LOCAL_RANK"])) if world > 1 else (0, 1, None)
+
+
 def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     """Return the torch device of a name, where "auto" is the first CUDA device if there is one.
 
