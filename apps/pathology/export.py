@@ -20,8 +20,7 @@ from apps.pathology.weights import TWIN, import_run, resnet_weights
 from common.config import config_from_yaml
 from common.data.slide_pool import SlidePool
 from common.export.bundle import write_patch_bundle
-from common.export.handover import conclude, say_where
-from common.export.triton import write_triton
+from common.export.handover import conclude, must_export, say_where, serve
 from common.observe.run import Run, choose_device, one_line_errors
 from common.observe.timing import Clock
 from common.training.distributed import SINGLE
@@ -44,15 +43,12 @@ def main(config: PathologyExport) -> Path:
         return write_patch_bundle(
             config.destination(), config.model, network, TWIN, resnet_weights(network), patch_size=model.patch_size
         )
-    served = config.model / "exports" / f"model_{config.precision}.onnx"
-    if config.to != "triton" or config.makes_int8() or not served.is_file():
+    if must_export(config):
         with tempfile.TemporaryDirectory(prefix="export-") as scratch:
             _export(config, model, run, Path(scratch))
     if config.to != "triton":
         return config.model / "exports"
-    if not served.is_file():
-        raise ValueError(f"{served}: the gate refused it (see above); serve another --precision")
-    return write_triton(config.destination(), f"medspeed_{APP}", served, batch=engine_batch(model))
+    return serve(APP, config, engine_batch(model))
 
 
 def _export(config: PathologyExport, model: PathologyModel, run: Run, scratch: Path) -> None:

@@ -16,7 +16,9 @@ from common.export.best import GATE_CASES, agreement, dice_on, engine_batch, exp
 from common.export.bundle import write_bundle
 from common.export.bundle_files import NetworkConfig
 from common.export.export import ExportRecord, precision_table
+from common.export.model_card import model_card
 from common.export.options import ExportConfig
+from common.export.tensorrt_engine import Batches
 from common.export.triton import write_triton
 from common.files import write_json
 from common.inference.predictors import onnxruntime_predictor
@@ -69,18 +71,39 @@ def hand_over(
         FileNotFoundError, ValueError: the run, the data or the weights cannot be used.
     """
     run = Run(config.model, choose_device(config.device), Clock(), resumed=True)
-    served = config.model / "exports" / f"model_{config.precision}.onnx"
     if config.to == "bundle":
         return write_bundle(config.destination(), config.model, model, network)
-    if config.to != "triton" or config.makes_int8() or not served.is_file():
+    if must_export(config):
         judges = find_judges(config, phantoms, scratch)
         run.say(f"gate: {judges.origin}")
         _export(app, config, model, judges, run)
     if config.to != "triton":
         return config.model / "exports"
+    return serve(app, config, engine_batch(model))
+
+
+def must_export(config: ExportConfig) -> bool:
+    """Return whether models are to be made: for a Triton repository only those that are not there yet."""
+    served = config.model / "exports" / f"model_{config.precision}.onnx"
+    return config.to != "triton" or config.int8 or not served.is_file()
+
+
+def serve(app: str, config: ExportConfig, batch: Batches) -> Path:
+    """Write the Triton repository of a run, with its model card; return the model's folder in it.
+
+    Args:
+        app: its name.
+        config: which run, and where to.
+        batch: windows in one call: the fewest, the number tuned for, the most.
+
+    Raises:
+        FileExistsError: the folder holds something.
+        ValueError: there is no model in this precision, as the gate refused it.
+    """
+    served = config.model / "exports" / f"model_{config.precision}.onnx"
     if not served.is_file():
         raise ValueError(f"{served}: the gate refused it (see above); serve another --precision")
-    return write_triton(config.destination(), f"medspeed_{app}", served, batch=engine_batch(model))
+    return write_triton(config.destination(), f"medspeed_{app}", served, batch=batch, card=model_card(config.model))
 
 
 def find_judges(config: ExportConfig, phantoms: Callable[[Path, int], Path], scratch: Path) -> Judges:
@@ -125,11 +148,12 @@ def _export(app: str, config: ExportConfig, model: SegmentationModel, judges: Ju
         run,
         calibration,
     )
+    say_exported(record, run)
     conclude(record, judges.origin, sample_windows(gate, model, most=1), run)
 
 
 def conclude(record: ExportRecord, origin: str, window: torch.Tensor, run: Run) -> None:
-    """Say what came of an export, with a table of size, speed and difference, and keep it as `exports/exports.json`.
+    """Say size, speed and difference of what was exported as a table, and keep all of it as `exports/exports.json`.
 
     Args:
         record: of the export.
@@ -137,7 +161,6 @@ def conclude(record: ExportRecord, origin: str, window: torch.Tensor, run: Run) 
         window: one window, [1, C, *sides] float32; each model is timed on it in ONNX Runtime.
         run: whose export it is.
     """
-    say_exported(record, run)
     seconds = {}
     for model in record.onnx:
         if model.path is not None:

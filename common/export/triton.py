@@ -42,7 +42,9 @@ class _Served:
     needs: str
 
 
-def write_triton(repository: Path, name: str, model: Path, *, batch: tuple[int, int, int], instances: int = 1) -> Path:
+def write_triton(
+    repository: Path, name: str, model: Path, *, batch: tuple[int, int, int], card: str = "", instances: int = 1
+) -> Path:
     """Write `repository`/`name` for Triton: config.pbtxt, 1/model.onnx or 1/model.plan, a client, a README, digests.
 
     An ONNX model's group normalisations are written out, since ONNX Runtime's own are not exact (`with_exact_norms`).
@@ -53,6 +55,7 @@ def write_triton(repository: Path, name: str, model: Path, *, batch: tuple[int, 
         name: of the model there.
         model: a run's exports/model_*.onnx, or exports/model_*.plan with its manifest and its ONNX model beside it.
         batch: windows in one call: the fewest, which must be 1, the number tuned for, the most.
+        card: the model card, for MODEL_CARD.md; "" writes none.
         instances: copies of the model on each device that work at the same time.
 
     Returns:
@@ -76,6 +79,8 @@ def write_triton(repository: Path, name: str, model: Path, *, batch: tuple[int, 
     write_text(folder / "config.pbtxt", _configuration(name, served, batch, instances, digest))
     write_text(folder / "client.py", _CLIENT.format(name=name, image=served.image.name, logits=served.logits.name))
     write_text(folder / "README.md", _readme(name, served, batch))
+    if card:
+        write_text(folder / "MODEL_CARD.md", card)
     write_digests(folder)
     return folder
 
