@@ -2,12 +2,13 @@
 # make doctor  look at the machine; ARGS="--app spleen" says what bounds a training
 # make ladder APP=spleen   what each technique is worth, from the baseline to fast; brats and pathology too
 # make record APP=spleen   measure the guide against fast, and put the table into the README
+# make image-test   build the container image, and train, infer and export in it (docker, podman or buildah)
 # make test    checks and tests (10 minutes at most); make test-all adds the slow ones
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train doctor ladder record setup setup-dev check test test-all clean
+.PHONY: train doctor ladder record image-test setup setup-dev check test test-all clean
 .DEFAULT_GOAL := train
 
 train: setup
@@ -21,6 +22,9 @@ ladder: setup-dev
 
 record: setup-dev
 	$(BIN)/python benchmarks/record.py $(APP) $(ARGS)
+
+image-test:
+	tests/image_test.sh
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev

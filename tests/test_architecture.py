@@ -50,7 +50,9 @@ def test_apps_never_import_each_other():
         assert not [other for other in others if other in path.read_text()], name(path)
 
 
-@pytest.mark.parametrize("module", ["apps.spleen.config", "data_scripts.make_phantoms", "data_scripts.fetch_msd"])
+@pytest.mark.parametrize(
+    "module", ["apps.spleen.config", "data_scripts.make_phantoms", "data_scripts.fetch_msd", "data_scripts.to_msd"]
+)
 def test_what_must_start_at_once_does_not_load_torch(module):
     program = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'monai')))"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -19,7 +19,7 @@ from apps.spleen.config import SpleenConfig, SpleenExport, parse_spleen_config
 from benchmarks import ladder, time_to_target
 from common.config import config_to_yaml, parse_config
 from common.inference.options import InferConfig
-from data_scripts import fetch_camelyon16, fetch_msd, make_phantoms, make_slides
+from data_scripts import fetch_camelyon16, fetch_msd, make_phantoms, make_slides, to_msd
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -45,6 +45,7 @@ DATA_SCRIPTS: dict[str, Callable[[Sequence[str]], argparse.Namespace]] = {
     "data_scripts/fetch_camelyon16.py": fetch_camelyon16.parse_options,
     "data_scripts/make_phantoms.py": make_phantoms.make_parser().parse_args,
     "data_scripts/make_slides.py": make_slides.make_parser().parse_args,
+    "data_scripts/to_msd.py": to_msd.parse_options,
 }
 PROGRAMS: dict[str, Callable[[Sequence[str]], argparse.Namespace]] = {
     "apps/doctor.py": doctor.parse_options,

@@ -25,7 +25,7 @@ from common.data.slides import Slide, open_slide
 from common.files import sha256_of, write_json
 from common.inference.predictors import OpenedPredictor, open_predictor, ran_file
 from common.observe.host_memory import keep_freed_memory, peak_memory
-from common.observe.run import choose_device, one_line_errors, torchrun_place
+from common.observe.run import choose_device, one_line_errors, torchrun_place, wait_for_all
 from common.observe.timing import Clock
 
 SUFFIXES = {".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu"}
@@ -58,17 +58,18 @@ def main(config: ScanConfig) -> int:
     failed = []
     for file in tqdm(files, unit="slide", disable=len(files) == 1):
         folder = config.output / file.stem
-        mark = {**scanner.identity, "slide": [file.stat().st_size, file.stat().st_mtime_ns]}
-        if _is_finished(folder / RECORD, mark):
-            tqdm.write(f"{file.name}: kept, it was finished with the same weights and options")
-            continue
         try:
-            _scan_slide(file, folder, scanner, mark)
+            mark = {**scanner.identity, "slide": [file.stat().st_size, file.stat().st_mtime_ns]}
+            if _is_finished(folder / RECORD, mark):
+                tqdm.write(f"{file.name}: kept, it was finished with the same weights and options")
+            else:
+                _scan_slide(file, folder, scanner, mark)
         except (ValueError, FileNotFoundError, PermissionError) as error:
             failed.append(file.name)
             tqdm.write(f"set aside: {error}")
     if failed:
         tqdm.write(f"{len(failed)} of {len(files)} slides could not be scanned: {', '.join(failed)}")
+    wait_for_all()
     return 1 if failed else 0
 
 
@@ -124,7 +125,10 @@ def _open_scanner(config: ScanConfig) -> Scanner:
 
 def _is_finished(record: Path, mark: dict[str, Any]) -> bool:
     """Return whether a slide's record is there and of the same slide, weights and options."""
-    return record.is_file() and json.loads(record.read_text(encoding="utf-8")).get("mark") == mark
+    try:
+        return bool(json.loads(record.read_text(encoding="utf-8")).get("mark") == mark)
+    except (ValueError, FileNotFoundError):  # damaged, or none
+        return False
 
 
 def _scan_slide(file: Path, folder: Path, scanner: Scanner, mark: dict[str, Any]) -> None:

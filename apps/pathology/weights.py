@@ -1,6 +1,5 @@
 """Weights to start from: a run's own, or TorchVision's ResNet-18."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 
 from apps.pathology.model import APP, PathologyModel
-from common.training.checkpoints import initialise, load_weights, save_weights
+from common.training.checkpoints import initialise, load_weights
 from common.training.imported import import_weights
 
 _NO_PLACE = ("fc.weight", "fc.bias")  # ImageNet's thousand classes
@@ -75,14 +74,7 @@ def import_run(run: Path, model: PathologyModel, path: Path) -> None:
     Raises:
         FileExistsError, FileNotFoundError, ValueError: as `import_weights`.
     """
-    if path.suffix == ".safetensors":
-        import_weights(run, APP, model, path)
-        return
-    given = {_our_name(name): value for name, value in load_weights(path).items()}
-    with tempfile.TemporaryDirectory(prefix="import-") as folder:
-        renamed = Path(folder) / f"{path.stem}.safetensors"
-        save_weights(renamed, given, {})
-        import_weights(run, APP, model, renamed)
+    import_weights(run, APP, model, path, _our_name)
 
 
 def _our_name(name: str) -> str:

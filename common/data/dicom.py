@@ -8,11 +8,8 @@ import io
 import logging
 import math
 import re
-import struct
-import warnings
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +18,20 @@ import imagecodecs
 import numpy as np
 import pydicom
 from pydicom.encaps import get_frame
-from pydicom.errors import BytesLengthException, InvalidDicomError
 from pydicom.pixels.decoders.base import get_decoder
 from pydicom.uid import JPEG2000, UID, JPEG2000Lossless
 
+from common.data.dicom_headers import (
+    BROKEN,
+    GEOMETRY,
+    SIZES,
+    DicomSlice,
+    files_below,
+    numbers_of,
+    quiet_dicom,
+    read_slice,
+    text_of,
+)
 from common.data.parallel import map_in_threads
 from common.data.volumes import Volume
 
@@ -35,18 +42,6 @@ MIN_STEP = 0.01  # mm: slices nearer than this share a place
 MIN_TILT = 0.1  # degrees: less comes from rounded positions
 SCALED = ("CT", "PT")  # must have RescaleSlope and RescaleIntercept. Source: DICOM PS3.3 C.8.2.1 and C.8.9.1
 NAMED = 5  # places that a message names at most
-SIZES = {"Rows": 1, "Columns": 1, "PixelSpacing": 2}
-GEOMETRY = {**SIZES, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
-TAGS = (
-    *GEOMETRY, "SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "InstanceNumber", "Modality", "ImageType",
-    "NumberOfFrames", "PhotometricInterpretation", "SliceThickness", "RescaleSlope", "RescaleIntercept",
-    "ModalityLUTSequence",
-)  # fmt: skip
-# What pydicom and the decoders raise on damaged files; their messages may quote values or paths.
-BROKEN = (
-    OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error,
-    zlib.error, BytesLengthException, InvalidDicomError,
-)  # fmt: skip
 logger = logging.getLogger(__name__)
 
 
@@ -61,6 +56,8 @@ class DicomSeries:
         modality: "CT", "MR", ...; "OT" (other) where the headers do not tell.
         notes: what the user should know, without identifiers.
         problem: why `read_series` refuses it; "" where the headers show no reason.
+        voxel: volume of a voxel in mm^3; not-a-number where there is a problem.
+        is_volume: whether it could be one; not scouts, single images and screen captures, of which any study has some.
     """
 
     name: str
@@ -69,13 +66,8 @@ class DicomSeries:
     modality: str
     notes: tuple[str, ...]
     problem: str = ""
-
-
-@dataclass(frozen=True)
-class _Slice:
-    path: Path
-    header: Any  # pydicom.Dataset of TAGS
-    name: str  # "slice 7" by its InstanceNumber, which viewers show
+    voxel: float = math.nan
+    is_volume: bool = True
 
 
 def find_series(folder: Path) -> tuple[DicomSeries, ...]:
@@ -88,15 +80,14 @@ def find_series(folder: Path) -> tuple[DicomSeries, ...]:
     """
     if not folder.is_dir():
         raise FileNotFoundError("the folder of DICOM files does not exist")
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    with quiet_dicom():
-        slices = [one for one in map_in_threads(_read_header, paths, "headers", progress=False) if one]
-        known = [one for one in slices if _text(one, "SOPClassUID") and _text(one, "SeriesInstanceUID")]
-        groups: dict[str, list[_Slice]] = {}
-        for one in known:
-            if "Image Storage" in UID(_text(one, "SOPClassUID")).name:
-                groups.setdefault(_text(one, "SeriesInstanceUID"), []).append(one)
-        series = [_describe(uid, group) for uid, group in groups.items()]
+    quiet_dicom()
+    slices = [one for one in map_in_threads(read_slice, sorted(files_below(folder)), "headers", progress=False) if one]
+    known = [one for one in slices if text_of(one, "SOPClassUID") and text_of(one, "SeriesInstanceUID")]
+    groups: dict[str, list[DicomSlice]] = {}
+    for one in known:
+        if "Image Storage" in UID(text_of(one, "SOPClassUID")).name:
+            groups.setdefault(text_of(one, "SeriesInstanceUID"), []).append(one)
+    series = [_describe(uid, group) for uid, group in groups.items()]
     if lost := len(slices) - len(known):
         logger.warning("%d DICOM files left out, broken before they tell their series: copy them again", lost)
     return tuple(sorted(series, key=lambda one: one.name))
@@ -115,113 +106,78 @@ def read_series(series: DicomSeries) -> Volume:
     """
     if series.problem:
         raise ValueError(series.problem)
-    with quiet_dicom():
-        slices = [one for one in map(_read_header, series.files) if one and _text(one, "SOPClassUID")]
-        if lost := len(series.files) - len(slices):
-            raise ValueError(f"{series.name}: {lost} of {len(series.files)} files cannot be read now: copy them again")
-        slices, affine, _ = _stack(series.name, slices)
-        frames = map_in_threads(lambda one: _decode(series.name, one), slices, "slices", progress=False)
+    quiet_dicom()
+    slices = [one for one in map(read_slice, series.files) if one and text_of(one, "SOPClassUID")]
+    if lost := len(series.files) - len(slices):
+        raise ValueError(f"{series.name}: {lost} of {len(series.files)} files cannot be read now: copy them again")
+    slices, affine, _ = _stack(series.name, slices)
+    frames = map_in_threads(lambda one: _decode(series.name, one), slices, "slices", progress=False)
     return Volume(_rescaled(frames, [_scale(one) for one in slices]), affine, Path(series.name))
 
 
-@contextmanager
-def quiet_dicom() -> Iterator[None]:
-    """Keep pydicom and highdicom from quoting a file in a log or a warning: what they quote may name the patient."""
-    for library in ("pydicom", "highdicom"):
-        logging.getLogger(library).setLevel(logging.CRITICAL + 1)
-    pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _read_header(path: Path) -> _Slice | None:
-    """Return what a header says, nothing where it is damaged; None for a file that is no DICOM."""
-    header: Any = pydicom.Dataset()
-    with suppress(*BROKEN), path.open("rb") as stream:
-        if stream.read(132)[128:] != b"DICM":
-            return None
-        stream.seek(0)
-        header = pydicom.dcmread(stream, stop_before_pixels=True, specific_tags=list(TAGS))
-    number = _numbers(header, "InstanceNumber", 1)
-    return _Slice(path, header, f"slice {number[0]:.0f}" if number else "a slice without InstanceNumber")
-
-
-def _numbers(header: Any, keyword: str, count: int) -> tuple[float, ...]:  # noqa: ANN401 - a dataset of pydicom
-    """Return the numbers of a tag; () where it is missing, or does not hold so many finite numbers."""
-    with suppress(*BROKEN):
-        value = header.get(keyword)
-        numbers = tuple(float(each) for each in (value if count > 1 else [value]))
-        if len(numbers) == count and all(map(math.isfinite, numbers)):
-            return numbers
-    return ()
-
-
-def _text(one: _Slice, keyword: str) -> str:
-    """Return a tag as text; "" where it is missing or cannot be read."""
-    with suppress(*BROKEN):
-        return str(one.header.get(keyword) or "")
-    return ""
-
-
-def _describe(uid: str, slices: list[_Slice]) -> DicomSeries:
+def _describe(uid: str, slices: list[DicomSlice]) -> DicomSeries:
     """Return what is to be known of a series before its pixels are read."""
     name = "series-" + hashlib.sha256(uid.encode()).hexdigest()[:12]
-    images = [one for one in slices if "LOCALIZER" not in _text(one, "ImageType")]
-    unique = list({_text(one, "SOPInstanceUID") or str(number): one for number, one in enumerate(images)}.values())
+    images = [one for one in slices if "LOCALIZER" not in text_of(one, "ImageType")]
+    unique = list({text_of(one, "SOPInstanceUID") or str(number): one for number, one in enumerate(images)}.values())
     counts = {"localizers": len(slices) - len(images), "copies of others": len(images) - len(unique)}
     notes = tuple(f"{count} of {len(slices)} images are {what}: left out" for what, count in counts.items() if count)
     problem = "" if images else f"{name}: its images are localizers, no volume: choose another series"
+    captured = any("Secondary Capture" in UID(text_of(one, "SOPClassUID")).name for one in slices)
+    voxel, is_volume = math.nan, len(unique) > 1 and not captured
     try:
-        slices, _, more = _stack(name, unique) if unique else (slices, None, ())
-        notes += more
+        if unique:
+            slices, affine, more = _stack(name, unique)
+            notes, voxel = notes + more, abs(float(np.linalg.det(affine[:3, :3])))
     except ValueError as error:
         problem = str(error)
-    x, y = (int(sum(_numbers(slices[0].header, keyword, 1))) for keyword in ("Columns", "Rows"))
-    modality = _text(slices[0], "Modality") if re.fullmatch("[A-Z]{2,16}", _text(slices[0], "Modality")) else "OT"
-    return DicomSeries(name, tuple(one.path for one in slices), (x, y, len(slices)), modality, notes, problem)
+    x, y = (int(sum(numbers_of(slices[0].header, keyword, 1))) for keyword in ("Columns", "Rows"))
+    modality = text_of(slices[0], "Modality") if re.fullmatch("[A-Z]{2,16}", text_of(slices[0], "Modality")) else "OT"
+    return DicomSeries(
+        name, tuple(one.path for one in slices), (x, y, len(slices)), modality, notes, problem, voxel, is_volume
+    )
 
 
-def _stack(name: str, slices: list[_Slice]) -> tuple[list[_Slice], np.ndarray, tuple[str, ...]]:
+def _stack(name: str, slices: list[DicomSlice]) -> tuple[list[DicomSlice], np.ndarray, tuple[str, ...]]:
     """Return the slices in order, the affine and notes; ValueError where they are no regular stack of grey images."""
     for one in slices:
         _check_image(f"{name}: {one.name}", one)
     if len(slices) < 2:
         raise ValueError(f"{name}: it holds 1 slice, a volume needs 2 or more: copy the whole series")
     _check_alike(name, slices)
-    turn = np.reshape(_numbers(slices[0].header, "ImageOrientationPatient", 6), (2, 3))
+    turn = np.reshape(numbers_of(slices[0].header, "ImageOrientationPatient", 6), (2, 3))
     if np.abs(turn @ turn.T - np.eye(2)).max() > MAX_TURN:
         said = f"not two unit vectors at right angles (within {MAX_TURN})"
         raise ValueError(f"{name}: ImageOrientationPatient {turn.tolist()} is {said}: export the series again")
-    normal, positions = np.cross(*turn), np.array([_numbers(one.header, "ImagePositionPatient", 3) for one in slices])
+    normal, positions = np.cross(*turn), np.array([numbers_of(one.header, "ImagePositionPatient", 3) for one in slices])
     order = np.argsort(positions @ normal, kind="stable")
     slices, positions = [slices[index] for index in order], positions[order]
     _check_regular(name, slices, positions, positions @ normal)
     step = (positions[-1] - positions[0]) / (len(slices) - 1)
-    between_rows, between_columns = _numbers(slices[0].header, "PixelSpacing", 2)
+    between_rows, between_columns = numbers_of(slices[0].header, "PixelSpacing", 2)
     affine = np.eye(4)
     affine[:3] = np.column_stack((turn[0] * between_columns, turn[1] * between_rows, step, positions[0]))
     notes, distance = [], float(step @ normal)
     tilt = math.degrees(math.atan2(float(np.linalg.norm(step - distance * normal)), distance))
     if tilt > MIN_TILT:
         notes.append(f"gantry tilt of {tilt:.1f} degrees: the affine is sheared")
-    thickness = sum(_numbers(slices[0].header, "SliceThickness", 1))
+    thickness = sum(numbers_of(slices[0].header, "SliceThickness", 1))
     if thickness and abs(thickness - distance) > MIN_STEP:
         notes.append(f"SliceThickness {thickness:g} mm but slices lie {distance:g} mm apart: the distance counts")
     return slices, np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine, tuple(notes)  # DICOM's LPS to RAS
 
 
-def _check_image(name: str, one: _Slice) -> None:
+def _check_image(name: str, one: DicomSlice) -> None:
     """Refuse what is not one grey image with a place in space, values that are known, and a codec that is."""
-    frames = sum(_numbers(one.header, "NumberOfFrames", 1))
-    if "Enhanced" in UID(_text(one, "SOPClassUID")).name or frames > 1:
+    frames = sum(numbers_of(one.header, "NumberOfFrames", 1))
+    if "Enhanced" in UID(text_of(one, "SOPClassUID")).name or frames > 1:
         raise ValueError(f"{name} is an enhanced multi-frame image ({frames:.0f} frames): export single-frame slices")
-    if not (_text(one, "PhotometricInterpretation") or "MONOCHROME").startswith("MONOCHROME"):
+    if not (text_of(one, "PhotometricInterpretation") or "MONOCHROME").startswith("MONOCHROME"):
         raise ValueError(f"{name} is a colour image: choose a series of grey images")
-    missing = [keyword for keyword, count in GEOMETRY.items() if not _numbers(one.header, keyword, count)]
+    missing = [keyword for keyword, count in GEOMETRY.items() if not numbers_of(one.header, keyword, count)]
     if missing:
         raise ValueError(f"{name} lacks {', '.join(missing)} as numbers: truncated, or no slice; export it again")
-    sizes = {keyword: _numbers(one.header, keyword, count) for keyword, count in SIZES.items()}
+    sizes = {keyword: numbers_of(one.header, keyword, count) for keyword, count in SIZES.items()}
     if min(map(min, sizes.values())) <= 0:
         raise ValueError(f"{name} has {sizes}, each must be above 0: export it again")
     if not any(_scale(one)[:1]):
@@ -235,17 +191,17 @@ def _check_image(name: str, one: _Slice) -> None:
     raise ValueError(f"{name} has transfer syntax {said}, which cannot be decoded: export it uncompressed")
 
 
-def _check_alike(name: str, slices: Sequence[_Slice]) -> None:
+def _check_alike(name: str, slices: Sequence[DicomSlice]) -> None:
     """Refuse slices of another size, spacing or direction than the first."""
     for one in slices[1:]:
         for keyword in ("Rows", "Columns", "PixelSpacing", "ImageOrientationPatient"):
-            due, found = (np.array(_numbers(each.header, keyword, GEOMETRY[keyword])) for each in (slices[0], one))
+            due, found = (np.array(numbers_of(each.header, keyword, GEOMETRY[keyword])) for each in (slices[0], one))
             if np.abs(due - found).max() > MAX_TURN:
                 said = f"{slices[0].name} has {keyword} {due.tolist()}, {one.name} has {found.tolist()}"
                 raise ValueError(f"{name} mixes stacks: {said} (at most {MAX_TURN} apart); export each by itself")
 
 
-def _check_regular(name: str, slices: Sequence[_Slice], positions: np.ndarray, along: np.ndarray) -> None:
+def _check_regular(name: str, slices: Sequence[DicomSlice], positions: np.ndarray, along: np.ndarray) -> None:
     """Refuse slices at one place, gaps, and slices off the regular grid; `along` is mm along the normal, ascending."""
     steps = np.diff(along)
     usual = float(np.median(steps[steps > MIN_STEP])) if steps.max() > MIN_STEP else math.inf
@@ -265,18 +221,18 @@ def _check_regular(name: str, slices: Sequence[_Slice], positions: np.ndarray, a
         raise ValueError(f"{name}: {found} (at most {MAX_OFF_GRID * usual:.2f}): export it evenly spaced")
 
 
-def _scale(one: _Slice) -> tuple[float, ...]:
+def _scale(one: DicomSlice) -> tuple[float, ...]:
     """Return RescaleSlope and RescaleIntercept; 1 and 0 where a modality may go without, () where they are unusable."""
     tags = ("RescaleSlope", "RescaleIntercept", "ModalityLUTSequence")
-    if _text(one, "Modality") not in SCALED and not any(keyword in one.header for keyword in tags):
+    if text_of(one, "Modality") not in SCALED and not any(keyword in one.header for keyword in tags):
         return 1.0, 0.0
-    found = tuple(number for keyword in tags[:2] for number in _numbers(one.header, keyword, 1))
+    found = tuple(number for keyword in tags[:2] for number in numbers_of(one.header, keyword, 1))
     return found if len(found) == 2 and tags[2] not in one.header else ()
 
 
-def _decode(name: str, one: _Slice) -> np.ndarray:
+def _decode(name: str, one: DicomSlice) -> np.ndarray:
     """Return the stored values of a slice, [Y, X], any integer type."""
-    due = tuple(int(_numbers(one.header, keyword, 1)[0]) for keyword in ("Rows", "Columns"))
+    due = tuple(int(numbers_of(one.header, keyword, 1)[0]) for keyword in ("Rows", "Columns"))
     pixels = np.empty(0)
     with suppress(*BROKEN):
         image: Any = pydicom.dcmread(io.BytesIO(one.path.read_bytes()))

@@ -20,8 +20,8 @@ from common.export.model_card import model_card
 from common.export.options import ExportConfig
 from common.export.tensorrt_engine import Batches
 from common.export.triton import write_triton
-from common.files import write_json
-from common.inference.predictors import onnxruntime_predictor
+from common.files import sha256_of, write_json
+from common.inference.predictors import onnxruntime_predictor, weights_of
 from common.inference.segmentation import SegmentationModel, sample_windows
 from common.observe.run import Run, choose_device
 from common.observe.timing import Clock, repeated
@@ -83,9 +83,9 @@ def hand_over(
 
 
 def must_export(config: ExportConfig) -> bool:
-    """Return whether models are to be made: for a Triton repository only those that are not there yet."""
+    """Return whether models are to be made: for a Triton repository only where they are missing, or of other weights."""
     served = config.model / "exports" / f"model_{config.precision}.onnx"
-    return config.to != "triton" or config.int8 or not served.is_file()
+    return config.to != "triton" or config.int8 or weights_of(served) != sha256_of(config.model / "best.safetensors")
 
 
 def serve(app: str, config: ExportConfig, batch: Batches) -> Path:
@@ -124,8 +124,9 @@ def find_judges(config: ExportConfig, phantoms: Callable[[Path, int], Path], scr
     if not cases:
         raise ValueError(f"{folder}: no labelled case; the gate compares Dice with labels")
     named = {name: [case for case in cases if case.name in split.get(name, ())] for name in ("validation", "training")}
-    gate = tuple((named["validation"] if folder == trained_on else []) or cases)[:GATE_CASES]
-    others = [case for case in (named["training"] if folder == trained_on else cases) if case not in gate]
+    own = trained_on is not None and folder.resolve() == trained_on.resolve()
+    gate = tuple((named["validation"] if own else []) or cases)[:GATE_CASES]
+    others = [case for case in (named["training"] if own else cases) if case not in gate]
     calibration = tuple(others or gate)[:_CALIBRATION_CASES]
     return Judges(gate, calibration, labelled=True, origin=f"Dice on {len(gate)} cases of {folder}")
 

@@ -13,7 +13,8 @@ from highdicom.seg import Segmentation, SegmentDescription
 from pydicom.sr.codedict import codes
 from pydicom.uid import generate_uid
 
-from common.data.dicom import BROKEN, DicomSeries, quiet_dicom
+from common.data.dicom import DicomSeries
+from common.data.dicom_headers import BROKEN, quiet_dicom
 from common.files import atomic_path
 from common.inference.labelling import Region
 
@@ -73,17 +74,17 @@ def write_seg(
     assert labels.shape == series.shape, (labels.shape, series.shape)
     assert structures
     content = io.BytesIO()
-    with quiet_dicom():
-        try:
-            sources = [_source(file, keep_patient) for file in series.files]
-            _segmentation(labels, sources, structures, algorithm, version).save_as(content)
-        except BROKEN:
-            # The cause may quote the patient: it is not chained.
-            due = (*REFERENCES, *BLANK) if keep_patient else REFERENCES
-            raise ValueError(
-                f"{series.name}: no DICOM segmentation can be written: a header cannot be read, or lacks or holds in "
-                f"a wrong form one of {', '.join(due)}: correct the headers, or write NIfTI"
-            ) from None
+    quiet_dicom()
+    try:
+        sources = [_source(file, keep_patient) for file in series.files]
+        _segmentation(labels, sources, structures, algorithm, version).save_as(content)
+    except BROKEN:
+        # The cause may quote the patient: it is not chained.
+        due = (*REFERENCES, *BLANK) if keep_patient else REFERENCES
+        raise ValueError(
+            f"{series.name}: no DICOM segmentation can be written: a header cannot be read, or lacks or holds in "
+            f"a wrong form one of {', '.join(due)}: correct the headers, or write NIfTI"
+        ) from None
     with atomic_path(path) as part:
         part.write_bytes(content.getbuffer())
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from torch import nn
 
+from common.files import sha256_of
 from common.inference.onnx_norms import with_exact_norms
 from common.inference.tensorrt_runtime import EnginePredictor, host_problem, read_manifest
 
@@ -108,6 +110,25 @@ def ran_file(folder: Path, opened: OpenedPredictor) -> Path:
     return folder / "exports" / f"model_{opened.precision}.{suffix}"
 
 
+def weights_of(onnx: Path) -> str | None:
+    """Return the SHA-256 of the weights that an ONNX model was made of; None where there is no model or it has none."""
+    if not onnx.is_file():
+        return None
+    import onnx as onnx_package  # here: a second that a run which has no exports need not wait
+
+    try:
+        model: Any = onnx_package.load_model(str(onnx))
+    except DecodeError as error:
+        raise ValueError(f"{onnx}: no ONNX model ({error}): export the run again") from error
+    return next((entry.value for entry in model.metadata_props if entry.key == "weights_sha256"), None)
+
+
+def _made_of_others(onnx: Path, weights: Path) -> bool:
+    """Return whether an ONNX model says that it was made of other weights than those of its run."""
+    recorded = weights_of(onnx)
+    return recorded is not None and weights.is_file() and recorded != sha256_of(weights)
+
+
 def open_predictor(
     folder: Path,
     build_network: Callable[[], nn.Module],
@@ -139,14 +160,18 @@ def open_predictor(
         raise ValueError(f"precision bf16: backend {backend} takes fp32 or fp16")
     if backend == "torch" and precision == "int8":
         raise ValueError("precision int8: backend torch takes fp32, bf16 or fp16; int8 is exported only")
+    stale = _made_of_others(onnx, folder / "best.safetensors")
+    if stale and backend in ("tensorrt", "onnxruntime"):
+        raise ValueError(f"{onnx}: made of other weights than best.safetensors beside it: export the run again")
     reason = "as asked"
     if backend == "auto":
         problem = "no engine in this run" if not plan.is_file() else host_problem(plan, read_manifest(plan), device)
+        problem = "the exports are of other weights than best.safetensors" if stale else problem
         if problem is None:
             backend, reason = "tensorrt", "an engine fits this GPU"
         else:
             quicker = torch_precision == "bf16" and computes_bf16(device)
-            on_cpu = precision == "int8" or (device.type == "cpu" and onnx.is_file() and not quicker)
+            on_cpu = precision == "int8" or (device.type == "cpu" and onnx.is_file() and not quicker and not stale)
             backend, reason = "onnxruntime" if on_cpu else "torch", problem
     if backend == "tensorrt":
         return OpenedPredictor(engine_predictor(plan, device), backend, precision, reason)

@@ -9,7 +9,7 @@ Read = TypeVar("Read")
 Computed = TypeVar("Computed")
 Written = TypeVar("Written")
 
-BAD_INPUT = (ValueError, FileNotFoundError)
+BAD_INPUT = (ValueError, OSError)
 IN_FLIGHT = 3  # items in memory at once: one read, one computed, one written
 
 
@@ -22,9 +22,9 @@ def streamed(
     """Yield each item, in order, with what `write` returned for it, or with the error that set it aside.
 
     `compute` runs in the calling thread, `read` and `write` in a thread each; no more than one item waits between them,
-    so that memory is bounded whichever of them is slow. A bad input (ValueError, FileNotFoundError of reading or
-    computing, ValueError of writing) costs its item alone. All other errors are raised, a full disk among them; what
-    was written until then is whole.
+    so that memory is bounded whichever of them is slow. A bad input (ValueError or OSError of reading or computing,
+    ValueError of writing) costs its item alone. All other errors are raised, a full disk among them; what was written
+    until then is whole.
 
     Args:
         items: in the order in which they are done.

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -155,6 +156,17 @@ def torchrun_place() -> tuple[int, int, int | None]:
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return (int(os.environ["RANK"]), world, int(os.environ["LOCAL_RANK"])) if world > 1 else (0, 1, None)
+
+
+def wait_for_all() -> None:
+    """Under torchrun wait until every process has come here, for a day at most; else do nothing.
+
+    torchrun ends all processes when one of them ends with an error: none may do so while others are still at work.
+    """
+    if torchrun_place()[1] > 1:
+        torch.distributed.init_process_group("gloo", timeout=timedelta(days=1))
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 def choose_device(name: str, local_rank: int | None = None) -> torch.device:

@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,13 +133,13 @@ def read_metadata(path: Path) -> dict[str, str]:
         return dict(stream.metadata() or {})
 
 
-def initialise(network: nn.Module, path: Path) -> None:
-    """Load weights to fine-tune from; names and shapes must be the network's.
+def initialise(network: nn.Module, path: Path, rename: Callable[[str], str] = lambda name: name) -> None:
+    """Load weights to fine-tune from; names, once `rename` has changed them, and shapes must be the network's.
 
     Raises:
         ValueError: names the first entries that are missing, left over, or of another shape.
     """
-    weights, own = load_weights(path), network.state_dict()
+    weights, own = {rename(name): value for name, value in load_weights(path).items()}, network.state_dict()
     missing, extra = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     shapes = [
         f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"

@@ -1,5 +1,6 @@
 """A run's folder from weights that were trained elsewhere, so that inference and export take them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +19,9 @@ class Buildable(Protocol):
         ...
 
 
-def import_weights(run: Path, app: str, model: Buildable, weights: Path) -> None:
+def import_weights(
+    run: Path, app: str, model: Buildable, weights: Path, rename: Callable[[str], str] = lambda name: name
+) -> None:
     """Make the folder of a run that has weights and model alone.
 
     Args:
@@ -26,6 +29,7 @@ def import_weights(run: Path, app: str, model: Buildable, weights: Path) -> None
         app: whose run it is.
         model: what the weights belong to; every name and shape must fit.
         weights: a .safetensors, or a .pt / .pth state dict such as a MONAI bundle's, read without executing anything.
+        rename: from the weights' names to the network's.
 
     Raises:
         FileExistsError: the folder holds something.
@@ -35,6 +39,6 @@ def import_weights(run: Path, app: str, model: Buildable, weights: Path) -> None
     if run.exists() and any(run.iterdir()):
         raise FileExistsError(f"{run}: holds files; --init makes a new run, so name a folder that does not exist")
     network = model.build()
-    initialise(network, weights)
+    initialise(network, weights, rename)
     save_weights(run / "best.safetensors", network.state_dict(), {"imported_sha256": sha256_of(weights)})
     write_model(run, app, model)

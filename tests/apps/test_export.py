@@ -21,6 +21,8 @@ from apps.spleen.export import imported_model, network_config
 from apps.spleen.export import main as export_spleen
 from apps.spleen.infer import main as infer_spleen
 from common.inference.options import InferConfig
+from common.inference.predictors import open_predictor
+from common.training.checkpoints import save_weights
 from data_scripts.make_phantoms import make_ct_phantoms
 from models.resnet18_fcn import resnet18_fcn
 
@@ -82,6 +84,27 @@ def test_a_bundle_is_made_of_the_same_run(tmp_path, weights):
     config = json.loads((folder / "configs" / "inference.json").read_text())
     assert config["network_def"] | {"_target_": "UNet"} == {**network_config(imported_model(spleen(tmp_path)))}
     assert "not evaluated" in (folder / "docs" / "README.md").read_text().lower()
+
+
+def test_exports_of_other_weights_are_not_used(tmp_path, weights):
+    """As a training that went on leaves them: best.safetensors is new, the models beside it are not."""
+    export_spleen(spleen(tmp_path, init=weights))
+    run = tmp_path / "run"
+    torch.manual_seed(1)
+    other = imported_model(spleen(tmp_path)).build()
+    save_weights(run / "best.safetensors", other.state_dict(), {})
+
+    def opened(backend):
+        return open_predictor(run, lambda: other, backend=backend, device=torch.device("cpu"))
+
+    with pytest.raises(ValueError, match="made of other weights than best"):
+        opened("onnxruntime")
+    assert opened("auto").backend == "torch"
+    assert "other weights" in opened("auto").reason
+    before = (run / "exports" / "model_fp32.onnx").read_bytes()
+    export_spleen(spleen(tmp_path, to="triton"))
+    assert (run / "exports" / "model_fp32.onnx").read_bytes() != before
+    assert opened("onnxruntime").backend == "onnxruntime"
 
 
 def test_a_run_is_never_overwritten_and_weights_that_do_not_fit_leave_nothing(tmp_path, weights):

@@ -141,6 +141,100 @@ def test_a_bad_scan_is_set_aside_by_name(run, scans, done, tmp_path, capsys):
     assert len(rows(tmp_path / "out")) == 2
 
 
+def test_an_old_record_vouches_for_no_other_model_s_map(run, scans, done, tmp_path, monkeypatch):
+    """A run of other options that dies between its map and its record leaves nothing that passes for the first's."""
+    shutil.copytree(done, tmp_path / "out")
+    output = tmp_path / "out"
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("common.inference.scans.measure", dies)
+        with pytest.raises(KeyboardInterrupt):
+            main(config(run, scans, output, smallest_ml=1e6))
+    first = sorted(path.name for path in scans.iterdir())[0]
+    assert not label_maps(output)[first].any()  # the second run's, cleaned of all
+    assert main(config(run, scans, output)) == 0
+    assert all(np.array_equal(found, label_maps(done)[name]) for name, found in label_maps(output).items())
+
+
+def test_a_scan_that_fails_now_keeps_nothing_of_before(run, scans, done, tmp_path):
+    shutil.copytree(done, tmp_path / "out")
+    shutil.copytree(scans, tmp_path / "scans")
+    bad = sorted((tmp_path / "scans").iterdir())[0]
+    bad.write_bytes(bad.read_bytes()[:5000])
+    assert main(config(run, tmp_path / "scans", tmp_path / "out")) == 1
+    assert bad.name not in label_maps(tmp_path / "out")
+    assert bad.name not in [row["scan"] for row in rows(tmp_path / "out")]
+    assert f"{bad.name}.json" not in records(tmp_path / "out")
+
+
+def test_files_of_others_are_not_replaced(run, scans, tmp_path):
+    name = sorted(path.name for path in scans.iterdir())[1]
+    (tmp_path / name).write_bytes(b"ground truth")
+    with pytest.raises(FileExistsError, match="choose another --output"):
+        main(config(run, scans, tmp_path))
+    assert (tmp_path / name).read_bytes() == b"ground truth"
+    assert not label_maps_but(tmp_path, name)
+
+
+def label_maps_but(folder, name):
+    return [path for path in folder.glob("*.nii.gz") if path.name != name]
+
+
+def test_what_a_killed_run_left_beside_its_outputs_is_removed(run, scans, tmp_path):
+    name = sorted(path.name for path in scans.iterdir())[0]
+    (tmp_path / f".part-abc-{name}").write_bytes(b"half")
+    (tmp_path / ".part-abc-other.txt").write_bytes(b"not ours")
+    assert main(config(run, scans, tmp_path)) == 0
+    assert [path.name for path in tmp_path.glob(".part-*")] == [".part-abc-other.txt"]
+
+
+def test_a_scan_that_the_system_cannot_read_or_memory_cannot_hold_costs_itself_alone(
+    run, scans, tmp_path, monkeypatch, capsys
+):
+    from common.inference import scans as pipeline
+    from common.inference.scan_files import Scan
+
+    first, second, third = sorted(path.name for path in scans.iterdir())
+    read, prepare = Scan.read, pipeline.prepare_volume
+
+    def breaks(scan, channels):
+        if scan.name == first:
+            raise OSError(5, "Input/output error")
+        return read(scan, channels)
+
+    def fills(name, *given):
+        if name == second:
+            raise torch.OutOfMemoryError("no room")
+        return prepare(name, *given)
+
+    monkeypatch.setattr(Scan, "read", breaks)
+    monkeypatch.setattr(pipeline, "prepare_volume", fills)
+    assert main(config(run, scans, tmp_path)) == 1
+    said = capsys.readouterr().out
+    assert "Input/output error" in said
+    assert f"{second}: no room" in said
+    assert list(label_maps(tmp_path)) == [third]
+
+
+@pytest.mark.slow
+def test_a_rank_whose_scan_fails_does_not_end_the_others(run, tmp_path):
+    scans = make_ct_phantoms(tmp_path / "data", 8, progress=False) / "imagesTr"
+    bad = sorted(scans.iterdir())[0]
+    bad.write_bytes(b"")
+    flags = ["--model", str(run), "--input", str(scans), "--output", str(tmp_path / "out"), "--backend", "torch"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    command += ["apps/spleen/infer.py", *flags, "--device", "cpu", "--overlays", "false"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode != 0
+    assert "1 of 4 scans could not be segmented" in done.stdout + done.stderr
+    assert len(label_maps(tmp_path / "out")) == 7
+    assert len(rows(tmp_path / "out")) == 7
+    assert {path.name for path in (tmp_path / "out").glob("timings*")} == {"timings-0.json", "timings-1.json"}
+
+
 def test_flips_average_the_logits(run, scans, tmp_path):
     """The logits of a network that is mirrored on the way in and out, averaged by hand."""
     from common.inference.predictors import torch_predictor
@@ -156,6 +250,7 @@ def test_flips_average_the_logits(run, scans, tmp_path):
 
 
 def test_ranks_share_the_scans_and_the_last_one_writes_all_rows(run, scans, done, tmp_path, monkeypatch):
+    monkeypatch.setattr("common.inference.scans.wait_for_all", lambda: None)  # one after the other, here
     for rank in (1, 0):
         for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank)):
             monkeypatch.setenv(name, str(value))

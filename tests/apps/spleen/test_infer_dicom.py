@@ -78,6 +78,36 @@ def test_keep_patient_files_the_segmentation_under_the_patient(run, tmp_path):
     assert len(list((tmp_path / "out").glob("*.dcm"))) == 2
 
 
+def test_a_segmentation_that_was_deleted_is_written_again(run, tmp_path):
+    scans, output = two_series(tmp_path / "scans"), tmp_path / "out"
+    assert segment(run, scans, output, overlays=False) == 0
+    gone, kept = sorted(output.glob("*.dcm"))
+    before = kept.stat().st_mtime_ns
+    gone.unlink()
+    assert segment(run, scans, output, overlays=False) == 0
+    assert gone.is_file()
+    assert kept.stat().st_mtime_ns == before
+
+
+def test_other_modalities_are_refused_and_what_is_no_volume_is_left_out(run, tmp_path, capsys):
+    stored = np.full((6, 20, 20), 1100, np.uint16)
+    write_slices(tmp_path / "scans" / "ct", stored)
+    write_slices(tmp_path / "scans" / "pet", stored, change=lambda _, image: setattr(image, "Modality", "PT"))
+    write_slices(tmp_path / "scans" / "one", stored[:1])
+    assert segment(run, tmp_path / "scans", tmp_path / "out", overlays=False) == 1
+    said = capsys.readouterr().out
+    assert "its modality is PT, the model was trained on CT" in said
+    assert said.count("left out, no volume") == 1
+    assert "1 of 2 scans could not be segmented" in said
+
+
+def test_a_folder_of_both_kinds_is_refused(run, tmp_path):
+    scans = two_series(tmp_path / "scans")
+    (scans / "a.nii.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match="1 NIfTI files and 2 DICOM series"):
+        segment(run, scans, tmp_path / "out")
+
+
 def test_a_model_of_four_channels_refuses_a_series(tmp_path):
     from common.inference.scan_files import find_scans
 

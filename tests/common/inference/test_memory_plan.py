@@ -11,9 +11,10 @@ from torch import nn
 
 from common.data.preparation import Preparation
 from common.inference.labelling import Labelling, one_region_per_label
-from common.inference.memory_plan import free_bytes, most_bytes, scan_bytes, window_bytes
+from common.inference.memory_plan import most_bytes, say_plan, scan_bytes, window_bytes
 from common.inference.predictors import Precision
-from common.inference.scan_files import Scan
+from common.inference.scan_files import Scan, find_scans
+from tests.common.data.dicom_files import write_slices
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,21 +52,36 @@ def test_a_finer_working_grid_takes_more(tmp_path):
     one = scan_bytes(scan(tmp_path, (50, 40, 30), (1.0, 1.0, 1.0)), Model())
     coarse = scan_bytes(scan(tmp_path, (50, 40, 30), (2.0, 2.0, 2.0), "b.nii.gz"), Model())
     voxels = 50 * 40 * 30
-    assert one == voxels * (8 + 12) + voxels * (12 + 8 * 2)
-    assert coarse - one == pytest.approx(7 * voxels * (12 + 8 * 2), abs=2)  # eight times as many working voxels
+    assert one.host == coarse.host == voxels * (8 + 20)
+    assert one.device == voxels * (12 + 8 * 2)
+    assert coarse.device == pytest.approx(8 * one.device, abs=2)  # eight times as many working voxels
 
 
 def test_three_scans_are_held_at_most_and_the_unreadable_count_nothing(tmp_path):
     scans = [scan(tmp_path, (side,) * 3, (1, 1, 1), f"{side}.nii.gz") for side in (20, 30, 40, 50)]
     (tmp_path / "broken.nii.gz").write_bytes(b"no")
-    total, largest = most_bytes([*scans, Scan("broken.nii.gz", tmp_path / "broken.nii.gz")], Model())
-    assert total == sum(scan_bytes(each, Model()) for each in scans[1:])
+    host, device, largest = most_bytes([*scans, Scan("broken.nii.gz", tmp_path / "broken.nii.gz")], Model())
+    assert host == sum(scan_bytes(each, Model()).host for each in scans[1:])
+    assert device == scan_bytes(scans[-1], Model()).device
     assert largest == "50.nii.gz"
-    assert most_bytes([], Model()) == (0, "")
+    assert most_bytes([], Model()) == (0, 0, "")
 
 
-def test_free_memory_of_the_host_is_some():
-    assert free_bytes(torch.device("cpu")) > 2**20
+def test_a_plan_that_cannot_fit_is_told(tmp_path, monkeypatch, capsys):
+    scans = [scan(tmp_path, (50, 40, 30), (1.0, 1.0, 1.0), f"{number}.nii.gz") for number in range(2)]
+    say_plan(scans, Model(), torch.device("cpu"))
+    assert "WARNING" not in capsys.readouterr().out
+    monkeypatch.setattr("common.inference.memory_plan.free_memory", lambda: 2**20)
+    say_plan(scans, Model(), torch.device("cpu"))
+    assert "WARNING: that may be more than there is" in capsys.readouterr().out
+
+
+def test_a_series_counts_the_masks_of_its_segmentation(tmp_path):
+    write_slices(tmp_path / "series", np.zeros((4, 5, 6), np.int16), spacing=(2.0, 2.0), step=(0, 0, 2.0))
+    (found,) = find_scans(tmp_path)
+    each = scan_bytes(found, replace(Model(), window_size=(1, 1, 1)))
+    assert each.host == 120 * (8 + 20 + 2)
+    assert each.device == pytest.approx(8 * 120 * (12 + 8 * 2), abs=2)  # 2 mm on a grid of 1 mm
 
 
 @pytest.mark.slow
@@ -80,6 +96,7 @@ from common.inference.memory_plan import most_bytes, window_bytes
 from common.inference.options import InferConfig
 from common.inference.predictors import OpenedPredictor, torch_predictor
 from common.inference.scan_files import find_scans
+from common.inference.scan_records import Records
 from common.inference.scans import Job, segment_all
 from common.observe.host_memory import peak_memory
 from common.observe.timeline import Timeline
@@ -91,12 +108,12 @@ folder = Path({str(tmp_path)!r})
 scans = find_scans(folder / "scans")
 def job(output):
     config = InferConfig(folder, folder / "scans", folder / output, overlays=False)
-    return Job(config, model, opened, torch.device("cpu"), {{}}, Timeline())
+    return Job(config, model, opened, torch.device("cpu"), Records(folder / output, {{}}, False), Timeline())
 small = find_scans(folder / "small")
 segment_all(small, job("warm"))
 before = peak_memory()
 assert not segment_all(scans, job("out"))
-print("PEAK", peak_memory() - before, most_bytes(scans, model)[0] + window_bytes(model))
+print("PEAK", peak_memory() - before, sum(most_bytes(scans, model)[:2]) + window_bytes(model))
 """
     rng = np.random.default_rng(0)
     for name, count, shape in (("small", 2, (24, 24, 24)), ("scans", 12, (160, 160, 60))):
@@ -114,4 +131,4 @@ print("PEAK", peak_memory() - before, most_bytes(scans, model)[0] + window_bytes
 def test_a_scan_bigger_than_its_window_is_padded_to_it(tmp_path):
     tiny = scan(tmp_path, (4, 4, 4), (1.0, 1.0, 1.0))
     wide = replace(Model(), window_size=(64, 64, 64))
-    assert scan_bytes(tiny, wide) == 64 * (8 + 12) + 64**3 * (12 + 8 * 2)
+    assert scan_bytes(tiny, wide).device == 64**3 * (12 + 8 * 2)

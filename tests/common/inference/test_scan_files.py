@@ -38,6 +38,23 @@ def test_a_folder_without_nifti_gives_its_dicom_series(tmp_path):
         assert scan.stamp()[0] == 3
 
 
+def test_two_files_with_one_name_are_refused(tmp_path):
+    for name in ("a.nii.gz", "a.nii", "b.nii"):
+        nifti(tmp_path / name)
+    with pytest.raises(ValueError, match=r"a\.nii and a\.nii\.gz would share"):
+        find_scans(tmp_path)
+
+
+def test_links_to_folders_of_series_are_followed_once(tmp_path):
+    write_slices(tmp_path / "archive" / "patient", np.zeros((3, 5, 6), np.int16))
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "one").symlink_to(tmp_path / "archive" / "patient")
+    (tmp_path / "in" / "again").symlink_to(tmp_path / "archive" / "patient")
+    (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
+    (found,) = find_scans(tmp_path / "in")
+    assert found.stamp()[0] == 3
+
+
 def test_nothing_to_segment_says_where(tmp_path):
     with pytest.raises(FileNotFoundError, match="without DICOM"):
         find_scans(tmp_path)

@@ -1,0 +1,546 @@
+"""Own scans into MSD layout: pairing, nnU-Net's raw layout, checks, and a folder that appears whole or not at all."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from apps.spleen.config import SpleenConfig, SpleenExport, parse_spleen_config
+from common.config import config_to_yaml, parse_config
+from common.data.cases import read_dataset
+from common.data.volumes import read_volume
+from common.inference.options import InferConfig
+from data_scripts import msd_writer
+from data_scripts.to_msd import main, parse_options
+
+SHAPE = (8, 7, 6)
+AFFINE = np.diag([2.0, 2, 3, 1])
+
+
+def scan(seed: int = 0, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-1000, 1000, shape).astype(np.int16)
+
+
+def mask(value: float = 1, dtype: type = np.uint8) -> np.ndarray:
+    """Return a label of 2 x 3 x 2 voxels, 12 x 12 mm3 of 12 voxels: 0.144 ml."""
+    label: np.ndarray = np.zeros(SHAPE, dtype)
+    label[2:4, 2:5, 1:3] = value
+    return label
+
+
+def save(path: Path, voxels: np.ndarray, affine: np.ndarray = AFFINE) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nib.save(nib.Nifti1Image(voxels, affine), path)
+    return path
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """Return a folder with images/ and labels/ of the cases a and b."""
+    for seed, name in enumerate("ab"):
+        save(tmp_path / "images" / f"{name}.nii.gz", scan(seed))
+        save(tmp_path / "labels" / f"{name}.nii.gz", mask())
+    return tmp_path
+
+
+def convert(folder: Path, *flags: str, names: tuple[str, ...] = ("background", "organ"), modality: str = "CT") -> int:
+    sources = ["--images", str(folder / "images"), "--labels", str(folder / "labels"), "--to", str(folder / "set")]
+    return main([*sources, "--names", *names, "--modality", modality, *flags])
+
+
+def written(folder: Path) -> dict[str, tuple[Path, Path]]:
+    """Return the files of each case, as training finds them."""
+    found = {}
+    for case in read_dataset(folder / "set").cases:
+        assert case.label is not None
+        found[case.name] = (case.image, case.label)
+    return found
+
+
+def assert_nothing_written(folder: Path) -> None:
+    assert not (folder / "set").exists()
+    assert not list(folder.glob(".*"))
+
+
+def test_pairs_become_a_set_that_training_reads(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (pairs / "images" / "._a.nii.gz").write_bytes(b"a desktop's note")
+    (pairs / "images" / "notes.txt").write_text("by hand")
+    assert convert(pairs) == 0
+    dataset = read_dataset(pairs / "set")
+    assert (dataset.name, dataset.modality, dataset.labels) == ("set", ("CT",), ("background", "organ"))
+    assert [case.name for case in dataset.cases] == ["a", "b"]
+    assert (pairs / "set/imagesTr/a.nii.gz").read_bytes() == (pairs / "images/a.nii.gz").read_bytes()
+    assert (pairs / "set/imagesTr/a.nii.gz").stat().st_nlink == 1
+    printed = capsys.readouterr().out
+    assert "2 labelled, 0 for test" in printed
+    assert "8x7x6" in printed
+    assert "2x2x3" in printed
+    assert "RAS 2" in printed
+    assert "in 2 of 2 cases, 0.144 to 0.144 ml" in printed
+    assert f"python apps/spleen/train.py --data {pairs / 'set'}" in printed
+    assert not list(pairs.glob(".*"))
+
+
+def test_figures_are_told_along_the_bodys_axes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    affine = np.array([[0, 0, 3.0, 0], [-2, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]])  # axes run P, S, R
+    save(tmp_path / "images/a.nii.gz", scan(), affine)
+    save(tmp_path / "labels/a.nii.gz", mask(), affine)
+    assert convert(tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "6x8x7" in printed  # R is the third axis, A the first, S the second
+    assert "3x2x1" in printed
+    assert "PSR 1" in printed
+
+
+@pytest.mark.parametrize(
+    ("image", "label"),
+    [
+        ("case_0000", "case"),
+        ("case", "case_seg"),
+        ("case", "case_label"),
+        ("case-img", "case-mask"),
+        ("case_CT", "case_Segmentation"),
+        ("a case", "a case"),
+    ],
+)
+def test_common_endings_pair(tmp_path: Path, image: str, label: str) -> None:
+    save(tmp_path / "images" / f"{image}.nii.gz", scan())
+    save(tmp_path / "labels" / f"{label}.nii.gz", mask())
+    assert convert(tmp_path) == 0
+    assert list(written(tmp_path)) == ["a case" if image == "a case" else "case"]
+
+
+def test_a_name_that_pairs_as_it_is_keeps_all_of_it(tmp_path: Path) -> None:
+    for name in ("case", "case_ct"):
+        save(tmp_path / "images" / f"{name}.nii.gz", scan(len(name)))
+        save(tmp_path / "labels" / f"{name}.nii.gz", mask())
+    assert convert(tmp_path) == 0
+    assert list(written(tmp_path)) == ["case", "case_ct"]
+
+
+def test_everything_wrong_is_told_at_once_and_nothing_is_written(
+    pairs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shifted = AFFINE.copy()
+    shifted[0, 3] = 0.5  # a quarter of a voxel
+    save(pairs / "images/scan_alone.nii.gz", scan(2))
+    save(pairs / "labels/mask_alone.nii.gz", mask())
+    save(pairs / "images/moved.nii.gz", scan(3))
+    save(pairs / "labels/moved.nii.gz", mask(), shifted)
+    save(pairs / "images/cut.nii.gz", scan(4))
+    whole = (pairs / "images/cut.nii.gz").read_bytes()
+    (pairs / "images/cut.nii.gz").write_bytes(whole[: len(whole) // 2])
+    save(pairs / "labels/cut.nii.gz", mask(7))
+    assert convert(pairs) == 1
+    told = capsys.readouterr().err
+    for name in ("scan_alone", "mask_alone", "moved", "cut"):
+        assert f"bad: {name}" in told
+    assert "corners up to 0.5 mm apart" in told
+    assert told.count("bad: cut") == 2  # the image is damaged, and the label holds a 7
+    assert "2 of 6 cases can be used" in told
+    assert_nothing_written(pairs)
+
+
+def test_bad_cases_are_left_out_on_request_with_their_reason(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(pairs / "labels/b.nii.gz", mask(7))
+    assert convert(pairs, "--skip_bad") == 0
+    assert list(written(pairs)) == ["a"]
+    (left_out,) = json.loads((pairs / "set/dataset.json").read_text())["left_out"]
+    assert left_out["case"] == "b"
+    assert "found the values 7" in left_out["reason"]
+    assert "left out: b" in capsys.readouterr().err
+
+
+def test_a_set_of_bad_cases_alone_is_no_set(pairs: Path) -> None:
+    for name in "ab":
+        save(pairs / "labels" / f"{name}.nii.gz", mask(7))
+    assert convert(pairs, "--skip_bad") == 1
+    assert_nothing_written(pairs)
+
+
+def test_a_fortieth_of_a_voxel_off_is_on_the_grid(pairs: Path) -> None:
+    near = AFFINE.copy()
+    near[0, 3] = 0.05
+    save(pairs / "labels/b.nii.gz", mask(), near)
+    assert convert(pairs) == 0
+
+
+def test_values_are_mapped(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(pairs / "labels/b.nii.gz", mask(255))
+    assert convert(pairs) == 1
+    assert "found the values 255; named are 0 background, 1 organ" in capsys.readouterr().err
+    assert convert(pairs, "--values", "255=1") == 0
+    label = read_volume(written(pairs)["b"][1])
+    assert label.voxels.dtype == np.uint8
+    assert np.array_equal(label.voxels, mask())
+    assert np.array_equal(label.affine, AFFINE)
+    assert (pairs / "set/labelsTr/a.nii.gz").read_bytes() == (pairs / "labels/a.nii.gz").read_bytes()
+
+
+def test_negative_values_are_mapped_too(pairs: Path) -> None:
+    label = mask().astype(np.int16)
+    label[0] = -1
+    save(pairs / "labels/b.nii.gz", label)
+    assert convert(pairs, "--values=-1=0") == 0
+    assert np.array_equal(read_volume(written(pairs)["b"][1]).voxels, mask())
+
+
+def test_values_a_little_off_are_rounded_and_told(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(pairs / "labels/b.nii.gz", mask(0.9999, np.float32))
+    assert convert(pairs) == 0
+    assert "rounded: b" in capsys.readouterr().out
+    assert np.array_equal(read_volume(written(pairs)["b"][1]).voxels, mask())
+
+
+def test_values_far_off_are_refused(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(pairs / "labels/b.nii.gz", mask(0.5, np.float32))
+    assert convert(pairs) == 1
+    assert "nearest neighbours" in capsys.readouterr().err
+
+
+def test_an_image_among_the_labels_is_refused(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(pairs / "labels/b.nii.gz", (scan().astype(np.int32) * 1000))
+    assert convert(pairs) == 1
+    assert "is it an image?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("shape", "status"), [((*SHAPE, 1), 0), ((*SHAPE, 2), 1)])
+def test_a_label_of_four_axes_counts_if_the_last_is_one(pairs: Path, shape: tuple[int, ...], status: int) -> None:
+    save(pairs / "labels/b.nii.gz", np.broadcast_to(mask()[..., None], shape).copy())
+    assert convert(pairs) == status
+
+
+def test_names_in_capitals_and_plain_nii_are_taken_over(tmp_path: Path) -> None:
+    for part, voxels in (("images", scan()), ("labels", mask())):
+        save(tmp_path / part / "a.nii.gz", voxels).rename(tmp_path / part / "a.NII.GZ")
+        save(tmp_path / part / "b.nii", voxels)
+    assert convert(tmp_path, "--link") == 0
+    for image, label in written(tmp_path).values():
+        assert image.name in {"a.nii.gz", "b.nii.gz"}
+        assert np.array_equal(read_volume(image).voxels, scan())
+        assert np.array_equal(read_volume(label).voxels, mask())
+
+
+def test_a_bad_file_in_capitals_is_named_as_it_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "images/a.nii.gz", scan())
+    save(tmp_path / "labels/a.nii.gz", mask())
+    (tmp_path / "images/a.nii.gz").rename(tmp_path / "images/a.NII.GZ")
+    (tmp_path / "images/a.NII.GZ").write_bytes(b"")
+    assert convert(tmp_path) == 1
+    assert str(tmp_path / "images/a.NII.GZ") in capsys.readouterr().err
+
+
+def test_two_files_of_one_name_are_no_case(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(pairs / "images/a.nii", scan(5))
+    save(pairs / "images/c_0000.nii.gz", scan(6))
+    save(pairs / "images/c_img.nii.gz", scan(7))
+    save(pairs / "labels/c.nii.gz", mask())
+    assert convert(pairs) == 1
+    told = capsys.readouterr().err
+    assert "a.nii and a.nii.gz" in told
+    assert "2 images and 1 labels of one name" in told
+
+
+def test_links_share_the_bytes_and_what_changes_is_a_file_of_its_own(pairs: Path) -> None:
+    save(pairs / "labels/b.nii.gz", mask(255))
+    assert convert(pairs, "--link", "--values", "255=1") == 0
+    assert (pairs / "set/imagesTr/a.nii.gz").samefile(pairs / "images/a.nii.gz")
+    assert (pairs / "set/labelsTr/a.nii.gz").samefile(pairs / "labels/a.nii.gz")
+    assert not (pairs / "set/labelsTr/b.nii.gz").samefile(pairs / "labels/b.nii.gz")
+    assert read_volume(pairs / "labels/b.nii.gz").voxels.max() == 255
+
+
+def test_another_file_system_gets_symbolic_links(pairs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("Invalid cross-device link")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    assert convert(pairs, "--link") == 0
+    assert (pairs / "set/imagesTr/a.nii.gz").is_symlink()
+    assert len(written(pairs)) == 2
+
+
+def test_what_is_worth_a_look_is_told(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(pairs / "labels/b.nii.gz", mask(0))
+    save(pairs / "images/c.nii.gz", np.abs(scan(0)))
+    save(pairs / "labels/c.nii.gz", mask())
+    save(pairs / "images/d.nii.gz", scan(0))  # the same as a
+    save(pairs / "labels/d.nii.gz", mask())
+    assert convert(pairs, names=("background", "organ", "tumour")) == 0
+    printed = capsys.readouterr().out
+    assert "the label is empty: b" in printed
+    assert "no value below -200" in printed
+    assert ": c\n" in printed
+    assert "may validate what it trained: a, d" in printed
+    assert "no case has a voxel of this label: 2 tumour" in printed
+
+
+def test_the_air_of_ct_is_not_asked_of_mri(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(pairs / "images/a.nii.gz", np.abs(scan(0)))
+    assert convert(pairs, modality="MRI") == 0
+    assert "-200" not in capsys.readouterr().out
+
+
+def test_an_image_of_one_value_is_bad(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(pairs / "images/b.nii.gz", np.zeros(SHAPE, np.int16))
+    assert convert(pairs) == 1
+    assert "every voxel is 0" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_there_is_never_touched(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (pairs / "set").mkdir()
+    assert convert(pairs) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert list((pairs / "set").iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(pairs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(msd_writer, "write_json", fail)
+    assert convert(pairs) == 2
+    assert_nothing_written(pairs)
+
+
+def test_what_a_killed_run_left_is_cleared(pairs: Path) -> None:
+    save(pairs / ".set.unfinished/imagesTr/old.nii.gz", scan())
+    assert convert(pairs) == 0
+    assert sorted(path.name for path in (pairs / "set/imagesTr").iterdir()) == ["a.nii.gz", "b.nii.gz"]
+
+
+# --- nnU-Net ---
+
+
+def nnunet(folder: Path, channels: tuple[str, ...] = ("T1", "T2"), **more: object) -> Path:
+    """Write a raw nnU-Net set of the cases a and b and the test case t; return its folder."""
+    raw = folder / "Dataset012_Organ"
+    content = {
+        "channel_names": {str(number): name for number, name in enumerate(channels)},
+        "labels": {"background": 0, "organ": 1},
+        "numTraining": 2,
+        "file_ending": ".nii.gz",
+    }
+    for seed, (part, name) in enumerate([("imagesTr", "a"), ("imagesTr", "b"), ("imagesTs", "t")]):
+        for number in range(len(channels)):
+            save(raw / part / f"{name}_{number:04d}.nii.gz", scan(10 * seed + number))
+    for name in "ab":
+        save(raw / "labelsTr" / f"{name}.nii.gz", mask())
+    (raw / "dataset.json").write_text(json.dumps(content | more))
+    return raw
+
+
+def convert_nnunet(raw: Path, *flags: str) -> int:
+    return main(["--nnunet", str(raw), "--to", str(raw.parent / "set"), *flags])
+
+
+def test_nnunet_channels_are_stacked(tmp_path: Path) -> None:
+    assert convert_nnunet(nnunet(tmp_path)) == 0
+    dataset = read_dataset(tmp_path / "set")
+    assert (dataset.name, dataset.modality, dataset.labels) == ("Organ", ("T1", "T2"), ("background", "organ"))
+    image = read_volume(dataset.cases[1].image, channels=2)
+    assert np.array_equal(image.voxels, np.stack([scan(10), scan(11)], axis=3))
+    assert np.array_equal(image.affine, AFFINE)
+    assert [case.name for case in dataset.test_cases] == ["t"]
+    assert np.array_equal(read_volume(dataset.test_cases[0].image, 2).voxels[..., 1], scan(21))
+
+
+def test_nnunet_of_one_channel_is_linked(tmp_path: Path) -> None:
+    raw = nnunet(tmp_path, channels=("CT",))
+    assert convert_nnunet(raw, "--link") == 0
+    assert (tmp_path / "set/imagesTr/a.nii.gz").samefile(raw / "imagesTr/a_0000.nii.gz")
+
+
+def test_nnunets_first_version_is_read(tmp_path: Path) -> None:
+    raw = nnunet(tmp_path, channels=("CT",))
+    content = {"modality": {"0": "CT"}, "labels": {"0": "background", "1": "organ"}}
+    (raw / "dataset.json").write_text(json.dumps(content))
+    assert convert_nnunet(raw) == 0
+    assert read_dataset(tmp_path / "set").labels == ("background", "organ")
+
+
+def test_nnunet_cases_that_lack_something_are_all_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = nnunet(tmp_path)
+    (raw / "imagesTr/a_0001.nii.gz").unlink()
+    (raw / "labelsTr/b.nii.gz").unlink()
+    save(raw / "labelsTr/c.nii.gz", mask())
+    save(raw / "imagesTr/d.nii.gz", scan())
+    (raw / "imagesTs/t_0000.nii.gz").unlink()
+    assert convert_nnunet(raw) == 1
+    told = capsys.readouterr().err
+    assert "bad: a: channel 0001 missing" in told
+    assert "bad: b: no label" in told
+    assert "bad: c: a label, but no image" in told
+    assert "bad: d: " in told
+    assert "bad: t: channel 0000 missing" in told
+    assert told.count("bad: a") == 1
+    assert_nothing_written(tmp_path)
+
+
+def test_nnunet_channels_on_other_grids_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = nnunet(tmp_path)
+    save(raw / "imagesTr/a_0001.nii.gz", scan(1), np.diag([2.0, 2, 4, 1]))
+    assert convert_nnunet(raw) == 1
+    assert "channel 0001 is not aligned with channel 0000" in capsys.readouterr().err
+
+
+def test_nnunet_regions_need_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = nnunet(tmp_path, labels={"background": 0, "whole": [1, 2], "core": 2})
+    assert convert_nnunet(raw) == 2
+    assert "whole are regions" in capsys.readouterr().err
+    assert convert_nnunet(raw, "--names", "background", "rim", "core") == 0
+    assert read_dataset(tmp_path / "set").labels == ("background", "rim", "core")
+
+
+def test_nnunets_ignored_voxels_are_not_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = nnunet(tmp_path, labels={"background": 0, "organ": 1, "ignore": 2})
+    save(raw / "labelsTr/b.nii.gz", mask(2))
+    assert convert_nnunet(raw) == 1
+    assert "bad: b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"file_ending": ".png"}, "only .nii.gz and .nii"),
+        ({"labels": {"background": 0, "organ": 3}}, "without gaps"),
+        ({"labels": []}, "labels: expected"),
+        ({"channel_names": None}, "channel_names"),
+    ],
+)
+def test_a_dataset_json_that_cannot_be_used_is_named(
+    tmp_path: Path, more: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = nnunet(tmp_path, **more)
+    assert convert_nnunet(raw) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert "dataset.json" in told
+    assert told.count("\n") == 1
+
+
+# --- a folder in MSD layout ---
+
+
+def test_a_set_is_checked_and_left_as_it_is(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert(pairs) == 0
+    before = {path: path.stat().st_mtime_ns for path in (pairs / "set").rglob("*")}
+    capsys.readouterr()
+    assert main(["--check", str(pairs / "set")]) == 0
+    assert "2 labelled" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (pairs / "set").rglob("*")} == before
+
+
+@pytest.mark.parametrize("label", [mask(2), mask(0.9999, np.float32)], ids=["unnamed", "not whole"])
+def test_what_training_would_refuse_is_bad(pairs: Path, label: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert(pairs) == 0
+    save(pairs / "set/labelsTr/b.nii.gz", label)
+    assert main(["--check", str(pairs / "set")]) == 1
+    assert "bad: b" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_list_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check", str(tmp_path)]) == 2
+    assert "dataset.json" in capsys.readouterr().err
+
+
+# --- the command line ---
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--images", "a", "--labels", "b", "--modality", "CT", "--to", "c"], "--names is missing"),
+        (["--images", "a", "--names", "x", "y", "--modality", "CT", "--to", "c"], "--labels is missing"),
+        (["--images", "a", "--labels", "b", "--names", "x", "y", "--to", "c"], "--modality is missing"),
+        (["--images", "a", "--labels", "b", "--names", "x", "--modality", "CT", "--to", "c"], "at least one structure"),
+        (["--nnunet", "a"], "--to is missing"),
+        (["--nnunet", "a", "--modality", "CT", "--to", "c"], "dataset.json names them"),
+        (["--check", "a", "--to", "b"], "--check writes nothing: leave out --to"),
+        (["--nnunet", "a", "--to", "c", "--values", "255"], "expected OLD=NEW"),
+        ([], "required"),
+    ],
+)
+def test_wrong_flags_are_told(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(flags)
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("part", "words"), [("images", "no such folder"), ("labels", "only ['.nrrd']")], ids=["missing", "other files"]
+)
+def test_folders_without_volumes_are_told(
+    pairs: Path, part: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (pairs / part).iterdir():
+        path.unlink()
+    (pairs / "labels" / "a.nrrd").touch()
+    if part == "images":
+        (pairs / "images").rmdir()
+    assert convert(pairs) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_one_folder_for_both_is_told(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = str(pairs / "images")
+    flags = ["--names", "background", "organ", "--modality", "CT", "--to", str(pairs / "set")]
+    assert main(["--images", both, "--labels", both, *flags]) == 2
+    assert "the same folder" in capsys.readouterr().err
+
+
+def test_a_path_with_spaces_can_be_pasted(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--images", str(pairs / "images"), "--labels", str(pairs / "labels"), "--modality", "CT"]
+    assert main([*flags, "--names", "background", "left kidney", "--to", str(pairs / "my set")]) == 0
+    assert f"--data '{pairs / 'my set'}'" in capsys.readouterr().out
+    assert read_dataset(pairs / "my set").labels == ("background", "left kidney")
+
+
+def test_it_starts_without_torch() -> None:
+    program = "import sys, data_scripts.to_msd; sys.exit(any(name in sys.modules for name in ('torch', 'monai')))"
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
+
+
+# --- docs/own_data.md ---
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "own_data.md").read_text(), flags=re.DOTALL)
+LINES = [shlex.split(line, comments=True) for block in BLOCKS for line in block.splitlines()]
+# a command in a container is the same behind the image's name
+COMMANDS = [line[line.index(next(w for w in line if w.startswith("apps/"))) :] for line in LINES if "run" in line]
+COMMANDS += [line[1:] for line in LINES if line[:1] == ["python"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_commands_of_the_page_are_understood(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script, *arguments = command
+    assert (ROOT / script).is_file()
+    match Path(script).stem:
+        case "to_msd":
+            assert parse_options(arguments)
+        case "doctor":
+            assert parse_spleen_config(arguments[arguments.index("--") + 1 :])
+        case "train":
+            stored = tmp_path / "runs" / "tiny" / "config.yaml"
+            stored.parent.mkdir(parents=True)
+            stored.write_text(config_to_yaml(SpleenConfig()))
+            assert parse_spleen_config(arguments)
+        case stem:
+            assert parse_config({"infer": InferConfig, "export": SpleenExport}[stem], {}, arguments)
+
+
+def test_the_page_shows_every_step() -> None:
+    assert {Path(command[0]).stem for command in COMMANDS} == {"to_msd", "doctor", "train", "infer", "export"}
+    assert ["docker", "build", "-t", "medspeed", "."] in LINES
