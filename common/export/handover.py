@@ -83,7 +83,7 @@ def hand_over(
 
 
 def must_export(config: ExportConfig) -> bool:
-    """Return whether models are to be made: for a Triton repository only where they are missing, or of other weights."""
+    """Return whether models are to be made: for Triton only where they are missing, or of other weights."""
     served = config.model / "exports" / f"model_{config.precision}.onnx"
     return config.to != "triton" or config.int8 or weights_of(served) != sha256_of(config.model / "best.safetensors")
 

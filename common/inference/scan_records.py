@@ -15,6 +15,7 @@ from common.inference.measures import Measures, write_measures
 from common.inference.scan_files import Scan
 
 _FOLDER = "records"
+_VERSION = 1  # raise when outputs or records change for the same scan, weights and options
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Records:
         Raises:
             ValueError: a file of it is gone.
         """
-        return {**self.identity, "scan": scan.stamp()}
+        return {**self.identity, "version": _VERSION, "scan": scan.stamp()}
 
     def finished(self, scan: Scan) -> dict[str, Any] | None:
         """Return the record of a scan that is finished as it is now, with all its outputs; else None."""
@@ -94,16 +95,21 @@ class Records:
                 raise FileExistsError(
                     f"{foreign[0]}: is there, and was not written by a run into this folder: choose another --output"
                 )
+        own = {path for scan in scans for path in (*self._outputs(scan), self.path(scan))}
+        for part in (*self.output.glob(".part-*"), *self.lock.parent.glob(".part-*")):
+            if part.parent / part.name.split("-", 2)[-1] in own:  # .part-RANDOM-NAME, of a process that was killed
+                part.unlink(missing_ok=True)
         for scan in scans:
-            for path in (self.label(scan), self.seg(scan), self.picture(scan), self.path(scan)):
-                if self.path(scan).is_file():
+            if self.path(scan).is_file():
+                for path in (*self._outputs(scan), self.path(scan)):
                     path.unlink(missing_ok=True)
-                for part in path.parent.glob(f".part-*-{_escaped(path.name)}"):
-                    part.unlink(missing_ok=True)
+
+    def _outputs(self, scan: Scan) -> tuple[Path, ...]:
+        return self.label(scan), self.seg(scan), self.picture(scan)
 
     def begin(self, scan: Scan) -> None:
         """Note that outputs of a scan may be there from now on."""
-        write_json(self.path(scan), {"scan": scan.name, "begun": True}, flush=False)
+        write_json(self.path(scan), {"scan": scan.name, "begun": True})
 
     def finish(self, scan: Scan, mark: dict[str, Any], measures: Iterable[Measures], seconds: dict[str, float]) -> None:
         """Note that all outputs of a scan are there."""
@@ -116,7 +122,3 @@ class Records:
         rows = [(each["scan"], [Measures(**found) for found in each["measures"]]) for each in records]
         write_measures(self.output / "measurements.csv", rows)
         return {each["scan"]: each["seconds"] for each in records}
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
