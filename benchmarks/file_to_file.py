@@ -29,7 +29,7 @@ SIDES = {
     "fast bf16": ("torch", "bf16"),
     "fast ONNX Runtime fp32": ("onnxruntime", "fp32"),
 }
-_LOAD: dict[str, Callable[[Path], SegmentationModel]] = {"spleen": load_spleen, "brats": load_brats}
+LOAD: dict[str, Callable[[Path], SegmentationModel]] = {"spleen": load_spleen, "brats": load_brats}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def fast_side(scans: Scans, name: str) -> Sides:
         scans.run, scans.inputs, scans.folder / name, backend=backend, precision=precision,  # type: ignore[arg-type]
         device=scans.device, overlays=False,
     )  # fmt: skip
-    job = open_job(config, _LOAD[scans.app](scans.run))
+    job = open_job(config, LOAD[scans.app](scans.run))
     found = find_scans(scans.inputs)
 
     timelines: list[Timeline] = []

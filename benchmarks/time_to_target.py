@@ -28,6 +28,7 @@ from scipy.stats import mannwhitneyu
 from apps.pathology.config import PathologyConfig
 from apps.pathology.patch_store import stored_patches
 from apps.pathology.tables import find_tables
+from benchmarks.file_to_file import LOAD
 from benchmarks.masks import dice, read_mask
 from common.config import config_from_yaml
 from common.data.cases import read_dataset
@@ -119,7 +120,7 @@ def _call(command: list[str]) -> None:
 def judge_segmentation(app: str, run: Path) -> float:
     """Return the mean Dice of the validation cases on their own grids, from files that `infer.py` writes."""
     split = json.loads((run / "split.json").read_text(encoding="utf-8"))
-    regions = json.loads((run / "model.json").read_text(encoding="utf-8"))["labelling"]["regions"]
+    regions = LOAD[app](run).labelling.regions
     folder = Path(json.loads((run / "summary.json").read_text(encoding="utf-8"))["data"]["folder"])
     cases = {case.name: case for case in read_dataset(folder.resolve(), gaps=True).cases}
     with tempfile.TemporaryDirectory(prefix="judged-") as made:
@@ -134,7 +135,7 @@ def judge_segmentation(app: str, run: Path) -> float:
             label = cases[name].label
             assert label is not None
             pair = (labels / cases[name].image.name, label)
-            masks = [[read_mask(path, region["members"]) for path in pair] for region in regions]
+            masks = [[read_mask(path, region.members) for path in pair] for region in regions]
             found.append(float(np.mean([dice(*both) for both in masks if any(mask.any() for mask in both)] or [1.0])))
     return float(np.mean(found))
 
