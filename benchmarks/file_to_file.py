@@ -24,10 +24,12 @@ from common.observe.host_memory import peak_memory
 from common.observe.timeline import Timeline
 from common.training.imported import import_weights
 
+# Of each side the backend, the precision, and whether windows fit the scan; else they are the guide's, or the plan's.
 SIDES = {
-    "fast fp32": ("torch", "fp32"),
-    "fast bf16": ("torch", "bf16"),
-    "fast ONNX Runtime fp32": ("onnxruntime", "fp32"),
+    "fast fp32": ("torch", "fp32", True),
+    "fast bf16": ("torch", "bf16", True),
+    "fast fp32, windows of one size": ("torch", "fp32", False),
+    "fast ONNX Runtime fp32": ("onnxruntime", "fp32", False),
 }
 LOAD: dict[str, Callable[[Path], SegmentationModel]] = {"spleen": load_spleen, "brats": load_brats}
 
@@ -78,10 +80,10 @@ def lay_out(
 
 def fast_side(scans: Scans, name: str) -> Sides:
     """Return what segments all scans as `infer.py` does, opened once."""
-    backend, precision = SIDES[name]
+    backend, precision, fit = SIDES[name]
     config = InferConfig(
         scans.run, scans.inputs, scans.folder / name, backend=backend, precision=precision,  # type: ignore[arg-type]
-        device=scans.device, overlays=False,
+        device=scans.device, overlays=False, fit_windows=fit,
     )  # fmt: skip
     job = open_job(config, LOAD[scans.app](scans.run))
     found = find_scans(scans.inputs)

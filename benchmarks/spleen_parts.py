@@ -101,7 +101,9 @@ def inference(cases: Sequence[Case], rounds: int, device: torch.device, folder: 
     }
     return {
         **figures,
-        "voxels that differ, fp32": voxels_that_differ(pairs["fast fp32"], _SPLEEN),
+        "voxels that differ, fp32, windows of one size": voxels_that_differ(
+            pairs["fast fp32, windows of one size"], _SPLEEN
+        ),
         **{f"least Dice of the masks, {name}": least_dice(each, [_SPLEEN]) for name, each in pairs.items()},
     }
 

@@ -20,6 +20,8 @@ class InferConfig:
         overlays: draw a picture of each scan.
         flips: test-time augmentation: axes of R, A, S (x, y, z) whose mirror images are segmented too, the logits
             averaged; "xyz" takes eight times as long.
+        fit_windows: size the windows to each scan (torch only): no more of them, but smaller, so that less is computed
+            twice; up to twice as fast, and label maps differ a little.
         largest_component: keep only the largest connected part of each structure.
         smallest_ml: drop connected parts that are smaller, in ml.
         keep_patient: copy the patient's name and the like from DICOM into the DICOM-SEG, for a PACS; by default they
@@ -34,6 +36,7 @@ class InferConfig:
     device: str = "auto"
     overlays: bool = True
     flips: str = ""
+    fit_windows: bool = False
     largest_component: bool = False
     smallest_ml: float = 0.0
     keep_patient: bool = False

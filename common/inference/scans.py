@@ -101,8 +101,12 @@ def open_job(config: InferConfig, model: SegmentationModel) -> Job:
         torch_precision=model.precision if config.precision == "auto" else None,
         device=device,
     )
+    if config.fit_windows and opened.backend != "torch":
+        raise ValueError(
+            f"fit_windows: {opened.backend} takes windows of one size; use --backend torch, or leave it out"
+        )
     ran = ran_file(config.model, opened)
-    options = ("flips", "largest_component", "smallest_ml", "overlays", "keep_patient")
+    options = ("flips", "fit_windows", "largest_component", "smallest_ml", "overlays", "keep_patient")
     identity = {
         "weights": {ran.name: sha256_of(ran)},
         "model": json.loads(json.dumps(asdict(model))),  # type: ignore[call-overload]  # a dataclass of the app
@@ -147,11 +151,13 @@ def _read(scan: Scan, job: Job) -> Marked:
 
 def _compute(scan: Scan, read: Marked, job: Job) -> tuple[Marked, np.ndarray]:
     """Prepare a scan, apply the network, and bring its labels back to the scan's grid."""
-    stages = job.timeline.of(scan.name, "compute", waits=True)
+    stages, config = job.timeline.of(scan.name, "compute", waits=True), job.config
     try:
         with stages.stage("prepare"):
             case = prepare_volume(scan.name, read[0], job.model.preparation, job.device, torch.float32)
-        return read, predict_labels(case, job.opened.predict, job.model, job.device, stages, job.config.flips)
+        return read, predict_labels(
+            case, job.opened.predict, job.model, job.device, stages, config.flips, config.fit_windows
+        )
     except torch.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         raise ValueError(f"{scan.name}: {error}") from error

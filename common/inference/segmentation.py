@@ -17,7 +17,7 @@ from common.inference.labelling import Labelling
 from common.inference.predictors import Precision, Predictor, torch_predictor
 from common.inference.quality import dice_counts
 from common.inference.restore import restore_labels
-from common.inference.windows import sliding_windows
+from common.inference.windows import fitted_window, sliding_windows
 from common.observe.overlays import draw_overlay
 from common.observe.report_case import write_report_case
 from common.observe.timing import UNTIMED, Stages
@@ -62,7 +62,7 @@ class SegmentationModel(Protocol):
 
 
 def predict_logits(
-    image: torch.Tensor, predictor: Predictor, model: SegmentationModel, flips: str = ""
+    image: torch.Tensor, predictor: Predictor, model: SegmentationModel, flips: str = "", fit: bool = False
 ) -> torch.Tensor:
     """Return the logits [K, X, Y, Z] of a prepared image [C, X, Y, Z]; K == 1 for two exclusive classes.
 
@@ -71,20 +71,24 @@ def predict_logits(
         predictor: from windows to logits.
         model: the network's.
         flips: axes x, y, z along which the image is mirrored too, in all combinations; the logits are averaged.
+        fit: take windows that fit the image (see `fitted_window`), for a predictor that takes windows of any size.
     """
+    window = fitted_window(image.shape[1:], model.window_size, model.overlap) if fit else model.window_size
     axes = ["xyz".index(letter) + 1 for letter in flips]
     mirrors = [some for count in range(len(axes) + 1) for some in combinations(axes, count)]
-    total = _window_logits(image, predictor, model)
+    total = _window_logits(image, predictor, model, window)
     for mirror in mirrors[1:]:
-        total += _window_logits(image.flip(mirror), predictor, model).flip(mirror)
+        total += _window_logits(image.flip(mirror), predictor, model, window).flip(mirror)
     return total.div_(len(mirrors)) if flips else total
 
 
-def _window_logits(image: torch.Tensor, predictor: Predictor, model: SegmentationModel) -> torch.Tensor:
+def _window_logits(
+    image: torch.Tensor, predictor: Predictor, model: SegmentationModel, window: tuple[int, int, int]
+) -> torch.Tensor:
     return sliding_windows(
         image,
         predictor,
-        model.window_size,
+        window,
         overlap=model.overlap,
         batch_size=model.window_batch,
         difference=model.labelling.exclusive,
@@ -98,6 +102,7 @@ def predict_labels(
     device: torch.device,
     stages: Stages = UNTIMED,
     flips: str = "",
+    fit: bool = False,
 ) -> np.ndarray:
     """Return the label map of a prepared case on its file's own grid, uint8 [X, Y, Z].
 
@@ -107,11 +112,12 @@ def predict_labels(
         model: the network's.
         device: where windows are computed.
         stages: times the stages "windows" and "restore".
-        flips: see `predict_logits`.
+        flips: see `predict_logits`, as for `fit`.
+        fit: windows that fit the scan.
     """
     regions = None if model.labelling.exclusive else model.labelling.regions
     with stages.stage("windows"):
-        logits = predict_logits(case.image.to(device, torch.float32), predictor, model, flips)
+        logits = predict_logits(case.image.to(device, torch.float32), predictor, model, flips, fit)
     with stages.stage("restore"):
         return restore_labels(logits, case.grid, regions)
 

@@ -1,5 +1,6 @@
 """Sliding windows: a network made for windows of one size is applied to a whole image, overlapping logits averaged."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,6 +118,26 @@ def window_starts(length: int, side: int, overlap: float) -> tuple[int, ...]:
     interval = max(int(side * (1 - overlap)), 1)
     last = max(length - side, 0)
     return (*range(0, last, interval), last)
+
+
+def fitted_window(shape: Sequence[int], most: Triple, overlap: float) -> Triple:
+    """Return the window that covers an image of `shape` with the least computed twice, no side above that of `most`.
+
+    Per axis there are as few windows as with `most`, and they are as short as they can be. For a network that takes any
+    sides which divide as those of `most` do (by the power of two that they have in common).
+
+    Args:
+        shape: X, Y, Z of the image.
+        most: the largest window.
+        overlap: part of a window that its neighbour also covers.
+    """
+    divisor = math.gcd(*most) & -math.gcd(*most)
+    sides = []
+    for length, side in zip(shape, most, strict=True):
+        count = len(window_starts(length, side, overlap))
+        fits = (short for short in range(divisor, side, divisor) if len(window_starts(length, short, overlap)) <= count)
+        sides.append(next((short for short in fits if count > 1 or short >= length), side))
+    return sides[0], sides[1], sides[2]
 
 
 def gaussian_importance(roi: Triple) -> torch.Tensor:

@@ -99,7 +99,9 @@ def test_nothing_is_done_twice(done, run, scans, capsys):
     assert json.loads((done / "timings.json").read_text())["scans in this run"] == 0
 
 
-@pytest.mark.parametrize("change", [{"flips": "x"}, {"largest_component": True}, {"smallest_ml": 5.0}])
+@pytest.mark.parametrize(
+    "change", [{"flips": "x"}, {"fit_windows": True}, {"largest_component": True}, {"smallest_ml": 5.0}]
+)
 def test_other_options_are_done_anew(done, run, scans, change, tmp_path):
     shutil.copytree(done, tmp_path / "out")
     before = records(done)

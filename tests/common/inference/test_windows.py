@@ -1,6 +1,7 @@
 """Sliding windows against MONAI, against a naive float64 mean, and under faults."""
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.inference.windows import (
     Importance,
     Triple,
+    fitted_window,
     gaussian_importance,
     sliding_windows,
     window_plan,
@@ -326,3 +328,32 @@ def test_equals_the_cpu_on_a_gpu_and_waits_once(importance: Importance):
         torch.cuda.set_sync_debug_mode("default")
     assert len(warned) == 1
     torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        ((307, 211, 136), (128, 128, 160)),  # 3 x 2 x 1 windows, as with 160
+        ((254, 195, 96), (160, 128, 96)),
+        ((160, 160, 160), (160, 160, 160)),
+        ((20, 50, 33), (32, 64, 64)),
+    ],
+)
+def test_a_fitted_window_is_the_smallest_that_needs_no_more_windows(shape, fits):
+    found = fitted_window(shape, (160, 160, 160), 0.25)
+    assert found == fits
+    for length, side in zip(shape, found, strict=True):
+        count = len(window_starts(length, 160, 0.25))
+        assert len(window_starts(length, side, 0.25)) <= count
+        assert side % 32 == 0  # the power of two in 160
+        shorter = side - 32
+        assert shorter == 0 or shorter < length if count == 1 else len(window_starts(length, shorter, 0.25)) > count
+
+
+@given(st.tuples(*[st.integers(1, 400)] * 3), st.sampled_from([(64, 64, 48), (160, 160, 160), (104, 80, 72)]))
+def test_a_fitted_window_is_never_larger(shape, most):
+    found = fitted_window(shape, most, 0.25)
+    assert all(
+        0 < side <= full and side % (math.gcd(*most) & -math.gcd(*most)) == 0
+        for side, full in zip(found, most, strict=True)
+    )
