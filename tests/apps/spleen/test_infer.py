@@ -196,11 +196,11 @@ def test_what_a_killed_run_left_beside_its_outputs_is_removed(run, scans, tmp_pa
 def test_a_scan_that_the_system_cannot_read_or_memory_cannot_hold_costs_itself_alone(
     run, scans, tmp_path, monkeypatch, capsys
 ):
-    from common.inference import scans as pipeline
+    from common.data.preparation import prepare_volume as prepare
     from common.inference.scan_files import Scan
 
     first, second, third = sorted(path.name for path in scans.iterdir())
-    read, prepare = Scan.read, pipeline.prepare_volume
+    read = Scan.read
 
     def breaks(scan, channels):
         if scan.name == first:
@@ -213,7 +213,7 @@ def test_a_scan_that_the_system_cannot_read_or_memory_cannot_hold_costs_itself_a
         return prepare(name, *given)
 
     monkeypatch.setattr(Scan, "read", breaks)
-    monkeypatch.setattr(pipeline, "prepare_volume", fills)
+    monkeypatch.setattr("common.inference.scans.prepare_volume", fills)
     assert main(config(run, scans, tmp_path)) == 1
     said = capsys.readouterr().out
     assert "Input/output error" in said
