@@ -1,8 +1,9 @@
 """The parts of `compare.py spleen`: each runs the guide and fast in turn and returns its figures by name."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from apps.spleen.train import main as train
 from benchmarks import file_to_file
 from benchmarks.apart import Sides
 from benchmarks.in_turn import in_turn, median, ratio
-from benchmarks.masks import least_dice, voxels_that_differ
+from benchmarks.masks import least_dice, mean_dice, voxels_that_differ
 from benchmarks.peers import spleen_guide
 from common.data.batches import Batch, fixed_batches
 from common.data.cache import fill_cache
@@ -30,6 +31,7 @@ from common.training.checkpoints import load_weights, save_weights
 from common.training.fit import train_step
 from common.training.losses import LOSSES
 from common.training.optimizers import build_optimizer
+from common.training.schedules import lr_factor
 from models.prelu import use_fast_prelu
 
 Figures = dict[str, Any]
@@ -38,7 +40,7 @@ _PREPARATION = Preparation(spleen_guide.SPACING, "window", spleen_guide.WINDOW)
 _CHANNELS, _RESIDUAL_UNITS = (16, 32, 64, 128, 256), 2
 _CLASSES = 2
 _SPLEEN = (1,)  # its label
-_WARM_STEPS = 60  # so that the masks that inference compares are those of a network that has learned something
+_WARM_STEPS = 240  # so that the masks that inference compares are those of a network that has learned something
 
 
 def preparation(cases: Sequence[Case], rounds: int, device: torch.device, folder: Path) -> Figures:
@@ -66,7 +68,7 @@ def preparation(cases: Sequence[Case], rounds: int, device: torch.device, folder
 
 def step(cases: Sequence[Case], rounds: int, device: torch.device, folder: Path) -> Figures:
     """Time the training step of the guide's network on the same four crops of 96^3."""
-    batch = _batch(cases, device, folder)
+    batch = next(_batches(cases, device, folder))
     half = torch.bfloat16 if device.type == "cpu" else torch.float16
     sides = {
         "guide fp32": _guide_step(batch, None),
@@ -89,7 +91,7 @@ def inference(cases: Sequence[Case], rounds: int, device: torch.device, folder: 
     """Time segmentation from file to file: the MONAI way against ours, and compare the masks."""
     some = cases[: max(1, len(cases) // 2)]
     weights = folder / "trained.safetensors"
-    save_weights(weights, _trained(_batch(cases, device, folder)).state_dict(), {})
+    save_weights(weights, _trained(cases, device, folder).state_dict(), {})
     model = SpleenModel(
         ("background", "spleen"), _PREPARATION, _CHANNELS, _RESIDUAL_UNITS, spleen_guide.VALIDATION_ROI, 1, "fp32"
     )
@@ -105,6 +107,12 @@ def inference(cases: Sequence[Case], rounds: int, device: torch.device, folder: 
             pairs["fast fp32, windows of one size"], _SPLEEN
         ),
         **{f"least Dice of the masks, {name}": least_dice(each, [_SPLEEN]) for name, each in pairs.items()},
+        **{
+            f"Dice of {name} to the labels": mean_dice(
+                [(folder / name / case.image.name, case.label) for case in some if case.label is not None], [_SPLEEN]
+            )
+            for name in ("guide", *pairs)
+        },
     }
 
 
@@ -146,10 +154,11 @@ def quality(cases: Sequence[Case], rounds: int, device: torch.device, folder: Pa
     }
 
 
-def _batch(cases: Sequence[Case], device: torch.device, folder: Path) -> Batch:
+def _batches(cases: Sequence[Case], device: torch.device, folder: Path) -> Iterator[Batch]:
+    """Yield batches of four crops without end."""
     prepared = prepared_cases(cases, _PREPARATION, _CLASSES, folder / "store", progress=False)
-    cache = fill_cache(prepared, spleen_guide.CROP, device)
-    return next(fixed_batches(cache, spleen_guide.CROP, 4, 4, (), 0.0).epoch(0))
+    batches = fixed_batches(fill_cache(prepared, spleen_guide.CROP, device), spleen_guide.CROP, 4, 4, (), 0.0)
+    return (batch for epoch in count() for batch in batches.epoch(epoch))
 
 
 def _guide_step(batch: Batch, amp_dtype: torch.dtype | None) -> Any:  # noqa: ANN401 - a function without arguments
@@ -168,14 +177,15 @@ def _fast_step(batch: Batch, precision: Precision) -> Any:  # noqa: ANN401 - a f
     return lambda: train_step(network, batch, LOSSES["dice_ce"], optimizer, scaler, precision, 2e-3)
 
 
-def _trained(batch: Batch) -> nn.Module:
+def _trained(cases: Sequence[Case], device: torch.device, folder: Path) -> nn.Module:
     torch.manual_seed(0)
-    network = _channels_last(spleen_guide.make_network().to(batch.image.device))
-    optimizer = build_optimizer("novograd", network.parameters(), 5e-3)
-    scaler = torch.amp.GradScaler(batch.image.device.type, enabled=False)
-    for _ in range(_WARM_STEPS):
-        train_step(network, batch, LOSSES["dice_ce"], optimizer, scaler, "bf16", 5e-3)
-    plain = spleen_guide.make_network().to(batch.image.device)
+    network = use_fast_prelu(_channels_last(spleen_guide.make_network().to(device)))
+    optimizer = build_optimizer("novograd", network.parameters(), 0.0)
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    for step, batch in enumerate(islice(_batches(cases, device, folder), _WARM_STEPS)):
+        rate = 0.01 * lr_factor("linear", step, _WARM_STEPS)
+        train_step(network, batch, LOSSES["dice_ce"], optimizer, scaler, "bf16", rate)
+    plain = spleen_guide.make_network().to(device)
     plain.load_state_dict({name: value.contiguous() for name, value in network.state_dict().items()})
     return plain.eval()
 

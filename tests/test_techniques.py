@@ -8,13 +8,14 @@ import pytest
 
 from apps.brats.config import BratsConfig
 from apps.pathology.config import PathologyConfig
-from apps.spleen.config import SpleenConfig
+from apps.spleen.config import SpleenConfig, SpleenExport
+from common.inference.options import InferConfig
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "techniques.md").read_text()
 ROWS = [line.split(" | ") for line in TEXT.splitlines() if line.startswith("| ") and "`--" in line]
 FLAGS = sorted({flag for row in ROWS for flag in re.findall(r"--(\w+)", row[1])})
-CONFIGS = (SpleenConfig, BratsConfig, PathologyConfig)
+CONFIGS = (SpleenConfig, BratsConfig, PathologyConfig, InferConfig, SpleenExport)
 TECHNIQUES = """
 torch.profiler; NVTX; NVML; CacheDataset; PersistentDataset; LMDBDataset; SmartCache;
 ThreadDataLoader; ThreadBuffer; pinned memory; DiceCE; DiceFocal; Novograd; mixed precision;

@@ -59,7 +59,9 @@ def label_maps(folder):
 
 
 def records(folder):
-    return {path.name: path.stat().st_mtime_ns for path in (folder / "records").glob("*.json")}
+    """Return when each finished scan's record was written; one that was only begun has no mark."""
+    found = [path for path in (folder / "records").glob("*.json") if '"begun"' not in path.read_text()]
+    return {path.name: path.stat().st_mtime_ns for path in found}
 
 
 def rows(folder):

@@ -78,7 +78,8 @@ def test_infer_returns_labels_on_the_files_own_grid(run, phantoms, tmp_path, cap
         assert (tmp_path / "out" / f"{file.name.removesuffix('.nii.gz')}.png").is_file()
     timings = json.loads((tmp_path / "out" / "timings.json").read_text())
     stages = timings["seconds"]["phantom_000.nii.gz"]
-    assert list(stages) == ["decode", "prepare", "windows", "restore", "write", "overlay"]
+    due = ["decode", "prepare", "windows", "restore", "clean", "write", "measure", "overlay"]
+    assert list(stages) == due
 
 
 def test_torch_and_onnxruntime_give_the_same_masks(run, phantoms, tmp_path):
