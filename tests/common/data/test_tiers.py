@@ -7,8 +7,8 @@ import psutil
 import pytest
 import torch
 
-from common.data import tiers
 from common.data.tiers import Budgets, case_bytes, measure_budgets, plan_cache
+from common.observe import host_memory
 from common.observe.host_memory import cgroup_free
 
 GIB = 2**30
@@ -147,7 +147,7 @@ def test_the_brain_tumours_of_the_decathlon():
 
 def test_budgets_are_half_of_what_is_free(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
-    monkeypatch.setattr(tiers, "cgroup_free", lambda: [6 * GIB])
+    monkeypatch.setattr(host_memory, "cgroup_free", lambda: [6 * GIB])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 16 * GIB))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     (tmp_path / "a.safetensors").write_bytes(bytes(50))
