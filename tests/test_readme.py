@@ -115,6 +115,7 @@ def test_the_order_of_the_sections():
     found = re.findall(r"^#+ (.*)$", README, flags=re.MULTILINE)
     assert found == [
         "Medspeed", "What it measures", "Two commands", "Real data", "Train", "Where the time goes", "Infer",
+        "Hand over", "Container",
         "What the clock covers", "Map", "Your own organ", "Licences",
     ]  # fmt: skip
 
