@@ -108,11 +108,13 @@ _BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "spleen": [
         ("Dice alone, MONAI's (--loss monai_dice)", {"loss": "monai_dice"}),
         ("the guide's loss on fast (--loss monai_dice_ce)", {"loss": "monai_dice_ce"}),
+        ("DiceFocal, MONAI's (--loss monai_dice_focal)", {"loss": "monai_dice_focal"}),
         ("a smaller patch (--crop_size 32 32 32)", {"crop_size": (32, 32, 32)}),
         ("wider channels (--channels, doubled)", {"channels": (16, 32, 64, 128)}),
         ("more crops per case (--crops_per_case 8)", {"crops_per_case": 8}),
         ("no augmentation (--intensity 0)", {"intensity": 0.0}),
         ("flips (--flip_axes xyz)", {"flip_axes": "xyz"}),
+        ("more overlap of windows (--overlap 0.6)", {"overlap": 0.6}),
         ("batches from the disk (--cache disk)", {"cache": "disk"}),
     ],
     "brats": [

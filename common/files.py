@@ -61,6 +61,22 @@ def write_json(path: Path, content: Any, flush: bool = True) -> None:  # noqa: A
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n", flush)
 
 
+def read_object(path: Path, remedy: str = "mend it") -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no JSON, or holds something other than an object; `remedy` says what to do about it.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # broken JSON, or bytes that are no UTF-8
+        raise ValueError(f"{path}: expected JSON text ({error}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, found a {type(content).__name__}; {remedy}")
+    return content
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Let one thread of one process at a time through; the lock of a process that dies is released.

@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import json
 import re
 import sys
 import zlib
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from nibabel.filebasedimages import ImageFileError
 
-from common.files import sha256_of
+from common.files import read_object, sha256_of
 from data_scripts import scans_ct, scans_mr
 from data_scripts.phantom_sets import Scan, write_set
 from data_scripts.phantoms_mr import CHANNELS, LABELS
@@ -152,7 +151,8 @@ def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int, pro
 
 def _dataset_around(labels: Path, files: Sequence[Path]) -> dict[str, Any]:
     """Return the entries of `dataset.json` for scans around labels: name and labels are those of the label folder."""
-    given = _given(labels / "dataset.json")
+    own = labels / "dataset.json"
+    given = read_object(own, "mend it or take it out") if own.is_file() else {}
     name = given.get("name", labels.name)
     return {
         "name": name,
@@ -162,19 +162,6 @@ def _dataset_around(labels: Path, files: Sequence[Path]) -> dict[str, Any]:
         "modality": {"0": "CT"},
         "labels": given["labels"] if "labels" in given else _numbered(files),
     }
-
-
-def _given(source: Path) -> dict[str, Any]:
-    """Return the label folder's own `dataset.json`; empty where it has none."""
-    if not source.is_file():
-        return {}
-    try:
-        given = json.loads(source.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{source}: not JSON ({error}); mend it or take it out") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"{source}: holds a {type(given).__name__}, expected an object; mend it or take it out")
-    return given
 
 
 def _numbered(files: Sequence[Path]) -> dict[str, str]:

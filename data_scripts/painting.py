@@ -1,8 +1,8 @@
 """Scenes of soft-edged ellipsoids, painted on a voxel grid: what every phantom is made with.
 
-A scene is a list of parts, painted one over the other. Its frame is the patient's: millimetres along right, anterior
-and superior. Borders are anti-aliased (partial volume): a part covers the share of a voxel that its signed distance,
-measured in voxels along the surface's normal, says, so that thick slices blur as they do in a scanner.
+A scene is a list of parts, painted in turn, in the patient's frame: millimetres along right, anterior and superior.
+Borders are anti-aliased (partial volume): a part covers the share of a voxel that its signed distance, measured in
+voxels along the surface's normal, says, so that thick slices blur as they do in a scanner.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,14 +1,13 @@
 """Which cases a folder holds before it is in MSD layout: pairs by file name, nnU-Net's raw layout, or MSD's own."""
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.data.cases import SUFFIXES, read_dataset
+from common.files import read_object
 
 # What tools append to a case's name; a name that pairs as it is keeps all of it.
 _IMAGE_ENDING = re.compile(r"[-_. ](0000|image|img|ct|mri?|volume|vol)$", re.IGNORECASE)
@@ -99,7 +98,7 @@ def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
     path = folder / "dataset.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not found; --nnunet takes a folder such as nnUNet_raw/Dataset003_Liver")
-    content = _object(path)
+    content = read_object(path)
     modality = _numbered(content.get("channel_names", content.get("modality")), "channel_names", path)
     ending = content.get("file_ending", ".nii.gz")
     if ending not in SUFFIXES:
@@ -214,13 +213,3 @@ def _numbered(names: object, key: str, path: Path) -> tuple[str, ...]:
     if not isinstance(names, dict) or not names or sorted(names) != sorted(expected):
         raise ValueError(f"{path}: {key}: expected names for the numbers 0, 1, ... without gaps, found {names!r}")
     return tuple(str(names[number]) for number in expected)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); mend it") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a {type(content).__name__}, expected an object")
-    return content

@@ -27,7 +27,6 @@ class BratsConfig(SegmentationConfig):
         cache_cases: cases of each partition that the cache "smart" holds at a time; null takes what fits.
         replace_share: share of them that "smart" replaces after each epoch.
         reshuffle_every: epochs after which the cases are dealt to the partitions anew; null never does.
-        overlap: part of a window that its neighbour also covers.
         filters: width of the first level of the SegResNet, a multiple of 8.
         blocks_down: residual blocks of each of its levels.
         dropout: probability before the first block.
@@ -41,7 +40,6 @@ class BratsConfig(SegmentationConfig):
     cache_cases: int | None = None
     replace_share: float = 0.2
     reshuffle_every: int | None = None
-    overlap: float = 0.25
     filters: int | None = None
     blocks_down: tuple[int, ...] | None = None
     dropout: float = 0.0
@@ -55,7 +53,6 @@ class BratsConfig(SegmentationConfig):
         resident = self.source == "resident"
         return (
             ("replace_share", 0 < self.replace_share <= 1, "above 0, 1 at most"),
-            ("overlap", 0 <= self.overlap < 1, "in [0, 1)"),
             ("dropout", 0 <= self.dropout < 1, "in [0, 1)"),
             ("filters", self.filters is None or self.filters % 8 == 0, "a multiple of 8, the groups of GroupNorm"),
             (

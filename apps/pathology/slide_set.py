@@ -20,8 +20,7 @@ _TRAINING = ("training/images", "training/normal", "training/tumor", "images")
 _TESTING = ("testing/images", "images")
 _ANNOTATIONS = ("annotations", "lesion_annotations")
 _REFERENCES = ("testing/reference.csv", "evaluation/reference.csv", "reference.csv")
-_TEST = "test_"  # begins the name of a slide to test on, where all slides lie side by side
-_TUMOUR, _NORMAL = "tumor_", "normal_"
+_TUMOUR, _NORMAL, _TEST = "tumor_", "normal_", "test_"  # how names begin; the last where all slides lie side by side
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class SpleenConfig(SegmentationConfig):
             disk, as they fit), gpu, ram or disk.
         channels: width of each level of the U-Net.
         residual_units: convolutions per residual block.
-        loss: dice_ce (ours), or MONAI's DiceCELoss or DiceLoss.
+        loss: dice_ce (ours), or MONAI's DiceCELoss, DiceFocalLoss or DiceLoss.
         channels_last: memory layout of the network, channels innermost.
         fast_prelu: replace torch's PReLU gradient on a CPU by vectorised operators.
     """
@@ -34,7 +34,7 @@ class SpleenConfig(SegmentationConfig):
     crops_per_case: int = 4
     channels: tuple[int, ...] | None = None
     residual_units: int | None = None
-    loss: Literal["dice_ce", "monai_dice_ce", "monai_dice"] = "dice_ce"
+    loss: Literal["dice_ce", "monai_dice_ce", "monai_dice_focal", "monai_dice"] = "dice_ce"
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     channels_last: bool = True
     fast_prelu: bool = True

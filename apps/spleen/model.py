@@ -26,7 +26,7 @@ class SpleenModel:
         window_size: sliding window X, Y, Z in voxels of the working grid.
         window_batch: windows computed at once.
         precision: the network was trained in, and runs in with torch.
-        overlap: part of a window that its neighbour also covers; the guide's.
+        overlap: part of a window that its neighbour also covers.
     """
 
     labels: tuple[str, ...]

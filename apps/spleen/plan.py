@@ -104,6 +104,7 @@ def plan_run(
         window_size=config.window_size or _within(shape, _WINDOW_LIMIT, divisor),
         window_batch=config.window_batch or _WINDOW_BATCH[kind],
         precision=choose_precision(wish, device, [side // divisor for side in crop_size]),
+        overlap=config.overlap,
     )
     plan = SpleenPlan(
         model=model,

@@ -2,9 +2,8 @@
 
 Source: Project-MONAI/tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py for the
 training; Project-MONAI/model-zoo, pathology_tumor_detection, configs/inference.json for the scan; both Apache-2.0. What
-differs is to the peer's favour or needed here: TorchVision's ColorJitter and ResNet-18 are written down here and taken
-from MONAI, the jitter computes with floats (TorchVision's would round to uint8 after each of its parts), workers stay
-alive between epochs, the regions are shuffled, and the weights begin at random.
+differs favours the peer or is needed here: TorchVision's ColorJitter and ResNet-18 are written down here and taken from
+MONAI, jitter computes with floats, workers stay alive, regions are shuffled, and the weights begin at random.
 
 Run: python benchmarks/peers/pathology_guide.py --data FOLDER --training LIST.csv --validation LIST.csv
 where FOLDER has training/images/STEM.tif and the lists are NCRF's: STEM,x,y and nine labels.

@@ -1,12 +1,13 @@
 """Which scans there are and which of them train: `dataset.json` in the layout of the Medical Segmentation Decathlon."""
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from common.files import read_object
 
 SUFFIXES = (".nii.gz", ".nii")
 MOST_NAMES_LISTED = 5
@@ -90,7 +91,7 @@ def read_dataset(folder: Path, gaps: bool = False) -> Dataset:
             f"{path}: not found; a dataset folder holds dataset.json, imagesTr and labelsTr (the layout of the "
             "Medical Segmentation Decathlon)"
         )
-    content = _read_object(path)
+    content = read_object(path)
     labels = _names_by_number(content, "labels", path, gaps)
     if len(labels) < 2:
         raise ValueError(f"{path}: labels {list(labels)}: expected the background and at least one structure")
@@ -156,7 +157,7 @@ def _split_from_file(dataset: Dataset, path: Path) -> Split:
             f"split {str(path)!r}: no such file; expected a fraction such as 0.2, a fraction and a seed such as 0.2:7, "
             "'all', or a JSON file with the lists training and validation"
         )
-    return split_of(dataset, _read_object(path), path)
+    return split_of(dataset, read_object(path), path)
 
 
 def split_of(dataset: Dataset, content: Mapping[str, Any], path: Path) -> Split:
@@ -241,16 +242,6 @@ def _check_files_exist(cases: Sequence[Case], path: Path) -> None:
     missing = [str(file.relative_to(path.parent)) for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(f"{path}: {len(missing)} of {len(files)} listed files are missing: {_listed(missing)}")
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # broken JSON, or bytes that are no UTF-8
-        raise ValueError(f"{path}: expected JSON text: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
 
 
 def _required(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:  # noqa: ANN401 - `kind`, checked

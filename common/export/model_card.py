@@ -1,11 +1,10 @@
 """The model card of a run: what it is, what it was trained and judged on, its limits, its digests; in Markdown."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.files import sha256_of
+from common.files import read_object, sha256_of
 
 Json = dict[str, Any]
 _WEIGHTS = "best.safetensors"
@@ -71,15 +70,7 @@ def is_synthetic(run: Path) -> bool | None:
 
 
 def _read(path: Path) -> Json:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: no JSON ({error}); restore it, or remove it from the run") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, found a {type(content).__name__}; restore it, or remove it")
-    return content
+    return read_object(path, "restore it, or remove it from the run") if path.is_file() else {}
 
 
 def _labels(run: _Run) -> list[str]:

@@ -44,6 +44,8 @@ class ExportConfig:
             raise ValueError(f"output {self.output}: of --to triton and bundle only; models go to the run's `exports`")
         if self.precision != "fp32" and self.to != "triton":
             raise ValueError(f"precision {self.precision}: of --to triton only; models are made in fp32 and fp16")
+        if self.int8 and self.to == "bundle":
+            raise ValueError("int8 true: a bundle holds torch's weights; use --to onnx, engine or triton")
 
     def makes_int8(self) -> bool:
         """Return whether INT8 models are wanted."""

@@ -261,7 +261,7 @@ from monai.inferers import sliding_window_inference
 from client import triton_predictor
 
 predict = triton_predictor("localhost:8001")
-image = torch.zeros(1, {window})  # a prepared image, of any size
+image = torch.zeros(1, {window})  # a prepared image, of any size; MODEL_CARD.md tells the run's overlap
 logits = sliding_window_inference(image, ({sides}), sw_batch_size={most}, predictor=predict, overlap=0.25)
 ```
 

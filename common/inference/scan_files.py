@@ -106,7 +106,8 @@ def find_scans(path: Path) -> list[Scan]:
             tqdm.write(f"{series.name}: left out, no volume: {series.problem.partition(': ')[2] or series.modality}")
     others = [Scan(series.name, series) for series in found if series.is_volume]
     if scans and others:
-        raise ValueError(f"{path}: {len(scans)} NIfTI files and {len(others)} DICOM series: give a folder of one kind")
+        # Without the path: folders of DICOM studies are often named after patients.
+        raise ValueError(f"--input: {len(scans)} NIfTI files and {len(others)} DICOM series: give a folder of one kind")
     scans = scans or others
     if not scans:
         raise FileNotFoundError(

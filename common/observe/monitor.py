@@ -48,8 +48,7 @@ _REASONS = {
     0x80: "power brake",
     0x100: "display clocks",
 }
-# CPU times come in hundredths of a second: a shorter interval at the end would give wild percentages.
-_SHORTEST, _JOIN_SECONDS, _MOST_POINTS = 0.1, 10.0, 500
+_SHORTEST, _JOIN_SECONDS, _MOST_POINTS = 0.1, 10.0, 500  # CPU times come in hundredths of a second: none shorter
 
 
 class Monitor:

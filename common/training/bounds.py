@@ -24,6 +24,7 @@ def check_bounds(config: Any, extra: Iterable[Check] = ()) -> None:  # noqa: ANN
         ("seed", 0 <= config.seed < 2**63, "0 or more, below 2 ** 63"),
         ("learning_rate", 0 < config.learning_rate < math.inf, "above 0"),
         ("intensity", _absent(config, "intensity") or 0 <= config.intensity < 1, "in [0, 1)"),
+        ("overlap", _absent(config, "overlap") or 0 <= config.overlap < 1, "in [0, 1)"),
         ("flip_axes", set(getattr(config, "flip_axes", None) or "") <= set("xyz"), "letters of xyz, or empty"),
         ("checkpoint_seconds", config.checkpoint_seconds >= 0, "0 or more"),
         ("monitor", 0 <= config.monitor <= 3600, "0 (none) to 3600 seconds"),

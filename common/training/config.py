@@ -142,6 +142,7 @@ class SegmentationConfig(TrainingConfig):
         crops_per_case: crops of each case in one epoch.
         window_size: sliding window X, Y, Z in voxels of the working grid; the exported networks take it.
         window_batch: windows computed at once.
+        overlap: part of a window that its neighbour also covers.
         flip_axes: axes flipped at random, letters of "xyz" ("" for none). Flips make a network indifferent to how a
             file is stamped, and take it longer to learn.
         intensity: largest random relative scale and absolute shift of the normalised image, for all channels alike.
@@ -155,6 +156,7 @@ class SegmentationConfig(TrainingConfig):
     crops_per_case: int | None = None
     window_size: tuple[int, int, int] | None = None
     window_batch: int | None = None
+    overlap: float = 0.25
     flip_axes: str | None = None
     intensity: float = 0.1
     loss: str = ""

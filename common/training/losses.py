@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from monai.losses import DiceCELoss, DiceLoss
+from monai.losses import DiceCELoss, DiceFocalLoss, DiceLoss
 from torch import Tensor
 
 from common.observe.run import Run
 from common.training.distributed import SINGLE, Ranks
 
-LossName = Literal["dice_ce", "monai_dice_ce", "monai_dice"]
+LossName = Literal["dice_ce", "monai_dice_ce", "monai_dice_focal", "monai_dice"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -87,10 +87,12 @@ def _over_ranks(sums: _Sums, ranks: Ranks) -> _Sums:
 # MONAI's own, as the guides use them; computed in float32 whatever the network's precision.
 _MONAI_DICE = DiceLoss(to_onehot_y=True, softmax=True)
 _MONAI_DICE_CE = DiceCELoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)
+_MONAI_DICE_FOCAL = DiceFocalLoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)
 
 LOSSES: dict[LossName, Loss] = {
     "dice_ce": dice_ce,
     "monai_dice_ce": lambda logits, label: _MONAI_DICE_CE(logits.float(), label),
+    "monai_dice_focal": lambda logits, label: _MONAI_DICE_FOCAL(logits.float(), label),
     "monai_dice": lambda logits, label: _MONAI_DICE(logits.float(), label),
 }
 

@@ -172,8 +172,12 @@ def test_pathology_hands_imported_weights_over(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"output": "x"}, "output x: of --to triton"), ({"precision": "int8"}, "precision int8: of --to triton")],
+    [
+        ({"to": "onnx", "output": "x"}, "output x: of --to triton"),
+        ({"to": "onnx", "precision": "int8"}, "precision int8: of --to triton"),
+        ({"to": "bundle", "int8": True}, "int8 true: a bundle holds torch's weights"),
+    ],
 )
 def test_fields_that_do_not_fit_are_named(tmp_path, given, message):
     with pytest.raises(ValueError, match=message):
-        SpleenExport(tmp_path, "onnx", **given)
+        SpleenExport(tmp_path, **given)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from common.files import atomic_path, sha256_of, write_json, write_text
+from common.files import atomic_path, read_object, sha256_of, write_json, write_text
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -58,3 +58,20 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
     assert "File too large" in done.stderr
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{torn", r"a\.json: expected JSON text \(.*\); copy it again"),
+        (b"\xff\xfe", "expected JSON text"),
+        (b"[1]", r"a\.json: expected a JSON object, found a list; copy it again"),
+    ],
+)
+def test_a_file_that_holds_no_object_is_named_with_the_remedy(tmp_path, content, message):
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_object(path, "copy it again")
+    path.write_text('{"a": 1}')
+    assert read_object(path) == {"a": 1}

@@ -168,7 +168,9 @@ def test_a_bad_label_volume_is_named(tmp_path: Path, voxels: np.ndarray | None, 
     assert not (tmp_path / "out" / "dataset.json").exists()
 
 
-@pytest.mark.parametrize(("text", "complaint"), [("{torn", "not JSON"), ("[1]", "holds a list, expected an object")])
+@pytest.mark.parametrize(
+    ("text", "complaint"), [("{torn", "expected JSON text"), ("[1]", "expected a JSON object, found a list")]
+)
 def test_a_bad_dataset_json_of_the_labels_is_named(labels: Path, tmp_path: Path, text: str, complaint: str) -> None:
     (labels / "dataset.json").write_text(text)
     with pytest.raises(ValueError, match=f"dataset.json: {complaint}"):

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,14 +13,16 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
+from apps.brats.export import network_config as segresnet_config
 from apps.brats.model import BratsModel
 from apps.pathology.model import PathologyModel, normalised
 from apps.pathology.weights import TWIN, resnet_weights
+from apps.spleen.export import network_config as unet_config
 from apps.spleen.model import SpleenModel
 from common.data.preparation import Preparation, prepare_volume
 from common.data.volumes import read_volume
 from common.export.bundle import painting, write_bundle, write_patch_bundle
-from common.export.bundle_files import LICENCE
+from common.export.bundle_files import LICENCE, NetworkConfig
 from common.inference.labelling import Labelling, Region
 from common.inference.model_file import write_model
 from common.inference.predictors import torch_predictor
@@ -43,7 +45,7 @@ RIVALS = Labelling(
 class Trained(NamedTuple):
     run: Path
     model: SegmentationModel
-    network: dict[str, Any]
+    network: NetworkConfig
 
 
 def spleen_model(labels: tuple[str, ...] = ("background", "spleen")) -> SpleenModel:
@@ -51,40 +53,12 @@ def spleen_model(labels: tuple[str, ...] = ("background", "spleen")) -> SpleenMo
     return SpleenModel(labels, preparation, (4, 8, 16), 2, (48, 40, 32), 2, "fp32")
 
 
-def unet_config(model: SpleenModel) -> dict[str, Any]:
-    """What `models.unet3d` builds, in MONAI's own words."""
-    return {
-        "_target_": "UNet",
-        "spatial_dims": 3,
-        "in_channels": model.preparation.channels,
-        "out_channels": len(model.labels),
-        "channels": list(model.channels),
-        "strides": [2] * (len(model.channels) - 1),
-        "num_res_units": model.residual_units,
-        "norm": "batch",
-    }
-
-
 def brats_model() -> BratsModel:
     preparation = Preparation((2.27, 2.27, 2.27), "zscore", None, 4)
     return BratsModel(BRATS, preparation, 8, (1, 1, 1), 0.0, (40, 48, 32), 1, 0.25, "fp32")
 
 
-def segresnet_config(model: BratsModel) -> dict[str, Any]:
-    """What `models.segresnet3d` builds, in MONAI's own words."""
-    return {
-        "_target_": "SegResNet",
-        "spatial_dims": 3,
-        "init_filters": model.filters,
-        "in_channels": model.preparation.channels,
-        "out_channels": model.labelling.channels,
-        "dropout_prob": model.dropout or None,
-        "blocks_down": list(model.blocks_down),
-        "blocks_up": [1] * (len(model.blocks_down) - 1),
-    }
-
-
-def random_run(run: Path, app: str, model: SegmentationModel, network: dict[str, Any]) -> Trained:
+def random_run(run: Path, app: str, model: SegmentationModel, network: NetworkConfig) -> Trained:
     torch.manual_seed(0)
     run.mkdir()
     built = with_statistics(model.build(), (model.preparation.channels, *model.window_size))

@@ -210,7 +210,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path):
         model_card(tmp_path)
     run = make_run(tmp_path / "run")
     (run / "summary.json").write_text("{")
-    with pytest.raises(ValueError, match=r"summary\.json: no JSON"):
+    with pytest.raises(ValueError, match=r"summary\.json: expected JSON text"):
         model_card(run)
     (run / "summary.json").write_text("[]")
     with pytest.raises(ValueError, match=r"summary\.json: expected a JSON object, found a list"):

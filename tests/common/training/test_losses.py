@@ -218,12 +218,15 @@ def test_wrong_shapes_are_a_programmers_error():
 
 def test_losses_by_name():
     logits, label = example(3)
-    assert set(LOSSES) == {"dice_ce", "monai_dice_ce", "monai_dice"}
+    assert set(LOSSES) == {"dice_ce", "monai_dice_ce", "monai_dice_focal", "monai_dice"}
     assert torch.equal(LOSSES["dice_ce"](logits, label), dice_ce(logits, label))
     expected = monai.losses.DiceLoss(to_onehot_y=True, softmax=True)(logits, label)
     assert torch.equal(LOSSES["monai_dice"](logits, label), expected)
     guide = monai.losses.DiceCELoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)(logits, label)
     assert torch.equal(LOSSES["monai_dice_ce"](logits, label), guide)
+    dice = monai.losses.DiceLoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)(logits, label)
+    focal = monai.losses.FocalLoss(to_onehot_y=True)(logits, label)  # MONAI joins it to Dice with its sigmoid
+    assert torch.equal(LOSSES["monai_dice_focal"](logits, label), dice + focal)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
