@@ -1,8 +1,7 @@
 """Scenes of soft-edged ellipsoids, painted on a voxel grid: what every phantom is made with.
 
 A scene is a list of parts, painted in turn, in the patient's frame: millimetres along right, anterior and superior.
-Borders are anti-aliased (partial volume): a part covers the share of a voxel that its signed distance, measured in
-voxels along the surface's normal, says, so that thick slices blur as they do in a scanner.
+Borders are anti-aliased (partial volume): how far a voxel lies from a surface says how much of it the part covers.
 """
 
 from collections.abc import Iterator, Sequence

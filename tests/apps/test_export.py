@@ -123,6 +123,7 @@ def test_data_without_a_dataset_is_an_error(tmp_path, weights):
         export_spleen(spleen(tmp_path, init=weights, data=tmp_path))
 
 
+@pytest.mark.slow
 def test_brats_imports_three_regions_of_four_channels(tmp_path):
     config = BratsExport(
         tmp_path / "run", "onnx", device="cpu", filters=8, blocks_down=(1, 1), window_size=(32, 32, 32),

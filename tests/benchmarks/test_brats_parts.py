@@ -62,6 +62,7 @@ def test_preparation_and_inference_from_the_command_line(small_heads, tmp_path, 
     assert f"guide / fast: {inference['guide / fast']}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_both_ways_of_inference_agree_where_one_window_holds_the_scan(small_heads, tmp_path, cases):
     """The heads fill 22 of 24 voxels, which the guide keeps whole and ours crops: no more than rims may differ."""
     task = brats_sides.make_task(cases, (24, 24, 24), CPU, tmp_path)

@@ -72,6 +72,7 @@ def test_preparation_from_the_command_line(folder, tmp_path, monkeypatch, capsys
     assert "guide / fast, first epoch" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_step_has_a_ratio_for_every_pair_of_sides(slides, tmp_path):
     step = pathology_parts.step(slides, 1, CPU, tmp_path)["9 x 64x64"]

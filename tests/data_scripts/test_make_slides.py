@@ -185,6 +185,7 @@ def held_out_auc(slides: list[tuple[npt.NDArray[np.float64], npt.NDArray[np.bool
     return float(np.mean([auc(halves[1 - i][0] @ logistic(*halves[i]), halves[1 - i][1]) for i in (0, 1)]))
 
 
+@pytest.mark.slow
 def test_colour_alone_does_not_tell_tumour() -> None:
     slides = [features(3, number) for number in range(12)]
     assert sum(int(y.sum()) for _, y in slides) > 80

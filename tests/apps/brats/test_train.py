@@ -89,7 +89,9 @@ def test_a_run_of_another_app_is_refused(run, tmp_path):
         infer.main(InferConfig(tmp_path, tmp_path / "a.nii.gz", tmp_path / "out", device="cpu"))
 
 
-@pytest.mark.parametrize("cache", ["ram", "disk", "none"])
+@pytest.mark.parametrize(
+    "cache", [pytest.param("ram", marks=pytest.mark.slow), pytest.param("disk", marks=pytest.mark.slow), "none"]
+)
 def test_where_the_cases_lie_changes_nothing(cache, run, heads, store, tmp_path):
     config = {**TINY, "cache": cache, "engine": "none"}
     main(BratsConfig(data=heads, store=store, run=tmp_path / "run", **config))
@@ -148,7 +150,7 @@ def test_a_case_that_cannot_be_prepared_in_the_background_ends_the_run_by_name(h
             main(config)
 
 
-@pytest.mark.parametrize("recipe", ["baseline", "guide"])
+@pytest.mark.parametrize("recipe", [pytest.param("baseline", marks=pytest.mark.slow), "guide"])
 def test_the_monai_recipes_run(recipe, heads, store, tmp_path):
     tiny = {**TINY, "epochs": 1, "batch_size": 2, "crops_per_case": 1, "workers": 1, "engine": "none"}
     summary = main(replace(RECIPES[recipe], data=heads, store=store, run=tmp_path / "run", **tiny))

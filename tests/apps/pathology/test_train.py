@@ -68,6 +68,7 @@ def test_the_summary_holds_what_it_promises(run):
     assert summary["onnx"]["fp16"]["precision"] == "fp16"
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights_and_an_interrupted_run_too(run, slides, store, tmp_path, monkeypatch):
     config = PathologyConfig(data=slides, store=store, **TINY)
     monkeypatch.setattr("common.training.fit.train_step", _fails_after(4))  # within the second epoch

@@ -117,6 +117,7 @@ def test_a_signal_to_any_rank_stops_all_at_the_same_step(told, uninterrupted, st
     assert_same_end(run, uninterrupted)
 
 
+@pytest.mark.slow
 def test_sigterm_to_torchrun_saves_and_the_run_goes_on_exactly(uninterrupted, torchrun, start_ranks, tmp_path):
     run = tmp_path / "run"
     wish = json.dumps({**SLOWED, "step_seconds": 0.2, "run": str(run)})
