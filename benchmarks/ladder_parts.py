@@ -44,7 +44,7 @@ Figures = dict[str, Any]
 
 _EPOCHS = 3  # of a dataset or loader; the first apart
 _STEP_ELSEWHERE = 0.05  # s that a step takes on another device, slept: what a loader can hide
-_ROUNDS = 5
+_ROUNDS = 3
 LOGGED = "the app's, its loss read in every step"
 
 

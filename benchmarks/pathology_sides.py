@@ -30,6 +30,7 @@ from common.data.colour import ColourJitter
 from common.data.patch_augmentation import PatchAugmentation
 from common.data.slide_pool import SlidePool
 from common.data.slides import open_slide
+from common.inference.folding import folded
 from common.inference.predictors import Precision, torch_predictor
 from common.training.checkpoints import load_weights, save_weights
 from common.training.fit import train_step
@@ -183,7 +184,7 @@ def fast_inference(task: Task) -> Sides:
 
     def side(precision: Precision) -> Step:
         network = task.model.build(task.weights).to(task.device).eval()
-        predictor = torch_predictor(network, precision, channels_last=True)
+        predictor = torch_predictor(folded(network), precision, channels_last=True)
 
         def scan_all() -> None:
             for entry in task.slides.testing:

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from torch import nn
 
 from common.files import sha256_of
+from common.inference.folding import folded
 from common.inference.onnx_norms import with_exact_norms
 from common.inference.tensorrt_runtime import EnginePredictor, host_problem, read_manifest
 
@@ -177,6 +178,6 @@ def open_predictor(
         return OpenedPredictor(engine_predictor(plan, device), backend, precision, reason)
     if backend == "onnxruntime":
         return OpenedPredictor(onnxruntime_predictor(onnx), backend, precision, reason)
-    network = build_network().to(device).eval()
+    network = folded(build_network().to(device).eval())
     computed: Any = torch_precision or precision
     return OpenedPredictor(torch_predictor(network, computed, channels_last=True), backend, computed, reason)
