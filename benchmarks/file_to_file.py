@@ -29,6 +29,7 @@ SIDES = {
     "fast fp32": ("torch", "fp32", True),
     "fast bf16": ("torch", "bf16", True),
     "fast fp32, windows of one size": ("torch", "fp32", False),
+    "fast bf16, windows of one size": ("torch", "bf16", False),
     "fast ONNX Runtime fp32": ("onnxruntime", "fp32", False),
 }
 LOAD: dict[str, Callable[[Path], SegmentationModel]] = {"spleen": load_spleen, "brats": load_brats}

@@ -13,6 +13,7 @@ from common.files import sha256_of
 from common.inference.folding import folded
 from common.inference.onnx_norms import with_exact_norms
 from common.inference.tensorrt_runtime import EnginePredictor, host_problem, read_manifest
+from common.inference.upsampling import use_subpixel_upsampling
 
 Predictor = Callable[[torch.Tensor], torch.Tensor]
 """From windows [B, C, *sides] float32 to logits [B, K, *sides] float32 on their device; sides: X, Y, Z or Y, X."""
@@ -178,6 +179,6 @@ def open_predictor(
         return OpenedPredictor(engine_predictor(plan, device), backend, precision, reason)
     if backend == "onnxruntime":
         return OpenedPredictor(onnxruntime_predictor(onnx), backend, precision, reason)
-    network = folded(build_network().to(device).eval())
+    network = use_subpixel_upsampling(folded(build_network().to(device).eval()))
     computed: Any = torch_precision or precision
     return OpenedPredictor(torch_predictor(network, computed, channels_last=True), backend, computed, reason)
