@@ -86,6 +86,7 @@ def test_a_bundle_is_made_of_the_same_run(tmp_path, weights):
     assert "not evaluated" in (folder / "docs" / "README.md").read_text().lower()
 
 
+@pytest.mark.slow
 def test_exports_of_other_weights_are_not_used(tmp_path, weights):
     """As a training that went on leaves them: best.safetensors is new, the models beside it are not."""
     export_spleen(spleen(tmp_path, init=weights))

@@ -40,6 +40,7 @@ def cases(small_heads):
     return read_dataset(small_heads).cases
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_preparation_and_inference_from_the_command_line(small_heads, tmp_path, monkeypatch, capsys):
     output = tmp_path / "record.json"

@@ -126,6 +126,7 @@ def test_the_run_scans_slides(run, slides, tmp_path):
     assert found["dense"] == found["patches"] == ["test_001", "test_002"]
 
 
+@pytest.mark.slow
 def test_the_real_program_says_a_users_mistake_in_one_line(tmp_path, start):
     with start("apps/pathology/train.py", "--data", tmp_path, "--run", tmp_path / "run") as program:
         text = program.stdout.read()

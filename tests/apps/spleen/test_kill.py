@@ -75,9 +75,8 @@ def test_twenty_kills_change_nothing(uninterrupted, start, phantoms, store, tmp_
     assert_same_end(uninterrupted, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_finishes_the_step_saves_and_says_so_by_its_status(
     number, status, uninterrupted, start, phantoms, store, tmp_path
 ):

@@ -71,6 +71,7 @@ def test_mr_with_two_labels(tmp_path, capsys):
     assert summary.onnx["max_abs_diff"] <= 1e-3
 
 
+@pytest.mark.slow
 def test_lung_window_ct(tmp_path, capsys):
     folder = write_set(tmp_path / "data", "Lungs", "CT", ["background", "lung"], lung_ct)
     summary = train(folder, tmp_path, epochs=60, crop_size=(24, 24, 16))

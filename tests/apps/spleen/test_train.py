@@ -122,7 +122,8 @@ def test_fine_tuning_starts_from_given_weights(run, phantoms, store, tmp_path):
     assert torch.allclose(before["model.0.conv.unit0.conv.weight"], after["model.0.conv.unit0.conv.weight"], atol=1e-9)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("baseline", marks=pytest.mark.slow), "guide"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["baseline", "guide"])
 def test_the_monai_recipes_run_and_resume_at_epoch_boundaries(recipe, phantoms, store, tmp_path, monkeypatch):
     tiny = {**TINY, "window_size": (32, 32, 32), "batch_size": 8, "workers": 1, "engine": "none", "validate_every": 1}
     config = replace(RECIPES[recipe], data=phantoms, store=store, **tiny)
