@@ -63,11 +63,12 @@ def main() -> None:
     arguments = parse_options()
     output = arguments.output or Path("runs") / f"ladder-{arguments.app}"
     began = time.perf_counter()
+    about = environment(torch.device(arguments.device))  # now: the files may change while it climbs
     with tempfile.TemporaryDirectory(prefix="ladder-") as made:
         folder = Path(made)
         data = arguments.data or _MAKERS[arguments.app](folder / "data")
         record = measure(arguments.app, data, arguments.device, arguments.seeds, arguments.epochs, folder)
-    record["environment"] = environment(torch.device(arguments.device))
+    record["environment"] = about
     record["seconds in all"] = round(time.perf_counter() - began, 1)
     write_json(output / "ladder.json", record)
     write_text(output / "ladder.md", markdown(record) + "\n")

@@ -130,9 +130,11 @@ class BratsExport(ExportConfig):
         spacing: mm along R, A, S that the weights were trained at.
         window_size: sliding window, voxels X, Y, Z; the defaults are those of MONAI's bundle
             brats_mri_segmentation, whose channels are T1c, T1, T2, FLAIR: scans must have them in that order.
+        overlap: part of a window that its neighbour also covers.
     """
 
     filters: int = 16
     blocks_down: tuple[int, ...] = (1, 2, 2, 4)
     spacing: tuple[float, float, float] = (1.0, 1.0, 1.0)
     window_size: tuple[int, int, int] = (240, 240, 160)
+    overlap: float = 0.25

@@ -36,9 +36,8 @@ def imported_model(config: BratsExport) -> BratsModel:
     preparation = Preparation(config.spacing, "zscore", None, channels=4)
     named = Dataset(Path(), "imported", ("",) * 4, _MSD_LABELS, (), (), synthetic=False)
     labelling = choose_labelling(named, "names")
-    return BratsModel(
-        labelling, preparation, config.filters, config.blocks_down, 0.0, config.window_size, 1, 0.25, "fp32"
-    )
+    size, overlap = config.window_size, config.overlap
+    return BratsModel(labelling, preparation, config.filters, config.blocks_down, 0.0, size, 1, overlap, "fp32")
 
 
 def network_config(model: BratsModel) -> NetworkConfig:

@@ -116,6 +116,7 @@ class SpleenExport(ExportConfig):
         spacing: mm along R, A, S that the weights were trained at.
         window: lower and upper HU.
         window_size: sliding window, voxels X, Y, Z; the defaults are those of MONAI's bundle spleen_ct_segmentation.
+        overlap: part of a window that its neighbour also covers.
     """
 
     labels: tuple[str, ...] = ("background", "spleen")
@@ -124,3 +125,4 @@ class SpleenExport(ExportConfig):
     spacing: tuple[float, float, float] = (1.5, 1.5, 2.0)
     window: tuple[float, float] = (-57.0, 164.0)
     window_size: tuple[int, int, int] = (96, 96, 96)
+    overlap: float = 0.25

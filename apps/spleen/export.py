@@ -31,7 +31,9 @@ def imported_model(config: SpleenExport) -> SpleenModel:
     """Return what the weights of --init belong to."""
     preparation = Preparation(config.spacing, "window", config.window)
     size = config.window_size
-    return SpleenModel(config.labels, preparation, config.channels, config.residual_units, size, 1, "fp32")
+    return SpleenModel(
+        config.labels, preparation, config.channels, config.residual_units, size, 1, "fp32", config.overlap
+    )
 
 
 def network_config(model: SpleenModel) -> NetworkConfig:

@@ -79,7 +79,7 @@ def hand_over(
         _export(app, config, model, judges, run)
     if config.to != "triton":
         return config.model / "exports"
-    return serve(app, config, engine_batch(model))
+    return serve(app, config, engine_batch(model), model.overlap)
 
 
 def must_export(config: ExportConfig) -> bool:
@@ -88,13 +88,14 @@ def must_export(config: ExportConfig) -> bool:
     return config.to != "triton" or config.int8 or weights_of(served) != sha256_of(config.model / "best.safetensors")
 
 
-def serve(app: str, config: ExportConfig, batch: Batches) -> Path:
+def serve(app: str, config: ExportConfig, batch: Batches, overlap: float = 0.25) -> Path:
     """Write the Triton repository of a run, with its model card; return the model's folder in it.
 
     Args:
         app: its name.
         config: which run, and where to.
         batch: windows in one call: the fewest, the number tuned for, the most.
+        overlap: of sliding windows.
 
     Raises:
         FileExistsError: the folder holds something.
@@ -103,7 +104,8 @@ def serve(app: str, config: ExportConfig, batch: Batches) -> Path:
     served = config.model / "exports" / f"model_{config.precision}.onnx"
     if not served.is_file():
         raise ValueError(f"{served}: the gate refused it (see above); serve another --precision")
-    return write_triton(config.destination(), f"medspeed_{app}", served, batch=batch, card=model_card(config.model))
+    card = model_card(config.model)
+    return write_triton(config.destination(), f"medspeed_{app}", served, batch=batch, card=card, overlap=overlap)
 
 
 def find_judges(config: ExportConfig, phantoms: Callable[[Path, int], Path], scratch: Path) -> Judges:

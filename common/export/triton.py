@@ -43,7 +43,14 @@ class _Served:
 
 
 def write_triton(
-    repository: Path, name: str, model: Path, *, batch: tuple[int, int, int], card: str = "", instances: int = 1
+    repository: Path,
+    name: str,
+    model: Path,
+    *,
+    batch: tuple[int, int, int],
+    card: str = "",
+    instances: int = 1,
+    overlap: float = 0.25,
 ) -> Path:
     """Write `repository`/`name` for Triton: config.pbtxt, 1/model.onnx or 1/model.plan, a client, a README, digests.
 
@@ -57,6 +64,7 @@ def write_triton(
         batch: windows in one call: the fewest, which must be 1, the number tuned for, the most.
         card: the model card, for MODEL_CARD.md; "" writes none.
         instances: copies of the model on each device that work at the same time.
+        overlap: of sliding windows, in the README's example.
 
     Returns:
         `repository`/`name`.
@@ -78,7 +86,7 @@ def write_triton(
     digest = sha256_of(folder / "1" / f"model{model.suffix}")
     write_text(folder / "config.pbtxt", _configuration(name, served, batch, instances, digest))
     write_text(folder / "client.py", _CLIENT.format(name=name, image=served.image.name, logits=served.logits.name))
-    write_text(folder / "README.md", _readme(name, served, batch))
+    write_text(folder / "README.md", _readme(name, served, batch, overlap))
     if card:
         write_text(folder / "MODEL_CARD.md", card)
     write_digests(folder)
@@ -191,7 +199,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _readme(name: str, served: _Served, batch: tuple[int, int, int]) -> str:
+def _readme(name: str, served: _Served, batch: tuple[int, int, int], overlap: float) -> str:
     image, logits, window = served.image, served.logits, served.metadata["window"].split()
     rows = "".join(f"- {key}: `{served.metadata[key]}`\n" for key in _KEPT if key in served.metadata)
     return _README.format(
@@ -199,6 +207,7 @@ def _readme(name: str, served: _Served, batch: tuple[int, int, int]) -> str:
         backend=served.backend,
         needs=served.needs,
         most=batch[2],
+        overlap=f"{overlap:g}",
         rows=rows,
         image=image.name,
         image_dims=list(image.dims),
@@ -261,8 +270,8 @@ from monai.inferers import sliding_window_inference
 from client import triton_predictor
 
 predict = triton_predictor("localhost:8001")
-image = torch.zeros(1, {window})  # a prepared image, of any size; MODEL_CARD.md tells the run's overlap
-logits = sliding_window_inference(image, ({sides}), sw_batch_size={most}, predictor=predict, overlap=0.25)
+image = torch.zeros(1, {window})  # a prepared image, of any size
+logits = sliding_window_inference(image, ({sides}), sw_batch_size={most}, predictor=predict, overlap={overlap})
 ```
 
 In this project `common.inference.windows.sliding_windows` takes the same `predict`. A request holds at most {most}

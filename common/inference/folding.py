@@ -1,6 +1,7 @@
 """Batch normalisations folded into the convolutions before them: one pass over memory less each."""
 
 import copy
+from collections import Counter
 
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -26,10 +27,13 @@ def folded(network: nn.Module) -> nn.Module:
         return network
     traced = fx.symbolic_trace(copy.deepcopy(network))
     modules = dict(traced.named_modules())
+    calls = Counter(str(node.target) for node in traced.graph.nodes if node.op == "call_module")
     for node in list(traced.graph.nodes):
         before = node.args[0] if node.args else None
-        if not (isinstance(before, fx.Node) and node.op == before.op == "call_module" and len(before.users) == 1):
-            continue  # what another node reads too must stay as it is
+        if not (isinstance(before, fx.Node) and node.op == before.op == "call_module"):
+            continue
+        if len(before.users) > 1 or calls[str(before.target)] > 1:
+            continue  # what is read or called elsewhere too must stay as it is
         convolution, norm = modules[str(before.target)], modules[str(node.target)]
         if isinstance(norm, _NORMS) and isinstance(convolution, _CONVOLUTIONS):
             fused = fuse_conv_bn_eval(convolution, norm, transpose=isinstance(convolution, _TRANSPOSED))

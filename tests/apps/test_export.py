@@ -68,8 +68,9 @@ def test_weights_of_a_bundle_become_models_that_infer_takes(tmp_path, weights, c
 def test_int8_is_made_where_it_is_asked_for_and_labels_judge_it(tmp_path, weights, capsys):
     data = make_ct_phantoms(tmp_path / "data", 3, progress=False)
     # 32 by 32 by 32 random weights judge nothing: the gate's verdict may be either, but it must be told.
-    repository = export_spleen(spleen(tmp_path, init=weights, to="triton", int8=True, data=data))
+    repository = export_spleen(spleen(tmp_path, init=weights, to="triton", int8=True, data=data, overlap=0.5))
     assert (repository / "config.pbtxt").is_file()
+    assert "predictor=predict, overlap=0.5)" in (repository / "README.md").read_text()
     assert "MODEL_CARD.md" in (repository / "SHA256SUMS").read_text()
     record = json.loads((tmp_path / "run" / "exports" / "exports.json").read_text())
     assert record["gate"].startswith("Dice on 3 cases")

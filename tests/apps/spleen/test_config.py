@@ -19,6 +19,7 @@ from common.config import config_to_yaml
          "crop_size (90, 96, 96): each side must divide by 16 (4 stride-2 levels)"),
         (["--recipe", "guide", "--flip_axes", "x"], "flip_axes x: must be empty with MONAI's sources"),
         (["--recipe", "guide", "--intensity", "0.1"], "intensity 0.1: must be 0 with MONAI's sources"),
+        (["--overlap", "1"], "overlap 1.0: must be in [0, 1)"),
         (["--seed", "-1"], "seed -1: must be 0 or more"),
         (["--epohcs", "5"], "--epohcs"),
         (["--epoch", "5"], "--epoch"),

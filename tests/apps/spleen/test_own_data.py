@@ -85,8 +85,10 @@ def test_lung_window_ct(tmp_path, capsys):
 
 def test_what_is_asked_for_wins_over_the_fingerprint(tmp_path, capsys):
     folder = write_set(tmp_path / "data", "Lungs", "CT", ["background", "lung"], lung_ct)
-    train(folder, tmp_path, spacing=(3.0, 3.0, 3.0), window=(-1000.0, 0.0), epochs=1)
-    preparation = json.loads((tmp_path / "run" / "model.json").read_text())["preparation"]
+    train(folder, tmp_path, spacing=(3.0, 3.0, 3.0), window=(-1000.0, 0.0), overlap=0.6, epochs=1)
+    model = json.loads((tmp_path / "run" / "model.json").read_text())
+    preparation = model["preparation"]
+    assert model["overlap"] == 0.6
     assert preparation["spacing"] == [3.0, 3.0, 3.0]
     assert preparation["window"] == [-1000.0, 0.0]
     assert "as asked" in capsys.readouterr().out

@@ -58,6 +58,22 @@ def test_a_convolution_that_is_read_twice_stays():
     assert torch.equal(folded(network)(windows), network(windows))
 
 
+def test_a_convolution_that_is_called_twice_stays():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.one, self.other = nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.BatchNorm3d(2)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            first: torch.Tensor = self.one(self.convolution(image))
+            second: torch.Tensor = self.other(self.convolution(2 * image))
+            return first + second
+
+    network = with_statistics(Shared())
+    windows = torch.rand(1, 1, 4, 4, 4)
+    assert torch.equal(folded(network)(windows), network(windows))
+
+
 def test_a_network_without_batch_normalisation_is_returned_as_it_is():
     network = segresnet3d(1, 2, 8).eval()
     assert folded(network) is network

@@ -84,6 +84,29 @@ def test_torch_predictor_refuses_a_network_in_training(network: nn.Module):
         torch_predictor(copy.deepcopy(network).train())
 
 
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("bf16", 5e-2), ("fp16", 5e-3)])
+def test_an_opened_network_is_folded_and_computes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: torch.Tensor, precision: Precision, bound: float
+):
+    torch.manual_seed(1)
+    network = unet3d(1, 2, (4, 8, 16))
+    for _ in range(5):
+        network(torch.rand(4, *WINDOW))  # running statistics that change something
+    network.eval()
+    run_by: list[nn.Module] = []
+
+    def seen(each: nn.Module, *arguments: Any, **named: Any) -> Any:
+        run_by.append(each)
+        return torch_predictor(each, *arguments, **named)
+
+    monkeypatch.setattr("common.inference.predictors.torch_predictor", seen)
+    opened = open_predictor(tmp_path, lambda: copy.deepcopy(network), precision=precision, device=CPU)
+    with torch.no_grad():
+        expected = network(windows)
+    assert float((opened.predict(windows) - expected).abs().max()) <= bound * float(expected.abs().max())
+    assert not any(isinstance(each, nn.BatchNorm3d | nn.ConvTranspose3d) for each in run_by[0].modules())
+
+
 @pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("threads", [None, 1])
 def test_onnxruntime_predictor(
