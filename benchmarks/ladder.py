@@ -1,12 +1,11 @@
 """The ladder: from MONAI's baseline to fast one technique at a time, with quality beside time; then single changes.
 
-Run: python benchmarks/ladder.py spleen|brats|pathology [--device cpu] [--seeds 1] [--epochs 10] [--output FOLDER]
+Run: python benchmarks/ladder.py spleen|brats|pathology [--device cpu] [--seeds 1] [--epochs N] [--output FOLDER]
 
 Each rung is a training in a process of its own, on the app's small synthetic data (or --data): crop, network, batch and
 epochs are equal on all rungs of the climb. In each round (seed) the rungs run one after the other, so that neighbours
 are neighbours in time, and a ratio is the median over the rounds. FOLDER gets ladder.json, ladder.md and the figures;
-what cannot run here is listed with its reason. With 16 GiB of memory and two cores it takes twenty minutes; another
-round adds ten.
+what cannot run here is listed with its reason. With 16 GiB of memory and two cores it takes 12 to 22 minutes.
 """
 
 import argparse
@@ -38,6 +37,8 @@ from data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
 from data_scripts.make_slides import make_slides
 
 _ROOT = Path(__file__).resolve().parents[1]
+# Of each rung of the climb, unless told: what the three ladders in benchmarks/records took, each below half an hour.
+_EPOCHS = {"spleen": 10, "brats": 5, "pathology": 4}
 _SHORT = 2  # epochs of a single change, of which the second is timed
 _MAKERS = {
     "spleen": lambda folder: make_ct_phantoms(folder, 20, progress=False),
@@ -53,7 +54,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of the dataset; by default small phantoms or slides")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seeds", type=int, default=1, help="rounds; each has its seed")
-    parser.add_argument("--epochs", type=int, default=10, help="of each rung of the climb")
+    parser.add_argument("--epochs", type=int, help=f"of each rung of the climb; by default {_EPOCHS}")
     parser.add_argument("--output", type=Path, help="folder; by default runs/ladder-APP")
     return parser.parse_args(arguments)
 
@@ -62,12 +63,13 @@ def main() -> None:
     """Climb, and write what was found."""
     arguments = parse_options()
     output = arguments.output or Path("runs") / f"ladder-{arguments.app}"
+    epochs = arguments.epochs or _EPOCHS[arguments.app]
     began = time.perf_counter()
     about = environment(torch.device(arguments.device))  # now: the files may change while it climbs
     with tempfile.TemporaryDirectory(prefix="ladder-") as made:
         folder = Path(made)
         data = arguments.data or _MAKERS[arguments.app](folder / "data")
-        record = measure(arguments.app, data, arguments.device, arguments.seeds, arguments.epochs, folder)
+        record = measure(arguments.app, data, arguments.device, arguments.seeds, epochs, folder)
     record["environment"] = about
     record["seconds in all"] = round(time.perf_counter() - began, 1)
     write_json(output / "ladder.json", record)
