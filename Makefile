@@ -3,9 +3,10 @@
 # make ladder APP=spleen   what each technique is worth, from the baseline to fast; brats and pathology too
 # make record APP=spleen   measure the guide against fast, and put the table into the README
 # make image-test   build the container image, and train, infer and export in it (docker, podman or buildah)
-# make test    checks and tests (10 minutes at most); make test-all adds the slow ones
+# make test    checks and tests (8 minutes at most on two cores); make test-all adds the slow ones (30)
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n logical --dist loadfile
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: train doctor ladder record image-test setup setup-dev check test test-all clean
@@ -49,10 +50,10 @@ check: setup-dev
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: check
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """The doctor: is this machine sound, and what bounds this training?
 
-Run: python apps/doctor.py [--app spleen|brats|pathology] [--json FILE] [-- FLAGS OF THE APP'S train.py]
+Run: python apps/doctor.py [--app NAME] [--json FILE] [-- FLAGS OF THE APP'S train.py]
 
 It looks at the machine; with --app it also trains a little, in a folder of its own, and says what bounds the training,
 how much a remedy would give, and which flag is that remedy. The exit status is 0 where all is well, and 1 where
@@ -16,17 +16,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from apps.opening import APPS, cut_short
-from apps.probes import batch_parts, step_times
-from common.files import write_json
-from common.observe.checks import check_machine
-from common.observe.diagnosis import Bound, Measured, Verdict, diagnose
-from common.observe.run import Run, choose_device, one_line_errors, read_json_lines
-from common.training.config import TrainingConfig
-from common.training.dev_run import forgiving
-from common.training.distributed import SINGLE
+from apps.doctor_machine import check_machine
+from apps.doctor_probes import batch_parts, step_times
+from apps.doctor_verdict import Bound, Measured, Verdict, diagnose
+from apps.opening import APPS, open_training, parse_flags
+from common.config import replaced
+from common.data.dataset import read_dataset, split_cases
+from common.files import read_json_lines, write_json
+from common.inference.options import Precision
+from common.ranks import choose_device
+from common.run import Run, one_line_errors
+from common.training.config import SegmentationConfig, TrainingConfig, decided
 from common.training.fit import fit
-from common.training.start import begin
+from common.training.setup import choose_precision, nan_as_zero, start_run
 
 _STEPS = 24  # of the short training, at least; its first epoch does not count
 _TRAINING, _VALIDATION = 8, 2  # cases of it
@@ -37,29 +39,29 @@ def switches(config: TrainingConfig) -> dict[Bound, str]:
     """Return what to turn for each bound; a bound for which this configuration has nothing to turn is left out."""
     found: dict[Bound, str] = {
         "validation": "raise --validate_every",
-        "checkpointing": "raise --checkpoint_seconds",
-        "logging": "raise --monitor, or write the run to a local disk",
+        "checkpointing": "write the run to a local disk (--run)",
+        "logging": "write the run to a local disk (--run)",
         "workers": "raise --workers",
         "kernel launch": "raise --batch_size" + ("" if config.compile else ", or try --compile true"),
     }
-    resident: Bound
-    if getattr(config, "source", "resident") == "resident":
+    volumes = isinstance(config, SegmentationConfig)
+    if config.ours if isinstance(config, SegmentationConfig) else getattr(config, "source", "resident") == "resident":
         elsewhere = "take --cache auto, which keeps in memory what fits"
-        return {**found, "disk": elsewhere, "preparation": elsewhere} if hasattr(config, "cache") else found
-    for resident, why in (
-        ("disk", "which reads each file once"),
-        ("decode", "which decodes each file once"),
-        ("preparation", "which prepares each case once and keeps it"),
-        ("augmentation", "which cuts and augments whole batches on the device"),
-    ):
-        found[resident] = f"take --source resident, {why}"
-    return found
+        return {**found, "disk": elsewhere, "preparation": elsewhere} if volumes else found
+    ours = "--cache auto" if volumes else "--source resident"
+    resident: dict[Bound, str] = {
+        "disk": "which reads each file once",
+        "decode": "which decodes each file once",
+        "preparation": "which prepares each case once and keeps it",
+        "augmentation": "which cuts and augments whole batches on the device",
+    }
+    return {**found, **{bound: f"take {ours}, {why}" for bound, why in resident.items()}}
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; what follows `--` is the app's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--app", choices=list(APPS), help="train a little with it; without, look at the machine alone")
+    parser.add_argument("--app", choices=APPS, help="train a little with it; without, look at the machine alone")
     parser.add_argument("--json", type=Path, help="file for all that was found")
     parser.add_argument("flags", nargs="*", help="flags of the app's train.py, after --")
     return parser.parse_args(arguments)
@@ -68,15 +70,15 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Look, and print what is found; return the exit status."""
     options = parse_options(arguments)
-    config = APPS[options.app].parse(options.flags) if options.app else None
+    config = parse_flags(options.app, options.flags) if options.app else None
     device = choose_device(config.device if config else "auto")
-    checks = check_machine(config.store if config else Path("~/.cache/medspeed").expanduser(), device)
+    checks = check_machine(config.store if config else TrainingConfig.store.expanduser(), device)
     for check in checks:
         print(f"{_SIGNS[check.state]} {check.name}: {check.text}")
-    found: dict[str, Any] = {"machine": [asdict(check) for check in checks]}
+    found: dict[str, Any] = {"machine": [check._asdict() for check in checks]}
     well = not any(check.state == "error" for check in checks)
     if config is not None:
-        verdict, measured, estimate = examine(options.app, config)
+        verdict, measured, estimate = examine(config)
         found |= {"verdict": asdict(verdict), "measured": asdict(measured), "estimate": estimate}
         well = well and verdict.bound == "nothing"
         _print(verdict, measured, estimate)
@@ -85,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if well else 1
 
 
-def examine(app: str, config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]]:
+def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]]:
     """Train a little and diagnose; the run's folder is a temporary one, its prepared cases stay in the store.
 
     Volumes of a large dataset are cut to a few, so where all of them would lie is not judged: a run prints that.
@@ -94,26 +96,51 @@ def examine(app: str, config: TrainingConfig) -> tuple[Verdict, Measured, dict[s
         The verdict, what it rests on, and the seconds that the whole run is likely to take, by stage.
     """
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        short, training, validation = cut_short(config, Path(folder), _TRAINING, _VALIDATION)
+        short, training, validation = cut_short(config, Path(folder))
         short = replace(short, run=Path(folder) / "run", resume=None, engine="none", profile="nothing", until=None)
-        short = replace(short, fast_dev_run=False, partitions=None)
-        run = begin(short, Path(folder), SINGLE)
-        with APPS[app].open(short, run) as opened:
-            setup = opened.setup
+        short = replaced(short, {"fast_dev_run": False, "parallel.partitions": None})
+        with start_run(short) as run, open_training(short, run) as (whole, setup):
             per_epoch = setup.batches.steps_per_epoch
             epochs = max(2, 1 + -(-_STEPS // per_epoch))
-            validate = forgiving(setup.validate)
-            fit(replace(setup, epochs=epochs, validate=validate, validate_every=epochs), short, run)
-            step, doubled, others = step_times(setup, run.device, opened.auto)
+            few = replace(whole, epochs=epochs, validate_every=epochs)
+            fit(replace(setup, validate=nan_as_zero(setup.validate)), few, run)
+            step, doubled, others = step_times(setup, _auto(whole, run))
             parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto"))
-        whole = setup.epochs if config.epochs else max(1, round(setup.epochs / training))  # a plan goes by steps
-        validations = (
-            -(-whole // config.validate_every) if config.validate_every else setup.epochs // setup.validate_every
-        )
-        times = _times(run, whole * training * per_epoch, validations * validation)
+        planned, every = whole.epochs, whole.validate_every
+        passes = planned if config.epochs else max(1, round(planned / training))  # a plan goes by steps
+        validations = -(-passes // every) if config.validate_every else planned // every
+        times = _times(run, passes * training * per_epoch, validations * validation)
         prepared = run.clock.seconds().get("prepare", 0.0) * training
     measured = Measured(times, parts, step, workers, len(os.sched_getaffinity(0)), doubled, others, switches(config))
     return diagnose(measured), measured, {"prepare": round(prepared, 1), "train": round(sum(times.values()), 1)}
+
+
+def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, float, float]:
+    """Return a configuration of a few of the cases; of patches all stay.
+
+    Args:
+        config: a segmentation's with `data` is cut; others are small already.
+        folder: gets the file of the split.
+
+    Returns:
+        The configuration, and how many times as many cases there are to train on and to validate on.
+    """
+    if not isinstance(config, SegmentationConfig) or config.data is None:
+        return config, 1.0, 1.0
+    whole = split_cases(read_dataset(config.data), config.split)
+    some = replace(whole, training=whole.training[:_TRAINING], validation=whole.validation[:_VALIDATION])
+    write_json(folder / "split.json", some.to_json())
+    cache = "smart" if config.cache.startswith("smart") else config.cache
+    ratios = len(whole.training) / len(some.training), len(whole.validation) / len(some.validation)
+    return replace(config, split=str(folder / "split.json"), cache=cache), *ratios
+
+
+def _auto(config: TrainingConfig, run: Run) -> Precision:
+    """Return the precision that "auto" stands for in a decided configuration."""
+    deepest: list[int] = []
+    if isinstance(config, SegmentationConfig):
+        deepest = [side // 2 ** decided(config.halvings()) for side in decided(config.crop_size)]
+    return choose_precision("auto", run.device, deepest)
 
 
 def _times(run: Run, steps: float, validations: float) -> dict[str, float]:

@@ -1,27 +1,31 @@
-"""What the ladder shows beside whole trainings: kinds of datasets, of loaders, of networks and of steps.
+"""What the ladder measures in an app: a rung, and kinds of datasets, of loaders, of networks and of steps.
 
 Each part opens the app as the climb does, so that cases, crops and batches are the same.
 """
 
 import copy
 import importlib.util
+import io
 import multiprocessing
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from monai.data import (
     CacheDataset,
     DataLoader,
     Dataset,
     LMDBDataset,
+    PatchWSIDataset,
     PersistentDataset,
     SmartCacheDataset,
     ThreadBuffer,
@@ -31,78 +35,110 @@ from monai.networks.nets import BasicUNet, DynUNet, MedNeXt, SegResNet, UNet
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from apps.opening import APPS, Opened
-from benchmarks.in_turn import in_turn, median
-from common.observe.host_memory import peak_memory
+from apps.opening import open_training
+from benchmarks.harness import in_turn, median
+from common.files import read_json_lines
+from common.run import Run, peak_memory
 from common.training.config import TrainingConfig
-from common.training.distributed import SINGLE
-from common.training.fit import train_step
+from common.training.fit import Setup, fit, train_step
 from common.training.optimizers import build_optimizer
-from common.training.start import begin
+from common.training.setup import start_run
 
 Figures = dict[str, Any]
 
 _EPOCHS = 3  # of a dataset or loader; the first apart
 _STEP_ELSEWHERE = 0.05  # s that a step takes on another device, slept: what a loader can hide
 _ROUNDS = 3
+_BY_PATCH = "MONAI reads slides by PatchWSIDataset, patch by patch, and caches none"
 LOGGED = "the app's, its loss read in every step"
 
 
+def in_a_process(measured: Callable[..., Figures], *arguments: object) -> Figures:
+    """Return what a function measures in a process of its own, whose peak of memory is its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(measured, *arguments).result()
+
+
 @contextmanager
-def _opened(app: str, config: TrainingConfig) -> Iterator[tuple[Opened, float]]:
-    """Yield a training that has not begun, and the seconds that its data took."""
-    with tempfile.TemporaryDirectory(prefix="part-") as folder:
-        run = begin(replace(config, run=Path(folder) / "run"), Path(folder), SINGLE)
-        with APPS[app].open(config, run) as opened:
-            seconds = run.clock.seconds()
-            yield opened, seconds.get("prepare", 0.0) + seconds.get("cache", 0.0)
+def _opened(config: TrainingConfig, store: Path | None = None) -> Iterator[tuple[TrainingConfig, Setup, Run]]:
+    """Yield a training that has not begun, decided, and its run, whose clock knows what its data took."""
+    with tempfile.TemporaryDirectory(prefix="part-") as folder, redirect_stdout(io.StringIO()):
+        config = replace(config, run=Path(folder) / "run", store=store or config.store)
+        with start_run(config) as run, open_training(config, run) as (decided, setup):
+            yield decided, setup, run
 
 
-def datasets(app: str, baseline: TrainingConfig, fast: TrainingConfig) -> dict[str, Figures | str]:
-    """Return, for each kind of dataset, the seconds of its first and later epochs, its disk and its memory.
+def _filled(run: Run) -> float:
+    """Return the seconds that preparing and caching took."""
+    seconds = run.clock.seconds()
+    return seconds.get("prepare", 0.0) + seconds.get("cache", 0.0)
 
-    Each runs in a process of its own, whose peak of memory is told.
+
+def climb_rung(config: TrainingConfig, epochs: int, every: int) -> Figures:
+    """Train for so many epochs, and return what it took and what came of it.
+
+    Args:
+        config: of the rung.
+        epochs: each is timed; the first, which may compile and fill caches, apart.
+        every: epochs between validations.
     """
-    found: dict[str, Figures | str] = {}
-    for name in (*_DATASETS, "ours"):
+    with _opened(config) as (decided, setup, run):
+        fitted = fit(setup, replace(decided, epochs=epochs, validate_every=every), run)
+        per_epoch = setup.batches.steps_per_epoch
+        records, seconds, filled = read_json_lines(run.directory / "metrics.jsonl"), run.clock.seconds(), _filled(run)
+    later, compiling, metric = records[1:] or records, seconds.get("compile", 0.0), config.METRIC.lower()
+    ends = (filled + compiling + np.cumsum([record["seconds"] for record in records])).round(3).tolist()
+    curve = [[end, record[metric]] for end, record in zip(ends, records, strict=True) if metric in record]
+    whole = sum(record["seconds"] for record in later)
+    return {
+        "first epoch, s": records[0]["seconds"],
+        "s per step": round(statistics.median(record["seconds"] for record in later) / per_epoch, 5),
+        "samples per s": statistics.median(record["samples_per_second"] for record in later),
+        "waited, percent": round(100 * sum(record["waited"] for record in later) / whole, 1),
+        "s per validation": round(seconds.get("validate", 0.0) / max(1, len(curve)), 4),
+        "prepare and cache, s": round(filled, 3),
+        "compile, s": compiling,
+        "peak memory, MiB": round(peak_memory() / 2**20),
+        config.METRIC: fitted.last,
+        "steps": fitted.steps,
+        "precision": setup.precision,
+        "curve": curve,
+    }
+
+
+def datasets(baseline: TrainingConfig, fast: TrainingConfig) -> Figures:
+    """Return, for each kind of dataset, the seconds of its first and later epochs, its disk and its memory."""
+    found: Figures = {}
+    for name in _DATASETS:
         if name == "LMDBDataset" and importlib.util.find_spec("lmdb") is None:
             found[name] = "needs the package lmdb: pip install lmdb"
             continue
-        if app == "pathology" and name not in ("Dataset", "ours"):
-            found[name] = "MONAI reads slides by PatchWSIDataset, patch by patch"
-            continue
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, context) as process:
-            config = fast if name == "ours" else baseline
-            found[name] = process.submit(_dataset_epochs, app, name, config).result()
-    return found
+        measured = in_a_process(_monai_epochs, name, baseline)
+        found[name] = measured or _BY_PATCH
+    return found | {"ours": in_a_process(_our_epochs, fast)}
 
 
-def _dataset_epochs(app: str, name: str, config: TrainingConfig) -> Figures:
-    with tempfile.TemporaryDirectory(prefix="dataset-") as folder:
-        if name == "ours":
-            config = replace(config, store=Path(folder))
-        with _opened(app, config) as (opened, filled):
-            if name == "ours":
-                epochs = _drain(lambda number: opened.setup.batches.epoch(number), time.perf_counter() - filled)
-            else:
-                plain: Any = opened.setup.batches
-                data, chain, cases = plain.dataset.data, plain.dataset.transform, plain._loader.batch_size
-                began = time.perf_counter()
-                dataset = plain.dataset if app == "pathology" else _DATASETS[name](data, chain, Path(folder))
-                loader = DataLoader(dataset, batch_size=cases, shuffle=True, num_workers=0)
-                start = getattr(dataset, "start", lambda: None)
-                start()
-                epochs = _drain(lambda number: iter(loader), began)
-                getattr(dataset, "shutdown", lambda: None)()
-        disk = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-    first, *later = epochs
-    return {
-        "first epoch, filling included, s": round(first, 3),
-        "later epochs, s": round(min(later), 3),
-        "disk, MiB": round(disk / 2**20, 1),
-        "peak memory, MiB": round(peak_memory() / 2**20),
-    }
+def _our_epochs(config: TrainingConfig) -> Figures:
+    with tempfile.TemporaryDirectory(prefix="dataset-") as folder, _opened(config, Path(folder)) as (_, setup, run):
+        return _drain(setup.batches.epoch, time.perf_counter() - _filled(run), Path(folder))
+
+
+def _monai_epochs(name: str, config: TrainingConfig) -> Figures:
+    """Return the figures of one of MONAI's datasets; none where it cannot hold what the app reads."""
+    with tempfile.TemporaryDirectory(prefix="dataset-") as folder, _opened(config) as (_, setup, _):
+        plain: Any = setup.batches
+        began, by_patch = time.perf_counter(), isinstance(plain.dataset, PatchWSIDataset)
+        if by_patch and name != "Dataset":
+            return {}
+        dataset = plain.dataset
+        if not by_patch:
+            dataset = _DATASETS[name](dataset.data, dataset.transform, Path(folder))
+        loader = DataLoader(dataset, batch_size=plain.loader.batch_size, shuffle=True, num_workers=0)
+        getattr(dataset, "start", lambda: None)()
+        try:
+            return _drain(lambda number: iter(loader), began, Path(folder))
+        finally:
+            getattr(dataset, "shutdown", lambda: None)()
 
 
 _DATASETS: Mapping[str, Callable[[Any, Any, Path], Any]] = {
@@ -116,8 +152,8 @@ _DATASETS: Mapping[str, Callable[[Any, Any, Path], Any]] = {
 }
 
 
-def _drain(epoch: Callable[[int], Iterator[Any]], began: float) -> list[float]:
-    """Return the seconds of each epoch; the first counts from `began`."""
+def _drain(epoch: Callable[[int], Iterator[Any]], began: float, folder: Path) -> Figures:
+    """Return the seconds of the epochs, the first since `began`; the bytes of the folder; the peak of memory."""
     seconds = []
     for number in range(_EPOCHS):
         for _ in epoch(number):
@@ -125,32 +161,34 @@ def _drain(epoch: Callable[[int], Iterator[Any]], began: float) -> list[float]:
         now = time.perf_counter()
         seconds.append(now - began)
         began = now
-    return seconds
+    disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return {
+        "first epoch, filling included, s": round(seconds[0], 3),
+        "later epochs, s": round(min(seconds[1:]), 3),
+        "disk, MiB": round(disk / 2**20, 1),
+        "peak memory, MiB": round(peak_memory() / 2**20),
+    }
 
 
-def loaders(app: str, cached: TrainingConfig, fast: TrainingConfig) -> dict[str, Figures | str]:
+def loaders(cached: TrainingConfig, fast: TrainingConfig) -> Figures:
     """Return the seconds of an epoch by each loader over cached cases, while a step of 50 ms runs elsewhere."""
-    if app == "pathology":
-        return {"all": "MONAI has no cache of patches of slides; benchmarks/compare.py pathology compares its loaders"}
-    found: dict[str, Figures | str] = {}
-    with _opened(app, cached) as (opened, _), _opened(app, fast) as (ours, _):
-        dataset: Any = opened.setup.batches.dataset  # type: ignore[attr-defined]
-        cases = opened.setup.batches._loader.batch_size  # type: ignore[attr-defined]
-        given = {"batch_size": cases, "shuffle": True}
+    with _opened(cached) as (_, setup, _), _opened(fast) as (_, ours, _):
+        plain: Any = setup.batches
+        dataset, given = plain.dataset, {"batch_size": plain.loader.batch_size, "shuffle": True}
+        if isinstance(dataset, PatchWSIDataset):
+            return {"all": f"{_BY_PATCH}; benchmarks/compare.py compares its loaders"}
+        kept = DataLoader(dataset, num_workers=2, persistent_workers=True, **given)
         sides: dict[str, Callable[[], Any]] = {
             "DataLoader": lambda: DataLoader(dataset, num_workers=0, **given),
             "DataLoader, 2 workers": lambda: DataLoader(dataset, num_workers=2, **given),
             "ThreadDataLoader": lambda: ThreadDataLoader(dataset, num_workers=0, **given),
             "DataLoader in a ThreadBuffer": lambda: ThreadBuffer(DataLoader(dataset, num_workers=0, **given), 1),
-            "ours": lambda: ours.setup.batches.epoch(0),
+            "ours": lambda: ours.batches.epoch(0),
+            "DataLoader, 2 persistent workers": lambda: kept,
         }
-        kept = DataLoader(dataset, num_workers=2, persistent_workers=True, **given)
-        sides["DataLoader, 2 persistent workers"] = lambda: kept
         seconds = in_turn({name: _stepping(make) for name, make in sides.items()}, _ROUNDS)
-        steps = -(-len(dataset) // cases)
-        for name in sides:
-            found[name] = {"s per step": round(median(seconds[name]) / steps, 4)}
-    return found
+    steps = -(-len(dataset) // given["batch_size"])
+    return {name: {"s per step": round(median(seconds[name]) / steps, 4)} for name in sides}
 
 
 def _stepping(make: Callable[[], Any]) -> Callable[[], None]:
@@ -161,13 +199,12 @@ def _stepping(make: Callable[[], Any]) -> Callable[[], None]:
     return epoch
 
 
-def steps(app: str, fast: TrainingConfig) -> dict[str, Figures | str]:
+def steps(fast: TrainingConfig) -> Figures:
     """Return the seconds of a training step of several networks, with the app's batch, loss, and precision."""
-    if app == "pathology":
-        return {"other networks": "the app has one, the ResNet-18 of the guide"}
-    with _opened(app, fast) as (opened, _):
-        setup = opened.setup
+    with _opened(fast) as (_, setup, _):
         batch = next(iter(setup.batches.epoch(0)))
+        if batch.image.ndim == 4:
+            return {"other networks": "these are of volumes; an app of patches has one, the ResNet-18 of the guide"}
         inputs, outputs = batch.image.shape[1], setup.network(batch.image[:1]).shape[1]
         given = {"spatial_dims": 3, "in_channels": inputs, "out_channels": outputs}
         networks: dict[str, Callable[[], nn.Module]] = {

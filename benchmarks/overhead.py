@@ -12,21 +12,18 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from benchmarks.harness import median, tell
+from common.clock import StepTimer, spans_to, synchronise
 from common.data.batches import Batch
-from common.files import write_json
 from common.observe.monitor import Monitor
-from common.observe.run import environment
-from common.observe.spans import spans_to
-from common.observe.timing import StepTimer, synchronise
+from common.run import environment
 from common.training.fit import train_step
 from common.training.losses import build_loss
 from common.training.optimizers import build_optimizer
-from common.training.precision import choose_precision
-from models.prelu import use_fast_prelu
+from common.training.setup import choose_precision
 from models.unet3d import unet3d
 
 _CHANNELS, _CROP, _BATCH = (8, 16, 32, 64), (64, 64, 48), 4  # the spleen app's on a CPU
@@ -42,23 +39,21 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     step = make_step(device)
     pairs = [pair(step, arguments.steps, device) for _ in range(arguments.rounds + 1)][1:]
-    record: dict[str, Any] = {
+    plain, watched = ([each / arguments.steps for each in side] for side in zip(*pairs, strict=True))
+    more = statistics.median(b / a - 1 for a, b in pairs)
+    record = {
         "environment": environment(device),
-        "plain, s per step": round(statistics.median(a for a, _ in pairs) / arguments.steps, 5),
-        "watched, s per step": round(statistics.median(b for _, b in pairs) / arguments.steps, 5),
-        "watching takes more, percent": round(100 * statistics.median(b / a - 1 for a, b in pairs), 2),
+        "plain, s per step": median(plain),
+        "watched, s per step": median(watched),
+        "watching takes more, percent": round(100 * more, 2),
     }
-    for name, value in record.items():
-        if name != "environment":
-            print(f"{name}: {value}", flush=True)
-    if arguments.output is not None:
-        write_json(arguments.output, record)
+    tell(record, arguments.output)
 
 
 def make_step(device: torch.device) -> Callable[[], object]:
     """Return a training step of the spleen app's network on one batch."""
     torch.manual_seed(0)
-    network = use_fast_prelu(unet3d(1, 2, _CHANNELS, 2)).to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    network = unet3d(1, 2, _CHANNELS, 2).to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     image = torch.rand(_BATCH, 1, *_CROP, device=device)
     batch = Batch(image, (image > 0.7).to(torch.uint8), ("case",) * _BATCH)
     optimizer = build_optimizer("novograd", network.parameters(), 0.01)

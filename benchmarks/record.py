@@ -9,37 +9,29 @@ know, and commit it.
 
 import argparse
 import datetime
+import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.tables import results_table
-from common.files import write_text
+from benchmarks.harness import GUIDES, Row, guide_of, show
+from common.files import read_object, write_text
 from common.inference.predictors import computes_bf16
-from data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
-from data_scripts.make_slides import make_slides
 
 ROOT = Path(__file__).resolve().parents[1]
-READMES = {app: ROOT / place for app, place in {
-    "spleen": "README.md", "brats": "apps/brats/README.md", "pathology": "apps/pathology/README.md",
-}.items()}  # fmt: skip
-_MAKERS: dict[str, Callable[[Path], Path]] = {
-    "spleen": lambda folder: make_ct_phantoms(folder, 8, size="msd"),
-    "brats": lambda folder: make_mri_phantoms(folder, 8, size="msd"),
-    "pathology": make_slides,
-}
+_NUMERALS = {1: "one", 2: "two", 4: "four", 8: "eight", 16: "sixteen"}
 _TABLE = re.compile(r"\| on [^\n]*\| guide \| fast \| ratio \|\n(?:\|[^\n]*\n)+")
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("app", choices=list(READMES))
+    parser.add_argument("app", choices=GUIDES)
     parser.add_argument("--data", type=Path, help="folder of the dataset")
     parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
     parser.add_argument("--today", default=datetime.date.today().isoformat(), help="date in the record's name")
@@ -56,37 +48,48 @@ def main() -> None:
     if (folder / "record.json").exists():
         raise SystemExit(f"{folder} is there already: move it, or give another --today")
     with tempfile.TemporaryDirectory(prefix="record-") as made:
-        data = options.data or _MAKERS[options.app](Path(made) / "data")
+        data = options.data or guide_of(options.app).make_data(Path(made) / "data", small=False)
         command = [sys.executable, "benchmarks/compare.py", options.app, "--data", str(data)]
         command += ["--rounds", str(options.rounds), "--output", str(folder / "record.json")]
         subprocess.run(command, cwd=ROOT, check=True)
     if not (folder / "README.md").exists():
         write_text(folder / "README.md", _readme(options))
-    readme = READMES[options.app]
+    readme = ROOT / guide_of(options.app).README
     write_text(readme, with_record(readme.read_text(encoding="utf-8"), folder))
     print(f"{folder}\n{readme}: its table is this record's now")
 
 
+def results_table(folder: Path) -> str:
+    """Return the Markdown table of a record: what was measured on both sides.
+
+    The rows of records from before `compare.py` wrote any lie beside them, in `rows.json`.
+    """
+    record, made = read_object(folder / "record.json"), folder / "rows.json"
+    rows: list[Row] = record["rows"] if "rows" in record else json.loads(made.read_text(encoding="utf-8"))
+    about = record["environment"]
+    cores = f"{_NUMERALS.get(about['cores'], about['cores'])} CPU core{'s' * (about['cores'] > 1)}"
+    where = cores if about["device"] == "cpu" else about["device"]
+    lines = [f"| on {where} | guide | fast | ratio |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(show(row) for row in rows if row["guide"] is not None)])
+
+
 def with_record(text: str, folder: Path) -> str:
-    """Return a README with the table of a record, and with links to it instead of to the record before.
+    """Return a README with the table of a record, and with links to it instead of to the record before."""
+    before = record_of(text)
+    text = _TABLE.sub(lambda found: results_table(folder) + "\n", text, count=1)
+    return text.replace(f"benchmarks/records/{before}", f"benchmarks/records/{folder.name}")
+
+
+def record_of(text: str) -> str:
+    """Return the name of the record that a README's table of results is of: the first that it links to below it.
 
     Raises:
         ValueError: the text has no table of results, or no link to the record it is of.
     """
     table = _TABLE.search(text)
     link = re.search(r"benchmarks/records/([\w.-]+)", text[table.end() :]) if table else None
-    if table is None or link is None:
-        raise ValueError(f"no table of results with a link to its record to replace by that of {folder.name}")
-    text = text[: table.start()] + results_table(folder) + "\n" + text[table.end() :]
-    return text.replace(f"benchmarks/records/{link.group(1)}", f"benchmarks/records/{folder.name}")
-
-
-def record_of(text: str) -> str:
-    """Return the name of the record that a README's table of results is of: the first that it links to below it."""
-    table = _TABLE.search(text)
-    assert table is not None, "a README without a table of results"
-    link = re.search(r"benchmarks/records/([\w.-]+)", text[table.end() :])
-    assert link is not None, "a table of results without a link to its record"
+    if link is None:
+        raise ValueError("no table of results with a link to its record")
     return link.group(1)
 
 

@@ -9,7 +9,6 @@ patches, and their ranks give the AUC). The run's own clock is checked against t
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -26,17 +25,19 @@ import torch
 from scipy.stats import mannwhitneyu
 
 from apps.pathology.config import PathologyConfig
-from apps.pathology.patch_store import stored_patches
-from apps.pathology.tables import find_tables
-from benchmarks.file_to_file import LOAD
-from benchmarks.masks import dice, read_mask
-from common.config import config_from_yaml
-from common.data.cases import read_dataset
-from common.data.slide_pool import SlidePool
-from common.files import write_json
-from common.observe.run import Run, environment
-from common.observe.timing import Clock
-from common.training.distributed import SINGLE
+from apps.pathology.patches.store import stored_patches
+from apps.pathology.patches.tables import find_tables
+from apps.pathology.slides.reader import SlidePool
+from benchmarks.harness import GUIDES, tell
+from benchmarks.volumes import dices
+from common.clock import Clock
+from common.data.dataset import read_dataset
+from common.files import from_json, read_object, write_json
+from common.inference.model import load_model
+from common.ranks import Ranks
+from common.run import Run, environment
+from models.segresnet3d import segresnet3d
+from models.unet3d import unet3d
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,7 +45,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--app", required=True, choices=list(JUDGES))
+    parser.add_argument("--app", required=True, choices=GUIDES)
     parser.add_argument("--until", required=True, help="METRIC=VALUE")
     parser.add_argument("--data", type=Path, required=True, help="folder of the dataset")
     parser.add_argument("--seeds", type=int, default=5, help="runs, of the seeds 0, 1, ...")
@@ -55,24 +56,18 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Run the seeds, print a line for each and the median, and write all of it as JSON."""
-    arguments = parse_options()
-    record: dict[str, Any] = {
-        "app": arguments.app,
-        "until": arguments.until,
-        "flags": arguments.flags,
-        "environment": environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-    }
-    given = ["--until", arguments.until, "--data", str(arguments.data.resolve()), *arguments.flags]
+    given = parse_options()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    record = {"app": given.app, "until": given.until, "flags": given.flags, "environment": environment(device)}
+    flags = ["--until", given.until, "--data", str(given.data.resolve()), *given.flags]
     runs: list[dict[str, Any]] = []
-    for seed in range(arguments.seeds):
+    for seed in range(given.seeds):
         with tempfile.TemporaryDirectory(prefix="target-") as folder:
-            runs.append(one_run(arguments.app, [*given, "--seed", str(seed)], Path(folder)))
+            runs.append(one_run(given.app, [*flags, "--seed", str(seed)], Path(folder)))
         print(f"seed {seed}: " + ", ".join(f"{name} {value}" for name, value in runs[-1].items()), flush=True)
-        record |= {**summary_of(runs), "runs": runs}
-        if arguments.output is not None:
-            write_json(arguments.output, record)
-    for name in ("reached", "held when judged anew", "cold seconds, median", "cold seconds, interval"):
-        print(f"{name}: {record[name]}", flush=True)
+        if given.output is not None:
+            write_json(given.output, record | summary_of(runs) | {"runs": runs})
+    tell(summary_of(runs), None)
 
 
 def one_run(app: str, given: list[str], folder: Path) -> dict[str, Any]:
@@ -82,9 +77,9 @@ def one_run(app: str, given: list[str], folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     _call(command)
     wall = time.perf_counter() - began
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    value = float(summary["target"]["until"].partition("=")[2])
-    judged = JUDGES[app](run)
+    summary = read_object(run / "summary.json")
+    metric, _, value = summary["target"]["until"].partition("=")
+    judged = JUDGES[metric.strip().lower()](app, run)
     return {
         "held": summary["target"]["held"],
         "seconds to target": round(summary["target"]["seconds"], 2),
@@ -93,7 +88,7 @@ def one_run(app: str, given: list[str], folder: Path) -> dict[str, Any]:
         "steps": summary["steps"],
         "validation, best weights": round(summary["working_grid"]["best"], 4),
         "judged anew": round(judged, 4),
-        "holds": judged >= value,
+        "holds": judged >= float(value),
     }
 
 
@@ -119,53 +114,44 @@ def _call(command: list[str]) -> None:
 
 def judge_segmentation(app: str, run: Path) -> float:
     """Return the mean Dice of the validation cases on their own grids, from files that `infer.py` writes."""
-    split = json.loads((run / "split.json").read_text(encoding="utf-8"))
-    regions = LOAD[app](run).labelling.regions
-    folder = Path(json.loads((run / "summary.json").read_text(encoding="utf-8"))["data"]["folder"])
-    cases = {case.name: case for case in read_dataset(folder.resolve(), gaps=True).cases}
+    names = read_object(run / "split.json")["validation"]
+    regions = [region.members for region in load_model(run, app, unet3d, segresnet3d).labelling.regions]
+    folder = Path(read_object(run / "summary.json")["data"]["folder"])
+    cases = {case.name: case for case in read_dataset(folder.resolve()).cases}
     with tempfile.TemporaryDirectory(prefix="judged-") as made:
-        images, labels = Path(made) / "images", Path(made) / "labels"
+        images, masks = Path(made) / "images", Path(made) / "masks"
         images.mkdir()
-        for name in split["validation"]:
+        for name in names:
             (images / cases[name].image.name).symlink_to(cases[name].image)
-        flags = ["--model", str(run), "--input", str(images), "--output", str(labels), "--overlays", "false"]
+        flags = ["--model", str(run), "--input", str(images), "--output", str(masks), "--overlays", "false"]
         _call([sys.executable, f"apps/{app}/infer.py", *flags])
         found = []
-        for name in split["validation"]:
+        for name in names:
             label = cases[name].label
             assert label is not None
-            pair = (labels / cases[name].image.name, label)
-            masks = [[read_mask(path, region.members) for path in pair] for region in regions]
-            found.append(float(np.mean([dice(*both) for both in masks if any(mask.any() for mask in both)] or [1.0])))
+            each = dices([masks / cases[name].image.name], [label], regions)
+            there = [value for value in each if not np.isnan(value)]
+            found.append(float(np.mean(there or [1.0])))
     return float(np.mean(found))
 
 
-def judge_pathology(run: Path) -> float:
+def judge_patches(app: str, run: Path) -> float:
     """Return the AUC of the validation patches, drawn again, by the exported network in ONNX Runtime."""
-    config = config_from_yaml(PathologyConfig, run / "config.yaml")
-    here = Run(run, torch.device("cpu"), Clock(), resumed=False, leader=False)
+    config = from_json(PathologyConfig, read_object(run / "plan.json"))
+    here = Run(run, torch.device("cpu"), Clock(), resumed=False, ranks=Ranks(rank=1))
     with closing(SlidePool(reader=config.reader)) as pool:
-        table = find_tables(config, here, SINGLE, pool).validation
+        table = find_tables(config, here, pool).validation
         patches = stored_patches(table, run.parent / "judged", pool, None, progress=False)
     session = onnxruntime.InferenceSession(run / "exports" / "model_fp32.onnx")
     name = session.get_inputs()[0].name
-    scores = np.array([session.run(None, {name: _image(pixels)})[0].item() for pixels in patches.pixels])
-    tumour = patches.label.astype(bool)
+    images = (pixels[None].astype(np.float32) / 127.5 - 1 for pixels in patches.pixels)  # [1, 3, S, S] in [-1, 1]
+    scores = np.array([session.run(None, {name: image})[0].item() for image in images])
+    tumour = table.label.astype(bool)
     above = mannwhitneyu(scores[tumour], scores[~tumour]).statistic
     return float(above / (tumour.sum() * (~tumour).sum()))
 
 
-def _image(pixels: np.ndarray) -> np.ndarray:
-    """Return a patch [3, S, S] uint8 as the network takes it, [1, 3, S, S] float32 in [-1, 1]."""
-    image: np.ndarray = pixels[None].astype(np.float32) / 127.5 - 1
-    return image
-
-
-JUDGES: dict[str, Callable[[Path], float]] = {
-    "spleen": lambda run: judge_segmentation("spleen", run),
-    "brats": lambda run: judge_segmentation("brats", run),
-    "pathology": judge_pathology,
-}
+JUDGES: dict[str, Callable[[str, Path], float]] = {"dice": judge_segmentation, "auc": judge_patches}
 
 
 if __name__ == "__main__":

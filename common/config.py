@@ -1,18 +1,21 @@
 """One way to configure: a frozen dataclass, read from flags and a YAML file.
 
-Precedence, lowest first: the defaults of the dataclass, the recipe, the file of `--config`, the flags.
+Precedence, lowest first: the defaults of the dataclass, the recipe (or of a resumed run its own configuration), the
+file of `--config`, the flags. A field that is a dataclass itself is a group of flags: `--windows.size`.
 """
 
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, DefaultHelpFormatter
+
+from common.files import from_json
 
 Config = TypeVar("Config")
 
@@ -22,7 +25,7 @@ def parse_config(
     recipes: Mapping[str, Config],
     arguments: Sequence[str] | None = None,
     description: str = "",
-    then: Callable[[Config], Config] = lambda config: config,
+    resumable: Sequence[str] = (),
 ) -> Config:
     """Parse the command line into a `kind`, a frozen dataclass.
 
@@ -34,24 +37,38 @@ def parse_config(
         recipes: values of `kind` by name, chosen with `--recipe`; empty where the app has none.
         arguments: the words of the command line, by default those of the process.
         description: the first lines of the help.
-        then: a last step from config to config, whose `ValueError` and `OSError` count as the user's mistakes too.
+        resumable: with `--resume FOLDER` the defaults are those of FOLDER/config.yaml, and only these may differ.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser(kind, description)
     try:
-        if recipes:
-            parser.set_defaults(asdict(recipes[_recipe_name(arguments, recipes)]))  # type: ignore[call-overload]
-        namespace = parser.parse_args(arguments)
-        values = {field.name: namespace[field.name] for field in fields(kind)}  # type: ignore[arg-type]
-        return then(kind(**values))
+        early = _early(arguments)
+        start, stored = None, None
+        if resumable and early["resume"] is not None:
+            start = stored = config_from_yaml(kind, Path(early["resume"]) / "config.yaml")
+        elif recipes:
+            name = early["recipe"] or next(iter(recipes))
+            if name not in recipes:
+                raise ValueError(f"--recipe {name}: must be one of {', '.join(recipes)}")
+            start = recipes[name]
+        if start is not None:
+            parser.set_defaults(asdict(start))  # type: ignore[call-overload]
+        config = from_json(kind, _values(kind, parser.parse_args(arguments).as_dict()))
+        if stored is not None:
+            _check_resumed(flat(config), flat(stored), resumable)
     except (ArgumentError, yaml.YAMLError, ValueError, OSError) as error:
-        flags = [f"--{field.name}" for field in fields(kind)]  # type: ignore[arg-type]
-        _fail(parser.prog, _hint(str(error), flags))
+        _fail(parser.prog, _hint(str(error), list(_flags(kind))))
+    return config
 
 
 def config_to_yaml(config: object) -> str:
     """Return a config dataclass as YAML that `--config` reads back to an equal value."""
-    return str(yaml.safe_dump(_plain(asdict(config)), sort_keys=False))  # type: ignore[call-overload]
+    return str(yaml.safe_dump(config_content(config), sort_keys=False))
+
+
+def config_content(config: object) -> dict[str, Any]:
+    """Return a config dataclass as JSON and YAML take it; `from_json` reads it back."""
+    return {name: _plain(value) for name, value in asdict(config).items()}  # type: ignore[call-overload]
 
 
 def config_from_yaml(kind: type[Config], path: Path) -> Config:
@@ -61,56 +78,89 @@ def config_from_yaml(kind: type[Config], path: Path) -> Config:
         FileNotFoundError: the file does not exist.
         ValueError: the file holds another set of fields, or values out of bounds.
     """
-    parser = _parser(kind, "")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such configuration file")
     try:
-        namespace = parser.parse_path(path)
-        return kind(**{field.name: namespace[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+        return from_json(kind, _values(kind, _parser(kind, "").parse_path(path).as_dict()))
     except ArgumentError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def resumed_config(given: Config, stored: Config, default: Config, keep: Sequence[str]) -> Config:
-    """Return the config of a resumed run: the stored one, where the fields of `keep` may be given anew.
+def flat(config: object, prefix: str = "") -> dict[str, Any]:
+    """Return the value of each flag: those of a group under names such as "windows.size"."""
+    values: dict[str, Any] = {}
+    for field in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        name = prefix + field.name
+        values |= flat(value, f"{name}.") if is_dataclass(value) else {name: value}
+    return values
 
-    A field counts as given where it is not `default`'s.
 
-    Raises:
-        ValueError: another field was given with a value that is not the stored one.
-    """
-    for field in fields(given):  # type: ignore[arg-type]
-        now, then, usual = (getattr(config, field.name) for config in (given, stored, default))
-        if field.name not in keep and now not in (then, usual):
-            raise ValueError(
-                f"--{field.name} {now}: a resumed run keeps its own {field.name} ({then}); "
-                "drop the flag, or start a new run from its weights with --init"
-            )
-    new = {name: getattr(given, name) for name in keep if getattr(given, name) != getattr(default, name)}
-    return replace(stored, **new)  # type: ignore[type-var]
+def replaced(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a config with other values, by the names of `flat`."""
+    for name, value in values.items():
+        group, _, inner = name.partition(".")
+        new = replaced(getattr(config, group), {inner: value}) if inner else value
+        config = replace(config, **{group: new})  # type: ignore[type-var]
+    return config
+
+
+class _Help(DefaultHelpFormatter):  # type: ignore[misc] # jsonargparse has no types
+    """Flags in wide lines, with their defaults; what the choices are is in the help already."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=120)
+
+    def _get_type_str(self, action: argparse.Action) -> None:
+        return None
 
 
 def _parser(kind: type, description: str) -> ArgumentParser:
-    parser = ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of these fields")
+    parser = ArgumentParser(
+        description=description,
+        usage="%(prog)s [--FLAG VALUE ...]",
+        formatter_class=_Help,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        action=ActionConfigFile,
+        help="YAML file with any of these fields (there and here a list is [1,2,3])",
+    )
     parser.add_class_arguments(kind, as_group=False)
     return parser
 
 
-def _recipe_name(arguments: Sequence[str], recipes: Mapping[str, Any]) -> str:
-    """Return the recipe that the flags name, else the config file, else the first one."""
+def _values(kind: type, parsed: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: parsed[field.name] for field in fields(kind)}
+
+
+def _early(arguments: Sequence[str]) -> dict[str, str | None]:
+    """Return the recipe and the run to resume that the flags name, else the config file; None where none does."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    scan.add_argument("--recipe")
-    scan.add_argument("--config", type=Path)
-    found = scan.parse_known_args(list(arguments))[0]
-    name = found.recipe
-    if name is None and found.config is not None:
-        content = yaml.safe_load(found.config.read_text(encoding="utf-8"))
-        name = content.get("recipe") if isinstance(content, dict) else None
-    name = next(iter(recipes)) if name is None else name
-    if name not in recipes:
-        raise ValueError(f"--recipe {name}: must be one of {', '.join(recipes)}")
-    return str(name)
+    for flag in ("--recipe", "--resume", "--config"):
+        scan.add_argument(flag)
+    found = vars(scan.parse_known_args(list(arguments))[0])
+    file = found.pop("config")
+    content = yaml.safe_load(Path(file).read_text(encoding="utf-8")) if file is not None else None
+    given = content if isinstance(content, dict) else {}
+    return {name: value if value is not None else given.get(name) for name, value in found.items()}
+
+
+def _check_resumed(given: Mapping[str, Any], stored: Mapping[str, Any], resumable: Sequence[str]) -> None:
+    for name, value in given.items():
+        if name not in resumable and value != stored[name]:
+            raise ValueError(
+                f"--{name} {value}: a resumed run keeps its own {name} ({stored[name]}); "
+                "drop the flag, or start a new run from its weights with --init"
+            )
+
+
+def _flags(kind: type, prefix: str = "--") -> Iterator[str]:
+    for field in fields(kind):
+        group = isinstance(field.type, type) and is_dataclass(field.type)
+        yield from _flags(field.type, f"{prefix}{field.name}.") if group else (prefix + field.name,)  # type: ignore[arg-type]
 
 
 def _hint(message: str, flags: Sequence[str]) -> str:

@@ -5,10 +5,18 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+_UMASK = os.umask(0)  # once, before there are threads: to read it is to set it, for all of them
+os.umask(_UMASK)
 
 
 @contextmanager
@@ -33,7 +41,7 @@ def atomic_path(path: Path, flush: bool = True) -> Iterator[Path]:
         yield part
         if flush:
             flush_to_disk(part)
-        part.chmod(0o666 & ~_umask())
+        part.chmod(0o666 & ~_UMASK)
         part.replace(path)
         if flush:
             flush_to_disk(path.parent)
@@ -70,11 +78,54 @@ def read_object(path: Path, remedy: str = "mend it") -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # broken JSON, or bytes that are no UTF-8
+    except (ValueError, RecursionError) as error:  # broken or too deep JSON, or bytes that are no UTF-8
         raise ValueError(f"{path}: expected JSON text ({error}); {remedy}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, found a {type(content).__name__}; {remedy}")
     return content
+
+
+def from_json(kind: type[T], content: Mapping[str, Any]) -> T:
+    """Return the dataclass whose `asdict` went through JSON: lists are tuples again, texts paths, objects dataclasses.
+
+    Args:
+        kind: the dataclass; the types of its fields say what becomes of their values.
+        content: a value by name for each field without a default.
+
+    Raises:
+        KeyError, TypeError: the content has other fields.
+    """
+    hints = get_type_hints(kind)
+    return kind(**{name: _typed(hints[name], value) for name, value in content.items()})
+
+
+def _typed(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any field of a dataclass
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(some for some in get_args(kind) if some is not NoneType)
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        kinds = get_args(kind) or (Any, ...)
+        return tuple(map(_typed, repeat(kinds[0]) if kinds[-1] is ... else kinds, value))
+    if isinstance(value, dict):
+        if isinstance(kind, type) and is_dataclass(kind):
+            return from_json(kind, value)
+        return {name: _typed((get_args(kind) or (Any,))[-1], each) for name, each in value.items()}
+    return Path(value) if kind is Path else value
+
+
+def append_json_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one record to a JSON-lines file."""
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a JSON-lines file; a last line that a crash cut short is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
 
 
 @contextmanager
@@ -94,9 +145,3 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file as 64 hexadecimal digits."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -12,17 +12,12 @@ import argparse
 import difflib
 import re
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from data_scripts.download import Patience, Remote, answer, download, locked, read_receipt
-from data_scripts.partial import DownloadError, check_space
-from data_scripts.transfer import check_url
+from data_scripts.fetch import check_space, download, http_address, locked, read_receipt, run_command, size_of
 
 BASE_URL = "https://camelyon-dataset.s3.us-west-2.amazonaws.com/CAMELYON16"
 CHECKSUMS = "checksums.md5"
@@ -34,21 +29,7 @@ _WANTED = re.compile(r"images/[\w-]+\.tif|masks/[\w-]+_mask\.tif|annotations/[\w
 _ASKING = 8  # sizes asked for at a time
 
 
-@dataclass(frozen=True)
-class BucketFile:
-    """A file of the bucket: its path there and below the folder it goes to, and the MD5 digest of its bytes."""
-
-    path: str
-    md5: str
-
-
-def fetch(
-    slides: Sequence[str],
-    to: Path,
-    *,
-    base_url: str = BASE_URL,
-    patience: Patience | None = None,
-) -> Path:
+def fetch(slides: Sequence[str], to: Path, base_url: str = BASE_URL) -> Path:
     """Download slides with their masks and annotations; return `to`, laid out as the bucket is.
 
     Sizes are asked for and the disk space is checked before the first slide. Files that are there with their receipts
@@ -58,26 +39,22 @@ def fetch(
         slides: names such as tumor_001, or "all", or "sample".
         to: the folder.
         base_url: the address of the folder with checksums.md5.
-        patience: how long to try.
 
     Raises:
         ValueError: a slide is unknown, or checksums.md5 lists none.
         DownloadError: a download failed; the message says why and what to do.
         OSError: the disk cannot be written.
     """
-    base_url, patience = base_url.rstrip("/"), patience or Patience()
     with locked(to / ".camelyon16.lock"):
-        checksums = to / CHECKSUMS
-        download(Remote(f"{base_url}/{CHECKSUMS}"), checksums, patience=patience, progress=False)
-        files = choose(read_checksums(checksums), slides)
-        missing = [file for file in files if not _is_here(file, to)]
+        download(f"{base_url}/{CHECKSUMS}", to / CHECKSUMS)
+        files = choose(read_checksums(to / CHECKSUMS), slides)
+        missing = [path for path, md5 in files.items() if not _is_here(to / path, md5)]
         print(f"{to}: {len(files) - len(missing)} of {len(files)} files are there already")
         if missing:
-            _tell_size(missing, base_url, to, patience)
-        for number, file in enumerate(missing, 1):
-            print(f"{number} of {len(missing)}: {file.path}")
-            (to / file.path).parent.mkdir(parents=True, exist_ok=True)
-            download(Remote(f"{base_url}/{file.path}", file.md5), to / file.path, patience=patience)
+            _tell_size(missing, base_url, to)
+        for number, path in enumerate(missing, 1):
+            print(f"{number} of {len(missing)}: {path}")
+            download(f"{base_url}/{path}", to / path, files[path])
     return to
 
 
@@ -89,10 +66,7 @@ def read_checksums(path: Path) -> dict[str, str]:
     Raises:
         ValueError: it lists no slide; or it is no such list.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a list of MD5 digests ({error}); delete it and run again") from error
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     found = [match.groups() for line in lines if (match := _LINE.fullmatch(line.strip()))]
     digests = {name: md5.lower() for md5, name in found if _WANTED.fullmatch(name)}
     if not any(name.startswith("images/") for name in digests):
@@ -100,8 +74,8 @@ def read_checksums(path: Path) -> dict[str, str]:
     return digests
 
 
-def choose(digests: dict[str, str], slides: Sequence[str]) -> list[BucketFile]:
-    """Return the files of some slides: images, masks and annotations that there are; for test slides their reference.
+def choose(digests: Mapping[str, str], slides: Sequence[str]) -> dict[str, str]:
+    """Return the files of some slides and their digests: images, masks, annotations; for test slides their reference.
 
     Raises:
         ValueError: a slide is not among the digests; names like it are given.
@@ -117,46 +91,23 @@ def choose(digests: dict[str, str], slides: Sequence[str]) -> list[BucketFile]:
     paths = [kind.format(name) for name in wanted for kind in kinds]
     if any(name.startswith("test_") for name in wanted):
         paths.insert(0, REFERENCE)
-    return [BucketFile(path, digests[path]) for path in paths if path in digests]
+    return {path: digests[path] for path in paths if path in digests}
 
 
-def _is_here(file: BucketFile, to: Path) -> bool:
+def _is_here(path: Path, md5: str) -> bool:
     """Return whether a file lies there as it was downloaded; its bytes are not read again."""
-    path, receipt = to / file.path, read_receipt(to / file.path)
-    return path.is_file() and receipt is not None and (receipt.md5, receipt.size) == (file.md5, path.stat().st_size)
+    receipt = read_receipt(path)
+    return path.is_file() and (receipt.get("md5"), receipt.get("size")) == (md5, path.stat().st_size)
 
 
-def _tell_size(files: Sequence[BucketFile], base_url: str, to: Path, patience: Patience) -> None:
+def _tell_size(paths: Sequence[str], base_url: str, to: Path) -> None:
     """Print how much is to come, and raise DownloadError where the disk has no room for it."""
     with ThreadPoolExecutor(_ASKING) as pool:
-        sizes = list(pool.map(lambda file: _size(f"{base_url}/{file.path}", patience), files))
-    there = [to / f"{file.path}{ending}" for file in files for ending in ("", ".part")]
+        size = sum(pool.map(lambda path: size_of(f"{base_url}/{path}"), paths))
+    there = [to / f"{path}{ending}" for path in paths for ending in ("", ".part")]
     here = sum(path.stat().st_size for path in there if path.is_file())
-    print(f"{base_url} -> {to}: {len(files)} files, {sum(sizes) / 1e9:.2f} GB, of which {here / 1e9:.2f} GB are there")
-    check_space(to, sum(sizes) - here)
-
-
-def _size(url: str, patience: Patience) -> int:
-    """Return the size of a file in bytes, as the server states it."""
-    request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "medspeed"})
-    for attempt in range(1, patience.attempts + 1):
-        try:
-            with urllib.request.urlopen(request, timeout=patience.timeout) as response:
-                length = response.headers.get("Content-Length", "")
-        except urllib.error.HTTPError as error:
-            error.close()
-            said, passing = f"status {error.code} ({error.reason})", error.code in (408, 429) or error.code >= 500
-        except OSError as error:
-            said, passing = str(error), True
-        else:
-            if re.fullmatch(r"\d{1,18}", length):
-                return int(length)
-            said, passing = "no size is stated", False
-        if not passing:
-            break
-        if attempt < patience.attempts:
-            patience.sleep(2.0 ** (attempt - 1))
-    raise DownloadError(f"{url}: its size cannot be learnt: {' '.join(said.split())}; run again later or use a mirror")
+    print(f"{base_url} -> {to}: {len(paths)} files, {size / 1e9:.2f} GB, of which {here / 1e9:.2f} GB are there")
+    check_space(to, size - here)
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -170,20 +121,16 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"slides such as tumor_001; sample: {' '.join(SAMPLE)}; all: all 399, about 700 GB",
     )
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to put the slides in")
-    parser.add_argument("--base-url", default=BASE_URL, metavar="URL", help="where checksums.md5 lies (a mirror)")
-    options = parser.parse_args(arguments)
-    try:
-        check_url(options.base_url)
-    except ValueError as error:
-        parser.error(f"argument --base-url: {error}")
-    return options
+    parser.add_argument(
+        "--base-url", type=http_address, default=BASE_URL, metavar="URL", help="where checksums.md5 lies (a mirror)"
+    )
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 1 for an error, 130 where the user interrupts."""
     options = parse_options(arguments)
-    get = partial(fetch, options.slides, options.to, base_url=options.base_url)
-    return answer("fetch_camelyon16", get, "pathology")
+    return run_command("fetch_camelyon16", partial(fetch, options.slides, options.to, options.base_url), "pathology")
 
 
 if __name__ == "__main__":

@@ -4,27 +4,48 @@ import argparse
 import hashlib
 import re
 import sys
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
-from nibabel.filebasedimages import ImageFileError
+from isal import igzip
 
-from common.files import read_object, sha256_of
-from data_scripts import scans_ct, scans_mr
-from data_scripts.phantom_sets import Scan, write_set
-from data_scripts.phantoms_mr import CHANNELS, LABELS
-from data_scripts.scans_ct import Size
-from data_scripts.set_folder import Parameters
+from common.data.volumes import read_volume
+from common.files import atomic_path, read_object, sha256_of
+from data_scripts import phantoms_ct, phantoms_mr
+from data_scripts.painting import Scan
+from data_scripts.phantoms_ct import Size
+from data_scripts.set_folder import Parameters, fill
 
-CT_VERSION = 1  # raised when the same parameters give other scans
-MRI_VERSION = 1  # likewise
-_REFERENCE = "medspeed, data_scripts/make_phantoms.py"
-_LICENCE = "Apache-2.0, as the program that drew them; not for clinical use"
+CT_VERSION = 2  # raised when the same parameters give other scans
+MRI_VERSION = 2  # likewise
+_MOST_AT_ONCE = 16  # a case of MSD's size takes about half a gigabyte while it is made
+_ABOUT_CT = {
+    "name": "SpleenPhantoms",
+    "description": "Synthetic abdominal CT phantoms with a labelled spleen; no patient was scanned",
+    "reference": "medspeed, data_scripts/make_phantoms.py",
+    "licence": "Apache-2.0, as the program that drew them; not for clinical use",
+    "modality": {"0": "CT"},
+    "labels": {"0": "background", "1": "spleen"},
+}
+_ABOUT_MRI = {
+    **_ABOUT_CT,
+    "name": "BrainTumourPhantoms",
+    "description": "Synthetic head MRI phantoms with labelled brain tumours; no patient was scanned",
+    "modality": {str(number): name for number, name in enumerate(phantoms_mr.CHANNELS)},
+    "labels": {str(number): name for number, name in enumerate(phantoms_mr.LABELS)},
+}
+_KINDS = {  # what they are, and their sizes in voxels
+    "ct": ("abdominal CT with a labelled spleen", "96x96x64", "512x512x50..168, as MSD Task09"),
+    "mri": (
+        f"head MRI ({', '.join(phantoms_mr.CHANNELS)}) with labelled brain tumours",
+        "72x88x64",
+        "240x240x155, as MSD Task01",
+    ),
+}
 _EXAMPLES = """examples:
   python data_scripts/make_phantoms.py ct --to data/phantoms --cases 20
   python data_scripts/make_phantoms.py ct --to data/large --cases 4 --size msd --seed 1
@@ -60,26 +81,17 @@ def make_ct_phantoms(
         ValueError: fewer than one case, more cases than labels, a label volume that cannot be used, or `folder` holds
             something else.
     """
-    if cases is None and labels is None:
-        raise ValueError("--cases is missing: say how many phantoms to make, such as --cases 20")
     _check(cases, seed)
     if labels is not None:
         return _around_labels(folder, cases, labels, seed, progress)
-    assert cases is not None
+    if cases is None:
+        raise ValueError("--cases is missing: say how many phantoms to make, such as --cases 20")
     parameters: Parameters = {"kind": "ct", "version": CT_VERSION, "cases": cases, "size": size, "seed": seed}
-    dataset = {
-        "name": "SpleenPhantoms",
-        "description": "Synthetic abdominal CT phantoms with a labelled spleen; no patient was scanned",
-        "reference": _REFERENCE,
-        "licence": _LICENCE,
-        "modality": {"0": "CT"},
-        "labels": {"0": "background", "1": "spleen"},
-    }
 
     def draw(index: int) -> Scan:
-        return scans_ct.draw_scan(size, _generator(seed, index))
+        return phantoms_ct.draw_scan(size, np.random.default_rng([seed, index]))
 
-    return write_set(folder, _names(cases), draw, dataset, parameters, progress)
+    return _write_set(folder, _names(cases), draw, _ABOUT_CT, parameters, progress)
 
 
 def make_mri_phantoms(folder: Path, cases: int, size: Size = "small", seed: int = 0, progress: bool = True) -> Path:
@@ -101,19 +113,11 @@ def make_mri_phantoms(folder: Path, cases: int, size: Size = "small", seed: int 
     """
     _check(cases, seed)
     parameters: Parameters = {"kind": "mri", "version": MRI_VERSION, "cases": cases, "size": size, "seed": seed}
-    dataset = {
-        "name": "BrainTumourPhantoms",
-        "description": "Synthetic head MRI phantoms with labelled brain tumours; no patient was scanned",
-        "reference": _REFERENCE,
-        "licence": _LICENCE,
-        "modality": {str(number): name for number, name in enumerate(CHANNELS)},
-        "labels": {str(number): name for number, name in enumerate(LABELS)},
-    }
 
     def draw(index: int) -> Scan:
-        return scans_mr.draw_scan(size, _generator(seed, index))
+        return phantoms_mr.draw_scan(size, np.random.default_rng([seed, index]))
 
-    return write_set(folder, _names(cases), draw, dataset, parameters, progress)
+    return _write_set(folder, _names(cases), draw, _ABOUT_MRI, parameters, progress)
 
 
 def _check(cases: int | None, seed: int) -> None:
@@ -128,46 +132,30 @@ def _names(cases: int) -> list[str]:
 
 
 def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int, progress: bool) -> Path:
-    """Make a CT around each of the first label volumes of a folder."""
+    """Make a CT around each of the first label volumes of a folder, under the name and licence of the labels."""
     files = _label_files(labels)
     if cases is not None and cases > len(files):
         raise ValueError(f"--cases {cases}: {labels} holds {len(files)} label volumes; ask for that many at most")
     files = files[:cases]
     digest = hashlib.sha256("".join(f"{path.name} {sha256_of(path)}\n" for path in files).encode()).hexdigest()
-    parameters: Parameters = {
-        "kind": "ct",
-        "version": CT_VERSION,
-        "cases": len(files),
-        "labels_sha256": digest,
-        "seed": seed,
-    }
-
-    def draw(index: int) -> Scan:
-        return scans_ct.scan_around(*_read_label(files[index]), _generator(seed, index))
-
-    names = [path.name.removesuffix(".nii.gz") for path in files]
-    return write_set(folder, names, draw, _dataset_around(labels, files), parameters, progress)
-
-
-def _dataset_around(labels: Path, files: Sequence[Path]) -> dict[str, Any]:
-    """Return the entries of `dataset.json` for scans around labels: name and labels are those of the label folder."""
+    parameters: Parameters = {"kind": "ct", "version": CT_VERSION, "cases": len(files), "labels_sha256": digest}
     own = labels / "dataset.json"
     given = read_object(own, "mend it or take it out") if own.is_file() else {}
     name = given.get("name", labels.name)
-    return {
+    about = {
         "name": name,
         "description": f"Synthetic CT drawn around real labels; no patient was scanned, results are none of {name}",
-        "reference": f"labels: {given.get('reference', labels.name)}; images: medspeed, data_scripts/make_phantoms.py",
+        "reference": f"labels: {given.get('reference', labels.name)}; images: {_ABOUT_CT['reference']}",
         "licence": f"that of the labels ({given.get('licence', 'see their source')}); not for clinical use",
         "modality": {"0": "CT"},
         "labels": given["labels"] if "labels" in given else _numbered(files),
     }
 
+    def draw(index: int) -> Scan:
+        return phantoms_ct.scan_around(*_read_label(files[index]), np.random.default_rng([seed, index]))
 
-def _numbered(files: Sequence[Path]) -> dict[str, str]:
-    """Name the label numbers that the volumes hold, for labels that come without a list of names."""
-    highest = max(int(_read_label(path)[0].max()) for path in files)
-    return {"0": "background", "1": "spleen"} | {str(n): f"label_{n}" for n in range(2, highest + 1)}
+    names = [path.name.removesuffix(".nii.gz") for path in files]
+    return _write_set(folder, names, draw, about, {**parameters, "seed": seed}, progress)
 
 
 def _label_files(labels: Path) -> list[Path]:
@@ -182,91 +170,89 @@ def _label_files(labels: Path) -> list[Path]:
     return files
 
 
+def _numbered(files: Sequence[Path]) -> dict[str, str]:
+    """Name the label numbers that the volumes hold, for labels that come without a list of names."""
+    highest = max(int(_read_label(path)[0].max()) for path in files)
+    return {"0": "background", "1": "spleen"} | {str(n): f"label_{n}" for n in range(2, highest + 1)}
+
+
 def _read_label(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
     """Return a label volume [X, Y, Z] uint8 and its affine to RAS mm."""
-    try:
-        image = nib.load(path)
-        voxels = np.asarray(image.dataobj)
-    except (ImageFileError, OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: not a whole NIfTI file ({error}); fetch it again or take it out") from error
-    if voxels.ndim != 3:
-        raise ValueError(f"{path}: shape {voxels.shape}, expected a label volume of 3 axes")
-    label: npt.NDArray[np.uint8] = voxels.astype(np.uint8)
-    if not np.array_equal(label, voxels):
+    volume = read_volume(path)
+    label: npt.NDArray[np.uint8] = volume.voxels.astype(np.uint8)
+    if not np.array_equal(label, volume.voxels):
         raise ValueError(f"{path}: holds other values than the whole numbers 0 to 255; is it a label volume?")
-    return label, np.asarray(image.affine, dtype=np.float64)
+    return label, volume.affine
 
 
-def _generator(seed: int, index: int) -> np.random.Generator:
-    """Return the generator of one case, whatever else is drawn."""
-    return np.random.default_rng([seed, index])
+def _write_set(
+    folder: Path,
+    names: Sequence[str],
+    draw: Callable[[int], Scan],
+    about: dict[str, Any],
+    parameters: Parameters,
+    progress: bool,
+) -> Path:
+    """Write the cases that are missing, each as `draw` makes the one of its index, then `dataset.json`."""
+    pairs = [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in names]
+    files = [(folder / pair["image"], folder / pair["label"]) for pair in pairs]
+    axes = "4D" if len(about["modality"]) > 1 else "3D"
+    lists = {"numTraining": len(pairs), "numTest": 0, "training": pairs, "test": []}
+
+    def make(index: int) -> None:
+        scan = draw(index)
+        for path, voxels in zip(files[index], (scan.image, scan.label), strict=True):
+            image = nib.Nifti1Image(voxels, scan.affine)
+            image.header.set_xyzt_units("mm")
+            image.header["descrip"] = b"synthetic phantom, not a patient"
+            with atomic_path(path) as part:  # bytes that depend on no time and no name
+                part.write_bytes(igzip.compress(image.to_bytes(), 1, mtime=0))
+
+    listing = {**about, "tensorImageSize": axes, **lists}
+    return fill(folder, "dataset.json", parameters, files, make, lambda: listing, _MOST_AT_ONCE, progress)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    style: dict[str, Any] = {
+        "epilog": _EXAMPLES,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
+    parser = argparse.ArgumentParser(description=__doc__, **style)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    ct = _add_kind(kinds, "ct", "abdominal CT with a labelled spleen")
-    ct.add_argument("--cases", type=int, metavar="N", help="how many scans; with --labels the first N (default: all)")
-    ct.add_argument(
-        "--size",
-        choices=("small", "msd"),
-        help="small: about 96x96x64 voxels of 3.5 mm (default); msd: 512x512x50..168, as MSD Task09",
-    )
-    ct.add_argument(
-        "--labels",
-        type=Path,
-        metavar="FOLDER",
-        help="draw a CT around each label volume of this folder (MSD layout, or .nii.gz files), on its grid",
-    )
-    mri = _add_kind(kinds, "mri", "head MRI (FLAIR, T1w, t1gd, T2w) with labelled brain tumours")
-    mri.add_argument("--cases", type=int, required=True, metavar="N", help="how many scans")
-    mri.add_argument(
-        "--size",
-        choices=("small", "msd"),
-        default="small",
-        help="small: about 72x88x64 voxels of 2.3 mm (default); msd: 240x240x155 of 1 mm, as MSD Task01",
-    )
-    return parser
-
-
-def _add_kind(
-    kinds: "argparse._SubParsersAction[argparse.ArgumentParser]", kind: str, what: str
-) -> argparse.ArgumentParser:
-    """Add the command of one kind of phantoms, with the options that all have."""
-    parser = kinds.add_parser(
-        kind,
-        help=what,
-        description=f"Make synthetic scans: {what}. Same seed, same bytes.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the data set")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
+    for kind, (what, small, msd) in _KINDS.items():
+        add = kinds.add_parser(
+            kind, help=what, description=f"Make {what}. Same seed, same bytes.", **style
+        ).add_argument
+        add("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the data set")
+        add("--cases", type=int, required=kind == "mri", metavar="N", help="how many scans to make")
+        add("--size", choices=get_args(Size), help=f"small: about {small} voxels (default); msd: {msd}")
+        add("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
+        if kind == "ct":
+            around = (
+                "draw a CT around each label volume (the first N) of this folder, in MSD layout or of .nii.gz files"
+            )
+            add("--labels", type=Path, metavar="FOLDER", help=around)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, or 2 after one line on what to change."""
     options = make_parser().parse_args(arguments)
+    size: Size = options.size or "small"
     try:
-        folder = _make(options)
+        if options.kind == "mri":
+            folder = make_mri_phantoms(options.to, options.cases, size, options.seed)
+        elif options.size and options.labels:
+            raise ValueError(f"--size {size}: --labels has the scans take their size from the labels; drop one")
+        else:
+            folder = make_ct_phantoms(options.to, options.cases, size, options.labels, options.seed)
     except (ValueError, FileNotFoundError) as error:
         print(re.sub(r"\s*\n\s*", " ", f"make_phantoms.py: error: {error}"), file=sys.stderr)
         return 2
     print(f"{folder}: synthetic {options.kind.upper()} in MSD layout, seed {options.seed}; not for clinical use")
     return 0
-
-
-def _make(options: argparse.Namespace) -> Path:
-    if options.kind == "mri":
-        return make_mri_phantoms(options.to, options.cases, options.size, options.seed)
-    if options.size and options.labels:
-        raise ValueError(f"--size {options.size}: --labels has the scans take their size from the labels; drop one")
-    return make_ct_phantoms(options.to, options.cases, options.size or "small", options.labels, options.seed)
 
 
 if __name__ == "__main__":

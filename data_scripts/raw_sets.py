@@ -3,10 +3,10 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.data.cases import SUFFIXES, read_dataset
+from common.data.dataset import SUFFIXES, read_dataset
 from common.files import read_object
 
 # What tools append to a case's name; a name that pairs as it is keeps all of it.
@@ -25,28 +25,30 @@ class RawCase:
 
     name: str
     images: tuple[Path, ...]
-    label: Path | None
+    label: Path | None = None
 
 
 @dataclass(frozen=True)
 class RawSet:
-    """What a folder holds.
+    """What a folder holds, and what its label values mean.
 
     Attributes:
         name: of the set.
         modality: the name of each channel; "CT" has a meaning, the others are names.
-        labels: the name of each label number, background first.
-        cases: the labelled cases, sorted by name.
-        test_cases: the others, sorted by name.
+        labels: the name of each label number, background first; "" where a number means nothing.
+        cases: the labelled cases, then those for test.
         unpaired: cases that lack an image, a channel or a label.
+        values: numbers in the files that stand for another number.
+        rounds: label values a little off whole numbers will be rounded; where nothing is written they are an error.
     """
 
     name: str
     modality: tuple[str, ...]
     labels: tuple[str, ...]
     cases: tuple[RawCase, ...]
-    test_cases: tuple[RawCase, ...]
-    unpaired: tuple[Reason, ...]
+    unpaired: tuple[Reason, ...] = ()
+    values: Mapping[int, int] = field(default_factory=dict)
+    rounds: bool = True
 
 
 def pair_folders(images: Path, labels: Path, name: str, modality: Sequence[str], names: Sequence[str]) -> RawSet:
@@ -70,16 +72,22 @@ def pair_folders(images: Path, labels: Path, name: str, modality: Sequence[str],
     unpaired: list[Reason] = []
     by_image, by_label = _by_stem(images, unpaired), _by_stem(labels, unpaired)
     pairs = {stem: (by_image.pop(stem), by_label.pop(stem)) for stem in sorted(by_image.keys() & by_label.keys())}
-    short_image, short_label = _shortened(by_image, _IMAGE_ENDING), _shortened(by_label, _LABEL_ENDING)
-    for stem in sorted(short_image.keys() | short_label.keys()):
-        found, marked = short_image.get(stem, []), short_label.get(stem, [])
+    rest: dict[str, tuple[list[Path], list[Path]]] = defaultdict(lambda: ([], []))
+    for column, (by_stem, ending) in enumerate([(by_image, _IMAGE_ENDING), (by_label, _LABEL_ENDING)]):
+        for stem, path in by_stem.items():
+            rest[ending.sub("", stem) or stem][column].append(path)
+    for stem, (found, marked) in sorted(rest.items()):
         if len(found) == len(marked) == 1 and stem not in pairs:
             pairs[stem] = (found[0], marked[0])
-        else:
-            taken = f"{stem} has its pair already" if stem in pairs else _missing(found, marked, images, labels)
-            unpaired.append((", ".join(path.name for path in (*found, *marked)), taken))
+            continue
+        reason = f"no label of that name in {labels}" if found else f"no image of that name in {images}"
+        if found and marked:
+            reason = f"{len(found)} images and {len(marked)} labels of one name; give each case a name of its own"
+        if stem in pairs:
+            reason = f"{stem} has its pair already"
+        unpaired.append((", ".join(path.name for path in (*found, *marked)), reason))
     cases = tuple(RawCase(stem, (image,), label) for stem, (image, label) in sorted(pairs.items()))
-    return RawSet(name, tuple(modality), tuple(names), cases, (), tuple(unpaired))
+    return RawSet(name, tuple(modality), tuple(names), cases, tuple(unpaired))
 
 
 def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
@@ -110,27 +118,24 @@ def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
     unpaired += [(name, f"no label in {folder / 'labelsTr'}") for name in sorted(by_case.keys() - by_label.keys())]
     missing = sorted(by_label.keys() - by_case.keys() - {name for name, _ in unpaired})
     unpaired += [(name, f"a label, but no image in {folder / 'imagesTr'}") for name in missing]
-    test = _by_channel(folder / "imagesTs", modality, unpaired) if _holds_scans(folder / "imagesTs") else {}
-    return RawSet(
-        name=re.sub(r"^Dataset\d+_", "", folder.resolve().name),
-        modality=modality,
-        labels=labels,
-        cases=tuple(RawCase(n, by_case[n], by_label[n]) for n in sorted(by_case.keys() & by_label.keys())),
-        test_cases=tuple(RawCase(name, images, None) for name, images in sorted(test.items())),
-        unpaired=tuple(unpaired),
-    )
+    cases = [RawCase(name, by_case[name], by_label[name]) for name in sorted(by_case.keys() & by_label.keys())]
+    tests = folder / "imagesTs"
+    if tests.is_dir() and any(_stem_of(image) for image in tests.iterdir()):
+        cases += [RawCase(name, images) for name, images in sorted(_by_channel(tests, modality, unpaired).items())]
+    set_name = re.sub(r"^Dataset\d+_", "", folder.resolve().name)
+    return RawSet(set_name, modality, labels, tuple(cases), tuple(unpaired))
 
 
 def read_msd(folder: Path) -> RawSet:
     """Read a folder in MSD layout; the test images that are not there are left out, as training does.
 
     Raises:
-        FileNotFoundError, ValueError: as `common.data.cases.read_dataset`.
+        FileNotFoundError, ValueError: as `common.data.dataset.read_dataset`.
     """
     found = read_dataset(folder)
-    cases = tuple(RawCase(case.name, (case.image,), case.label) for case in found.cases)
-    test = tuple(RawCase(case.name, (case.image,), None) for case in found.test_cases if case.image.is_file())
-    return RawSet(found.name, found.modality, found.labels, cases, test, ())
+    cases = [RawCase(case.name, (case.image,), case.label) for case in (*found.cases, *found.test_cases)]
+    there = tuple(case for case in cases if case.label or case.images[0].is_file())
+    return RawSet(found.name, found.modality, found.labels, there, rounds=False)
 
 
 def _stem_of(path: Path) -> str | None:
@@ -152,29 +157,10 @@ def _by_stem(folder: Path, unpaired: list[Reason]) -> dict[str, Path]:
     if not found:
         others = sorted({path.suffix for path in folder.iterdir() if path.suffix})
         raise FileNotFoundError(f"{folder}: holds no .nii.gz or .nii files{f', only {others}' if others else ''}")
-    unpaired += [
-        (stem, f"{' and '.join(p.name for p in paths)} in {folder}: keep one")
-        for stem, paths in found.items()
-        if paths[1:]
-    ]
-    return {stem: paths[0] for stem, paths in found.items() if not paths[1:]}
-
-
-def _holds_scans(folder: Path) -> bool:
-    return folder.is_dir() and any(_stem_of(path) for path in folder.iterdir())
-
-
-def _shortened(by_stem: Mapping[str, Path], ending: re.Pattern[str]) -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = defaultdict(list)
-    for stem, path in by_stem.items():
-        found[ending.sub("", stem) or stem].append(path)
-    return found
-
-
-def _missing(found: Sequence[Path], marked: Sequence[Path], images: Path, labels: Path) -> str:
-    if found and marked:
-        return f"{len(found)} images and {len(marked)} labels of one name; give each case a name of its own"
-    return f"no label of that name in {labels}" if found else f"no image of that name in {images}"
+    for stem, paths in found.items():
+        if len(paths) > 1:
+            unpaired.append((stem, f"{' and '.join(path.name for path in paths)} in {folder}: keep one"))
+    return {stem: paths[0] for stem, paths in found.items() if len(paths) == 1}
 
 
 def _by_channel(folder: Path, modality: Sequence[str], unpaired: list[Reason]) -> dict[str, tuple[Path, ...]]:
@@ -200,10 +186,8 @@ def _plain_labels(labels: object, path: Path) -> tuple[str, ...]:
         raise ValueError(f'{path}: labels: expected {{"background": 0, "liver": 1}}, found {labels!r}')
     regions = [name for name, number in labels.items() if isinstance(number, list)]
     if regions:
-        raise ValueError(
-            f"{path}: labels: {', '.join(regions)} are regions (lists of numbers); name the plain label numbers "
-            "with --names background FIRST SECOND ..."
-        )
+        remedy = "name the plain label numbers with --names background FIRST SECOND ..."
+        raise ValueError(f"{path}: labels: {', '.join(regions)} are regions (lists of numbers); {remedy}")
     by_number = labels if all(str(key).isdecimal() for key in labels) else {str(n): name for name, n in labels.items()}
     return _numbered({n: name for n, name in by_number.items() if name != _IGNORED}, "labels", path)
 

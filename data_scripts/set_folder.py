@@ -1,4 +1,4 @@
-"""A folder that a set of files is made in: claimed before, whole once its list of contents is there.
+"""A folder that a set of files is made in: claimed before, gone on with after a stop, whole once it has its list.
 
 The list (a JSON file) is written last, so that a folder that has one is whole. Until then `unfinished.json` holds the
 parameters: a second run with the same ones goes on where the first one stopped, others are refused.
@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -18,30 +19,39 @@ Parameters = dict[str, str | int | None]
 MARKER = "unfinished.json"
 
 
-def claim(folder: Path, whole: str, parameters: Parameters) -> None:
-    """Mark a folder as the place of the set with these parameters.
+def fill(
+    folder: Path,
+    whole: str,
+    parameters: Parameters,
+    items: Sequence[Sequence[Path]],
+    make: Callable[[int], None],
+    listing: Callable[[], dict[str, Any]],
+    most: int,
+    progress: bool,
+) -> Path:
+    """Make the items whose files are missing, then the list; return the folder.
 
     Args:
         folder: new, empty, or holding this very set, whole or unfinished.
-        whole: name of the JSON file that a whole set has, with the parameters under "phantom".
-        parameters: all that decides the set's bytes.
+        whole: name of the JSON file that a whole set has.
+        parameters: all that decides the set's bytes; kept in the list under "phantom".
+        items: the files of each item.
+        make: writes the files of the item of an index, the same each time; called from several threads.
+        listing: returns the rest of the list; called when all items are there.
+        most: how many items are made at a time.
+        progress: whether to show a progress bar with the time left.
 
     Raises:
         ValueError: the folder is a file, or holds something else.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: name a folder to write the set to")
-    held = _held(folder, whole)
-    if held == parameters:
-        return
-    if held is not None:
-        changed = ", ".join(f"{k} {held.get(k)!r} instead of {v!r}" for k, v in parameters.items() if held.get(k) != v)
-        raise ValueError(f"{folder} holds another set ({changed}): name another folder, or delete that one")
-    # hidden files are no content: a killed run may leave the part it was writing, a desktop its own notes
-    others = sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")) if folder.exists() else []
-    if others:
-        raise ValueError(f"{folder} holds other files ({others[0]}): name a new or empty folder")
-    write_json(folder / MARKER, parameters)
+    _claim(folder, whole, parameters)
+    todo = [item for item, files in enumerate(items) if not all(path.exists() for path in files)]
+    if todo:
+        on_all_cores(make, todo, most, f"making phantoms ({parameters['kind']})", "case", progress)
+    if todo or not (folder / whole).exists():
+        write_json(folder / whole, {**listing(), "synthetic": True, "phantom": parameters})
+    (folder / MARKER).unlink(missing_ok=True)
+    return folder
 
 
 def on_all_cores(
@@ -58,18 +68,27 @@ def on_all_cores(
                 job.cancel()
 
 
-def _held(folder: Path, whole: str) -> Parameters | None:
-    """Return the parameters of the set in a folder; None where there is none of ours."""
-    if (folder / whole).exists():
-        listed = _read(folder / whole)
-        held = listed.get("phantom") if listed else None
-        return held if isinstance(held, dict) else None
-    return _read(folder / MARKER)
+def _claim(folder: Path, whole: str, parameters: Parameters) -> None:
+    """Mark a folder as the place of the set with these parameters; ValueError where it holds something else."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: name a folder to write the set to")
+    held = _object(folder / whole).get("phantom") if (folder / whole).exists() else _object(folder / MARKER)
+    if held == parameters:
+        return
+    if isinstance(held, dict) and held:
+        changed = ", ".join(f"{k} {held.get(k)!r} instead of {v!r}" for k, v in parameters.items() if held.get(k) != v)
+        raise ValueError(f"{folder} holds another set ({changed}): name another folder, or delete that one")
+    # hidden files are no content: a killed run may leave the part it was writing, a desktop its own notes
+    others = sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")) if folder.exists() else []
+    if others:
+        raise ValueError(f"{folder} holds other files ({others[0]}): name a new or empty folder")
+    write_json(folder / MARKER, parameters)
 
 
-def _read(path: Path) -> Parameters | None:
+def _object(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds; an empty one where it holds none or is not there."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+        return {}
+    return content if isinstance(content, dict) else {}

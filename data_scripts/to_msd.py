@@ -1,19 +1,33 @@
 """Bring your own scans: check a folder of images and labels, and put it into the layout that training takes (MSD's)."""
 
 import argparse
+import dataclasses
+import os
 import re
 import shlex
+import shutil
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
+import nibabel as nib
 import numpy as np
+from isal import igzip
+from tqdm import tqdm
 
-from data_scripts.case_checks import Facts, Finding, Rules, examine_all, find_twins
-from data_scripts.msd_writer import refuse_existing, write_set
+from common.data.volumes import read_volume, write_label
+from common.files import flush_to_disk, write_json
+from data_scripts.case_checks import Finding, examine, find_twins, read_image, read_numbers
 from data_scripts.raw_sets import RawSet, Reason, pair_folders, read_msd, read_nnunet
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_MOST_AT_ONCE = 8  # a case of 512 x 512 x 1000 takes about three gigabytes while it is read
 _MOST_NAMED = 5  # cases that a note names
 _EXAMPLES = """examples:
   python data_scripts/to_msd.py --images scans --labels masks --names background liver --modality CT --to data/liver
@@ -37,14 +51,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--to", type=Path, metavar="DIR", help="new folder for the set in MSD layout")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="of the label numbers 0, 1, ...: background first")
     parser.add_argument("--modality", nargs="+", metavar="NAME", help="of each channel: CT, or MRI, or FLAIR T1w ...")
-    parser.add_argument(
-        "--values",
-        nargs="+",
-        type=_mapping,
-        default=[],
-        metavar="OLD=NEW",
-        help="label values that mean another: 255=1",
-    )
+    meaning = "label values that mean another: 255=1"
+    parser.add_argument("--values", nargs="+", type=_mapping, default=[], metavar="OLD=NEW", help=meaning)
     parser.add_argument("--skip_bad", action="store_true", help="leave out cases that cannot be used, and say so")
     parser.add_argument("--link", action="store_true", help="link files that stay as they are, instead of copying them")
     options = parser.parse_args(arguments)
@@ -58,20 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     try:
         raw = _find(options)
-        rules = Rules(raw.modality, raw.labels, dict(options.values), rounds=options.check is None)
-        findings = examine_all(raw, rules)
-        bad = [*raw.unpaired, *((f.case.name, problem) for f in findings for problem in f.problems)]
-        good = [finding for finding in findings if not finding.problems]
-        _say_bad(bad, options.skip_bad)
-        if (bad and not options.skip_bad) or not any(finding.case.label for finding in good):
+        findings = _on_each(raw.cases, partial(examine, raw=raw), "checking")
+        bad = [*raw.unpaired, *((found.case.name, problem) for found in findings for problem in found.problems)]
+        good = [found for found in findings if not found.problems]
+        for name, reason in bad:
+            _say(f"{'left out' if options.skip_bad else 'bad'}: {name}: {reason}")
+        if bad and not options.skip_bad:
+            _say("mend these files, or leave their cases out with --skip_bad")
+        if (bad and not options.skip_bad) or not any(found.case.label for found in good):
             _say(f"{len(good)} of {len(good) + len({name for name, _ in bad})} cases can be used; nothing was written")
             return 1
         if options.check is None:
-            write_set(options.to, raw, good, bad, rules, options.link)
+            _write_set(options.to, raw, good, bad, options.link)
+        _report(options.check or options.to, raw, good)
     except (ValueError, OSError) as error:
         _say(re.sub(r"\s*\n\s*", " ", f"to_msd.py: error: {error}"))
         return 2
-    _report(options.check or options.to, raw, good)
     return 0
 
 
@@ -92,15 +102,6 @@ def _mistake(options: argparse.Namespace) -> str | None:
     return f"--{missing[0]} is missing: --images needs three more, such as {example}" if missing else None
 
 
-def _find(options: argparse.Namespace) -> RawSet:
-    if options.check:
-        return read_msd(options.check)
-    refuse_existing(options.to)  # before an hour of checks, not after it
-    if options.nnunet:
-        return read_nnunet(options.nnunet, options.names)
-    return pair_folders(options.images, options.labels, options.to.resolve().name, options.modality, options.names)
-
-
 def _mapping(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(-?\d+)=(\d+)", text)
     if match is None:
@@ -108,33 +109,127 @@ def _mapping(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _find(options: argparse.Namespace) -> RawSet:
+    if options.check:
+        return read_msd(options.check)
+    _refuse_existing(options.to)  # before an hour of checks, not after it
+    if options.nnunet:
+        raw = read_nnunet(options.nnunet, options.names)
+    else:
+        name = options.to.resolve().name
+        raw = pair_folders(options.images, options.labels, name, options.modality, options.names)
+    return dataclasses.replace(raw, values=dict(options.values))
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _say_bad(bad: Sequence[Reason], skip: bool) -> None:
-    """Print every case that cannot be used, with all its reasons."""
-    for name, reason in bad:
-        _say(f"{'left out' if skip else 'bad'}: {name}: {reason}")
-    if bad and not skip:
-        _say("mend these files, or leave their cases out with --skip_bad")
+def _on_each(items: Sequence[Item], work: Callable[[Item], Result], description: str) -> list[Result]:
+    """Return `[work(item) for item in items]`, several at a time under a progress bar; the first error is raised."""
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_AT_ONCE)) as pool:
+        return list(tqdm(pool.map(work, items), description, len(items), unit="case"))
+
+
+def _write_set(folder: Path, raw: RawSet, good: Sequence[Finding], bad: Sequence[Reason], link: bool) -> None:
+    """Write the good cases of a set; the folder appears when it is whole, or not at all.
+
+    A killed run leaves a hidden folder at most, which the next one removes.
+
+    Args:
+        folder: must not be there.
+        raw: the set that the cases are of.
+        good: what to write.
+        bad: what is left out, kept with its reasons in `dataset.json` (the key "left_out" is ours).
+        link: whether files that stay as they are become hard links (symbolic ones to another file system).
+
+    Raises:
+        FileExistsError: the folder is there.
+        OSError: the disk is full or cannot be written; nothing stays.
+    """
+    scratch = folder.with_name(f".{folder.name}.unfinished")
+    if scratch.exists():
+        shutil.rmtree(scratch)
+    cases, tests = (sorted(f.case.name for f in good if bool(f.case.label) == labelled) for labelled in (True, False))
+    listing: dict[str, Any] = {
+        "name": raw.name,
+        "description": f"{folder.resolve().name}: converted by data_scripts/to_msd.py",
+        "tensorImageSize": "4D" if len(raw.modality) > 1 else "3D",
+        "modality": {str(number): text for number, text in enumerate(raw.modality)},
+        "labels": {str(number): text for number, text in enumerate(raw.labels)},
+        "numTraining": len(cases),
+        "numTest": len(tests),
+        "training": [{"image": f"./imagesTr/{n}.nii.gz", "label": f"./labelsTr/{n}.nii.gz"} for n in cases],
+        "test": [f"./imagesTs/{n}.nii.gz" for n in tests],
+        "left_out": [{"case": n, "reason": reason} for n, reason in bad],
+    }
+    try:
+        _on_each(good, partial(_write_case, scratch, raw, link), "writing")
+        write_json(scratch / "dataset.json", listing)
+        for path in scratch.rglob("*"):
+            flush_to_disk(path)
+        _refuse_existing(folder)
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _refuse_existing(folder: Path) -> None:
+    if os.path.lexists(folder):
+        raise FileExistsError(f"--to {folder}: is there already; name a new folder, or delete that one")
+
+
+def _write_case(folder: Path, raw: RawSet, link: bool, found: Finding) -> None:
+    case = found.case
+    target = folder / ("imagesTr" if case.label else "imagesTs") / f"{case.name}.nii.gz"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if len(case.images) > 1:
+        volume = read_image(case, len(case.images))
+        image = nib.Nifti1Image(volume.voxels, volume.affine, dtype=volume.voxels.dtype)
+        image.header.set_xyzt_units("mm")
+        target.write_bytes(igzip.compress(image.to_bytes(), 1, mtime=0))
+    else:
+        _take_over(case.images[0], target, link)
+    if case.label is None:
+        return
+    target = folder / "labelsTr" / target.name
+    target.parent.mkdir(exist_ok=True)
+    if found.relabelled:
+        label = read_volume(case.label)
+        write_label(target, read_numbers(label, raw), label.affine)
+    else:
+        _take_over(case.label, target, link)
+
+
+def _take_over(source: Path, target: Path, link: bool) -> None:
+    """Copy or link a file whose content stays as it is; .nii is compressed."""
+    if source.name.lower().endswith(".nii"):
+        target.write_bytes(igzip.compress(source.read_bytes(), 1, mtime=0))
+    elif not link:
+        shutil.copyfile(source, target)
+    else:
+        try:
+            target.hardlink_to(source.resolve())
+        except OSError:  # another file system, or one without hard links
+            target.symlink_to(source.resolve())
 
 
 def _report(folder: Path, raw: RawSet, good: Sequence[Finding]) -> None:
     """Print what is to be looked at, a small table, and the next commands."""
     for note, names in _notes(raw, good).items():
-        print(f"note: {note}: {', '.join(names[:_MOST_NAMED])}" + _more(len(names)))
-    facts = [finding.facts for finding in good if finding.facts]
-    labelled = [finding.facts for finding in good if finding.facts and finding.case.label]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        print(f"note: {note}: {', '.join(names[:_MOST_NAMED])}{more}")
+    labelled = [found for found in good if found.case.label]
+    orientations = Counter(found.orientation for found in good).most_common()
     rows = {
         "cases": f"{len(labelled)} labelled, {len(good) - len(labelled)} for test",
         "channels": ", ".join(raw.modality),
-        "shape R, A, S": _range([fact.shape for fact in facts]),
-        "spacing mm": _range([fact.spacing for fact in facts]),
-        "orientation": ", ".join(f"{axes} {n}" for axes, n in Counter(f.orientation for f in facts).most_common()),
-        "intensity": f"{min(fact.least for fact in facts):g} to {max(fact.most for fact in facts):g}",
+        "shape R, A, S": _range([found.shape for found in good]),
+        "spacing mm": _range([found.spacing for found in good]),
+        "orientation": ", ".join(f"{axes} {count}" for axes, count in orientations),
+        "intensity": f"{min(found.least for found in good):g} to {max(found.most for found in good):g}",
     }
-    rows |= {f"label {number} {name}": _amount(labelled, number) for number, name in enumerate(raw.labels) if number}
+    rows |= {f"label {n} {name}": _amount(labelled, n) for n, name in enumerate(raw.labels) if n and name}
     width = max(map(len, rows))
     print(f"{folder}: in MSD layout")
     for name, text in rows.items():
@@ -148,14 +243,13 @@ def _report(folder: Path, raw: RawSet, good: Sequence[Finding]) -> None:
 def _notes(raw: RawSet, good: Sequence[Finding]) -> dict[str, list[str]]:
     """Return what is to be looked at, with the names of the cases."""
     notes: dict[str, list[str]] = defaultdict(list)
-    for finding in good:
-        for note in finding.notes:
-            notes[note].append(finding.case.name)
-    for twins in find_twins([finding.case for finding in good]):
+    for found in good:
+        for note in found.notes:
+            notes[note].append(found.case.name)
+    for twins in find_twins([found.case for found in good]):
         notes["the same image byte for byte; keep one, or a copy may validate what it trained"] += twins
-    volumes = [finding.facts.volumes for finding in good if finding.facts and finding.case.label]
     for number, name in enumerate(raw.labels):
-        if number and not any(volume[number] for volume in volumes):
+        if number and name and not any(found.volumes[number] for found in good if found.volumes):
             notes["no case has a voxel of this label"].append(f"{number} {name}")
     return notes
 
@@ -167,17 +261,13 @@ def _range(figures: Sequence[tuple[float, ...]]) -> str:
     return least if least == most else f"{least} to {most}, median {median}"
 
 
-def _amount(facts: Sequence[Facts], number: int) -> str:
+def _amount(labelled: Sequence[Finding], number: int) -> str:
     """Return in how many cases a label is, and how large it is there."""
-    volumes = [fact.volumes[number] for fact in facts if fact.volumes[number]]
+    volumes = [found.volumes[number] for found in labelled if found.volumes[number]]
     if not volumes:
-        return f"in 0 of {len(facts)} cases"
+        return f"in 0 of {len(labelled)} cases"
     size = f"{min(volumes):.3g} to {max(volumes):.3g} ml, median {np.median(volumes):.3g}"
-    return f"in {len(volumes)} of {len(facts)} cases, {size}"
-
-
-def _more(count: int) -> str:
-    return f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
+    return f"in {len(volumes)} of {len(labelled)} cases, {size}"
 
 
 if __name__ == "__main__":

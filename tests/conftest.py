@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process of tests on each core: each computes with one thread
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Property tests draw the same examples everywhere, so that a green run stays green; to look further afield:
 # `pytest --hypothesis-profile default`.
 settings.register_profile("same_everywhere", derandomize=True, database=None, deadline=None)

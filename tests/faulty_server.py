@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from data_scripts.download import Patience, Receipt, Remote, download
-from data_scripts.partial import DownloadError
+from data_scripts import fetch
+from data_scripts.fetch import DownloadError, download
 
 CONTENT = bytes(i * i % 251 for i in range(50_000))
 OTHER = bytes(i * i % 241 for i in range(60_000))
@@ -156,16 +156,18 @@ def running(content: bytes) -> Iterator[FaultyServer]:
             thread.join()
 
 
-def download_from(server: FaultyServer, target: Path, patience: Patience, **options: float) -> Receipt:
+def download_from(server: FaultyServer, target: Path, **options: float) -> dict[str, Any]:
     """Download CONTENT, with its digest checked."""
-    return download(Remote(server.url + "/a.tar", MD5), target, patience=patience, progress=False, **options)
+    return download(server.url + "/a.tar", target, MD5, **options)
 
 
 def interrupted(server: FaultyServer, target: Path, after: int) -> None:
     """Leave the first `after` bytes of the server's file, as a process does whose server goes away."""
     server.faults.insert(0, cut(after))
-    with pytest.raises(DownloadError, match="gave up after 1 attempts"):
-        download_from(server, target, Patience(attempts=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetch, "ATTEMPTS", 1)
+        with pytest.raises(DownloadError, match="gave up after 1 attempts"):
+            download_from(server, target)
     assert target.with_name(target.name + ".part").stat().st_size == after
     server.ranges.clear()
     server.served.clear()

@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.data.preparation import Preparation
+from common.inference.labels import one_region_per_label
+from common.inference.model import VolumeModel
+from models.unet3d import unet3d
+
 # Operators whose result reaches Python, or whose output size depends on values: on a GPU the host waits for them.
 SYNCHRONISING = {
     "aten::_local_scalar_dense",  # item(), float(), bool(), tolist(), a tensor in an `if` or as a slice bound
@@ -21,6 +26,21 @@ SYNCHRONISING = {
     "aten::unique_dim",
     "aten::bincount",
 }
+
+
+def unet_model(
+    spacing: tuple[float, float, float],
+    channels: tuple[int, ...],
+    window_size: tuple[int, int, int],
+    labels: tuple[str, ...] = ("background", "spleen"),
+    window_batch: int = 1,
+    residual_units: int = 1,
+) -> VolumeModel:
+    """Return the model of a U-Net for CT, as the spleen app has it."""
+    preparation = Preparation(spacing, "window", (-57.0, 164.0))
+    arguments = {"channels": channels, "residual_units": residual_units}
+    labelling = one_region_per_label(labels)
+    return VolumeModel(unet3d, arguments, labelling, preparation, window_size, window_batch, 0.25, "fp32")
 
 
 class _Watch(TorchDispatchMode):

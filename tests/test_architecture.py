@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("apps", "benchmarks", "common", "data_scripts", "models")
 CODE = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
-# The guide's limits are 300 lines a file (200 in apps) and 60 a function. What is longer has its reason here.
+# The guide's limits are 300 lines a file (200 in an app's own folder) and 60 a function. What is longer has its reason.
 LONGER_FUNCTIONS = {
     "common/training/fit.py:fit": "the one training loop, whose names are the seams of training",
 }
@@ -23,7 +23,8 @@ def name(path: Path) -> str:
 @pytest.mark.parametrize("path", CODE, ids=name)
 def test_files_and_functions_stay_within_the_guide(path):
     source = path.read_text()
-    limit = 200 if path.relative_to(ROOT).parts[0] == "apps" else 300
+    parts = path.relative_to(ROOT).parts
+    limit = 200 if parts[0] == "apps" and len(parts) <= 3 else 300
     assert source.count("\n") <= limit
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and f"{name(path)}:{node.name}" not in LONGER_FUNCTIONS:
@@ -44,9 +45,10 @@ def test_no_module_is_named_like_a_dependency_or_the_standard_library():
 def test_apps_never_import_each_other():
     apps = [folder.name for folder in (ROOT / "apps").iterdir() if (folder / "train.py").is_file()]
     for path in CODE:
-        if path.relative_to(ROOT).parts[0] != "apps" or path.parent.name not in apps:
+        room, app = path.relative_to(ROOT).parts[:2]
+        if room != "apps" or app not in apps:
             continue
-        others = [f"apps.{other}" for other in apps if other != path.parent.name]
+        others = [f"apps.{other}" for other in apps if other != app]
         assert not [other for other in others if other in path.read_text()], name(path)
 
 

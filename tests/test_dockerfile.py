@@ -146,7 +146,7 @@ def test_what_the_image_does_not_need_stays_out(path):
 
 
 @pytest.mark.parametrize(
-    "path", ["apps/spleen/train.py", "common/observe/report.css", "pyproject.toml", "constraints.txt", "LICENSE"]
+    "path", ["apps/spleen/train.py", "common/observe/report.html.j2", "pyproject.toml", "constraints.txt", "LICENSE"]
 )
 def test_what_the_image_needs_goes_in(path):
     assert not ignored(path)

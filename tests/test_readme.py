@@ -12,10 +12,12 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from apps import doctor
-from apps.brats.config import BratsConfig, BratsExport, parse_brats_config
-from apps.pathology.config import PathologyConfig, parse_pathology_config
-from apps.pathology.options import EvaluateConfig, PathologyExport, ScanConfig
-from apps.spleen.config import SpleenConfig, SpleenExport, parse_spleen_config
+from apps.brats.config import BratsConfig, BratsExport
+from apps.brats.config import parse as parse_brats
+from apps.pathology.config import EvaluateConfig, PathologyConfig, PathologyExport, ScanConfig
+from apps.pathology.config import parse as parse_pathology
+from apps.spleen.config import SpleenConfig, SpleenExport
+from apps.spleen.config import parse as parse_spleen
 from benchmarks import ladder, time_to_target
 from common.config import config_to_yaml, parse_config
 from common.inference.options import InferConfig
@@ -27,9 +29,9 @@ APP_READMES = [path.read_text() for path in sorted((ROOT / "apps").glob("*/READM
 BLOCKS = [block for text in (README, *APP_READMES) for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)]
 COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
 TRAIN = {
-    "apps/spleen/train.py": (SpleenConfig, parse_spleen_config),
-    "apps/brats/train.py": (BratsConfig, parse_brats_config),
-    "apps/pathology/train.py": (PathologyConfig, parse_pathology_config),
+    "apps/spleen/train.py": (SpleenConfig, parse_spleen),
+    "apps/brats/train.py": (BratsConfig, parse_brats),
+    "apps/pathology/train.py": (PathologyConfig, parse_pathology),
 }
 OTHERS: dict[str, type] = {
     "apps/spleen/infer.py": InferConfig,

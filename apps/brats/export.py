@@ -6,19 +6,19 @@ from common.config import parse_config
 if __name__ == "__main__":
     CONFIG = parse_config(BratsExport, {}, description=__doc__)  # before torch: --help answers at once
 
-import tempfile
 from pathlib import Path
 
-from apps.brats.model import BratsModel, load_model
 from apps.brats.regions import choose_labelling
-from common.data.cases import Dataset
+from common.data.dataset import Dataset
 from common.data.preparation import Preparation
-from common.export.bundle_files import NetworkConfig
-from common.export.handover import hand_over, say_where
-from common.observe.run import one_line_errors
-from common.training.imported import import_weights
+from common.export.bundle import NetworkConfig
+from common.export.deploy import export_run
+from common.inference.model import VolumeModel, import_weights, load_model
+from common.run import one_line_errors
 from data_scripts.make_phantoms import make_mri_phantoms
+from models.segresnet3d import segresnet3d
 
+TASK = "Segmentation of overlapping regions in MRI volumes of several channels by sliding windows"
 _MSD_LABELS = ("background", "edema", "non-enhancing tumor", "enhancing tumour")  # of Task01, by number
 
 
@@ -26,38 +26,45 @@ def main(config: BratsExport) -> Path:
     """Import the weights where there is no run yet, and hand it over; return where it lies."""
     if config.init is not None:
         import_weights(config.model, "brats", imported_model(config), config.init)
-    model = load_model(config.model)
-    with tempfile.TemporaryDirectory(prefix="export-") as scratch:
-        return hand_over("brats", config, model, network_config(model), _phantoms, Path(scratch))
+    model = load_model(config.model, "brats", segresnet3d)
+    return export_run("brats", TASK, config, model, network_config(model), _phantoms)
 
 
-def imported_model(config: BratsExport) -> BratsModel:
+def imported_model(config: BratsExport) -> VolumeModel:
     """Return what the weights of --init belong to: regions TC, WT, ET painted with the numbers of MSD's labels."""
     preparation = Preparation(config.spacing, "zscore", None, channels=4)
     named = Dataset(Path(), "imported", ("",) * 4, _MSD_LABELS, (), (), synthetic=False)
     labelling = choose_labelling(named, "names")
-    size, overlap = config.window_size, config.overlap
-    return BratsModel(labelling, preparation, config.filters, config.blocks_down, 0.0, size, 1, overlap, "fp32")
+    return VolumeModel(
+        network=segresnet3d,
+        arguments={"filters": config.filters, "blocks_down": config.blocks_down, "dropout": 0.0},
+        labelling=labelling,
+        preparation=preparation,
+        window_size=config.window_size,
+        window_batch=1,
+        overlap=config.overlap,
+        precision="fp32",
+    )
 
 
-def network_config(model: BratsModel) -> NetworkConfig:
+def network_config(model: VolumeModel) -> NetworkConfig:
     """Return the network of `models.segresnet3d` as MONAI's own class and arguments."""
     return {
         "_target_": "SegResNet",
         "spatial_dims": 3,
-        "init_filters": model.filters,
+        "init_filters": model.arguments["filters"],
         "in_channels": model.preparation.channels,
         "out_channels": model.labelling.channels,
-        "dropout_prob": model.dropout or None,
-        "blocks_down": list(model.blocks_down),
-        "blocks_up": [1] * (len(model.blocks_down) - 1),
+        "dropout_prob": model.arguments["dropout"] or None,
+        "blocks_down": list(model.arguments["blocks_down"]),
+        "blocks_up": [1] * (len(model.arguments["blocks_down"]) - 1),
     }
 
 
 def _phantoms(folder: Path, cases: int) -> Path:
-    return make_mri_phantoms(folder / "phantoms", cases, progress=False)
+    return make_mri_phantoms(folder, cases, progress=False)
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        say_where(main(CONFIG))
+        print(f"written: {main(CONFIG)}")

@@ -3,8 +3,8 @@
 import re
 from typing import Literal
 
-from common.data.cases import Dataset
-from common.inference.labelling import Labelling, Region
+from common.data.dataset import Dataset
+from common.inference.labels import LabelScheme, Region
 
 Regions = Literal["names", "labels", "brats2013", "brats2018", "brats2023"]
 
@@ -42,7 +42,7 @@ NUMBERINGS: dict[str, dict[int, str]] = {
 }
 
 
-def choose_labelling(dataset: Dataset, regions: Regions) -> Labelling:
+def choose_labelling(dataset: Dataset, regions: Regions) -> LabelScheme:
     """Return the regions that a network learns, each with a sigmoid of its own, in the order TC, WT, ET.
 
     Args:
@@ -56,7 +56,7 @@ def choose_labelling(dataset: Dataset, regions: Regions) -> Labelling:
     labels = dataset.labels
     if regions == "labels":
         named = ((number, name) for number, name in enumerate(labels) if number and name)
-        return Labelling(labels, tuple(Region(name, (number,), number) for number, name in named), exclusive=False)
+        return LabelScheme(labels, tuple(Region(name, (number,), number) for number, name in named), exclusive=False)
     if regions != "names":
         labels = _renamed(dataset, regions)
     tissues = _tissues(dataset, labels)
@@ -65,7 +65,7 @@ def choose_labelling(dataset: Dataset, regions: Regions) -> Labelling:
         for name, parts in _REGIONS.items()
     }
     paints = {"TC": min(tissues["core"]), "WT": min(tissues["edema"]), "ET": min(tissues["enhancing"])}
-    return Labelling(labels, tuple(Region(name, members[name], paints[name]) for name in _REGIONS), exclusive=False)
+    return LabelScheme(labels, tuple(Region(name, members[name], paints[name]) for name in _REGIONS), exclusive=False)
 
 
 def _renamed(dataset: Dataset, regions: str) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Train on several nodes under SLURM; what the time limit or a preemption cuts off is requeued and goes on.
-#   sbatch --nodes 2 --gpus-per-node 8 apps/brats/slurm.sh runs/brats/big --data data/Task01_BrainTumour --partitions 16
+#   sbatch --nodes 2 --gpus-per-node 8 apps/brats/slurm.sh runs/brats/big --data data/Task01_BrainTumour --parallel.partitions 16
 #SBATCH --job-name=medspeed-brats
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=64
@@ -18,10 +18,11 @@ if [ -e "$run/config.yaml" ]; then  # with or without a checkpoint
 else
     set -- --run "$run" "$@"
 fi
+port=$((20000 + SLURM_JOB_ID % 40000))  # of its own: two jobs may share their first node
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-1} / ${SLURM_GPUS_ON_NODE:-1}))
 # shellcheck disable=SC2016 # SLURM_NODEID is each node's own, so it is read there
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c '.venv/bin/torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" \
-    --node-rank "$SLURM_NODEID" --master-addr '"$first"' --master-port 29500 --max-restarts 0 --shutdown-timeout 100 \
+    --node-rank "$SLURM_NODEID" --master-addr '"$first"' --master-port '"$port"' --max-restarts 0 --shutdown-timeout 100 \
     -- apps/brats/train.py "$@"' train "$@"
 status=$?
 # The run is whole once its summary is there; what left without one, after a checkpoint, goes on in a new job.

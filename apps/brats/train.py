@@ -1,103 +1,69 @@
 """Train a segmentation network on multi-channel MRI: from raw volumes to a checked TensorRT engine."""
 
-from apps.brats.config import RUNS, BratsConfig, parse_brats_config
+from apps.brats.config import BratsConfig, parse
 
 if __name__ == "__main__":
-    CONFIG = parse_brats_config()  # before torch is loaded, so that --help and a mistyped flag answer at once
+    CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
+from dataclasses import asdict
 
-import torch
-
-from apps.brats.data import find_dataset, keeping, make_source
-from apps.brats.plan import BratsPlan, plan_run
+from apps.brats import guide
+from apps.brats.choose import DEFAULTS, choose
 from apps.brats.regions import choose_labelling
-from common.data.cases import Dataset, Split, read_dataset, split_cases
-from common.export.best import GATE_CASES, export_best
-from common.observe.run import Run, one_line_errors
-from common.observe.summary import RunSummary
-from common.training.compiling import compile_network
-from common.training.decide import decide
-from common.training.distributed import Ranks, join_ranks
-from common.training.finish import finish, judge
+from common.inference.model import VolumeModel
+from common.run import Run, one_line_errors
+from common.training.evaluate import RunSummary, evaluate, export_best, finish
 from common.training.fit import Setup, fit
-from common.training.losses import say_inexact
+from common.training.losses import build_loss, say_inexact
 from common.training.optimizers import build_optimizer
-from common.training.region_losses import build_region_loss
-from common.training.source import stored_cases
-from common.training.start import begin
+from common.training.resolve import Data, keep_plan, read_volumes, volume_model
+from common.training.setup import start_run, volume_network
+from common.training.sources import monai_source, our_source
+from data_scripts.make_phantoms import MRI_VERSION, make_mri_phantoms
+from models.segresnet3d import segresnet3d
 
 
 def main(config: BratsConfig) -> RunSummary | None:
-    """Train on the processes that torchrun started, or on this one; the leader alone returns the summary."""
-    with join_ranks(config.device) as ranks:
-        return train(config, ranks)
+    """Go the whole way, with the processes that torchrun started; the leader alone exports and returns the summary."""
+    with start_run(config) as run:
+        data = read_data(config, run)  # dataset.json, split, fingerprint
+        config, model = resolve(config, data, run)  # every open field decided, said, and kept as plan.json
+        fitted = fit(setup(config, data, model, run), config, run)
+        quality = evaluate(model, fitted, data, config, run)  # on the grid of the files
+        if not run.leader:
+            return None
+        exported = export_best(model, fitted, data, config, run)  # ONNX, the gate, TensorRT
+        return finish(config, data, fitted, quality, exported, run)  # summary.json, the report
 
 
-def train(config: BratsConfig, ranks: Ranks) -> RunSummary | None:
-    """Go the whole way: dataset, plan, batches, training, quality on the native grid, export, summary."""
-    if config.data is not None and config.resume is None:
-        given = read_dataset(config.data, gaps=True)  # a wrong folder, split or name ends before a run folder is made
-        split_cases(given, config.split)
-        choose_labelling(given, config.regions)
-    run = begin(config, RUNS, ranks)
-    dataset, split, plan = read_and_plan(config, run, ranks)
-    model = plan.model
-    fitted = fit(set_up(split, plan, config, run, ranks), config, run, ranks)
-    best = model.build().to(run.device).eval()
-    best.load_state_dict(fitted.weights)
-    cases = ranks.shard(split.validation)
-    with run.clock.stage("prepare"):  # already there, unless MONAI prepared for the training
-        prepared = stored_cases(cases, model, keeping(config), run)
-    quality = judge(best, split, cases, prepared, model, run, ranks)
-    if not ranks.leader:
-        return None
-    gate = split.validation[:GATE_CASES]
-    with run.clock.stage("prepare"):
-        prepared = stored_cases(gate, model, keeping(config), run)
-    exported = export_best(best, gate, prepared, model, "brats", config.engine, run)
-    return finish("brats", config, split, dataset, model, fitted, quality, exported, run, ranks)
+def read_data(config: BratsConfig, run: Run) -> Data:
+    """Read the scans, or make phantoms."""
+    return read_volumes(config, run, make_mri_phantoms, f"mri-small-{MRI_VERSION}", "Task01_BrainTumour")
 
 
-def read_and_plan(config: BratsConfig, run: Run, ranks: Ranks) -> tuple[Dataset, Split, BratsPlan]:
-    """Read the data, split them, and decide what the configuration leaves open."""
-    with run.clock.stage("prepare"):
-        dataset = find_dataset(config, run, ranks)
-        split, plan = decide(
-            "brats",
-            dataset,
-            config,
-            lambda chosen, figures: plan_run(config, dataset, figures, len(chosen.training), run.device, ranks.world),
-            BratsPlan.from_json,
-            run,
-            ranks,
-        )
-    return dataset, split, plan
+def resolve(config: BratsConfig, data: Data, run: Run) -> tuple[BratsConfig, VolumeModel]:
+    """Decide what the configuration leaves open, and what it trains."""
+    labelling = choose_labelling(data.dataset, config.regions)
+    parts = ", ".join(f"{each.name} = labels {'+'.join(map(str, each.members))}" for each in labelling.regions)
+    run.say(f"regions: {parts}")
+    config = keep_plan(config, lambda: choose(config, data, run), run)
+    as_guide = config.recipe != "fast" and run.device.type == "cuda"
+    window_batch = 4 if as_guide else DEFAULTS[run.device.type].window_batch
+    return config, volume_model(config, data, segresnet3d, asdict(config.network), labelling, window_batch, run)
 
 
-def set_up(split: Split, plan: BratsPlan, config: BratsConfig, run: Run, ranks: Ranks) -> Setup:
+def setup(config: BratsConfig, data: Data, model: VolumeModel, run: Run) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
-    model = plan.model
-    trained = (run.directory / "checkpoints" / "last").exists()
-    network = model.build(None if trained else config.init).to(run.device)
-    if plan.channels_last:
-        network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    source = make_source(split, plan, config, run, ranks)
-    with run.clock.stage("compile"):
-        if config.compile:
-            crops = plan.batch_size // ranks.world // config.accumulate
-            example = torch.zeros(crops, model.preparation.channels, *plan.crop_size, device=run.device)
-            compile_network(network, example, model.precision)
-    say_inexact(config.loss, ranks, config.accumulate, run)
-    return Setup(
-        network=network,
-        batches=source.batches,
-        loss_function=build_region_loss(config.loss, model.labelling.regions, ranks),
-        optimizer=build_optimizer(config.optimizer, network.parameters(), config.learning_rate),
-        epochs=plan.epochs,
-        precision=model.precision,
-        validate=source.validate,
-        validate_every=plan.validate_every,
-    )
+    network = volume_network(config, model, run)
+    if config.ours:
+        batches, validate = our_source(data, model, config, run)
+    else:
+        transforms = guide.transforms(config, model.preparation, run.device)
+        batches, validate = monai_source(transforms, data, model, config, run)
+    say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
+    loss = build_loss(config.loss, run.ranks, model.labelling.regions)
+    optimizer = build_optimizer(config.optimizer, network.parameters(), config.learning_rate)
+    return Setup(network, batches, loss, optimizer, model.precision, validate)
 
 
 if __name__ == "__main__":

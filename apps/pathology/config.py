@@ -1,18 +1,45 @@
-"""The configuration of the pathology app: one frozen dataclass and three recipes."""
+"""What the pathology app is told: trainings, with three recipes as values of their configuration, scans and exports."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from common.training.bounds import Check
-from common.training.config import TrainingConfig, parse_training
+from common.export.options import ExportConfig
+from common.inference.options import AnyPrecision, Backend
+from common.training.config import Check, TrainingConfig, parse_training
 
-_DESCRIPTION = (
-    "Train a detector of metastases on patches of whole-slide images (Camelyon16, coordinate lists, or plain folders "
-    "of labelled patches), to a TensorRT engine; on one device, or with torchrun on many."
-)
+_DESCRIPTION = "Train a detector of metastases on patches of whole-slide images, to a checked TensorRT engine."
 _STRIDE = 32  # of the ResNet-18's last features, in pixels
+Reader = Literal["auto", "cucim", "openslide", "tifffile"]
+
+DEFAULTS = {
+    # What `fast` takes where the user says nothing: the guide's patches on a GPU, small ones on a CPU. Steps, not
+    # epochs, so that small and large sets train equally long; a GPU's are the guide's 400,000 patches for 10 epochs. Of
+    # a tile, `core` pixels have logits that are kept.
+    "cuda": {"patch_size": 224, "patches_per_slide": 2000, "batch_size": 256, "steps": 15_600, "core": 1536},
+    "cpu": {"patch_size": 96, "patches_per_slide": 400, "batch_size": 32, "steps": 400, "core": 1024},
+}
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How patches are changed: all jittered and turned by quarters, half of them flipped, half of them zoomed.
+
+    Args:
+        jitter: largest relative change of brightness, contrast and saturation, and largest turn of the hue, in turns. A
+            factor of the first three is uniform in [max(0, 1 - b), 1 + b], the hue turns uniformly within [-h, h].
+        zoom: smallest and greatest zoom, between which it is uniform.
+        label_smoothing: targets lie so far from 0 and 1.
+
+    Source: MONAI tutorials, pathology/tumor_detection (from NCRF, Li and Ping 2018); the parameters and operations of
+        the jitter are those of torchvision.transforms.ColorJitter.
+    """
+
+    jitter: tuple[float, float, float, float] = (64 / 255, 0.75, 0.25, 0.04)
+    zoom: tuple[float, float] = (0.9, 1.1)
+    label_smoothing: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -23,67 +50,56 @@ class PathologyConfig(TrainingConfig):
         data: folder of slides in Camelyon16's layout, or of patches with a labels.csv (image, label, split); null makes
             synthetic slides.
         init: weights to start from: a .safetensors of ours, or a .pth of torchvision's ResNet-18 (ImageNet).
-        training_list: list of coordinates to train on (NCRF's CSV or MONAI's JSON), of slides below `data`.
-        validation_list: the same, to validate on; both or none.
+        lists: coordinates to train on and to validate on (NCRF's CSV or MONAI's JSON), of slides below `data`.
         mpp: um per pixel of the patches; null takes what the slides say. Scans then look at the level that is nearest.
         held_out: share of the training slides (or patches) that validate.
         reader: of the slides: auto, cucim, openslide or tifffile.
         source: uncached (MONAI's datasets and loaders) or resident (patches decoded once, kept near the device).
         patches_per_slide: patches drawn from each annotated slide.
         patch_size: side of a patch in pixels, a multiple of 32; a list's patches have 224.
-        brightness: largest relative change of the brightness.
-        contrast: of the contrast.
-        saturation: of the saturation.
-        hue: largest turn of the hue, in full turns.
-        zoom: smallest and greatest zoom of half of the patches.
-        label_smoothing: targets lie so far from 0 and 1.
+        augmentation: how patches and targets are changed
         channels_last: memory layout of the network, channels innermost.
         tile_size: side of the tiles of a dense scan in pixels, a multiple of 32; the exported networks take it.
     """
 
-    training_list: Path | None = None
-    validation_list: Path | None = None
+    lists: tuple[Path, Path] | None = None
     mpp: float | None = None
     held_out: float = 0.25
-    reader: Literal["auto", "cucim", "openslide", "tifffile"] = "auto"
+    reader: Reader = "auto"
     source: Literal["uncached", "resident"] = "resident"
     patches_per_slide: int | None = None
     patch_size: int | None = None
-    # The guide's colour jitter: MONAI tutorials, pathology/tumor_detection (from NCRF, Li and Ping 2018).
-    brightness: float = 64 / 255
-    contrast: float = 0.75
-    saturation: float = 0.25
-    hue: float = 0.04
-    zoom: tuple[float, float] = (0.9, 1.1)
-    label_smoothing: float = 0.05
+    augmentation: Augmentation = field(default_factory=Augmentation)
     channels_last: bool = True
     tile_size: int | None = None
 
+    APP: ClassVar[str] = "pathology"
     METRIC: ClassVar[str] = "AUC"
-    RESUMABLE: ClassVar[tuple[str, ...]] = (*TrainingConfig.RESUMABLE, "accumulate")
+    COUNTS: ClassVar[tuple[str, ...]] = (*TrainingConfig.COUNTS, "patches_per_slide")
 
     def checks(self) -> Sequence[Check]:
-        """Return the checks of the fields that are this app's own."""
-        resident = self.source == "resident"
-        checks: list[Check] = [
+        """Return the checks of single fields."""
+        jitter, zoom = self.augmentation.jitter, self.augmentation.zoom
+        sides = {"patch_size": self.patch_size, "tile_size": self.tile_size}
+        multiples = [(name, side is None or (side > 0 and side % _STRIDE == 0)) for name, side in sides.items()]
+        return (
+            *super().checks(),
+            ("lists", self.lists is None or self.data is not None, "given together with data"),
             ("mpp", self.mpp is None or 0.05 <= self.mpp <= 100, "between 0.05 and 100 um"),
             ("held_out", 0 < self.held_out < 1, "above 0, below 1"),
-            ("label_smoothing", 0 <= self.label_smoothing < 0.5, "in [0, 0.5)"),
-            ("hue", 0 <= self.hue <= 0.5, "in [0, 0.5], half a turn"),
-            ("zoom", 0.5 <= self.zoom[0] <= self.zoom[1] <= 2, "smallest and greatest, between 0.5 and 2"),
-            ("partitions", resident or self.partitions is None, "null with MONAI's source, which goes by rank"),
+            ("augmentation.label_smoothing", 0 <= self.augmentation.label_smoothing < 0.5, "in [0, 0.5)"),
             (
-                "validation_list",
-                (self.validation_list is None) == (self.training_list is None),
-                "given together with training_list",
+                "augmentation.jitter",
+                0 <= min(jitter) <= max(jitter) < math.inf and jitter[3] <= 0.5,
+                "brightness, contrast, saturation (0 or more each) and hue (in [0, 0.5], half a turn)",
             ),
-            ("training_list", self.training_list is None or self.data is not None, "given together with data"),
-        ]
-        checks += [(name, getattr(self, name) >= 0, "0 or more") for name in ("brightness", "contrast", "saturation")]
-        for name in ("patch_size", "tile_size"):
-            value = getattr(self, name)
-            checks.append((name, value is None or (value > 0 and value % _STRIDE == 0), f"a multiple of {_STRIDE}"))
-        return checks
+            ("augmentation.zoom", 0.5 <= zoom[0] <= zoom[1] <= 2, "smallest and greatest, between 0.5 and 2"),
+            *((name, holds, f"a multiple of {_STRIDE}") for name, holds in multiples),
+        )
+
+    def alike(self) -> bool:
+        """Return whether fewer ranks that hold more partitions each compute the same; MONAI's parts go by rank."""
+        return self.source == "resident"
 
 
 GUIDE = PathologyConfig(
@@ -91,7 +107,7 @@ GUIDE = PathologyConfig(
     recipe="guide",
     source="uncached",
     batch_size=576,
-    label_smoothing=0.0,
+    augmentation=Augmentation(label_smoothing=0.0),
     optimizer="monai_novograd",
     learning_rate=1e-3,
     epochs=10,
@@ -110,9 +126,75 @@ BASELINE = replace(
 
 RECIPES = {"fast": PathologyConfig(), "guide": GUIDE, "baseline": BASELINE}
 
-RUNS = Path("runs/pathology")
 
-
-def parse_pathology_config(arguments: Sequence[str] | None = None) -> PathologyConfig:
+def parse(arguments: Sequence[str] | None = None) -> PathologyConfig:
     """Parse the command line of `apps/pathology/train.py`; with --resume, take the run's own configuration."""
     return parse_training(PathologyConfig, RECIPES, _DESCRIPTION, arguments)
+
+
+@dataclass(frozen=True)
+class ScanConfig:
+    """What a scan is told.
+
+    Args:
+        model: folder of a training run.
+        input: a slide, or a folder of slides.
+        output: folder that gets a folder for each slide.
+        mode: dense (tiles of the fully convolutional network, a probability every 32 pixels) or patches (MONAI's way,
+            one call of the network for each, every `stride` pixels).
+        stride: pixels, as the network sees them, between two patches; a multiple of 32.
+        backend: tensorrt, onnxruntime, torch, or auto (an engine that fits this GPU, else the fastest that is here).
+        precision: fp32, fp16, bf16 (torch only), int8 (exported ones only), or auto (the run's own with torch, else
+            fp32).
+        reader: cucim, openslide, tifffile, or auto (the first of them that reads all levels).
+        device: auto, cpu, cuda or cuda:N.
+        overlays: draw each slide with its probabilities.
+    """
+
+    model: Path
+    input: Path
+    output: Path
+    mode: Literal["dense", "patches"] = "dense"
+    stride: int = 64
+    backend: Literal["auto", Backend] = "auto"
+    precision: Literal["auto", AnyPrecision] = "auto"
+    reader: Reader = "auto"
+    device: str = "auto"
+    overlays: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the stride.
+
+        Raises:
+            ValueError: it is not a multiple of 32 above 0.
+        """
+        if self.stride < 1 or self.stride % _STRIDE:
+            raise ValueError(f"stride {self.stride}: must be a multiple of {_STRIDE} above 0")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """What the evaluation of scans is told.
+
+    Args:
+        scans: folder that a scan wrote.
+        data: set of slides with a reference, the training set's or another.
+    """
+
+    scans: Path
+    data: Path
+
+
+@dataclass(frozen=True)
+class PathologyExport(ExportConfig):
+    """What the hand-over of a run is told.
+
+    Args:
+        patch_size: with --init only, as all that follow: side of the patches, pixels.
+        mpp: um per pixel of the slides that the weights were trained on; null leaves it open.
+        tile_size: side of the tiles of a dense scan, pixels; a multiple of 32.
+    """
+
+    patch_size: int = 224
+    mpp: float | None = None
+    tile_size: int = 1152

@@ -1,6 +1,6 @@
 """Judge scans of slides by a reference: Camelyon16's two scores, lesions found (FROC) and slides told apart (AUC)."""
 
-from apps.pathology.options import EvaluateConfig
+from apps.pathology.config import EvaluateConfig
 from common.config import parse_config
 
 if __name__ == "__main__":
@@ -15,14 +15,21 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from apps.pathology.annotations import tumour_mask
-from apps.pathology.camelyon16 import DUPLICATE, is_scored
-from apps.pathology.froc import Detections, FrocResult, LesionMap, auc, find_lesions, froc
-from apps.pathology.froc_report import draw_froc, write_froc_csv
-from apps.pathology.outputs import read_detections_csv
-from apps.pathology.slide_set import SlideEntry, read_slide_set
+from apps.pathology.scan.froc import (
+    Detections,
+    FrocResult,
+    LesionMap,
+    auc,
+    draw_froc,
+    find_lesions,
+    froc,
+    write_froc_csv,
+)
+from apps.pathology.scan.outputs import read_detections_csv
+from apps.pathology.slides.annotations import tumour_mask
+from apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_slide_set
 from common.files import write_json
-from common.observe.run import one_line_errors
+from common.run import one_line_errors
 
 # Camelyon16's slides of 0.243 um at level 6, at which MONAI's LesionFROC judges (the challenge's own code: level 5).
 MASK_MPP = 0.243 * 64
@@ -33,22 +40,18 @@ class Judged:
     """A scanned slide with its reference.
 
     Attributes:
-        name: of the slide.
-        tumour: whether it has any.
+        entry: the slide.
         probability: greatest of its map.
-        lesions: at about 15.6 um per pixel; None without tumour.
         detections: in pixels of `lesions`.
+        lesions: at about 15.6 um per pixel; None without tumour.
         mask_mpp: um per pixel of `lesions`; None without tumour.
-        counts: whether its lesions count; where not all of them are marked, the slide counts for the AUC alone.
     """
 
-    name: str
-    tumour: bool
+    entry: SlideEntry
     probability: float
-    lesions: LesionMap | None
     detections: Detections
-    mask_mpp: float | None
-    counts: bool
+    lesions: LesionMap | None = None
+    mask_mpp: float | None = None
 
 
 def main(config: EvaluateConfig) -> int:
@@ -56,8 +59,10 @@ def main(config: EvaluateConfig) -> int:
     judged, left_out = _judge_all(config)
     for name, reason in left_out.items():
         tqdm.write(f"{name}: left out, {reason}")
-    result = _froc_of(judged)
-    slide_auc = _auc_of(judged)
+    result = _froc_of([each for each in judged if each.entry.scored])
+    labels = np.array([each.entry.tumour for each in judged])
+    # Slides are told apart where there are some of both kinds.
+    slide_auc = auc(labels, np.array([each.probability for each in judged])) if 0 < labels.sum() < len(labels) else None
     sizes = sorted({round(each.mask_mpp, 4) for each in judged if each.mask_mpp is not None})
     content: dict[str, Any] = {
         "froc": None if result is None else result.score,
@@ -65,7 +70,7 @@ def main(config: EvaluateConfig) -> int:
         "lesions": 0 if result is None else result.lesions,
         "slide_auc": slide_auc,
         "mask_mpp": sizes,
-        "slides": {each.name: {"tumour": each.tumour, "probability": each.probability} for each in judged},
+        "slides": {each.entry.name: {"tumour": each.entry.tumour, "probability": each.probability} for each in judged},
         "left_out": left_out,
     }
     write_json(config.scans / "froc.json", content)
@@ -76,7 +81,7 @@ def main(config: EvaluateConfig) -> int:
         draw_froc(config.scans / "froc.png", result)
         at = " and ".join(f"{size:g}" for size in sizes)
         print(f"FROC: {result.score:.4f}, {result.lesions} lesions in {result.slides} slides, masks at {at} um")
-    kinds = f"{sum(each.tumour for each in judged)} slides with tumour, {len(judged)} in all"
+    kinds = f"{labels.sum()} slides with tumour, {len(judged)} in all"
     print(f"slide AUC: {'none, it needs both kinds' if slide_auc is None else f'{slide_auc:.4f}'}, {kinds}")
     return 0
 
@@ -88,16 +93,16 @@ def _judge_all(config: EvaluateConfig) -> tuple[list[Judged], dict[str, str]]:
     records = sorted(config.scans.glob("*/slide.json"))
     if not records:
         raise FileNotFoundError(f"{config.scans}: holds no finished scans (NAME/slide.json): scan slides into it first")
-    judged, left_out = [], {}
     scans = {record: json.loads(record.read_text(encoding="utf-8")) for record in records}
     _refuse_mixture(scans)
+    judged, left_out = [], {}
     for record, scan in tqdm(scans.items(), unit="slide", desc="reference", leave=False):
         entry = entries.get(scan["name"])
         reason = _why_not(entry, scan)
         if entry is None or reason is not None:
             left_out[scan["name"]] = str(reason)
-            continue
-        judged.append(_judge(entry, scan, read_detections_csv(record.with_name("detections.csv"))))
+        else:
+            judged.append(_judge(entry, scan, read_detections_csv(record.with_name("detections.csv"))))
     here = {scan["name"] for scan in scans.values()}
     left_out |= {entry.name: "it has not been scanned" for entry in slides.testing if entry.name not in here}
     if not judged:
@@ -112,10 +117,7 @@ def _refuse_mixture(scans: dict[Path, dict[str, Any]]) -> None:
         ValueError: names one of each.
     """
     first, *others = scans
-    marks = {
-        path: {name: value for name, value in scan.get("mark", {}).items() if name != "slide"}
-        for path, scan in scans.items()
-    }
+    marks = {path: {**scan.get("mark", {}), "input": None} for path, scan in scans.items()}
     other = next((path for path in others if marks[path] != marks[first]), None)
     if other is not None:
         raise ValueError(
@@ -138,33 +140,23 @@ def _why_not(entry: SlideEntry | None, scan: dict[str, Any]) -> str | None:
 
 def _judge(entry: SlideEntry, scan: dict[str, Any], found: Detections) -> Judged:
     if not entry.tumour:
-        return Judged(entry.name, False, scan["probability"], None, found, None, counts=True)
+        return Judged(entry, scan["probability"], found)
     # Levels lie a factor of two apart: the coarsest within a half-step of the wanted one is the nearest.
     coarsest = max(1.0, MASK_MPP * math.sqrt(2) / scan["mpp"])
     width, height = scan["size"]
-    truth = tumour_mask(entry.mask, entry.annotation, width, height, coarsest)
+    truth = tumour_mask(entry, width, height, coarsest)
     mpp, sides = scan["mpp"] * truth.downsample, np.array(truth.mask.shape) - 1
     # A cell's centre may lie beyond the slide's edge, and so beyond the mask's.
-    y, x = np.minimum(np.stack([found.y, found.x]) // truth.downsample, sides[:, None])
-    lesions, counts = find_lesions(truth.mask, mpp), is_scored(entry.name) and not entry.part
-    return Judged(entry.name, True, scan["probability"], lesions, Detections(x, y, found.scores), mpp, counts)
+    y, x = np.minimum((np.stack([found.y, found.x]) // truth.downsample).astype(np.int64), sides[:, None])
+    return Judged(entry, scan["probability"], Detections(x, y, found.scores), find_lesions(truth.mask, mpp), mpp)
 
 
 def _froc_of(judged: list[Judged]) -> FrocResult | None:
     """Return the free-response curve, or None where there is no lesion to be found."""
-    judged = [each for each in judged if each.counts]
     maps = [each.lesions for each in judged if each.lesions is not None]
     if not any(set(range(1, int(each.labels.max()) + 1)) - set(each.isolated) for each in maps):
         return None
     return froc([(each.lesions, each.detections) for each in judged])
-
-
-def _auc_of(judged: list[Judged]) -> float | None:
-    """Return the AUC of slides, or None where all have tumour or none has."""
-    labels = np.array([each.tumour for each in judged])
-    if labels.all() or not labels.any():
-        return None
-    return auc(labels, np.array([each.probability for each in judged]))
 
 
 if __name__ == "__main__":

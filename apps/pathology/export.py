@@ -1,6 +1,6 @@
 """Hand a trained run over: ONNX models behind the gate, TensorRT engines, a Triton repository, or a MONAI bundle."""
 
-from apps.pathology.options import PathologyExport
+from apps.pathology.config import PathologyConfig, PathologyExport
 from common.config import parse_config
 
 if __name__ == "__main__":
@@ -11,19 +11,25 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from apps.pathology.config import PathologyConfig
-from apps.pathology.data import decoded
-from apps.pathology.finish import engine_batch, export_best, tiles
-from apps.pathology.model import APP, PathologyModel, load_model
-from apps.pathology.tables import find_tables
-from apps.pathology.weights import TWIN, import_run, resnet_weights
-from common.config import config_from_yaml
-from common.data.slide_pool import SlidePool
-from common.export.bundle import write_patch_bundle
-from common.export.handover import conclude, must_export, say_where, serve
-from common.observe.run import Run, choose_device, one_line_errors
-from common.observe.timing import Clock
-from common.training.distributed import SINGLE
+from torch import nn
+
+from apps.pathology.model import PathologyModel, load_model
+from apps.pathology.patches.sources import decoded
+from apps.pathology.patches.tables import find_tables
+from apps.pathology.quality import export_patches, judge_on, tiles
+from apps.pathology.slides.reader import SlidePool
+from apps.pathology.weights import TWIN, our_name, resnet_weights
+from common.clock import Clock
+from common.export.bundle import write_bundle
+from common.export.deploy import must_export, write_table
+from common.export.model_card import model_card
+from common.export.triton import write_triton
+from common.files import from_json, read_object
+from common.inference.model import import_weights
+from common.ranks import choose_device
+from common.run import Run, one_line_errors
+
+TASK = "Classification of patches of whole-slide images as tumour or normal"
 
 
 def main(config: PathologyExport) -> Path:
@@ -33,43 +39,57 @@ def main(config: PathologyExport) -> Path:
         ParityError: the fp32 export does not compute what torch computes.
         FileNotFoundError, ValueError: the run, the data or the weights cannot be used.
     """
+    app = PathologyConfig.APP
     if config.init is not None:
         model = PathologyModel(config.patch_size, config.mpp, config.tile_size, 1, "fp32")
-        import_run(config.model, model, config.init)
+        import_weights(config.model, app, model, config.init, our_name)
     model = load_model(config.model)
     run = Run(config.model, choose_device(config.device), Clock(), resumed=True)
     if config.to == "bundle":
         network = model.build(run.directory / "best.safetensors").eval()
-        return write_patch_bundle(
-            config.destination(), config.model, network, TWIN, resnet_weights(network), patch_size=model.patch_size
-        )
+        return write_patch_bundle(config.destination(), config.model, network, model.patch_size)
     if must_export(config):
         with tempfile.TemporaryDirectory(prefix="export-") as scratch:
             _export(config, model, run, Path(scratch))
     if config.to != "triton":
         return config.model / "exports"
-    return serve(APP, config, engine_batch(model))
+    return write_triton(config.destination(), f"medspeed_{app}", config.served(), model_card(config.model, TASK))
+
+
+def write_patch_bundle(folder: Path, run: Path, network: nn.Module, patch_size: int) -> Path:
+    """Write a MONAI bundle that scores a folder of PNG files into probabilities.csv (see `write_bundle`).
+
+    Args:
+        folder: the bundle's; empty, or to be made.
+        run: folder of the run, with model.json.
+        network: with the run's weights, from [B, 3, Y, X] in [-1, 1] to one logit a patch.
+        patch_size: side of a patch in pixels.
+    """
+    values = {"network": TWIN, "patch_size": patch_size, "task": "Classification of patches as tumour or normal"}
+    templates, shape = Path(__file__).with_name("bundle"), (1, 3, patch_size, patch_size)
+    return write_bundle(folder, run, TASK, templates, values, network, shape, resnet_weights(network))
 
 
 def _export(config: PathologyExport, model: PathologyModel, run: Run, scratch: Path) -> None:
     """Export behind the gate, on the patches that validated the run, or on synthetic ones."""
-    own = run.directory / "config.yaml"
-    trained = config_from_yaml(PathologyConfig, own) if own.is_file() else PathologyConfig(patch_size=model.patch_size)
+    own = run.directory / "plan.json"
+    if own.is_file():
+        trained = from_json(PathologyConfig, read_object(own))
+    else:
+        trained = PathologyConfig(patch_size=model.patch_size, store=scratch)
     trained = replace(trained, data=config.data or trained.data, init=None)
-    if not own.is_file():
-        trained = replace(trained, store=scratch)
     with closing(SlidePool(reader=trained.reader)) as pool:
-        tables = find_tables(trained, run, SINGLE, pool)
-        validation = decoded(tables.validation, trained, run, SINGLE, pool)
+        tables = find_tables(trained, run, pool)
+        validation = decoded(tables.validation, trained, run, pool)
         calibration = None
         if config.makes_int8():
-            calibration = tiles(decoded(tables.training, trained, run, SINGLE, pool), model)
+            calibration = tiles(decoded(tables.training, trained, run, pool), model)
     best = model.build(run.directory / "best.safetensors").to(run.device).eval()
     engine = config.engine if config.to == "engine" else "none"
-    record = export_best(best, validation, model, engine, run, calibration)
-    conclude(record, f"patch AUC on {tables.name}", tiles(validation, model)[:1], run)
+    judge = judge_on(validation, model, run, tables.name, calibration)
+    write_table(export_patches(best, model, judge, engine, run), judge, run)
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        say_where(main(CONFIG))
+        print(f"written: {main(CONFIG)}")

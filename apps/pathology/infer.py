@@ -1,37 +1,37 @@
 """Scan slides with a trained run: maps of tumour probability, detections and outlines for QuPath, a picture of each."""
 
-from apps.pathology.options import ScanConfig
+from apps.pathology.config import ScanConfig
 from common.config import parse_config
 
 if __name__ == "__main__":
     CONFIG = parse_config(ScanConfig, {}, description=__doc__)  # before torch: --help answers at once
 
-import json
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from apps.pathology.heatmap import draw_heatmap
 from apps.pathology.model import PathologyModel, load_model
-from apps.pathology.outputs import find_detections, write_detections_csv, write_geojson, write_probability_tif
-from apps.pathology.scan import ProbabilityMap, dense_scan, patch_scan
-from apps.pathology.slide_set import MASK_ENDING
-from apps.pathology.tissue import TissueMask, tissue_mask
-from apps.pathology.view import View, choose_view
-from common.data.slides import Slide, open_slide
-from common.files import sha256_of, write_json
-from common.inference.predictors import OpenedPredictor, open_predictor, ran_file
-from common.observe.host_memory import keep_freed_memory, peak_memory
-from common.observe.run import choose_device, one_line_errors, torchrun_place, wait_for_all
-from common.observe.timing import Clock
-
-SUFFIXES = {".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu"}
-RECORD = "slide.json"
-"""Of a slide's folder, written last: where it is and fits, the slide is finished."""
-OUTPUTS = (RECORD, "probability.tif", "detections.csv", "detections.geojson", "heatmap.png")
+from apps.pathology.scan.outputs import (
+    draw_heatmap,
+    find_detections,
+    write_detections_csv,
+    write_geojson,
+    write_probability_tif,
+)
+from apps.pathology.scan.scan import ProbabilityMap, View, choose_view, dense_scan, patch_scan
+from apps.pathology.slides.layout import SUFFIXES, SlideMask, is_slide
+from apps.pathology.slides.reader import SlidePool
+from apps.pathology.slides.tissue import tissue_mask
+from common.files import sha256_of
+from common.inference.folder_job import FolderJob, Item, Record
+from common.inference.open_predictor import OpenedPredictor, open_predictor
+from common.observe.plots import Timeline
+from common.ranks import choose_device, torchrun_place
+from common.run import keep_freed_memory, one_line_errors, peak_memory
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,79 @@ class Scanner:
     model: PathologyModel
     opened: OpenedPredictor
     device: torch.device
-    identity: dict[str, Any]  # all but the slide that decides what comes out
+    pool: SlidePool
+    timeline: Timeline
+
+    def item(self, file: Path) -> Item[Path]:
+        """Return a slide with the files that come out of it; its record is written last."""
+        folder, names = self.config.output / file.stem, ("probability.tif", "detections.csv", "detections.geojson")
+        picture = (folder / "heatmap.png",)
+        outputs = (*(folder / name for name in names), *(picture if self.config.overlays else ()))
+        return Item(file.stem, file, (file,), outputs, folder / "slide.json", picture)
+
+    def identity(self) -> Record:
+        """Return all but the slide that decides what comes out."""
+        config, ran = self.config, self.opened.file
+        options = {
+            "mode": config.mode,
+            "stride": config.stride if config.mode == "patches" else None,
+            "backend": self.opened.backend,
+            "precision": self.opened.precision,
+            "reader": config.reader,
+            "overlays": config.overlays,
+        }
+        return {"weights": {ran.name: sha256_of(ran)}, "model": asdict(self.model), "options": options}
+
+    def read(self, item: Item[Path]) -> tuple[View, SlideMask]:
+        """Return how the network sees a slide, and where it holds tissue."""
+        with self.pool.use(item.source) as slide, self.timeline.stage(item.name, "read", "tissue"):
+            view = choose_view(slide, self.model.mpp)
+            return view, tissue_mask(slide, assumed_mpp=view.base_mpp)
+
+    def scan(self, item: Item[Path], given: tuple[View, SlideMask]) -> tuple[View, ProbabilityMap]:
+        """Bring the tissue of a slide through the network."""
+        (view, tissue), model, predict = given, self.model, self.opened.predict
+        # As many pixels as a batch of tiles has; an engine takes no more images than it was built for.
+        batch = model.tile_batch
+        if self.opened.backend != "tensorrt":
+            batch *= (model.tile_size // model.patch_size) ** 2
+        stage = self.timeline.stage(item.name, "compute", "scan", waits=True)
+        with self.pool.use(item.source) as slide, stage:
+            if self.config.mode == "dense":
+                return view, dense_scan(slide, model, predict, self.device, tissue, view)
+            stride = self.config.stride
+            return view, patch_scan(slide, model, predict, self.device, tissue, view, stride=stride, batch=batch)
+
+    def write(self, item: Item[Path], scanned: tuple[View, ProbabilityMap]) -> Record:
+        """Write what was found in a slide, and return what its record is to hold."""
+        (view, found), stage = scanned, partial(self.timeline.stage, item.name, "write")
+        tif, csv, geojson, *picture = item.outputs
+        with self.pool.use(item.source) as slide:
+            size = slide.levels[0].width, slide.levels[0].height
+            with stage("write"):
+                detections = find_detections(found, view.base_mpp)
+                write_probability_tif(tif, found, slide.mpp, slide.name)
+                write_detections_csv(csv, detections)
+                write_geojson(geojson, found, size)
+            for path in picture:
+                with stage("overlay"):
+                    draw_heatmap(path, slide, found)
+        return {
+            "probability": float(found.values.max(initial=0)),
+            "detections": len(detections.scores),
+            "tiles": found.tiles,
+            "damaged_tiles": [list(tile) for tile in self.pool.damaged.get(item.source, ())],  # level, column, row
+            "reader": slide.reader,
+            "level": view.level,
+            "mpp": slide.mpp,
+            "size": size,
+            "seen_mpp": view.seen_mpp,
+            "view": view.reason,
+            "stride_px": found.stride,
+            "peak_memory_mib": round(peak_memory() / 2**20),
+            "device": str(self.device),
+            "seconds": self.timeline.seconds(item.name),
+        }
 
 
 def main(config: ScanConfig) -> int:
@@ -50,27 +122,14 @@ def main(config: ScanConfig) -> int:
 
     Under torchrun each process takes its share of the slides.
     """
-    scanner = _open_scanner(config)
-    rank, ranks, _ = torchrun_place()
-    files = find_slides(config.input)[rank::ranks]
-    opened = scanner.opened
-    tqdm.write(f"{len(files)} slides, {opened.backend} {opened.precision} on {scanner.device}: {opened.reason}")
-    failed = []
-    for file in tqdm(files, unit="slide", disable=len(files) == 1):
-        folder = config.output / file.stem
-        try:
-            mark = {**scanner.identity, "slide": [file.stat().st_size, file.stat().st_mtime_ns]}
-            if _is_finished(folder / RECORD, mark):
-                tqdm.write(f"{file.name}: kept, it was finished with the same weights and options")
-            else:
-                _scan_slide(file, folder, scanner, mark)
-        except (ValueError, FileNotFoundError, PermissionError) as error:
-            failed.append(file.name)
-            tqdm.write(f"set aside: {error}")
-    if failed:
-        tqdm.write(f"{len(failed)} of {len(files)} slides could not be scanned: {', '.join(failed)}")
-    wait_for_all()
-    return 1 if failed else 0
+    with closing(SlidePool(config.reader)) as pool:
+        scanner = open_scanner(config, pool)
+        items = [scanner.item(file) for file in find_slides(config.input)]
+        identity, opened = scanner.identity(), scanner.opened
+        job = FolderJob("slide", config.output, items, identity, scanner.read, scanner.scan, scanner.write, describe)
+        share = len(job.share())
+        tqdm.write(f"{share} slides, {opened.backend} {opened.precision} on {scanner.device}: {opened.reason}")
+        return job.run(job.unfinished())
 
 
 def find_slides(path: Path) -> list[Path]:
@@ -82,9 +141,9 @@ def find_slides(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    files = sorted(file for file in path.glob("*") if file.suffix.lower() in SUFFIXES and _is_slide(file))
+    files = sorted(file for file in path.glob("*") if is_slide(file))
     if not files:
-        raise FileNotFoundError(f"{path}: no such file, or a folder without slides ({', '.join(sorted(SUFFIXES))})")
+        raise FileNotFoundError(f"{path}: no such file, or a folder without slides ({', '.join(SUFFIXES)})")
     names = [file.stem for file in files]
     twice = sorted(file.name for file in files if names.count(file.stem) > 1)
     if twice:
@@ -92,104 +151,25 @@ def find_slides(path: Path) -> list[Path]:
     return files
 
 
-def _is_slide(file: Path) -> bool:
-    return not file.name.startswith(".") and not file.stem.lower().endswith(MASK_ENDING)
-
-
-def _open_scanner(config: ScanConfig) -> Scanner:
-    """Read the model, open it on the device, and note the weights and options that decide what comes out."""
+def open_scanner(config: ScanConfig, pool: SlidePool) -> Scanner:
+    """Read the model and open it on the device."""
     model, device = load_model(config.model), choose_device(config.device, torchrun_place()[2])
     if device.type == "cpu":
         keep_freed_memory()
-    weights = config.model / "best.safetensors"
-    opened = open_predictor(
-        config.model,
-        lambda: model.build(weights),
-        backend=config.backend,
-        precision="fp32" if config.precision == "auto" else config.precision,
-        torch_precision=model.precision if config.precision == "auto" else None,
-        device=device,
-    )
-    ran = ran_file(config.model, opened)
-    options = {
-        "mode": config.mode,
-        "stride": config.stride if config.mode == "patches" else None,
-        "backend": opened.backend,
-        "precision": opened.precision,
-        "reader": config.reader,
-        "overlays": config.overlays,
-    }
-    identity = {"weights": {ran.name: sha256_of(ran)}, "model": asdict(model), "options": options}
-    return Scanner(config, model, opened, device, identity)
+    opened = open_predictor(config.model, model, backend=config.backend, precision=config.precision, device=device)
+    return Scanner(config, model, opened, device, pool, Timeline())
 
 
-def _is_finished(record: Path, mark: dict[str, Any]) -> bool:
-    """Return whether a slide's record is there and of the same slide, weights and options."""
-    try:
-        return bool(json.loads(record.read_text(encoding="utf-8")).get("mark") == mark)
-    except (ValueError, FileNotFoundError):  # damaged, or none
-        return False
-
-
-def _scan_slide(file: Path, folder: Path, scanner: Scanner, mark: dict[str, Any]) -> None:
-    """Scan one slide: tissue, tiles, outputs, and its record last."""
-    clock = Clock()
-    with open_slide(file, scanner.config.reader) as slide:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in (*(folder / name for name in OUTPUTS), *folder.glob(".part-*")):  # of other options, or a killed run
-            old.unlink(missing_ok=True)
-        view, size = choose_view(slide, scanner.model.mpp), (slide.levels[0].width, slide.levels[0].height)
-        tqdm.write(f"{file.name}: {slide.reader}, {view.reason}")
-        with clock.stage("tissue"):
-            tissue = tissue_mask(slide, assumed_mpp=view.base_mpp)
-        with clock.stage("scan"):
-            found = _scan(slide, scanner, tissue, view)
-        with clock.stage("write"):
-            detections = find_detections(found, view.base_mpp)
-            write_probability_tif(folder / "probability.tif", found, slide.mpp, slide.name)
-            write_detections_csv(folder / "detections.csv", detections)
-            write_geojson(folder / "detections.geojson", found, size)
-        if scanner.config.overlays:
-            with clock.stage("overlay"):
-                draw_heatmap(folder / "heatmap.png", slide, found)
-        damaged = slide.damaged_tiles
-        record = {
-            "name": slide.name,
-            "probability": float(found.values.max(initial=0)),
-            "detections": len(detections.scores),
-            "tiles": found.tiles,
-            "damaged_tiles": [list(tile) for tile in damaged],  # level, column, row
-            "reader": slide.reader,
-            "level": view.level,
-            "mpp": slide.mpp,
-            "size": size,
-            "seen_mpp": view.seen_mpp,
-            "view": view.reason,
-            "stride_px": found.stride,
-            "peak_memory_mib": round(peak_memory() / 2**20),
-            "device": str(scanner.device),
-            "seconds": clock.stages(),
-            "mark": mark,
-        }
-    write_json(folder / RECORD, record)
-    tqdm.write(
-        f"{file.name}: probability {record['probability']:.3f}, {len(detections.scores)} detections, "
-        f"peak memory {record['peak_memory_mib']} MiB, "
-        + (f"{len(damaged)} DAMAGED TILES taken as white, " if damaged else "")
-        + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in clock.stages().items())
-    )
-
-
-def _scan(slide: Slide, scanner: Scanner, tissue: TissueMask, view: View) -> ProbabilityMap:
-    model, predict = scanner.model, scanner.opened.predict
-    if scanner.config.mode == "dense":
-        return dense_scan(slide, model, predict, scanner.device, tissue, view)
-    # As many pixels as a batch of tiles has; an engine takes no more images than it was built for.
-    batch = model.tile_batch
-    if scanner.opened.backend != "tensorrt":
-        batch *= (model.tile_size // model.patch_size) ** 2
-    stride = scanner.config.stride
-    return patch_scan(slide, model, predict, scanner.device, tissue, view, stride=stride, batch=batch)
+def describe(record: Record) -> str:
+    """Return what the record of a slide says, in one line."""
+    damaged = len(record["damaged_tiles"])
+    parts = [
+        f"{record['reader']}, {record['view']}, probability {record['probability']:.3f}",
+        f"{record['detections']} detections, peak memory {record['peak_memory_mib']} MiB",
+        *([f"{damaged} DAMAGED TILES taken as white"] if damaged else []),
+        *(f"{name} {seconds:.2f} s" for name, seconds in record["seconds"].items()),
+    ]
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,24 @@
-"""What inference must know of a trained patch classifier, and how it is built from it."""
+"""What inference must know of a trained patch classifier, how a run decides it, and how the network is built."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from common.inference.model_file import read_model
-from common.inference.predictors import Precision
-from common.training.checkpoints import load_weights
+from apps.pathology.config import DEFAULTS, PathologyConfig
+from common.config import replaced
+from common.files import from_json
+from common.inference.model import load_weights, read_model
+from common.inference.options import Precision
+from common.training.config import decided
+from common.training.setup import choose_precision
 from models.resnet18_fcn import STRIDE, resnet18_fcn
 
-APP = "pathology"
 HALO = 224
 """Pixels around a tile whose logits are thrown away: half the receptive field (218), rounded up to the stride."""
+_VALIDATIONS = 8
+_TILE_BATCH = {"cuda": 4, "cpu": 1}
 
 
 @dataclass(frozen=True)
@@ -45,19 +49,81 @@ class PathologyModel:
     @property
     def core(self) -> int:
         """Side, in pixels, of the square of patch corners whose logits one tile gives exactly; a multiple of 32."""
-        return self.tile_size - 2 * HALO - (self.patch_size - STRIDE)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "PathologyModel":
-        """Return what was written as JSON."""
-        return cls(**content)
+        return self.tile_size - _margin(self.patch_size)
 
 
 def load_model(run: Path) -> PathologyModel:
     """Read `model.json` of a run; see `read_model` for what it raises."""
-    return read_model(run, APP, PathologyModel.from_json)
+    return read_model(run, PathologyConfig.APP, lambda content: from_json(PathologyModel, content))
 
 
 def normalised(patches: torch.Tensor) -> torch.Tensor:
-    """Return images [N, Y, X, 3] uint8 as [N, 3, Y, X] float32 in [-1, 1], as the guide scales them."""
-    return patches.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
+    """Return images [N, 3, Y, X] uint8 as float32 in [-1, 1], as the guide scales them."""
+    return patches.float().div_(127.5).sub_(1.0)
+
+
+def choose(
+    config: PathologyConfig,
+    patch_size: int,
+    mpp: float | None,
+    count: int,
+    per_slide: int | None,
+    device: torch.device,
+    ranks: int = 1,
+) -> PathologyConfig:
+    """Return the configuration with every field decided; what it says always wins.
+
+    Args:
+        config: as the user gave it.
+        patch_size: of the patches.
+        mpp: of their pixels, um; None where the data do not say.
+        count: training patches.
+        per_slide: patches wanted of each slide; None where they are listed.
+        device: a CPU gets smaller batches and tiles.
+        ranks: processes that train together.
+
+    Raises:
+        ValueError: what was asked for does not fit the data or the device.
+    """
+    usual = DEFAULTS[device.type]
+    if patch_size % STRIDE:
+        raise ValueError(f"patches of {patch_size} pixels: sides must be multiples of {STRIDE}, the network's stride")
+    margin = _margin(patch_size)
+    tile_size = config.tile_size or usual["core"] + margin
+    if tile_size <= margin:
+        raise ValueError(
+            f"tile_size {tile_size}: must be above {margin} for patches of {patch_size} pixels; the network sees "
+            f"{HALO} pixels around each of them, whose logits are thrown away"
+        )
+    partitions = config.parallel.partitions or ranks
+    batch_size = config.batch_size or max(1, min(usual["batch_size"], count) // partitions) * partitions
+    epochs, validate_every = config.plan_epochs(usual["steps"], max(1, count // batch_size), _VALIDATIONS)
+    precision = config.precision
+    if config.recipe == "guide" and precision == "auto":
+        precision = "fp16" if device.type == "cuda" else "fp32"  # the guide's autocast("cuda")
+    return replaced(
+        config,
+        {
+            "patch_size": patch_size,
+            "mpp": mpp,
+            "patches_per_slide": per_slide,
+            "tile_size": tile_size,
+            "parallel.partitions": partitions,
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "validate_every": validate_every,
+            "precision": choose_precision(precision, device),
+        },
+    )
+
+
+def model_of(config: PathologyConfig, device: torch.device) -> PathologyModel:
+    """Return what a decided configuration trains."""
+    assert config.precision != "auto", "the configuration is not decided"
+    sizes = decided(config.patch_size), config.mpp, decided(config.tile_size)
+    return PathologyModel(*sizes, _TILE_BATCH[device.type], config.precision)
+
+
+def _margin(patch_size: int) -> int:
+    """Return how many pixels longer a tile is than the square of the corners of its patches."""
+    return 2 * HALO + patch_size - STRIDE

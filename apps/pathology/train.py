@@ -1,104 +1,84 @@
 """Train a detector of metastases on patches of whole-slide images: from slides to a checked TensorRT engine."""
 
-from apps.pathology.config import RUNS, PathologyConfig, parse_pathology_config
+from apps.pathology.config import PathologyConfig, parse
 
 if __name__ == "__main__":
-    CONFIG = parse_pathology_config()  # before torch is loaded, so that --help and a mistyped flag answer at once
+    CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
+from contextlib import closing
 
 import torch
 
-from apps.pathology.data import decoded, shared_validation, training_batches
-from apps.pathology.finish import export_best, finish, judge
-from apps.pathology.patch_store import Patches
-from apps.pathology.plan import PathologyPlan, decide, plan_run
-from apps.pathology.tables import Tables, find_tables
+from apps.pathology.model import PathologyModel, choose, model_of
+from apps.pathology.patches.sources import decoded, training_batches
+from apps.pathology.patches.store import Patches
+from apps.pathology.patches.tables import Tables, find_tables, keep_digests
+from apps.pathology.quality import evaluate, export_patches, judge_on, shared_validation
+from apps.pathology.slides.reader import SlidePool
 from apps.pathology.weights import initialise_from
-from common.data.slide_pool import SlidePool
-from common.observe.run import Run, one_line_errors
-from common.observe.summary import RunSummary
-from common.training.compiling import compile_network
-from common.training.distributed import Ranks, join_ranks
+from common.inference.model import write_model
+from common.run import Run, one_line_errors
+from common.training.evaluate import RunSummary, write_summary
 from common.training.fit import Setup, fit
 from common.training.losses import binary_cross_entropy
 from common.training.optimizers import build_optimizer
-from common.training.start import begin
+from common.training.resolve import keep_plan
+from common.training.setup import compile_if_asked, start_run
 
 
 def main(config: PathologyConfig) -> RunSummary | None:
-    """Train on the processes that torchrun started, or on this one; the leader alone returns the summary."""
-    with join_ranks(config.device) as ranks:
-        pool = SlidePool(reader=config.reader)
-        try:
-            return train(config, ranks, pool)
-        finally:
-            pool.close()
+    """Go the whole way, with the processes that torchrun started; the leader alone exports and returns the summary."""
+    with start_run(config) as run, closing(SlidePool(config.reader)) as pool:
+        tables = find_tables(config, run, pool)  # which patches train, validate and test
+        config, model = resolve(config, tables, run)  # every open field decided, said, and kept as plan.json
+        validation = decoded(tables.validation, config, run, pool)
+        fitted = fit(setup(config, tables, validation, model, run, pool), config, run)
+        best = model.build().to(run.device).eval()
+        best.load_state_dict(fitted.weights)
+        testing = decoded(tables.testing, config, run, pool) if tables.testing is not None else None
+        quality = evaluate(best, validation, testing, run)  # AUC of the patches
+        if not run.leader:
+            return None
+        judge = judge_on(validation, model, run, tables.name)
+        exported = export_patches(best, model, judge, config.engine, run)  # ONNX, the gate, TensorRT
+        return write_summary(config, *tables.about(), True, fitted, quality, exported, run)
 
 
-def train(config: PathologyConfig, ranks: Ranks, pool: SlidePool) -> RunSummary | None:
-    """Go the whole way: patches, plan, batches, training, quality, export, summary."""
-    run = begin(config, RUNS, ranks)
-    tables, plan, validation = read_and_plan(config, run, ranks, pool)
-    fitted = fit(set_up(tables, validation, plan, config, run, ranks, pool), config, run, ranks)
-    best = plan.model.build().to(run.device).eval()
-    best.load_state_dict(fitted.weights)
-    testing = decoded(tables.testing, config, run, ranks, pool) if tables.testing is not None else None
-    quality = judge(best, validation, testing, run, ranks)
-    if not ranks.leader:
-        return None
-    exported = export_best(best, validation, plan.model, config.engine, run)
-    return finish(config, tables, plan.model, fitted, quality, exported, run, ranks)
+def resolve(config: PathologyConfig, tables: Tables, run: Run) -> tuple[PathologyConfig, PathologyModel]:
+    """Decide what the configuration leaves open, and what it trains; a resumed run finds what it decided first."""
+    run.ranks.once(lambda: keep_digests(tables, run))
+    table, world = tables.training, run.ranks.world
+
+    def decide() -> PathologyConfig:
+        return choose(config, table.size, tables.mpp, len(table), tables.per_slide, run.device, world)
+
+    config = keep_plan(config, decide, run, told=("patch_size", "mpp"))  # the data's line says these
+    model = model_of(config, run.device)
+    run.ranks.once(lambda: write_model(run.directory, config.APP, model))
+    return config, model
 
 
-def read_and_plan(
-    config: PathologyConfig, run: Run, ranks: Ranks, pool: SlidePool
-) -> tuple[Tables, PathologyPlan, Patches]:
-    """Draw the patches, decide what the configuration leaves open, and decode the patches that validate."""
-    with run.clock.stage("prepare"):
-        tables = find_tables(config, run, ranks, pool)
-    digests = (tables.training.digest(), tables.validation.digest())
-    count = len(tables.training)
-    chosen = plan_run(config, tables.training.size, tables.mpp, count, digests, run.device, ranks.world)
-    plan = decide(chosen, config, run, ranks)
-
-    validation = decoded(tables.validation, config, run, ranks, pool)
-    return tables, plan, validation
-
-
-def set_up(
-    tables: Tables,
-    validation: Patches,
-    plan: PathologyPlan,
-    config: PathologyConfig,
-    run: Run,
-    ranks: Ranks,
-    pool: SlidePool,
+def setup(
+    config: PathologyConfig, tables: Tables, validation: Patches, model: PathologyModel, run: Run, pool: SlidePool
 ) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
-    model = plan.model
     network = model.build()
     if config.init is not None and not (run.directory / "checkpoints" / "last").exists():
         run.say(initialise_from(network, config.init))
     network = network.to(run.device)
     if config.channels_last:
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    batches = training_batches(tables, plan, config, run, ranks, pool)
-    with run.clock.stage("compile"):
-        if config.compile:
-            patches = plan.batch_size // ranks.world // config.accumulate
-            example = torch.zeros(patches, 3, model.patch_size, model.patch_size, device=run.device)
-            compile_network(network, example, model.precision)
-    if ranks.world > 1 or config.accumulate > 1:
+    batches = training_batches(tables.training, config, run, pool)
+    compile_if_asked(network, (3, model.patch_size, model.patch_size), config, run)
+    if run.ranks.world > 1 or config.parallel.accumulate > 1:
         run.say("batch normalisation: over each rank's own part of a batch, so that the parts do not add up exactly")
     return Setup(
         network=network,
         batches=batches,
-        loss_function=binary_cross_entropy(config.label_smoothing),
+        loss_function=binary_cross_entropy(config.augmentation.label_smoothing),
         optimizer=build_optimizer(config.optimizer, network.parameters(), config.learning_rate),
-        epochs=plan.epochs,
         precision=model.precision,
-        validate=shared_validation(validation, ranks, run.device),
-        validate_every=plan.validate_every,
+        validate=shared_validation(validation, run),
     )
 
 

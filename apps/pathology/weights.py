@@ -1,4 +1,4 @@
-"""Weights to start from: a run's own, or TorchVision's ResNet-18."""
+"""Weights to start from: a run's own, TorchVision's ResNet-18, or those of MONAI's bundle."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from apps.pathology.model import APP, PathologyModel
-from common.training.checkpoints import initialise, load_weights
-from common.training.imported import import_weights
+from common.inference.model import initialise, load_weights
 
 _NO_PLACE = ("fc.weight", "fc.bias")  # ImageNet's thousand classes
 # Places of the parts of TorchVision's ResNet in MONAI's `TorchVisionFCModel.features`.
@@ -41,8 +39,6 @@ def initialise_from(network: nn.Module, path: Path) -> str:
         FileNotFoundError: there is no such file.
         ValueError: names and shapes are not those of a ResNet-18.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file of weights")
     if path.suffix == ".safetensors":
         initialise(network, path)
         return f"weights: all from {path}"
@@ -63,22 +59,8 @@ def initialise_from(network: nn.Module, path: Path) -> str:
     return f"weights: the features from {path}, the head drawn anew"
 
 
-def import_run(run: Path, model: PathologyModel, path: Path) -> None:
-    """Make a run's folder of weights that were trained elsewhere (see `import_weights`).
-
-    Args:
-        run: folder to be made.
-        model: what the weights belong to.
-        path: a .safetensors of ours, or the `model.pt` of MONAI's bundle pathology_tumor_detection.
-
-    Raises:
-        FileExistsError, FileNotFoundError, ValueError: as `import_weights`.
-    """
-    import_weights(run, APP, model, path, _our_name)
-
-
-def _our_name(name: str) -> str:
-    """Return our name of a weight of MONAI's `TorchVisionFCModel`, whose features are numbered."""
+def our_name(name: str) -> str:
+    """Return our name of a weight of MONAI's `TorchVisionFCModel`, whose features are numbered; others stay."""
     first, _, rest = name.partition(".")
     if first == "fc":
         return f"head.{rest}"

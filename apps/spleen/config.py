@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from common.export.options import ExportConfig
-from common.training.bounds import Check
-from common.training.config import SegmentationConfig, parse_training
+from common.training.config import Check, Crops, SegmentationConfig, Windows, parse_training
 
 _DESCRIPTION = (
     "Train a segmentation network on CT (or any dataset in MSD layout), from raw volumes to a TensorRT engine."
@@ -20,31 +18,24 @@ class SpleenConfig(SegmentationConfig):
 
     Args:
         window: lower and upper HU for CT; null takes the dataset's fingerprint.
-        cache: where the prepared cases lie while training (resident source only): auto (the device, then memory, then
-            disk, as they fit), gpu, ram or disk.
         channels: width of each level of the U-Net.
-        residual_units: convolutions per residual block.
         loss: dice_ce (ours), or MONAI's DiceCELoss, DiceFocalLoss or DiceLoss.
-        channels_last: memory layout of the network, channels innermost.
-        fast_prelu: replace torch's PReLU gradient on a CPU by vectorised operators.
     """
 
-    window: tuple[float, float] | None = None
-    cache: Literal["auto", "gpu", "ram", "disk"] = "auto"
-    crops_per_case: int = 4
-    channels: tuple[int, ...] | None = None
-    residual_units: int | None = None
-    loss: Literal["dice_ce", "monai_dice_ce", "monai_dice_focal", "monai_dice"] = "dice_ce"
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    channels_last: bool = True
-    fast_prelu: bool = True
+    loss: Literal["dice_ce", "monai_dice_ce", "monai_dice_focal", "monai_dice"] = "dice_ce"
+    channels_last: bool | None = True
+    window: tuple[float, float] | None = None
+    channels: tuple[int, ...] | None = None
+
+    APP: ClassVar[str] = "spleen"
 
     def checks(self) -> Sequence[Check]:
-        """Return the checks of the fields that are this app's own."""
-        resident = self.source == "resident"
+        """Return the checks of single fields."""
         return (
-            ("intensity", not self.intensity or resident, "0 with MONAI's sources, which do not augment"),
-            ("flip_axes", not self.flip_axes or resident, "empty with MONAI's sources"),
+            *super().checks(),
+            ("crops.intensity", not self.crops.intensity or self.ours, "0 with MONAI's sources, which do not augment"),
+            ("crops.flips", not self.crops.flips or self.ours, "empty with MONAI's sources"),
             ("window", self.window is None or self.window[0] < self.window[1], "lower bound first, in HU"),
             (
                 "channels",
@@ -61,23 +52,18 @@ class SpleenConfig(SegmentationConfig):
 GUIDE = SpleenConfig(
     # MONAI tutorials, acceleration/fast_training_tutorial, the Novograd revision (before May 2022), kept exactly.
     recipe="guide",
-    source="cached",
+    cache="monai",
     crop_size=(96, 96, 96),
-    window_size=(160, 160, 160),
-    window_batch=4,
+    crops=Crops(per_case=4, flips="", intensity=0.0),
+    windows=Windows(size=(160, 160, 160)),
     batch_size=16,
-    flip_axes="",
-    intensity=0.0,
     channels=(16, 32, 64, 128, 256),
-    residual_units=2,
     loss="monai_dice_ce",
     optimizer="monai_novograd",
     learning_rate=2e-3,
     schedule="constant",
     epochs=300,
-    precision="auto",
     channels_last=False,
-    fast_prelu=False,
     validate_every=1,
 )
 
@@ -85,7 +71,7 @@ BASELINE = replace(
     # The "regular" side of the same notebook: two cases of four crops a step, everything recomputed each epoch.
     GUIDE,
     recipe="baseline",
-    source="uncached",
+    cache="uncached",
     workers=8,
     batch_size=8,
     loss="monai_dice",
@@ -97,10 +83,10 @@ BASELINE = replace(
 
 RECIPES = {"fast": SpleenConfig(), "guide": GUIDE, "baseline": BASELINE}
 
-RUNS = Path("runs/spleen")
+RESIDUAL_UNITS = 2  # convolutions in each residual block, as in the guide and in MONAI's bundle
 
 
-def parse_spleen_config(arguments: Sequence[str] | None = None) -> SpleenConfig:
+def parse(arguments: Sequence[str] | None = None) -> SpleenConfig:
     """Parse the command line of `apps/spleen/train.py`; with --resume, take the run's own configuration."""
     return parse_training(SpleenConfig, RECIPES, _DESCRIPTION, arguments)
 
@@ -112,7 +98,6 @@ class SpleenExport(ExportConfig):
     Args:
         labels: with --init only, as all that follow: name of each class, background first.
         channels: width of each level of the U-Net.
-        residual_units: convolutions per residual block.
         spacing: mm along R, A, S that the weights were trained at.
         window: lower and upper HU.
         window_size: sliding window, voxels X, Y, Z; the defaults are those of MONAI's bundle spleen_ct_segmentation.
@@ -121,7 +106,6 @@ class SpleenExport(ExportConfig):
 
     labels: tuple[str, ...] = ("background", "spleen")
     channels: tuple[int, ...] = (16, 32, 64, 128, 256)
-    residual_units: int = 2
     spacing: tuple[float, float, float] = (1.5, 1.5, 2.0)
     window: tuple[float, float] = (-57.0, 164.0)
     window_size: tuple[int, int, int] = (96, 96, 96)

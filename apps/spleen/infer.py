@@ -6,14 +6,15 @@ from common.inference.options import InferConfig
 if __name__ == "__main__":
     CONFIG = parse_config(InferConfig, {}, description=__doc__)  # before torch: --help answers at once
 
-from apps.spleen.model import load_model
+from common.inference.model import load_model
 from common.inference.scans import segment_scans
-from common.observe.run import one_line_errors
+from common.run import one_line_errors
+from models.unet3d import unet3d
 
 
 def main(config: InferConfig) -> int:
     """Segment every scan; return 0, or 1 where a scan could not be read (the others are done all the same)."""
-    return segment_scans(config, load_model(config.model))
+    return segment_scans(config, load_model(config.model, "spleen", unet3d))
 
 
 if __name__ == "__main__":

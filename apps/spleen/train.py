@@ -1,102 +1,78 @@
 """Train a segmentation network on CT (or any dataset in MSD layout): from raw volumes to a checked TensorRT engine."""
 
-from apps.spleen.config import RUNS, SpleenConfig, parse_spleen_config
+from apps.spleen.config import RESIDUAL_UNITS, SpleenConfig, parse
 
 if __name__ == "__main__":
-    CONFIG = parse_spleen_config()  # before torch is loaded, so that --help and a mistyped flag answer at once
+    CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
-
-import torch
-
-from apps.spleen.data import find_dataset, keeping, make_source
-from apps.spleen.plan import SpleenPlan, plan_run
-from common.data.cases import Dataset, Split, read_dataset, split_cases
-from common.export.best import GATE_CASES, export_best
-from common.observe.run import Run, one_line_errors
-from common.observe.summary import RunSummary
-from common.training.compiling import compile_network
-from common.training.decide import decide
-from common.training.distributed import Ranks, join_ranks
-from common.training.finish import finish, judge
+from apps.spleen import guide
+from common.data.preparation import Preparation
+from common.inference.labels import one_region_per_label
+from common.inference.model import VolumeModel
+from common.run import Run, one_line_errors
+from common.training.evaluate import RunSummary, evaluate, export_best, finish
 from common.training.fit import Setup, fit
 from common.training.losses import build_loss, say_inexact
 from common.training.optimizers import build_optimizer
-from common.training.source import stored_cases
-from common.training.start import begin
-from models.prelu import use_fast_prelu
+from common.training.resolve import Data, Defaults, choose_volumes, keep_plan, read_volumes, volume_model
+from common.training.setup import start_run, volume_network
+from common.training.sources import monai_source, our_source
+from data_scripts.make_phantoms import CT_VERSION, make_ct_phantoms
+from models.unet3d import unet3d
+
+# The guide's network on a GPU, a small one on a CPU: a minute there is too short to learn the spleen from both sides.
+DEFAULTS = {
+    "cuda": Defaults(
+        {"channels": (16, 32, 64, 128, 256), "crops.per_case": 4, "crops.flips": "xyz"},
+        crop=(96, 96, 96), window=(160, 160, 160), window_batch=4, batch_size=16, steps=480,
+    ),
+    "cpu": Defaults(
+        {"channels": (8, 16, 32, 64), "crops.per_case": 4, "crops.flips": ""},
+        crop=(64, 64, 48), window=(160, 160, 160), window_batch=1, batch_size=4, steps=400,
+    ),
+}  # fmt: skip
+# MONAI tutorials, acceleration/fast_training_tutorial, by the name that MSD's Task09 gives itself.
+KNOWN = {"Spleen": Preparation(spacing=(1.5, 1.5, 2.0), normalisation="window", window=(-57.0, 164.0))}
 
 
 def main(config: SpleenConfig) -> RunSummary | None:
-    """Train on the processes that torchrun started, or on this one; the leader alone returns the summary."""
-    with join_ranks(config.device) as ranks:
-        return train(config, ranks)
+    """Go the whole way, with the processes that torchrun started; the leader alone exports and returns the summary."""
+    with start_run(config) as run:
+        data = read_data(config, run)  # dataset.json, split, fingerprint
+        config, model = resolve(config, data, run)  # every open field decided, said, and kept as plan.json
+        fitted = fit(setup(config, data, model, run), config, run)
+        quality = evaluate(model, fitted, data, config, run)  # on the grid of the files
+        if not run.leader:
+            return None
+        exported = export_best(model, fitted, data, config, run)  # ONNX, the gate, TensorRT
+        return finish(config, data, fitted, quality, exported, run)  # summary.json, the report
 
 
-def train(config: SpleenConfig, ranks: Ranks) -> RunSummary | None:
-    """Go the whole way: dataset, plan, batches, training, quality on the native grid, export, summary."""
-    if config.data is not None and config.resume is None:
-        split_cases(read_dataset(config.data), config.split)  # a wrong one ends before a run folder is made
-    run = begin(config, RUNS, ranks)
-    dataset, split, plan = read_and_plan(config, run, ranks)
-    model = plan.model
-    fitted = fit(set_up(split, plan, config, run, ranks), config, run, ranks)
-    best = model.build().to(run.device).eval()
-    best.load_state_dict(fitted.weights)
-    cases = ranks.shard(split.validation)
-    with run.clock.stage("prepare"):  # already there, unless MONAI prepared for the training
-        prepared = stored_cases(cases, model, keeping(config), run)
-    quality = judge(best, split, cases, prepared, model, run, ranks)
-    if not ranks.leader:
-        return None
-    gate = split.validation[:GATE_CASES]
-    with run.clock.stage("prepare"):
-        prepared = stored_cases(gate, model, keeping(config), run)
-    exported = export_best(best, gate, prepared, model, "spleen", config.engine, run)
-    return finish("spleen", config, split, dataset, model, fitted, quality, exported, run, ranks)
+def read_data(config: SpleenConfig, run: Run) -> Data:
+    """Read the scans, or make phantoms."""
+    return read_volumes(config, run, make_ct_phantoms, f"ct-small-{CT_VERSION}", "Task09_Spleen", KNOWN)
 
 
-def read_and_plan(config: SpleenConfig, run: Run, ranks: Ranks) -> tuple[Dataset, Split, SpleenPlan]:
-    """Read the data, split them, and decide what the configuration leaves open."""
-    with run.clock.stage("prepare"):
-        dataset = find_dataset(config, run, ranks)
-        split, plan = decide(
-            "spleen",
-            dataset,
-            config,
-            lambda chosen, figures: plan_run(config, dataset, figures, len(chosen.training), run.device, ranks.world),
-            SpleenPlan.from_json,
-            run,
-            ranks,
-        )
-    return dataset, split, plan
+def resolve(config: SpleenConfig, data: Data, run: Run) -> tuple[SpleenConfig, VolumeModel]:
+    """Decide what the configuration leaves open, and what it trains."""
+    usual = DEFAULTS[run.device.type]
+    config = keep_plan(config, lambda: choose_volumes(config, data, usual, run), run)
+    arguments = {"channels": config.channels, "residual_units": RESIDUAL_UNITS}
+    scheme = one_region_per_label(data.dataset.labels)
+    return config, volume_model(config, data, unet3d, arguments, scheme, usual.window_batch, run)
 
 
-def set_up(split: Split, plan: SpleenPlan, config: SpleenConfig, run: Run, ranks: Ranks) -> Setup:
+def setup(config: SpleenConfig, data: Data, model: VolumeModel, run: Run) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
-    model = plan.model
-    trained = (run.directory / "checkpoints" / "last").exists()
-    network = model.build(None if trained else config.init).to(run.device)
-    if config.fast_prelu:
-        use_fast_prelu(network)
-    if config.channels_last:
-        network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    source = make_source(split, plan, config, run, ranks)
-    with run.clock.stage("compile"):
-        if config.compile:
-            crops = plan.batch_size // ranks.world // config.accumulate
-            example = torch.zeros(crops, model.preparation.channels, *plan.crop_size, device=run.device)
-            compile_network(network, example, model.precision)
-    say_inexact(config.loss, ranks, config.accumulate, run)
-    return Setup(
-        network=network,
-        batches=source.batches,
-        loss_function=build_loss(config.loss, ranks),
-        optimizer=build_optimizer(config.optimizer, network.parameters(), config.learning_rate),
-        epochs=plan.epochs,
-        precision=model.precision,
-        validate=source.validate,
-        validate_every=plan.validate_every,
-    )
+    network = volume_network(config, model, run)
+    if config.ours:
+        batches, validate = our_source(data, model, config, run)
+    else:
+        transforms = guide.transforms(config, model.preparation, run.device)
+        batches, validate = monai_source(transforms, data, model, config, run)
+    say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
+    optimizer = build_optimizer(config.optimizer, network.parameters(), config.learning_rate)
+    return Setup(network, batches, build_loss(config.loss, run.ranks), optimizer, model.precision, validate)
 
 
 if __name__ == "__main__":

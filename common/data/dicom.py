@@ -9,7 +9,6 @@ import logging
 import math
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,8 @@ from pydicom.encaps import get_frame
 from pydicom.pixels.decoders.base import get_decoder
 from pydicom.uid import JPEG2000, UID, JPEG2000Lossless
 
-from common.data.dicom_headers import (
-    BROKEN,
-    GEOMETRY,
-    SIZES,
-    DicomSlice,
-    files_below,
-    numbers_of,
-    quiet_dicom,
-    read_slice,
-    text_of,
-)
-from common.data.parallel import map_in_threads
+from common.data.dicom_headers import GEOMETRY, SIZES, DicomSlice, ask_pydicom, files_below, quiet_dicom, read_slice
+from common.data.threads import map_in_threads
 from common.data.volumes import Volume
 
 MAX_OFF_GRID = 0.1  # of the slice spacing: how far a slice may lie from its place on a regular grid
@@ -82,11 +71,11 @@ def find_series(folder: Path) -> tuple[DicomSeries, ...]:
         raise FileNotFoundError("the folder of DICOM files does not exist")
     quiet_dicom()
     slices = [one for one in map_in_threads(read_slice, sorted(files_below(folder)), "headers", progress=False) if one]
-    known = [one for one in slices if text_of(one, "SOPClassUID") and text_of(one, "SeriesInstanceUID")]
+    known = [one for one in slices if one.text("SOPClassUID") and one.text("SeriesInstanceUID")]
     groups: dict[str, list[DicomSlice]] = {}
     for one in known:
-        if "Image Storage" in UID(text_of(one, "SOPClassUID")).name:
-            groups.setdefault(text_of(one, "SeriesInstanceUID"), []).append(one)
+        if "Image Storage" in UID(one.text("SOPClassUID")).name:
+            groups.setdefault(one.text("SeriesInstanceUID"), []).append(one)
     series = [_describe(uid, group) for uid, group in groups.items()]
     if lost := len(slices) - len(known):
         logger.warning("%d DICOM files left out, broken before they tell their series: copy them again", lost)
@@ -107,7 +96,7 @@ def read_series(series: DicomSeries) -> Volume:
     if series.problem:
         raise ValueError(series.problem)
     quiet_dicom()
-    slices = [one for one in map(read_slice, series.files) if one and text_of(one, "SOPClassUID")]
+    slices = [one for one in map(read_slice, series.files) if one and one.text("SOPClassUID")]
     if lost := len(series.files) - len(slices):
         raise ValueError(f"{series.name}: {lost} of {len(series.files)} files cannot be read now: copy them again")
     slices, affine, _ = _stack(series.name, slices)
@@ -118,12 +107,12 @@ def read_series(series: DicomSeries) -> Volume:
 def _describe(uid: str, slices: list[DicomSlice]) -> DicomSeries:
     """Return what is to be known of a series before its pixels are read."""
     name = "series-" + hashlib.sha256(uid.encode()).hexdigest()[:12]
-    images = [one for one in slices if "LOCALIZER" not in text_of(one, "ImageType")]
-    unique = list({text_of(one, "SOPInstanceUID") or str(number): one for number, one in enumerate(images)}.values())
+    images = [one for one in slices if "LOCALIZER" not in one.text("ImageType")]
+    unique = list({one.text("SOPInstanceUID") or str(number): one for number, one in enumerate(images)}.values())
     counts = {"localizers": len(slices) - len(images), "copies of others": len(images) - len(unique)}
     notes = tuple(f"{count} of {len(slices)} images are {what}: left out" for what, count in counts.items() if count)
     problem = "" if images else f"{name}: its images are localizers, no volume: choose another series"
-    captured = any("Secondary Capture" in UID(text_of(one, "SOPClassUID")).name for one in slices)
+    captured = any("Secondary Capture" in UID(one.text("SOPClassUID")).name for one in slices)
     voxel, is_volume = math.nan, len(unique) > 1 and not captured
     try:
         if unique:
@@ -131,8 +120,8 @@ def _describe(uid: str, slices: list[DicomSlice]) -> DicomSeries:
             notes, voxel = notes + more, abs(float(np.linalg.det(affine[:3, :3])))
     except ValueError as error:
         problem = str(error)
-    x, y = (int(sum(numbers_of(slices[0].header, keyword, 1))) for keyword in ("Columns", "Rows"))
-    modality = text_of(slices[0], "Modality") if re.fullmatch("[A-Z]{2,16}", text_of(slices[0], "Modality")) else "OT"
+    x, y = (int(sum(slices[0].numbers(keyword, 1))) for keyword in ("Columns", "Rows"))
+    modality = slices[0].text("Modality") if re.fullmatch("[A-Z]{2,16}", slices[0].text("Modality")) else "OT"
     return DicomSeries(
         name, tuple(one.path for one in slices), (x, y, len(slices)), modality, notes, problem, voxel, is_volume
     )
@@ -145,23 +134,23 @@ def _stack(name: str, slices: list[DicomSlice]) -> tuple[list[DicomSlice], np.nd
     if len(slices) < 2:
         raise ValueError(f"{name}: it holds 1 slice, a volume needs 2 or more: copy the whole series")
     _check_alike(name, slices)
-    turn = np.reshape(numbers_of(slices[0].header, "ImageOrientationPatient", 6), (2, 3))
+    turn = np.reshape(slices[0].numbers("ImageOrientationPatient", 6), (2, 3))
     if np.abs(turn @ turn.T - np.eye(2)).max() > MAX_TURN:
         said = f"not two unit vectors at right angles (within {MAX_TURN})"
         raise ValueError(f"{name}: ImageOrientationPatient {turn.tolist()} is {said}: export the series again")
-    normal, positions = np.cross(*turn), np.array([numbers_of(one.header, "ImagePositionPatient", 3) for one in slices])
+    normal, positions = np.cross(*turn), np.array([one.numbers("ImagePositionPatient", 3) for one in slices])
     order = np.argsort(positions @ normal, kind="stable")
     slices, positions = [slices[index] for index in order], positions[order]
     _check_regular(name, slices, positions, positions @ normal)
     step = (positions[-1] - positions[0]) / (len(slices) - 1)
-    between_rows, between_columns = numbers_of(slices[0].header, "PixelSpacing", 2)
+    between_rows, between_columns = slices[0].numbers("PixelSpacing", 2)
     affine = np.eye(4)
     affine[:3] = np.column_stack((turn[0] * between_columns, turn[1] * between_rows, step, positions[0]))
     notes, distance = [], float(step @ normal)
     tilt = math.degrees(math.atan2(float(np.linalg.norm(step - distance * normal)), distance))
     if tilt > MIN_TILT:
         notes.append(f"gantry tilt of {tilt:.1f} degrees: the affine is sheared")
-    thickness = sum(numbers_of(slices[0].header, "SliceThickness", 1))
+    thickness = sum(slices[0].numbers("SliceThickness", 1))
     if thickness and abs(thickness - distance) > MIN_STEP:
         notes.append(f"SliceThickness {thickness:g} mm but slices lie {distance:g} mm apart: the distance counts")
     return slices, np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine, tuple(notes)  # DICOM's LPS to RAS
@@ -169,33 +158,30 @@ def _stack(name: str, slices: list[DicomSlice]) -> tuple[list[DicomSlice], np.nd
 
 def _check_image(name: str, one: DicomSlice) -> None:
     """Refuse what is not one grey image with a place in space, values that are known, and a codec that is."""
-    frames = sum(numbers_of(one.header, "NumberOfFrames", 1))
-    if "Enhanced" in UID(text_of(one, "SOPClassUID")).name or frames > 1:
+    frames = sum(one.numbers("NumberOfFrames", 1))
+    if "Enhanced" in UID(one.text("SOPClassUID")).name or frames > 1:
         raise ValueError(f"{name} is an enhanced multi-frame image ({frames:.0f} frames): export single-frame slices")
-    if not (text_of(one, "PhotometricInterpretation") or "MONOCHROME").startswith("MONOCHROME"):
+    if not (one.text("PhotometricInterpretation") or "MONOCHROME").startswith("MONOCHROME"):
         raise ValueError(f"{name} is a colour image: choose a series of grey images")
-    missing = [keyword for keyword, count in GEOMETRY.items() if not numbers_of(one.header, keyword, count)]
+    missing = [keyword for keyword, count in GEOMETRY.items() if not one.numbers(keyword, count)]
     if missing:
         raise ValueError(f"{name} lacks {', '.join(missing)} as numbers: truncated, or no slice; export it again")
-    sizes = {keyword: numbers_of(one.header, keyword, count) for keyword, count in SIZES.items()}
+    sizes = {keyword: one.numbers(keyword, count) for keyword, count in SIZES.items()}
     if min(map(min, sizes.values())) <= 0:
         raise ValueError(f"{name} has {sizes}, each must be above 0: export it again")
     if not any(_scale(one)[:1]):
         raise ValueError(f"{name} lacks a usable RescaleSlope and RescaleIntercept: export it again")
-    said = "unknown"
-    with suppress(*BROKEN):
-        syntax = one.header.file_meta.TransferSyntaxUID
+    syntax = UID(ask_pydicom(lambda: str(one.header.file_meta.TransferSyntaxUID), ""))
+    if not ask_pydicom(lambda: get_decoder(syntax).is_available, False):
         said = "unknown" if syntax.name == syntax else syntax.name
-        if get_decoder(syntax).is_available:
-            return
-    raise ValueError(f"{name} has transfer syntax {said}, which cannot be decoded: export it uncompressed")
+        raise ValueError(f"{name} has transfer syntax {said}, which cannot be decoded: export it uncompressed")
 
 
 def _check_alike(name: str, slices: Sequence[DicomSlice]) -> None:
     """Refuse slices of another size, spacing or direction than the first."""
     for one in slices[1:]:
         for keyword in ("Rows", "Columns", "PixelSpacing", "ImageOrientationPatient"):
-            due, found = (np.array(numbers_of(each.header, keyword, GEOMETRY[keyword])) for each in (slices[0], one))
+            due, found = (np.array(each.numbers(keyword, GEOMETRY[keyword])) for each in (slices[0], one))
             if np.abs(due - found).max() > MAX_TURN:
                 said = f"{slices[0].name} has {keyword} {due.tolist()}, {one.name} has {found.tolist()}"
                 raise ValueError(f"{name} mixes stacks: {said} (at most {MAX_TURN} apart); export each by itself")
@@ -224,25 +210,29 @@ def _check_regular(name: str, slices: Sequence[DicomSlice], positions: np.ndarra
 def _scale(one: DicomSlice) -> tuple[float, ...]:
     """Return RescaleSlope and RescaleIntercept; 1 and 0 where a modality may go without, () where they are unusable."""
     tags = ("RescaleSlope", "RescaleIntercept", "ModalityLUTSequence")
-    if text_of(one, "Modality") not in SCALED and not any(keyword in one.header for keyword in tags):
+    if one.text("Modality") not in SCALED and not any(keyword in one.header for keyword in tags):
         return 1.0, 0.0
-    found = tuple(number for keyword in tags[:2] for number in numbers_of(one.header, keyword, 1))
+    found = tuple(number for keyword in tags[:2] for number in one.numbers(keyword, 1))
     return found if len(found) == 2 and tags[2] not in one.header else ()
 
 
 def _decode(name: str, one: DicomSlice) -> np.ndarray:
     """Return the stored values of a slice, [Y, X], any integer type."""
-    due = tuple(int(numbers_of(one.header, keyword, 1)[0]) for keyword in ("Rows", "Columns"))
-    pixels = np.empty(0)
-    with suppress(*BROKEN):
-        image: Any = pydicom.dcmread(io.BytesIO(one.path.read_bytes()))
-        if image.file_meta.TransferSyntaxUID in (JPEG2000, JPEG2000Lossless):  # GDCM would hold Python's lock
-            pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
-        if pixels.shape != due or (pixels.dtype.kind == "i") != bool(image.PixelRepresentation):
-            pixels = image.pixel_array
-    if pixels.shape != due:
+    due = tuple(int(one.numbers(keyword, 1)[0]) for keyword in ("Rows", "Columns"))
+    pixels = ask_pydicom(lambda: _pixels(one.path, due), None)
+    if pixels is None or pixels.shape != due:
         raise ValueError(f"{name}: the pixel data of {one.name} are missing, truncated or damaged: copy it again")
     return pixels
+
+
+def _pixels(path: Path, due: tuple[int, ...]) -> np.ndarray:
+    """Return what the decoders make of a file."""
+    image: Any = pydicom.dcmread(io.BytesIO(path.read_bytes()))
+    if image.file_meta.TransferSyntaxUID in (JPEG2000, JPEG2000Lossless):  # GDCM would hold Python's lock
+        pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
+        if pixels.shape == due and (pixels.dtype.kind == "i") == bool(image.PixelRepresentation):
+            return pixels
+    return np.asarray(image.pixel_array)
 
 
 def _rescaled(frames: Sequence[np.ndarray], scales: Sequence[tuple[float, ...]]) -> np.ndarray:

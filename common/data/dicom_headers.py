@@ -6,11 +6,11 @@ import os
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pydicom
 from pydicom.errors import BytesLengthException, InvalidDicomError
@@ -22,11 +22,12 @@ TAGS = (
     "NumberOfFrames", "PhotometricInterpretation", "SliceThickness", "RescaleSlope", "RescaleIntercept",
     "ModalityLUTSequence",
 )  # fmt: skip
-# What pydicom and the decoders raise on damaged files; their messages may quote values or paths.
+# What pydicom and its decoders raise on damaged files; caught where they are called, and nowhere else.
 BROKEN = (
     OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error,
     zlib.error, BytesLengthException, InvalidDicomError,
 )  # fmt: skip
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,20 @@ class DicomSlice:
 
     path: Path
     header: Any
-    name: str
+    name: str = "a slice without InstanceNumber"
+
+    def numbers(self, keyword: str, count: int) -> tuple[float, ...]:
+        """Return the numbers of a tag; () where it is missing, or does not hold so many finite numbers."""
+        value: Any = ask_pydicom(lambda: self.header.get(keyword), None)
+        try:
+            numbers = tuple(map(float, value if count > 1 else [value]))
+        except (TypeError, ValueError):
+            return ()
+        return numbers if len(numbers) == count and all(map(math.isfinite, numbers)) else ()
+
+    def text(self, keyword: str) -> str:
+        """Return a tag as text; "" where it is missing or cannot be read."""
+        return ask_pydicom(lambda: str(self.header.get(keyword) or ""), "")
 
 
 def quiet_dicom() -> None:
@@ -66,28 +80,20 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 def read_slice(path: Path) -> DicomSlice | None:
     """Return what a header says, nothing where it is damaged; None for a file that is no DICOM."""
-    header: Any = pydicom.Dataset()
-    with suppress(*BROKEN), path.open("rb") as stream:
+    header: Any = None
+    with suppress(OSError), path.open("rb") as stream:
         if stream.read(132)[128:] != b"DICM":
             return None
         stream.seek(0)
-        header = pydicom.dcmread(stream, stop_before_pixels=True, specific_tags=list(TAGS))
-    number = numbers_of(header, "InstanceNumber", 1)
-    return DicomSlice(path, header, f"slice {number[0]:.0f}" if number else "a slice without InstanceNumber")
+        header = ask_pydicom(lambda: pydicom.dcmread(stream, stop_before_pixels=True, specific_tags=list(TAGS)), None)
+    one = DicomSlice(path, pydicom.Dataset() if header is None else header)
+    number = one.numbers("InstanceNumber", 1)
+    return one if not number else replace(one, name=f"slice {number[0]:.0f}")
 
 
-def numbers_of(header: Any, keyword: str, count: int) -> tuple[float, ...]:  # noqa: ANN401 - a dataset of pydicom
-    """Return the numbers of a tag; () where it is missing, or does not hold so many finite numbers."""
-    with suppress(*BROKEN):
-        value = header.get(keyword)
-        numbers = tuple(float(each) for each in (value if count > 1 else [value]))
-        if len(numbers) == count and all(map(math.isfinite, numbers)):
-            return numbers
-    return ()
-
-
-def text_of(one: DicomSlice, keyword: str) -> str:
-    """Return a tag as text; "" where it is missing or cannot be read."""
-    with suppress(*BROKEN):
-        return str(one.header.get(keyword) or "")
-    return ""
+def ask_pydicom(question: Callable[[], T], otherwise: T) -> T:
+    """Return what pydicom answers, or something else where a damaged file makes it raise."""
+    try:
+        return question()
+    except BROKEN:
+        return otherwise

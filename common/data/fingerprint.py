@@ -4,28 +4,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
 import torch
 
-from common.data.cases import Case, Dataset
-from common.data.geometry import box_above
-from common.data.parallel import map_in_threads
+from common.data.dataset import Case, Dataset
+from common.data.geometry import Shape, Spacing, box_above
 from common.data.preparation import Preparation
-from common.data.sources import SourceDigests, read_kept
+from common.data.store import SourceDigests, read_kept
+from common.data.threads import map_in_threads
 from common.data.volumes import check_same_grid, read_header, read_volume
-from common.files import write_json
+from common.files import from_json, write_json
 
-# The MONAI fast-training tutorial's own figures (acceleration/fast_training_tutorial.ipynb), by the name that the
-# dataset gives itself: MSD Task09 is a "Spleen". They spare reading its voxels.
-KNOWN_CT = {"Spleen": Preparation(spacing=(1.5, 1.5, 2.0), normalisation="window", window=(-57.0, 164.0))}
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
 VOXELS_PER_CASE = 10_000
 _FINGERPRINT_VERSION = 3
 
-Triple = tuple[float, float, float]
+Window = tuple[float, float]  # lower and upper HU
+_Grid = tuple[np.ndarray, np.ndarray, np.ndarray]  # [3] each, along R, A, S: spacing in mm, shape and extent in voxels
 
 
 @dataclass(frozen=True)
@@ -56,29 +53,11 @@ class Fingerprint:
 
     modality: tuple[str, ...]
     cases: int
-    spacing: Triple
-    shape: tuple[int, int, int]
-    extent: tuple[int, int, int]
+    spacing: Spacing
+    shape: Shape
+    extent: Shape
     intensity: tuple[Intensity, ...] | None
     label_fractions: tuple[float, ...] | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON has them."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Fingerprint":
-        """Return what `to_json` was made from."""
-        intensity, fractions = content["intensity"], content["label_fractions"]
-        return cls(
-            modality=tuple(content["modality"]),
-            cases=content["cases"],
-            spacing=tuple(content["spacing"]),
-            shape=tuple(content["shape"]),
-            extent=tuple(content["extent"]),
-            intensity=intensity and tuple(Intensity(**channel) for channel in intensity),
-            label_fractions=fractions and tuple(fractions),
-        )
 
 
 def fingerprint(
@@ -86,25 +65,27 @@ def fingerprint(
     dataset: Dataset,
     store: Path | None = None,
     *,
+    known: Preparation | None = None,
     workers: int | None = None,
     progress: bool = True,
 ) -> Fingerprint:
     """Measure the training cases: spacing, shape, foreground intensity, share of each label.
 
-    Image and label must share a grid, and labels be of the dataset's list. For a dataset whose preparation is known
-    (`KNOWN_CT`) only headers are read; the rest is then checked when the cases are prepared.
+    Image and label must share a grid, and labels be of the dataset's list. Where the preparation is known only headers
+    are read; the rest is then checked when the cases are prepared.
 
     Args:
         cases: the training cases, with labels; validation cases stay unseen.
         dataset: gives modality and labels.
         store: a folder that keeps the figures; they are measured again when a file or a list has changed.
+        known: the published preparation of this dataset, where there is one.
         workers: cases in work at the same time; by default one per core that this process may use.
         progress: show a progress bar.
 
     Raises:
         ValueError: a file is damaged, image and label differ in geometry, a label is not listed, nothing is labelled.
     """
-    if known_preparation(dataset) is not None:
+    if known is not None:
         grids = map_in_threads(lambda case: _ras_grid(*read_header(case.image)), cases, "headers", workers, progress)
         return _summary(dataset, [(spacing, shape, shape) for spacing, shape in grids], None, None)
     if store is None:
@@ -120,117 +101,88 @@ def fingerprint(
     path = store / "fingerprint.json"
     kept = read_kept(path)
     if kept.get("key") == key:
-        return Fingerprint.from_json(kept["fingerprint"])
+        return from_json(Fingerprint, kept["fingerprint"])
     measured = _measure(cases, dataset, workers, progress)
     digests.save()
-    write_json(path, {"key": key, "fingerprint": measured.to_json()}, flush=False)
+    write_json(path, {"key": key, "fingerprint": asdict(measured)}, flush=False)
     return measured
 
 
-def known_preparation(dataset: Dataset) -> Preparation | None:
-    """Return the published preparation of a dataset that is known by name and modality, else None."""
-    return KNOWN_CT.get(dataset.name) if _is_ct(dataset) else None
-
-
 def plan_preparation(
-    dataset: Dataset, figures: Fingerprint, spacing: Triple | None = None, window: tuple[float, float] | None = None
-) -> Preparation:
-    """Choose how cases are prepared: from the known figures of the dataset, else from its fingerprint.
+    dataset: Dataset,
+    figures: Fingerprint,
+    spacing: Spacing | None = None,
+    window: Window | None = None,
+    known: Preparation | None = None,
+) -> tuple[Preparation, tuple[str, str]]:
+    """Choose how cases are prepared: as asked, as is known for the dataset, or from its fingerprint.
 
     Args:
         dataset: its modality decides the normalisation: a window for CT, z-scores for everything else.
         figures: what `fingerprint` returned.
         spacing: wanted instead of the choice, mm, axes R, A, S.
         window: wanted instead of the choice, HU, CT only.
+        known: the published preparation of this dataset, where there is one; it beats the fingerprint.
+
+    Returns:
+        The preparation, and a line each on its spacing and its normalisation, with the reason.
 
     Raises:
         ValueError: a wanted value makes no sense, or none can be chosen.
     """
-    chosen_window, _ = _choose_window(dataset, figures, window)
-    return Preparation(
-        spacing=_choose_spacing(dataset, figures, spacing)[0],
-        normalisation="zscore" if chosen_window is None else "window",
-        window=chosen_window,
-        channels=len(dataset.modality),
-    )
+    source = "as asked"
+    if spacing is None and known is not None:
+        spacing, source = known.spacing, f"known for {dataset.name}"
+    elif spacing is None:
+        right, anterior, superior = (round(size, 2) for size in figures.spacing)
+        spacing, source = (right, anterior, superior), f"the median of {figures.cases} training cases"
+    chosen, line = _window(dataset, figures, window, known)
+    lines = f"spacing ({', '.join(f'{size:g}' for size in spacing)}) mm: {source}", line
+    return Preparation(spacing, "window" if chosen else "zscore", chosen, len(dataset.modality)), lines
 
 
-def explain_preparation(
-    dataset: Dataset, figures: Fingerprint, spacing: Triple | None = None, window: tuple[float, float] | None = None
-) -> tuple[str, ...]:
-    """Say in one line each what `plan_preparation` chooses for the same arguments, and why."""
-    return _choose_spacing(dataset, figures, spacing)[1], _choose_window(dataset, figures, window)[1]
-
-
-def _choose_spacing(dataset: Dataset, figures: Fingerprint, wanted: Triple | None) -> tuple[Triple, str]:
-    known = known_preparation(dataset)
-    if wanted is not None:
-        spacing, why = wanted, "as asked"
-    elif known is not None:
-        spacing, why = known.spacing, f"the MONAI fast-training recipe's for {dataset.name}"
-    else:
-        right, anterior, superior = figures.spacing
-        spacing = (round(right, 2), round(anterior, 2), round(superior, 2))
-        why = f"the median of {figures.cases} training cases"
-    return spacing, f"spacing ({', '.join(f'{size:g}' for size in spacing)}) mm: {why}"
-
-
-def _choose_window(
-    dataset: Dataset, figures: Fingerprint, wanted: tuple[float, float] | None
-) -> tuple[tuple[float, float] | None, str]:
-    known = known_preparation(dataset)
-    modality = ", ".join(dataset.modality)
-    if not _is_ct(dataset):
-        if wanted is not None:
-            raise ValueError(f"window {wanted}: only CT has one, and the modality is {modality}; leave it out")
-        return None, f"z-score per channel over the voxels that are not 0: the modality is {modality}, not CT"
-    if wanted is not None:
-        (low, high), why = wanted, "as asked"
-    elif known is not None and known.window is not None:
-        (low, high), why = known.window, f"the MONAI fast-training recipe's for {dataset.name}"
-    else:
-        assert figures.intensity is not None, "only headers were read"
-        low = float(round(min(channel.percentile_0_5 for channel in figures.intensity)))
-        high = float(round(max(channel.percentile_99_5 for channel in figures.intensity)))
-        why = f"0.5 and 99.5 percentiles of the foreground of {figures.cases} training cases"
-    text = f"window ({low:g}, {high:g}) HU"
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"{text}: the lower bound must lie below the upper one ({why})")
-    return (low, high), f"{text}: {why}"
-
-
-def _is_ct(dataset: Dataset) -> bool:
+def is_ct(dataset: Dataset) -> bool:
+    """Return whether every channel of a dataset is CT."""
     return all(channel.strip().upper() == "CT" for channel in dataset.modality)
 
 
-@dataclass(frozen=True)
-class _CaseFigures:
-    spacing: np.ndarray  # [3] mm, R, A, S
-    shape: np.ndarray  # [3] voxels, R, A, S
-    extent: np.ndarray  # [3] voxels, R, A, S
-    label_counts: np.ndarray  # [K] voxels of each label number
-    samples: np.ndarray  # [N, C] intensities of at most VOXELS_PER_CASE foreground voxels
+def _window(
+    dataset: Dataset, figures: Fingerprint, window: Window | None, known: Preparation | None
+) -> tuple[Window | None, str]:
+    modality, source = ", ".join(dataset.modality), "as asked"
+    if not is_ct(dataset):
+        if window is not None:
+            raise ValueError(f"window {window}: only CT has one, and the modality is {modality}; leave it out")
+        return None, f"z-score per channel over the voxels that are not 0: the modality is {modality}, not CT"
+    if window is None and known is not None:
+        window, source = known.window, f"known for {dataset.name}"
+    if window is None:
+        assert figures.intensity is not None, "only headers were read"
+        low = float(round(min(channel.percentile_0_5 for channel in figures.intensity)))
+        high = float(round(max(channel.percentile_99_5 for channel in figures.intensity)))
+        window = low, high
+        source = f"0.5 and 99.5 percentiles of the foreground of {figures.cases} training cases"
+    text = f"window ({window[0]:g}, {window[1]:g}) HU"
+    if not (all(map(math.isfinite, window)) and window[0] < window[1]):
+        raise ValueError(f"{text}: the lower bound must lie below the upper one ({source})")
+    return window, f"{text}: {source}"
 
 
 def _measure(cases: Sequence[Case], dataset: Dataset, workers: int | None, progress: bool) -> Fingerprint:
     measured = map_in_threads(lambda case: _case_figures(case, dataset), cases, "fingerprint", workers, progress)
-    samples = np.concatenate([case.samples for case in measured])
+    grids, counts_each, samples_each = zip(*measured, strict=True)
+    samples, counts = np.concatenate(samples_each), np.sum(counts_each, axis=0)
     if not len(samples):
         raise ValueError(f"{dataset.folder}: no voxel of {len(cases)} training cases has a label above 0")
-    counts = np.sum([case.label_counts for case in measured], axis=0)
     low, high = np.percentile(samples, [0.5, 99.5], axis=0)
-    intensity = zip(low.tolist(), high.tolist(), samples.mean(0).tolist(), samples.std(0).tolist(), strict=True)
-    return _summary(
-        dataset,
-        [(case.spacing, case.shape, case.extent) for case in measured],
-        tuple(Intensity(*channel) for channel in intensity),
-        tuple((counts / counts.sum()).tolist()),
-    )
+    channels = zip(low.tolist(), high.tolist(), samples.mean(0).tolist(), samples.std(0).tolist(), strict=True)
+    intensity = tuple(Intensity(*channel) for channel in channels)
+    return _summary(dataset, grids, intensity, tuple((counts / counts.sum()).tolist()))
 
 
 def _summary(
     dataset: Dataset,
-    grids: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    grids: Sequence[_Grid],
     intensity: tuple[Intensity, ...] | None,
     label_fractions: tuple[float, ...] | None,
 ) -> Fingerprint:
@@ -246,10 +198,11 @@ def _summary(
     )
 
 
-def _case_figures(case: Case, dataset: Dataset) -> _CaseFigures:
+def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, np.ndarray]:
+    """Return a case's grid, its voxels per label number [K], and intensities [N, C] of some foreground voxels."""
     assert case.label is not None, "training cases have labels"
     # Intensities choose the window of CT alone; of others the box around the first channel is enough.
-    image = read_volume(case.image, len(dataset.modality), first_only=not _is_ct(dataset))
+    image = read_volume(case.image, len(dataset.modality), first_only=not is_ct(dataset))
     label = read_volume(case.label)
     check_same_grid(image, label)
     # Voxels in the order of the file, so that flattening copies nothing.
@@ -265,13 +218,9 @@ def _case_figures(case: Case, dataset: Dataset) -> _CaseFigures:
     chosen = places[np.linspace(0, len(places) - 1, min(len(places), VOXELS_PER_CASE)).astype(int)]
     spacing, shape = _ras_grid(image.voxels.shape, image.affine)
     _, extent = _ras_grid(_extent(image.voxels), image.affine)
-    return _CaseFigures(
-        spacing,
-        shape,
-        extent,
-        np.array([label_counts.get(number, 0) for number in range(len(dataset.labels))]),
-        image.voxels.reshape(numbers.size, -1, order="F")[chosen].astype(np.float64),
-    )
+    samples = image.voxels.reshape(numbers.size, -1, order="F")[chosen].astype(np.float64)
+    per_label = np.array([label_counts.get(number, 0) for number in range(len(dataset.labels))])
+    return (spacing, shape, extent), per_label, samples
 
 
 def _extent(voxels: np.ndarray) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ ties of nearest-neighbour sampling fall on the same side.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from monai.data.utils import AFFINE_TOL, affine_to_spacing, compute_shape_offset, zoom_affine
 from monai.networks.utils import to_norm_affine
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, int, int]  # X, Y, Z in voxels
+Spacing = tuple[float, float, float]  # mm along R, A, S
 Box = tuple[tuple[int, int], ...]  # per axis: first voxel, one past the last
 MAX_SKEW = 1e-3  # voxels: what shear may displace anywhere before a volume no longer counts as separable
 
@@ -37,7 +38,7 @@ class WorkingGrid:
 
     native_shape: Shape
     native_affine: tuple[tuple[float, ...], ...]
-    spacing: tuple[float, float, float]
+    spacing: Spacing
     shape: Shape
     crop_start: Shape
     crop_shape: Shape
@@ -45,18 +46,6 @@ class WorkingGrid:
     def cropped(self, start: Sequence[int], shape: Sequence[int]) -> "WorkingGrid":
         """Return the same grid with another crop."""
         return replace(self, crop_start=_triple(start), crop_shape=_triple(shape))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain numbers and lists; `from_json` gives the same grid back, bit for bit."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "WorkingGrid":
-        """Return the grid that `to_json` described."""
-        affine = tuple(tuple(float(value) for value in row) for row in content["native_affine"])
-        spacing = tuple(float(value) for value in content["spacing"])
-        shapes = {key: _triple(content[key]) for key in ("native_shape", "shape", "crop_start", "crop_shape")}
-        return cls(native_affine=affine, spacing=(spacing[0], spacing[1], spacing[2]), **shapes)
 
     @cached_property
     def file_axes(self) -> Shape:

@@ -1,23 +1,70 @@
 """Batches from MONAI's own datasets and loaders, for the recipes `baseline` and `guide`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from monai.data import CacheDataset, DataLoader, Dataset
+from monai.data import CacheDataset, DataLoader, Dataset, ThreadBuffer, ThreadDataLoader
 from monai.data.utils import set_rnd
 from monai.transforms import Compose
 
 from common.data.batches import Batch
-from common.data.cases import Case
-from common.data.prefetch import ForwardingThreadDataLoader
+from common.data.dataset import Case
 
 MonaiSource = Literal["uncached", "cached"]
 Transforms = Sequence[Callable[[Any], Any]]
 
 
+@dataclass(frozen=True)
 class MonaiBatches:
-    """Batches of MONAI's random crops; equal for the same (seed, epoch), so a run resumes at the start of an epoch.
+    """Batches of a MONAI loader; equal for the same (seed, epoch), so a run resumes at the start of an epoch.
+
+    Args:
+        loader: MONAI's, with a `torch.Generator` of its own.
+        to_batch: from what the loader yields to a batch on the device.
+        seed: of the order and of MONAI's random transforms; must differ between ranks.
+    """
+
+    loader: Any
+    to_batch: Callable[[Any], Batch]
+    seed: int
+    resumes_within_epoch = False
+
+    @property
+    def dataset(self) -> Any:  # noqa: ANN401 - MONAI's
+        """MONAI's dataset."""
+        return self.loader.dataset
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in each epoch; the last one may be smaller."""
+        return len(self.loader)
+
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+        """Yield the batches of one epoch; `first_step` is 0, or the end where nothing is left to yield."""
+        if first_step == self.steps_per_epoch:
+            return
+        assert first_step == 0, "this source resumes at the start of an epoch only"
+        seed = self.seed * 1_000_003 + number
+        self.loader.generator.manual_seed(seed)
+        set_rnd(self.loader.dataset, seed)
+        for items in self.loader:
+            yield self.to_batch(items)
+
+
+def monai_crops(
+    cases: Sequence[Case],
+    transforms: Transforms,
+    source: MonaiSource,
+    *,
+    crops_per_case: int,
+    batch_size: int,
+    workers: int | None,
+    seed: int,
+    device: torch.device,
+) -> MonaiBatches:
+    """Return batches of MONAI's random crops, image [B, C, X, Y, Z] float32 and label [B, 1, X, Y, Z] uint8.
 
     Args:
         cases: labelled training cases of this rank; each rank must have as many.
@@ -27,76 +74,31 @@ class MonaiBatches:
         crops_per_case: crops that MONAI takes of a case at once.
         batch_size: crops in one step of this rank.
         workers: loader processes, or threads that fill the cache; None takes MONAI's default.
-        seed: of the order and of MONAI's random transforms; must differ between ranks.
+        seed: see `MonaiBatches`.
         device: where batches go.
 
     Raises:
         ValueError: the batch is no multiple of the crops per case, which MONAI's loader takes together.
     """
-
-    resumes_within_epoch = False
-
-    def __init__(
-        self,
-        cases: Sequence[Case],
-        transforms: Transforms,
-        source: MonaiSource,
-        *,
-        crops_per_case: int,
-        batch_size: int,
-        workers: int | None,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        """Make the dataset and the loader."""
-        self._cases_per_step, left = divmod(batch_size, crops_per_case)
-        if left or not self._cases_per_step:
-            raise ValueError(
-                f"batch_size {batch_size}: must be a multiple of crops_per_case ({crops_per_case}) with the source "
-                f"{source}"
-            )
-        self._device, self._seed, self._cases = device, seed, len(cases)
-        self._loader = self._make_loader(monai_items(cases), Compose(list(transforms)), source, workers)
-
-    @property
-    def dataset(self) -> Any:  # noqa: ANN401 - MONAI's
-        """MONAI's dataset."""
-        return self._loader.dataset
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches in each epoch; the last one may be smaller."""
-        return -(-self._cases // self._cases_per_step)
-
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield the batches of one epoch; `first_step` is 0, or the end where nothing is left to yield."""
-        if first_step == self.steps_per_epoch:
-            return
-        assert first_step == 0, "this source resumes at the start of an epoch only"
-        seed = self._seed * 1_000_003 + number
-        self._loader.generator.manual_seed(seed)
-        set_rnd(self._loader.dataset, seed)
-        for items in self._loader:
-            image = items["image"].to(self._device, torch.float32, non_blocking=True)
-            label = items["label"].to(self._device, torch.uint8, non_blocking=True)
-            yield Batch(plain(image), plain(label), tuple(items["name"]))
-
-    def _make_loader(
-        self, items: list[dict[str, str]], chain: Compose, source: MonaiSource, workers: int | None
-    ) -> Any:  # noqa: ANN401
-        generator = torch.Generator()
-        if source == "cached":
-            dataset = CacheDataset(items, chain, cache_rate=1.0, num_workers=workers, copy_cache=False)
-            return ForwardingThreadDataLoader(
-                dataset, num_workers=0, batch_size=self._cases_per_step, shuffle=True, generator=generator
-            )
-        return DataLoader(
-            Dataset(items, chain),
-            num_workers=workers or 0,
-            batch_size=self._cases_per_step,
-            shuffle=True,
-            generator=generator,
+    cases_per_step, left = divmod(batch_size, crops_per_case)
+    if left or not cases_per_step:
+        raise ValueError(
+            f"batch_size {batch_size}: must be a multiple of crops.per_case ({crops_per_case}) (MONAI, {source})"
         )
+    items, chain = monai_items(cases), Compose(list(transforms))
+    given = {"batch_size": cases_per_step, "shuffle": True, "generator": torch.Generator()}
+    if source == "cached":
+        cache = CacheDataset(items, chain, cache_rate=1.0, num_workers=workers, copy_cache=False)
+        loader = ForwardingThreadDataLoader(cache, num_workers=0, **given)
+    else:
+        loader = DataLoader(Dataset(items, chain), num_workers=workers or 0, **given)
+
+    def to_batch(items: dict[str, Any]) -> Batch:
+        image = items["image"].to(device, torch.float32, non_blocking=True)
+        label = items["label"].to(device, torch.uint8, non_blocking=True)
+        return Batch(plain(image), plain(label), tuple(items["name"]))
+
+    return MonaiBatches(loader, to_batch, seed)
 
 
 def monai_items(cases: Sequence[Case]) -> list[dict[str, str]]:
@@ -108,3 +110,27 @@ def plain(tensor: Any) -> torch.Tensor:  # noqa: ANN401 - a MetaTensor or a Tens
     """Return a tensor without MONAI's metadata."""
     bare: torch.Tensor = tensor.as_tensor() if hasattr(tensor, "as_tensor") else tensor
     return bare
+
+
+class ForwardingThreadDataLoader(ThreadDataLoader):  # type: ignore[misc]
+    """A `monai.data.ThreadDataLoader` whose producer thread does not lose what goes wrong in it.
+
+    MONAI's own ends the epoch early and normally when a sample fails; this one raises the sample's error, with the
+    producer's traceback, in the loop that reads.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches; raise what the producer thread raised."""
+        source = super(ThreadDataLoader, self).__iter__()
+        for item, error in ThreadBuffer(_with_errors(source), self.buffer_size, self.buffer_timeout):
+            if error is not None:
+                raise error
+            yield item
+
+
+def _with_errors(source: Iterable[Any]) -> Iterator[tuple[Any, Exception | None]]:
+    """Yield each item with None; at the end, what went wrong with None in the place of an item."""
+    try:
+        yield from ((item, None) for item in source)
+    except Exception as error:  # it crosses to the reading thread, whatever it is; a reader that stops is none
+        yield None, error

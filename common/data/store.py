@@ -1,4 +1,8 @@
-"""Prepared cases on disk: made once, checked and memory-mapped on every later start."""
+"""Prepared cases on disk: made once, checked and memory-mapped on every later start.
+
+An entry is a safetensors file with a checksum over all that matters, and with a key: the content of its source files,
+the preparation, the version of the code and the allowed labels.
+"""
 
 import errno
 import hashlib
@@ -6,50 +10,53 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
+from isal import isal_zlib
+from safetensors import SafetensorError, safe_open
 
-from common.data.cases import Case
-from common.data.entries import UnusableEntryError, read_entry, write_entry
-from common.data.geometry import working_grid
-from common.data.parallel import map_in_threads
+from common.data.dataset import Case
+from common.data.geometry import WorkingGrid, working_grid
 from common.data.preparation import PREPARATION_VERSION, Preparation, PreparedCase, prepare_case
-from common.data.sources import SourceDigests
+from common.data.threads import map_in_threads
 from common.data.volumes import read_header
-from common.files import locked
+from common.files import atomic_path, from_json, locked, sha256_of, write_json
 
 _log = logging.getLogger(__name__)
-_CPU = torch.device("cpu")
 _GIB = 2**30
+_ALIGNMENT = 64
+_DTYPES = {"image": (torch.float16, "F16"), "label": (torch.uint8, "U8")}
+
+
+class UnusableEntryError(ValueError):
+    """An entry that is damaged, or was made from other sources or with other parameters; the message says which."""
 
 
 def prepared_cases(
     cases: Sequence[Case],
     preparation: Preparation,
-    classes: int | tuple[int, ...],
+    allowed: Collection[int],
     folder: Path,
     *,
-    device: torch.device = _CPU,
     workers: int | None = None,
     progress: bool = True,
 ) -> list[PreparedCase]:
     """Return the cases prepared, from the folder where they lie there and are sound, else prepared now and kept there.
 
-    An entry stands for the content of its source files, one preparation, one code version and one number of classes; a
-    stale or damaged one is made anew, which is logged. Processes may share the folder: each entry is made by one of
+    A stale or damaged entry is made anew, which is logged. Processes may share the folder: each entry is made by one of
     them and replaced whole. A folder keeps one entry per case name, so datasets, and preparations that are in use at
     the same time, had better have folders of their own.
 
     Args:
         cases: what to prepare; labels, where there are any, travel with the images.
         preparation: spacing, normalisation, window.
-        classes: labels must lie in range(classes), or be among those given.
+        allowed: the label numbers that label maps may hold.
         folder: made if needed; holds NAME.safetensors for each case.
-        device: where volumes are resampled; the result lies in CPU memory in any case.
         workers: cases in work at the same time; by default one per core that this process may use.
         progress: show progress bars.
 
@@ -60,93 +67,19 @@ def prepared_cases(
         OSError: the folder cannot be written, or has no room; the entries already there are kept.
         ValueError: a source file is damaged or does not fit its label (see `prepare_case`).
     """
-    digests = SourceDigests(folder)
-
-    def check(case: Case) -> PreparedCase | None:
-        return _sound_entry(case, _key(case, preparation, classes, digests), folder)
-
-    def make(case: Case) -> PreparedCase:
-        return _made_entry(case, _key(case, preparation, classes, digests), preparation, classes, folder, device)
-
+    store = _Store(preparation, allowed, folder)
+    wanted = list(dict.fromkeys(cases))
     try:
-        present = [case for case in dict.fromkeys(cases) if _entry_path(case, folder).exists()]
-        checked = map_in_threads(check, present, "checking prepared cases", workers, progress)
-        entries = {case: entry for case, entry in zip(present, checked, strict=True) if entry is not None}
-        missing = [case for case in dict.fromkeys(cases) if case not in entries]
-        _check_space(missing, preparation, folder)
-        made = map_in_threads(make, missing, "preparing cases", workers, progress)
+        present = [case for case in wanted if store.path(case).exists()]
+        found = map_in_threads(store.find, present, "checking prepared cases", workers, progress)
+        entries = {case: entry for case, entry in zip(present, found, strict=True) if entry is not None}
+        missing = [case for case in wanted if case not in entries]
+        store.check_space(missing)
+        made = map_in_threads(store.make, missing, "preparing cases", workers, progress)
     finally:
-        digests.save()
+        store.digests.save()
     entries |= zip(missing, made, strict=True)
     return [entries[case] for case in cases]
-
-
-def _sound_entry(case: Case, key: str, folder: Path) -> PreparedCase | None:
-    try:
-        return read_entry(_entry_path(case, folder), case.name, key)
-    except (FileNotFoundError, UnusableEntryError):
-        return None  # whoever holds the entry's lock looks again, and logs the reason
-
-
-def _made_entry(
-    case: Case, key: str, preparation: Preparation, classes: int | tuple[int, ...], folder: Path, device: torch.device
-) -> PreparedCase:
-    path = _entry_path(case, folder)
-    with _lock(case, folder):
-        try:
-            return read_entry(path, case.name, key)  # another process made it while this one waited
-        except FileNotFoundError:
-            pass
-        except UnusableEntryError as reason:
-            _log.warning("%s: prepared again: %s", path, reason)
-        prepared = prepare_case(case.name, case.image, case.label, preparation, classes, device)
-        with _errors_name(folder):
-            write_entry(path, prepared, key)
-        # Read back, not passed on: mapped pages are the disk's, so that a dataset larger than memory can be prepared.
-        return read_entry(path, case.name, key, check=False)
-
-
-def _entry_path(case: Case, folder: Path) -> Path:
-    return folder / f"{case.name}.safetensors"
-
-
-def _key(case: Case, preparation: Preparation, classes: int | tuple[int, ...], digests: SourceDigests) -> str:
-    """Return all that decides the prepared voxels; as JSON, so that a stale entry can say what has changed."""
-    decisive = {
-        "image": digests.sha256(case.image),
-        "label": digests.sha256(case.label) if case.label is not None else None,
-        "classes": classes,
-        "version": PREPARATION_VERSION,
-        **asdict(preparation),
-    }
-    return json.dumps(decisive, sort_keys=True)
-
-
-@contextmanager
-def _lock(case: Case, folder: Path) -> Iterator[None]:
-    """Let one thread of one process at a time make an entry; the lock of a process that dies is released."""
-    path = folder / "locks" / f"{case.name}.lock"
-    with ExitStack() as stack:
-        with _errors_name(folder):
-            stack.enter_context(locked(path))
-        yield
-
-
-def _check_space(missing: Sequence[Case], preparation: Preparation, folder: Path) -> None:
-    """Refuse to begin what the disk cannot hold; an upper bound, since the foreground crop is not known yet."""
-    if not missing:
-        return
-    with _errors_name(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    needed = sum(prepared_bytes(case, preparation) for case in missing)
-    replaced = sum(path.stat().st_size for case in missing if (path := _entry_path(case, folder)).exists())
-    free = shutil.disk_usage(folder).free
-    if needed - replaced > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"{folder}: {len(missing)} prepared cases need up to {needed / _GIB:.2f} GiB and {free / _GIB:.2f} GiB are "
-            "free; make room or choose another folder",
-        )
 
 
 def prepared_bytes(case: Case, preparation: Preparation) -> int:
@@ -154,6 +87,201 @@ def prepared_bytes(case: Case, preparation: Preparation) -> int:
     shape, affine = read_header(case.image)
     voxels = math.prod(working_grid(shape[:3], affine, preparation.spacing).shape)
     return voxels * (2 * preparation.channels + (case.label is not None))  # float16 and uint8
+
+
+def store_folder(root: Path, dataset: Path, preparation: Preparation | None = None) -> Path:
+    """Return the folder below `root` for what is kept of one dataset folder, and of one preparation if given."""
+    key = json.dumps([str(dataset.resolve()), preparation and asdict(preparation)])
+    return root / f"{dataset.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+
+def write_entry(path: Path, case: PreparedCase, key: str) -> None:
+    """Write a prepared case atomically.
+
+    Args:
+        path: the entry, NAME.safetensors.
+        case: image [C, X, Y, Z] float16 and label [X, Y, Z] uint8 or None, on any device.
+        key: a JSON object of all that decided the voxels; `read_entry` wants the same.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full; an older entry is then as it was.
+    """
+    tensors = {"image": case.image.cpu()}
+    if case.label is not None:
+        tensors["label"] = case.label.cpu()
+    grid = json.dumps(asdict(case.grid))
+    # Not safetensors.torch.save_file: it takes several times as long and raises its own error for a full disk.
+    header: dict[str, object] = {
+        "__metadata__": {"key": key, "grid": grid, "crc32": _checksum(key, grid, tensors)},
+    }
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[name][1], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    with atomic_path(path, flush=False) as part, part.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            stream.write(tensor.numpy().data)
+
+
+def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedCase:
+    """Map a prepared case into memory and check it against its checksum.
+
+    Nothing is copied: the tensors are pages of the file, read when touched; writing to them never reaches the file.
+
+    Args:
+        path: the entry.
+        name: of the case.
+        key: what `write_entry` was given.
+        check: read every byte; False for an entry that this process has just written.
+
+    Raises:
+        FileNotFoundError: there is no such entry.
+        UnusableEntryError: it is damaged, or its key is another one.
+    """
+    try:
+        with safe_open(path, framework="pt") as stored:
+            metadata = stored.metadata() or {}
+            tensors = {part: stored.get_tensor(part) for part in stored.keys()}  # noqa: SIM118 - it is no dict
+    except SafetensorError as error:
+        raise UnusableEntryError(f"damaged: {error}") from error
+    found, grid = metadata.get("key", ""), metadata.get("grid", "")
+    if check and _checksum(found, grid, tensors) != metadata.get("crc32"):
+        raise UnusableEntryError("damaged: its CRC-32 is not the one written with it")
+    if found != key:
+        before, now = json.loads(found), json.loads(key)
+        changed = [f"{part} {before.get(part)} is now {now[part]}" for part in now if before.get(part) != now[part]]
+        raise UnusableEntryError(f"stale: {', '.join(changed)}")
+    return PreparedCase(name, tensors["image"], tensors.get("label"), from_json(WorkingGrid, json.loads(grid)))
+
+
+class SourceDigests:
+    """The SHA-256 of each file asked for, kept in `sources.json` of a folder beside what identifies the file's state.
+
+    A file whose size, times or inode have changed is read again. Threads may share one object.
+
+    Args:
+        folder: where `sources.json` lies or will lie.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "sources.json"
+        self._known = read_kept(self._path)
+        self._new: dict[str, list[object]] = {}
+
+    def sha256(self, file: Path) -> str:
+        """Return the SHA-256 of a file's content as 64 hexadecimal digits, read only if the file is new or changed.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        name = str(file.absolute())
+        status = file.stat()
+        # The time of change comes on top of the time of modification: copying tools set the latter back.
+        state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        match self._known.get(name):
+            case [*known, str(digest)] if known == state:
+                return digest
+        digest = sha256_of(file)
+        self._known[name] = self._new[name] = [*state, digest]
+        return digest
+
+    def save(self) -> None:
+        """Add what was learnt to `sources.json`; if that cannot be written, log that all is to be read again."""
+        if not self._new:
+            return
+        try:
+            # Read anew: another process may have added its own since. What two write at once is lost, and read again.
+            write_json(self._path, read_kept(self._path) | self._new, flush=False)
+        except OSError as error:
+            _log.warning("%s: not written, so the next start reads the sources again: %s", self._path, error)
+        self._new = {}
+
+
+def read_kept(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file that can be made again: empty if it is missing or damaged (which is logged)."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        _log.warning("%s: damaged, made again: %s", path, error)
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+class _Store:
+    """The entries of one preparation in a folder."""
+
+    def __init__(self, preparation: Preparation, allowed: Collection[int], folder: Path) -> None:
+        self.preparation, self.allowed, self.folder = preparation, allowed, folder
+        self.digests = SourceDigests(folder)
+
+    def path(self, case: Case) -> Path:
+        return self.folder / f"{case.name}.safetensors"
+
+    def key(self, case: Case) -> str:
+        """Return all that decides the prepared voxels; as JSON, so that a stale entry can say what has changed."""
+        decisive = {
+            "image": self.digests.sha256(case.image),
+            "label": self.digests.sha256(case.label) if case.label is not None else None,
+            "classes": sorted(self.allowed),
+            "version": PREPARATION_VERSION,
+            **asdict(self.preparation),
+        }
+        return json.dumps(decisive, sort_keys=True)
+
+    def find(self, case: Case) -> PreparedCase | None:
+        """Return the entry if it is sound."""
+        try:
+            return read_entry(self.path(case), case.name, self.key(case))
+        except (FileNotFoundError, UnusableEntryError):
+            return None  # whoever holds the entry's lock looks again, and logs the reason
+
+    def make(self, case: Case) -> PreparedCase:
+        """Prepare a case and keep it, unless another process has done so while this one waited for the lock."""
+        path, key = self.path(case), self.key(case)
+        with ExitStack() as stack:
+            with _errors_name(self.folder):
+                stack.enter_context(locked(self.folder / "locks" / f"{case.name}.lock"))
+            try:
+                return read_entry(path, case.name, key)
+            except FileNotFoundError:
+                pass
+            except UnusableEntryError as reason:
+                _log.warning("%s: prepared again: %s", path, reason)
+            prepared = prepare_case(case, self.preparation, self.allowed)
+            with _errors_name(self.folder):
+                write_entry(path, prepared, key)
+            # Read back, not passed on: mapped pages are the disk's, so that a set larger than memory can be prepared.
+            return read_entry(path, case.name, key, check=False)
+
+    def check_space(self, missing: Sequence[Case]) -> None:
+        """Refuse to begin what the disk cannot hold; an upper bound, since the foreground crop is not known yet."""
+        if not missing:
+            return
+        with _errors_name(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        needed = sum(prepared_bytes(case, self.preparation) for case in missing)
+        replaced = sum(path.stat().st_size for case in missing if (path := self.path(case)).exists())
+        free = shutil.disk_usage(self.folder).free
+        if needed - replaced > free:
+            raise OSError(
+                errno.ENOSPC,
+                f"{self.folder}: {len(missing)} prepared cases need up to {needed / _GIB:.2f} GiB and "
+                f"{free / _GIB:.2f} GiB are free; make room or choose another folder",
+            )
+
+
+def _checksum(key: str, grid: str, tensors: dict[str, torch.Tensor]) -> str:
+    """Return the CRC-32 of all that matters, which a disk's errors cannot keep; nobody is to be kept out by it."""
+    layout = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+    value = isal_zlib.crc32(json.dumps([key, grid, layout]).encode())
+    for tensor in tensors.values():
+        value = isal_zlib.crc32(tensor.numpy().reshape(-1).view("u1").data, value)
+    return f"{value:08x}"
 
 
 @contextmanager
@@ -165,9 +293,3 @@ def _errors_name(folder: Path) -> Iterator[None]:
             error.errno,
             f"{folder}: prepared cases cannot be written: {error.strerror}; make room or choose another folder",
         ) from error
-
-
-def store_folder(root: Path, dataset: Path, preparation: Preparation | None = None) -> Path:
-    """Return the folder below `root` for what is kept of one dataset folder, and of one preparation if given."""
-    key = json.dumps([str(dataset.resolve()), preparation and asdict(preparation)])
-    return root / f"{dataset.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"

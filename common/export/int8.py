@@ -8,13 +8,12 @@ start: ONNX Runtime replaces a half-precision scale below 6.1e-5 by 1, which wou
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.export.onnx_model import read_metadata
+from common.export.onnx_model import numbers, read_metadata
 from common.files import atomic_path
 
 QUANTISED = ("Conv", "ConvTranspose")
@@ -23,25 +22,7 @@ _PREPROCESSED = {"onnx.quant.pre_process": "onnxruntime.quant"}
 """Tells the quantiser that the model is simplified, as torch's exporter leaves it; else it logs an advice."""
 
 
-@dataclass(frozen=True)
-class Quantised:
-    """What became of the operators of a network.
-
-    Attributes:
-        taken: how many of each operator compute in INT8.
-        kept: how many of each operator compute in fp32, as before.
-    """
-
-    taken: Mapping[str, int]
-    kept: Mapping[str, int]
-
-    @property
-    def note(self) -> str:
-        """One line for the user."""
-        return f"INT8: {_listed(self.taken)}; fp32, as only convolutions are quantised: {_listed(self.kept)}"
-
-
-def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> Quantised:
+def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
     """Write an ONNX model that computes its convolutions in INT8, with symmetric scales, per channel for the weights.
 
     Ranges of activations are the least and the largest value over all windows, which go through one at a time, so that
@@ -53,6 +34,9 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> Quantised:
         fp32: the model that `export_onnx` wrote in fp32.
         int8: is written whole or not at all; the same model and windows give the same bytes.
         windows: [N, C, *sides] float32, N >= 1, real ones as the network is to see them.
+
+    Returns:
+        One line for the user: how many of each operator compute in INT8, and how many in fp32 as before.
 
     Raises:
         ValueError: `fp32` is no such model, or the windows do not fit it.
@@ -89,7 +73,7 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> Quantised:
         onnx.helper.set_model_props(quantised, {**metadata, "precision": "int8"})
         onnx.save_model(quantised, str(part))
         onnx.checker.check_model(str(part), full_check=True)
-    return _counted(quantised.graph)
+    return _note(quantised.graph)
 
 
 class _OneByOne:
@@ -106,14 +90,14 @@ class _OneByOne:
 def _check(windows: torch.Tensor, fp32: Path, metadata: Mapping[str, str]) -> None:
     if metadata["precision"] != "fp32":
         raise ValueError(f"{fp32}: a model in {metadata['precision']}; INT8 is made from the one in fp32")
-    least, most = (tuple(int(side) for side in metadata[name].split()) for name in ("smallest", "window"))
+    least, most = (numbers(metadata[name]) for name in ("smallest", "window"))
     shape = tuple(windows.shape)
     fits = len(shape) == len(most) + 1 and shape[0] > 0
     if not fits or any(not low <= side <= high for low, side, high in zip(least, shape[1:], most, strict=True)):
         raise ValueError(f"calibration windows {shape}: {fp32} takes one or more from {least} to {most}")
 
 
-def _counted(graph: Any) -> Quantised:  # noqa: ANN401 - a class of an untyped module
+def _note(graph: Any) -> str:  # noqa: ANN401 - a class of an untyped module
     restored = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
     taken: Counter[str] = Counter()
     kept: Counter[str] = Counter()
@@ -121,7 +105,7 @@ def _counted(graph: Any) -> Quantised:  # noqa: ANN401 - a class of an untyped m
         if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
             in_int8 = node.op_type in QUANTISED and restored.issuperset(node.input[:2])
             (taken if in_int8 else kept)[node.op_type] += 1
-    return Quantised(dict(taken), dict(kept))
+    return f"INT8: {_listed(taken)}; fp32, as only convolutions are quantised: {_listed(kept)}"
 
 
 def _listed(counts: Mapping[str, int]) -> str:

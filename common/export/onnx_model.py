@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from common.files import atomic_path
+from common.inference.predictors import read_onnx_metadata
 
 ExportPrecision = Literal["fp32", "fp16"]
 """What torch exports."""
-ModelPrecision = Literal["fp32", "fp16", "int8"]
-"""What an ONNX model may be in: INT8 is made from the export in fp32."""
 Window = tuple[int, ...]
 """Shape (C, *sides) of one window: C, X, Y, Z of a volume or C, Y, X of an image."""
 OPSET = 21  # the first in which group normalisation is one operator
@@ -46,6 +45,7 @@ def export_onnx(
     precision: ExportPrecision,
     metadata: Mapping[str, str],
     smallest: Window | None = None,
+    batch: int = 1,
 ) -> Path:
     """Write a network as an ONNX model from `image` [batch, C, *sides] to `logits` [batch, K, *sides], both float32.
 
@@ -57,9 +57,11 @@ def export_onnx(
         path: is written whole or not at all.
         window: shape of one window, the largest where its sides are free.
         precision: of weights and activations.
-        metadata: is kept in the file as its `metadata_props`, beside `precision`, `window` and `smallest`.
+        metadata: is kept in the file as its `metadata_props`, beside `precision`, `window`, `smallest` and `batch`.
         smallest: the smallest window; sides in which it differs from `window` are free, as the batch size is. By
             default all sides are fixed.
+        batch: windows in one call that an engine is to be tuned for; the file says 1, this many, and at most 4 or this
+            many. ONNX Runtime takes any number.
 
     Returns:
         `path`.
@@ -71,13 +73,13 @@ def export_onnx(
 
     copied = copy.deepcopy(network).cpu().float().eval()
     module = HalfNetwork(copied).eval() if precision == "fp16" else copied
-    batch = torch.zeros(2, *window)  # two, since torch would take a batch of one for a constant
+    example = torch.zeros(2, *window)  # two, since torch would take a batch of one for a constant
     sides = zip(smallest or window, window, strict=True)
     free = {axis: torch.export.Dim(f"side{axis}") for axis, (least, most) in enumerate(sides, 1) if least != most}
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
             module,
-            (batch,),
+            (example,),
             input_names=["image"],
             output_names=["logits"],
             dynamic_shapes=({0: torch.export.Dim("batch")} | free,),
@@ -89,8 +91,8 @@ def export_onnx(
     assert program is not None
     model: Any = program.model_proto
     _strip(model)
-    shapes = {"window": window, "smallest": smallest or window}
-    words = {name: " ".join(str(side) for side in shape) for name, shape in shapes.items()}
+    figures = {"window": window, "smallest": smallest or window, "batch": (1, batch, max(4, batch))}
+    words = {name: " ".join(map(str, values)) for name, values in figures.items()}
     onnx.helper.set_model_props(model, {**metadata, "precision": precision, **words})
     with atomic_path(path) as part:
         onnx.save_model(model, str(part))
@@ -104,18 +106,15 @@ def read_metadata(path: Path) -> dict[str, str]:
     Raises:
         ValueError: the file is no ONNX model, or not one that `export_onnx` wrote.
     """
-    import onnx
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
-    try:
-        model: Any = onnx.load_model(str(path))
-    except DecodeError as error:
-        raise ValueError(f"{path}: no ONNX model ({error})") from error
-    found = {entry.key: entry.value for entry in model.metadata_props}
-    needed = ("precision", "window", "smallest")
-    if missing := [name for name in needed if name not in found]:
+    found = read_onnx_metadata(path)
+    if missing := [name for name in ("precision", "window", "smallest", "batch") if name not in found]:
         raise ValueError(f"{path}: no `{missing[0]}` in its metadata: not a model that export_onnx wrote")
     return found
+
+
+def numbers(words: str) -> tuple[int, ...]:
+    """Return the whole numbers of a line of metadata, such as a window or a batch."""
+    return tuple(int(word) for word in words.split())
 
 
 def _strip(model: Any) -> None:  # noqa: ANN401 - a class of an untyped module

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.inference.options import ModelPrecision
+
 
 @dataclass(frozen=True)
 class ExportConfig:
@@ -27,7 +29,7 @@ class ExportConfig:
     model: Path
     to: Literal["onnx", "engine", "triton", "bundle"]
     output: Path | None = None
-    precision: Literal["fp32", "fp16", "int8"] = "fp32"
+    precision: ModelPrecision = "fp32"
     int8: bool = False
     data: Path | None = None
     init: Path | None = None
@@ -54,3 +56,7 @@ class ExportConfig:
     def destination(self) -> Path:
         """Return the folder of the repository or bundle."""
         return self.output or self.model / self.to
+
+    def served(self) -> Path:
+        """Return the ONNX model of a run that a Triton repository serves."""
+        return self.model / "exports" / f"model_{self.precision}.onnx"

@@ -16,7 +16,7 @@ from pydicom.uid import generate_uid
 from common.data.dicom import DicomSeries
 from common.data.dicom_headers import BROKEN, quiet_dicom
 from common.files import atomic_path
-from common.inference.labelling import Region
+from common.inference.labels import Region
 
 SERIES_NUMBER = 9000  # any will do; beyond those that scanners give
 # What a SEG needs of its source images: where they lie and what they are called, nothing of the patient.
@@ -32,13 +32,12 @@ BLANK = (
 )  # fmt: skip
 # SNOMED CT names of what a structure is; a word of its name decides, lesions first. Source: DICOM PS3.16 CID 7166, 7159
 ORGANS = {
-    "spleen": "Spleen", "liver": "Liver", "kidney": "Kidney", "pancreas": "Pancreas", "lung": "Lung", "heart": "Heart",
-    "brain": "Brain", "prostate": "Prostate", "hippocampus": "Hippocampus", "gallbladder": "Gallbladder",
-    "stomach": "Stomach", "aorta": "Aorta", "colon": "Colon", "esophagus": "Esophagus", "bone": "Bone",
+    "spleen", "liver", "kidney", "pancreas", "lung", "heart", "brain", "prostate", "hippocampus", "gallbladder",
+    "stomach", "aorta", "colon", "esophagus", "bone",
 }  # fmt: skip
 LESIONS = {
-    "edema": "Edema", "oedema": "Edema", "necrosis": "Necrosis", "tumor": "Neoplasm", "tumour": "Neoplasm",
-    "neoplasm": "Neoplasm", "cancer": "Neoplasm", "wt": "Neoplasm", "tc": "Neoplasm", "et": "Neoplasm",
+    "edema": "Edema", "oedema": "Edema", "necrosis": "Necrosis",
+    **dict.fromkeys(("tumor", "tumour", "neoplasm", "cancer", "wt", "tc", "et"), "Neoplasm"),
 }  # fmt: skip
 
 
@@ -160,5 +159,5 @@ def _codes(name: str) -> tuple[Any, Any]:
             return codes.SCT.MorphologicallyAbnormalStructure, getattr(codes.SCT, LESIONS[word])
     for word in words:
         if word in ORGANS:
-            return codes.SCT.AnatomicalStructure, getattr(codes.SCT, ORGANS[word])
+            return codes.SCT.AnatomicalStructure, getattr(codes.SCT, word.capitalize())
     return codes.SCT.Tissue, codes.SCT.Tissue

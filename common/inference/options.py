@@ -4,6 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+Precision = Literal["fp32", "bf16", "fp16"]
+"""What torch trains and computes in."""
+ModelPrecision = Literal["fp32", "fp16", "int8"]
+"""What an ONNX model or an engine may be in: INT8 is made from the export in fp32."""
+AnyPrecision = Literal[Precision, ModelPrecision]
+Backend = Literal["tensorrt", "onnxruntime", "torch"]
+
 
 @dataclass(frozen=True)
 class InferConfig:
@@ -31,8 +38,8 @@ class InferConfig:
     model: Path
     input: Path
     output: Path
-    backend: Literal["auto", "tensorrt", "onnxruntime", "torch"] = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
+    backend: Literal["auto", Backend] = "auto"
+    precision: Literal["auto", AnyPrecision] = "auto"
     device: str = "auto"
     overlays: bool = True
     flips: str = ""

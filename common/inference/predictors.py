@@ -1,37 +1,23 @@
-"""Predictors: one callable for a network in torch, for its ONNX export and for its TensorRT engine."""
+"""Predictors: one callable for a network in torch and for its ONNX export; a TensorRT engine's is `EnginePredictor`."""
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from torch import nn
 
-from common.files import sha256_of
-from common.inference.folding import folded
-from common.inference.onnx_norms import with_exact_norms
-from common.inference.tensorrt_runtime import EnginePredictor, host_problem, read_manifest
-from common.inference.upsampling import use_subpixel_upsampling
+from common.inference.options import Precision
 
 Predictor = Callable[[torch.Tensor], torch.Tensor]
 """From windows [B, C, *sides] float32 to logits [B, K, *sides] float32 on their device; sides: X, Y, Z or Y, X."""
-Precision = Literal["fp32", "bf16", "fp16"]
-Exported = Literal["fp32", "bf16", "fp16", "int8"]
-Backend = Literal["tensorrt", "onnxruntime", "torch"]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Limits of ONEDNN_MAX_CPU_ISA below the instructions for bfloat16. Source: oneDNN, "CPU Dispatcher Control"
+_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-@dataclass(frozen=True)
-class OpenedPredictor:
-    """A predictor, what runs it in which precision, and in one line why."""
-
-    predict: Predictor
-    backend: Backend
-    precision: Exported
-    reason: str
 
 
 def torch_predictor(network: nn.Module, precision: Precision = "fp32", channels_last: bool = False) -> Predictor:
@@ -59,12 +45,11 @@ def torch_predictor(network: nn.Module, precision: Precision = "fp32", channels_
     return predict
 
 
-def onnxruntime_predictor(path: Path, threads: int | None = None) -> Predictor:
+def onnxruntime_predictor(path: Path) -> Predictor:
     """Return a predictor that runs an ONNX model on the CPU; windows and logits may lie on another device.
 
     Args:
         path: the model, with one input and one output.
-        threads: threads of one call, by default those of torch.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -75,7 +60,7 @@ def onnxruntime_predictor(path: Path, threads: int | None = None) -> Predictor:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: export the model first")
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.intra_op_num_threads = torch.get_num_threads()
     session: Any = onnxruntime.InferenceSession(with_exact_norms(path), options, providers=["CPUExecutionProvider"])
     image = session.get_inputs()[0]
 
@@ -92,93 +77,102 @@ def onnxruntime_predictor(path: Path, threads: int | None = None) -> Predictor:
     return predict
 
 
-def engine_predictor(path: Path, device: torch.device | None = None) -> EnginePredictor:
-    """Return a predictor that runs a TensorRT engine; what it raises is told in `EnginePredictor`."""
-    return EnginePredictor(path, device)
-
-
 def computes_bf16(device: torch.device) -> bool:
-    """Return whether a device computes bfloat16 in hardware."""
+    """Return whether a device computes bfloat16 in hardware, and the kernels on it may use that.
+
+    On a CPU `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` keep oneDNN and ATen from instructions that are there.
+    """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    if most in _WITHOUT_BF16 or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return False
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def ran_file(folder: Path, opened: OpenedPredictor) -> Path:
-    """Return the file, of the run in `folder`, whose numbers a predictor computes with."""
-    suffix = {"tensorrt": "plan", "onnxruntime": "onnx"}.get(opened.backend)
-    if suffix is None:
-        return folder / "best.safetensors"
-    return folder / "exports" / f"model_{opened.precision}.{suffix}"
-
-
-def weights_of(onnx: Path) -> str | None:
-    """Return the SHA-256 of the weights that an ONNX model was made of; None where there is no model or it has none."""
-    if not onnx.is_file():
-        return None
-    import onnx as onnx_package  # here: a second that a run which has no exports need not wait
-
-    try:
-        model: Any = onnx_package.load_model(str(onnx))
-    except DecodeError as error:
-        raise ValueError(f"{onnx}: no ONNX model ({error}): export the run again") from error
-    return next((entry.value for entry in model.metadata_props if entry.key == "weights_sha256"), None)
-
-
-def _made_of_others(onnx: Path, weights: Path) -> bool:
-    """Return whether an ONNX model says that it was made of other weights than those of its run."""
-    recorded = weights_of(onnx)
-    return recorded is not None and weights.is_file() and recorded != sha256_of(weights)
-
-
-def open_predictor(
-    folder: Path,
-    build_network: Callable[[], nn.Module],
-    *,
-    backend: Literal["auto", "tensorrt", "onnxruntime", "torch"] = "auto",
-    precision: Exported = "fp32",
-    torch_precision: Precision | None = None,
-    device: torch.device,
-) -> OpenedPredictor:
-    """Open the model that a run exported to `folder`/exports.
-
-    "auto" takes the engine where one fits this host, else torch on a GPU or where it has bf16 in hardware (if torch may
-    use it), else ONNX Runtime; bf16 is torch's alone.
-
-    Args:
-        folder: the run's folder.
-        build_network: returns the trained network on the CPU; called only where torch runs it.
-        backend: what runs the model.
-        precision: ONNX models and engines exist in "fp32" and "fp16", and in "int8" where `export.py` made them.
-        torch_precision: instead of `precision` where torch runs the model.
-        device: where the windows lie; ONNX Runtime works on the CPU in any case.
+def read_onnx_metadata(path: Path) -> dict[str, str]:
+    """Return the `metadata_props` of an ONNX model.
 
     Raises:
-        FileNotFoundError: the run has no such export.
-        ValueError: the export is damaged, does not fit this host, or there is none in this precision.
+        ValueError: the file is no ONNX model.
     """
-    plan, onnx = (folder / "exports" / f"model_{precision}.{suffix}" for suffix in ("plan", "onnx"))
-    if backend in ("tensorrt", "onnxruntime") and precision == "bf16":
-        raise ValueError(f"precision bf16: backend {backend} takes fp32 or fp16")
-    if backend == "torch" and precision == "int8":
-        raise ValueError("precision int8: backend torch takes fp32, bf16 or fp16; int8 is exported only")
-    stale = _made_of_others(onnx, folder / "best.safetensors")
-    if stale and backend in ("tensorrt", "onnxruntime"):
-        raise ValueError(f"{onnx}: made of other weights than best.safetensors beside it: export the run again")
-    reason = "as asked"
-    if backend == "auto":
-        problem = "no engine in this run" if not plan.is_file() else host_problem(plan, read_manifest(plan), device)
-        problem = "the exports are of other weights than best.safetensors" if stale else problem
-        if problem is None:
-            backend, reason = "tensorrt", "an engine fits this GPU"
+    import onnx  # here: a second that a run which has no exports need not wait
+
+    try:
+        model: Any = onnx.load_model(str(path))
+    except DecodeError as error:
+        raise ValueError(f"{path}: no ONNX model ({error}): export the run again") from error
+    return {entry.key: entry.value for entry in model.metadata_props}
+
+
+def with_exact_norms(path: Path) -> bytes:
+    """Return an ONNX model whose group normalisations are written out as means over one axis after the other.
+
+    ONNX Runtime adds up the voxels of a group one by one in float32: for two channels of 160^3 voxels its mean is off
+    by 0.2 percent of the deviation, in every layer. Means of means are exact to 1e-6. The file itself keeps the
+    operator GroupNormalization, for which TensorRT has a kernel.
+
+    Args:
+        path: a model that `export_onnx` wrote: image sizes are fixed, the batch size is not.
+    """
+    import onnx  # here, as in the export: inference with torch or TensorRT has no need of it
+
+    model: Any = onnx.load(str(path))
+    if not any(node.op_type == "GroupNormalization" for node in model.graph.node):
+        return path.read_bytes()
+    model = onnx.shape_inference.infer_shapes(model)
+    graph = model.graph
+    shapes = {
+        value.name: [side.dim_value for side in value.type.tensor_type.shape.dim]
+        for value in [*graph.input, *graph.value_info]
+    }
+    nodes = []
+    for number, node in enumerate(graph.node):
+        if node.op_type == "GroupNormalization":
+            nodes += _written_out(node, shapes[node.input[0]], f"norm{number}", graph.initializer)
         else:
-            quicker = torch_precision == "bf16" and computes_bf16(device)
-            on_cpu = precision == "int8" or (device.type == "cpu" and onnx.is_file() and not quicker and not stale)
-            backend, reason = "onnxruntime" if on_cpu else "torch", problem
-    if backend == "tensorrt":
-        return OpenedPredictor(engine_predictor(plan, device), backend, precision, reason)
-    if backend == "onnxruntime":
-        return OpenedPredictor(onnxruntime_predictor(onnx), backend, precision, reason)
-    network = use_subpixel_upsampling(folded(build_network().to(device).eval()))
-    computed: Any = torch_precision or precision
-    return OpenedPredictor(torch_predictor(network, computed, channels_last=True), backend, computed, reason)
+            nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)
+    exact: bytes = model.SerializeToString()
+    return exact
+
+
+def _written_out(node: Any, shape: list[int], name: str, constants: Any) -> list[Any]:  # noqa: ANN401 - onnx is untyped
+    """Return the nodes that stand for one GroupNormalization of a [batch, C, X, Y, Z] tensor."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    options = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    channels, *sides = shape[1:]
+
+    def constant(suffix: str, values: Any) -> str:  # noqa: ANN401
+        constants.append(numpy_helper.from_array(np.asarray(values), f"{name}_{suffix}"))
+        return f"{name}_{suffix}"
+
+    nodes: list[Any] = []
+
+    def add(operator: str, suffix: str, *inputs: str, **attributes: Any) -> str:  # noqa: ANN401
+        nodes.append(helper.make_node(operator, list(inputs), [f"{name}_{suffix}"], **attributes))
+        return f"{name}_{suffix}"
+
+    def mean(of: str, suffix: str) -> str:
+        rows = add("ReduceMean", f"{suffix}_rows", of, constant(f"{suffix}_last", np.array([3])), keepdims=1)
+        return add("ReduceMean", suffix, rows, constant(f"{suffix}_rest", np.array([2])), keepdims=1)
+
+    wide = add("Cast", "wide", node.input[0], to=TensorProto.FLOAT)
+    groups = [0, options["num_groups"], -1, int(np.prod(sides[1:]))]  # 0 keeps the batch
+    grouped = add("Reshape", "grouped", wide, constant("groups", np.array(groups, np.int64)))
+    centred = add("Sub", "centred", grouped, mean(grouped, "mean"))
+    variance = mean(add("Mul", "square", centred, centred), "variance")
+    epsilon = constant("epsilon", np.float32(options.get("epsilon", 1e-5)))
+    deviation = add("Sqrt", "deviation", add("Add", "positive", variance, epsilon))
+    whole = constant("whole", np.array([0, channels, *sides], np.int64))
+    normal = add("Reshape", "normal", add("Div", "unit", centred, deviation), whole)
+    each = constant("each", np.array([channels, 1, 1, 1], np.int64))
+    factors = [
+        add("Reshape", f"{kind}_each", add("Cast", f"{kind}_wide", given, to=TensorProto.FLOAT), each)
+        for kind, given in zip(("scale", "bias"), node.input[1:], strict=True)
+    ]
+    result = add("Add", "result", add("Mul", "scaled", normal, factors[0]), factors[1])
+    nodes.append(helper.make_node("CastLike", [result, node.input[0]], [node.output[0]]))
+    return nodes

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from common.data.geometry import Box, WorkingGrid, box_above
 from common.data.resample import resample, resample_sheared
-from common.inference.labelling import Region, painted
+from common.inference.labels import Region, painted
 
 Carry = Callable[[torch.Tensor], torch.Tensor]  # a volume on the working grid to its place in the file
 
@@ -26,7 +26,7 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Re
         logits: [K, X, Y, Z] on the crop of the grid, any float dtype, any device; K >= 2 classes, or K == 1: the
             difference foreground - background; with `regions` one for each of them.
         grid: As the preparation made it.
-        regions: Structures that may overlap (see `Labelling`); None for classes, which do not.
+        regions: Structures that may overlap (see `LabelScheme`); None for classes, which do not.
 
     Returns:
         [X, Y, Z] uint8 in the file's axes, Fortran order; class numbers.
@@ -45,9 +45,7 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Re
     if regions is None:
         chosen = _highest(carry(F.pad(logit.float() - background, padding)) for logit in source[not over_zero :])
     else:
-        order = sorted(range(len(regions)), key=lambda number: -len(regions[number].members))
-        carried = (carry(F.pad(source[number].float(), padding)) for number in order)
-        chosen = painted(carried, [regions[number] for number in order])
+        chosen = painted(regions, lambda number: carry(F.pad(source[number].float(), padding)))
     z, y, x = (slice(first, stop) for first, stop in place)
     labels.T[z, y, x] = chosen.cpu().numpy()
     return labels

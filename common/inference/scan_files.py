@@ -1,93 +1,33 @@
-"""What there is to segment: NIfTI files and DICOM series, found and read in the same way."""
+"""What there is to segment: NIfTI files and DICOM series, found and read in the same way, and the memory they take."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from common.data.dicom import DicomSeries, find_series, read_series
 from common.data.volumes import Volume, read_header, read_volume
+from common.inference.folder_job import BAD_INPUT, IN_FLIGHT
+from common.inference.model import VolumeModel
+from common.run import free_memory
+
+Scan = Path | DicomSeries
 
 _SUFFIXES = (".nii.gz", ".nii")
-
-
-@dataclass(frozen=True)
-class Scan:
-    """One scan that is to be segmented.
-
-    Attributes:
-        name: what it is called in outputs, logs and tables: the file's name, or an alias of the series that tells
-            nothing about the patient.
-        source: the file, or the series.
-    """
-
-    name: str
-    source: Path | DicomSeries
-
-    @property
-    def series(self) -> DicomSeries | None:
-        """The DICOM series, where it is one."""
-        return self.source if isinstance(self.source, DicomSeries) else None
-
-    @property
-    def stem(self) -> str:
-        """The name without the suffix of a NIfTI file."""
-        return next((self.name.removesuffix(end) for end in _SUFFIXES if self.name.endswith(end)), self.name)
-
-    @property
-    def label_name(self) -> str:
-        """Name of the file of its label map."""
-        return self.name if self.series is None else f"{self.name}.nii.gz"
-
-    def read(self, channels: int) -> Volume:
-        """Read its voxels.
-
-        Raises:
-            FileNotFoundError, ValueError: as `read_volume` and `read_series`; a series has one channel.
-        """
-        if isinstance(self.source, Path):
-            return read_volume(self.source, channels)
-        if channels > 1:
-            raise ValueError(
-                f"{self.name}: a DICOM series has one channel, the model takes {channels}: put its series into one 4-D "
-                "NIfTI file"
-            )
-        try:
-            return read_series(self.source)
-        except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
-            raise ValueError(f"{self.name}: a file cannot be read ({error.strerror}): copy it again") from None
-
-    def size(self) -> tuple[tuple[int, ...], float]:
-        """Return its shape, [X, Y, Z] or [X, Y, Z, C], and the volume of a voxel in mm^3, from the header.
-
-        Raises:
-            FileNotFoundError, ValueError: the header cannot be read.
-        """
-        if isinstance(self.source, DicomSeries):
-            return self.source.shape, self.source.voxel
-        shape, affine = read_header(self.source)
-        return shape, abs(float(np.linalg.det(affine[:3, :3])))
-
-    def stamp(self) -> list[int]:
-        """Return numbers that change when its files do: their count, bytes, and the latest change in ns.
-
-        Raises:
-            ValueError: a file is gone.
-        """
-        files = [self.source] if isinstance(self.source, Path) else self.source.files
-        try:
-            found = [file.stat() for file in files]
-        except OSError as error:
-            name = self.source if isinstance(self.source, Path) else f"{self.name}: a file of it"
-            raise ValueError(f"{name}: {error.strerror}: copy it again") from None
-        return [len(found), sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)]
+# Of the memory that a scan takes, in bytes:
+_DECODED = 8  # a voxel and channel of the file: as float32, and the file's own numbers that it is made from
+_NATIVE = 20  # a voxel of the file: labels, masks and numbered parts, interpolated logits
+_STRUCTURE = 2  # a voxel of a series and structure: the masks of the DICOM-SEG
+_WORKING = 12  # a voxel and channel of the working grid: resampled, normalised, padded
+_LOGITS = 8  # a voxel and channel of the output: the sum over windows, and what is interpolated from it
 
 
 def find_scans(path: Path) -> list[Scan]:
-    """Return the scan of a NIfTI file; or those of a folder: its NIfTI files, or the DICOM series in and below it.
+    """Return a NIfTI file; or those of a folder: its NIfTI files, or the DICOM series in and below it.
 
     What lies beside the volumes of a DICOM study (scouts, single images, screen captures) is left out with a word.
 
@@ -96,29 +36,102 @@ def find_scans(path: Path) -> list[Scan]:
         ValueError: two files have one name but for the suffix, or the folder holds both kinds.
     """
     if path.is_file():
-        return [Scan(path.name, path)]
+        return [path]
     files = sorted(file for file in path.glob("*.nii*") if file.name.endswith(_SUFFIXES) and file.name[0] != ".")
-    scans = [Scan(file.name, file) for file in files]
-    _check_names(path, scans)
+    stems = Counter(stem_of(file) for file in files)
+    if twice := [file.name for file in files if stems[stem_of(file)] > 1]:
+        raise ValueError(f"{path}: {' and '.join(twice[:4])} would share their outputs: rename or remove one")
     found = find_series(path) if path.is_dir() else ()
     for series in found:
         if not series.is_volume:
             tqdm.write(f"{series.name}: left out, no volume: {series.problem.partition(': ')[2] or series.modality}")
-    others = [Scan(series.name, series) for series in found if series.is_volume]
-    if scans and others:
+    volumes = [series for series in found if series.is_volume]
+    if files and volumes:
         # Without the path: folders of DICOM studies are often named after patients.
-        raise ValueError(f"--input: {len(scans)} NIfTI files and {len(others)} DICOM series: give a folder of one kind")
-    scans = scans or others
-    if not scans:
+        raise ValueError(
+            f"--input: {len(files)} NIfTI files and {len(volumes)} DICOM series: give a folder of one kind"
+        )
+    if not files and not volumes:
         raise FileNotFoundError(
             f"{path}: no such file, or a folder without .nii.gz or .nii files and without DICOM series"
         )
-    return scans
+    return [*files, *volumes]
 
 
-def _check_names(path: Path, scans: Sequence[Scan]) -> None:
-    """Refuse two files whose pictures and label maps would have one name."""
-    stems = Counter(scan.stem for scan in scans)
-    twice = [scan.name for scan in scans if stems[scan.stem] > 1]
-    if twice:
-        raise ValueError(f"{path}: {' and '.join(twice[:4])} would share their outputs: rename or remove one")
+def read_scan(scan: Scan, channels: int) -> Volume:
+    """Read the voxels of a scan, [X, Y, Z] or, of several channels, [X, Y, Z, C].
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_volume` and `read_series`; a series has one channel.
+    """
+    if isinstance(scan, Path):
+        return read_volume(scan, channels)
+    if channels > 1:
+        raise ValueError(
+            f"{scan.name}: a DICOM series has one channel, the model takes {channels}: put its series into one 4-D "
+            "NIfTI file"
+        )
+    try:
+        return read_series(scan)
+    except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
+        raise ValueError(f"{scan.name}: a file cannot be read ({error.strerror}): copy it again") from None
+
+
+def stem_of(scan: Scan) -> str:
+    """Return the name without the suffix of a NIfTI file."""
+    return next((scan.name.removesuffix(end) for end in _SUFFIXES if scan.name.endswith(end)), scan.name)
+
+
+def scan_bytes(scan: Scan, model: VolumeModel) -> tuple[int, int]:
+    """Return upper bounds of the bytes that a scan takes, on the host and where its windows are computed.
+
+    From its header; what the network itself takes for a batch of windows is not counted.
+
+    Raises:
+        FileNotFoundError, ValueError: its header cannot be read.
+    """
+    if isinstance(scan, DicomSeries):
+        shape: Sequence[int] = scan.shape
+        voxel, segments = scan.voxel, len(model.labelling.regions)
+    else:
+        shape, affine = read_header(scan)
+        voxel, segments = abs(float(np.linalg.det(affine[:3, :3]))), 0
+    voxels, channels = math.prod(shape[:3]), math.prod(shape[3:])
+    finer = 1.0 if math.isnan(voxel) else voxel / math.prod(model.preparation.spacing)
+    working = max(voxels * finer, math.prod(model.window_size))
+    host = voxels * (_DECODED * channels + _NATIVE + _STRUCTURE * segments)
+    return host, int(working * (_WORKING * channels + _LOGITS * model.labelling.channels))
+
+
+def say_plan(scans: Sequence[Scan], model: VolumeModel, device: torch.device) -> None:
+    """Say how much memory the scans will take at most, as many in flight as there are; warn where there is less."""
+    host, working, largest = most_bytes(scans, model)
+    gpu = device.type == "cuda"
+    needs = {"host": (host if gpu else host + working, free_memory())}
+    if gpu:
+        needs[str(device)] = working, int(torch.cuda.mem_get_info(device)[0])
+    words = [
+        f"{needed / 2**30:.1f} of {free / 2**30:.1f} GiB free on the {name}" for name, (needed, free) in needs.items()
+    ]
+    tqdm.write(
+        f"plan: at most {IN_FLIGHT} scans in memory (the largest is {largest}): at most {', '.join(words)}, besides "
+        "what the network takes for a batch of windows"
+    )
+    if any(needed > free for needed, free in needs.values()):
+        tqdm.write("WARNING: that may be more than there is; segment the largest scans one by one, or on another host")
+
+
+def most_bytes(scans: Sequence[Scan], model: VolumeModel) -> tuple[int, int, str]:
+    """Return the bytes on the host of the largest scans in flight at once, those on the device of one, and its name.
+
+    Scans that cannot be read count as nothing: they will be set aside.
+    """
+    found = []
+    for scan in scans:
+        try:
+            found.append((*scan_bytes(scan, model), scan.name))
+        except BAD_INPUT:
+            continue
+    host = sorted((each[0] for each in found), reverse=True)[:IN_FLIGHT]
+    _, working, name = max(found, key=lambda each: each[1], default=(0, 0, ""))
+    return sum(host), working, name

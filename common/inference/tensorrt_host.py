@@ -13,12 +13,9 @@ from typing import Any, Literal
 import torch
 
 Flavour = Literal["tensorrt", "tensorrt_rtx"]
-FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
+FlavourChoice = Literal["auto", Flavour]
 
-INSTALL: dict[Flavour, str] = {
-    "tensorrt": "pip install -e '.[trt]'",
-    "tensorrt_rtx": "pip install -e '.[rtx]'",
-}
+INSTALL: dict[Flavour, str] = {"tensorrt": "pip install -e '.[trt]'", "tensorrt_rtx": "pip install -e '.[rtx]'"}
 RTX_TARGETS = ("8.0", "8.6", "8.9", "12.0", "12.1")
 """Compute capabilities that one RTX engine serves by default.
 
@@ -62,28 +59,32 @@ def tensorrt_module(flavour: Flavour) -> ModuleType | None:
         return None
 
 
-def why_no_engine(choice: FlavourChoice = "auto") -> str | None:
-    """Return one line saying why no engine can be built here, with the remedy, or None where one can."""
-    if choice != "auto":
-        return _why_not(choice)
-    if None in (_why_not("tensorrt"), _why_not("tensorrt_rtx")):
-        return None
-    gpu = host_gpu()
-    return not_served(gpu) if gpu and not rtx_serves(gpu) else f"no TensorRT here: {INSTALL['tensorrt_rtx']}"
-
-
 def choose_flavour(choice: FlavourChoice = "auto") -> Flavour:
     """Return the flavour that builds engines here; "auto" prefers full TensorRT.
 
     Raises:
-        EngineUnavailableError: there is none.
+        EngineUnavailableError: there is none; one line with the remedy.
     """
-    reason = why_no_engine(choice)
-    if reason is not None:
-        raise EngineUnavailableError(reason)
-    if choice == "auto":
-        return "tensorrt" if _why_not("tensorrt") is None else "tensorrt_rtx"
-    return choice
+    gpu, reason = host_gpu(), ""
+    for flavour in INSTALL if choice == "auto" else (choice,):
+        if flavour == "tensorrt_rtx" and gpu is not None and not rtx_serves(gpu):
+            reason = not_served(gpu)
+        elif flavour == "tensorrt" and gpu is None:
+            reason = "no CUDA device here: full TensorRT builds an engine only on the GPU that it is for"
+        elif tensorrt_module(flavour) is None:
+            reason = f"no {flavour} here: {INSTALL[flavour]}"
+        else:
+            return flavour
+    raise EngineUnavailableError(reason)
+
+
+def why_no_engine(choice: FlavourChoice = "auto") -> str | None:
+    """Return one line saying why no engine can be built here, with the remedy, or None where one can."""
+    try:
+        choose_flavour(choice)
+    except EngineUnavailableError as error:
+        return str(error)
+    return None
 
 
 @functools.cache
@@ -108,14 +109,3 @@ def message_log(trt: ModuleType) -> Any:  # noqa: ANN401 - a class of an untyped
 def failure(what: str, trt: ModuleType) -> EngineError:
     """Return the error that says what failed and what TensorRT logged since its messages were last cleared."""
     return EngineError(f"{what}; TensorRT says: " + ("\n".join(message_log(trt).messages) or "nothing"))
-
-
-def _why_not(flavour: Flavour) -> str | None:
-    gpu = host_gpu()
-    if flavour == "tensorrt_rtx" and gpu is not None and not rtx_serves(gpu):
-        return not_served(gpu)
-    if flavour == "tensorrt" and gpu is None:
-        return "no CUDA device here: full TensorRT builds an engine only on the GPU that it is for"
-    if tensorrt_module(flavour) is None:
-        return f"no {flavour} here: {INSTALL[flavour]}"
-    return None

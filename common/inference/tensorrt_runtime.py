@@ -1,18 +1,18 @@
 """TensorRT engines at run time: is this plan the one that was built, does it fit this GPU, and running it."""
 
 import hashlib
-import json
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from common.files import sha256_of
+from common.files import from_json, read_object, sha256_of
+from common.inference.options import ModelPrecision
 from common.inference.tensorrt_host import (
     INSTALL,
     EngineUnavailableError,
@@ -50,7 +50,7 @@ class EngineManifest:
     flavour: Flavour
     version: str
     targets: tuple[str, ...]
-    precision: Literal["fp32", "fp16", "int8"]
+    precision: ModelPrecision
     window: tuple[int, ...]
     smallest: tuple[int, ...]
     batch: tuple[int, int, int]
@@ -78,18 +78,15 @@ def read_manifest(plan: Path) -> EngineManifest:
     for needed in (plan, path):
         if not needed.is_file():
             raise FileNotFoundError(f"{needed} is missing; build the engine with: {rebuild_command(plan)}")
+    anew = f"build it anew with: {rebuild_command(plan)}"
+    content = read_object(path, anew)
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: no JSON ({error}); build it anew with: {rebuild_command(plan)}") from error
-    names = {field.name for field in fields(EngineManifest)}
-    if not isinstance(content, dict) or set(content) != names or content["flavour"] not in INSTALL:
-        raise ValueError(
-            f"{path}: an engine manifest holds {', '.join(sorted(names))}, flavour {' or '.join(INSTALL)}; "
-            f"build it anew with: {rebuild_command(plan)}"
-        )
-    values: Any = {name: tuple(item) if isinstance(item, list) else item for name, item in content.items()}
-    return EngineManifest(**values)
+        manifest = from_json(EngineManifest, content)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: no engine manifest ({error}); {anew}") from error
+    if manifest.flavour not in INSTALL:
+        raise ValueError(f"{path}: flavour {manifest.flavour!r}, not {' or '.join(INSTALL)}; {anew}")
+    return manifest
 
 
 def verified_plan(plan: Path, manifest: EngineManifest) -> bytes:
@@ -188,12 +185,17 @@ class EnginePredictor:
             raise EngineUnavailableError(f"{plan}: {problem}")
         trt = tensorrt_module(self.manifest.flavour)
         assert trt is not None  # else there was a problem
-        self.device = _with_index(device or torch.device("cuda"))
+        self.device = device or torch.device("cuda")
+        unnamed = self.device.type == "cuda" and self.device.index is None
+        if unnamed:  # tensors name their device "cuda:0"
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._trt, self._plan = trt, plan
-        with _current(self.device):
+        with self._current():
             # The runtime and the engine are kept, since the context lives on them.
             self._runtime, self._engine = deserialize(trt, content, plan)
-            self._input, self._output = _tensor_names(trt, self._engine)
+            names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
+            names.sort(key=lambda name: self._engine.get_tensor_mode(name) != trt.TensorIOMode.INPUT)
+            self._input, self._output = names  # our own exports have one of each
             self._context: Any = self._engine.create_execution_context()
             if self._context is None:
                 raise failure(f"{plan}: no context for the engine, is the GPU's memory full?", trt)
@@ -211,7 +213,7 @@ class EnginePredictor:
         windows = windows.contiguous()
         context, log = self._context, message_log(self._trt)
         log.messages.clear()
-        with _current(self.device):
+        with self._current():
             accepted = context.set_input_shape(self._input, tuple(windows.shape))
             logits = torch.empty(tuple(context.get_tensor_shape(self._output)), dtype=torch.float32, device=self.device)
             context.set_tensor_address(self._input, windows.data_ptr())
@@ -233,29 +235,9 @@ class EnginePredictor:
         if windows.device != self.device or windows.dtype != torch.float32:
             raise ValueError(f"windows on {windows.device} in {windows.dtype}: float32 on {self.device} is needed")
 
-
-def _with_index(device: torch.device) -> torch.device:
-    """Return "cuda" as "cuda:0", which is how tensors name their device."""
-    unnamed = device.type == "cuda" and device.index is None
-    return torch.device("cuda", torch.cuda.current_device()) if unnamed else device
-
-
-def _tensor_names(trt: ModuleType, engine: Any) -> tuple[str, str]:  # noqa: ANN401 - a class of an untyped module
-    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-    first = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
-    last = [name for name in names if name not in first]
-    assert len(first) == len(last) == 1, names  # our own exports have one input and one output
-    return first[0], last[0]
-
-
-@contextmanager
-def _current(device: torch.device) -> Iterator[None]:
-    """Make `device` the current GPU, which TensorRT works on."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            yield
-    else:
-        yield
+    def _current(self) -> AbstractContextManager[object]:
+        """Make the device the current GPU, which TensorRT works on."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -7,36 +7,30 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from types import EllipsisType
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
+from common.data.geometry import Shape
 from common.inference.predictors import Predictor
-
-Importance = Literal["constant", "gaussian"]
-Triple = tuple[int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class WindowPlan:
-    """Where the windows of one image shape lie and how their logits are weighted; made once and kept.
+    """Where the windows of one image shape lie and how many cover a voxel; made once and kept.
 
     Attributes:
         roi: shape [X, Y, Z] of a window.
         padding: voxels of zeros before and after each axis, in the order of `torch.nn.functional.pad` (Z first).
         shape: shape [X, Y, Z] of the padded image.
         starts: first voxel of each window in the padded image, X slowest.
-        importance: weights [X, Y, Z] of one window's voxels, float32; None where all weigh the same.
         scales: float32 factors, broadcastable to `shape`, whose product turns a sum over windows into their mean.
     """
 
-    roi: Triple
+    roi: Shape
     padding: tuple[int, ...]
-    shape: Triple
-    starts: tuple[Triple, ...]
-    importance: torch.Tensor | None
+    shape: Shape
+    starts: tuple[Shape, ...]
     scales: tuple[torch.Tensor, ...]
 
 
@@ -44,15 +38,13 @@ class WindowPlan:
 def sliding_windows(
     image: torch.Tensor,
     predictor: Predictor,
-    roi: Triple,
+    roi: Shape,
     *,
     overlap: float = 0.25,
     batch_size: int = 4,
-    importance: Importance = "constant",
     difference: bool = True,
-    progress: bool = False,
 ) -> torch.Tensor:
-    """Return the logits of a whole image as the weighted mean of the predictor's logits on overlapping windows.
+    """Return the logits of a whole image as the mean of the predictor's logits on overlapping windows.
 
     Every call of the predictor gets exactly `batch_size` contiguous windows, since an engine has a fixed profile: the
     last batch is filled up with its last window. Where a call runs out of memory, the batch is halved with a warning
@@ -65,10 +57,8 @@ def sliding_windows(
         roi: window shape in voxels.
         overlap: part of a window that its neighbour also covers, in [0, 1).
         batch_size: windows in one call of the predictor.
-        importance: weight of a window's voxels: all the same, or falling off from its centre with a Gaussian.
         difference: of two classes, sum only the difference foreground - background, which halves memory and all
             later work; the foreground is where it is > 0, and its sigmoid is the softmax of the two.
-        progress: show a progress bar over the windows.
 
     Returns:
         Logits [K, X, Y, Z] float32 on the image's device; K == 1 where the network has two classes and `difference`
@@ -79,12 +69,12 @@ def sliding_windows(
         torch.OutOfMemoryError: a single window is too large for the device.
 
     Source:
-        Equal to `monai.inferers.sliding_window_inference` (same windows, same weights).
+        Equal to `monai.inferers.sliding_window_inference` with its constant weights.
     """
     _check_arguments(image, roi, overlap, batch_size)
-    plan = window_plan((image.shape[1], image.shape[2], image.shape[3]), roi, overlap, importance, image.device)
+    plan = window_plan((image.shape[1], image.shape[2], image.shape[3]), roi, overlap, image.device)
     padded = F.pad(image, plan.padding) if any(plan.padding) else image
-    total = _sum_windows(padded, predictor, plan, batch_size, difference, progress)
+    total = _sum_windows(padded, predictor, plan, batch_size, difference)
     for scale in plan.scales:
         total *= scale
     _check_finite(total, image)
@@ -93,11 +83,8 @@ def sliding_windows(
 
 
 @lru_cache(maxsize=4)
-def window_plan(shape: Triple, roi: Triple, overlap: float, importance: Importance, device: torch.device) -> WindowPlan:
-    """Return the plan for an image of `shape` voxels; the latest four are kept and shared, so change nothing in them.
-
-    Only four, since with Gaussian importance a plan holds a map of the image's size on its device.
-    """
+def window_plan(shape: Shape, roi: Shape, overlap: float, device: torch.device) -> WindowPlan:
+    """Return the plan for an image of `shape` voxels; it is kept and shared, so change nothing in it."""
     padded = (max(shape[0], roi[0]), max(shape[1], roi[1]), max(shape[2], roi[2]))
     padding: list[int] = []
     for length, full in zip(reversed(shape), reversed(padded), strict=True):
@@ -105,12 +92,7 @@ def window_plan(shape: Triple, roi: Triple, overlap: float, importance: Importan
         padding += [before, full - length - before]
     along = [window_starts(length, side, overlap) for length, side in zip(padded, roi, strict=True)]
     starts = tuple((x, y, z) for x, y, z in product(*along))
-    weights = gaussian_importance(roi).to(device) if importance == "gaussian" else None
-    if weights is not None:
-        scales: tuple[torch.Tensor, ...] = (_gaussian_scale(padded, starts, weights),)
-    else:
-        scales = _constant_scales(padded, along, roi, device)
-    return WindowPlan(roi, tuple(padding), padded, starts, weights, scales)
+    return WindowPlan(roi, tuple(padding), padded, starts, _scales(padded, along, roi, device))
 
 
 def window_starts(length: int, side: int, overlap: float) -> tuple[int, ...]:
@@ -120,7 +102,7 @@ def window_starts(length: int, side: int, overlap: float) -> tuple[int, ...]:
     return (*range(0, last, interval), last)
 
 
-def fitted_window(shape: Sequence[int], most: Triple, overlap: float) -> Triple:
+def fitted_window(shape: Sequence[int], most: Shape, overlap: float) -> Shape:
     """Return the window that covers an image of `shape` with the least computed twice, no side above that of `most`.
 
     Per axis there are as few windows as with `most`, and they are as short as they can be. For a network that takes any
@@ -140,22 +122,7 @@ def fitted_window(shape: Sequence[int], most: Triple, overlap: float) -> Triple:
     return sides[0], sides[1], sides[2]
 
 
-def gaussian_importance(roi: Triple) -> torch.Tensor:
-    """Return a Gaussian about the window's centre, [X, Y, Z] float32, sigma side / 8, peak 1 and at least 0.001.
-
-    Source:
-        `monai.data.utils.compute_importance_map` at its defaults; the floor keeps every voxel's weight above zero.
-    """
-    sides = []
-    for side in roi:
-        offset = torch.arange(side, dtype=torch.float32) - (side - 1) / 2
-        sides.append(torch.exp(-(offset**2) / (2 * (side / 8) ** 2)))
-    return torch.einsum("x,y,z->xyz", *sides).clamp(min=1e-3)
-
-
-def _constant_scales(
-    shape: Triple, along: Sequence[Sequence[int]], roi: Triple, device: torch.device
-) -> tuple[torch.Tensor, ...]:
+def _scales(shape: Shape, along: Sequence[Sequence[int]], roi: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return 1 / (windows that cover a voxel), which is a product over the axes: as [X, 1, 1] and [Y, Z]."""
     if all(len(starts) == 1 for starts in along):
         return ()
@@ -168,47 +135,37 @@ def _constant_scales(
     return (inverse[0][:, None, None].to(device), (inverse[1][:, None] * inverse[2]).to(device))
 
 
-def _gaussian_scale(shape: Triple, starts: Sequence[Triple], importance: torch.Tensor) -> torch.Tensor:
-    """Return 1 / (sum of the importance of all windows over a voxel), [X, Y, Z]; not separable, for its floor."""
-    weight = torch.zeros(shape, device=importance.device)
-    for start in starts:
-        weight[_box(start, importance.shape)] += importance
-    return weight.reciprocal_()
-
-
 def _box(start: Sequence[int], sides: Sequence[int]) -> tuple[EllipsisType | slice, ...]:
     """Return the index of a box in [C, X, Y, Z] or [X, Y, Z]: `...` leaves the axes before X alone."""
     return (..., *(slice(first, first + side) for first, side in zip(start, sides, strict=True)))
 
 
 def _sum_windows(
-    image: torch.Tensor, predictor: Predictor, plan: WindowPlan, batch_size: int, difference: bool, progress: bool
+    image: torch.Tensor, predictor: Predictor, plan: WindowPlan, batch_size: int, difference: bool
 ) -> torch.Tensor:
-    """Return the sum over all windows of importance times logits, [K, X, Y, Z] float32 on the padded image's grid."""
+    """Return the sum over all windows of their logits, [K, X, Y, Z] float32 on the padded image's grid."""
     total: torch.Tensor | None = None
     done = 0
     windows = torch.empty((batch_size, image.shape[0], *plan.roi), dtype=torch.float32, device=image.device)
-    with tqdm(total=len(plan.starts), unit="window", leave=False, disable=not progress) as bar:
-        while done < len(plan.starts):
-            starts = plan.starts[done : done + len(windows)]
-            try:
-                logits = predictor(_cut(image, starts, windows))
-            except torch.OutOfMemoryError as error:
-                windows = windows[: _halved(len(windows), plan.roi, error)]
-                continue
-            _check_logits(logits, (len(windows), *plan.roi), image.device)
-            subtract = difference and logits.shape[1] == 2
-            if total is None:
-                channels = 1 if subtract else logits.shape[1]
-                total = torch.zeros((channels, *plan.shape), dtype=torch.float32, device=image.device)
-            _add(total, logits[: len(starts)], starts, plan.importance, subtract)
-            done += len(starts)
-            bar.update(len(starts))
+    while done < len(plan.starts):
+        starts = plan.starts[done : done + len(windows)]
+        try:
+            logits = predictor(_cut(image, starts, windows))
+        except torch.OutOfMemoryError as error:
+            windows = windows[: _halved(len(windows), plan.roi, error)]
+            continue
+        _check_logits(logits, (len(windows), *plan.roi), image.device)
+        subtract = difference and logits.shape[1] == 2
+        if total is None:
+            channels = 1 if subtract else logits.shape[1]
+            total = torch.zeros((channels, *plan.shape), dtype=torch.float32, device=image.device)
+        _add(total, logits[: len(starts)], starts, subtract)
+        done += len(starts)
     assert total is not None  # a plan has at least one window
     return total
 
 
-def _cut(image: torch.Tensor, starts: Sequence[Triple], windows: torch.Tensor) -> torch.Tensor:
+def _cut(image: torch.Tensor, starts: Sequence[Shape], windows: torch.Tensor) -> torch.Tensor:
     """Copy the windows at `starts` into `windows` [B, C, *roi]; the last one is repeated to fill the batch."""
     only = image[_box(starts[0], windows.shape[2:])]
     if len(windows) == 1 and only.dtype == windows.dtype and only.is_contiguous():
@@ -218,7 +175,7 @@ def _cut(image: torch.Tensor, starts: Sequence[Triple], windows: torch.Tensor) -
     return windows
 
 
-def _halved(batch_size: int, roi: Triple, error: torch.OutOfMemoryError) -> int:
+def _halved(batch_size: int, roi: Shape, error: torch.OutOfMemoryError) -> int:
     if batch_size == 1:
         raise torch.OutOfMemoryError(
             f"one window of {roi} voxels (batch_size 1) does not fit into the device's memory: "
@@ -233,26 +190,18 @@ def _halved(batch_size: int, roi: Triple, error: torch.OutOfMemoryError) -> int:
     return half
 
 
-def _add(
-    total: torch.Tensor,
-    logits: torch.Tensor,
-    starts: Sequence[Triple],
-    importance: torch.Tensor | None,
-    subtract: bool,
-) -> None:
-    """Add each window's logits, times the importance, to its place in `total` [K, X, Y, Z], in place."""
+def _add(total: torch.Tensor, logits: torch.Tensor, starts: Sequence[Shape], subtract: bool) -> None:
+    """Add each window's logits to its place in `total` [K, X, Y, Z], in place."""
     for window, start in zip(logits, starts, strict=True):
         place = total[_box(start, window.shape[1:])]
-        # Two passes in place are faster than one pass over a difference for which memory must first be found.
-        signed = [(window[1:], 1), (window[:1], -1)] if subtract else [(window, 1)]
-        for part, sign in signed:
-            if importance is None:
-                place.add_(part, alpha=sign)
-            else:
-                place.addcmul_(part, importance, value=sign)
+        if subtract:  # two passes in place are faster than one over a difference for which memory must first be found
+            place.add_(window[1:])
+            place.sub_(window[:1])
+        else:
+            place.add_(window)
 
 
-def _check_arguments(image: torch.Tensor, roi: Triple, overlap: float, batch_size: int) -> None:
+def _check_arguments(image: torch.Tensor, roi: Shape, overlap: float, batch_size: int) -> None:
     if image.ndim != 4 or 0 in image.shape or not image.is_floating_point():
         raise ValueError(
             f"image {tuple(image.shape)} {image.dtype}: [C, X, Y, Z] of a float dtype is needed, no side 0"

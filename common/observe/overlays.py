@@ -1,6 +1,7 @@
 """Overlays: a segmentation drawn over its image, the way a radiologist looks at it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,20 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
+from nibabel.affines import from_matvec, voxel_sizes
+from nibabel.orientations import apply_orientation, inv_ornt_aff, io_orientation
 from numpy.typing import NDArray
 
-from common.observe.figures import one_line, save_png
-from common.observe.planes import Array, Panel, Scan, oriented_scan, panel_columns
+from common.observe.plots import one_line, save_png
+
+Array = NDArray[Any]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; those that show best on grey come first.
 LABEL_COLOURS = ("#E69F00", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00", "#0072B2")
 """Of the labels 1, 2, ..., in turn (Okabe and Ito)."""
+_PLANES = ("sagittal, x", "coronal, y", "axial, z")  # by the axis they cut
 _EDGES = (("A", "P", "S", "I"), ("R", "L", "S", "I"), ("R", "L", "A", "P"))  # left, right, top, bottom
-_LETTER_PLACES = (
+_EDGE_PLACES = (
     (0.02, 0.5, "left", "center"),
     (0.98, 0.5, "right", "center"),
     (0.5, 0.98, "center", "top"),
@@ -30,9 +35,53 @@ _STROKE = [withStroke(linewidth=2, foreground="black")]
 _ON_IMAGE: dict[str, Any] = {"color": "white", "fontsize": 8, "path_effects": _STROKE}
 _WIDTH, _MARGIN, _GAP = 9.0, 0.12, 0.08  # inches
 _TITLE, _CAPTION, _LEGEND_ROW = 0.32, 0.19, 0.20  # heights in inches
-_ROW_HEIGHTS = (3.3, 1.6)  # at most, in inches: the planes, the close-ups
 _NARROWEST = 1.3  # inches of width that a caption needs
-_LEGEND_COLUMNS = 6
+_LEGEND_COLUMNS, _CLOSE_UPS = 6, 6
+_CLOSE_UP_MARGIN = 25.0  # mm around the foreground
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What is drawn, its axes turned to R, A, S."""
+
+    image: Array  # [X, Y, Z]
+    labels: Array
+    truth: Array | None
+    affine: NDArray[np.float64]
+    window: tuple[float, float]
+    extent: tuple[tuple[int, int], ...]  # first and last voxel of the foreground (labels or truth) along each axis
+    largest: tuple[int, ...]  # slice with the largest foreground across each axis
+
+    @property
+    def spacing(self) -> NDArray[np.float64]:
+        """Return the voxel's sides in mm."""
+        return np.asarray(voxel_sizes(self.affine), dtype=np.float64)
+
+    def cropped(self, low: Sequence[int], high: Sequence[int]) -> "Scan":
+        """Return the box from `low` up to, and without, `high`; the foreground lies in it."""
+        box = tuple(slice(first, last) for first, last in zip(low, high, strict=True))
+        truth = None if self.truth is None else self.truth[box]
+        affine = self.affine @ from_matvec(np.eye(3), low)
+        extent = tuple((first - start, last - start) for (first, last), start in zip(self.extent, low, strict=True))
+        largest = tuple(place - start for place, start in zip(self.largest, low, strict=True))
+        return Scan(self.image[box], self.labels[box], truth, affine, self.window, extent, largest)
+
+    def size(self, plane: int) -> tuple[float, float]:
+        """Return width and height in mm of a slice across the axis `plane`."""
+        across, up = np.delete(self.image.shape * self.spacing, plane)
+        return float(across), float(up)
+
+    def caption(self, plane: int, index: int) -> str:
+        """Name a slice and where it lies: the RAS coordinate of its middle."""
+        voxel = np.array([*((side - 1) / 2 for side in self.image.shape), 1.0])
+        voxel[plane] = index
+        return f"{_PLANES[plane]} = {(self.affine @ voxel)[plane]:.0f} mm"
+
+
+def picture(volume: Array, plane: int, index: int) -> Array:
+    """Return a slice across an axis as rows from the top: R (or A) on the left, A (or S) at the top."""
+    part: Array = np.moveaxis(volume, plane, 0)[index]
+    return part.T[::-1, ::-1]
 
 
 def draw_overlay(
@@ -66,78 +115,127 @@ def draw_overlay(
     Raises:
         OSError: the folder cannot be written or the disk is full.
     """
-    assert image.ndim == 3, image.shape
     assert all(volume.shape == image.shape for volume in (labels, truth) if volume is not None), image.shape
     scan = oriented_scan(image, labels, truth, affine, window)
+    body, close = body_of(scan), close_up_of(scan)
+    planes = [(plane, body.largest[plane]) for plane in (2, 1, 0)]
+    # Not the ends of the foreground, where there is next to nothing to see.
+    slices = np.linspace(*close.extent[2], _CLOSE_UPS + 2)[1:-1]
+    close_ups = [(2, index) for index in sorted({round(each) for each in slices})]
+    rows = ((body, planes, *_fitted(body, planes, 3.3)), (close, close_ups, *_fitted(close, close_ups, 1.6)))
     handles = _legend_handles(scan, names)
-    rows = [_Row(scan, columns, tallest) for columns, tallest in zip(panel_columns(scan), _ROW_HEIGHTS, strict=True)]
-    legend_rows = -(-len(handles) // _LEGEND_COLUMNS)
-    total = _TITLE + sum(row.height + _GAP for row in rows) + _LEGEND_ROW * legend_rows + _MARGIN
+    legend = _LEGEND_ROW * -(-len(handles) // _LEGEND_COLUMNS)
+    total = _TITLE + sum(height + _GAP for *_, height in rows) + legend + _MARGIN
     figure = Figure(figsize=(_WIDTH, total), dpi=130)
     heading = one_line(title, 75) + ("" if labels.any() else "   (no foreground predicted)")
     figure.text(_MARGIN / _WIDTH, 1 - 0.2 / total, heading, fontsize=10, weight="bold", va="center", parse_math=False)
     top = total - _TITLE
-    for row in rows:
-        _draw_row(figure, scan, row, top)
-        top -= row.height + _GAP
-    legend = figure.legend(
+    for part, shown, scale, height in rows:
+        _draw_row(figure, part, shown, scale, top)
+        top -= height + _GAP
+    drawn = figure.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(0, 0), ncols=_LEGEND_COLUMNS, frameon=False, fontsize=8
     )
-    for text in legend.get_texts():
+    for text in drawn.get_texts():
         text.set_parse_math(False)
     save_png(path, figure)
 
 
-class _Row:
-    """Columns of panels side by side, at one scale."""
+def oriented_scan(
+    image: Array, labels: Array, truth: Array | None, affine: NDArray[np.float64], window: tuple[float, float] | None
+) -> Scan:
+    """Turn the axes to the nearest of R, A, S (views, no copies) and find the foreground; see `draw_overlay`."""
+    turn = io_orientation(affine)
+    affine = affine @ inv_ornt_aff(turn, image.shape)
+    image, labels = apply_orientation(image, turn), apply_orientation(labels, turn)
+    truth = None if truth is None else apply_orientation(truth, turn)
+    foreground = labels != 0 if truth is None else (labels != 0) | (truth != 0)
+    extent, largest = [], []
+    for axis in range(3):
+        area = np.count_nonzero(foreground, axis=tuple(other for other in range(3) if other != axis))
+        filled = np.flatnonzero(area)
+        extent.append((int(filled[0]), int(filled[-1])) if len(filled) else (0, len(area) - 1))
+        largest.append(int(area.argmax()) if len(filled) else len(area) // 2)
+    return Scan(image, labels, truth, affine, window or _window(image), tuple(extent), tuple(largest))
 
-    def __init__(self, scan: Scan, columns: list[list[Panel]], tallest: float) -> None:
-        """Choose the scale that fills the width, unless a column of images would then exceed `tallest` inches."""
-        sizes = [[panel.millimetres(scan) for panel in column] for column in columns]
-        widths = [max(width for width, _ in column) for column in sizes]
-        heights = [sum(height for _, height in column) for column in sizes]
-        free = _WIDTH - 2 * _MARGIN - _GAP * (len(columns) - 1)
-        self.columns, self.scale = columns, min(free / sum(widths), tallest / max(heights))  # inches per mm
-        self.widths = [max(self.scale * width, _NARROWEST) for width in widths]
-        self.height = max(
-            self.scale * height + _CAPTION * len(column) + _GAP * (len(column) - 1)
-            for height, column in zip(heights, columns, strict=True)
-        )
+
+def _sampled(image: Array) -> tuple[Array, int]:
+    """Return about a million voxels of an image, and how far apart they are."""
+    step = max(1, round((image.size / 1e6) ** (1 / 3)))
+    return image[::step, ::step, ::step].astype(np.float32), step
 
 
-def _draw_row(figure: Figure, scan: Scan, row: _Row, top: float) -> None:
-    """Draw the panels of a row whose captions begin `top` inches above the figure's foot."""
+def _window(image: Array) -> tuple[float, float]:
+    """Return the percentiles 0.5 and 99.5 of the voxels above the minimum."""
+    sample, _ = _sampled(image)
+    tissue = sample[sample > sample.min()]
+    low, high = np.percentile(tissue, [0.5, 99.5]) if len(tissue) else (sample.min(), sample.min())
+    return float(low), float(high) if high > low else float(low) + 1
+
+
+def body_of(scan: Scan) -> Scan:
+    """Return the box that holds the foreground and whatever is brighter than black: no air around a patient."""
+    sample, step = _sampled(scan.image)
+    low, high = [], []
+    for axis, (first, last) in enumerate(scan.extent):
+        others = tuple(other for other in range(3) if other != axis)
+        filled = step * np.flatnonzero((sample > scan.window[0]).any(axis=others))
+        low.append(min(first, int(filled.min(initial=first))))
+        high.append(min(max(last, int(filled.max(initial=last)) + step - 1) + 1, scan.image.shape[axis]))
+    return scan.cropped(low, high)
+
+
+def close_up_of(scan: Scan) -> Scan:
+    """Return the columns about the foreground, as wide as high."""
+    side = max((last + 1 - first) * mm for (first, last), mm in zip(scan.extent[:2], scan.spacing, strict=False))
+    low, high = [0, 0, 0], list(scan.image.shape)
+    for axis, (first, last) in enumerate(scan.extent[:2]):
+        voxels = min(high[axis], round((side + 2 * _CLOSE_UP_MARGIN) / scan.spacing[axis]))
+        low[axis] = int(np.clip((first + last + 1) // 2 - voxels // 2, 0, high[axis] - voxels))
+        high[axis] = low[axis] + voxels
+    return scan.cropped(low, high)
+
+
+def _fitted(scan: Scan, shown: Sequence[tuple[int, int]], tallest: float) -> tuple[float, float]:
+    """Return the inches of a mm that fill the width, unless a panel were then too tall, and the row's height."""
+    widths, heights = zip(*(scan.size(plane) for plane, _ in shown), strict=True)
+    free = _WIDTH - 2 * _MARGIN - _GAP * (len(shown) - 1)
+    scale = min(free / sum(widths), tallest / max(heights))
+    return scale, scale * max(heights) + _CAPTION
+
+
+def _draw_row(figure: Figure, scan: Scan, shown: Sequence[tuple[int, int]], scale: float, top: float) -> None:
+    """Draw slices side by side whose captions begin `top` inches above the figure's foot."""
     width, total = figure.get_size_inches()
     left = _MARGIN
-    for column, column_width in zip(row.columns, row.widths, strict=True):
-        foot = top
-        for panel in column:
-            across, up = (row.scale * side for side in panel.millimetres(scan))
-            foot -= _CAPTION + up
-            axes = figure.add_axes((left / width, foot / total, across / width, up / total))
-            _draw_panel(axes, scan, panel)
-            axes.set_title(panel.caption(scan), fontsize=7.5, loc="left", pad=2)
-            if column is row.columns[0]:
-                _draw_scale_bar(axes, panel.millimetres(scan)[0])
-            if column is row.columns[0] or panel.plane != 2:
-                _draw_letters(axes, _EDGES[panel.plane][: 4 if up > 0.6 else 2])
-            foot -= _GAP
-        left += column_width + _GAP
+    for number, (plane, index) in enumerate(shown):
+        across, up = (scale * side for side in scan.size(plane))
+        axes = figure.add_axes((left / width, (top - _CAPTION - up) / total, across / width, up / total))
+        _draw_slice(axes, scan, plane, index)
+        axes.set_title(scan.caption(plane, index), fontsize=7.5, loc="left", pad=2)
+        if number == 0:
+            _draw_scale_bar(axes, scan.size(plane)[0])
+        if number == 0 or plane != 2:
+            # Which side of the patient the edges are; a low slice has room for two.
+            letters = _EDGES[plane][: 4 if up > 0.6 else 2]
+            for letter, (x, y, horizontal, vertical) in zip(letters, _EDGE_PLACES, strict=False):
+                axes.text(x, y, letter, ha=horizontal, va=vertical, transform=axes.transAxes, **_ON_IMAGE)
+        left += max(across, _NARROWEST) + _GAP
 
 
-def _draw_panel(axes: Axes, scan: Scan, panel: Panel) -> None:
+def _draw_slice(axes: Axes, scan: Scan, plane: int, index: int) -> None:
     """Draw one slice in grey, the prediction filled and the truth outlined; the axes are in mm, y up."""
-    width, height = panel.millimetres(scan)
+    width, height = scan.size(plane)
     place: dict[str, Any] = {"extent": (0, width, 0, height), "aspect": "auto"}
-    grey = panel.picture(scan.image).astype(np.float32)
+    grey = picture(scan.image, plane, index).astype(np.float32)
     axes.imshow(grey, cmap="gray", vmin=scan.window[0], vmax=scan.window[1], interpolation="bilinear", **place)
-    labels = panel.picture(scan.labels)
+    labels = picture(scan.labels, plane, index)
     fill = np.zeros((*labels.shape, 4))
     for label in _labels_in(labels):
         fill[labels == label] = (*to_rgb(_colour(label)), 0.45)
     axes.imshow(fill, interpolation="nearest", **place)
     if scan.truth is not None:
-        truth = panel.picture(scan.truth)
+        truth = picture(scan.truth, plane, index)
         # A frame of background closes the outlines at the panel's edge.
         rows, columns = (np.arange(-1, side + 1) + 0.5 for side in truth.shape)
         x, y = columns * width / truth.shape[1], height - rows * height / truth.shape[0]
@@ -147,27 +245,18 @@ def _draw_panel(axes: Axes, scan: Scan, panel: Panel) -> None:
     axes.set_axis_off()
 
 
-def _draw_letters(axes: Axes, letters: Sequence[str]) -> None:
-    """Write which side of the patient the left, right, top and bottom edges are; a low panel has letters for two."""
-    for letter, (x, y, horizontal, vertical) in zip(letters, _LETTER_PLACES, strict=False):
-        axes.text(x, y, letter, ha=horizontal, va=vertical, transform=axes.transAxes, **_ON_IMAGE)
-
-
 def _draw_scale_bar(axes: Axes, width: float) -> None:
     """Draw a bar of a round length, at most a fifth of the panel's width in mm, at the lower right."""
     length = max((mm for mm in (1, 2, 5, 10, 20, 50, 100) if mm <= 0.2 * width), default=1)
-    end = 0.97 * width
-    foot = 0.03 * width
+    end, foot = 0.97 * width, 0.03 * width
     axes.plot([end - length, end], [foot, foot], color="white", linewidth=1.5, path_effects=_STROKE)
     axes.text(end, foot * 1.5, f"{length} mm", ha="right", va="bottom", **_ON_IMAGE)
 
 
 def _legend_handles(scan: Scan, names: Sequence[str]) -> list[Patch | Line2D]:
     """Return one colour patch for each label that occurs, and what filled and outlined mean."""
-    inside = tuple(slice(first, last + 1) for first, last in scan.extent)
-    occurring = set(_labels_in(scan.labels[inside]))
-    if scan.truth is not None:
-        occurring |= set(_labels_in(scan.truth[inside]))
+    volumes = [scan.labels, *([] if scan.truth is None else [scan.truth])]
+    occurring = {label for volume in volumes for label in _labels_in(volume)}
     handles: list[Patch | Line2D] = []
     for label in sorted(occurring):
         name = names[label] if label < len(names) else f"label {label}"
@@ -180,7 +269,7 @@ def _legend_handles(scan: Scan, names: Sequence[str]) -> list[Patch | Line2D]:
 
 def _labels_in(labels: Array) -> list[int]:
     """Return the labels above background that occur."""
-    return [int(label) for label in np.unique(labels) if label > 0]
+    return [int(label) for label in np.unique(labels[labels > 0])]
 
 
 def _colour(label: int) -> str:

@@ -1,196 +1,201 @@
-"""The report of a run: one file that opens anywhere, without a network, and that can be mailed."""
+"""The report of a run: one page that opens anywhere, without a network, and that can be mailed."""
 
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.files import write_text
-from common.observe.figures import one_line
-from common.observe.overlays import LABEL_COLOURS
-from common.observe.report_case import CASE_FILE, embed_volume, read_report_case
-from common.observe.report_files import RunFiles, number, read_run
-from common.observe.report_head import head
-from common.observe.report_page import Html, element, joined, page
-from common.observe.report_parts import cases, details, exports, time_budget, worst_cases
-from common.observe.report_pictures import Pictures
+import jinja2
+import numpy as np
+import torch
+import yaml
+from markupsafe import Markup
+from numpy.typing import NDArray
+from torch.nn import functional
 
+from common.files import read_json_lines, write_json, write_text
+from common.observe.overlays import LABEL_COLOURS, Array, oriented_scan
+from common.observe.plots import one_line
+
+Json = dict[str, Any]
+_NEEDED_FOR = {
+    "summary.json": "the run has not finished: no quality, time budget or exports",
+    "environment.json": "no date, versions or hardware",
+    "config.yaml": "no configuration",
+    "plan.json": "nothing of what was chosen for this device and these cases",
+}
+_STAGES = ("start", "prepare", "cache", "compile", "train", "validate", "export")  # in the order they run
+_LARGEST_SIDE = 96  # voxels of the case to look at: more would be megabytes in a mail, and lesions still show
+_LARGEST_PICTURE = 600_000  # bytes; five of them and the largest case stay below 8 MB
+_LONGEST_VALUE, _LONGEST_FILE = 1000, 20_000  # characters
 _WORST = 3  # cases whose overlay is shown
-_SPEED = {"seconds", "samples_per_second", "waited", "computed", "saved", "logged"}
-_NO_METRIC = {"epoch", "step", "losses", "loss", *_SPEED}  # what else an epoch's record holds was validated
-_PLANES = ("sagittal", "coronal", "axial")  # by the axis they cut
-_CURVES = "The band goes from the lowest to the highest loss of an epoch's steps; the ring marks the best validation."
-_PRIVACY = (
-    "This file holds pictures and names of cases, paths and the command line: mail it only where your data may go. "
-    "Not for clinical use."
-)
 
 
 def write_report(directory: Path) -> Path:
     """Write `report.html` into a run folder, from the files that the run has left there; return its path.
 
     Of a run that is incomplete it shows what there is and says what is missing. It stays below 8 MB for hundreds of
-    cases and thousands of epochs.
+    cases.
 
     Args:
-        directory: a run folder. Besides the files that every run writes, `report_case.npz` (see `write_report_case`)
-            gives the report a viewer, `monitor.png` and `heatmaps/*.png` are shown where they are.
+        directory: a run folder. Besides the files that every run writes, `report_case.json` (see `write_report_case`)
+            gives the report a viewer; `progress.png`, `monitor.png` and `overlays/` are shown where they are.
 
     Raises:
         FileNotFoundError: the folder is none of a run.
         OSError: it cannot be read or written, or the disk is full.
     """
-    run, pictures = read_run(directory), Pictures()
-    data: dict[str, Any] = {"charts": _charts(run.epochs)}
-    overlays = sorted((directory / "overlays").glob("*.png"))
-    by_name = {path.stem: path for path in overlays}
-    worst = [by_name[name] for name, _ in worst_cases(run) if name in by_name][:_WORST]
-    shown = [picture for path in worst if (picture := pictures.embed(path)) is not None]
-    refused, pictures.left_out = pictures.left_out, []
-    sections = [
-        head(run),
-        _curves(run, data["charts"], pictures),
-        time_budget(run),
-        _monitor(directory, pictures),
-        cases(run, shown, len(overlays), refused),
-        _viewer(run, data),
-        _heatmaps(directory, pictures),
-        exports(run),
-        details(run),
-        element("footer", element("p", _PRIVACY)),
-    ]
-    title = " ".join(str(run.summary.get(name, "")) for name in ("app", "recipe")).strip() or directory.resolve().name
-    body = element("main", joined(section for section in sections if section is not None))
-    path = directory / "report.html"
-    write_text(path, page(f"{title}: report of a run", body, data))
+    if not any((directory / name).is_file() for name in _NEEDED_FOR):
+        raise FileNotFoundError(f"{directory}: no run folder (none of {', '.join(_NEEDED_FOR)} is there)")
+    problems: list[str] = []
+    summary, environment, config, _ = (_read(directory / name, problems, loss) for name, loss in _NEEDED_FOR.items())
+    quality, case = summary.get("quality", {}), directory / "report_case.json"
+    per_case = quality.get("per_case", {})
+    # A case without a value is worse than any.
+    ranked = sorted(per_case, key=lambda name: (per_case[name] is not None, per_case[name] or 0.0, name))
+    overlays = {path.stem: path for path in (directory / "overlays").glob("*.png")}
+    content = _template().render(
+        title=" ".join(filter(None, (summary.get("app"), summary.get("recipe")))) or directory.resolve().name,
+        summary=summary,
+        environment=environment,
+        config=config,
+        epochs=_read(directory / "metrics.jsonl", problems, "no curves").get("epochs", []),
+        stages=_stages(summary.get("seconds", {})),
+        # An app that judges patches has figures of all of them together, in its own order, and no regions.
+        cases={name: per_case[name] for name in (ranked if quality.get("per_region") else per_case)},
+        overlays=len(overlays),
+        worst={name: _embedded(overlays[name]) for name in [name for name in ranked if name in overlays][:_WORST]},
+        pictures={name: _embedded(directory / f"{name}.png") for name in ("progress", "monitor")},
+        case=_read(case, problems, "no viewer") if case.is_file() else {},
+        colours=LABEL_COLOURS,
+        exported=lambda path: directory / "exports" / Path(path).name,
+        texts={name: _end_of(directory / name) for name in (*_NEEDED_FOR, "run.log")},
+        problems=problems,
+    )
+    write_text(directory / "report.html", content)
+    return directory / "report.html"
+
+
+def write_report_case(
+    directory: Path,
+    name: str,
+    image: Array,
+    labels: Array,
+    truth: Array,
+    affine: NDArray[np.float64],
+    *,
+    names: Sequence[str],
+    window: tuple[float, float] | None = None,
+) -> Path:
+    """Write `report_case.json` into a run folder: the case that its report lets the reader look through.
+
+    It is small (at most 96 voxels a side; means of the image, middles of the labels), turned to R, A, S, and in words
+    that the page's script understands: volumes are base64 of uint8, z running fastest.
+
+    Args:
+        directory: folder of the run.
+        name: of the case.
+        image: intensities [X, Y, Z], any real dtype.
+        labels: predicted labels [X, Y, Z], integers up to 255; 0 is background.
+        truth: true labels, the same.
+        affine: voxel index to RAS mm, [4, 4], any orientation.
+        names: name of each label, by its number.
+        window: intensities that are drawn black and white; by default as an overlay chooses them.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full.
+    """
+    assert image.shape == labels.shape == truth.shape, (image.shape, labels.shape, truth.shape)
+    scan = oriented_scan(image, labels, truth, affine, window)
+    assert scan.truth is not None
+    sides = scan.image.shape
+    x, y, z = (min(side, _LARGEST_SIDE) for side in sides)
+    shape = (x, y, z)
+    black, white = scan.window
+    voxels = torch.from_numpy(np.ascontiguousarray(scan.image, np.float32))
+    grey = (functional.adaptive_avg_pool3d(voxels[None], shape)[0].numpy() - black) / (white - black)
+    middles = np.ix_(*((2 * np.arange(few) + 1) * side // (2 * few) for few, side in zip(shape, sides, strict=True)))
+    found, true = scan.labels[middles], scan.truth[middles]
+    occurring = [int(label) for label in np.union1d(found, true) if label > 0]
+    content = {
+        "name": name,
+        "shape": shape,
+        "spacing": [mm * side / few for mm, side, few in zip(scan.spacing.tolist(), sides, shape, strict=True)],
+        "start": [scan.largest[axis] * shape[axis] // sides[axis] for axis in range(3)],
+        "labels": {label: names[label] if label < len(names) else f"label {label}" for label in occurring},
+        "image": _base64(np.round(255 * grey.clip(0, 1))),
+        "prediction": _base64(found),
+        "truth": _base64(true),
+    }
+    path = directory / "report_case.json"
+    write_json(path, content)
     return path
 
 
-def _charts(epochs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the script draws: for each chart its curves over the epochs; null where there is no number."""
-    xs = [number(epoch.get("epoch")) for epoch in epochs]
-    known = [epoch for epoch, x in zip(epochs, xs, strict=True) if x is not None]
-    places = [x for x in xs if x is not None]
-
-    def curve(name: str) -> dict[str, Any]:
-        return {"name": name, "values": [number(epoch.get(name)) for epoch in known]}
-
-    names = dict.fromkeys(name for epoch in known for name in epoch if name not in _NO_METRIC)
-    charts: list[dict[str, Any]] = [
-        {"title": "loss", "log": True, "curves": [{**curve("loss"), **_span(known)}]},
-        {"title": "validation", "best": True, "curves": [curve(name) for name in names]},
-        {"title": "seconds per epoch", "zero": True, "curves": [curve("seconds"), curve("waited")]},
-    ]
-    for chart in charts:
-        chart["curves"] = [each for each in chart["curves"] if any(value is not None for value in each["values"])]
-        chart["epochs"] = places
-    return [chart for chart in charts if chart["curves"]]
-
-
-def _span(epochs: list[dict[str, Any]]) -> dict[str, list[float | None]]:
-    """Return the lowest and the highest loss of a step in each epoch."""
-    steps = [epoch.get("losses") for epoch in epochs]
-    finite = [
-        [value for each in losses if (value := number(each)) is not None] if isinstance(losses, list) else []
-        for losses in steps
-    ]
-    return {
-        "low": [min(values, default=None) for values in finite],
-        "high": [max(values, default=None) for values in finite],
-    }
-
-
-def _curves(run: RunFiles, charts: list[dict[str, Any]], pictures: Pictures) -> Html | None:
-    if not charts:
-        return None
-    figures = []
-    for place, chart in enumerate(charts):
-        title, toggle = str(chart["title"]), None
-        if chart.get("log"):
-            toggle = element("label", element("input", type="checkbox", id="log"), "logarithmic", class_="toggle")
-        caption = element("figcaption", element("strong", title), element("output", aria_live="off"), toggle)
-        svg = element("svg", role="img", tabindex=0, aria_label=f"{title} over the epochs; arrow keys read the values")
-        figures.append(element("figure", caption, svg, class_="chart", data_chart=place))
-    progress = run.directory / "progress.png"
-    still = pictures.embed(progress) if progress.is_file() else None
-    noscript = element("noscript", still) if still is not None else None
-    note = element("p", _CURVES, class_="note")
-    return element("section", element("h2", "Curves"), note, element("div", *figures, class_="charts"), noscript)
-
-
-def _monitor(directory: Path, pictures: Pictures) -> Html | None:
-    path = directory / "monitor.png"
+def _read(path: Path, problems: list[str], loss: str) -> Json:
+    """Return what a file of the run holds; of one that is missing or damaged nothing, and a line in `problems`."""
     if not path.is_file():
-        return None
-    picture = pictures.embed(path)
-    return element("section", element("h2", "Monitor"), element("figure", picture), *_left_out(pictures))
-
-
-def _viewer(run: RunFiles, data: dict[str, Any]) -> Html | None:
-    path = run.directory / CASE_FILE
-    if not path.is_file():
-        return None
-    heading = element("h2", "Look at a case")
+        problems.append(f"{path.name} is missing: {loss}")
+        return {}
     try:
-        case = read_report_case(path)
-    except ValueError as error:
-        return element("section", heading, element("p", one_line(str(error), 200), class_="note"))
-    volume = embed_volume(case.image, case.label, case.prediction, case.spacing)
-    sides = " x ".join(f"{side:.1f}" for side in volume["spacing"])
-    names = {str(label): run.label_names[label] for label in volume["labels"] if label < len(run.label_names)}
-    data["volume"] = {**volume, "case": case.name, "names": names, "colours": list(LABEL_COLOURS)}
-    opacity = element("input", type="range", id="opacity", min=0, max=100, value=45)
-    planes = (_plane(axis) for axis in (2, 1, 0))
-    return element(
-        "section",
-        heading,
-        element("p", f"{case.name}: voxels of {sides} mm" if case.name else f"voxels of {sides} mm"),
-        element("div", *planes, class_="planes"),
-        element(
-            "div",
-            _toggle("show-prediction", "prediction (filled)"),
-            _toggle("show-truth", "truth (outlined)"),
-            _toggle("show-cross", "cross-hair"),
-            element("label", "opacity", opacity, class_="toggle"),
-            class_="controls",
-        ),
-        element("ul", id="legend", class_="legend"),
-        element("p", element("output", id="voxel"), class_="note"),
-        element("p", "Wheel, slider or arrow keys go through the slices; a click moves the cross-hair.", class_="note"),
-        id="viewer",
-    )
+        if path.suffix == ".jsonl":
+            return {"epochs": read_json_lines(path)}
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError("no mapping")
+        return content
+    except (ValueError, yaml.YAMLError) as error:
+        problems.append(f"{path.name} is damaged ({one_line(str(error), 120)}): {loss}")
+        return {}
 
 
-def _plane(axis: int) -> Html:
-    name = _PLANES[axis]
-    return element(
-        "figure",
-        element("figcaption", element("strong", name), element("output", aria_live="off")),
-        element("canvas", tabindex=0, role="img", aria_label=f"{name} slice; arrow keys go through the slices"),
-        element("input", type="range", min=0, value=0, aria_label=f"{name} slice"),
-        class_="plane",
-        data_axis=axis,
-    )
+def _stages(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each stage, in the order they run, and under `rest` what else the total holds."""
+    names = [*_STAGES, *(name for name in seconds if name not in (*_STAGES, "total"))]
+    found = {name: seconds[name] for name in names if name in seconds}
+    spent = sum(found.values())
+    return {**found, "rest": max(seconds.get("total", spent) - spent, 0.0)} if found else {}
 
 
-def _toggle(identity: str, text: str) -> Html:
-    return element("label", element("input", type="checkbox", id=identity, checked=True), text, class_="toggle")
-
-
-def _heatmaps(directory: Path, pictures: Pictures) -> Html | None:
-    paths = sorted((directory / "heatmaps").glob("*.png"))
-    if not paths:
+def _embedded(path: Path) -> str | None:
+    """Return the address of a PNG that holds the picture itself; "" for one too large, None where there is none."""
+    if not path.is_file():
         return None
-    figures = []
-    for path in paths:
-        picture = pictures.embed(path, draggable="false")
-        if picture is not None:
-            frame = element("div", picture, class_="frame", tabindex=0, role="group", aria_label=f"{path.stem}: zoom")
-            figures.append(element("figure", element("figcaption", path.stem), frame, class_="zoom"))
-    note = f"{len(figures)} of {len(paths)} heat maps. Wheel, + and - zoom; dragging and arrow keys move; 0 resets."
-    return element(
-        "section", element("h2", "Heat maps"), element("p", note, class_="note"), *figures, *_left_out(pictures)
+    content = path.read_bytes()
+    return f"data:image/png;base64,{_base64(content)}" if len(content) <= _LARGEST_PICTURE else ""
+
+
+def _end_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")[-_LONGEST_FILE:] if path.is_file() else ""
+
+
+def _base64(content: bytes | Array) -> str:
+    return base64.b64encode(content if isinstance(content, bytes) else content.astype(np.uint8).tobytes()).decode()
+
+
+def _sha256(text: str) -> str:
+    """Return the digest by which a content security policy knows a style or a script."""
+    return f"sha256-{_base64(hashlib.sha256(text.encode()).digest())}"
+
+
+def _one_line(value: object) -> object:
+    if isinstance(value, Markup | jinja2.Undefined):
+        return value
+    return "" if value is None else one_line(str(value), _LONGEST_VALUE)
+
+
+def _template() -> jinja2.Template:
+    """Return the page: what enters it is escaped and brought into one line, and what is missing is shown as nothing."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.ChainableUndefined,
+        finalize=_one_line,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-
-
-def _left_out(pictures: Pictures) -> list[Html]:
-    lines, pictures.left_out = pictures.left_out, []
-    return [element("p", line, class_="note") for line in lines]
+    environment.filters["sha256"] = _sha256
+    return environment.get_template("report.html.j2")

@@ -1,18 +1,44 @@
 """What the apps' configurations share; it loads no torch, so that a wrong flag answers at once."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
-from common.config import config_from_yaml, parse_config, resumed_config
-from common.training.bounds import Check, check_bounds, check_divides
+from common.config import flat, parse_config
+from common.inference.options import Precision
 
 C = TypeVar("C", bound="TrainingConfig")
+T = TypeVar("T")
+Size = tuple[int, int, int]
+Check = tuple[str, bool, str]  # field, whether it holds, its bound in words
 
-DEV_RUN_EPOCHS = 2
-"""Epochs of a fast dev run, each of one step and validated: two steps, two validations."""
+_CACHE = re.compile(
+    r"(none|monai|uncached)|(auto|gpu|ram|disk)(?::([1-9]\d*))?"
+    r"|(smart)(?::([1-9]\d*)(?::(0?\.\d*[1-9]\d*|1(?:\.0*)?))?)?"
+)
+
+
+def decided(value: T | None) -> T:
+    """Return the value of a field in a configuration that leaves nothing open any more."""
+    assert value is not None, "the configuration is not decided: see `common.training.resolve`"
+    return value
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a batch is shared out.
+
+    Args:
+        partitions: parts of the training data, each held by one rank; null takes as many as there are ranks. A run
+            goes on exactly on any number of ranks that divides them.
+        accumulate: parts of a rank's batch computed one after the other, for less memory.
+    """
+
+    partitions: int | None = None
+    accumulate: int = 1
 
 
 @dataclass(frozen=True)
@@ -30,9 +56,6 @@ class TrainingConfig:
         device: auto, cpu, cuda or cuda:N.
         workers: loader processes or preparation threads; null takes the cores at hand.
         batch_size: crops or patches in one step, over all ranks.
-        accumulate: parts of a rank's batch computed one after the other, for less memory.
-        partitions: parts of the training data, each held by one rank; null takes as many as there are ranks. A run
-            goes on exactly on any number of ranks that divides them.
         optimizer: novograd (ours, foreach), MONAI's Novograd, adam or sgd.
         learning_rate: at the first step.
         schedule: of the learning rate over all steps.
@@ -43,14 +66,12 @@ class TrainingConfig:
         validate_every: epochs between validations; null validates about ten times.
         until: a target such as "dice=0.90" (pathology: "auc=0.95"): the run ends when three validations in a row have
             reached it, instead of after all epochs.
-        checkpoint_seconds: least time between two checkpoints.
         engine: TensorRT flavour to build for: auto, tensorrt, tensorrt_rtx or none.
         fast_dev_run: try the whole way on a few cases: two steps, each validated, export, summary; the figures it
             gives mean nothing.
         profile: what some steps are recorded with: nothing, torch (profiler: a Chrome trace, the top operations and
             what a step waits for, in the folder profile of the run) or nvtx (ranges for Nsight Systems, all steps).
-        monitor: seconds between two looks at processor, memory, disk and GPU while training (monitor.csv,
-            monitor.png); 0 for none.
+        parallel: shares of a batch
     """
 
     recipe: Literal["baseline", "guide", "fast"] = "fast"
@@ -63,26 +84,27 @@ class TrainingConfig:
     device: str = "auto"
     workers: int | None = None
     batch_size: int | None = None
-    accumulate: int = 1
-    partitions: int | None = None
     optimizer: Literal["novograd", "monai_novograd", "adam", "sgd"] = "novograd"
     learning_rate: float = 0.01
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     epochs: int | None = None
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", Precision] = "auto"
     compile: bool = False
     validate_every: int | None = None
     until: str | None = None
-    checkpoint_seconds: float = 30.0
     engine: Literal["auto", "tensorrt", "tensorrt_rtx", "none"] = "auto"
     fast_dev_run: bool = False
     profile: Literal["nothing", "torch", "nvtx"] = "nothing"
-    monitor: float = 1.0
+    parallel: Parallel = field(default_factory=Parallel)
 
+    APP: ClassVar[str] = "training"
     METRIC: ClassVar[str] = "Dice"  # what validations measure, and --until names in small letters
-    # What may differ when a run goes on: where its data lie now, what computes, how often it saves.
+    COUNTS: ClassVar[tuple[str, ...]] = (  # fields that are null, or 1 at least
+        "batch_size", "epochs", "validate_every", "workers", "parallel.partitions", "parallel.accumulate",
+    )  # fmt: skip
+    # What may differ when a run goes on: where its data lie now, what computes.
     RESUMABLE: ClassVar[tuple[str, ...]] = (
-        "resume", "data", "store", "device", "workers", "checkpoint_seconds", "engine", "until", "profile", "monitor",
+        "resume", "data", "store", "device", "workers", "engine", "until", "profile", "parallel.accumulate",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -92,8 +114,19 @@ class TrainingConfig:
             ValueError: names the field, the value and the bound.
         """
         object.__setattr__(self, "store", self.store.expanduser())
-        check_bounds(self, self.checks())
+        values = flat(self)
+        counts = [(name, values[name] is None or values[name] >= 1, "at least 1") for name in self.COUNTS]
+        for name, holds, bound in (*counts, *self.checks()):
+            if not holds:
+                raise ValueError(f"{name} {values[name]}: must be {bound}")
         self.target()
+
+    def checks(self) -> Sequence[Check]:
+        """Return the checks of single fields; an app adds its own."""
+        return (
+            ("seed", 0 <= self.seed < 2**63, "0 or more, below 2 ** 63"),
+            ("learning_rate", 0 < self.learning_rate < math.inf, "above 0"),
+        )
 
     def target(self) -> float | None:
         """Return the value that `until` asks for; None where it asks for none.
@@ -119,13 +152,58 @@ class TrainingConfig:
             validations: of a run that is not told when to validate, about.
         """
         if self.fast_dev_run:
-            return DEV_RUN_EPOCHS, 1
+            return 2, 1  # each of one step and validated
         epochs = self.epochs or -(-steps // per_epoch)
         return epochs, self.validate_every or max(1, epochs // validations)
 
-    def checks(self) -> Sequence[Check]:
-        """Return the checks of an app's own fields."""
-        return ()
+    def alike(self) -> bool:
+        """Return whether fewer ranks that hold more partitions each compute the same."""
+        return True
+
+
+@dataclass(frozen=True)
+class Crops:
+    """How crops are drawn and changed.
+
+    Args:
+        per_case: crops of each case in one epoch.
+        flips: axes flipped at random, letters of "xyz" ("" for none). Flips make a network indifferent to how a file
+            is stamped, and take it longer to learn.
+        intensity: largest random relative scale and absolute shift of the normalised image, for all channels alike.
+    """
+
+    per_case: int | None = None
+    flips: str | None = None
+    intensity: float = 0.1
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The sliding windows of validation, inference and the exported networks.
+
+    Args:
+        size: X, Y, Z in voxels of the working grid.
+        overlap: part of a window that its neighbour also covers.
+    """
+
+    size: Size | None = None
+    overlap: float = 0.25
+
+
+class Cache(NamedTuple):
+    """Where the training cases lie, as `--cache` says it.
+
+    Args:
+        mode: auto, gpu, ram, disk, smart, none; or MONAI's: monai, uncached.
+        cases: of each partition that "smart" holds at a time; None takes what fits.
+        share: of them that "smart" replaces after each epoch.
+        reshuffle: epochs after which the cases are dealt to the partitions anew; None never does.
+    """
+
+    mode: str
+    cases: int | None = None
+    share: float = 0.2
+    reshuffle: int | None = None
 
 
 @dataclass(frozen=True)
@@ -137,30 +215,27 @@ class SegmentationConfig(TrainingConfig):
         init: weights to start from, a .safetensors of ours or a MONAI bundle's model.pt.
         split: validation fraction and seed ("0.2:0"), "all" (validate on the training cases), or a JSON file.
         spacing: working spacing R, A, S in mm; null takes the dataset's fingerprint.
-        source: uncached (MONAI Dataset), cached (MONAI CacheDataset) or resident (prepared store, caches below).
         crop_size: crop X, Y, Z in voxels of the working grid.
-        crops_per_case: crops of each case in one epoch.
-        window_size: sliding window X, Y, Z in voxels of the working grid; the exported networks take it.
-        window_batch: windows computed at once.
-        overlap: part of a window that its neighbour also covers.
-        flip_axes: axes flipped at random, letters of "xyz" ("" for none). Flips make a network indifferent to how a
-            file is stamped, and take it longer to learn.
-        intensity: largest random relative scale and absolute shift of the normalised image, for all channels alike.
+        cache: where the cases lie while training: auto (the device, then memory, then the disk, as they fit), gpu, ram
+            or disk, each with :EPOCHS to deal the cases to the ranks anew after so many; smart[:CASES[:SHARE]] (so many
+            cases of each partition at a time, that share of them replaced after each epoch); none (prepared at every
+            use); or MONAI's own: monai (CacheDataset), uncached (Dataset).
+        channels_last: memory layout of the network, channels innermost; null takes the layout that is faster here.
         loss: of the app's list.
+        crops: crops
+        windows: sliding windows
     """
 
     split: str = "0.2:0"
     spacing: tuple[float, float, float] | None = None
-    source: Literal["uncached", "cached", "resident"] = "resident"
-    crop_size: tuple[int, int, int] | None = None
-    crops_per_case: int | None = None
-    window_size: tuple[int, int, int] | None = None
-    window_batch: int | None = None
-    overlap: float = 0.25
-    flip_axes: str | None = None
-    intensity: float = 0.1
+    crop_size: Size | None = None
+    cache: str = "auto"
+    channels_last: bool | None = None
     loss: str = ""
+    crops: Crops = field(default_factory=Crops)
+    windows: Windows = field(default_factory=Windows)
 
+    COUNTS: ClassVar[tuple[str, ...]] = (*TrainingConfig.COUNTS, "crops.per_case")
     RESUMABLE: ClassVar[tuple[str, ...]] = (*TrainingConfig.RESUMABLE, "cache")
 
     def __post_init__(self) -> None:
@@ -169,13 +244,47 @@ class SegmentationConfig(TrainingConfig):
         Raises:
             ValueError: names the field, the value and the bound.
         """
+        self.caching()
         super().__post_init__()
-        for name in ("crop_size", "window_size"):
-            check_divides(name, getattr(self, name), self.halvings())
+        levels = self.halvings()
+        for name, size in (("crop_size", self.crop_size), ("windows.size", self.windows.size)):
+            if size is not None and levels is not None and any(side < 1 or side % 2**levels for side in size):
+                raise ValueError(f"{name} {size}: each side must divide by {2**levels} ({levels} stride-2 levels)")
+
+    def checks(self) -> Sequence[Check]:
+        """Return the checks of single fields; an app adds its own."""
+        return (
+            *super().checks(),
+            ("spacing", self.spacing is None or min(self.spacing) > 0, "above 0 mm on each axis"),
+            ("crops.flips", set(self.crops.flips or "") <= set("xyz"), "letters of xyz, or empty"),
+            ("crops.intensity", 0 <= self.crops.intensity < 1, "in [0, 1)"),
+            ("windows.overlap", 0 <= self.windows.overlap < 1, "in [0, 1)"),
+        )
+
+    def caching(self) -> Cache:
+        """Return what `cache` says.
+
+        Raises:
+            ValueError: it says nothing that there is.
+        """
+        found = _CACHE.fullmatch(self.cache)
+        if found is None:
+            raise ValueError(
+                f"cache {self.cache}: must be auto, gpu, ram or disk (each also with :EPOCHS, at least 1), "
+                "smart[:CASES[:SHARE]] (at least 1; a share above 0, 1 at most), none, monai or uncached"
+            )
+        whole, tier, epochs, smart, cases, share = found.groups()
+        held, every = (int(number) if number else None for number in (cases, epochs))
+        return Cache(whole or tier or smart, held, float(share or 0.2), every)
+
+    @property
+    def ours(self) -> bool:
+        """Whether our prepared store and caches feed the training, and not MONAI's datasets."""
+        return self.caching().mode not in ("monai", "uncached")
 
     def alike(self) -> bool:
         """Return whether fewer ranks that hold more partitions each compute the same; MONAI's parts go by rank."""
-        return self.source == "resident" and not self.loss.startswith("monai_")
+        return self.ours and not self.loss.startswith("monai_")
 
     def halvings(self) -> int | None:
         """Return how often the network halves a crop; None where that is not chosen yet."""
@@ -186,11 +295,4 @@ def parse_training(
     kind: type[C], recipes: Mapping[str, C], description: str, arguments: Sequence[str] | None = None
 ) -> C:
     """Parse the command line of a `train.py`; with --resume, take the run's own configuration."""
-
-    def resumed(config: C) -> C:
-        if config.resume is None:
-            return config
-        stored = config_from_yaml(kind, config.resume / "config.yaml")
-        return resumed_config(config, stored, recipes[config.recipe], keep=config.RESUMABLE)
-
-    return parse_config(kind, recipes, arguments, description, then=resumed)
+    return parse_config(kind, recipes, arguments, description, kind.RESUMABLE)

@@ -1,5 +1,6 @@
 """The only training loop."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -10,25 +11,24 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from common.clock import StepTimer, span, spans_to
 from common.data.batches import Batch, Batches
-from common.inference.predictors import Precision
-from common.observe.run import Run
-from common.observe.spans import span, spans_to
-from common.observe.timing import StepTimer
-from common.training.checkpoints import load_weights, save_weights
-from common.training.config import TrainingConfig
-from common.training.dev_run import OneStep, forgiving
-from common.training.distributed import SINGLE, Ranks
-from common.training.limit import measured_limit
+from common.inference.model import load_weights, save_weights
+from common.inference.options import Precision
+from common.observe.roofline import distance_to_limit
+from common.run import Run
+from common.training.config import TrainingConfig, decided
 from common.training.log import FileLog, Log
-from common.training.precision import autocast
-from common.training.schedules import lr_factor
+from common.training.setup import OneStep, autocast, lr_factor, nan_as_zero
 from common.training.signals import GracefulStop, StopRequested
 from common.training.state import TrainingState
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # From the network, and a function to call between cases (it raises when the run is to stop), to the metric.
 Validate = Callable[[nn.Module, Callable[[], None]], float]
+
+
+_CHECKPOINT_SECONDS = 30.0  # at least between two checkpoints; a variable sets it for tests and benchmarks
 
 
 @dataclass(frozen=True)
@@ -65,24 +65,20 @@ class Setup:
         batches: this rank's part of each batch.
         loss_function: from logits and labels to a scalar that is the same on all ranks (see `Ranks.sum`).
         optimizer: of the network's parameters.
-        epochs: in all.
         precision: of the forward pass.
         validate: see `Validate`; every rank calls it, so it may share the cases out (`Ranks.shard`, `Ranks.gather`).
             The higher what it returns the better; the configuration's METRIC names it.
-        validate_every: epochs between validations; the last epoch always has one.
     """
 
     network: nn.Module
     batches: Batches
     loss_function: Loss
     optimizer: torch.optim.Optimizer
-    epochs: int
     precision: Precision
     validate: Validate
-    validate_every: int
 
 
-def fit(setup: Setup, config: TrainingConfig, run: Run, ranks: Ranks = SINGLE) -> Fitted:
+def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     """Train, validate, keep the best and the last weights; a resumed run goes on where its checkpoint stands.
 
     Nothing in a step waits for the device: the losses of an epoch stay there, are read at its end, and are checked
@@ -91,12 +87,12 @@ def fit(setup: Setup, config: TrainingConfig, run: Run, ranks: Ranks = SINGLE) -
 
     Args:
         setup: what is trained, and how.
-        config: learning rate and its schedule; `accumulate`, micro-batches per step, each a part of the batch, whose
-            gradients are averaged (a loss over the batch as a whole, such as batch Dice, then is the mean of the
-            micro-batches' losses, which is another loss); `checkpoint_seconds`; `until`, a target that ends the
-            training when it has held; what is watched and recorded.
-        run: where to write, and the device.
-        ranks: the processes that train together.
+        config: decided (see `keep_plan`): epochs, and those between two validations (the last epoch always has one);
+            learning rate and its schedule; `accumulate`, micro-batches per step, each a
+            part of the batch, whose gradients are averaged (a loss over the batch as a whole, such as batch Dice, then
+            is the mean of the micro-batches' losses, which is another loss); `until`, a target that ends the training
+            when it has held; what is recorded.
+        run: where to write, the device, and the processes that train together.
 
     Raises:
         ValueError: a batch does not divide into the micro-batches.
@@ -104,15 +100,23 @@ def fit(setup: Setup, config: TrainingConfig, run: Run, ranks: Ranks = SINGLE) -
         SystemExit: SIGTERM (143) or SIGINT (130) came; the step was finished and saved.
     """
     batches = OneStep(setup.batches) if config.fast_dev_run else setup.batches
-    network, optimizer, epochs, precision = setup.network, setup.optimizer, setup.epochs, setup.precision
-    target, metric, timer = config.target(), config.METRIC.lower(), StepTimer(run.device)
+    network, optimizer, precision = setup.network, setup.optimizer, setup.precision
+    epochs, validate_every = decided(config.epochs), decided(config.validate_every)
+    parts, ranks, target, metric, timer = (
+        config.parallel.accumulate,
+        run.ranks,
+        config.target(),
+        config.METRIC.lower(),
+        StepTimer(run.device),
+    )
+    save_every = float(os.environ.get("MEDSPEED_CHECKPOINT_SECONDS", _CHECKPOINT_SECONDS))
     shape: Sequence[int] = ()
     per_epoch, total = batches.steps_per_epoch, epochs * batches.steps_per_epoch
     scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16")
-    state = TrainingState(run.directory, network, optimizer, scaler, per_epoch, run.device, ranks)
+    state = TrainingState(run, network, optimizer, scaler, per_epoch)
     ranks.saves_in(run.directory)
     if run.resumed:
-        state.restore(run.clock)
+        state.restore()
     parallel = ranks.parallel(network)
     log = FileLog(run, config, total, state.steps_done, state.epoch) if ranks.leader else Log()
     marked = spans_to("nvtx") if config.profile == "nvtx" else nullcontext()
@@ -123,56 +127,54 @@ def fit(setup: Setup, config: TrainingConfig, run: Run, ranks: Ranks = SINGLE) -
             began, first_step = time.perf_counter(), state.step
             parallel.train()
             ranks.at_step(state.steps_done + 1)
-            for step, batch in enumerate(_loaded(batches.epoch(epoch, first_step), ranks, timer), first_step):
+            for step, batch in enumerate(_loaded(batches.epoch(epoch, first_step), run, timer), first_step):
                 ranks.at_step(epoch * per_epoch + step + 1)  # the batch is there
                 rate = config.learning_rate * lr_factor(config.schedule, epoch * per_epoch + step, total)
                 shape = batch.image.shape
                 with timer.computing():
-                    loss = train_step(
-                        parallel, batch, setup.loss_function, optimizer, scaler, precision, rate, config.accumulate
-                    )
+                    loss = train_step(parallel, batch, setup.loss_function, optimizer, scaler, precision, rate, parts)
                 state.note_step(step, loss, batch.cases)
                 with timer.host("logged"):
                     log.step(len(batch.cases) * ranks.world)
                 stop.after_step()
-                if stop.requested or state.seconds_since_save() >= config.checkpoint_seconds:
+                if stop.requested or state.seconds_since_save() >= save_every:
                     if batches.resumes_within_epoch or state.step == per_epoch:
                         with timer.host("saved"):
-                            state.save(run.clock)
+                            state.save()
                     stop.exit_if_requested()
                 ranks.at_step(epoch * per_epoch + step + 2)  # the next batch is awaited
             record: dict[str, Any] = {"epoch": epoch + 1, "step": (epoch + 1) * per_epoch, "losses": state.checked()}
             record |= timer.read()
             seconds = time.perf_counter() - began
             run.clock.add("train", seconds)
-            if (epoch + 1) % setup.validate_every == 0 or epoch + 1 == epochs:
-                record[metric] = _validated(setup, config, state, stop, run, ranks)
+            if (epoch + 1) % validate_every == 0 or epoch + 1 == epochs:
+                record[metric] = _validated(setup, config, state, stop, run)
                 stop.agree()
             with timer.host("logged"):
                 log.epoch(record, seconds)
             state.epoch, state.step = epoch + 1, 0
             if stop.requested or not batches.resumes_within_epoch or epoch + 1 == epochs or state.holds(target):
                 with timer.host("saved"):
-                    state.save(run.clock)
+                    state.save()
                 stop.exit_if_requested()
     best = ranks.once(lambda: load_weights(run.directory / "best.safetensors"))
     held, total_seconds = None if target is None else state.holds(target), run.clock.seconds()["total"]
-    limit = measured_limit(network, shape, timer.typical(), precision, run) if ranks.leader else None
+    limit = distance_to_limit(network, shape, timer.typical(), precision, run) if ranks.leader else None
     return Fitted(best, state.best, state.best_epoch, state.last, state.steps_done, held, total_seconds, limit)
 
 
-def _validated(
-    setup: Setup, config: TrainingConfig, state: TrainingState, stop: GracefulStop, run: Run, ranks: Ranks
-) -> float:
+def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop: GracefulStop, run: Run) -> float:
     """Validate after an epoch, keep the weights if they are the best so far, and return the metric."""
-    state.save_if_shared(run.clock)
+    ranks = run.ranks
+    if ranks.world > 1:  # nothing stops their validation, and torchrun may not wait
+        state.save()
     try:
         with run.clock.stage("validate"), ranks.phase("validating"), span("validate"):
             ranks.average_buffers(setup.network)
-            validate = forgiving(setup.validate) if config.fast_dev_run else setup.validate
+            validate = nan_as_zero(setup.validate) if config.fast_dev_run else setup.validate
             value = ranks.from_leader(validate(setup.network, stop.check))
     except StopRequested:
-        state.save(run.clock)
+        state.save()
         stop.exit_if_requested()
     epoch = state.epoch + 1
     if state.note_validation(value, epoch) and ranks.leader:
@@ -181,9 +183,9 @@ def _validated(
     return value
 
 
-def _loaded(batches: Iterator[Batch], ranks: Ranks, timer: StepTimer) -> Iterator[Batch]:
+def _loaded(batches: Iterator[Batch], run: Run, timer: StepTimer) -> Iterator[Batch]:
     """Yield an epoch's batches; before the first, cases may have to be loaded: no rank is called hung for that."""
-    with ranks.phase("loading"), timer.host("waited"):
+    with run.ranks.phase("loading"), timer.host("waited"):
         batch = next(batches, None)
     while batch is not None:
         yield batch

@@ -1,6 +1,7 @@
 """What the user sees while training: the bar, the records, the curves, and what watches the machine."""
 
 import json
+import os
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -8,11 +9,11 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from common.files import write_text
-from common.observe.curves import draw_progress
+from common.files import append_json_line, read_json_lines, write_text
 from common.observe.monitor import Monitor
+from common.observe.plots import draw_progress
 from common.observe.profiler import StepProfiler
-from common.observe.run import Run, append_json_line, read_json_lines
+from common.run import Run
 from common.training.config import TrainingConfig
 
 _DRAW_SECONDS = 30.0
@@ -38,7 +39,15 @@ class FileLog(Log):
     """What the user sees while training: the bar, `metrics.jsonl`, TensorBoard and `progress.png`."""
 
     def __init__(self, run: Run, config: TrainingConfig, total: int, done: int, epochs: int) -> None:
-        """Go on from so many steps of all, and epochs."""
+        """Open the files and the bar.
+
+        Args:
+            run: whose folder gets them.
+            config: names the metric, and what is recorded.
+            total: steps of the whole training.
+            done: steps that earlier starts of the run have done.
+            epochs: whole epochs that they have done; records of later ones are done again, and dropped.
+        """
         self._metric = config.METRIC
         self._path, self._picture = run.directory / "metrics.jsonl", run.directory / "progress.png"
         self._keep_until(epochs)
@@ -54,8 +63,8 @@ class FileLog(Log):
     def __enter__(self) -> None:
         """Begin to watch."""
         run, config = self._run, self._config
-        if config.monitor:
-            self._watching.enter_context(Monitor(run.directory, run.device, config.monitor))
+        if seconds := float(os.environ.get("MEDSPEED_MONITOR_SECONDS", "1")):  # tests and benchmarks do without
+            self._watching.enter_context(Monitor(run.directory, run.device, seconds))
         if config.profile == "torch":
             self._profiler = self._watching.enter_context(StepProfiler(run.directory / "profile", run.device))
 

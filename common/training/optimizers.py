@@ -15,6 +15,8 @@ OptimizerName = Literal["novograd", "monai_novograd", "adam", "sgd"]
 # operator apply a different number to every parameter: foreach operators take only one number for all of them.
 BLOCK = 1024
 
+_BETA1, _BETA2, _EPSILON = 0.9, 0.98, 1e-8  # the defaults of MONAI's Novograd
+
 
 @dataclass
 class _GroupBuffers:
@@ -28,7 +30,6 @@ class _GroupBuffers:
     moment_views: list[Tensor]  # `moment` as P tensors with the parameters' shapes and strides
     scratch_views: list[Tensor]
     second: Tensor  # [P]: moving average of the squared gradient norms
-    largest: Tensor  # [P]: the running maximum of `second` (amsgrad)
     pattern: list[bool]  # which parameters had a gradient when `present` was made
     present: Tensor  # [P] bool: `pattern` on the device
 
@@ -39,12 +40,11 @@ class Novograd(torch.optim.Optimizer):
     For each parameter tensor w with gradient g, learning rate lr and step t::
 
         v_t = beta2 * v_{t-1} + (1 - beta2) * ||g||^2          (v_t = ||g||^2 while v_{t-1} is 0; one number per tensor)
-        m_t = beta1 * m_{t-1} + c * (g / (sqrt(v_t) + eps) + weight_decay * w)
+        m_t = beta1 * m_{t-1} + g / (sqrt(v_t) + eps)
         w   = w - lr * m_t
 
-    where c is 1 - beta1 with `grad_averaging` and 1 without; `amsgrad` divides by the largest v so far instead.
-    The weights equal those of `monai.optimizers.Novograd`; the gradients are left untouched. Parameters without a
-    gradient are left out of the step, weights and state.
+    with the betas (0.9, 0.98) and eps 1e-8 of MONAI's. The weights equal those of `monai.optimizers.Novograd`; the
+    gradients are left untouched. Parameters without a gradient are left out of the step, weights and state.
 
     Loss scaling happens inside: `torch.amp.GradScaler.step` hands its scale and its overflow flag over as the device
     tensors `grad_scale` and `found_inf`; a step that overflowed changes neither weights nor state.
@@ -52,14 +52,9 @@ class Novograd(torch.optim.Optimizer):
     Args:
         params: parameters, or dicts of parameter groups; floating point, one dtype and one device per group.
         lr: learning rate, at least 0; may be changed between steps, as schedulers do.
-        betas: decay of the first and of the second moment, each in [0, 1).
-        eps: added to the root of the second moment, at least 0.
-        weight_decay: decoupled from the normalisation of the gradient, at least 0.
-        grad_averaging: weigh a new gradient by 1 - beta1.
-        amsgrad: normalise by the running maximum of the second moment.
 
     Raises:
-        ValueError: a hyper-parameter is out of its bounds.
+        ValueError: the learning rate is negative or not finite.
 
     Source:
         Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments", arXiv:1905.11286.
@@ -67,35 +62,20 @@ class Novograd(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # read by GradScaler: it then leaves unscaling and skipping to `step`
 
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.98),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        grad_averaging: bool = False,
-        amsgrad: bool = False,
-    ) -> None:
+    def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3) -> None:
         self._buffers: list[_GroupBuffers] = []  # one per parameter group; filled by the first step
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "amsgrad": amsgrad,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": lr})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters that may have hyper-parameters of its own.
+        """Add a group of parameters that may have a learning rate of its own.
 
         Raises:
-            ValueError: a hyper-parameter is out of its bounds.
+            ValueError: the learning rate is negative or not finite.
         """
         super().add_param_group(param_group)
-        _check_hyper_parameters(self.param_groups[-1])
+        rate = self.param_groups[-1]["lr"]
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"Novograd: lr is {rate}: it must be finite and at least 0")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -112,7 +92,7 @@ class Novograd(torch.optim.Optimizer):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for buffers, group in zip(self._buffers, self.param_groups, strict=True):
             if any(parameter.grad is not None for parameter in buffers.parameters):
-                _step_group(buffers, group, grad_scale, found_inf)
+                _step_group(buffers, group["lr"], grad_scale, found_inf)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -132,16 +112,7 @@ class Novograd(torch.optim.Optimizer):
 
     def _pack_new_groups(self) -> None:
         for group in self.param_groups[len(self._buffers) :]:
-            self._buffers.append(_pack(group["params"], self.state, group["amsgrad"]))
-
-
-def _check_hyper_parameters(group: dict[str, Any]) -> None:
-    for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= group[name] < math.inf:
-            raise ValueError(f"Novograd: {name} is {group[name]}: it must be finite and at least 0")
-    for index, beta in enumerate(group["betas"]):
-        if not 0 <= beta < 1:
-            raise ValueError(f"Novograd: betas[{index}] is {beta}: it must be in [0, 1)")
+            self._buffers.append(_pack(group["params"], self.state))
 
 
 def _check_saved_group(index: int, parameters: list[Tensor], saved: list[int], state: dict[int, Any]) -> None:
@@ -156,7 +127,7 @@ def _check_saved_group(index: int, parameters: list[Tensor], saved: list[int], s
             raise ValueError(f"parameter {key} has shape {shapes}: the state is of another network")
 
 
-def _pack(parameters: list[Tensor], state: dict[Tensor, Any], amsgrad: bool) -> _GroupBuffers:
+def _pack(parameters: list[Tensor], state: dict[Tensor, Any]) -> _GroupBuffers:
     """Return the buffers of one group, filled with its state; the entries of `state` then are views of them."""
     first = parameters[0]
     assert all(p.device == first.device and p.dtype == first.dtype for p in parameters), "one device, one dtype a group"
@@ -166,20 +137,17 @@ def _pack(parameters: list[Tensor], state: dict[Tensor, Any], amsgrad: bool) -> 
     buffers = _GroupBuffers(
         parameters=parameters,
         blocks=blocks,
-        owner=torch.arange(len(blocks)).repeat_interleave(torch.tensor(blocks)).to(first.device),
+        owner=torch.tensor([index for index, count in enumerate(blocks) for _ in range(count)], device=first.device),
         moment=moment,
         scratch=scratch,
         moment_views=_views(moment, parameters, blocks),
         scratch_views=_views(scratch, parameters, blocks),
         second=first.new_zeros(len(blocks)),
-        largest=first.new_zeros(len(blocks)),
         pattern=[True] * len(blocks),
         present=first.new_ones(len(blocks), dtype=torch.bool),
     )
     for index, parameter in enumerate(parameters):
         views = {"exp_avg": buffers.moment_views[index], "exp_avg_sq": buffers.second[index]}
-        if amsgrad:
-            views["max_exp_avg_sq"] = buffers.largest[index]
         for name in views.keys() & state[parameter].keys():
             views[name].copy_(state[parameter][name])
         state[parameter] = views
@@ -197,23 +165,15 @@ def _views(flat: Tensor, parameters: list[Tensor], blocks: list[int]) -> list[Te
     ]
 
 
-def _step_group(
-    buffers: _GroupBuffers, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
-) -> None:
+def _step_group(buffers: _GroupBuffers, lr: float, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     keep = _parameters_to_update(buffers, found_inf)
     before = buffers.moment if keep is None else buffers.moment.clone()
     index = [i for i, has_gradient in enumerate(buffers.pattern) if has_gradient]
     parameters = [buffers.parameters[i] for i in index]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     torch._foreach_copy_([buffers.scratch_views[i] for i in index], gradients)
-    divisor = _update_second_moments(buffers, group, grad_scale, keep)
-
-    (beta1, _), weight_decay = group["betas"], group["weight_decay"]
-    weight = 1 - beta1 if group["grad_averaging"] else 1.0
-    divisor_of_block = divisor.index_select(0, buffers.owner).unsqueeze(1)
-    buffers.moment.mul_(beta1).addcdiv_(buffers.scratch, divisor_of_block, value=weight)
-    if weight_decay != 0:
-        torch._foreach_add_(buffers.moment_views, buffers.parameters, alpha=weight * weight_decay)
+    divisor = _update_second_moments(buffers, grad_scale, keep)
+    buffers.moment.mul_(_BETA1).addcdiv_(buffers.scratch, divisor.index_select(0, buffers.owner).unsqueeze(1))
 
     update = buffers.moment_views
     if keep is not None:
@@ -221,7 +181,7 @@ def _step_group(
         torch.where(keep_block, buffers.moment, before, out=buffers.moment)
         torch.mul(buffers.moment, keep_block, out=buffers.scratch)
         update = buffers.scratch_views
-    torch._foreach_add_(parameters, [update[i] for i in index], alpha=-group["lr"])
+    torch._foreach_add_(parameters, [update[i] for i in index], alpha=-lr)
 
 
 def _parameters_to_update(buffers: _GroupBuffers, found_inf: Tensor | None) -> Tensor | None:
@@ -235,9 +195,7 @@ def _parameters_to_update(buffers: _GroupBuffers, found_inf: Tensor | None) -> T
     return buffers.present & (found_inf == 0)
 
 
-def _update_second_moments(
-    buffers: _GroupBuffers, group: dict[str, Any], grad_scale: Tensor | None, keep: Tensor | None
-) -> Tensor:
+def _update_second_moments(buffers: _GroupBuffers, grad_scale: Tensor | None, keep: Tensor | None) -> Tensor:
     """Update the moving averages of the squared norms; return what each parameter's gradient is divided by, [P]."""
     # First of each block, then over the blocks in float64: summed at once in float32, as the CPU does it, the norm of
     # millions of elements would be off by up to 1e-3.
@@ -246,14 +204,9 @@ def _update_second_moments(
     if grad_scale is not None:
         norms = norms / grad_scale
     squares = norms.square().to(buffers.second.dtype)
-
-    beta2 = group["betas"][1]
-    averaged = torch.where(buffers.second == 0, squares, buffers.second * beta2 + squares * (1 - beta2))
+    averaged = torch.where(buffers.second == 0, squares, buffers.second * _BETA2 + squares * (1 - _BETA2))
     buffers.second.copy_(averaged if keep is None else torch.where(keep, averaged, buffers.second))
-    denominator = buffers.second
-    if group["amsgrad"]:
-        denominator = torch.maximum(buffers.largest, buffers.second, out=buffers.largest)
-    divisor: Tensor = denominator.sqrt() + group["eps"]
+    divisor: Tensor = buffers.second.sqrt() + _EPSILON
     return divisor if grad_scale is None else divisor * grad_scale
 
 
@@ -271,12 +224,10 @@ def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor], lr: float
     Source:
         SGD's momentum 0.9 and weight decay 4e-5: the MONAI fast training tutorial since May 2022.
     """
-    return OPTIMIZERS[name](parameters, lr)
-
-
-OPTIMIZERS: dict[OptimizerName, Callable[[Iterable[Tensor], float], torch.optim.Optimizer]] = {
-    "novograd": lambda parameters, lr: Novograd(parameters, lr=lr),
-    "monai_novograd": lambda parameters, lr: monai.optimizers.Novograd(parameters, lr=lr),
-    "adam": lambda parameters, lr: torch.optim.Adam(parameters, lr=lr),
-    "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=4e-5),
-}
+    build: dict[OptimizerName, Callable[[], torch.optim.Optimizer]] = {
+        "novograd": lambda: Novograd(parameters, lr=lr),
+        "monai_novograd": lambda: monai.optimizers.Novograd(parameters, lr=lr),
+        "adam": lambda: torch.optim.Adam(parameters, lr=lr),
+        "sgd": lambda: torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=4e-5),
+    }
+    return build[name]()

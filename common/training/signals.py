@@ -7,7 +7,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from common.training.distributed import SINGLE, Ranks
+from common.ranks import SINGLE, Ranks
 
 
 class StopRequested(Exception):  # noqa: N818 - it is a wish, not an error

@@ -1,19 +1,26 @@
-"""Where a training run stands, and how that is saved and found again."""
+"""Where a training run stands, and how that is saved and found again: checkpoints that are whole or absent."""
 
 import math
+import os
+import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from common.observe.timing import Clock
-from common.training.checkpoints import load_checkpoint, save_checkpoint
-from common.training.distributed import SINGLE, Ranks
+from common.files import flush_to_disk
+from common.inference.model import UNREADABLE, contiguous, first_line, load_weights
+from common.run import Run
 
 VALIDATIONS_HELD = 3
 """Validations in a row that must reach a target: one may be luck."""
+_WEIGHTS, _STATE = "weights.safetensors", "state.pt"
+_PREFIX = "epoch-"
+_KEPT = ("epoch", "step", "best", "best_epoch", "last", "recent")  # attributes that a checkpoint holds as they are
 
 
 class TrainingState:
@@ -29,22 +36,19 @@ class TrainingState:
 
     def __init__(
         self,
-        directory: Path,
+        run: Run,
         network: nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
         per_epoch: int,
-        device: torch.device,
-        ranks: Ranks = SINGLE,
     ) -> None:
         """Start at the first step of the first epoch."""
-        self._ranks = ranks
         self.epoch, self.step = 0, 0
         self.best, self.best_epoch, self.last = -math.inf, 0, math.nan
         self.recent: list[float] = []
-        self._folder = directory / "checkpoints"
+        self._run, self._folder = run, run.directory / "checkpoints"
         self._network, self._optimizer, self._scaler = network, optimizer, scaler
-        self._losses = torch.zeros(per_epoch, device=device)
+        self._losses = torch.zeros(per_epoch, device=run.device)
         self._cases: dict[int, tuple[str, ...]] = {}
         self._saved = time.monotonic()
 
@@ -54,7 +58,7 @@ class TrainingState:
         return self.epoch * len(self._losses) + self.step
 
     def note_step(self, step: int, loss: torch.Tensor, cases: tuple[str, ...]) -> None:
-        """Keep the loss of a step on the device, and the names of its cases."""
+        """Keep the loss of a step, a scalar, on the device, and the names of its cases."""
         if step == 0:
             self._cases.clear()
         self._losses[step] = loss
@@ -101,58 +105,115 @@ class TrainingState:
         """Return the seconds since the last checkpoint of this process."""
         return time.monotonic() - self._saved
 
-    def save(self, clock: Clock) -> None:
+    def save(self) -> None:
         """Write a checkpoint, after a look at the losses; only the leader does, and the others need not be told."""
+        if self._run.leader:
+            with self._run.ranks.phase("saving"):
+                state = {name: getattr(self, name) for name in _KEPT} | {
+                    "per_epoch": len(self._losses),
+                    "losses": self.checked(),
+                    "optimizer": self._optimizer.state_dict(),
+                    "scaler": self._scaler.state_dict(),
+                    "random": torch.get_rng_state(),
+                    "seconds": self._run.clock.seconds(),
+                }
+                save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), state)
         self._saved = time.monotonic()
-        if not self._ranks.leader:
-            return
-        with self._ranks.phase("saving"):
-            self._write(clock)
-        self._saved = time.monotonic()
 
-    def _write(self, clock: Clock) -> None:
-        state = {
-            "epoch": self.epoch,
-            "step": self.step,
-            "per_epoch": len(self._losses),
-            "losses": self.checked(),
-            "best": self.best,
-            "best_epoch": self.best_epoch,
-            "last": self.last,
-            "recent": self.recent,
-            "optimizer": self._optimizer.state_dict(),
-            "scaler": self._scaler.state_dict(),
-            "random": torch.get_rng_state(),
-            "seconds": clock.seconds(),
-        }
-        save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), state)
-
-    def save_if_shared(self, clock: Clock) -> None:
-        """Write a checkpoint where several ranks train: nothing stops their validation, and torchrun may not wait."""
-        if self._ranks.world > 1:
-            self.save(clock)
-
-    def restore(self, clock: Clock) -> None:
+    def restore(self) -> None:
         """Take over the newest checkpoint, where there is one; the leader reads it and hands it to the others.
 
         Raises:
             ValueError: the checkpoint belongs to another number of steps per epoch: other cases or another batch size.
         """
-        found = self._ranks.once(lambda: load_checkpoint(self._folder))
+        found = self._run.ranks.once(lambda: load_checkpoint(self._folder))
         if found is None:
             return
-        state: dict[str, Any] = found.state
+        weights, state = found
         if state["per_epoch"] != len(self._losses):
             raise ValueError(
                 f"{self._folder}: the checkpoint has {state['per_epoch']} steps per epoch, this run has "
                 f"{len(self._losses)}; the training cases or the batch size have changed, so it cannot go on exactly"
             )
-        self._network.load_state_dict(found.weights)
+        self._network.load_state_dict(weights)
         self._optimizer.load_state_dict(state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["random"])
-        self.epoch, self.step = state["epoch"], state["step"]
-        self.best, self.best_epoch, self.last = state["best"], state["best_epoch"], state["last"]
-        self.recent = state.get("recent", [])  # a run of an earlier version kept none
+        for name in _KEPT:
+            setattr(self, name, state[name])
         self._losses[: self.step] = torch.tensor(state["losses"], device=self._losses.device)
-        clock.carry_on(state["seconds"])
+        self._run.clock.carry_on(state["seconds"])
+
+
+def save_checkpoint(
+    folder: Path, position: tuple[int, int], weights: dict[str, torch.Tensor], state: dict[str, Any]
+) -> Path:
+    """Write a checkpoint as `folder/epoch-E-step-N`, point `folder/last` at it, then remove the older ones.
+
+    The folder appears by one rename after all bytes have reached the disk, so a process killed at any moment leaves the
+    earlier checkpoint or the new one, each whole.
+
+    Args:
+        folder: of the run's checkpoints.
+        position: the epoch, and the steps done in it.
+        weights: state dict of the network, kept as safetensors.
+        state: step, optimizer, loss scale, record so far: tensors and plain containers only.
+
+    Raises:
+        OSError: the disk is full or read-only; the earlier checkpoint is then still there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / "{}{:06d}-step-{:06d}".format(_PREFIX, *position)
+    part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
+    try:
+        save_file(contiguous(weights), part / _WEIGHTS)
+        torch.save(state, part / _STATE)
+        for path in (part / _WEIGHTS, part / _STATE, part):
+            flush_to_disk(path)
+        if not final.exists():  # a resumed run stands where its checkpoint already is
+            part.rename(final)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    _point_last_at(folder, final.name)
+    for older in _complete(folder):
+        if older != final:
+            shutil.rmtree(older)
+    return final
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+    """Return weights and state of the newest whole checkpoint below `folder`, or None where there is none.
+
+    What a killed process left half-written is removed. Nothing stored is executed: the weights are safetensors, and
+    the state is read with `weights_only=True`.
+
+    Raises:
+        ValueError: a checkpoint cannot be read, for instance a pickle that asks to run code.
+    """
+    for left in folder.glob(".part-*"):
+        # A link that was about to become `last` is a folder too, when asked.
+        left.unlink() if left.is_symlink() or not left.is_dir() else shutil.rmtree(left)
+    complete = _complete(folder)
+    if not complete:
+        return None
+    newest = complete[-1]
+    try:
+        state = torch.load(newest / _STATE, map_location="cpu", weights_only=True)
+    except UNREADABLE as error:
+        raise ValueError(
+            f"{newest / _STATE}: not a training state that can be loaded safely ({first_line(error)}); "
+            f"remove {newest} to start over"
+        ) from error
+    return load_weights(newest / _WEIGHTS), state
+
+
+def _complete(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+
+
+def _point_last_at(folder: Path, name: str) -> None:
+    part = folder / f".part-{os.getpid()}"
+    part.unlink(missing_ok=True)
+    part.symlink_to(name)
+    part.replace(folder / "last")
+    flush_to_disk(folder)

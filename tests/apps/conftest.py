@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.export.parity import QUALITY_BOUNDS
+from common.export.gate import QUALITY_BOUNDS
 from data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +30,14 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder of prepared cases for all tests."""
     return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_checkpoint_in_every_step() -> Iterator[None]:
+    """Save after every step, also in the programs that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEDSPEED_CHECKPOINT_SECONDS", "0")
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -11,22 +11,22 @@ import torch
 from apps.brats.config import BratsExport
 from apps.brats.export import imported_model as imported_brats
 from apps.brats.export import main as export_brats
+from apps.pathology.config import PathologyExport
 from apps.pathology.export import main as export_pathology
 from apps.pathology.model import PathologyModel
 from apps.pathology.model import load_model as load_pathology
-from apps.pathology.options import PathologyExport
-from apps.pathology.weights import import_run
+from apps.pathology.weights import our_name
 from apps.spleen.config import SpleenExport
 from apps.spleen.export import imported_model, network_config
 from apps.spleen.export import main as export_spleen
 from apps.spleen.infer import main as infer_spleen
+from common.inference.model import import_weights, save_weights
+from common.inference.open_predictor import open_predictor
 from common.inference.options import InferConfig
-from common.inference.predictors import open_predictor
-from common.training.checkpoints import save_weights
 from data_scripts.make_phantoms import make_ct_phantoms
 from models.resnet18_fcn import resnet18_fcn
 
-TINY = {"channels": (4, 8), "residual_units": 1, "window_size": (32, 32, 32), "spacing": (4.0, 4.0, 4.0)}
+TINY = {"channels": (4, 8), "window_size": (32, 32, 32), "spacing": (4.0, 4.0, 4.0)}
 
 
 def bundle_weights(folder, network):
@@ -49,7 +49,7 @@ def test_weights_of_a_bundle_become_models_that_infer_takes(tmp_path, weights, c
     exports = export_spleen(spleen(tmp_path, init=weights))
     assert exports == tmp_path / "run" / "exports"
     said = capsys.readouterr().out
-    assert "agree with torch on synthetic scans" in said
+    assert "gate: agreement with torch on 3 synthetic scans" in said
     assert "| fp32 |" in said
     record = json.loads((exports / "exports.json").read_text())
     assert [model["precision"] for model in record["onnx"]] == ["fp32", "fp16"]
@@ -93,11 +93,11 @@ def test_exports_of_other_weights_are_not_used(tmp_path, weights):
     export_spleen(spleen(tmp_path, init=weights))
     run = tmp_path / "run"
     torch.manual_seed(1)
-    other = imported_model(spleen(tmp_path)).build()
-    save_weights(run / "best.safetensors", other.state_dict(), {})
+    other = imported_model(spleen(tmp_path))
+    save_weights(run / "best.safetensors", other.build().state_dict(), {})
 
     def opened(backend):
-        return open_predictor(run, lambda: other, backend=backend, device=torch.device("cpu"))
+        return open_predictor(run, other, backend=backend, device=torch.device("cpu"))
 
     with pytest.raises(ValueError, match="made of other weights than best"):
         opened("onnxruntime")
@@ -110,7 +110,7 @@ def test_exports_of_other_weights_are_not_used(tmp_path, weights):
 
 
 def test_a_run_is_never_overwritten_and_weights_that_do_not_fit_leave_nothing(tmp_path, weights):
-    with pytest.raises(ValueError, match="set --channels"):
+    with pytest.raises(ValueError, match=r"does not fit this network.*channels \(4, 8, 16\)"):
         export_spleen(spleen(tmp_path, init=weights, channels=(4, 8, 16)))
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
@@ -153,7 +153,8 @@ def test_pathology_imports_monai_s_numbered_features(tmp_path):
         first, _, last = rest.partition(".")
         theirs[f"fc.{rest}" if part == "head" else f"features.{numbers[first]}.{last}"] = value
     torch.save({"model": theirs}, tmp_path / "model.pt")
-    import_run(tmp_path / "run", PathologyModel(96, 0.5, 608, 1, "fp32"), tmp_path / "model.pt")
+    model = PathologyModel(96, 0.5, 608, 1, "fp32")
+    import_weights(tmp_path / "run", "pathology", model, tmp_path / "model.pt", our_name)
     model = load_pathology(tmp_path / "run")
     image = torch.randn(2, 3, 96, 96, generator=torch.Generator().manual_seed(1))
     built = model.build(tmp_path / "run" / "best.safetensors").eval()
@@ -168,7 +169,7 @@ def test_pathology_hands_imported_weights_over(tmp_path):
         tmp_path / "run", "triton", device="cpu", patch_size=96, tile_size=608, init=tmp_path / "model.pt", int8=True
     )
     repository = export_pathology(config)
-    assert "dims: [ 3, -1, -1 ]" in (repository / "config.pbtxt").read_text()
+    assert "dims: [ 3, 608, 608 ]" in (repository / "config.pbtxt").read_text()
     record = json.loads((tmp_path / "run" / "exports" / "exports.json").read_text())
     assert [model["precision"] for model in record["onnx"]] == ["fp32", "fp16", "int8"]
 

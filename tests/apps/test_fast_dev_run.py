@@ -7,16 +7,25 @@ from typing import Any
 import pytest
 
 from apps.brats.train import main as brats
-from apps.opening import APPS
+from apps.opening import parse_flags
 from apps.pathology.train import main as pathology
 from apps.spleen.train import main as spleen
-from common.observe.summary import RunSummary
+from common.training.evaluate import RunSummary
 from data_scripts.make_slides import make_slides
 
 MAINS: dict[str, Callable[[Any], RunSummary | None]] = {"spleen": spleen, "brats": brats, "pathology": pathology}
 SMALL = {
-    "spleen": ["--crop_size", "[16,16,16]", "--window_size", "[32,32,32]", "--channels", "[4,8]", "--batch_size", "4"],
-    "brats": ["--crop_size", "[16,16,16]", "--window_size", "[32,32,32]", "--filters", "8", "--blocks_down", "[1,1]"],
+    "spleen": ["--crop_size", "[16,16,16]", "--windows.size", "[32,32,32]", "--channels", "[4,8]", "--batch_size", "4"],
+    "brats": [
+        "--crop_size",
+        "[16,16,16]",
+        "--windows.size",
+        "[32,32,32]",
+        "--network.filters",
+        "8",
+        "--network.blocks_down",
+        "[1,1]",
+    ],
     "pathology": ["--patch_size", "64", "--tile_size", "1024"],
 }
 
@@ -35,9 +44,9 @@ def data(phantoms, heads, tmp_path):
     ("app", "flags"),
     [
         ("spleen", []),
-        ("spleen", ["--recipe", "guide", "--crops_per_case", "4"]),
-        ("spleen", ["--partitions", "2"]),
-        ("brats", ["--cache", "smart", "--cache_cases", "4"]),
+        ("spleen", ["--recipe", "guide", "--crops.per_case", "4"]),
+        ("spleen", ["--parallel.partitions", "2"]),
+        ("brats", ["--cache", "smart:4"]),
         ("brats", ["--recipe", "guide"]),
         ("pathology", ["--batch_size", "24"]),
         ("pathology", ["--recipe", "guide", "--batch_size", "40", "--precision", "fp32"]),
@@ -45,7 +54,7 @@ def data(phantoms, heads, tmp_path):
 )
 def test_two_steps_go_through_everything(app, flags, data, store, tmp_path):
     given = ["--data", str(data(app)), "--store", str(store), "--run", str(tmp_path / "run"), "--device", "cpu"]
-    config = APPS[app].parse([*given, "--engine", "none", "--fast_dev_run", "true", *SMALL[app], *flags])
+    config = parse_flags(app, [*given, "--engine", "none", "--fast_dev_run", "true", *SMALL[app], *flags])
     summary = MAINS[app](config)
     assert summary is not None
     assert summary.steps == 2

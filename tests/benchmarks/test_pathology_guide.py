@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from apps.pathology import image_jitter
 from apps.pathology.model import PathologyModel
-from apps.pathology.scan import patch_scan
-from apps.pathology.tissue import TissueMask
+from apps.pathology.patches.augment import jitter_
+from apps.pathology.scan.scan import choose_view, patch_scan
+from apps.pathology.slides.layout import SlideMask
+from apps.pathology.slides.reader import open_slide
 from benchmarks.peers import pathology_guide
-from common.data.slides import open_slide
 from data_scripts.make_slides import make_slides
 
 CPU = torch.device("cpu")
@@ -28,8 +28,10 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(("part", "amount"), [(0, 1.2), (1, 0.4), (2, 1.2), (3, 0.03), (3, -0.04)])
 def test_each_part_of_the_jitter_is_the_apps(part, amount):
     image = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(part))
-    difference = pathology_guide.ADJUST[part](image, amount) - image_jitter.ADJUST[part](image, amount)
-    assert difference.abs().max() < 1e-5
+    factors, ours = np.array([[1, 1, 1, 0]], np.float32), image[None].clone()
+    factors[0, part] = amount
+    jitter_(ours, factors, np.arange(4)[None])
+    assert (pathology_guide.ADJUST[part](image, amount) - ours[0]).abs().max() < 1e-5
 
 
 def test_the_labels_of_a_region_are_put_row_by_row(tmp_path):
@@ -62,8 +64,9 @@ def test_the_scan_is_the_apps_patch_mode_where_both_look(folder):
     found = pathology_guide.scan_slide(slide, Redness().eval(), CPU, 64, 0, patch=64, mask_level=4, reader="openslide")
     model = PathologyModel(64, None, 512, 1, "fp32")
     with open_slide(slide, "openslide") as opened:
-        everywhere = TissueMask(np.ones((64, 64), bool), 16.0, None)
-        ours = patch_scan(opened, model, Redness(), CPU, everywhere, progress=False, stride=32, batch=64).values
+        everywhere = SlideMask(np.ones((64, 64), bool), 16.0)
+        view = choose_view(opened, None)
+        ours = patch_scan(opened, model, Redness(), CPU, everywhere, view, False, stride=32, batch=64).values
     assert found.shape == (64, 64)
     assert (found > 0).sum() > 500
     # Centres at 16 n + 8 there and at 32 n + 16 here: none is shared, but a mean over 64 pixels hardly moves in 8.

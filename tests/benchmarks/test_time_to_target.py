@@ -5,11 +5,10 @@ import nibabel
 import numpy as np
 import pytest
 
-from apps.spleen.model import SpleenModel
 from benchmarks import time_to_target
 from benchmarks.time_to_target import judge_segmentation, summary_of
-from common.data.preparation import Preparation
-from common.inference.model_file import write_model
+from common.inference.model import write_model
+from tests.support import unet_model
 
 
 def run(seconds, held=True, holds=True):
@@ -48,8 +47,7 @@ def test_the_validation_cases_alone_are_judged_from_files(tmp_path, monkeypatch)
     dataset = {"name": "Any", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "spleen"}, "training": listed}
     (data / "dataset.json").write_text(json.dumps(dataset))
     (made / "split.json").write_text(json.dumps({"training": ["c"], "validation": ["a", "b"]}))
-    preparation = Preparation((1.0, 1.0, 1.0), "window", (0.0, 1.0))
-    write_model(made, "spleen", SpleenModel(("background", "spleen"), preparation, (4, 8), 1, (4, 4, 4), 1, "fp32"))
+    write_model(made, "spleen", unet_model((2.0, 2.0, 2.0), (4, 8), (4, 4, 4)))
     (made / "summary.json").write_text(json.dumps({"data": {"folder": str(data)}}))
 
     def infer(command):

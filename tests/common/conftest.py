@@ -13,6 +13,8 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from tests.common.rank_programs import start_ranks, torchrun  # noqa: F401 - fixtures
+
 InstallFake = Callable[..., Any]
 
 

@@ -1,10 +1,23 @@
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from common.config import config_from_yaml, config_to_yaml, parse_config, resumed_config
+from common.config import config_from_yaml, config_to_yaml, flat, parse_config, replaced
+
+
+@dataclass(frozen=True)
+class Window:
+    """A group of flags.
+
+    Args:
+        side: of a window.
+        batch: windows at once.
+    """
+
+    side: int = 6
+    batch: int = 1
 
 
 @dataclass(frozen=True)
@@ -16,12 +29,16 @@ class ToyConfig:
         epochs: passes over the data.
         spacing: mm along R, A, S.
         data: a folder.
+        resume: an earlier run.
+        window: windows
     """
 
     recipe: Literal["fast", "slow"] = "fast"
     epochs: int = 3
     spacing: tuple[float, float, float] | None = None
     data: Path | None = None
+    resume: Path | None = None
+    window: Window = field(default_factory=Window)
 
     def __post_init__(self):
         if self.epochs < 1:
@@ -98,12 +115,30 @@ def test_yaml_round_trip(tmp_path):
     assert config_from_yaml(ToyConfig, tmp_path / "c.yaml") == config
 
 
-def test_a_resumed_run_keeps_its_own_values():
-    stored = ToyConfig(epochs=7)
-    assert resumed_config(replace(ToyConfig(), data=Path("/new")), stored, ToyConfig(), keep=["data"]) == replace(
-        stored, data=Path("/new")
+def test_a_resumed_run_keeps_its_own_values(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(config_to_yaml(ToyConfig(epochs=7, data=Path("/there"), window=Window(4))))
+
+    def resumed(*arguments):
+        given = ["--resume", str(tmp_path), *arguments]
+        return parse_config(ToyConfig, RECIPES, given, resumable=("resume", "data", "window.batch"))
+
+    stored = ToyConfig(epochs=7, data=Path("/there"), resume=tmp_path, window=Window(4))
+    assert resumed() == stored
+    assert resumed("--data", "/new", "--window.batch", "2", "--epochs", "7") == replace(
+        stored, data=Path("/new"), window=Window(4, 2)
     )
-    elsewhere = replace(stored, data=Path("/there"))
-    assert resumed_config(ToyConfig(), elsewhere, ToyConfig(), keep=["data"]) == elsewhere
-    with pytest.raises(ValueError, match=r"--epochs 5: a resumed run keeps its own epochs \(7\)"):
-        resumed_config(ToyConfig(epochs=5), stored, ToyConfig(), keep=["data"])
+    for flags, words in (
+        (("--epochs", "5"), "--epochs 5: a resumed run keeps its own epochs (7)"),
+        (("--epochs", "3"), "--epochs 3: a resumed run keeps its own epochs (7)"),  # the default, and given
+        (("--window.side", "8"), "--window.side 8: a resumed run keeps its own window.side (4)"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            resumed(*flags)
+        assert words in capsys.readouterr().err
+
+
+def test_groups_by_their_flags():
+    config = parse("--window.side", "8")
+    assert config.window == Window(8)
+    assert flat(config)["window.side"] == 8
+    assert replaced(config, {"window.batch": 2, "epochs": 4}) == replace(config, window=Window(8, 2), epochs=4)

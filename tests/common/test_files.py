@@ -1,11 +1,16 @@
+import json
 import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from common.files import atomic_path, read_object, sha256_of, write_json, write_text
+from common.files import atomic_path, from_json, read_object, sha256_of, write_json, write_text
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -65,6 +70,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
     [
         (b"{torn", r"a\.json: expected JSON text \(.*\); copy it again"),
         (b"\xff\xfe", "expected JSON text"),
+        (b"[" * 100_000, r"expected JSON text \(maximum recursion depth"),
         (b"[1]", r"a\.json: expected a JSON object, found a list; copy it again"),
     ],
 )
@@ -75,3 +81,35 @@ def test_a_file_that_holds_no_object_is_named_with_the_remedy(tmp_path, content,
         read_object(path, "copy it again")
     path.write_text('{"a": 1}')
     assert read_object(path) == {"a": 1}
+
+
+@dataclass(frozen=True)
+class Inner:
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outer:
+    folder: Path
+    spacing: tuple[float, float, float] | None
+    parts: tuple[Inner, ...]
+    named: dict[str, Any]
+    inner: Inner | None = None
+
+
+def test_a_dataclass_comes_back_from_json():
+    outer = Outer(Path("/a"), (1.0, 2.0, 3.0), (Inner(("x", "y")), Inner(())), {"channels": (4, 8)}, Inner(("z",)))
+    assert from_json(Outer, json.loads(json.dumps(asdict(outer), default=str))) == outer
+    assert from_json(Outer, {"folder": "/a", "spacing": None, "parts": [], "named": {}}).inner is None
+    with pytest.raises(KeyError, match="colour"):
+        from_json(Inner, {"names": [], "colour": 1})
+
+
+def test_writing_from_many_threads_leaves_the_umask(tmp_path):
+    before = os.umask(0o027)
+    os.umask(before)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: write_text(tmp_path / str(number), "", flush=False), range(400)))
+    after = os.umask(before)
+    assert after == before
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~before}

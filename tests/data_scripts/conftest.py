@@ -1,11 +1,12 @@
 """A loopback server, a place to download to, and waiting that takes no time."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from data_scripts.download import Patience
+from data_scripts import fetch
 from tests.faulty_server import CONTENT, FaultyServer, running
 
 
@@ -23,15 +24,13 @@ def server() -> Iterator[FaultyServer]:
 
 
 @pytest.fixture
-def waits() -> list[float]:
-    """Return the seconds that `patience` was asked to wait so far."""
-    return []
-
-
-@pytest.fixture
-def patience(waits: list[float]) -> Patience:
-    """Return the patience for four attempts, without the waiting."""
-    return Patience(timeout=5, attempts=4, sleep=waits.append)
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Give up after four attempts; return the seconds waited between them so far, which take no time."""
+    waits: list[float] = []
+    monkeypatch.setattr(fetch, "ATTEMPTS", 4)
+    monkeypatch.setattr(fetch, "TIMEOUT", 5)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    return waits
 
 
 @pytest.fixture

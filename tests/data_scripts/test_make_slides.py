@@ -1,10 +1,12 @@
 """The slide maker: its command line, its sets, and that the task stays a task."""
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +15,8 @@ import tifffile
 from PIL import Image, ImageDraw
 from scipy.stats import rankdata
 
-from data_scripts.make_slides import SLIDES_VERSION, main, make_slides
-from data_scripts.slide_sets import Entry
-from data_scripts.slides_scene import draw_slide
+from data_scripts.make_slides import SLIDES_VERSION, entries, main, make_slides, pyramid, write_pyramid
+from data_scripts.slides_paint import draw_slide
 
 SCRIPT = Path(__file__).resolve().parents[2] / "data_scripts" / "make_slides.py"
 SIZE = 1024
@@ -103,12 +104,9 @@ def test_same_seed_same_bytes_whatever_the_cores(slides: Path, tmp_path: Path, m
     same = {name: data == first[name] for name, data in again.items() if name.endswith((".tif", ".xml"))}
     assert all(same.values())
     assert len(same) == 8
-
-
-def test_another_seed_gives_other_slides() -> None:
-    one, two = (draw_slide(512, True, Entry("tumor_001", "training", 1, True).generator(seed)) for seed in (0, 1))
-    assert not np.array_equal(one.image, two.image)
-    assert not np.array_equal(one.mask, two.mask)
+    other = contents(make_slides(tmp_path / "other", 2, 2, 512, seed=1, progress=False))
+    one = contents(make_slides(tmp_path / "one", 2, 2, 512, progress=False))
+    assert not [name for name, data in other.items() if name.endswith((".tif", ".xml")) and data == one[name]]
 
 
 def test_an_interrupted_set_is_gone_on_with(slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +120,7 @@ def test_an_interrupted_set_is_gone_on_with(slides: Path, tmp_path: Path, monkey
 
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     with monkeypatch.context() as patched:
-        patched.setattr("data_scripts.slide_sets.draw_slide", draw_or_fail)
+        patched.setattr("data_scripts.make_slides.draw_slide", draw_or_fail)
         with pytest.raises(OSError, match="no space left"):
             make_slides(tmp_path, 2, 2, SIZE, progress=False)
     assert not (tmp_path / "slides.json").exists()
@@ -140,7 +138,7 @@ def test_an_interrupted_set_is_gone_on_with(slides: Path, tmp_path: Path, monkey
 
 def test_a_whole_set_is_left_alone(slides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(slides)
-    monkeypatch.setattr("data_scripts.slide_sets.draw_slide", None)
+    monkeypatch.setattr("data_scripts.make_slides.draw_slide", None)
     make_slides(slides, 5, 3, SIZE, progress=False)
     assert contents(slides) == before
 
@@ -234,7 +232,13 @@ def test_it_runs_from_another_folder_without_torch(tmp_path: Path) -> None:
     for name in ("torch", "monai"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('a data script needs no torch')")
     command = [sys.executable, str(SCRIPT), "--to", "made", "--training", "2", "--testing", "2", "--size", "512"]
-    ran = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    ran = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{SCRIPT.parents[1]}"},
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode == 0, ran.stderr
     assert "synthetic slides" in ran.stdout
     assert (tmp_path / "made" / "slides.json").is_file()
@@ -245,3 +249,59 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert stopped.value.code == 0
     assert "python data_scripts/make_slides.py --to" in capsys.readouterr().out
+
+
+def test_half_of_the_slides_have_tumour() -> None:
+    slides = entries(5, 4)
+    assert [entry.stem for entry in slides] == [
+        "normal_001", "normal_002", "tumor_001", "tumor_002", "tumor_003",
+        "test_001", "test_002", "test_003", "test_004"
+    ]  # fmt: skip
+    assert [entry.tumour for entry in slides] == [False, False, True, True, True, True, False, True, False]
+
+
+def test_every_third_slide_is_compressed_without_loss(slides: Path) -> None:
+    found = {}
+    for number in (1, 2, 3):
+        with tifffile.TiffFile(slides / f"training/images/tumor_00{number}.tif") as file:
+            found[number] = int(file.pages.first.compression)
+    assert found == {1: 7, 2: 7, 3: 8}
+
+
+def test_levels_are_means_and_leave_an_odd_line_out() -> None:
+    base = np.zeros((99, 100), np.uint8)
+    base[:2, :4] = [[0, 1, 10, 20], [1, 0, 30, 41]]
+    _, half = pyramid(base)
+    assert half.shape == (49, 50)
+    assert half[0, :2].tolist() == [1, 25]  # 2 / 4 is rounded up, 101 / 4 down
+
+
+def test_a_slide_of_3072_px_has_level_6() -> None:
+    shapes = [level.shape for level in pyramid(np.zeros((3072, 3100), np.uint8))]
+    assert shapes == [(3072 >> n, 3100 >> n) for n in range(7)]
+
+
+@pytest.mark.parametrize(("compression", "number"), [("jpeg", 7), ("deflate", 8)])
+def test_levels_are_directories_of_their_own(
+    tmp_path: Path, compression: Literal["jpeg", "deflate"], number: int
+) -> None:
+    base = np.full((600, 700, 3), 240, np.uint8)
+    base[100:300, 200:500] = (200, 90, 160)
+    write_pyramid(tmp_path / "a.tif", base, compression)
+    with tifffile.TiffFile(tmp_path / "a.tif") as file:
+        assert not file.is_bigtiff
+        assert len(file.pages) == 4
+        for order, (page, level) in enumerate(zip(file.pages, pyramid(base), strict=True)):
+            assert isinstance(page, tifffile.TiffPage)
+            assert (page.subfiletype, page.compression, page.subifds) == (int(order > 0), number, None)
+            assert (page.tilewidth, page.tilelength) == (256, 256)
+            assert page.get_resolution("MICROMETER") == pytest.approx((2 / 2**order,) * 2)  # pixels per um
+            difference = np.abs(page.asarray().astype(int) - level)
+            assert difference.mean() < (1.5 if compression == "jpeg" else 1e-9)
+
+
+def test_a_mask_keeps_its_values(tmp_path: Path) -> None:
+    mask = (np.add.outer(np.arange(300), np.arange(260)) % 97 < 40).astype(np.uint8)
+    write_pyramid(tmp_path / "m.tif", mask, "deflate")
+    assert np.array_equal(tifffile.imread(tmp_path / "m.tif", key=0), mask)
+    assert set(np.unique(tifffile.imread(tmp_path / "m.tif", key=1))) == {0, 1}

@@ -1,39 +1,100 @@
+"""Folders of sets: claimed, gone on with, whole, and what holds something else."""
+
+import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from common.files import write_json
-from data_scripts.set_folder import MARKER, Parameters, claim, on_all_cores
+from data_scripts.set_folder import MARKER, Parameters, fill, on_all_cores
 
 PARAMETERS: Parameters = {"kind": "blocks", "seed": 0}
+NAMES = ["a", "b", "c", "d"]
 
 
-def test_a_claimed_folder_says_with_what_and_may_be_claimed_again(tmp_path: Path) -> None:
-    claim(tmp_path / "set", "list.json", PARAMETERS)
-    assert (tmp_path / "set" / MARKER).is_file()
-    claim(tmp_path / "set", "list.json", dict(PARAMETERS))
-    with pytest.raises(ValueError, match=r"holds another set \(seed 0 instead of 1\)"):
-        claim(tmp_path / "set", "list.json", {**PARAMETERS, "seed": 1})
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_a_whole_set_is_known_by_its_list(tmp_path: Path) -> None:
-    write_json(tmp_path / "list.json", {"phantom": PARAMETERS})
-    claim(tmp_path, "list.json", PARAMETERS)
-    assert not (tmp_path / MARKER).exists()
+def write(
+    folder: Path, fail_at: int | None = None, parameters: Parameters = PARAMETERS, progress: bool = False
+) -> Path:
+    files = [(folder / "x" / name, folder / "y" / name) for name in NAMES]
+
+    def make(index: int) -> None:
+        if index == fail_at:
+            raise OSError("no space left on device")
+        for path in files[index]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(path.name)
+
+    def listing() -> dict[str, Any]:
+        assert all(path.exists() for pair in files for path in pair)
+        return {"names": NAMES}
+
+    return fill(folder, "list.json", parameters, files, make, listing, 2, progress)
 
 
-@pytest.mark.parametrize("content", ["{}", "no json", "[1]"])
-def test_a_list_of_somebody_else_is_other_content(tmp_path: Path, content: str) -> None:
-    (tmp_path / "list.json").write_text(content)
-    with pytest.raises(ValueError, match=r"holds other files \(list\.json\)"):
-        claim(tmp_path, "list.json", PARAMETERS)
+def test_a_set_has_its_items_its_list_and_nothing_else(tmp_path: Path) -> None:
+    folder = write(tmp_path / "set")
+    assert json.loads((folder / "list.json").read_text()) == {"names": NAMES, "synthetic": True, "phantom": PARAMETERS}
+    assert sorted(contents(folder)) == ["list.json", *(f"{kind}/{name}" for kind in "xy" for name in NAMES)]
+
+
+def test_a_whole_set_is_left_alone_and_a_missing_file_made_again(tmp_path: Path) -> None:
+    before = contents(write(tmp_path))
+    (tmp_path / MARKER).write_text(json.dumps(PARAMETERS))  # killed before the last step
+    assert contents(write(tmp_path, fail_at=0)) == before
+    (tmp_path / "y" / "c").unlink()
+    assert contents(write(tmp_path, fail_at=0)) == before
+
+
+def test_an_interrupted_run_has_no_list_and_is_finished_by_the_next(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no space left"):
+        write(tmp_path / "set", fail_at=3)
+    assert not (tmp_path / "set" / "list.json").exists()
+    left = contents(tmp_path / "set")
+    with pytest.raises(ValueError, match=r"holds another set \(seed 0 instead of 1\): name another folder"):
+        write(tmp_path / "set", parameters={**PARAMETERS, "seed": 1})
+    assert contents(tmp_path / "set") == left
+    assert contents(write(tmp_path / "set")) == contents(write(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("notes.txt", "mine"), ("list.json", '{"name": 1}'), ("list.json", "{torn"), ("list.json", "[1]"), (MARKER, "3")],
+)
+def test_a_folder_with_other_things_is_refused_and_untouched(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"holds other files \\({name}\\): name a new or empty folder"):
+        write(tmp_path)
+    assert contents(tmp_path) == {name: text.encode()}
 
 
 def test_hidden_files_are_no_content(tmp_path: Path) -> None:
     (tmp_path / ".part-of-a-killed-run").touch()
-    claim(tmp_path, "list.json", PARAMETERS)
-    assert (tmp_path / MARKER).is_file()
+    assert (write(tmp_path) / "list.json").is_file()
+
+
+def test_another_set_is_refused_naming_what_differs(tmp_path: Path) -> None:
+    before = contents(write(tmp_path))
+    with pytest.raises(ValueError, match=r"\(seed 0 instead of 9, size None instead of 'msd'\)"):
+        write(tmp_path, parameters={"kind": "blocks", "seed": 9, "size": "msd"})
+    assert contents(tmp_path) == before
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "set").write_text("mine")
+    with pytest.raises(ValueError, match="is a file: name a folder"):
+        write(tmp_path / "set")
+
+
+def test_progress_is_shown_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a", progress=True)
+    assert "4/4" in capsys.readouterr().err
+    write(tmp_path / "b")
+    assert capsys.readouterr().err == ""
 
 
 def test_each_index_is_made_once_and_no_more_than_allowed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

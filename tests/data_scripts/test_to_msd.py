@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,14 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from apps.spleen.config import SpleenConfig, SpleenExport, parse_spleen_config
+from apps.spleen.config import SpleenConfig, SpleenExport, parse
 from common.config import config_to_yaml, parse_config
-from common.data.cases import read_dataset
+from common.data.dataset import read_dataset
 from common.data.volumes import read_volume
 from common.inference.options import InferConfig
-from data_scripts import msd_writer
+from data_scripts import to_msd
+from data_scripts.case_checks import examine
+from data_scripts.raw_sets import RawCase, RawSet
 from data_scripts.to_msd import main, parse_options
 
 SHAPE = (8, 7, 6)
@@ -149,27 +149,17 @@ def test_everything_wrong_is_told_at_once_and_nothing_is_written(
 
 
 def test_bad_cases_are_left_out_on_request_with_their_reason(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(pairs / "labels/b.nii.gz", mask(7))
+    for name in "ab":
+        save(pairs / "labels" / f"{name}.nii.gz", mask(7))
+    assert convert(pairs, "--skip_bad") == 1, "a set of bad cases alone is no set"
+    assert_nothing_written(pairs)
+    save(pairs / "labels/a.nii.gz", mask())
     assert convert(pairs, "--skip_bad") == 0
     assert list(written(pairs)) == ["a"]
     (left_out,) = json.loads((pairs / "set/dataset.json").read_text())["left_out"]
     assert left_out["case"] == "b"
     assert "found the values 7" in left_out["reason"]
     assert "left out: b" in capsys.readouterr().err
-
-
-def test_a_set_of_bad_cases_alone_is_no_set(pairs: Path) -> None:
-    for name in "ab":
-        save(pairs / "labels" / f"{name}.nii.gz", mask(7))
-    assert convert(pairs, "--skip_bad") == 1
-    assert_nothing_written(pairs)
-
-
-def test_a_fortieth_of_a_voxel_off_is_on_the_grid(pairs: Path) -> None:
-    near = AFFINE.copy()
-    near[0, 3] = 0.05
-    save(pairs / "labels/b.nii.gz", mask(), near)
-    assert convert(pairs) == 0
 
 
 def test_values_are_mapped(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,14 +174,6 @@ def test_values_are_mapped(pairs: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (pairs / "set/labelsTr/a.nii.gz").read_bytes() == (pairs / "labels/a.nii.gz").read_bytes()
 
 
-def test_negative_values_are_mapped_too(pairs: Path) -> None:
-    label = mask().astype(np.int16)
-    label[0] = -1
-    save(pairs / "labels/b.nii.gz", label)
-    assert convert(pairs, "--values=-1=0") == 0
-    assert np.array_equal(read_volume(written(pairs)["b"][1]).voxels, mask())
-
-
 def test_values_a_little_off_are_rounded_and_told(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(pairs / "labels/b.nii.gz", mask(0.9999, np.float32))
     assert convert(pairs) == 0
@@ -199,22 +181,41 @@ def test_values_a_little_off_are_rounded_and_told(pairs: Path, capsys: pytest.Ca
     assert np.array_equal(read_volume(written(pairs)["b"][1]).voxels, mask())
 
 
-def test_values_far_off_are_refused(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(pairs / "labels/b.nii.gz", mask(0.5, np.float32))
+@pytest.mark.parametrize(
+    ("part", "voxels", "words"),
+    [
+        ("labels", mask(0.5, np.float32), "nearest neighbours"),
+        ("labels", scan().astype(np.int32) * 1000, "is it an image?"),
+        ("labels", np.stack([mask(), mask()], axis=3), "expected 3-D, one channel"),
+        ("images", np.zeros(SHAPE, np.int16), "every voxel is 0"),
+    ],
+)
+def test_a_case_that_cannot_be_used_is_named(
+    pairs: Path, part: str, voxels: np.ndarray, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(pairs / part / "b.nii.gz", voxels).rename(pairs / part / "b.NII.GZ")
     assert convert(pairs) == 1
-    assert "nearest neighbours" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert words in told
+    assert str(path) in told
 
 
-def test_an_image_among_the_labels_is_refused(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(pairs / "labels/b.nii.gz", (scan().astype(np.int32) * 1000))
-    assert convert(pairs) == 1
-    assert "is it an image?" in capsys.readouterr().err
+def test_what_is_a_little_odd_can_be_used(pairs: Path) -> None:
+    near = AFFINE.copy()
+    near[0, 3] = 0.05  # a fortieth of a voxel
+    save(pairs / "labels/a.nii.gz", mask(), near)
+    label = mask().astype(np.int16)
+    label[0] = -1
+    save(pairs / "labels/b.nii.gz", label[..., None])
+    assert convert(pairs, "--values=-1=0") == 0
+    assert np.array_equal(read_volume(written(pairs)["b"][1]).voxels, mask())
 
 
-@pytest.mark.parametrize(("shape", "status"), [((*SHAPE, 1), 0), ((*SHAPE, 2), 1)])
-def test_a_label_of_four_axes_counts_if_the_last_is_one(pairs: Path, shape: tuple[int, ...], status: int) -> None:
-    save(pairs / "labels/b.nii.gz", np.broadcast_to(mask()[..., None], shape).copy())
-    assert convert(pairs) == status
+def test_a_number_without_a_name_is_no_label(pairs: Path) -> None:
+    """BraTS until 2021: 0, 1, 2, 4."""
+    case = RawCase("a", (pairs / "images/a.nii.gz",), pairs / "labels/a.nii.gz")
+    (problem,) = examine(case, RawSet("set", ("CT",), ("background", "", "organ"), (case,))).problems
+    assert "found the values 1; named are 0 background, 2 organ" in problem
 
 
 def test_names_in_capitals_and_plain_nii_are_taken_over(tmp_path: Path) -> None:
@@ -226,15 +227,6 @@ def test_names_in_capitals_and_plain_nii_are_taken_over(tmp_path: Path) -> None:
         assert image.name in {"a.nii.gz", "b.nii.gz"}
         assert np.array_equal(read_volume(image).voxels, scan())
         assert np.array_equal(read_volume(label).voxels, mask())
-
-
-def test_a_bad_file_in_capitals_is_named_as_it_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path / "images/a.nii.gz", scan())
-    save(tmp_path / "labels/a.nii.gz", mask())
-    (tmp_path / "images/a.nii.gz").rename(tmp_path / "images/a.NII.GZ")
-    (tmp_path / "images/a.NII.GZ").write_bytes(b"")
-    assert convert(tmp_path) == 1
-    assert str(tmp_path / "images/a.NII.GZ") in capsys.readouterr().err
 
 
 def test_two_files_of_one_name_are_no_case(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,18 +274,6 @@ def test_what_is_worth_a_look_is_told(pairs: Path, capsys: pytest.CaptureFixture
     assert "no case has a voxel of this label: 2 tumour" in printed
 
 
-def test_the_air_of_ct_is_not_asked_of_mri(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(pairs / "images/a.nii.gz", np.abs(scan(0)))
-    assert convert(pairs, modality="MRI") == 0
-    assert "-200" not in capsys.readouterr().out
-
-
-def test_an_image_of_one_value_is_bad(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(pairs / "images/b.nii.gz", np.zeros(SHAPE, np.int16))
-    assert convert(pairs) == 1
-    assert "every voxel is 0" in capsys.readouterr().err
-
-
 def test_a_folder_that_is_there_is_never_touched(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (pairs / "set").mkdir()
     assert convert(pairs) == 2
@@ -305,7 +285,7 @@ def test_a_full_disk_leaves_nothing(pairs: Path, monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(msd_writer, "write_json", fail)
+    monkeypatch.setattr(to_msd, "write_json", fail)
     assert convert(pairs) == 2
     assert_nothing_written(pairs)
 
@@ -352,12 +332,6 @@ def test_nnunet_channels_are_stacked(tmp_path: Path) -> None:
     assert np.array_equal(read_volume(dataset.test_cases[0].image, 2).voxels[..., 1], scan(21))
 
 
-def test_nnunet_of_one_channel_is_linked(tmp_path: Path) -> None:
-    raw = nnunet(tmp_path, channels=("CT",))
-    assert convert_nnunet(raw, "--link") == 0
-    assert (tmp_path / "set/imagesTr/a.nii.gz").samefile(raw / "imagesTr/a_0000.nii.gz")
-
-
 def test_nnunets_first_version_is_read(tmp_path: Path) -> None:
     raw = nnunet(tmp_path, channels=("CT",))
     content = {"modality": {"0": "CT"}, "labels": {"0": "background", "1": "organ"}}
@@ -368,6 +342,9 @@ def test_nnunets_first_version_is_read(tmp_path: Path) -> None:
 
 def test_nnunet_cases_that_lack_something_are_all_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = nnunet(tmp_path)
+    save(raw / "imagesTr/e_0000.nii.gz", scan(8))
+    save(raw / "imagesTr/e_0001.nii.gz", scan(9), np.diag([2.0, 2, 4, 1]))
+    save(raw / "labelsTr/e.nii.gz", mask())
     (raw / "imagesTr/a_0001.nii.gz").unlink()
     (raw / "labelsTr/b.nii.gz").unlink()
     save(raw / "labelsTr/c.nii.gz", mask())
@@ -380,15 +357,9 @@ def test_nnunet_cases_that_lack_something_are_all_told(tmp_path: Path, capsys: p
     assert "bad: c: a label, but no image" in told
     assert "bad: d: " in told
     assert "bad: t: channel 0000 missing" in told
+    assert "bad: e: channel 0001 is not aligned with channel 0000" in told
     assert told.count("bad: a") == 1
     assert_nothing_written(tmp_path)
-
-
-def test_nnunet_channels_on_other_grids_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    raw = nnunet(tmp_path)
-    save(raw / "imagesTr/a_0001.nii.gz", scan(1), np.diag([2.0, 2, 4, 1]))
-    assert convert_nnunet(raw) == 1
-    assert "channel 0001 is not aligned with channel 0000" in capsys.readouterr().err
 
 
 def test_nnunet_regions_need_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -446,11 +417,6 @@ def test_what_training_would_refuse_is_bad(pairs: Path, label: np.ndarray, capsy
     assert "bad: b" in capsys.readouterr().err
 
 
-def test_a_folder_without_a_list_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--check", str(tmp_path)]) == 2
-    assert "dataset.json" in capsys.readouterr().err
-
-
 # --- the command line ---
 
 
@@ -490,24 +456,11 @@ def test_folders_without_volumes_are_told(
     assert words in capsys.readouterr().err
 
 
-def test_one_folder_for_both_is_told(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    both = str(pairs / "images")
-    flags = ["--names", "background", "organ", "--modality", "CT", "--to", str(pairs / "set")]
-    assert main(["--images", both, "--labels", both, *flags]) == 2
-    assert "the same folder" in capsys.readouterr().err
-
-
 def test_a_path_with_spaces_can_be_pasted(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--images", str(pairs / "images"), "--labels", str(pairs / "labels"), "--modality", "CT"]
     assert main([*flags, "--names", "background", "left kidney", "--to", str(pairs / "my set")]) == 0
     assert f"--data '{pairs / 'my set'}'" in capsys.readouterr().out
     assert read_dataset(pairs / "my set").labels == ("background", "left kidney")
-
-
-def test_it_starts_without_torch() -> None:
-    program = "import sys, data_scripts.to_msd; sys.exit(any(name in sys.modules for name in ('torch', 'monai')))"
-    root = Path(__file__).resolve().parents[2]
-    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
 
 
 # --- docs/own_data.md ---
@@ -531,12 +484,12 @@ def test_the_commands_of_the_page_are_understood(
         case "to_msd":
             assert parse_options(arguments)
         case "doctor":
-            assert parse_spleen_config(arguments[arguments.index("--") + 1 :])
+            assert parse(arguments[arguments.index("--") + 1 :])
         case "train":
             stored = tmp_path / "runs" / "tiny" / "config.yaml"
             stored.parent.mkdir(parents=True)
             stored.write_text(config_to_yaml(SpleenConfig()))
-            assert parse_spleen_config(arguments)
+            assert parse(arguments)
         case stem:
             assert parse_config({"infer": InferConfig, "export": SpleenExport}[stem], {}, arguments)
 

@@ -2,20 +2,20 @@
 
 import pytest
 
-from apps.brats.config import RECIPES, BratsConfig, parse_brats_config
-from apps.brats.plan import _window_side
-from common.config import config_to_yaml
+from apps.brats.choose import window_side
+from apps.brats.config import RECIPES, BratsConfig, Network, parse
+from common.config import config_to_yaml, replaced
 from common.inference.windows import window_starts
 
 
 def test_the_guides_figures():
     guide = RECIPES["guide"]
     assert (guide.crop_size, guide.batch_size, guide.learning_rate, guide.epochs) == ((224, 224, 144), None, 1e-4, 300)
-    assert (guide.filters, guide.blocks_down, guide.dropout) == (16, (1, 2, 2, 4), 0.0)
+    assert (guide.network.filters, guide.network.blocks_down, guide.network.dropout) == (16, (1, 2, 2, 4), 0.0)
     assert (guide.loss, guide.optimizer, guide.schedule) == ("monai_dice_focal", "monai_novograd", "cosine")
-    assert (guide.window_size, guide.window_batch, guide.overlap, guide.validate_every) == ((240, 240, 160), 4, 0.6, 20)
+    assert (guide.windows.size, guide.windows.overlap, guide.validate_every) == ((240, 240, 160), 0.6, 20)
     baseline = RECIPES["baseline"]
-    assert (baseline.source, baseline.precision, baseline.optimizer, baseline.dropout) == (
+    assert (baseline.cache, baseline.precision, baseline.optimizer, baseline.network.dropout) == (
         "uncached", "fp32", "adam", 0.2,
     )  # fmt: skip
 
@@ -23,49 +23,40 @@ def test_the_guides_figures():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_printed_configuration_fed_back_is_equal(recipe, tmp_path):
     given = ["--recipe", recipe, "--spacing", "[2,2,3]", "--seed", "4", "--store", str(tmp_path)]
-    config = parse_brats_config(given)
+    config = parse(given)
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
-    assert parse_brats_config(["--config", str(tmp_path / "config.yaml")]) == config
+    assert parse(["--config", str(tmp_path / "config.yaml")]) == config
 
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("filters", 12, "multiple of 8"),
-        ("blocks_down", (3,), "2 or more levels"),
-        ("overlap", 1.0, r"in \[0, 1\)"),
-        ("replace_share", 0.0, "above 0"),
-        ("cache_cases", 4, "unless --cache is smart"),
-        ("accumulate", 0, "at least 1"),
-        ("partitions", 0, "at least 1"),
+        ("network.filters", 12, "multiple of 8"),
+        ("network.blocks_down", (3,), "2 or more levels"),
+        ("windows.overlap", 1.0, r"in \[0, 1\)"),
+        ("cache", "smart:4:0.0", "above 0"),
+        ("cache", "smart:4:0.5:2", "smart"),
+        ("cache", "none:2", "none"),
+        ("parallel.accumulate", 0, "at least 1"),
+        ("parallel.partitions", 0, "at least 1"),
         ("learning_rate", 0.0, "above 0"),
-        ("flip_axes", "q", "letters of xyz"),
+        ("crops.flips", "q", "letters of xyz"),
     ],
 )
 def test_bounds_name_the_field_and_the_value(field, value, words):
     with pytest.raises(ValueError, match=words) as error:
-        BratsConfig(**{field: value})
+        replaced(BratsConfig(), {field: value})
     assert str(error.value).startswith(field)
 
 
 def test_sides_divide_by_the_levels():
     with pytest.raises(ValueError, match=r"crop_size \(48, 48, 50\): each side must divide by 4"):
-        BratsConfig(crop_size=(48, 48, 50), blocks_down=(1, 2, 2))
-
-
-def test_a_reshuffle_needs_cases_that_are_kept():
-    with pytest.raises(ValueError, match="reshuffle_every 2: must be null"):
-        BratsConfig(reshuffle_every=2, cache="smart")
-
-
-def test_monais_sources_have_caches_of_their_own():
-    with pytest.raises(ValueError, match="cache disk: must be auto"):
-        BratsConfig(source="cached", cache="disk")
+        BratsConfig(crop_size=(48, 48, 50), network=Network(blocks_down=(1, 2, 2)))
 
 
 def test_a_mistyped_flag_exits_2(capsys):
     with pytest.raises(SystemExit) as exit_:
-        parse_brats_config(["--chache", "gpu"])
+        parse(["--chache", "gpu"])
     assert exit_.value.code == 2
     assert "cache" in capsys.readouterr().err
 
@@ -76,5 +67,5 @@ def test_a_mistyped_flag_exits_2(capsys):
 )
 def test_windows_fit_the_brain(extent, limit, side, windows):
     # 175 voxels in two windows that overlap by a quarter: 1.75 sides, 100 voxels, rounded up to 104.
-    assert _window_side(extent, limit, 8, 0.25) == side
+    assert -(-window_side(extent, limit, 0.25) // 8) * 8 == side
     assert len(window_starts(extent, side, 0.25)) == windows

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from common.training.checkpoints import load_weights
+from common.inference.model import load_weights
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 SETTINGS = [
-    "--device", "cpu", "--split", "0.2", "--spacing", "[5,5,5]", "--filters", "8", "--blocks_down", "[1,1]",
-    "--crop_size", "[16,16,16]", "--crops_per_case", "10", "--window_size", "[24,24,24]", "--batch_size", "4",
-    "--epochs", "2", "--learning_rate", "0.002", "--precision", "fp32", "--engine", "none", "--partitions", "2",
-    "--checkpoint_seconds", "0",
+    "--device", "cpu", "--split", "0.2", "--spacing", "[5,5,5]", "--network.filters", "8",
+    "--network.blocks_down", "[1,1]",
+    "--crop_size", "[16,16,16]", "--crops.per_case", "10", "--windows.size", "[24,24,24]", "--batch_size", "4",
+    "--epochs", "2", "--learning_rate", "0.002", "--precision", "fp32", "--engine", "none",
+    "--parallel.partitions", "2",
 ]  # fmt: skip
 
 

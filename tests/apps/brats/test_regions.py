@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from apps.brats.regions import NUMBERINGS, choose_labelling
-from common.data.cases import Dataset, read_dataset
-from common.inference.labelling import Region
+from common.data.dataset import Dataset, read_dataset
+from common.inference.labels import Region
 
 # The labels of each dataset as its dataset.json or its challenge's page lists them, and TC, WT, ET as the challenge
 # defines them: ET the enhancing tumour, TC that and the core, WT all.
@@ -93,7 +93,7 @@ def test_a_challenges_numbers_hold_whatever_the_names(numbering):
     assert enhancing.members == (max(numbers),)
     whole = next(region for region in labelling.regions if region.name == "WT")
     assert whole.members == tuple(sorted(numbers))
-    assert whole.paints == 2  # edema is 2 in all three
+    assert whole.value == 2  # edema is 2 in all three
 
 
 def test_another_numbering_than_the_files_is_refused():

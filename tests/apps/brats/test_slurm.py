@@ -39,7 +39,7 @@ def test_the_first_start_makes_the_run(slurm):
     status, calls = slurm(0, "runs/big", "--data", "my data")
     assert status == 0
     assert calls == [
-        "--nnodes 2 --nproc-per-node 1 --node-rank 1 --master-addr first --master-port 29500 --max-restarts 0 "
+        "--nnodes 2 --nproc-per-node 1 --node-rank 1 --master-addr first --master-port 20007 --max-restarts 0 "
         "--shutdown-timeout 100 "
         "-- apps/brats/train.py --run runs/big --data my data"
     ]

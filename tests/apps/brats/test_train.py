@@ -10,29 +10,28 @@ import pytest
 import torch
 
 from apps.brats import infer
-from apps.brats.config import RECIPES, BratsConfig
-from apps.brats.monai_recipe import deterministic_transforms, random_transforms
+from apps.brats.config import RECIPES, BratsConfig, Network
+from apps.brats.guide import deterministic_transforms, random_transforms
 from apps.brats.train import main
-from common.data.cases import read_dataset
-from common.data.monai_batches import MonaiBatches
+from common.data.dataset import read_dataset
+from common.data.monai_batches import monai_crops
 from common.data.preparation import Preparation
 from common.data.volumes import read_volume
+from common.inference.model import load_weights
 from common.inference.options import InferConfig
-from common.training.checkpoints import load_weights
+from common.training.config import Crops, Parallel, Windows
 from data_scripts.make_phantoms import make_mri_phantoms
 
 TINY: dict[str, Any] = {
     "split": "0.2",
     "spacing": (5.0, 5.0, 5.0),
-    "filters": 8,
-    "blocks_down": (1, 1),
+    "network": Network(filters=8, blocks_down=(1, 1)),
     "crop_size": (16, 16, 16),
-    "crops_per_case": 2,
-    "window_size": (24, 24, 24),
+    "crops": Crops(per_case=2),
+    "windows": Windows(size=(24, 24, 24)),
     "batch_size": 4,
     "epochs": 2,
     "precision": "fp32",
-    "checkpoint_seconds": 0.0,
     "seed": 3,
 }
 
@@ -102,8 +101,7 @@ def test_where_the_cases_lie_changes_nothing(cache, run, heads, store, tmp_path)
 @pytest.mark.slow
 def test_a_smart_cache_trains_resumes_and_keeps_its_number(heads, store, tmp_path, monkeypatch):
     config = BratsConfig(
-        data=heads, store=store, **{**TINY, "epochs": 3, "engine": "none"}, cache="smart", cache_cases=2,
-        replace_share=0.5,
+        data=heads, store=store, **{**TINY, "epochs": 3, "engine": "none"}, cache="smart:2:0.5",
     )  # fmt: skip
     main(replace(config, run=tmp_path / "whole"))
     assert [len(epoch) for epoch in losses(tmp_path / "whole")] == [1, 1, 1]  # two cases of two crops are one batch
@@ -114,18 +112,18 @@ def test_a_smart_cache_trains_resumes_and_keeps_its_number(heads, store, tmp_pat
     main(replace(config, resume=tmp_path / "cut"))
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert equal_weights(tmp_path / "cut", tmp_path / "whole")
-    assert json.loads((tmp_path / "cut" / "smart_cache.json").read_text()) == {"cache_cases": 2}
+    assert json.loads((tmp_path / "cut" / "smart_cache.json").read_text()) == {"cases": 2}
 
 
 @pytest.mark.slow
 def test_partitions_that_are_dealt_anew_train_on_all_cases(heads, store, tmp_path):
     config = BratsConfig(
-        data=heads, store=store, run=tmp_path / "run", **{**TINY, "epochs": 4, "engine": "none"}, partitions=2,
-        reshuffle_every=1,
+        data=heads, store=store, run=tmp_path / "run", **{**TINY, "epochs": 4, "engine": "none"},
+        parallel=Parallel(partitions=2), cache="auto:1",
     )  # fmt: skip
     main(config)
     assert len(losses(tmp_path / "run")) == 4
-    main(replace(config, run=tmp_path / "fixed", reshuffle_every=None))
+    main(replace(config, run=tmp_path / "fixed", cache="auto"))
     assert losses(tmp_path / "run")[0] == losses(tmp_path / "fixed")[0]  # round 0 deals in turn, as without
     assert losses(tmp_path / "run")[1:] != losses(tmp_path / "fixed")[1:]
 
@@ -136,7 +134,7 @@ def test_a_case_that_cannot_be_prepared_in_the_background_ends_the_run_by_name(h
     whole = broken.read_bytes()
     config = BratsConfig(
         data=data, store=tmp_path / "store", run=tmp_path / "run", **{**TINY, "split": "all", "engine": "none"},
-        cache="smart", cache_cases=1, replace_share=1.0,
+        cache="smart:1:1.0",
     )  # fmt: skip
     cut = whole[: len(whole) // 2]
 
@@ -145,14 +143,21 @@ def test_a_case_that_cannot_be_prepared_in_the_background_ends_the_run_by_name(h
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("apps.brats.train.say_inexact", cut_the_file)  # after all was checked, before the first step
-        patch.setattr("common.training.resident.stored_cases", _prepares_again)
+        patch.setattr("common.training.sources.stored_cases", _prepares_again)
         with pytest.raises(ValueError, match=broken.name):
             main(config)
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("baseline", marks=pytest.mark.slow), "guide"])
 def test_the_monai_recipes_run(recipe, heads, store, tmp_path):
-    tiny = {**TINY, "epochs": 1, "batch_size": 2, "crops_per_case": 1, "workers": 1, "engine": "none"}
+    tiny = {
+        **TINY,
+        "epochs": 1,
+        "batch_size": 2,
+        "crops": Crops(per_case=1, flips="xyz"),
+        "workers": 1,
+        "engine": "none",
+    }
     summary = main(replace(RECIPES[recipe], data=heads, store=store, run=tmp_path / "run", **tiny))
     assert summary is not None
     assert summary.recipe == recipe
@@ -163,7 +168,7 @@ def test_the_guides_cache_stays_as_it_was(heads):
     cases = read_dataset(heads).cases[:2]
     preparation = Preparation((5.0, 5.0, 5.0), "zscore", None, 4)
     chain = [*deterministic_transforms(preparation, None), *random_transforms(preparation, (8, 8, 8), "", 0.1)]
-    batches = MonaiBatches(
+    batches = monai_crops(
         cases, chain, "cached", crops_per_case=1, batch_size=2, workers=1, seed=0, device=torch.device("cpu")
     )
     cached = [torch.as_tensor(item["image"]) for item in batches.dataset._cache]
@@ -227,4 +232,4 @@ def _fail_after(steps, monkeypatch):
 def _prepares_again(cases, model, keeping, run):
     from common.data.preparation import prepare_case
 
-    return [prepare_case(case.name, case.image, case.label, model.preparation, 4) for case in cases]
+    return [prepare_case(case, model.preparation, range(4)) for case in cases]

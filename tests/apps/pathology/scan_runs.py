@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apps.pathology.model import APP, PathologyModel
-from common.inference.model_file import write_model
-from common.training.checkpoints import save_weights
+from apps.pathology.model import PathologyModel
+from common.inference.model import save_weights, write_model
 from models.resnet18_fcn import resnet18_fcn
 
 GLASS, PINK, PURPLE = (243, 242, 244), (222, 150, 190), (110, 60, 150)
@@ -55,6 +54,6 @@ def write_run(folder: Path) -> Path:
     """Write the folder of a run with random weights."""
     folder.mkdir(parents=True)
     torch.manual_seed(0)
-    write_model(folder, APP, MODEL)
+    write_model(folder, "pathology", MODEL)
     save_weights(folder / "best.safetensors", resnet18_fcn(MODEL.patch_size).state_dict(), {})
     return folder

@@ -7,7 +7,7 @@ import pytest
 import tifffile
 
 from apps.pathology import evaluate
-from apps.pathology.options import EvaluateConfig
+from apps.pathology.config import EvaluateConfig
 from tests.apps.pathology.scan_runs import disc, write_slide
 
 SIDE, MPP = 512, 2.0
@@ -107,7 +107,7 @@ def test_scans_by_different_weights_are_refused(tmp_path):
     for name, weights in (("test_001", "a"), ("test_002", "b")):
         write_scan(scans, name, 0.9, "0.900000,160,140\n")
         record = json.loads((scans / name / "slide.json").read_text())
-        mark = {"weights": {"best.safetensors": weights}, "slide": [1, 2]}
+        mark = {"weights": {"best.safetensors": weights}, "input": [name, 1]}
         (scans / name / "slide.json").write_text(json.dumps({**record, "mark": mark}))
     with pytest.raises(ValueError, match=r"test_001.slide\.json and .*test_002.slide\.json are of different weights"):
         judge(scans, data)

@@ -3,6 +3,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openslide
@@ -10,11 +11,11 @@ import pytest
 import tifffile
 
 from apps.pathology import infer
+from apps.pathology.config import ScanConfig
 from apps.pathology.model import PathologyModel
-from apps.pathology.options import ScanConfig
 from common.export.onnx_model import export_onnx
 from tests.apps.pathology.scan_runs import MODEL, Purple, write_run, write_slide
-from tests.common.data.slide_files import overwrite_tile
+from tests.apps.pathology.slides.slide_files import overwrite_tile
 
 ROOT = Path(__file__).resolve().parents[3]
 OUTPUTS = {"slide.json", "probability.tif", "detections.csv", "detections.geojson", "heatmap.png"}
@@ -32,6 +33,12 @@ def config(tmp_path, run, monkeypatch) -> ScanConfig:
     write_slide(tmp_path / "slides" / "one.tif", [(224, 288, 50)])
     write_slide(tmp_path / "slides" / "two.tif", [])
     return ScanConfig(run, tmp_path / "slides", tmp_path / "out", device="cpu", reader="tifffile", overlays=False)
+
+
+def _record(config: ScanConfig, name: str) -> dict[str, Any]:
+    path = config.output / name / "slide.json"
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return content
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -57,7 +64,7 @@ def test_each_slide_gets_its_outputs(config, mode, capsys):
         assert float(opened.properties["openslide.mpp-x"]) == pytest.approx(2 * stride)
         assert opened.dimensions == (512 // stride, 512 // stride)
     assert (config.output / "two" / "detections.csv").read_text() == ""
-    assert "two.tif: probability 0.0" in capsys.readouterr().out
+    assert "two: tifffile, level 0 of 2 um for a network of 2 um, probability 0.0" in capsys.readouterr().out
 
 
 def test_real_weights_scan_a_slide(config, monkeypatch):
@@ -103,11 +110,11 @@ def test_finished_slides_are_kept_until_weights_options_or_the_slide_change(conf
     infer.main(config)
     before = (config.output / "one" / "slide.json").stat().st_mtime_ns
     infer.main(config)
-    assert capsys.readouterr().out.count("kept, it was finished with the same weights and options") == 2
+    assert "2 slides kept: they were finished with the same weights and options" in capsys.readouterr().out
     assert (config.output / "one" / "slide.json").stat().st_mtime_ns == before
     write_slide(config.input / "two.tif", [(300, 300, 40)])
     infer.main(config)
-    assert capsys.readouterr().out.count("kept") == 1
+    assert "1 slides kept" in capsys.readouterr().out
     assert (config.output / "two" / "detections.csv").read_text() != ""
     infer.main(replace(config, mode="patches"))
     assert "kept" not in capsys.readouterr().out
@@ -131,11 +138,12 @@ def test_an_interrupted_scan_goes_on_to_the_same_outputs(config, tmp_path, where
     with pytest.raises(KeyboardInterrupt):
         infer.main(config)
     assert (config.output / "one" / "slide.json").is_file()
-    assert not (config.output / "two" / "slide.json").exists()
-    (config.output / "two" / ".part-left-behind").touch()
+    assert "mark" not in _record(config, "two")
+    (config.output / "two").mkdir(exist_ok=True)
+    (config.output / "two" / ".part-x1-probability.tif").touch()
     capsys.readouterr()
     infer.main(config)
-    assert capsys.readouterr().out.count("kept") == 1
+    assert "1 slides kept" in capsys.readouterr().out
     assert contents(config.output) == contents(whole.output)
     assert {path.name for path in (config.output / "two").iterdir()} == OUTPUTS - {"heatmap.png"}
 
@@ -145,7 +153,7 @@ def test_a_broken_slide_is_named_and_the_others_are_scanned(config, capsys):
     assert infer.main(config) == 1
     said = capsys.readouterr().out
     assert "set aside" in said
-    assert "1 of 3 slides could not be scanned: empty.tif" in said
+    assert "1 of 3 slides were set aside: empty" in said
     assert (config.output / "two" / "slide.json").is_file()
     assert not (config.output / "empty").exists()
 
@@ -197,5 +205,5 @@ def test_the_stride_must_be_a_multiple_of_32():
 
 
 def test_options_load_no_torch():
-    program = "import sys, apps.pathology.options; sys.exit('torch' in sys.modules)"
+    program = "import sys, apps.pathology.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from apps.pathology import infer
-from apps.pathology.config import RECIPES, PathologyConfig
-from apps.pathology.options import ScanConfig
+from apps.pathology.config import RECIPES, PathologyConfig, ScanConfig
 from apps.pathology.train import main
-from common.training.checkpoints import load_weights
+from common.inference.model import load_weights
 from common.training.fit import train_step
 from data_scripts.make_slides import make_slides
 
@@ -27,7 +26,6 @@ TINY: dict[str, Any] = {
     "precision": "fp32",
     "device": "cpu",
     "engine": "none",
-    "checkpoint_seconds": 0.0,
 }
 
 

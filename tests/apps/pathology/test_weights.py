@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apps.pathology.weights import initialise_from
-from common.training.checkpoints import save_weights
+from common.inference.model import save_weights
 from models.resnet18_fcn import resnet18_fcn
 
 
@@ -37,7 +37,7 @@ def test_our_own_weights_are_taken_whole(tmp_path: Path):
 
 def test_other_weights_are_refused(tmp_path: Path):
     network = resnet18_fcn(96)
-    with pytest.raises(FileNotFoundError, match=r"none\.pth: no such file"):
+    with pytest.raises(FileNotFoundError, match=r"none\.pth: no such weights file"):
         initialise_from(network, tmp_path / "none.pth")
     path = torchvision_like(tmp_path / "wide.pth", **{"conv1.weight": torch.zeros(64, 4, 7, 7)})
     with pytest.raises(ValueError, match=r"wide\.pth: not the weights .* another shape \['conv1.weight'\]"):

@@ -10,16 +10,12 @@ import pytest
 import torch
 
 from apps.spleen.infer import main
-from apps.spleen.model import SpleenModel
-from common.data.preparation import Preparation
+from common.inference.model import import_weights, save_weights
 from common.inference.options import InferConfig
-from common.training.checkpoints import save_weights
-from common.training.imported import import_weights
 from tests.common.data.dicom_files import PATIENT, traces, write_slices
+from tests.support import unet_model
 
-MODEL = SpleenModel(
-    ("background", "spleen"), Preparation((3.0, 3.0, 4.0), "window", (-57.0, 164.0)), (4, 8), 1, (32, 32, 16), 2, "fp32"
-)
+MODEL = unet_model((3.0, 3.0, 4.0), (4, 8), (32, 32, 16), window_batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +94,7 @@ def test_other_modalities_are_refused_and_what_is_no_volume_is_left_out(run, tmp
     said = capsys.readouterr().out
     assert "its modality is PT, the model was trained on CT" in said
     assert said.count("left out, no volume") == 1
-    assert "1 of 2 scans could not be segmented" in said
+    assert "1 of 2 scans were set aside" in said
 
 
 def test_a_folder_of_both_kinds_is_refused(run, tmp_path):
@@ -109,11 +105,11 @@ def test_a_folder_of_both_kinds_is_refused(run, tmp_path):
 
 
 def test_a_model_of_four_channels_refuses_a_series(tmp_path):
-    from common.inference.scan_files import find_scans
+    from common.inference.scan_files import find_scans, read_scan
 
     (scan, _) = find_scans(two_series(tmp_path))
     with pytest.raises(ValueError, match="one channel, the model takes 4"):
-        scan.read(4)
+        read_scan(scan, 4)
 
 
 @pytest.mark.real_data

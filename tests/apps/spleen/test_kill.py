@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 
-from common.training.checkpoints import load_weights
+from common.inference.model import load_weights
 
 RUN = [
-    "--split", "0.25", "--spacing", "[6,6,6]", "--channels", "[4,8]", "--residual_units", "1",
-    "--crop_size", "[16,16,16]", "--window_size", "[32,32,32]", "--batch_size", "1", "--epochs", "6",
-    "--validate_every", "2", "--checkpoint_seconds", "0", "--engine", "none", "--device", "cpu",
+    "--split", "0.25", "--spacing", "[6,6,6]", "--channels", "[4,8]",
+    "--crop_size", "[16,16,16]", "--windows.size", "[32,32,32]", "--batch_size", "1", "--epochs", "6",
+    "--validate_every", "2", "--engine", "none", "--device", "cpu",
 ]  # fmt: skip
 
 
@@ -78,13 +78,13 @@ def test_twenty_kills_change_nothing(uninterrupted, start, phantoms, store, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_finishes_the_step_saves_and_says_so_by_its_status(
-    number, status, uninterrupted, start, phantoms, store, tmp_path
+    number, status, uninterrupted, start, phantoms, store, tmp_path, monkeypatch
 ):
     folder = tmp_path / "run"
     where = ["--data", phantoms, "--store", store]
     # With checkpoints an hour apart, the one that the signal asks for is the only one.
-    seldom = [*RUN[: RUN.index("--checkpoint_seconds")], *RUN[RUN.index("--engine") :], "--checkpoint_seconds", "3600"]
-    with start("apps/spleen/train.py", *seldom, *where, "--run", folder) as program:
+    monkeypatch.setenv("MEDSPEED_CHECKPOINT_SECONDS", "3600")
+    with start("apps/spleen/train.py", *RUN, *where, "--run", folder) as program:
         assert program.stdout is not None
         while program.poll() is None and not (folder / "metrics.jsonl").is_file():
             time.sleep(0.002)

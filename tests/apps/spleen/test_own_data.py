@@ -11,6 +11,7 @@ from apps.spleen.config import SpleenConfig
 from apps.spleen.train import main
 from common.data.volumes import read_volume
 from common.inference.options import InferConfig
+from common.training.config import Windows
 from tests.apps.spleen.test_train import TINY
 
 
@@ -31,7 +32,7 @@ def write_set(folder, name, modality, labels, draw, spacing=(2.0, 2.0, 3.0), cas
         nib.save(nib.Nifti1Image(image, affine), folder / "imagesTr" / file)
         nib.save(nib.Nifti1Image(label, affine), folder / "labelsTr" / file)
         training.append({"image": f"./imagesTr/{file}", "label": f"./labelsTr/{file}"})
-    content = {"name": name, "modality": {"0": modality}, "labels": dict(enumerate(labels)), "training": training}
+    content = {"name": name, "modality": {"0": modality}, "labels": labels, "training": training}
     (folder / "dataset.json").write_text(json.dumps(content))
     return folder
 
@@ -41,7 +42,7 @@ def mr_like(rng):
     shape = (40, 44, 28)
     head, one, two = (ball(shape, (20, 22, 14), r) for r in (18, 9, 4))
     image = (300 * head + 200 * one + 250 * two) * rng.uniform(0.5, 2) + 10 * rng.standard_normal(shape) * head
-    return image.astype(np.float32), (one.astype(np.uint8) + two).astype(np.uint8)
+    return image.astype(np.float32), (one.astype(np.uint8) + 3 * two).astype(np.uint8)
 
 
 def lung_ct(rng):
@@ -53,18 +54,19 @@ def lung_ct(rng):
 
 
 def train(folder, tmp_path, **more):
-    settings = {**TINY, "spacing": None, "epochs": 12, "window_size": None, "engine": "none", **more}
+    settings = {**TINY, "spacing": None, "epochs": 12, "windows": Windows(), "engine": "none", **more}
     return main(SpleenConfig(data=folder, store=tmp_path / "store", run=tmp_path / "run", **settings))
 
 
-def test_mr_with_two_labels(tmp_path, capsys):
-    folder = write_set(tmp_path / "data", "Heads", "MRI", ["background", "brain", "nucleus"], mr_like)
+def test_mr_with_two_labels_whose_numbers_leave_some_out(tmp_path, capsys):
+    labels = {0: "background", 1: "brain", 4: "nucleus"}
+    folder = write_set(tmp_path / "data", "Heads", "MRI", labels, mr_like)
     summary = train(folder, tmp_path)
     said = capsys.readouterr().out
     assert "z-score" in said
     assert "spacing (2, 2, 3) mm: the median of 3 training cases" in said
     model = json.loads((tmp_path / "run" / "model.json").read_text())
-    assert model["labels"] == ["background", "brain", "nucleus"]
+    assert model["labelling"]["labels"] == ["background", "brain", "", "", "nucleus"]
     assert model["preparation"]["normalisation"] == "zscore"
     assert model["preparation"]["window"] is None
     assert summary.quality.value > 0.5
@@ -73,7 +75,7 @@ def test_mr_with_two_labels(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_lung_window_ct(tmp_path, capsys):
-    folder = write_set(tmp_path / "data", "Lungs", "CT", ["background", "lung"], lung_ct)
+    folder = write_set(tmp_path / "data", "Lungs", "CT", {0: "background", 1: "lung"}, lung_ct)
     summary = train(folder, tmp_path, epochs=60, crop_size=(24, 24, 16))
     low, high = json.loads((tmp_path / "run" / "model.json").read_text())["preparation"]["window"]
     # 0.5 and 99.5 percentiles of N(-850, 20): -850 -+ 2.58 * 20
@@ -84,8 +86,8 @@ def test_lung_window_ct(tmp_path, capsys):
 
 
 def test_what_is_asked_for_wins_over_the_fingerprint(tmp_path, capsys):
-    folder = write_set(tmp_path / "data", "Lungs", "CT", ["background", "lung"], lung_ct)
-    train(folder, tmp_path, spacing=(3.0, 3.0, 3.0), window=(-1000.0, 0.0), overlap=0.6, epochs=1)
+    folder = write_set(tmp_path / "data", "Lungs", "CT", {0: "background", 1: "lung"}, lung_ct)
+    train(folder, tmp_path, spacing=(3.0, 3.0, 3.0), window=(-1000.0, 0.0), windows=Windows(overlap=0.6), epochs=1)
     model = json.loads((tmp_path / "run" / "model.json").read_text())
     preparation = model["preparation"]
     assert model["overlap"] == 0.6
@@ -108,7 +110,7 @@ def test_what_is_asked_for_wins_over_the_fingerprint(tmp_path, capsys):
     ids=["geometry", "labels", "nan", "4-D"],
 )
 def test_a_bad_case_is_named_with_what_was_found(spoil, words, tmp_path):
-    folder = write_set(tmp_path / "data", "Lungs", "CT", ["background", "lung"], lambda rng: spoil(*lung_ct(rng)))
+    folder = write_set(tmp_path / "data", "Lungs", "CT", {0: "background", 1: "lung"}, lambda rng: spoil(*lung_ct(rng)))
     with pytest.raises(ValueError, match="case_") as error:
         train(folder, tmp_path)
     for word in words:

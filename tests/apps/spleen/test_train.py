@@ -10,24 +10,21 @@ from apps.spleen import infer
 from apps.spleen.config import RECIPES, SpleenConfig
 from apps.spleen.train import main
 from common.data.volumes import read_volume
-from common.inference.labelling import one_region_per_label
+from common.inference.labels import dice_counts, dice_of_counts, one_region_per_label
+from common.inference.model import load_weights
 from common.inference.options import InferConfig
-from common.inference.quality import dice_per_region
-from common.training.checkpoints import load_weights
+from common.training.config import Windows
 from common.training.fit import train_step
 
 TINY: dict[str, Any] = {
     "split": "0.25",
     "spacing": (6.0, 6.0, 6.0),
     "channels": (4, 8),
-    "residual_units": 1,
     "crop_size": (16, 16, 16),
-    "window_size": (32, 32, 32),
-    "window_batch": 1,
+    "windows": Windows(size=(32, 32, 32)),
     "batch_size": 4,
     "epochs": 2,
     "precision": "fp32",
-    "checkpoint_seconds": 0.0,
 }
 
 
@@ -48,6 +45,11 @@ def test_a_run_leaves_all_that_it_promises(run):
     ):  # fmt: skip
         assert name in names
     assert len(list((run / "overlays").glob("*.png"))) == 1
+
+
+def test_the_reports_viewer_names_the_labels(run):
+    assert json.loads((run / "report_case.json").read_text())["labels"] == {"1": "spleen"}
+    assert "1: spleen</span>" in (run / "report.html").read_text()
 
 
 def test_the_summary_holds_what_it_promises(run):
@@ -89,7 +91,8 @@ def test_torch_and_onnxruntime_give_the_same_masks(run, phantoms, tmp_path):
         assert infer.main(config) == 0
     masks = [torch.from_numpy(read_volume(tmp_path / name / image.name).voxels.astype(np.uint8))
              for name in ("torch", "onnxruntime")]  # fmt: skip
-    assert dice_per_region(masks[0], masks[1], one_region_per_label(["background", "spleen"]).regions).item() > 0.999
+    regions = one_region_per_label(["background", "spleen"]).regions
+    assert dice_of_counts(dice_counts(masks[0], masks[1], regions)).item() > 0.999
 
 
 def test_a_bad_scan_in_a_folder_is_set_aside_by_name_and_the_others_are_done(run, phantoms, tmp_path, capsys):
@@ -98,7 +101,7 @@ def test_a_bad_scan_in_a_folder_is_set_aside_by_name_and_the_others_are_done(run
     (scans / "a_bad.nii.gz").write_bytes(b"no scan")
     (scans / "good.nii.gz").symlink_to(phantoms / "imagesTr" / "phantom_001.nii.gz")
     assert infer.main(InferConfig(run, scans, tmp_path / "out", device="cpu", overlays=False)) == 1
-    assert "1 of 2 scans could not be segmented: a_bad.nii.gz" in capsys.readouterr().out
+    assert "1 of 2 scans were set aside: a_bad.nii.gz" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out").glob("*.nii.gz")) == ["good.nii.gz"]
 
 
@@ -125,7 +128,7 @@ def test_fine_tuning_starts_from_given_weights(run, phantoms, store, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["baseline", "guide"])
 def test_the_monai_recipes_run_and_resume_at_epoch_boundaries(recipe, phantoms, store, tmp_path, monkeypatch):
-    tiny = {**TINY, "window_size": (32, 32, 32), "batch_size": 8, "workers": 1, "engine": "none", "validate_every": 1}
+    tiny = {**TINY, "batch_size": 8, "workers": 1, "engine": "none", "validate_every": 1}
     config = replace(RECIPES[recipe], data=phantoms, store=store, **tiny)
     whole = main(replace(config, run=tmp_path / "whole"))
     assert whole is not None
@@ -162,7 +165,7 @@ def test_a_non_finite_loss_stops_with_step_and_case_and_keeps_the_checkpoint(pha
     with pytest.raises(FloatingPointError, match=r"loss nan at step 5 \(epoch 2\), cases phantom_"):
         main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "run", **TINY))
     last = (tmp_path / "run" / "checkpoints" / "last").resolve()
-    assert last.name == "epoch-000001-step-000001"  # checkpoint_seconds is 0: the step before
+    assert last.name == "epoch-000001-step-000001"  # one in every step: the step before
 
 
 def test_a_run_folder_in_use_is_refused(run, phantoms):

@@ -2,17 +2,17 @@ import hashlib
 import math
 import threading
 import traceback
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
-from common.data.batches import CropBatches, fixed_batches
-from common.data.cache import HeldCases, fill_cache
-from common.data.cache_host import HeldCase, LoadedCases, hold_case, hold_cases
-from common.data.partitions import partition_cases
+from common.data.batches import Batch, KeyedBatches, crop_batches
+from common.data.cache import CaseCache, fill_cache
+from common.data.crops import CachedCase, place_case
+from common.data.draws import partition_cases
 from common.data.preparation import PreparedCase
-from common.data.supply import FixedSupply
 from tests.support import refuse_host_sync
 
 CPU = torch.device("cpu")
@@ -32,8 +32,8 @@ def coordinates(name, shape):
 
 
 def batches(cases, crop=(4, 4, 4), **settings):
-    given = {"crops_per_case": 2, "batch_size": 4, "intensity": 0.0, "flip_axes": (), **settings}
-    return fixed_batches(fill_cache(cases, crop, CPU), crop, **given)
+    given = {"crops_per_case": 2, "batch_size": 4, "intensity": 0.0, "flip_axes": "", **settings}
+    return crop_batches([fill_cache(cases, ["gpu"] * len(cases), crop, CPU)], **given)
 
 
 def test_a_crop_is_a_contiguous_piece_of_its_case():
@@ -51,7 +51,7 @@ def test_a_crop_is_a_contiguous_piece_of_its_case():
 def test_flips_reverse_image_and_label_together_on_the_named_axes_only():
     seen = set()
     for epoch in range(20):
-        for batch in batches([coordinates("a", (9, 9, 9))], flip_axes=(0, 2)).epoch(epoch):
+        for batch in batches([coordinates("a", (9, 9, 9))], flip_axes="xz").epoch(epoch):
             for image, label in zip(batch.image, batch.label, strict=True):
                 steps = (image[0, 1, 0, 0] - image[0, 0, 0, 0], image[1, 0, 1, 0] - image[1, 0, 0, 0],
                          image[2, 0, 0, 1] - image[2, 0, 0, 0])  # fmt: skip
@@ -92,7 +92,7 @@ def test_intensity_changes_each_crop_by_one_scale_and_shift_in_bounds():
 
 
 def test_an_epoch_goes_on_at_any_step_as_if_it_had_not_stopped():
-    made = batches([case("a", (9, 9, 9)), case("b", (9, 8, 7), seed=5), case("c", (6, 6, 6))], flip_axes=(0, 1, 2))
+    made = batches([case("a", (9, 9, 9)), case("b", (9, 8, 7), seed=5), case("c", (6, 6, 6))], flip_axes="xyz")
     whole = list(made.epoch(4))
     assert len(whole) == made.steps_per_epoch == 2
     (last,) = made.epoch(4, first_step=1)
@@ -129,7 +129,7 @@ def test_a_crop_depends_on_its_key_alone_not_on_the_other_cases():
 
 
 def test_making_a_batch_never_waits_for_the_device():
-    made = batches([case("a", (9, 9, 9))], flip_axes=(0, 1, 2), intensity=0.1)
+    made = batches([case("a", (9, 9, 9))], flip_axes="xyz", intensity=0.1)
     with refuse_host_sync():
         assert sum(batch.image.shape[0] for batch in made.epoch(0)) == 4
 
@@ -155,19 +155,25 @@ TIERS = {
 }
 
 
-def held_as(kind: str) -> HeldCases:
+def cached_as(kind: str) -> CaseCache:
     cases = golden_cases()
     if kind == "none":
-        names = tuple(case.name for case in cases)
-        return LoadedCases(names, np.arange(5), CPU, lambda row: hold_case(cases[row], GOLDEN_CROP, "none", CPU), 4)
-    return hold_cases(cases, TIERS[kind], GOLDEN_CROP, CPU)  # type: ignore[arg-type]
+        return CaseCache(
+            lambda epoch: np.arange(5),
+            GOLDEN_CROP,
+            CPU,
+            True,
+            lambda number: place_case(cases[number], "none", GOLDEN_CROP, CPU),
+            keep=4,
+        )
+    return fill_cache(cases, TIERS[kind], GOLDEN_CROP, CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", TIERS)
 def test_three_epochs_are_those_of_the_first_version_wherever_the_cases_lie(kind):
     """The digest was recorded with the code that knew nothing but one resident cache."""
     digest = hashlib.sha256()
-    made = fixed_batches(held_as(kind), GOLDEN_CROP, 3, 4, seed=11)
+    made = crop_batches([cached_as(kind)], 3, 4, seed=11)
     for epoch in range(3):
         for batch in made.epoch(epoch):
             digest.update(batch.image.numpy().tobytes())
@@ -176,14 +182,14 @@ def test_three_epochs_are_those_of_the_first_version_wherever_the_cases_lie(kind
     assert digest.hexdigest() == "d3d93f6c523d0af218c96b3b50c35bc8dad331c2e5e3800c4388de3d1de41556"
 
 
-def partition(number: int, count: int = 9, partitions: int = 2) -> FixedSupply:
+def partition(number: int, count: int = 9, partitions: int = 2) -> CaseCache:
     indices = partition_cases(count, partitions, number)
     cases = [case(f"case{index}", (9, 8, 7), seed=int(index)) for index in indices]
-    return FixedSupply(fill_cache(cases, (4, 4, 4), CPU, indices))
+    return fill_cache(cases, ["gpu"] * len(cases), (4, 4, 4), CPU, indices)
 
 
-def distributed(*numbers: int) -> CropBatches:
-    return CropBatches(tuple(partition(number) for number in numbers), (4, 4, 4), 3, 6, 9, partitions=2, seed=5)
+def distributed(*numbers: int) -> KeyedBatches:
+    return crop_batches([partition(number) for number in numbers], 3, 6, 9, partitions=2, seed=5)
 
 
 def test_one_process_with_two_partitions_yields_what_two_processes_yield():
@@ -203,16 +209,16 @@ def test_each_partition_gives_crops_of_its_own_cases_only():
 
 
 def test_a_crop_is_the_same_in_whatever_partition_its_case_lies():
-    def crops(supplies, partitions, batch_size):
-        made = CropBatches(supplies, (4, 4, 4), 3, batch_size, 9, partitions, seed=5)
+    def crops(caches, partitions, batch_size):
+        made = crop_batches(caches, 3, batch_size, 9, partitions, seed=5)
         return {
             (name, image.numpy().tobytes())
             for batch in made.epoch(1)
             for image, name in zip(batch.image, batch.cases, strict=True)
         }
 
-    alone = crops((partition(0, partitions=1),), 1, 9)  # 27 crops in 3 full steps
-    thirds = crops(tuple(partition(number, partitions=3) for number in range(3)), 3, 9)
+    alone = crops([partition(0, partitions=1)], 1, 9)  # 27 crops in 3 full steps
+    thirds = crops([partition(number, partitions=3) for number in range(3)], 3, 9)
     assert len(alone) == 27
     assert alone == thirds
 
@@ -222,42 +228,52 @@ def test_a_crop_is_the_same_in_whatever_partition_its_case_lies():
     [
         ({"batch_size": 3, "partitions": 2}, "batch_size 3: must divide by the 2 partitions"),
         ({"batch_size": 0}, "batch_size 0"),
-        ({"supplies": ()}, "partitions 1: this process alone holds 0"),
-        ({"supplies": (partition(0), partition(1))}, "partitions 1: this process alone holds 2"),
-        ({"foreground_share": 1.5}, "foreground_share 1.5: between 0 and 1"),
+        ({"caches": []}, "partitions 1: this process alone holds 0"),
+        ({"caches": [partition(0), partition(1)]}, "partitions 1: this process alone holds 2"),
     ],
 )
 def test_figures_that_cannot_be_meant_are_refused(settings, said):
-    given = {"supplies": (partition(0),), "batch_size": 4, **settings}
+    given = {"caches": [partition(0)], "batch_size": 4, **settings}
     with pytest.raises(ValueError, match=said):
-        CropBatches(crop_size=(4, 4, 4), crops_per_case=2, cases_per_epoch=9, **given)
+        crop_batches(crops_per_case=2, cases_per_epoch=9, **given)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_the_share_of_crops_on_foreground_is_as_asked(share):
-    label = torch.zeros(40, 40, 40, dtype=torch.uint8)
-    label[30, 10, 20] = 1
-    held = [case("a", (40, 40, 40), label)]
-    (batch,) = batches(held, crop=(5, 5, 5), crops_per_case=400, batch_size=400, foreground_share=share).epoch(0)
-    centred = batch.label[:, 0, 2, 2, 2].sum().item() / 400
-    assert abs(centred - share) <= 5 * math.sqrt(share * (1 - share) / 400)  # five standard deviations
+def test_keyed_batches_take_whatever_has_an_order():
+    """Items that are no crops: what an epoch yields is decided by its number, its partition and the step alone."""
+
+    def numbers(partition: int):
+        def take(epoch: int, part: slice) -> Batch:
+            found = 100 * epoch + 10 * partition + torch.arange(9)[part]
+            return Batch(found, found, tuple(str(each) for each in found.tolist()))
+
+        return lambda epoch: nullcontext(lambda part: take(epoch, part))
+
+    both = KeyedBatches([numbers(0), numbers(1)], 3, 4, partitions=2, prefetch_for=CPU)
+    assert [batch.image.tolist() for batch in both.epoch(1)] == [
+        [100, 101, 110, 111],
+        [102, 103, 112, 113],
+        [104, 105, 114, 115],
+    ]
+    assert [batch.cases for batch in both.epoch(0, first_step=2)] == [("4", "5", "14", "15")]
+    assert [batch.image.tolist() for batch in KeyedBatches([numbers(1)], 3, 4, 2).epoch(1, 2)] == [[114, 115]]
 
 
-def broken(row: int) -> HeldCase:
-    raise ValueError(f"case{row}: damaged")
+def broken(number: int) -> CachedCase:
+    raise ValueError(f"case{number}: damaged")
 
 
 def test_a_case_that_fails_in_the_background_fails_the_loop_with_its_own_traceback():
-    made = fixed_batches(LoadedCases(("a",), np.arange(1), CPU, broken, 1), (4, 4, 4), 2, 2)
+    cache = CaseCache(lambda epoch: np.arange(1), (4, 4, 4), CPU, True, broken, ["a"], keep=2)
     with pytest.raises(ValueError, match="case0: damaged") as error:
-        next(made.epoch(0))
+        next(crop_batches([cache], 2, 2).epoch(0))
     assert "broken" in [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+    assert error.value.__notes__ == ["while loading case a"]
 
 
 @pytest.mark.parametrize("ending", ["close", "error"])
 def test_leaving_an_epoch_early_leaves_no_thread_behind(ending):
     before = set(threading.enumerate())
-    epoch = fixed_batches(held_as("ram"), GOLDEN_CROP, 3, 4).epoch(0)
+    epoch = crop_batches([cached_as("ram")], 3, 4).epoch(0)
     next(epoch)
     assert set(threading.enumerate()) > before
     if ending == "close":
@@ -272,7 +288,7 @@ def test_an_error_in_the_training_loop_leaves_no_thread_behind():
     before = set(threading.enumerate())
 
     def train():
-        for batch in fixed_batches(held_as("mixed"), GOLDEN_CROP, 3, 4).epoch(0):
+        for batch in crop_batches([cached_as("mixed")], 3, 4).epoch(0):
             raise ArithmeticError(f"the loss of {batch.cases} is not finite")
 
     with pytest.raises(ArithmeticError):
@@ -282,16 +298,17 @@ def test_an_error_in_the_training_loop_leaves_no_thread_behind():
 
 def test_a_cache_on_the_device_needs_no_thread():
     before = set(threading.enumerate())
-    epoch = fixed_batches(held_as("resident"), GOLDEN_CROP, 3, 4).epoch(0)
-    next(epoch)
+    next(crop_batches([cached_as("resident")], 3, 4).epoch(0))
     assert set(threading.enumerate()) == before
 
 
 @pytest.mark.gpu
 def test_crops_on_a_gpu_equal_those_on_the_cpu():
     cases = [case("a", (30, 31, 32)), case("b", (20, 40, 50), seed=3)]
-    there = fixed_batches(fill_cache(cases, (16, 16, 16), torch.device("cuda")), (16, 16, 16), 4, 4)
-    here = fixed_batches(fill_cache(cases, (16, 16, 16), CPU), (16, 16, 16), 4, 4)
+    there, here = (
+        crop_batches([fill_cache(cases, ["gpu"] * 2, (16, 16, 16), torch.device(kind))], 4, 4)
+        for kind in ("cuda", "cpu")
+    )
     for gpu, cpu in zip(there.epoch(1), here.epoch(1), strict=True):
         assert torch.equal(gpu.label.cpu(), cpu.label)
         assert torch.allclose(gpu.image.cpu(), cpu.image, atol=1e-6)

@@ -2,6 +2,7 @@ import io
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import imagecodecs
@@ -23,6 +24,7 @@ from pydicom.uid import (
 )
 from scipy.spatial.transform import Rotation
 
+from common.data import dicom_headers
 from common.data.dicom import DicomSeries, find_series, read_series
 from common.data.volumes import Volume, read_volume
 from tests.common.data.dicom_files import Change, traces, write_slices
@@ -403,6 +405,17 @@ def test_nothing_of_a_broken_header_is_said(tmp_path, caplog):
     with caplog.at_level(logging.DEBUG):
         assert "a slice without InstanceNumber lacks ImagePositionPatient" in problem_of(tmp_path)
     assert not [record for record in caplog.records if record.name.startswith("pydicom")]
+
+
+def test_a_mistake_of_ours_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch):
+    write_slices(tmp_path, NOISE)
+
+    def mistaken(value):
+        raise AttributeError("of this program")
+
+    monkeypatch.setattr(dicom_headers, "math", SimpleNamespace(isfinite=mistaken))
+    with pytest.raises(AttributeError, match="of this program"):
+        find_series(tmp_path)
 
 
 def test_damaged_bytes_anywhere_never_escape_as_another_error(tmp_path, caplog):

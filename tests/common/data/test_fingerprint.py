@@ -1,5 +1,5 @@
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import nibabel as nib
@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from common.data import fingerprint as module
-from common.data.cases import Case, Dataset, read_dataset
-from common.data.fingerprint import Fingerprint, Intensity, explain_preparation, fingerprint, plan_preparation
+from common.data.dataset import Case, Dataset, read_dataset
+from common.data.fingerprint import Fingerprint, Intensity, fingerprint, plan_preparation
 from common.data.preparation import Preparation
 from common.data.volumes import Volume, read_volume
+from common.files import from_json
 
 CT = Dataset(Path("somewhere"), "Organ", ("CT",), ("background", "organ", "lesion"), (), (), False)
 MR = replace(CT, modality=("FLAIR", "T1w"))
-SPLEEN = replace(CT, name="Spleen", labels=("background", "spleen"))
+KNOWN = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
 
 
 def save(path: Path, voxels: np.ndarray, spacing: tuple[float, float, float] = (1, 1, 1)) -> None:
@@ -73,8 +74,8 @@ def test_axes_are_counted_along_right_anterior_superior(tmp_path):
     voxels = np.ones((10, 20, 30), np.uint8)
     for path in (case.image, case.label):
         nib.save(nib.Nifti1Image(voxels, affine), path)
-    for dataset in (CT, SPLEEN):
-        found = fingerprint([case], dataset, progress=False)
+    for known in (None, KNOWN):
+        found = fingerprint([case], CT, known=known, progress=False)
         assert found.spacing == (1.0, 2.0, 3.0)
         assert found.shape == (20, 30, 10)
 
@@ -141,10 +142,10 @@ def test_image_and_label_must_share_a_grid(tmp_path):
 
 def test_a_known_dataset_is_not_read(three, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "read_volume", None)
-    found = fingerprint(three, SPLEEN, tmp_path / "store", progress=False)
+    found = fingerprint(three, CT, tmp_path / "store", known=KNOWN, progress=False)
     assert (found.spacing, found.shape, found.cases) == ((1.0, 2.0, 5.0), (4, 4, 7), 3)
     assert (found.intensity, found.label_fractions) == (None, None)
-    assert plan_preparation(SPLEEN, found) == Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
+    assert plan_preparation(CT, found, known=KNOWN)[0] == KNOWN
     assert not (tmp_path / "store").exists()
 
 
@@ -179,46 +180,38 @@ def test_figures_are_kept_until_a_file_or_a_list_changes(three, monkeypatch, tmp
 @pytest.mark.parametrize("changes", [{}, {"intensity": None, "label_fractions": None}])
 def test_figures_survive_json(changes):
     figures = figures_of(MR, **changes)
-    assert Fingerprint.from_json(json.loads(json.dumps(figures.to_json()))) == figures
+    assert from_json(Fingerprint, json.loads(json.dumps(asdict(figures)))) == figures
 
 
 def test_ct_gets_a_window_of_whole_units_and_the_median_spacing():
-    figures = figures_of(CT)
-    assert plan_preparation(CT, figures) == Preparation((0.78, 0.78, 5.0), "window", (-1004.0, 120.0))
-    assert explain_preparation(CT, figures) == (
+    preparation, lines = plan_preparation(CT, figures_of(CT))
+    assert preparation == Preparation((0.78, 0.78, 5.0), "window", (-1004.0, 120.0))
+    assert lines == (
         "spacing (0.78, 0.78, 5) mm: the median of 12 training cases",
         "window (-1004, 120) HU: 0.5 and 99.5 percentiles of the foreground of 12 training cases",
     )
 
 
 def test_mr_gets_z_scores():
-    figures = figures_of(MR)
-    assert plan_preparation(MR, figures) == Preparation((0.78, 0.78, 5.0), "zscore", None, channels=2)
-    assert explain_preparation(MR, figures)[1] == (
-        "z-score per channel over the voxels that are not 0: the modality is FLAIR, T1w, not CT"
-    )
-    named_alike = replace(MR, name="Spleen", modality=("MRI",))
-    assert plan_preparation(named_alike, figures_of(named_alike)).normalisation == "zscore"
+    preparation, lines = plan_preparation(MR, figures_of(MR))
+    assert preparation == Preparation((0.78, 0.78, 5.0), "zscore", None, channels=2)
+    assert lines[1] == "z-score per channel over the voxels that are not 0: the modality is FLAIR, T1w, not CT"
 
 
-def test_msd_spleen_gets_the_recipes_figures():
-    figures = figures_of(SPLEEN, intensity=None, label_fractions=None)
-    assert plan_preparation(SPLEEN, figures) == Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
-    assert explain_preparation(SPLEEN, figures) == (
-        "spacing (1.5, 1.5, 2) mm: the MONAI fast-training recipe's for Spleen",
-        "window (-57, 164) HU: the MONAI fast-training recipe's for Spleen",
-    )
+def test_a_known_preparation_goes_before_the_fingerprint():
+    preparation, lines = plan_preparation(CT, figures_of(CT), known=KNOWN)
+    assert preparation == KNOWN
+    assert lines == ("spacing (1.5, 1.5, 2) mm: known for Organ", "window (-57, 164) HU: known for Organ")
+    # What is named like a dataset that is known need not be it: a name alone chooses nothing here.
+    assert plan_preparation(replace(CT, name="Spleen"), figures_of(CT))[0] != KNOWN
 
 
-@pytest.mark.parametrize("dataset", [CT, SPLEEN])
-def test_what_is_asked_for_goes_first(dataset):
+@pytest.mark.parametrize("known", [None, KNOWN])
+def test_what_is_asked_for_goes_first(known):
     spacing, window = (3.0, 3.0, 4.0), (-160.0, 240.0)
-    figures = figures_of(dataset)
-    assert plan_preparation(dataset, figures, spacing, window) == Preparation(spacing, "window", window)
-    assert explain_preparation(dataset, figures, spacing, window) == (
-        "spacing (3, 3, 4) mm: as asked",
-        "window (-160, 240) HU: as asked",
-    )
+    preparation, lines = plan_preparation(CT, figures_of(CT), spacing, window, known)
+    assert preparation == Preparation(spacing, "window", window)
+    assert lines == ("spacing (3, 3, 4) mm: as asked", "window (-160, 240) HU: as asked")
 
 
 @pytest.mark.parametrize(
@@ -257,12 +250,12 @@ def test_real_scans(real_data):
     weights = [min(len(values), 10_000) for values in inside]
     expected = np.average([values.mean() for values in inside], weights=weights)
     assert found.intensity[0].mean == pytest.approx(expected, abs=2)
-    assert plan_preparation(dataset, found).normalisation == "window"
+    assert plan_preparation(dataset, found)[0].normalisation == "window"
 
     brain = read_dataset(real_data / "brain_tumour_real")
     found = fingerprint(brain.cases, brain, progress=False)
     assert (found.spacing, found.shape) == ((1, 1, 1), (240, 240, 155))
-    assert plan_preparation(brain, found) == Preparation((1.0, 1.0, 1.0), "zscore", None, channels=2)
+    assert plan_preparation(brain, found)[0] == Preparation((1.0, 1.0, 1.0), "zscore", None, channels=2)
 
 
 def test_the_extent_is_that_of_the_box_around_what_is_not_zero_in_the_first_channel(tmp_path):

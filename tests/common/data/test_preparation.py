@@ -17,13 +17,26 @@ from monai.transforms import (
     Spacingd,
 )
 
-from common.data.preparation import Preparation, prepare_case, prepare_volume
+from common.data import preparation as module
+from common.data.dataset import Case
+from common.data.preparation import (
+    Preparation,
+    PreparedCase,
+    prepare_case,
+    prepare_volume,
+    standardised,
+    windowed,
+)
 from common.data.volumes import read_volume
 
 CT = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
 MR = Preparation((1.0, 1.0, 1.0), "zscore", None, channels=2)
 HALF_STEP = 2.5e-4  # of float16 between 0.5 and 1: half its spacing, and a little
 KEYS = ("image", "label")
+
+
+def prepare(name: str, image: Path, label: Path | None, preparation: Preparation, classes: int = 3) -> PreparedCase:
+    return prepare_case(Case(name, image, label), preparation, range(classes))
 
 
 def monai_chain(preparation: Preparation) -> Compose:
@@ -76,7 +89,7 @@ TILTED = np.array([[0.81, 0, 0, 3], [0, 0.81, 0.9, 50], [0, 0, 4.1, -4], [0, 0, 
 def test_a_ct_equals_monais(tmp_path, affine, dtype):
     image = save(tmp_path / "image.nii.gz", body().astype(dtype), affine)
     label = save(tmp_path / "label.nii.gz", labels(), affine)
-    case = prepare_case("a", image, label, CT, classes=3)
+    case = prepare("a", image, label, CT, classes=3)
     expected, truth = monais(image, label, CT)
     assert case.name == "a"
     assert case.image.dtype == torch.float16
@@ -102,7 +115,7 @@ def test_several_mr_channels_equal_monais(tmp_path, affine):
     image[5:18, 6:12, 2:10, 1] = rng.normal(-30, 5, (13, 6, 8))
     scan = save(tmp_path / "image.nii.gz", image, affine)
     label = save(tmp_path / "label.nii.gz", labels((21, 19, 14)), affine)
-    case = prepare_case("a", scan, label, MR, classes=3)
+    case = prepare("a", scan, label, MR, classes=3)
     expected, truth = monais(scan, label, MR)
     assert case.image.shape == expected.shape
     assert (case.image.float() - expected).abs().max() <= 16 * HALF_STEP  # values up to 8: coarser float16 steps
@@ -114,7 +127,7 @@ def test_a_constant_or_empty_mr_channel_is_no_trouble(tmp_path):
     image = np.zeros((8, 8, 8, 2), np.int16)
     image[2:6, 2:6, 2:6, 0] = 7  # deviation 0: MONAI divides by 1
     path = save(tmp_path / "image.nii.gz", image, np.eye(4))
-    case = prepare_case("a", path, None, MR)
+    case = prepare("a", path, None, MR)
     assert case.label is None
     assert case.image.shape == (2, 4, 4, 4)
     assert case.image.abs().max() == 0
@@ -125,8 +138,8 @@ def test_a_constant_or_empty_mr_channel_is_no_trouble(tmp_path):
 def test_all_types_of_voxels_give_the_same(tmp_path, dtype):
     voxels = np.abs(body((12, 11, 10))) % 120
     narrow = Preparation((1.5, 0.7, 1.0), "window", (10.0, 100.0))
-    expected = prepare_case("a", save(tmp_path / "a.nii.gz", voxels, np.eye(4)), None, narrow)
-    found = prepare_case("b", save(tmp_path / "b.nii.gz", voxels.astype(dtype), np.eye(4)), None, narrow)
+    expected = prepare("a", save(tmp_path / "a.nii.gz", voxels, np.eye(4)), None, narrow)
+    found = prepare("b", save(tmp_path / "b.nii.gz", voxels.astype(dtype), np.eye(4)), None, narrow)
     assert torch.equal(found.image, expected.image)
 
 
@@ -135,7 +148,7 @@ def test_known_voxels(tmp_path):
     line = np.array([0, 10, 20, 30], np.int16).reshape(4, 1, 1)
     image = save(tmp_path / "image.nii.gz", line, np.diag([2.0, 1, 1, 1]))
     label = save(tmp_path / "label.nii.gz", (line // 10).astype(np.uint8), np.diag([2.0, 1, 1, 1]))
-    case = prepare_case("a", image, label, Preparation((1, 1, 1), "window", (0.0, 40.0)), classes=4)
+    case = prepare("a", image, label, Preparation((1, 1, 1), "window", (0.0, 40.0)), classes=4)
     assert case.grid.shape == (7, 1, 1)
     assert case.grid.crop_start == (1, 0, 0)  # the voxel of 0 HU is background
     assert case.image.flatten().tolist() == [0.125, 0.25, 0.375, 0.5, 0.625, 0.75]
@@ -147,14 +160,14 @@ def test_known_z_scores(tmp_path):
     """By hand: 2, 4, 6, 8 have mean 5 and deviation sqrt(5); the zero between them stays."""
     line = np.array([0, 2, 4, 0, 6, 8, 0], np.int16).reshape(7, 1, 1)
     image = save(tmp_path / "image.nii.gz", line, np.eye(4))
-    case = prepare_case("a", image, None, Preparation((1, 1, 1), "zscore", None))
+    case = prepare("a", image, None, Preparation((1, 1, 1), "zscore", None))
     expected = [-3 / 5**0.5, -1 / 5**0.5, 0, 1 / 5**0.5, 3 / 5**0.5]
     np.testing.assert_allclose(case.image.flatten().tolist(), expected, atol=1e-3)
 
 
 def test_a_volume_in_memory_is_prepared_alike(tmp_path):
     path = save(tmp_path / "image.nii.gz", body(), LPS)
-    expected = prepare_case("a", path, None, CT)
+    expected = prepare("a", path, None, CT)
     found = prepare_volume("a", read_volume(path), CT)
     assert torch.equal(found.image, expected.image)
     assert found.grid == expected.grid
@@ -170,16 +183,16 @@ def test_the_scan_itself_is_left_alone(tmp_path, spacing):
 
 def test_threads_do_not_disturb_each_other(tmp_path):
     path = save(tmp_path / "image.nii.gz", body(), PIR)
-    expected = prepare_case("a", path, None, CT)
+    expected = prepare("a", path, None, CT)
     with ThreadPoolExecutor(4, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for found in pool.map(lambda _: prepare_case("a", path, None, CT), range(12)):
+        for found in pool.map(lambda _: prepare("a", path, None, CT), range(12)):
             assert torch.equal(found.image, expected.image)
 
 
 @pytest.mark.parametrize(
     ("values", "dtype", "said"),
     [
-        ([0, 1, 3], np.uint8, "expected label values 0 to 2, found 0, 1, 3"),
+        ([0, 1, 3], np.uint8, "expected label values 0, 1, 2, found 0, 1, 3"),
         ([0, -1], np.int16, "found -1, 0"),
         ([0, 0.5], np.float32, "found 0, 0.5"),
         (list(range(300)), np.int16, r"found 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, \.\.\."),
@@ -190,13 +203,22 @@ def test_a_label_outside_the_classes_is_refused(tmp_path, values, dtype, said):
     voxels = np.resize(np.array(values), body().shape).astype(dtype)
     label = save(tmp_path / "label.nii.gz", voxels, np.eye(4))
     with pytest.raises(ValueError, match=f"label.nii.gz.*{said}"):
-        prepare_case("a", image, label, CT, classes=3)
+        prepare("a", image, label, CT, classes=3)
+
+
+def test_labels_with_a_gap_are_allowed_where_they_are_listed(tmp_path):
+    image = save(tmp_path / "image.nii.gz", body(), np.eye(4))
+    for values, dtype in (([0, 1, 2, 4], np.uint8), ([0, 4], np.float32)):
+        label = save(tmp_path / "label.nii.gz", np.resize(np.array(values), body().shape).astype(dtype), np.eye(4))
+        assert prepare_case(Case("a", image, label), CT, (0, 1, 2, 4)).label is not None
+        with pytest.raises(ValueError, match=r"expected label values 0, 1, 2, 3, found .*4: correct the file"):
+            prepare_case(Case("a", image, label), CT, range(4))
 
 
 def test_labels_stored_as_real_numbers_are_welcome(tmp_path):
     image = save(tmp_path / "image.nii.gz", body(), np.eye(4))
-    case = prepare_case("a", image, save(tmp_path / "l.nii.gz", labels().astype(np.float32), np.eye(4)), CT, classes=3)
-    same = prepare_case("a", image, save(tmp_path / "m.nii.gz", labels(), np.eye(4)), CT)
+    case = prepare("a", image, save(tmp_path / "l.nii.gz", labels().astype(np.float32), np.eye(4)), CT, classes=3)
+    same = prepare("a", image, save(tmp_path / "m.nii.gz", labels(), np.eye(4)), CT)
     assert case.label is not None
     assert same.label is not None
     assert torch.equal(case.label, same.label)
@@ -206,22 +228,20 @@ def test_a_label_on_another_grid_is_refused(tmp_path):
     image = save(tmp_path / "image.nii.gz", body(), np.eye(4))
     label = save(tmp_path / "label.nii.gz", labels(), LPS)
     with pytest.raises(ValueError, match=r"label\.nii\.gz does not lie on the grid of its image .*image\.nii\.gz"):
-        prepare_case("a", image, label, CT, classes=3)
+        prepare("a", image, label, CT, classes=3)
 
 
 def test_an_image_without_foreground_is_named(tmp_path):
     air = save(tmp_path / "air.nii.gz", np.full((6, 6, 6), -1000, np.int16), np.eye(4))
     with pytest.raises(ValueError, match=r"air\.nii\.gz: every voxel is at or below -57, the lower bound"):
-        prepare_case("a", air, None, CT)
+        prepare("a", air, None, CT)
     black = save(tmp_path / "black.nii.gz", np.zeros((6, 6, 6, 2), np.int16), np.eye(4))
     with pytest.raises(ValueError, match=r"black\.nii\.gz: every voxel is 0: no foreground"):
-        prepare_case("a", black, None, MR)
+        prepare("a", black, None, MR)
     speck = np.full((9, 9, 9), -1000, np.int16)
     speck[1, 1, 1] = 100
     with pytest.raises(ValueError, match=r"speck\.nii\.gz: its foreground is lost at spacing \(4, 4, 4\) mm"):
-        prepare_case(
-            "a", save(tmp_path / "speck.nii.gz", speck, np.eye(4)), None, Preparation((4, 4, 4), "window", (0, 1))
-        )
+        prepare("a", save(tmp_path / "speck.nii.gz", speck, np.eye(4)), None, Preparation((4, 4, 4), "window", (0, 1)))
 
 
 @pytest.mark.parametrize(
@@ -241,12 +261,55 @@ def test_figures_that_cannot_be_meant_are_refused(fields, said):
         Preparation(**(given | fields))
 
 
+@pytest.fixture(params=[1, 700, 10**6], ids=["planes", "slabs", "whole"])
+def _slabs(request, monkeypatch):
+    monkeypatch.setattr(module, "SLAB_VOXELS", request.param)
+
+
+def image_of(dtype: torch.dtype, order: tuple[int, ...] = (0, 1, 2, 3)) -> torch.Tensor:
+    """Return [2, 9, 10, 11] that lies in memory in another order of axes, a third of it zero."""
+    shape = (2, 9, 10, 11)
+    stored = tuple(shape[axis] for axis in order)
+    values = np.random.default_rng(0).integers(-40, 300, stored) * (np.random.default_rng(1).random(stored) > 0.3)
+    return torch.from_numpy(values).to(dtype).permute(*np.argsort(order).tolist())
+
+
+@pytest.mark.usefixtures("_slabs")
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 2, 1), (0, 2, 3, 1), (3, 0, 1, 2)])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float32])
+def test_each_channel_has_mean_0_and_deviation_1_where_it_is_not_zero(dtype, order):
+    image = image_of(dtype, order)
+    before = image.clone()
+    found = standardised(image, torch.float32)
+    assert found.is_contiguous()
+    assert torch.equal(image, before)
+    for channel, given in zip(found.numpy(), image.numpy().astype(np.float64), strict=True):
+        inside = given != 0
+        expected = np.where(inside, (given - given[inside].mean()) / given[inside].std(), 0)
+        np.testing.assert_allclose(channel, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("value", [7, 0.1, -1e-4, 3e7])
+def test_a_channel_that_does_not_vary_becomes_zero(value):
+    image = torch.full((1, 5, 6, 7), value, dtype=torch.float32)
+    image[0, 0] = 0
+    assert standardised(image, torch.float32).abs().max() <= abs(value) * 1e-6
+    assert not standardised(torch.zeros(1, 2, 2, 2), torch.float16).any()
+
+
+@pytest.mark.usefixtures("_slabs")
+def test_a_window_becomes_0_to_1_and_is_clipped():
+    image = torch.tensor([-100, -50, 0, 50, 100, 200], dtype=torch.int16).view(1, 6, 1, 1)
+    found = windowed(image, (-50, 150), torch.float16)
+    assert found.flatten().tolist() == [0, 0, 0.25, 0.5, 0.75, 1]
+
+
 @pytest.mark.real_data
 @pytest.mark.parametrize("name", ["real_a", "real_b"])
 def test_real_scans_equal_monais(real_data, name):
     folder = real_data / "ct_spleen_real"
     image, label = folder / "imagesTr" / f"{name}.nii.gz", folder / "labelsTr" / f"{name}.nii.gz"
-    case = prepare_case(name, image, label, CT, classes=2)
+    case = prepare(name, image, label, CT, classes=2)
     expected, truth = monais(image, label, CT)
     assert case.image.shape == expected.shape
     assert (case.image.float() - expected).abs().max() <= HALF_STEP
@@ -259,7 +322,7 @@ def test_a_real_brain_equals_monais(real_data):
     folder = real_data / "brain_tumour_real"
     image, label = (next((folder / part).glob("*.nii.gz")) for part in ("imagesTr", "labelsTr"))
     coarse = Preparation((2.0, 2.0, 2.0), "zscore", None, channels=2)
-    case = prepare_case("brain", image, label, coarse, classes=4)
+    case = prepare("brain", image, label, coarse, classes=4)
     expected, truth = monais(image, label, coarse)
     assert case.image.shape == expected.shape
     assert (case.image.float() - expected).abs().max() <= 16 * HALF_STEP
@@ -269,12 +332,8 @@ def test_a_real_brain_equals_monais(real_data):
 
 @pytest.mark.gpu
 def test_the_gpu_prepares_what_the_cpu_prepares(tmp_path):
-    image, label = save(tmp_path / "i.nii.gz", body(), PIR), save(tmp_path / "l.nii.gz", labels(), PIR)
-    expected = prepare_case("a", image, label, CT, classes=3)
-    found = prepare_case("a", image, label, CT, classes=3, device=torch.device("cuda"))
+    volume = read_volume(save(tmp_path / "i.nii.gz", body(), PIR))
+    expected, found = (prepare_volume("a", volume, CT, torch.device(kind)) for kind in ("cpu", "cuda"))
     assert found.image.is_cuda
     assert found.grid == expected.grid
     torch.testing.assert_close(found.image.cpu(), expected.image, atol=1e-3, rtol=0)
-    assert found.label is not None
-    assert expected.label is not None
-    assert torch.equal(found.label.cpu(), expected.label)

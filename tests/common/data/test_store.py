@@ -1,4 +1,6 @@
+import hashlib
 import json
+import logging
 import os
 import resource
 import shutil
@@ -13,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.data import sources, store
-from common.data.cases import Case
+from common.data import store
+from common.data.dataset import Case
 from common.data.preparation import Preparation, PreparedCase, prepare_case
-from common.data.store import prepared_cases
+from common.data.store import SourceDigests, prepared_cases, read_kept
 
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = Preparation(spacing=(2.0, 2.0, 3.0), normalisation="window", window=(-100.0, 200.0))
@@ -49,20 +51,20 @@ def made(monkeypatch) -> list[str]:
     """Return the list of names that have been prepared so far."""
     names: list[str] = []
 
-    def spy(name: str, *args: object) -> PreparedCase:
-        names.append(name)
-        return prepare_case(name, *args)  # type: ignore[arg-type]
+    def spy(case: Case, *args: object) -> PreparedCase:
+        names.append(case.name)
+        return prepare_case(case, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store, "prepare_case", spy)
     return names
 
 
 def get(cases: list[Case], folder: Path, preparation: Preparation = WINDOW, classes: int = 3) -> list[PreparedCase]:
-    return prepared_cases(cases, preparation, classes, folder, progress=False)
+    return prepared_cases(cases, preparation, range(classes), folder, progress=False)
 
 
 def is_right(entry: PreparedCase, case: Case, preparation: Preparation = WINDOW) -> bool:
-    fresh = prepare_case(case.name, case.image, case.label, preparation, 3)
+    fresh = prepare_case(case, preparation, range(3))
     assert fresh.label is not None
     assert entry.label is not None
     same = torch.equal(entry.image, fresh.image) and torch.equal(entry.label, fresh.label)
@@ -78,7 +80,7 @@ def test_cold_then_warm(cases, folder, made, monkeypatch, caplog):
     assert sorted(made) == ["a", "b", "c"]
     made.clear()
     read: list[Path] = []
-    monkeypatch.setattr(sources, "sha256_of", read.append)
+    monkeypatch.setattr(store, "sha256_of", read.append)
     warm = get(cases, folder)
     assert made == []
     assert read == []
@@ -132,7 +134,7 @@ def test_changed_parameters_are_seen(cases, folder, made, caplog, change, said):
 def test_more_classes_and_a_raised_version_are_seen(cases, folder, made, monkeypatch, caplog):
     get(cases[:1], folder)
     get(cases[:1], folder, classes=4)
-    assert "classes 3 is now 4" in caplog.text
+    assert "classes [0, 1, 2] is now [0, 1, 2, 3]" in caplog.text
     monkeypatch.setattr(store, "PREPARATION_VERSION", 1000)
     get(cases[:1], folder, classes=4)
     assert "is now 1000" in caplog.text
@@ -195,13 +197,15 @@ def test_a_damaged_entry_is_made_again(cases, folder, made, caplog, damage):
 
 
 def test_a_damaged_source_is_named_and_loses_nothing_else(cases, folder, made):
-    sound = cases[1].image.read_bytes()
-    cases[1].image.write_bytes(sound[: len(sound) // 2])
-    with pytest.raises(ValueError, match=r"raw/a\.nii\.gz"):
-        prepared_cases(cases, WINDOW, 3, folder, workers=1, progress=False)
+    label = cases[1].label
+    assert label is not None
+    sound = label.read_bytes()
+    label.write_bytes(sound[: len(sound) // 2])
+    with pytest.raises(ValueError, match=r"raw/a_label\.nii\.gz .* is truncated or damaged"):
+        prepared_cases(cases, WINDOW, range(3), folder, workers=1, progress=False)
     assert made[:2] == ["c", "a"]
     assert leftovers(folder) == []
-    cases[1].image.write_bytes(sound)
+    label.write_bytes(sound)
     already = {path.stem for path in folder.glob("*.safetensors")}
     assert "c" in already
     made.clear()
@@ -211,7 +215,7 @@ def test_a_damaged_source_is_named_and_loses_nothing_else(cases, folder, made):
 
 
 def test_labels_outside_the_list_are_named(cases, folder):
-    with pytest.raises(ValueError, match=r"_label\.nii\.gz: expected label values 0 to 1, found 0, 1, 2"):
+    with pytest.raises(ValueError, match=r"_label\.nii\.gz: expected label values 0, 1, found 0, 1, 2"):
         get(cases, folder, classes=2)
 
 
@@ -219,15 +223,15 @@ SHARED = """
 import json, sys, time
 from pathlib import Path
 from common.data import store
-from common.data.cases import Case
+from common.data.dataset import Case
 from common.data.preparation import Preparation, prepare_case
 
 root, me, names, upper_bound = Path(sys.argv[1]), *json.loads(sys.argv[2])
 made = []
-def slow(name, *rest):
-    made.append(name)
+def slow(case, *rest):
+    made.append(case.name)
     time.sleep(0.05)
-    return prepare_case(name, *rest)
+    return prepare_case(case, *rest)
 store.prepare_case = slow
 cases = [Case(n, root / f"raw/{n}.nii.gz", root / f"raw/{n}_label.nii.gz") for n in names]
 (root / f"{me}.ready").touch()
@@ -235,14 +239,14 @@ while len(list(root.glob("*.ready"))) < 2:
     time.sleep(0.01)
 for folder, upper in ("shared", 200.0), ("disputed", upper_bound):
     wanted = Preparation((2.0, 2.0, 3.0), "window", (-100.0, upper))
-    entries = store.prepared_cases(cases, wanted, 3, root / folder, workers=2, progress=False)
+    entries = store.prepared_cases(cases, wanted, range(3), root / folder, workers=2, progress=False)
     print(json.dumps([[e.name, e.image.double().sum().item(), e.label.long().sum().item()] for e in entries]))
     print(json.dumps(made))
 """
 
 
 def figures(case: Case, upper: float) -> list[object]:
-    fresh = prepare_case(case.name, case.image, case.label, replace(WINDOW, window=(-100.0, upper)), 3)
+    fresh = prepare_case(case, replace(WINDOW, window=(-100.0, upper)), range(3))
     assert fresh.label is not None
     return [case.name, fresh.image.double().sum().item(), fresh.label.long().sum().item()]
 
@@ -326,10 +330,101 @@ def test_a_warm_start_writes_nothing(cases, folder, made):
 
 
 def test_progress_is_shown(cases, folder, capsys):
-    prepared_cases(cases, WINDOW, 3, folder)
+    prepared_cases(cases, WINDOW, range(3), folder)
     assert "preparing cases: 100%" in capsys.readouterr().err
-    prepared_cases(cases, WINDOW, 3, folder)
+    prepared_cases(cases, WINDOW, range(3), folder)
     assert "checking prepared cases: 100%" in capsys.readouterr().err
+
+
+@pytest.fixture
+def hashed(monkeypatch) -> list[Path]:
+    """Return the list of files whose content has been read so far."""
+    files: list[Path] = []
+
+    def spy(path: Path) -> str:
+        files.append(path)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    monkeypatch.setattr(store, "sha256_of", spy)
+    return files
+
+
+def digest_anew(folder: Path, file: Path) -> str:
+    digests = SourceDigests(folder)
+    digest = digests.sha256(file)
+    digests.save()
+    return digest
+
+
+def test_an_unchanged_file_is_read_once(tmp_path, hashed):
+    file = tmp_path / "scan"
+    file.write_bytes(b"voxels")
+    expected = hashlib.sha256(b"voxels").hexdigest()
+    assert digest_anew(tmp_path / "store", file) == expected
+    assert digest_anew(tmp_path / "store", file) == expected
+    assert hashed == [file]
+
+
+def test_changed_content_of_equal_size_and_time_is_seen(tmp_path, hashed):
+    file = tmp_path / "scan"
+    file.write_bytes(b"voxels")
+    first = digest_anew(tmp_path / "store", file)
+    status = file.stat()
+    file.write_bytes(b"VOXELS")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert digest_anew(tmp_path / "store", file) != first
+    assert len(hashed) == 2
+
+
+def test_a_replaced_file_is_read_again(tmp_path, hashed):
+    file, other = tmp_path / "scan", tmp_path / "other"
+    for path in (file, other):
+        path.write_bytes(b"voxels")
+        os.utime(path, ns=(0, 0))
+    first = digest_anew(tmp_path / "store", file)
+    other.replace(file)
+    assert digest_anew(tmp_path / "store", file) == first
+    assert len(hashed) == 2
+
+
+def test_two_that_save_keep_both(tmp_path, hashed):
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.write_bytes(b"a")
+    b.write_bytes(b"b")
+    one, two = SourceDigests(tmp_path), SourceDigests(tmp_path)
+    one.sha256(a)
+    two.sha256(b)
+    one.save()
+    two.save()
+    digests = SourceDigests(tmp_path)
+    digests.sha256(a)
+    digests.sha256(b)
+    assert hashed == [a, b]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"FILE": "ab"}', '{"FILE": [1, 2]}'])
+def test_a_damaged_list_is_made_again(tmp_path, hashed, content):
+    file = tmp_path / "scan"
+    file.write_bytes(b"voxels")
+    (tmp_path / "sources.json").write_text(content.replace("FILE", str(file)))
+    assert digest_anew(tmp_path, file) == hashlib.sha256(b"voxels").hexdigest()
+    digest_anew(tmp_path, file)
+    assert len(hashed) == 1
+
+
+def test_damage_is_logged(tmp_path, caplog):
+    (tmp_path / "kept.json").write_text("{")
+    assert read_kept(tmp_path / "kept.json") == {}
+    assert "kept.json: damaged" in caplog.text
+    assert read_kept(tmp_path / "nowhere.json") == {}
+
+
+def test_a_list_that_cannot_be_written_is_logged(tmp_path, caplog):
+    file = tmp_path / "scan"
+    file.write_bytes(b"voxels")
+    with caplog.at_level(logging.WARNING):
+        digest_anew(file / "store", file)
+    assert "sources.json: not written" in caplog.text
 
 
 @pytest.mark.real_data
@@ -337,7 +432,8 @@ def test_real_scans(real_data, tmp_path):
     image, label = (real_data / "ct_spleen_real" / sub / "real_a.nii.gz" for sub in ("imagesTr", "labelsTr"))
     preparation = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
     for _ in range(2):
-        entry = prepared_cases([Case("real_a", image, label)], preparation, 2, tmp_path, progress=False)[0]
-        fresh = prepare_case("real_a", image, label, preparation, 2)
+        case = Case("real_a", image, label)
+        entry = prepared_cases([case], preparation, range(2), tmp_path, progress=False)[0]
+        fresh = prepare_case(case, preparation, range(2))
         assert torch.equal(entry.image, fresh.image)
         assert entry.grid == fresh.grid

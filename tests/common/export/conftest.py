@@ -34,9 +34,9 @@ def windows() -> torch.Tensor:
 def exported(tmp_path_factory: pytest.TempPathFactory, network: nn.Module) -> Path:
     """The folder of model_fp32.onnx and model_fp16.onnx; read only."""
     folder = tmp_path_factory.mktemp("exports")
-    metadata = {"name": "small", "classes": "background spleen", "batch": "1 2 4"}
-    export_onnx(network, folder / "model_fp32.onnx", WINDOW, "fp32", metadata)
-    export_onnx(network, folder / "model_fp16.onnx", WINDOW, "fp16", metadata)
+    metadata = {"name": "small", "classes": "background spleen"}
+    export_onnx(network, folder / "model_fp32.onnx", WINDOW, "fp32", metadata, batch=2)
+    export_onnx(network, folder / "model_fp16.onnx", WINDOW, "fp16", metadata, batch=2)
     return folder
 
 

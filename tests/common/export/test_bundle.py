@@ -14,51 +14,51 @@ from safetensors.torch import save_file
 from torch import nn
 
 from apps.brats.export import network_config as segresnet_config
-from apps.brats.model import BratsModel
+from apps.pathology.export import write_patch_bundle
 from apps.pathology.model import PathologyModel, normalised
-from apps.pathology.weights import TWIN, resnet_weights
 from apps.spleen.export import network_config as unet_config
-from apps.spleen.model import SpleenModel
 from common.data.preparation import Preparation, prepare_volume
 from common.data.volumes import read_volume
-from common.export.bundle import painting, write_bundle, write_patch_bundle
-from common.export.bundle_files import LICENCE, NetworkConfig
-from common.inference.labelling import Labelling, Region
-from common.inference.model_file import write_model
+from common.export.bundle import LICENCE, NetworkConfig, painting, write_volume_bundle
+from common.inference.labels import LabelScheme, Region
+from common.inference.model import VolumeModel, write_model
+from common.inference.predict import predict_labels, predict_logits
 from common.inference.predictors import torch_predictor
-from common.inference.segmentation import SegmentationModel, predict_labels, predict_logits
 from data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
 from models.resnet18_fcn import resnet18_fcn
+from models.segresnet3d import segresnet3d
+from tests.support import unet_model
 
-BRATS = Labelling(
+BRATS = LabelScheme(
     ("background", "edema", "core", "enhancing"),
     (Region("TC", (2, 3), 2), Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3)),
     exclusive=False,
 )
-RIVALS = Labelling(
+RIVALS = LabelScheme(
     ("background", "a", "", "b", "c"),
     (Region("a", (1,), 1), Region("b", (3,), 3), Region("all", (1, 3, 4), 4), Region("c", (4,), 4)),
     exclusive=False,
 )
+TASK = "Segmentation of something"
 
 
 class Trained(NamedTuple):
     run: Path
-    model: SegmentationModel
+    model: VolumeModel
     network: NetworkConfig
 
 
-def spleen_model(labels: tuple[str, ...] = ("background", "spleen")) -> SpleenModel:
-    preparation = Preparation((4.1, 3.9, 5.3), "window", (-57.0, 164.0))
-    return SpleenModel(labels, preparation, (4, 8, 16), 2, (48, 40, 32), 2, "fp32")
+def spleen_model(labels: tuple[str, ...] = ("background", "spleen")) -> VolumeModel:
+    return unet_model((4.1, 3.9, 5.3), (4, 8, 16), (48, 40, 32), labels, window_batch=2, residual_units=2)
 
 
-def brats_model() -> BratsModel:
+def brats_model() -> VolumeModel:
     preparation = Preparation((2.27, 2.27, 2.27), "zscore", None, 4)
-    return BratsModel(BRATS, preparation, 8, (1, 1, 1), 0.0, (40, 48, 32), 1, 0.25, "fp32")
+    arguments = {"filters": 8, "blocks_down": (1, 1, 1), "dropout": 0.0}
+    return VolumeModel(segresnet3d, arguments, BRATS, preparation, (40, 48, 32), 1, 0.25, "fp32")
 
 
-def random_run(run: Path, app: str, model: SegmentationModel, network: NetworkConfig) -> Trained:
+def random_run(run: Path, app: str, model: VolumeModel, network: NetworkConfig) -> Trained:
     torch.manual_seed(0)
     run.mkdir()
     built = with_statistics(model.build(), (model.preparation.channels, *model.window_size))
@@ -102,7 +102,9 @@ def spleen(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.fixture(scope="module")
 def spleen_bundle(tmp_path_factory: pytest.TempPathFactory, spleen: Trained) -> Path:
-    return write_bundle(tmp_path_factory.mktemp("bundles") / "spleen", *spleen)
+    return write_volume_bundle(
+        tmp_path_factory.mktemp("bundles") / "spleen", spleen.run, TASK, spleen.model, spleen.network
+    )
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +156,7 @@ def test_the_metadata_describe_the_network(spleen_bundle: Path):
 
 
 def test_the_metadata_of_regions_name_each_channel(tmp_path: Path, brats: Trained):
-    bundle = write_bundle(tmp_path / "bundle", *brats)
+    bundle = write_volume_bundle(tmp_path / "bundle", brats.run, TASK, brats.model, brats.network)
     found = json.loads((bundle / "configs" / "metadata.json").read_text())["network_data_format"]
     assert found["inputs"]["image"]["num_channels"] == 4
     assert found["outputs"]["pred"]["channel_def"] == {"0": "TC", "1": "WT", "2": "ET"}
@@ -163,7 +165,7 @@ def test_the_metadata_of_regions_name_each_channel(tmp_path: Path, brats: Traine
 @pytest.mark.parametrize("name", ["spleen", "brats"])
 def test_the_weights_are_the_runs(request: pytest.FixtureRequest, tmp_path: Path, name: str):
     trained: Trained = request.getfixturevalue(name)
-    bundle = write_bundle(tmp_path / "bundle", *trained)
+    bundle = write_volume_bundle(tmp_path / "bundle", trained.run, TASK, trained.model, trained.network)
     stored = torch.load(bundle / "models" / "model.pt", weights_only=True)
     due = trained.model.build(trained.run / "best.safetensors").state_dict()
     assert list(stored) == list(due)
@@ -171,7 +173,7 @@ def test_the_weights_are_the_runs(request: pytest.FixtureRequest, tmp_path: Path
 
 
 def test_the_same_run_gives_the_same_bytes(tmp_path: Path, spleen: Trained, spleen_bundle: Path):
-    again = write_bundle(tmp_path / "another name", *spleen)
+    again = write_volume_bundle(tmp_path / "another name", spleen.run, TASK, spleen.model, spleen.network)
     assert (again / "SHA256SUMS").read_bytes() == (spleen_bundle / "SHA256SUMS").read_bytes()
 
 
@@ -186,26 +188,26 @@ def test_the_same_run_gives_the_same_bytes(tmp_path: Path, spleen: Trained, sple
 )
 def test_a_network_that_is_not_ours_is_refused(tmp_path: Path, spleen: Trained, changed, words):
     with pytest.raises(ValueError, match=rf"network .*{next(iter(changed))}.* {words}"):
-        write_bundle(tmp_path / "bundle", spleen.run, spleen.model, spleen.network | changed)
+        write_volume_bundle(tmp_path / "bundle", spleen.run, TASK, spleen.model, {**spleen.network, **changed})
     assert not (tmp_path / "bundle").exists()
 
 
 def test_a_folder_that_holds_something_is_left_alone(spleen: Trained, spleen_bundle: Path):
     before = (spleen_bundle / "SHA256SUMS").stat().st_mtime_ns
     with pytest.raises(FileExistsError, match="not empty"):
-        write_bundle(spleen_bundle, *spleen)
+        write_volume_bundle(spleen_bundle, spleen.run, TASK, spleen.model, spleen.network)
     assert (spleen_bundle / "SHA256SUMS").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize("labelling", [BRATS, RIVALS], ids=["nested", "rivals"])
-def test_the_expression_paints_as_our_labelling_does(labelling: Labelling):
+def test_the_expression_paints_as_our_labelling_does(labelling: LabelScheme):
     logits = torch.randn(labelling.channels, 9, 8, 7, generator=torch.Generator().manual_seed(0))
     logits[:, 0] = logits[:, 0].round()  # ties, and exact zeros
     paint: Callable[[torch.Tensor], torch.Tensor] = eval(f"lambda logits: {painting(labelling)}", {"torch": torch})
     found = paint(logits)
     assert found.shape == (1, 9, 8, 7)
     assert torch.equal(found[0].to(torch.uint8), labelling.labels_of(logits))
-    assert set(found.unique().tolist()) == {0, *(region.paints for region in labelling.regions)}
+    assert set(found.unique().tolist()) == {0, *(region.value for region in labelling.regions)}
 
 
 def test_the_expression_of_nested_regions_can_be_read():
@@ -232,7 +234,7 @@ def test_monai_alone_gives_our_label_maps(tmp_path: Path, kind: str):
         trained = random_run(tmp_path / "run", "spleen", model, unet_config(model))
     files = sorted(scans.glob("*.nii.gz"))
     balance(trained, files[0])
-    bundle = write_bundle(tmp_path / "bundle", *trained)
+    bundle = write_volume_bundle(tmp_path / "bundle", trained.run, TASK, trained.model, trained.network)
     written = tmp_path / "labels"
     run_monai(
         bundle, "run", "--config_file", "configs/inference.json", "--bundle_root", ".",
@@ -266,8 +268,7 @@ def patches(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     network = with_statistics(resnet18_fcn(64), (3, 64, 64))
     (folder / "run").mkdir()
     write_model(folder / "run", "pathology", PathologyModel(64, 0.243, 1024, 1, "fp32"))
-    weights = resnet_weights(network)
-    bundle = write_patch_bundle(folder / "bundle", folder / "run", network, TWIN, weights, patch_size=64)
+    bundle = write_patch_bundle(folder / "bundle", folder / "run", network, 64)
     return bundle, network
 
 
@@ -299,6 +300,6 @@ def test_monai_alone_gives_our_probabilities(tmp_path: Path, patches: tuple[Path
     rows = [line.split(",") for line in (tmp_path / "results" / "probabilities.csv").read_text().splitlines()]
     assert [Path(name).name for name, _ in rows] == [f"patch_{number:02}.png" for number in range(18)]
     with torch.no_grad():
-        due = network(normalised(torch.from_numpy(pixels))).flatten().sigmoid().numpy()
+        due = network(normalised(torch.from_numpy(pixels).permute(0, 3, 1, 2))).flatten().sigmoid().numpy()
     assert np.ptp(due) > 1e-3
     assert np.allclose([float(value) for _, value in rows], due, atol=1e-5)

@@ -2,6 +2,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +10,34 @@ import pytest
 import torch
 from torch import nn
 
-from common.export.export import ExportRecord, OnnxRecord, export_model, precision_table
+from common.clock import Clock
+from common.export.deploy import precision_table
+from common.export.export import ExportedEngine, ExportedModel, ExportRecord
+from common.export.export import export as export_network
+from common.export.gate import Judge, ParityError
 from common.export.onnx_model import HalfNetwork, export_onnx
-from common.export.parity import ParityError
-from common.export.tensorrt_engine import EngineRecord
 from common.files import sha256_of, write_json
 from common.inference.predictors import Predictor, onnxruntime_predictor
+from common.run import Run
 
 Dices = Callable[..., Callable[[Predictor], float]]
 
 
-def export(network: nn.Module, folder: Path, evaluate: Callable[[Predictor], float], **changes: Any) -> ExportRecord:
-    windows = torch.rand(2, 1, 8, 8, 8)
-    values = {"windows": windows, "evaluate": evaluate, "folder": folder, "batch": (1, 2, 4), "metadata": {"name": "t"}}
-    return export_model(network, **{**values, **changes})
+def export(
+    network: nn.Module,
+    folder: Path,
+    evaluate: Callable[[Predictor], float],
+    engine: Any = "auto",
+    calibration: torch.Tensor | None = None,
+) -> ExportRecord:
+    (folder / "best.safetensors").write_bytes(b"weights")
+    run = Run(folder, torch.device("cpu"), Clock(), resumed=True)
+    judge = Judge(torch.rand(2, 1, 8, 8, 8), evaluate, "Dice on nothing", calibration)
+    return export_network(network, judge, run, batch=2, metadata={"name": "t"}, engine=engine)
 
 
 def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+    return {path.name for path in (folder / "exports").iterdir()}
 
 
 @pytest.fixture
@@ -39,11 +50,11 @@ def test_all_is_exported_and_recorded(tmp_path: Path, tiny: nn.Module, dices: Di
     pytest.importorskip("tensorrt_rtx")
     if torch.cuda.is_available():
         pytest.skip("the engines run on a GPU; the test is about the record where they cannot")
-    record = export(tiny, tmp_path / "exports", dices(0.9, 0.9004, 0.897), engine="tensorrt_rtx")
-    assert names(tmp_path / "exports") == {
+    record = export(tiny, tmp_path, dices(0.9, 0.9004, 0.897), engine="tensorrt_rtx")
+    assert names(tmp_path) == {
         f"model_{precision}{suffix}" for precision in ("fp32", "fp16") for suffix in (".onnx", ".plan", ".plan.json")
     }
-    write_json(tmp_path / "record.json", record.to_json())
+    write_json(tmp_path / "record.json", asdict(record))
     content = json.loads((tmp_path / "record.json").read_text())
     assert [entry["precision"] for entry in content["onnx"]] == ["fp32", "fp16"]
     for entry in (*content["onnx"], *content["engines"]):
@@ -65,7 +76,7 @@ def test_without_tensorrt_the_models_stay_and_one_line_says_why(
         monkeypatch.setitem(sys.modules, flavour, None)
     record = export(tiny, tmp_path, dices(0.9))
     assert record.no_engine is not None
-    assert record.no_engine.startswith("no TensorRT here: pip install -e '.[rtx]'")
+    assert record.no_engine.startswith("no tensorrt_rtx here: pip install -e '.[rtx]'")
     assert record.engines == ()
     assert names(tmp_path) == {"model_fp32.onnx", "model_fp16.onnx"}
 
@@ -89,7 +100,7 @@ def test_int8_comes_last_with_its_engine(tmp_path: Path, tiny: nn.Module, dices:
     assert (engine.precision, engine.ran, engine.reason) == ("int8", True, None)
     assert engine.quality_delta == pytest.approx(0.009)
     assert engine.max_abs_diff == record.onnx[2].max_abs_diff
-    assert engine.bytes == (tmp_path / "model_int8.plan").stat().st_size
+    assert engine.bytes == (tmp_path / "exports" / "model_int8.plan").stat().st_size
 
 
 def test_refused_int8_model_has_no_engine(tmp_path: Path, tiny: nn.Module, dices: Dices, engine_on_cpu: Any):
@@ -125,13 +136,13 @@ def test_int8_engine_that_does_not_run_is_refused_alone(
 def test_table_of_precisions():
     record = ExportRecord(
         (
-            OnnxRecord("fp32", "a.onnx", "0", 1.5e-6, 0.0, bytes=3 * 2**20),
-            OnnxRecord("fp16", reason="half precision: |x| reaches\n70000"),
-            OnnxRecord("int8", "c.onnx", "0", 0.5, 0.0012, bytes=2**20, note="INT8: 2 Conv"),
+            ExportedModel("fp32", "a.onnx", "0", 3 * 2**20, 1.5e-6, 0.0),
+            ExportedModel("fp16", reason="half precision: |x| reaches\n70000"),
+            ExportedModel("int8", "c.onnx", "0", 2**20, 0.5, 0.0012, note="INT8: 2 Conv"),
         ),
         (
-            EngineRecord("fp32", "tensorrt_rtx", "1.7", (), "a.plan", "0", bytes=2**21),
-            EngineRecord("int8", "tensorrt_rtx", "1.7", (), None, None, reason="no GPU"),
+            ExportedEngine("fp32", "a.plan", "0", 2**21),
+            ExportedEngine("int8", reason="no GPU"),
         ),
         None,
     )
@@ -143,7 +154,7 @@ def test_table_of_precisions():
         "| fp16 | — | — | — | — | — | half precision: \\|x\\| reaches 70000 |",
         "| int8 | 1.0 | — | 0.250 | 0.5 | 0.0012 | kept; engine: no GPU |",
     ]
-    assert "| 1.500 |" not in precision_table(record)
+    assert "| 1.500 |" not in precision_table(record, {})
 
 
 def test_fp32_engine_that_computes_something_else_is_an_error(
@@ -170,8 +181,9 @@ def test_fp16_engine_with_another_dice_is_refused_alone(
 def test_network_that_half_precision_cannot_hold_stays_in_fp32(
     tmp_path: Path, overflowing: nn.Module, dices: Dices, engine_on_cpu: Any
 ):
+    (tmp_path / "exports").mkdir()
     for old in ("model_fp16.onnx", "model_fp16.plan", "model_fp16.plan.json"):
-        (tmp_path / old).write_bytes(b"of an earlier export")
+        (tmp_path / "exports" / old).write_bytes(b"of an earlier export")
     record = export(overflowing, tmp_path, dices(0.9))
     fp32, fp16 = record.onnx
     assert fp32.reason is None

@@ -14,18 +14,19 @@ import pytest
 import torch
 from torch import nn
 
-from common.export.export import OnnxRecord, export_model
-from common.export.int8 import Quantised, quantise
+from common.clock import Clock
+from common.export.export import ExportedModel, export
+from common.export.gate import Judge, ParityError, check_predictor, take_reference
+from common.export.int8 import quantise
 from common.export.onnx_model import export_onnx, read_metadata
-from common.export.parity import ParityError, check_onnx, take_reference
-from common.export.tensorrt_engine import EngineRecord, build_engine, rebuild_engine
-from common.inference.onnx_norms import with_exact_norms
-from common.inference.predictors import Predictor, onnxruntime_predictor
+from common.export.tensorrt_engine import build_engine, rebuild_engine
+from common.inference.predictors import Predictor, onnxruntime_predictor, with_exact_norms
 from common.inference.tensorrt_runtime import manifest_path, read_manifest
+from common.run import Run
 from models.resnet18_fcn import resnet18_fcn
 from models.segresnet3d import segresnet3d
 
-Made = tuple[Path, Quantised, torch.Tensor]
+Made = tuple[Path, str, torch.Tensor]
 """An INT8 model, what was told of it, and windows."""
 UNET_TAKEN = {"Conv": 11, "ConvTranspose": 2}
 
@@ -39,13 +40,13 @@ def makers(model: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def int8(exported: Path, windows: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Quantised]:
+def int8(exported: Path, windows: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The U-Net's INT8 model in a folder of its own, read only, and what was told of it."""
     path = tmp_path_factory.mktemp("int8") / "model_int8.onnx"
     return path, quantise(exported / "model_fp32.onnx", path, windows)
 
 
-def test_only_the_inputs_and_weights_of_convolutions_are_quantised(int8: tuple[Path, Quantised], exported: Path):
+def test_only_the_inputs_and_weights_of_convolutions_are_quantised(int8: tuple[Path, str], exported: Path):
     path, told = int8
     model: Any = onnx.load(path)
     made, known = makers(model), values(model)
@@ -62,9 +63,8 @@ def test_only_the_inputs_and_weights_of_convolutions_are_quantised(int8: tuple[P
     assert after.pop("QuantizeLinear") == len(inputs)
     assert after.pop("DequantizeLinear") == len(inputs) + sum(UNET_TAKEN.values())
     assert after == before
-    assert {name: before[name] for name in UNET_TAKEN} == UNET_TAKEN == told.taken
-    assert told.kept == {name: count for name, count in before.items() if name not in UNET_TAKEN}
-    assert told.note == (
+    assert {name: before[name] for name in UNET_TAKEN} == UNET_TAKEN
+    assert told == (
         "INT8: 11 Conv, 2 ConvTranspose; fp32, as only convolutions are quantised: 5 Add, 2 Concat, 9 PRelu"
     )
 
@@ -98,14 +98,14 @@ def test_scales_are_those_made_by_hand(tmp_path: Path):
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_any_batch_gives_nearly_the_logits_of_fp32(
-    int8: tuple[Path, Quantised], exported: Path, windows: torch.Tensor, batch: int
+    int8: tuple[Path, str], exported: Path, windows: torch.Tensor, batch: int
 ):
     expected = onnxruntime_predictor(exported / "model_fp32.onnx")(windows[:batch])
     found = onnxruntime_predictor(int8[0])(windows[:batch])
     assert 1e-4 < (found - expected).abs().max() < 0.1 * expected.abs().max()
 
 
-def test_metadata_is_kept_and_the_file_is_one_and_small(int8: tuple[Path, Quantised], exported: Path):
+def test_metadata_is_kept_and_the_file_is_one_and_small(int8: tuple[Path, str], exported: Path):
     fp32 = exported / "model_fp32.onnx"
     assert read_metadata(int8[0]) == {**read_metadata(fp32), "precision": "int8"}
     assert [path.name for path in int8[0].parent.iterdir()] == ["model_int8.onnx"]
@@ -113,7 +113,7 @@ def test_metadata_is_kept_and_the_file_is_one_and_small(int8: tuple[Path, Quanti
 
 
 def test_the_same_bytes_silently(
-    int8: tuple[Path, Quantised],
+    int8: tuple[Path, str],
     exported: Path,
     windows: torch.Tensor,
     tmp_path: Path,
@@ -134,7 +134,7 @@ def test_the_same_bytes_silently(
 
 @pytest.mark.slow
 def test_the_same_bytes_whatever_the_order_of_sets(
-    int8: tuple[Path, Quantised], exported: Path, windows: torch.Tensor, tmp_path: Path
+    int8: tuple[Path, str], exported: Path, windows: torch.Tensor, tmp_path: Path
 ):
     np.save(tmp_path / "windows.npy", windows.numpy())
     script = (
@@ -199,20 +199,19 @@ def test_an_invalid_result_replaces_nothing(
 
 
 def make(network: nn.Module, folder: Path, window: tuple[int, ...], smallest: tuple[int, ...] | None = None) -> Made:
-    fp32 = export_onnx(network, folder / "model_fp32.onnx", window, "fp32", {"batch": "1 2 4"}, smallest)
+    fp32 = export_onnx(network, folder / "model_fp32.onnx", window, "fp32", {}, smallest, batch=2)
     windows = torch.randn(3, *window, generator=torch.Generator().manual_seed(3))
     return folder / "model_int8.onnx", quantise(fp32, folder / "model_int8.onnx", windows), windows
 
 
-def check_made(made: Made, taken: dict[str, int], kept: dict[str, int]) -> None:
+def check_made(made: Made, taken: str, kept: str) -> None:
     """The counts, the logits and, where it is installed, TensorRT-RTX."""
     path, told, windows = made
-    assert (told.taken, told.kept) == (taken, kept)
+    assert told == f"INT8: {taken}; fp32, as only convolutions are quantised: {kept}"
     expected = onnxruntime_predictor(path.with_name("model_fp32.onnx"))(windows)
     assert 1e-4 < (onnxruntime_predictor(path)(windows) - expected).abs().max() < 0.2 * expected.abs().max()
     pytest.importorskip("tensorrt_rtx")
-    record = build_engine(path, path.with_suffix(".plan"), batch=(1, 2, 4), flavour="tensorrt_rtx")
-    assert (record.precision, record.bytes) == ("int8", path.with_suffix(".plan").stat().st_size)
+    assert build_engine(path, path.with_suffix(".plan"), "tensorrt_rtx").precision == "int8"
 
 
 def test_images_with_free_sides(tmp_path: Path):
@@ -220,7 +219,7 @@ def test_images_with_free_sides(tmp_path: Path):
     network = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AvgPool2d(4, 1), nn.Conv2d(4, 1, 1))
     made = make(network, tmp_path, (3, 40, 40), (3, 8, 8))
     assert onnxruntime_predictor(made[0])(torch.rand(2, 3, 8, 24)).shape == (2, 1, 1, 9)
-    check_made(made, {"Conv": 2}, {"AveragePool": 1, "Relu": 1})
+    check_made(made, "2 Conv", "1 AveragePool, 1 Relu")
 
 
 def test_group_norms_are_written_out_in_int8_too(tmp_path: Path):
@@ -229,7 +228,7 @@ def test_group_norms_are_written_out_in_int8_too(tmp_path: Path):
     made = make(network, tmp_path, (2, 8, 8, 8))
     kinds = Counter(node.op_type for node in onnx.load_from_string(with_exact_norms(made[0])).graph.node)
     assert (kinds["GroupNormalization"], kinds["ReduceMean"], kinds["Conv"]) == (0, 4, 2)
-    check_made(made, {"Conv": 2}, {"GroupNormalization": 1, "Relu": 1})
+    check_made(made, "2 Conv", "1 GroupNormalization, 1 Relu")
 
 
 @pytest.mark.slow
@@ -240,15 +239,15 @@ def test_group_norms_are_written_out_in_int8_too(tmp_path: Path):
             partial(segresnet3d, 2, 3, 8, (1, 1)),
             (2, 8, 8, 8),
             None,
-            {"Conv": 10},
-            {"Add": 4, "GroupNormalization": 7, "Relu": 7, "Resize": 1},
+            "10 Conv",
+            "4 Add, 7 GroupNormalization, 7 Relu, 1 Resize",
         ),
         (
             partial(resnet18_fcn, 32),
             (3, 64, 64),
             (3, 32, 32),
-            {"Conv": 21},
-            {"Add": 8, "AveragePool": 1, "MaxPool": 1, "Relu": 17},
+            "21 Conv",
+            "8 Add, 1 AveragePool, 1 MaxPool, 17 Relu",
         ),
     ],
     ids=["segresnet3d", "resnet18_fcn"],
@@ -258,14 +257,14 @@ def test_networks_of_the_other_apps(
     network: Callable[[], nn.Module],
     window: tuple[int, ...],
     smallest: tuple[int, ...] | None,
-    taken: dict[str, int],
-    kept: dict[str, int],
+    taken: str,
+    kept: str,
 ):
     torch.manual_seed(0)
     check_made(make(network(), tmp_path, window, smallest), taken, kept)
 
 
-def test_rtx_builds_the_unet_and_builds_it_anew(int8: tuple[Path, Quantised], exported: Path, tmp_path: Path):
+def test_rtx_builds_the_unet_and_builds_it_anew(int8: tuple[Path, str], exported: Path, tmp_path: Path):
     pytest.importorskip("tensorrt_rtx")
     if torch.cuda.is_available():
         pytest.skip("with a GPU another flavour may build it anew")
@@ -273,13 +272,12 @@ def test_rtx_builds_the_unet_and_builds_it_anew(int8: tuple[Path, Quantised], ex
     for precision, model in (("fp32", exported / "model_fp32.onnx"), ("int8", int8[0])):
         plan = tmp_path / f"model_{precision}.plan"
         plan.with_suffix(".onnx").write_bytes(model.read_bytes())
-        build_engine(plan.with_suffix(".onnx"), plan, batch=(1, 2, 4), flavour="tensorrt_rtx")
+        build_engine(plan.with_suffix(".onnx"), plan, "tensorrt_rtx")
         sizes[precision] = plan.stat().st_size
     assert sizes["int8"] != sizes["fp32"]
     plan.unlink()
     manifest_path(plan).unlink()
-    record: EngineRecord = rebuild_engine(plan)
-    assert (record.precision, read_manifest(plan).precision) == ("int8", "int8")
+    assert (rebuild_engine(plan).precision, read_manifest(plan).precision) == ("int8", "int8")
     assert read_manifest(plan).batch == (1, 2, 4)
 
 
@@ -315,17 +313,11 @@ def threshold(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_onnx(Threshold(), tmp_path_factory.mktemp("t") / "model_fp32.onnx", (1, 8, 8, 8), "fp32", {})
 
 
-def int8_record(folder: Path, calibration: torch.Tensor) -> OnnxRecord:
-    record = export_model(
-        Threshold(),
-        windows=IMAGES[:2],
-        evaluate=dice,
-        folder=folder,
-        batch=(1, 2, 4),
-        metadata={},
-        engine="none",
-        calibration=calibration,
-    )
+def int8_record(folder: Path, calibration: torch.Tensor) -> ExportedModel:
+    (folder / "best.safetensors").write_bytes(b"weights")
+    run = Run(folder, torch.device("cpu"), Clock(), resumed=True)
+    judge = Judge(IMAGES[:2], dice, "Dice on images", calibration)
+    record = export(Threshold(), judge, run, batch=2, metadata={}, engine="none")
     assert [model.precision for model in record.onnx] == ["fp32", "fp16", "int8"]
     assert [model.reason for model in record.onnx[:2]] == [None, None]
     return record.onnx[2]
@@ -336,18 +328,19 @@ def test_good_calibration_passes(tmp_path: Path):
     assert record.reason is None
     assert record.quality_delta is not None
     assert record.quality_delta < 0.01
-    assert record.bytes == (tmp_path / "model_int8.onnx").stat().st_size
+    assert record.bytes == (tmp_path / "exports" / "model_int8.onnx").stat().st_size
     assert record.note == "INT8: 1 Conv; fp32, as only convolutions are quantised: none"
 
 
 def test_bad_calibration_is_refused_and_leaves_nothing(tmp_path: Path):
+    (tmp_path / "exports").mkdir()
     for old in ("model_int8.onnx", "model_int8.plan", "model_int8.plan.json"):
-        (tmp_path / old).write_bytes(b"of an earlier export")
+        (tmp_path / "exports" / old).write_bytes(b"of an earlier export")
     record = int8_record(tmp_path, IMAGES * 1e-3)
     assert (record.path, record.sha256, record.bytes) == (None, None, None)
     assert record.reason is not None
     assert "of the values of the gate's windows lie outside the calibration windows' range" in record.reason
-    assert {path.name for path in tmp_path.iterdir()} == {"model_fp32.onnx", "model_fp16.onnx"}
+    assert {path.name for path in (tmp_path / "exports").iterdir()} == {"model_fp32.onnx", "model_fp16.onnx"}
 
 
 @pytest.mark.parametrize(("bad", "least"), [(IMAGES * 1e-3, 0.0), (IMAGES * 0, 0.8)], ids=["scaled", "zeros"])
@@ -357,7 +350,7 @@ def test_the_quality_alone_refuses_it_too(threshold: Path, tmp_path: Path, bad: 
     path = tmp_path / "int8.onnx"
     quantise(threshold, path, bad)
     with pytest.raises(ParityError, match=r"int8\.onnx: validation quality 0\..*, 1\.0000 in torch .*bound 0\.01\)"):
-        check_onnx(reference, path, "int8")
+        check_predictor(reference, onnxruntime_predictor(path), "int8", str(path))
     assert least <= dice(onnxruntime_predictor(path)) < 0.98
 
 
@@ -366,4 +359,4 @@ def test_calibration_too_wide_is_refused_by_the_quality(tmp_path: Path):
     assert record.reason is not None
     assert "validation quality" in record.reason
     assert record.note is not None
-    assert not (tmp_path / "model_int8.onnx").exists()
+    assert not (tmp_path / "exports" / "model_int8.onnx").exists()

@@ -7,10 +7,17 @@ import pytest
 from common.export.model_card import is_synthetic, model_card
 from common.files import sha256_of
 
+TASK = "Segmentation of structures"
 SECTIONS = ["Data", "Quality", "Limits", "Preparation", "Use", "Licence", "Files", "Versions"]
 SPLEEN = {
     "app": "spleen",
-    "labels": ["background", "spleen", "liver"],
+    "labelling": {
+        "labels": ["background", "spleen", "liver"],
+        "regions": [
+            {"name": "spleen", "members": [1], "value": 1}, {"name": "liver", "members": [2], "value": 2}
+        ],
+        "exclusive": True,
+    },
     "preparation": {
         "spacing": [1.5, 1.5, 2.0], "normalisation": "window", "window": [-57.0, 164.0], "channels": 1
     },
@@ -21,7 +28,7 @@ BRATS = {
     "app": "brats",
     "labelling": {
         "labels": ["background", "edema", "", "enhancing"],
-        "regions": [{"name": "WT", "members": [1, 3], "paints": 1}, {"name": "ET", "members": [3], "paints": 3}],
+        "regions": [{"name": "WT", "members": [1, 3], "value": 1}, {"name": "ET", "members": [3], "value": 3}],
         "exclusive": False,
     },
     "preparation": {"spacing": [1.0, 1.0, 1.0], "normalisation": "zscore", "window": None, "channels": 4},
@@ -87,17 +94,19 @@ def section(card: str, name: str) -> str:
 
 
 def test_every_section_is_there_once_and_in_order(run: Path):
-    card = model_card(run)
+    card = model_card(run, TASK)
     assert [line[3:] for line in card.splitlines() if line.startswith("## ")] == SECTIONS
     assert card.startswith("# Model card: medspeed spleen\n")
+    assert "\nSegmentation of structures.\n" in card
     assert "Labels: 0 background, 1 spleen, 2 liver." in card
+    assert "Regions" not in card  # classes that exclude each other
     assert "**Not a medical device." in card
     assert card.endswith("\n")
     assert "\n\n\n" not in card
 
 
 def test_phantoms_are_called_synthetic_wherever_it_matters(run: Path):
-    card = model_card(run)
+    card = model_card(run, TASK)
     assert "SYNTHETIC phantoms" in section(card, "Data")
     assert "say nothing about patients" in section(card, "Quality")
     assert "synthetic phantoms alone" in section(card, "Limits")
@@ -106,14 +115,14 @@ def test_phantoms_are_called_synthetic_wherever_it_matters(run: Path):
 
 def test_real_scans_are_not(run: Path, tmp_path: Path):
     (run / "summary.json").write_text(json.dumps(summary(tmp_path / "data", synthetic=False)))
-    card = model_card(run)
+    card = model_card(run, TASK)
     assert "phantom" not in card.replace("SpleenPhantoms", "").lower()
     assert "Kind: not synthetic" in card
     assert is_synthetic(run) is False
 
 
 def test_the_data_are_named_counted_and_split(run: Path):
-    data = section(model_card(run), "Data")
+    data = section(model_card(run, TASK), "Data")
     assert "- Dataset: SpleenPhantoms" in data
     assert "- Used: 16 training, 3 validation" in data
     assert "- Split: 16 training and 3 validation cases (0 unused)\n" in data
@@ -122,11 +131,11 @@ def test_the_data_are_named_counted_and_split(run: Path):
 
 def test_cases_that_were_trained_on_are_said(run: Path, tmp_path: Path):
     (run / "summary.json").write_text(json.dumps(summary(tmp_path, held_out=False)))
-    assert "NOT HELD OUT" in section(model_card(run), "Data")
+    assert "NOT HELD OUT" in section(model_card(run, TASK), "Data")
 
 
 def test_the_figures_stand_in_a_table_by_structure(run: Path):
-    quality = section(model_card(run), "Quality")
+    quality = section(model_card(run, TASK), "Quality")
     rows = [line for line in quality.splitlines() if line.startswith("|")]
     assert rows == [
         "| figure | value |", "|---|---|", "| mean | 0.9123 |", "| spleen | 0.9300 |", "| liver | no case holds it |",
@@ -140,7 +149,7 @@ def test_a_classifiers_figures_are_its_own(tmp_path: Path):
     figures = {"validation AUC": 0.97, "testing AUC": 0.95}
     quality = {"name": "patch AUC", "value": 0.95, "per_case": figures, "selected_on": "validation", "per_region": {}}
     run = make_run(tmp_path / "run", PATHOLOGY, summary=summary(tmp_path, app="pathology", quality=quality))
-    card = model_card(run)
+    card = model_card(run, TASK)
     rows = [line for line in section(card, "Quality").splitlines() if line.startswith("|")]
     assert rows[2:] == ["| validation AUC | 0.9700 |", "| testing AUC | 0.9500 |"]
     assert "224 x 224 pixels" in section(card, "Preparation")
@@ -150,7 +159,7 @@ def test_a_classifiers_figures_are_its_own(tmp_path: Path):
 
 
 def test_the_preparation_of_ct_is_told(run: Path):
-    card = model_card(run)
+    card = model_card(run, TASK)
     assert "resampled linearly to 1.5 x 1.5 x 2 mm" in section(card, "Preparation")
     assert "intensities -57 to 164 scaled to 0 to 1" in section(card, "Preparation")
     assert "sliding windows of 96 x 80 x 64 voxels, overlap 0.25" in section(card, "Preparation")
@@ -158,7 +167,7 @@ def test_the_preparation_of_ct_is_told(run: Path):
 
 
 def test_the_preparation_of_mr_and_its_regions_are_told(tmp_path: Path):
-    card = model_card(make_run(tmp_path / "run", BRATS))
+    card = model_card(make_run(tmp_path / "run", BRATS), TASK)
     assert "channels: 4" in section(card, "Preparation")
     assert "Voxels of 0 count as background" in section(card, "Limits")
     assert "Labels: 0 background, 1 edema, 3 enhancing." in card
@@ -166,7 +175,7 @@ def test_the_preparation_of_mr_and_its_regions_are_told(tmp_path: Path):
 
 
 def test_weights_from_elsewhere_are_not_said_to_be_judged(tmp_path: Path):
-    card = model_card(make_run(tmp_path / "run"))
+    card = model_card(make_run(tmp_path / "run"), TASK)
     assert [line[3:] for line in card.splitlines() if line.startswith("## ")] == SECTIONS
     assert "Not known: the weights did not come from a training run" in section(card, "Data")
     assert section(card, "Quality").strip() == "Not evaluated here."
@@ -177,22 +186,22 @@ def test_weights_from_elsewhere_are_not_said_to_be_judged(tmp_path: Path):
 
 
 def test_the_datas_licence_is_told_where_the_dataset_states_it(run: Path, tmp_path: Path):
-    assert "Program: Apache-2.0" in section(model_card(run), "Licence")
-    assert "the dataset states: CC-BY-SA 4.0" in section(model_card(run), "Licence")
+    assert "Program: Apache-2.0" in section(model_card(run, TASK), "Licence")
+    assert "the dataset states: CC-BY-SA 4.0" in section(model_card(run, TASK), "Licence")
     (tmp_path / "data" / "dataset.json").unlink()
-    assert "CC-BY-SA" not in model_card(run)
+    assert "CC-BY-SA" not in model_card(run, TASK)
 
 
 def test_the_digests_are_those_of_the_files(run: Path):
     (run / "exports" / "model_fp16.plan").write_bytes(b"engine")
     (run / "exports" / "other.bin").write_bytes(b"")
-    rows = [line for line in section(model_card(run), "Files").splitlines() if line.startswith("|")][2:]
+    rows = [line for line in section(model_card(run, TASK), "Files").splitlines() if line.startswith("|")][2:]
     names = ["best.safetensors", "exports/model_fp16.plan", "exports/model_fp32.onnx"]
     assert rows == [f"| {name} | `{sha256_of(run / name)}` |" for name in names]
 
 
 def test_the_versions_are_the_runs(run: Path):
-    rows = section(model_card(run), "Versions").strip().splitlines()
+    rows = section(model_card(run, TASK), "Versions").strip().splitlines()
     assert rows == [
         "- Python 3.11.7", "- torch 2.13.0", "- monai 1.6.1", "- medspeed revision d1f5bb8",
         "- recipe fast, seed 7, 400 steps",
@@ -200,18 +209,26 @@ def test_the_versions_are_the_runs(run: Path):
 
 
 def test_no_path_host_or_case_name_gets_in(run: Path, tmp_path: Path):
-    card = model_card(run)
+    card = model_card(run, TASK)
     for word in (str(tmp_path), tmp_path.name, "node17", "EPYC", "secret_name", "case_1", "split.json"):
         assert word not in card
 
 
+def test_what_a_dataset_calls_itself_stays_text(run: Path, tmp_path: Path):
+    name = "a | b\n# Title <script> [link](x) `code`"
+    changed = summary(tmp_path / "data")
+    (run / "summary.json").write_text(json.dumps(changed | {"data": {**changed["data"], "name": name}}))
+    expected = r"- Dataset: a \| b # Title \<script\> \[link\](x) \`code\`"
+    assert expected in section(model_card(run, TASK), "Data").splitlines()
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"model\.json: no such file; a model card"):
-        model_card(tmp_path)
+        model_card(tmp_path, TASK)
     run = make_run(tmp_path / "run")
     (run / "summary.json").write_text("{")
     with pytest.raises(ValueError, match=r"summary\.json: expected JSON text"):
-        model_card(run)
+        model_card(run, TASK)
     (run / "summary.json").write_text("[]")
     with pytest.raises(ValueError, match=r"summary\.json: expected a JSON object, found a list"):
-        model_card(run)
+        model_card(run, TASK)

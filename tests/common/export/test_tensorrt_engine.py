@@ -1,11 +1,9 @@
 import ast
 import hashlib
-import json
 import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import common.inference.tensorrt_runtime
 from common.export.onnx_model import export_onnx
 from common.export.tensorrt_engine import build_engine, main, rebuild_engine
 from common.inference.tensorrt_host import RTX_TARGETS, EngineError, EngineUnavailableError
-from common.inference.tensorrt_runtime import EnginePredictor, deserialize, manifest_path, read_manifest
+from common.inference.tensorrt_runtime import EnginePredictor, deserialize, read_manifest
 
 InstallFake = Callable[..., Any]
 Names = dict[str, dict[str, list[str]]]
@@ -58,7 +56,7 @@ def rtx_folder(tmp_path_factory: pytest.TempPathFactory, exported: Path) -> Path
     shutil.copytree(exported, folder)
     for precision in ("fp32", "fp16"):
         onnx = folder / f"model_{precision}.onnx"
-        build_engine(onnx, onnx.with_suffix(".plan"), batch=(1, 2, 4), flavour="tensorrt_rtx")
+        build_engine(onnx, onnx.with_suffix(".plan"), "tensorrt_rtx")
     return folder
 
 
@@ -111,55 +109,24 @@ def test_rtx_targets_a_turing_gpu_alone(folder: Path, monkeypatch: pytest.Monkey
     pytest.importorskip("tensorrt_rtx")
     for user in ("common.inference.tensorrt_host", "common.export.tensorrt_engine"):
         monkeypatch.setattr(f"{user}.host_gpu", lambda device=None: "7.5")
-    record = build_engine(
-        folder / "model_fp16.onnx", folder / "model_fp16.plan", batch=(1, 2, 4), flavour="tensorrt_rtx"
-    )
-    assert record.targets == ("7.5",)
+    built = build_engine(folder / "model_fp16.onnx", folder / "model_fp16.plan", "tensorrt_rtx")
+    assert built.targets == ("7.5",)
 
 
-def test_an_engine_that_fits_is_kept_and_others_are_built_anew(
-    folder: Path, fake_tensorrt: InstallFake, caplog: pytest.LogCaptureFixture
-):
-    trt = fake_tensorrt()
-    onnx, plan = folder / "model_fp32.onnx", folder / "model_fp32.plan"
-
-    def builds(**changes: Any) -> tuple[int, list[str]]:
-        trt.calls.clear()
-        caplog.clear()
-        record = build_engine(onnx, plan, **{"batch": (1, 2, 4), **changes})
-        assert record.sha256 == hashlib.sha256(plan.read_bytes()).hexdigest() == read_manifest(plan).plan_sha256
-        return trt.calls.count(("build_serialized_network",)), [entry.getMessage() for entry in caplog.records]
-
-    caplog.set_level(logging.INFO)
-    assert builds() == (1, [])
-    assert builds() == (0, [])
-    assert builds(batch=(1, 2, 8)) == (1, [f"{plan} is built anew: its batch was (1, 2, 4), is now (1, 2, 8)"])
-    trt.__version__ = "11.5.0"
-    assert builds(batch=(1, 2, 8)) == (1, [f"{plan} is built anew: its version was 11.4.0, is now 11.5.0"])
-    shutil.copy(folder / "model_fp16.onnx", onnx)
-    assert builds(batch=(1, 2, 8)) == (1, [f"{plan} is built anew: the ONNX model is another one"])
-    plan.write_bytes(b"damaged")
-    count, lines = builds(batch=(1, 2, 8))
-    assert (count, len(lines)) == (1, 1)
-    assert "is not that of its manifest" in lines[0]
-    manifest_path(plan).unlink()
-    assert builds(batch=(1, 2, 8))[0] == 1
-    assert builds(batch=(1, 2, 8)) == (0, [])
-
-
-def test_another_gpu_builds_anew(folder: Path, fake_tensorrt: InstallFake, caplog: pytest.LogCaptureFixture):
-    fake_tensorrt(gpu="9.0")
-    build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan", batch=(1, 2, 4))
-    fake_tensorrt(gpu="8.0")
-    record = build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan", batch=(1, 2, 4))
-    assert record.targets == read_manifest(folder / "model_fp32.plan").targets == ("8.0",)
-    assert "its targets was ('9.0',), is now ('8.0',)" in caplog.text
+def test_an_engine_is_built_for_the_gpu_of_the_day(folder: Path, fake_tensorrt: InstallFake):
+    plan = folder / "model_fp32.plan"
+    for version, gpu in (("11.4.0", "9.0"), ("11.5.0", "8.0")):
+        fake_tensorrt(version, gpu=gpu)
+        built = build_engine(folder / "model_fp32.onnx", plan)
+        assert built == read_manifest(plan)
+        assert (built.version, built.targets) == (version, (gpu,))
+        assert built.plan_sha256 == hashlib.sha256(plan.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("version", ["10.16.1", "11.4.0"])
 def test_full_tensorrt_is_called_the_same_way(folder: Path, fake_tensorrt: InstallFake, version: str):
     trt = fake_tensorrt(version)
-    record = build_engine(folder / "model_fp16.onnx", folder / "model_fp16.plan", batch=(1, 2, 4))
+    built = build_engine(folder / "model_fp16.onnx", folder / "model_fp16.plan")
     assert trt.calls == [
         ("create_network", 1 << 1),  # strongly typed
         ("clear_flag", 7),  # no TensorFloat-32
@@ -167,7 +134,7 @@ def test_full_tensorrt_is_called_the_same_way(folder: Path, fake_tensorrt: Insta
         ("add_optimization_profile",),
         ("build_serialized_network",),
     ]
-    assert (record.flavour, record.version, record.targets, record.ran) == ("tensorrt", version, ("9.0",), False)
+    assert (built.flavour, built.version, built.targets) == ("tensorrt", version, ("9.0",))
     predict = EnginePredictor(folder / "model_fp16.plan", torch.device("cpu"))
     assert predict(torch.zeros(3, 1, 16, 16, 16)).shape == (3, 2, 16, 16, 16)
 
@@ -175,8 +142,8 @@ def test_full_tensorrt_is_called_the_same_way(folder: Path, fake_tensorrt: Insta
 def test_free_sides_are_in_the_profile(tmp_path: Path, fake_tensorrt: InstallFake):
     trt = fake_tensorrt()
     network = torch.nn.Conv2d(3, 1, 3)
-    export_onnx(network, tmp_path / "model_fp32.onnx", (3, 40, 40), "fp32", {}, smallest=(3, 8, 8))
-    build_engine(tmp_path / "model_fp32.onnx", tmp_path / "model_fp32.plan", batch=(1, 2, 4))
+    export_onnx(network, tmp_path / "model_fp32.onnx", (3, 40, 40), "fp32", {}, (3, 8, 8), batch=2)
+    build_engine(tmp_path / "model_fp32.onnx", tmp_path / "model_fp32.plan")
     assert ("set_shape", "image", (1, 3, 8, 8), (2, 3, 40, 40), (4, 3, 40, 40)) in trt.calls
     assert read_manifest(tmp_path / "model_fp32.plan").smallest == (3, 8, 8)
 
@@ -193,7 +160,7 @@ def test_what_cannot_be_built_is_an_error_with_the_log(
 ):
     fake_tensorrt().fail = fail
     with pytest.raises(EngineError, match=message):
-        build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan", batch=(1, 2, 4))
+        build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan")
     assert not list(folder.glob("*plan*"))
 
 
@@ -204,16 +171,12 @@ def test_the_real_parser_names_what_it_does_not_know(tmp_path: Path):
     ends = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["b", 1, 8, 8, 8]) for n in ("image", "out")]
     node = onnx.helper.make_node("Frobnicate", ["image"], ["out"], domain="nobody")
     model: Any = onnx.helper.make_model(onnx.helper.make_graph([node], "odd", ends[:1], ends[1:]))
-    onnx.helper.set_model_props(model, {"precision": "fp32", "window": "1 8 8 8", "smallest": "1 8 8 8"})
+    onnx.helper.set_model_props(
+        model, {"precision": "fp32", "window": "1 8 8 8", "smallest": "1 8 8 8", "batch": "1 1 4"}
+    )
     onnx.save(model, str(tmp_path / "odd.onnx"))
     with pytest.raises(EngineError, match=r"odd\.onnx: TensorRT cannot read the model \(.*Frobnicate"):
-        build_engine(tmp_path / "odd.onnx", tmp_path / "odd.plan", batch=(1, 1, 1), flavour="tensorrt_rtx")
-
-
-@pytest.mark.parametrize("batch", [(0, 1, 2), (2, 1, 4), (1, 4, 2)])
-def test_batch_out_of_order_is_refused(folder: Path, batch: tuple[int, int, int]):
-    with pytest.raises(ValueError, match=rf"batch \({batch[0]}, .*: 1 <= fewest <= best <= most"):
-        build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan", batch=batch)
+        build_engine(tmp_path / "odd.onnx", tmp_path / "odd.plan", "tensorrt_rtx")
 
 
 def test_command_builds_for_this_host(
@@ -222,7 +185,7 @@ def test_command_builds_for_this_host(
     caplog.set_level(logging.INFO)
     fake_tensorrt(gpu="9.0")
     plan = folder / "model_fp16.plan"
-    build_engine(folder / "model_fp16.onnx", plan, batch=(1, 2, 4))
+    build_engine(folder / "model_fp16.onnx", plan)
     fake_tensorrt("10.16.1", gpu="8.0")
     with pytest.raises(EngineUnavailableError, match=r"tensorrt_engine .*model_fp16\.plan"):
         EnginePredictor(plan, torch.device("cpu"))
@@ -237,7 +200,7 @@ def test_command_builds_for_this_host(
 
 def test_command_refuses_a_changed_model(folder: Path, fake_tensorrt: InstallFake):
     fake_tensorrt()
-    build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan", batch=(1, 2, 4))
+    build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan")
     shutil.copy(folder / "model_fp16.onnx", folder / "model_fp32.onnx")
     with pytest.raises(ValueError, match=r"model_fp32\.onnx: sha256 .* export the model again"):
         rebuild_engine(folder / "model_fp32.plan")
@@ -247,18 +210,12 @@ def test_command_without_a_plan_or_a_batch(tmp_path: Path, folder: Path, fake_te
     import onnx
 
     fake_tensorrt()
-    assert rebuild_engine(folder / "model_fp32.plan").path == str(folder / "model_fp32.plan")
+    assert rebuild_engine(folder / "model_fp32.plan") == read_manifest(folder / "model_fp32.plan")
     model: Any = onnx.load(folder / "model_fp32.onnx")
     onnx.helper.set_model_props(model, {"precision": "fp32", "window": "1 16 16 16", "smallest": "1 16 16 16"})
     onnx.save(model, str(tmp_path / "old.onnx"))
     with pytest.raises(ValueError, match=r"old\.onnx: no `batch`"):
         rebuild_engine(tmp_path / "old.plan")
-
-
-def test_record_is_json(folder: Path, fake_tensorrt: InstallFake):
-    fake_tensorrt()
-    record = build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan", batch=(1, 2, 4))
-    assert json.loads(json.dumps(replace(record, reason="no GPU").__dict__))["reason"] == "no GPU"
 
 
 def used_names() -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ import pytest
 
 from common.data.dicom import find_series, read_series
 from common.inference.dicom_seg import write_seg
-from common.inference.labelling import Region
+from common.inference.labels import Region
 from tests.common.data.dicom_files import PATIENT, traces, write_slices
 
 STORED = np.zeros((5, 6, 4), np.uint16)  # [Z, Y, X]

@@ -8,19 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from monai.data.utils import compute_importance_map
 from monai.inferers import sliding_window_inference
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.inference.windows import (
-    Importance,
-    Triple,
-    fitted_window,
-    gaussian_importance,
-    sliding_windows,
-    window_plan,
-    window_starts,
-)
+from common.data.geometry import Shape
+from common.inference.windows import fitted_window, sliding_windows, window_plan, window_starts
 
 CPU = torch.device("cpu")
 Network = Callable[[torch.Tensor], torch.Tensor]
@@ -42,13 +34,12 @@ def image_of(shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def monai(image: torch.Tensor, roi: Triple, predictor: Network, overlap: float, importance: str) -> torch.Tensor:
-    logits = sliding_window_inference(image[None], roi, 1, predictor, overlap=overlap, mode=importance)
+def monai(image: torch.Tensor, roi: Shape, predictor: Network, overlap: float) -> torch.Tensor:
+    logits = sliding_window_inference(image[None], roi, 1, predictor, overlap=overlap)
     assert isinstance(logits, torch.Tensor)
     return logits[0]
 
 
-@pytest.mark.parametrize("importance", ["constant", "gaussian"])
 @pytest.mark.parametrize(
     ("shape", "roi", "overlap"),
     [
@@ -60,17 +51,15 @@ def monai(image: torch.Tensor, roi: Triple, predictor: Network, overlap: float, 
         ((9, 9, 9), (4, 4, 4), 0.9),  # an interval of zero voxels becomes one
     ],
 )
-def test_equals_monai(shape: Triple, roi: Triple, overlap: float, importance: Importance):
+def test_equals_monai(shape: Shape, roi: Shape, overlap: float):
     image = image_of((2, *shape))
     three, two = network(3, channels=2), network(2, channels=2)
-    expected = monai(image, roi, three, overlap, importance)
-    torch.testing.assert_close(
-        sliding_windows(image, three, roi, overlap=overlap, importance=importance), expected, rtol=1e-5, atol=1e-5
-    )
-    expected = monai(image, roi, two, overlap, importance)
-    both = sliding_windows(image, two, roi, overlap=overlap, importance=importance, difference=False)
+    expected = monai(image, roi, three, overlap)
+    torch.testing.assert_close(sliding_windows(image, three, roi, overlap=overlap), expected, rtol=1e-5, atol=1e-5)
+    expected = monai(image, roi, two, overlap)
+    both = sliding_windows(image, two, roi, overlap=overlap, difference=False)
     torch.testing.assert_close(both, expected, rtol=1e-5, atol=1e-5)
-    foreground = sliding_windows(image, two, roi, overlap=overlap, importance=importance)
+    foreground = sliding_windows(image, two, roi, overlap=overlap)
     assert foreground.shape == (1, *shape)
     torch.testing.assert_close(foreground[0], expected[1] - expected[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(foreground[0] > 0, expected.argmax(0) == 1)
@@ -78,7 +67,7 @@ def test_equals_monai(shape: Triple, roi: Triple, overlap: float, importance: Im
 
 def test_one_class_and_half_precision_images():
     image = image_of((1, 20, 12, 12)).half()
-    expected = monai(image.float(), (12, 12, 12), network(1), 0.25, "constant")
+    expected = monai(image.float(), (12, 12, 12), network(1), 0.25)
     result = sliding_windows(image, network(1), (12, 12, 12))
     assert result.dtype == torch.float32
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
@@ -87,26 +76,23 @@ def test_one_class_and_half_precision_images():
 @given(
     st.lists(st.tuples(st.integers(1, 14), st.integers(1, 10)), min_size=3, max_size=3),
     st.floats(0, 0.95),
-    st.sampled_from(["constant", "gaussian"]),
     st.integers(1, 5),
 )
 @settings(deadline=None, max_examples=60)
-def test_equals_naive_float64_mean(sides: list[tuple[int, int]], overlap: float, importance: Importance, batch: int):
+def test_equals_naive_float64_mean(sides: list[tuple[int, int]], overlap: float, batch: int):
     lengths, roi = tuple(s[0] for s in sides), (sides[0][1], sides[1][1], sides[2][1])
     image = image_of((1, *lengths))
-    result = sliding_windows(image, network(3), roi, overlap=overlap, importance=importance, batch_size=batch)
-    expected = naive_mean(image, network(3), roi, overlap, importance)
+    result = sliding_windows(image, network(3), roi, overlap=overlap, batch_size=batch)
+    expected = naive_mean(image, network(3), roi, overlap)
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
-    plan = window_plan((lengths[0], lengths[1], lengths[2]), roi, overlap, importance, CPU)
+    plan = window_plan((lengths[0], lengths[1], lengths[2]), roi, overlap, CPU)
     assert all(bool(scale.isfinite().all() and (scale > 0).all()) for scale in plan.scales)
-    flat = sliding_windows(image, lambda w: torch.full_like(w, 2.5), roi, overlap=overlap, importance=importance)
+    flat = sliding_windows(image, lambda w: torch.full_like(w, 2.5), roi, overlap=overlap)
     torch.testing.assert_close(flat, torch.full_like(flat, 2.5))
 
 
-def naive_mean(
-    image: torch.Tensor, predictor: Network, roi: Triple, overlap: float, importance: Importance
-) -> torch.Tensor:
-    """The definition, voxel weights and all, in float64 with no shared code: pad, cut, predict, add, divide."""
+def naive_mean(image: torch.Tensor, predictor: Network, roi: Shape, overlap: float) -> torch.Tensor:
+    """The definition in float64 with no shared code: pad, cut, predict, add, divide."""
     missing = [max(side - length, 0) for side, length in zip(roi, image.shape[1:], strict=True)]
     before = [m // 2 for m in missing]
     pads = [p for m, b in zip(reversed(missing), reversed(before), strict=True) for p in (b, m - b)]
@@ -117,14 +103,13 @@ def naive_mean(
         while first[-1] + side < length:
             first.append(min(first[-1] + max(int(side * (1 - overlap)), 1), length - side))
         along.append(first)
-    weight = compute_importance_map(roi, mode=importance).double()
     total = torch.zeros((3, *padded.shape[1:]), dtype=torch.float64)
     for x, y, z in itertools.product(*along):
         place = (slice(None), slice(x, x + roi[0]), slice(y, y + roi[1]), slice(z, z + roi[2]))
-        total[place] += weight * predictor(padded[place][None])[0].double()
+        total[place] += predictor(padded[place][None])[0].double()
     count = torch.zeros(padded.shape[1:], dtype=torch.float64)
     for x, y, z in itertools.product(*along):
-        count[x : x + roi[0], y : y + roi[1], z : z + roi[2]] += weight
+        count[x : x + roi[0], y : y + roi[1], z : z + roi[2]] += 1
     inside = tuple(slice(b, b + length) for b, length in zip(before, image.shape[1:], strict=True))
     return (total / count)[(slice(None), *inside)]
 
@@ -137,14 +122,9 @@ def test_window_starts_by_hand():
     assert window_starts(169, 96, 0.25) == (0, 72, 73)
 
 
-def test_gaussian_importance_is_monais():
-    for roi in [(16, 12, 9), (96, 96, 96), (1, 5, 2)]:
-        torch.testing.assert_close(gaussian_importance(roi), compute_importance_map(roi, mode="gaussian"))
-
-
 def test_plans_are_made_once():
-    first = window_plan((30, 30, 30), (16, 16, 16), 0.25, "gaussian", CPU)
-    assert window_plan((30, 30, 30), (16, 16, 16), 0.25, "gaussian", CPU) is first
+    first = window_plan((30, 30, 30), (16, 16, 16), 0.25, CPU)
+    assert window_plan((30, 30, 30), (16, 16, 16), 0.25, CPU) is first
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5, 40])
@@ -163,7 +143,7 @@ def test_every_batch_is_full_and_contiguous(batch_size: int):
     cut = torch.stack([image[:, x : x + 8] for x in (0, 6, 12, 18, 22)])
     assert torch.equal(windows[:5], cut)
     assert torch.equal(windows[5:], cut[4:].expand(len(windows) - 5, -1, -1, -1, -1))
-    torch.testing.assert_close(result, monai(image, (8, 16, 16), network(3), 0.25, "constant"), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, monai(image, (8, 16, 16), network(3), 0.25), rtol=1e-5, atol=1e-5)
 
 
 def test_contiguous_single_windows_are_not_copied():
@@ -181,7 +161,7 @@ def test_contiguous_single_windows_are_not_copied():
 def test_image_is_left_as_it_was():
     image = image_of((1, 20, 8, 6))
     before = image.clone()
-    sliding_windows(image, lambda w: w, (8, 8, 8), batch_size=1, importance="gaussian")
+    sliding_windows(image, lambda w: w, (8, 8, 8), batch_size=1)
     assert torch.equal(image, before)
 
 
@@ -276,15 +256,10 @@ def test_no_gradients_are_kept_and_inference_tensors_serve():
     assert not sliding_windows(image, network(2), (8, 8, 8)).requires_grad
     window_plan.cache_clear()
     with torch.inference_mode():
-        inside = sliding_windows(image, network(2), (8, 8, 8), importance="gaussian")
-    outside = sliding_windows(image, torch.inference_mode()(network(2)), (8, 8, 8), importance="gaussian")
+        inside = sliding_windows(image, network(2), (8, 8, 8))
+    outside = sliding_windows(image, torch.inference_mode()(network(2)), (8, 8, 8))
     assert torch.equal(inside, outside)
     outside += 1  # the result is an ordinary tensor
-
-
-def test_the_progress_bar_counts_windows(capsys: pytest.CaptureFixture[str]):
-    sliding_windows(image_of((1, 20, 8, 8)), network(2), (8, 8, 8), progress=True)
-    assert "/3" in capsys.readouterr().err
 
 
 class CountWaits(TorchDispatchMode):
@@ -298,24 +273,22 @@ class CountWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("importance", ["constant", "gaussian"])
-def test_the_host_waits_once_per_volume(importance: Importance):
+def test_the_host_waits_once_per_volume():
     with CountWaits() as counter:
-        sliding_windows(image_of((1, 20, 20, 5)), network(2), (8, 8, 8), importance=importance, batch_size=2)
+        sliding_windows(image_of((1, 20, 20, 5)), network(2), (8, 8, 8), batch_size=2)
     assert counter.waits == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("importance", ["constant", "gaussian"])
-def test_equals_the_cpu_on_a_gpu_and_waits_once(importance: Importance):
+def test_equals_the_cpu_on_a_gpu_and_waits_once():
     image = image_of((1, 40, 33, 10)).half()
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
         return torch.cat([3 * windows, windows.square()], dim=1)
 
     def run(volume: torch.Tensor) -> torch.Tensor:
-        return sliding_windows(volume, predict, (16, 16, 16), importance=importance, batch_size=2)
+        return sliding_windows(volume, predict, (16, 16, 16), batch_size=2)
 
     expected = run(image)
     on_device = image.cuda()

@@ -1,16 +1,110 @@
-"""The overlay picture: its pixels, its size, and that nothing odd breaks it."""
+"""The overlay picture: what it shows, its pixels, its size, and that nothing odd breaks it."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import nibabel as nib
 import numpy as np
 import pytest
+from nibabel.orientations import apply_orientation, inv_ornt_aff
 from PIL import Image
 
-from common.observe.overlays import draw_overlay
+from common.observe.overlays import body_of, close_up_of, draw_overlay, oriented_scan, picture
 
 AFFINE = np.diag([3.0, 3.0, 3.0, 1.0])
+AXIAL, CORONAL, SAGITTAL = 2, 1, 0
+ORIENTATIONS = [
+    np.array([*zip(axes, flips, strict=True)])
+    for axes in itertools.permutations(range(3))
+    for flips in itertools.product((1, -1), repeat=3)
+]
+
+
+def marked() -> tuple[np.ndarray, np.ndarray]:
+    """Return an R, A, S image whose brightest voxel is far right, anterior and superior, and its affine."""
+    image = np.zeros((9, 8, 7), dtype=np.float32)
+    image[7, 6, 5] = 100
+    affine = np.diag([2.0, 3.0, 4.0, 1.0])
+    affine[:3, 3] = (-10, 20, -300)
+    return image, affine
+
+
+@pytest.mark.parametrize("turn", ORIENTATIONS, ids=lambda turn: "".join(nib.orientations.ornt2axcodes(turn)))
+def test_every_orientation_is_shown_alike(turn: np.ndarray):
+    image, affine = marked()
+    labels = (image > 0).astype(np.uint8)
+    turned = oriented_scan(
+        apply_orientation(image, turn),
+        apply_orientation(labels, turn),
+        None,
+        affine @ inv_ornt_aff(turn, image.shape),
+        (0, 100),
+    )
+    assert np.array_equal(turned.image, image)
+    assert np.allclose(turned.affine, affine)
+    assert turned.largest == (7, 6, 5)
+    # The patient's right is on the left, anterior (in sagittal planes: left) and superior are up.
+    for plane, index, row, column in ((AXIAL, 5, 1, 1), (CORONAL, 6, 1, 1), (SAGITTAL, 7, 1, 1)):
+        assert picture(turned.image, plane, index)[row, column] == 100
+
+
+def test_pictures_are_rows_by_columns_and_sized_in_mm():
+    image, affine = marked()
+    scan = oriented_scan(image, np.zeros(image.shape, np.uint8), None, affine, None)
+    assert [picture(image, plane, 0).shape for plane in (AXIAL, CORONAL, SAGITTAL)] == [(8, 9), (7, 9), (7, 8)]
+    assert scan.size(AXIAL) == (18, 24)
+    assert scan.cropped((0, 1, 2), (9, 4, 7)).size(SAGITTAL) == (9, 20)
+    assert scan.caption(AXIAL, 3) == "axial, z = -288 mm"
+    assert scan.caption(SAGITTAL, 3) == "sagittal, x = -4 mm"
+
+
+def test_slices_cut_the_foreground_where_it_is_largest():
+    image, labels, truth = np.zeros((20, 20, 30)), np.zeros((20, 20, 30), np.uint8), np.zeros((20, 20, 30), np.uint8)
+    labels[4:9, 5:12, 6] = 1
+    labels[4, 5, 6:16] = 2
+    truth[2, 3, 20] = 1  # the truth counts for the extent as well
+    scan = oriented_scan(image, labels, truth, np.eye(4), None)
+    assert scan.largest == (4, 5, 6)
+    assert scan.extent == ((2, 8), (3, 11), (6, 20))
+    nothing = oriented_scan(np.zeros((20, 10, 30)), np.zeros((20, 10, 30), np.uint8), None, np.eye(4), None)
+    assert nothing.largest == (10, 5, 15)
+
+
+def test_a_box_keeps_the_foreground_and_where_it_lies():
+    image, affine = marked()
+    scan = oriented_scan(image, (image > 0).astype(np.uint8), None, affine, None)
+    box = scan.cropped((2, 3, 4), (9, 8, 7))
+    assert box.image[box.largest] == 100
+    assert box.extent == ((5, 5), (3, 3), (1, 1))
+    assert box.caption(AXIAL, 1) == scan.caption(AXIAL, 5)
+
+
+def test_close_ups_hold_the_foreground_and_stay_inside():
+    labels = np.zeros((60, 50, 30), np.uint8)
+    labels[50:58, 20:24, 5:25] = 1  # 8 x 4 mm, near the left edge
+    scan = close_up_of(oriented_scan(np.zeros(labels.shape), labels, None, np.eye(4), None))
+    assert scan.image.shape == (58, 50, 30)  # 8 + 2 * 25 mm, at most the scan
+    assert scan.extent == ((48, 55), (20, 23), (5, 24))
+
+
+def test_the_air_around_the_body_is_left_out():
+    image = np.full((100, 80, 20), -1000.0)
+    image[10:80, 30:70] = 40
+    labels = np.zeros(image.shape, np.uint8)
+    labels[80, 70] = 1  # outside of the body, yet shown
+    assert body_of(oriented_scan(image, labels, None, np.eye(4), (-57, 164))).image.shape == (71, 41, 20)
+
+
+def test_window_from_percentiles_without_the_darkest():
+    image = np.zeros((10, 10, 20), np.float16)
+    image[:, :, 10:] = np.arange(1000).reshape(10, 10, 10) + 1
+    empty = np.zeros(image.shape, np.uint8)
+    low, high = oriented_scan(image, empty, None, np.eye(4), None).window
+    assert low == pytest.approx(6, abs=1)
+    assert high == pytest.approx(995, abs=1.5)
+    assert oriented_scan(0 * image, empty, None, np.eye(4), None).window == (0, 1)
+    assert oriented_scan(image, empty, None, np.eye(4), (1, 2)).window == (1, 2)
 
 
 def phantom(shape: tuple[int, int, int] = (60, 50, 40)) -> tuple[np.ndarray, np.ndarray]:
@@ -26,9 +120,9 @@ def phantom(shape: tuple[int, int, int] = (60, 50, 40)) -> tuple[np.ndarray, np.
 def drawn(path: Path, *arguments: Any, **options: Any) -> np.ndarray:
     """Draw an overlay; return its pixels [rows, columns, 3] as signed integers."""
     draw_overlay(path, *arguments, **options)
-    with Image.open(path) as picture:
-        assert picture.format == "PNG"
-        return np.asarray(picture.convert("RGB")).astype(int)
+    with Image.open(path) as drawn_picture:
+        assert drawn_picture.format == "PNG"
+        return np.asarray(drawn_picture.convert("RGB")).astype(int)
 
 
 def coloured(pixels: np.ndarray) -> np.ndarray:
@@ -152,5 +246,5 @@ def test_a_real_ct_is_drawn_small(tmp_path: Path, real_data: Path):
     pixels = drawn(path, np.asanyarray(scan.dataobj), np.roll(truth, 3, axis=1), scan.affine, **options)
     assert path.stat().st_size < 300_000
     # The file is L, A, S; the spleen must be on the right of the picture all the same.
-    columns = np.flatnonzero(coloured(pixels)[60:400, :580].any(axis=0))
-    assert columns.min() > 290
+    columns = np.flatnonzero(coloured(pixels)[60:345, :440].any(axis=0))  # the axial plane is 16 to 436 pixels wide
+    assert columns.min() > 226

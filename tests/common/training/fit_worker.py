@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from common.data.batches import Batch
-from common.observe.run import one_line_errors, start_run
-from common.training.config import TrainingConfig
-from common.training.distributed import SINGLE, Ranks, join_ranks
+from common.ranks import SINGLE, Ranks, join_ranks
+from common.run import one_line_errors, open_run
+from common.training.config import Parallel, TrainingConfig
 from common.training.fit import Fitted, Setup, fit
 from common.training.optimizers import build_optimizer
 
@@ -78,7 +79,7 @@ class TinyBatches:
 def train(wish: dict[str, Any], ranks: Ranks = SINGLE) -> Fitted:
     """Train as `wish` says, and return what `fit` does."""
     folder, resume = Path(wish["run"]), wish.get("resume", False)
-    run = start_run(folder, None if resume else folder, folder if resume else None, "cpu", "tiny: 1\n", 0, ranks)
+    run = open_run(folder, None if resume else folder, folder if resume else None, "cpu", "tiny: 1\n", 0, ranks)
     run.say(f"running with {ranks.world} ranks")
     network = tiny_network(wish.get("norm", "group"))
 
@@ -103,21 +104,21 @@ def train(wish: dict[str, Any], ranks: Ranks = SINGLE) -> Fitted:
         batches=TinyBatches(ranks, wish.get("steps", 10), before),
         loss_function=losses[wish.get("loss", "dice")](ranks),
         optimizer=build_optimizer("novograd", network.parameters(), 0.01),
-        epochs=wish.get("epochs", 2),
         precision="fp32",
         validate=validate,
-        validate_every=1,
     )
     config = TrainingConfig(
         schedule="constant",
-        checkpoint_seconds=wish.get("checkpoint_seconds", 3600.0),
-        accumulate=wish.get("accumulate", 1),
+        epochs=wish.get("epochs", 2),
+        validate_every=1,
+        parallel=Parallel(accumulate=wish.get("accumulate", 1)),
         until=wish.get("until"),
         fast_dev_run=wish.get("fast_dev_run", False),
         profile=wish.get("profile", "nothing"),
-        monitor=wish.get("monitor", 0.0),
     )
-    return fit(setup, config, run, ranks)
+    seconds = {"CHECKPOINT": wish.get("checkpoint_seconds", 3600), "MONITOR": wish.get("monitor", 0)}
+    with patch.dict(os.environ, {f"MEDSPEED_{name}_SECONDS": str(value) for name, value in seconds.items()}):
+        return fit(setup, config, run)
 
 
 def misbehave(what: str) -> None:

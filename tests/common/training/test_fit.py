@@ -2,13 +2,14 @@ import pytest
 import torch
 from torch import nn
 
-from common.data.batches import fixed_batches
+from common.clock import Clock
+from common.data.batches import crop_batches
 from common.data.cache import fill_cache
 from common.data.preparation import PreparedCase
-from common.observe.timing import Clock
-from common.training.distributed import Ranks
+from common.ranks import SINGLE, Ranks
+from common.run import Run
 from common.training.fit import train_step
-from common.training.losses import LOSSES
+from common.training.losses import dice_ce
 from common.training.optimizers import build_optimizer
 from common.training.state import TrainingState
 from models.unet3d import unet3d
@@ -18,18 +19,26 @@ CPU = torch.device("cpu")
 SCALER = torch.amp.GradScaler("cpu", enabled=False)
 
 
-@pytest.fixture
-def held():
+def held_on(device):
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(1, 24, 24, 24, generator=generator).half()
     label = (image[0] > 0.7).to(torch.uint8)
     cases = [PreparedCase(name, image, label, grid=None) for name in "ab"]  # type: ignore[arg-type]
-    return fill_cache(cases, (16, 16, 16), CPU)
+    return fill_cache(cases, ["gpu"] * 2, (16, 16, 16), device)
+
+
+@pytest.fixture
+def held():
+    return held_on(CPU)
 
 
 @pytest.fixture
 def batches(held):
-    return fixed_batches(held, (16, 16, 16), 4, 2)
+    return crop_batches([held], 4, 2)
+
+
+def run_in(folder, ranks=SINGLE):
+    return Run(folder, CPU, Clock(), False, ranks)
 
 
 def make(channels=(4, 8)):
@@ -42,12 +51,12 @@ def make(channels=(4, 8)):
 def test_a_whole_fast_step_never_waits_for_the_device(precision, batches, tmp_path):
     """Batch, forward, loss, backward, optimizer, and the note of the loss; the first step sets up the optimizer."""
     network, optimizer = make()
-    state = TrainingState(tmp_path, network, optimizer, SCALER, batches.steps_per_epoch, CPU)
+    state = TrainingState(run_in(tmp_path), network, optimizer, SCALER, batches.steps_per_epoch)
     made = batches.epoch(0)
-    train_step(network, next(made), LOSSES["dice_ce"], optimizer, SCALER, precision, 0.01)
+    train_step(network, next(made), dice_ce, optimizer, SCALER, precision, 0.01)
     with refuse_host_sync():
         for step, batch in enumerate(made, 1):
-            loss = train_step(network, batch, LOSSES["dice_ce"], optimizer, SCALER, precision, 0.01)
+            loss = train_step(network, batch, dice_ce, optimizer, SCALER, precision, 0.01)
             state.note_step(step, loss, batch.cases)
     assert len(state.checked()) == batches.steps_per_epoch
 
@@ -57,13 +66,13 @@ def test_the_guides_parts_do_wait(batches):
     network, _ = make()
     optimizer = build_optimizer("monai_novograd", network.parameters(), 0.01)
     with pytest.raises(AssertionError, match="makes the host wait"), refuse_host_sync():
-        train_step(network, next(batches.epoch(0)), LOSSES["dice_ce"], optimizer, SCALER, "fp32", 0.01)
+        train_step(network, next(batches.epoch(0)), dice_ce, optimizer, SCALER, "fp32", 0.01)
 
 
 def test_a_batch_takes_the_same_few_operators_whatever_its_size(held):
     counts = []
     for size in (1, 4):
-        made = fixed_batches(held, (16, 16, 16), 4, size).epoch(0)
+        made = crop_batches([held], 4, size).epoch(0)
         next(made)
         with count_operators() as counted:
             next(made)
@@ -74,7 +83,7 @@ def test_a_batch_takes_the_same_few_operators_whatever_its_size(held):
 def test_the_loss_falls(batches):
     network, optimizer = make()
     losses = [
-        float(train_step(network, batch, LOSSES["dice_ce"], optimizer, SCALER, "fp32", 0.01))
+        float(train_step(network, batch, dice_ce, optimizer, SCALER, "fp32", 0.01))
         for epoch in range(8)
         for batch in batches.epoch(epoch)
     ]
@@ -83,13 +92,13 @@ def test_the_loss_falls(batches):
 
 def test_the_learning_rate_of_a_step_is_the_one_given(batches):
     network, optimizer = make()
-    train_step(network, next(batches.epoch(0)), LOSSES["dice_ce"], optimizer, SCALER, "fp32", 0.125)
+    train_step(network, next(batches.epoch(0)), dice_ce, optimizer, SCALER, "fp32", 0.125)
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
 def state_of(folder, per_epoch):
     network = nn.Linear(2, 2)
-    return TrainingState(folder, network, torch.optim.Adam(network.parameters()), SCALER, per_epoch, CPU)
+    return TrainingState(run_in(folder), network, torch.optim.Adam(network.parameters()), SCALER, per_epoch)
 
 
 def test_a_state_comes_back_whole(tmp_path):
@@ -97,29 +106,29 @@ def test_a_state_comes_back_whole(tmp_path):
     state.epoch = 2
     state.note_step(0, torch.tensor(0.5), ("a",))
     state.note_validation(0.75, 2)
-    state.save(Clock())
+    state.save()
     other = state_of(tmp_path, 3)
-    other.restore(Clock())
+    other.restore()
     assert (other.epoch, other.step, other.steps_done) == (2, 1, 7)
     assert other.checked() == [0.5]
     assert (other.best, other.best_epoch) == (0.75, 2)
 
 
 def test_another_number_of_steps_per_epoch_is_refused(tmp_path):
-    state_of(tmp_path, 3).save(Clock())
+    state_of(tmp_path, 3).save()
     with pytest.raises(ValueError, match="the checkpoint has 3 steps per epoch, this run has 4"):
-        state_of(tmp_path, 4).restore(Clock())
+        state_of(tmp_path, 4).restore()
 
 
 def test_a_bad_loss_is_found_before_it_is_saved(tmp_path):
     state = state_of(tmp_path, 3)
-    state.save(Clock())
+    state.save()
     state.note_step(0, torch.tensor(1.0), ("a",))
     state.note_step(1, torch.tensor(float("inf")), ("b", "c"))
     with pytest.raises(FloatingPointError, match=r"loss inf at step 2 \(epoch 1\), cases b, c"):
-        state.save(Clock())
+        state.save()
     other = state_of(tmp_path, 3)
-    other.restore(Clock())
+    other.restore()
     assert other.step == 0
 
 
@@ -132,24 +141,24 @@ def test_only_a_higher_metric_is_a_new_best(tmp_path):
 
 
 def test_a_rank_that_does_not_lead_saves_nothing(tmp_path):
-    state = TrainingState(tmp_path, nn.Linear(2, 2), make()[1], SCALER, 3, CPU, Ranks(rank=1, world=2))
+    state = TrainingState(run_in(tmp_path, Ranks(rank=1, world=2)), nn.Linear(2, 2), make()[1], SCALER, 3)
     state.note_step(0, torch.tensor(float("nan")), ("a",))
     before = state.seconds_since_save()
-    state.save(Clock())
+    state.save()
     assert not list(tmp_path.iterdir())
     assert state.seconds_since_save() < before + 1  # and it counts from here, as the leader does
 
 
 @pytest.mark.gpu
-def test_fp16_with_loss_scaling_learns(held):
+def test_fp16_with_loss_scaling_learns():
     cuda = torch.device("cuda")
     network, _ = make()
     network = network.to(cuda)
     optimizer = build_optimizer("novograd", network.parameters(), 0.01)
     scaler = torch.amp.GradScaler("cuda")
-    made = fixed_batches(held, (16, 16, 16), 4, 2, device=cuda)
+    made = crop_batches([held_on(cuda)], 4, 2)
     losses = [
-        float(train_step(network, batch, LOSSES["dice_ce"], optimizer, scaler, "fp16", 0.01))
+        float(train_step(network, batch, dice_ce, optimizer, scaler, "fp16", 0.01))
         for epoch in range(8)
         for batch in made.epoch(epoch)
     ]

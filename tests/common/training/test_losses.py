@@ -5,9 +5,11 @@ import monai.losses
 import pytest
 import torch
 
-from common.training.losses import LOSSES, binary_cross_entropy, dice_ce
+from common.inference.labels import Region
+from common.training.losses import binary_cross_entropy, build_loss, dice_ce, dice_focal
 from tests.support import refuse_host_sync
 
+REGIONS = (Region("TC", (2, 3), 2), Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3))
 FORMATS = [torch.contiguous_format, torch.channels_last_3d]
 
 
@@ -37,45 +39,25 @@ def value_and_gradient(loss, logits: torch.Tensor, label: torch.Tensor) -> tuple
     return value.item(), gradient
 
 
-def monais(**options: bool | float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    settings = {"squared_pred": True, "batch": True, **options}
+def monais() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    loss = monai.losses.DiceCELoss(to_onehot_y=True, softmax=True, **settings)
+    loss = monai.losses.DiceCELoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)
     return loss
 
 
 @pytest.mark.parametrize("memory_format", FORMATS, ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("classes", [2, 3, 4])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"batch": False},
-        {"include_background": False},
-        {"squared_pred": False},
-        {"batch": False, "include_background": False, "squared_pred": False},
-    ],
-    ids=str,
-)
-def test_value_and_gradient_equal_monais(options, classes, memory_format):
+def test_value_and_gradient_equal_monais(classes, memory_format):
     logits, label = example(classes, memory_format=memory_format)
-    value, gradient = value_and_gradient(lambda x, y: dice_ce(x, y, **options), logits, label)
+    value, gradient = value_and_gradient(dice_ce, logits, label)
     exact = logits.detach().double().requires_grad_()
-    expected, expected_gradient = value_and_gradient(monais(**options), exact, label)
-    in_float32 = value_and_gradient(monais(**options), logits, label)[0]
+    expected, expected_gradient = value_and_gradient(monais(), exact, label)
+    in_float32 = value_and_gradient(monais(), logits, label)[0]
     assert value == pytest.approx(expected, rel=1e-6)
     assert value == pytest.approx(in_float32, rel=1e-6)
     assert (gradient - expected_gradient).abs().max() < 1e-5 * expected_gradient.abs().max()
     if classes == 2:
         assert gradient.stride() == logits.stride()
-
-
-def test_smooth_equals_monais():
-    logits, label = example(2, foreground=0.01)
-    expected = value_and_gradient(monais(smooth_nr=0.5, smooth_dr=0.5), logits, label)
-    value, gradient = value_and_gradient(lambda x, y: dice_ce(x, y, smooth=0.5), logits, label)
-    assert value == pytest.approx(expected[0], rel=1e-6)
-    assert torch.allclose(gradient, expected[1], rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("classes", [2, 3])
@@ -101,22 +83,18 @@ def test_large_volumes_stay_exact():
 
 
 @pytest.mark.parametrize("classes", [2, 3])
-@pytest.mark.parametrize("batch", [True, False])
-@pytest.mark.parametrize("squared_pred", [True, False])
-def test_gradient_against_finite_differences(squared_pred, batch, classes):
+def test_gradient_against_finite_differences(classes):
     logits = torch.randn(2, classes, 2, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     label = torch.randint(classes, (2, 1, 2, 3, 2), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
-    torch.autograd.gradcheck(
-        lambda x: dice_ce(x, label, batch=batch, squared_pred=squared_pred), logits.requires_grad_()
-    )
+    torch.autograd.gradcheck(lambda x: dice_ce(x, label), logits.requires_grad_())
 
 
 def test_by_hand():
     # One voxel of each class, both with probability 1/2: cross entropy log 2; for each class sum (p - y)^2 = 1/2,
     # sum p^2 = 1/2, sum y = 1: Dice loss 1/3.
     label = torch.tensor([0, 1], dtype=torch.uint8).view(1, 1, 2, 1, 1)
-    loss = dice_ce(torch.zeros(1, 2, 2, 1, 1), label, smooth=0.0)
-    assert loss.item() == pytest.approx(1 / 3 + math.log(2))
+    loss = dice_ce(torch.zeros(1, 2, 2, 1, 1), label)
+    assert loss.item() == pytest.approx(1 / 3 + math.log(2), rel=1e-5)
 
 
 @pytest.mark.parametrize("classes", [2, 3])
@@ -138,31 +116,19 @@ def test_confidently_wrong_logits_stay_finite(classes):
 
 
 @pytest.mark.parametrize("classes", [2, 3])
-@pytest.mark.parametrize("batch", [True, False])
-def test_order_of_samples_does_not_matter(batch, classes):
+def test_order_of_samples_does_not_matter(classes):
     logits, label = example(classes)
     order = torch.tensor([2, 0, 1])
-    one, other = (dice_ce(x, y, batch=batch) for x, y in ((logits, label), (logits[order], label[order])))
+    one, other = (dice_ce(x, y) for x, y in ((logits, label), (logits[order], label[order])))
     assert one.item() == pytest.approx(other.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("classes", [2, 3])
-def test_samples_interact_only_through_batch_dice(classes):
-    logits, label = example(classes)
-    each = [dice_ce(logits[i : i + 1], label[i : i + 1]).item() for i in range(3)]
-    assert dice_ce(logits, label, batch=False).item() == pytest.approx(sum(each) / 3, rel=1e-6)
-    assert dice_ce(logits, label).item() != pytest.approx(sum(each) / 3, rel=1e-4)
-
-
 @pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"batch": False}, {"squared_pred": False}], ids=str)
-def test_label_of_one_class_only_equals_monais(options, number):
+def test_label_of_one_class_only_equals_monais(number):
     logits, _ = example(2)
     label = torch.full((3, 1, 9, 8, 7), number, dtype=torch.uint8)
-    value, gradient = value_and_gradient(lambda x, y: dice_ce(x, y, **options), logits, label)
-    expected, expected_gradient = value_and_gradient(
-        monais(**options), logits.detach().double().requires_grad_(), label
-    )
+    value, gradient = value_and_gradient(dice_ce, logits, label)
+    expected, expected_gradient = value_and_gradient(monais(), logits.detach().double().requires_grad_(), label)
     assert value == pytest.approx(expected, rel=1e-6)
     assert (gradient - expected_gradient).abs().max() < 1e-5 * expected_gradient.abs().max()
 
@@ -218,15 +184,93 @@ def test_wrong_shapes_are_a_programmers_error():
 
 def test_losses_by_name():
     logits, label = example(3)
-    assert set(LOSSES) == {"dice_ce", "monai_dice_ce", "monai_dice_focal", "monai_dice"}
-    assert torch.equal(LOSSES["dice_ce"](logits, label), dice_ce(logits, label))
+    assert torch.equal(build_loss("dice_ce")(logits, label), dice_ce(logits, label))
     expected = monai.losses.DiceLoss(to_onehot_y=True, softmax=True)(logits, label)
-    assert torch.equal(LOSSES["monai_dice"](logits, label), expected)
+    assert torch.equal(build_loss("monai_dice")(logits, label), expected)
     guide = monai.losses.DiceCELoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)(logits, label)
-    assert torch.equal(LOSSES["monai_dice_ce"](logits, label), guide)
+    assert torch.equal(build_loss("monai_dice_ce")(logits, label), guide)
     dice = monai.losses.DiceLoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)(logits, label)
     focal = monai.losses.FocalLoss(to_onehot_y=True)(logits, label)  # MONAI joins it to Dice with its sigmoid
-    assert torch.equal(LOSSES["monai_dice_focal"](logits, label), dice + focal)
+    assert torch.equal(build_loss("monai_dice_focal")(logits, label), dice + focal)
+
+
+def drawn(seed: int = 0, scale: float = 4.0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(2, 3, 5, 6, 7, generator=generator, dtype=torch.float64)
+    return logits.requires_grad_(), torch.randint(0, 4, (2, 1, 5, 6, 7), generator=generator, dtype=torch.uint8)
+
+
+def masks(label: torch.Tensor) -> torch.Tensor:
+    return torch.stack([region.mask(label[:, 0]) for region in REGIONS], 1).double()
+
+
+def test_one_voxel_of_two_regions_by_hand():
+    # p = 1/2 in both regions; y = 1 in the first: squared 1/4 each, sum p^2 1/4 each, sum y 1 and 0.
+    two = (Region("a", (1,), 1), Region("b", (2,), 2))
+    loss = dice_focal(torch.zeros(1, 2, 1, 1, 1), torch.ones(1, 1, 1, 1, 1, dtype=torch.uint8), two)
+    dice = (0.25 / 1.25 + 0.25 / 0.25) / 2
+    assert loss.item() == pytest.approx(dice + 0.25 * 0.6931472, rel=1e-4)
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_value_and_gradient_of_regions_are_monais(batch):
+    logits, label = drawn()
+    reference = monai.losses.DiceFocalLoss(
+        sigmoid=True, squared_pred=True, batch=batch, smooth_nr=1e-5, smooth_dr=1e-5, gamma=2
+    )
+    ours, theirs = dice_focal(logits, label, REGIONS, batch=batch), reference(logits, masks(label))
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-7)  # MONAI's focal part is float32
+    (one,), (other,) = torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits)
+    assert (one - other).abs().max() < 1e-8
+    assert torch.autograd.gradcheck(lambda z: dice_focal(z, label, REGIONS, batch=batch), (logits,))
+
+
+def test_the_gradient_of_regions_keeps_the_memory_format():
+    logits, label = drawn()
+    inner = logits.detach().float().contiguous(memory_format=torch.channels_last_3d).requires_grad_()
+    dice_focal(inner, label, REGIONS).backward()
+    assert inner.grad is not None
+    assert inner.grad.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_certain_answers_have_finite_losses_and_gradients(sign):
+    _, label = drawn()
+    logits = torch.full((2, 3, 5, 6, 7), sign * 90.0, requires_grad=True)
+    loss = dice_focal(logits, label, REGIONS)
+    loss.backward()
+    assert loss.isfinite()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+def test_the_loss_of_regions_never_waits_for_the_device():
+    logits, label = drawn()
+    with refuse_host_sync():
+        dice_focal(logits, label, REGIONS).backward()
+
+
+def test_a_batch_is_one_volume_or_several():
+    logits, label = drawn()
+    whole = dice_focal(logits, label, REGIONS)
+    parts = [dice_focal(logits[row : row + 1], label[row : row + 1], REGIONS) for row in range(2)]
+    each = dice_focal(logits, label, REGIONS, batch=False)
+    assert each.item() == pytest.approx(sum(part.item() for part in parts) / 2)
+    assert abs(whole.item() - each.item()) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["dice_focal", "dice_focal_per_sample", "monai_dice_focal", "monai_dice"])
+def test_each_name_is_a_loss_that_falls(name):
+    logits, label = drawn()
+    loss = build_loss(name, regions=REGIONS)
+    better = (2 * masks(label) - 1) * 6
+    assert loss(better, label) < loss(logits, label)
+
+
+def test_ours_and_monais_names_agree():
+    logits, label = drawn()
+    ours = build_loss("dice_focal", regions=REGIONS)(logits, label)
+    assert ours.item() == pytest.approx(build_loss("monai_dice_focal", regions=REGIONS)(logits, label).item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

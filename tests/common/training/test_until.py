@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from common.observe import spans
+from common.clock import span
 from common.training.config import TrainingConfig
 from tests.common.training.fit_worker import train
 
@@ -74,13 +74,13 @@ def test_each_epoch_tells_what_it_waited_and_computed(tmp_path):
 
 
 def test_a_profiled_run_tells_what_its_steps_were_spent_on_and_leaves_spans_as_they_were(tmp_path):
-    before = spans.span("x")
+    before = span("x")
     train(wish(tmp_path, [0.1] * 6, profile="torch", until=None))
     told = json.loads((tmp_path / "profile" / "shares.json").read_text())
     assert told["steps"] >= 1
     assert told["shares"]["forward"] > 0
     assert told["shares"]["backward"] > 0
-    assert type(spans.span("x")) is type(before)
+    assert type(span("x")) is type(before)
 
 
 def test_a_watched_run_leaves_its_rows_and_its_picture(tmp_path):

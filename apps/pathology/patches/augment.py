@@ -1,0 +1,226 @@
+"""Augmentation of RGB patches, batched on the device: colour jitter, flip, quarter turns, zoom, each patch its own."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import grid_sample
+
+from apps.pathology.config import Augmentation
+from common.data.crops import upload
+from common.data.draws import keyed_uniforms
+
+BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
+# The shares of red, green and blue in a grey. Source: torchvision's rgb_to_grayscale (ITU-R BT.601, rounded).
+GREY = (0.2989, 0.587, 0.114)
+FLIP_SHARE = ZOOM_SHARE = 0.5  # of the patches. Source: MONAI tutorials, pathology/tumor_detection
+_NEUTRAL = np.array([1, 1, 1, 0], np.float32)  # factors that change nothing
+_NO_HUE = 4  # the place of the hue among the operations where it is not turned
+_JITTER, _MOVES = 1, 2  # what sets the draws of colours and of places apart for the same sample
+# Red, green and blue at hue h, in sextants, are high + start * chroma + sign * chroma * clamp(|h - centre|, 1, 2).
+_HEXCONE = ((3, -2, 1), (2, 1, -1), (4, 1, -1))
+# A CPU works on so many pixels at a time, so that they stay in its caches: 3 patches of 224 or 21 of 96.
+_CHUNK_PIXELS = 3 * 2**16
+
+
+@dataclass(frozen=True)
+class PatchDraw:
+    """What is done to each of N patches.
+
+    Args:
+        factors: [N, 4] float32 of brightness, contrast, saturation (each >= 0; 1 changes nothing) and hue (turns of
+            the colour circle, -0.5 to 0.5; 0 changes nothing).
+        order: [N, 4] int8, the operations (places in `factors`), the first one first.
+        flips: [N] bool, whether the patch is mirrored, left to right.
+        turns: [N] int8, 0 to 3, quarter turns from the first axis towards the second (numpy.rot90's k is the same).
+        zooms: [N] float64, how much larger things become; 1 where there is no zoom.
+    """
+
+    factors: np.ndarray
+    order: np.ndarray
+    flips: np.ndarray
+    turns: np.ndarray
+    zooms: np.ndarray
+
+
+def draw_patches(augmentation: Augmentation, seed: int, epoch: int, samples: np.ndarray) -> PatchDraw:
+    """Draw what is done to each sample ([N] int): a pure function of seed, epoch and the sample's number."""
+    spread, zoom = np.array(augmentation.jitter), augmentation.zoom
+    colours = keyed_uniforms(seed, epoch, samples, np.full(len(samples), _JITTER), 8)
+    low, high = np.maximum(_NEUTRAL - spread, [0, 0, 0, -0.5]), _NEUTRAL + spread
+    moves = keyed_uniforms(seed, epoch, samples, np.full(len(samples), _MOVES), 4)
+    zooms = zoom[0] + moves[:, 3] * (zoom[1] - zoom[0])
+    return PatchDraw(
+        factors=(low + colours[:, :4] * (high - low)).astype(np.float32),
+        order=np.argsort(colours[:, 4:], axis=1, kind="stable").astype(np.int8),
+        flips=moves[:, 0] < FLIP_SHARE,
+        turns=(moves[:, 1] * 4).astype(np.int8),
+        zooms=np.where(moves[:, 2] < ZOOM_SHARE, zooms, 1.0),
+    )
+
+
+def augment(patches: torch.Tensor, draw: PatchDraw) -> torch.Tensor:
+    """Return patches as drawn for each: jittered, flipped, turned and zoomed, in this order; the host does not wait.
+
+    A patch that is not zoomed is exactly the flipped and turned one. The size stays: a zoom by z resamples all S
+    pixels of a side to T = floor(S z), bilinear and without smoothing, then crops S of them from T // 2 - S // 2 on, or
+    repeats the edge, (S - T) // 2 pixels before the first and the rest behind the last.
+    This is MONAI's Zoom(z, mode="bilinear"); its RandZoom's own default is mode="area".
+
+    Args:
+        patches: [N, 3, S, S] uint8, red, green, blue.
+        draw: of the N patches.
+
+    Returns:
+        [N, 3, S, S] float32, contiguous; 0 to 255 lie at -1 to 1.
+    """
+    assert patches.dtype == torch.uint8, patches.dtype
+    assert patches.shape[1:] == (3, patches.shape[2], patches.shape[2]), patches.shape
+    elements = 4 * draw.flips + draw.turns
+    result = torch.empty(patches.shape, device=patches.device)
+    for rows in _chunks(_hue_places(draw.factors, draw.order), patches):
+        images = _oriented(patches, rows, elements[rows])
+        jitter_(images, draw.factors[rows], draw.order[rows])
+        _zoom_some_(images, draw.zooms[rows])
+        result.index_copy_(0, upload(rows, patches.device), images.mul_(2).sub_(1))
+    return result
+
+
+def jitter_(images: torch.Tensor, factors: np.ndarray, order: np.ndarray) -> None:
+    """Jitter the colours of images in place; the host does not wait for the device.
+
+    Each operation is torchvision's on floating-point images: brightness blends with black, contrast with the mean of
+    the image's grey, saturation with its grey, and hue turns in HSV space; after each, values are clamped to [0, 1].
+    Nothing is rounded between the operations, where torchvision on uint8 images and cuCIM's color_jitter round to
+    1/255 after each.
+
+    All images go through the same three blends, which `_blend_` makes one formula; before, between and behind them
+    the hue is turned of those images for which it comes there. So few, large kernels do every order.
+
+    Args:
+        images: [N, 3, H, W] float32 in [0, 1], red, green, blue; contiguous.
+        factors: [N, 4] float32, as of `PatchDraw`.
+        order: [N, 4] int8, likewise.
+    """
+    places = _hue_places(factors, order)
+    blends = order[order != HUE].reshape(-1, 3)
+    own = np.take_along_axis(factors, blends.astype(np.int64), axis=1)
+    grey, mean = (np.where(blends == kind, 1 - own, 0) for kind in (SATURATION, CONTRAST))
+    shares = np.concatenate([np.stack([own, grey, mean], axis=2).reshape(-1, 9), 6 * factors[:, HUE:]], axis=1)
+    weights = upload(shares.astype(np.float32), images.device).view(-1, 10, 1, 1, 1)
+    for place in range(4):
+        _turn_some_(images, np.flatnonzero(places == place), weights[:, 9, 0])
+        if place < 3:
+            needs_grey, needs_mean = bool(grey[:, place].any()), bool(mean[:, place].any())
+            _blend_(images, weights[:, 3 * place : 3 * place + 3], needs_grey, needs_mean)
+
+
+def _hue_places(factors: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Return before which blend (0 to 2) or behind them (3) the hue of each image is turned, 4 where it is not."""
+    return np.where(factors[:, HUE] != 0, np.argmax(order == HUE, axis=1), _NO_HUE)
+
+
+def _blend_(images: torch.Tensor, weights: torch.Tensor, needs_grey: bool, needs_mean: bool) -> None:
+    """Make each image w0 * image + w1 * its grey + w2 * the grey's mean, clamped to [0, 1]; weights [N, 3, ...]."""
+    own, grey, mean = weights.unbind(1)
+    parts = []
+    if needs_grey:
+        parts.append(_grey(images).mul_(grey))
+    if needs_mean:
+        parts.append(_grey(images.mean((2, 3), keepdim=True)).mul_(mean))
+    images.mul_(own)
+    for part in parts:
+        images.add_(part)
+    images.clamp_(0, 1)
+
+
+def _grey(images: torch.Tensor) -> torch.Tensor:
+    """Return the grey [N, 1, H, W] of images [N, 3, H, W]."""
+    red, green, blue = (images[:, channel : channel + 1] for channel in range(3))
+    return (red * GREY[0]).add_(green, alpha=GREY[1]).add_(blue, alpha=GREY[2])
+
+
+def _turn_some_(images: torch.Tensor, rows: np.ndarray, turns: torch.Tensor) -> None:
+    """Turn the hue of some of the images ([M] int) by their turns [N, 1, 1], in sextants."""
+    if len(rows) == len(images):
+        _turn_hue_(images, turns)
+    elif len(rows):
+        places = upload(rows, images.device)
+        picked = images.index_select(0, places)
+        _turn_hue_(picked, turns.index_select(0, places))
+        images.index_copy_(0, places, picked)
+
+
+def _turn_hue_(images: torch.Tensor, turns: torch.Tensor) -> None:
+    """Turn the hue of all the images by their turns [N, 1, 1], in sextants.
+
+    The round trip by way of HSV, without its branches: comparing and choosing costs a CPU four times a subtraction.
+    With the colour scaled to [0, 1] between its smallest and its greatest channel, q = 1 - red and e = |green - blue|,
+    the hue is e + q (3 - 2 e) sextants away from red, towards green where green > blue. Value and chroma stay.
+    """
+    red, green, blue = images.unbind(1)
+    high = torch.maximum(red, green)
+    chroma = torch.minimum(red, green)
+    torch.maximum(high, blue, out=high)
+    torch.minimum(chroma, blue, out=chroma)
+    torch.sub(high, chroma, out=chroma)
+    scale = chroma.clamp(min=torch.finfo(torch.float32).tiny).reciprocal_()
+    lean = (green - blue).mul_(scale)
+    lack = (high - red).mul_(scale)
+    hue = lean.abs()
+    torch.mul(hue, -2, out=scale)
+    hue.addcmul_(lack, scale.add_(3)).copysign_(lean).add_(turns)
+    torch.mul(hue, 1 / 6, out=scale)
+    hue.sub_(scale.floor_(), alpha=6)
+    for channel, (centre, start, sign) in zip((red, green, blue), _HEXCONE, strict=True):
+        torch.sub(hue, centre, out=lack)
+        torch.add(high, chroma, alpha=start, out=channel)
+        channel.addcmul_(chroma, lack.abs_().clamp_(1, 2), value=sign)
+    images.clamp_(0, 1)
+
+
+def _chunks(places: np.ndarray, patches: torch.Tensor) -> Iterator[np.ndarray]:
+    """Yield the rows of what is worked on at a time: all, or on a CPU a few whose hue is turned in one place."""
+    rows = np.argsort(places, kind="stable")
+    size = len(rows) if patches.is_cuda else max(1, _CHUNK_PIXELS // patches[0, 0].numel())
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
+
+
+def _oriented(patches: torch.Tensor, rows: np.ndarray, elements: np.ndarray) -> torch.Tensor:
+    """Return some of the patches flipped and turned, [M, 3, S, S] float32 in [0, 1]."""
+    images = torch.empty((len(rows), *patches.shape[1:]), device=patches.device)
+    for element in np.unique(elements):
+        places = np.flatnonzero(elements == element)
+        flip, turns = divmod(int(element), 4)
+        picked = patches.index_select(0, upload(rows[places], patches.device))
+        if flip:
+            picked = picked.flip(3)
+        images.index_copy_(0, upload(places, patches.device), torch.rot90(picked, turns, (2, 3)).float())
+    return images.mul_(1 / 255)
+
+
+def _zoom_some_(images: torch.Tensor, zooms: np.ndarray) -> None:
+    """Zoom, in place, those images whose size a zoom changes by a pixel or more."""
+    size = images.shape[2]
+    resized = np.floor(size * zooms)
+    rows = np.flatnonzero(resized != size)
+    if not len(rows):
+        return
+    places = upload(rows, images.device)
+    along = upload(_sources(size, resized[rows]), images.device)
+    grid = torch.stack([along[:, None, :].expand(-1, size, -1), along[:, :, None].expand(-1, -1, size)], dim=3)
+    picked = grid_sample(images.index_select(0, places), grid, "bilinear", "border", align_corners=False)
+    images.index_copy_(0, places, picked)
+
+
+def _sources(size: int, resized: np.ndarray) -> np.ndarray:
+    """Return where along a side each pixel comes from when it is resized to `resized` [M], cropped or padded.
+
+    Returns:
+        [M, size] float32; -1 and 1 are the outer edges of the first and the last pixel.
+    """
+    first = np.where(resized > size, resized // 2 - size // 2, -((size - resized) // 2))
+    pixels = np.clip(np.arange(size) + first[:, None], 0, resized[:, None] - 1)
+    return np.asarray((2 * pixels + 1) / resized[:, None] - 1, np.float32)

@@ -1,0 +1,164 @@
+"""Patches drawn from annotated slides, half of them tumour where a slide has any."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from apps.pathology.patches.table import PatchTable
+from apps.pathology.scan.scan import ASSUMED_MPP
+from apps.pathology.slides.annotations import tumour_mask
+from apps.pathology.slides.camelyon import SlideEntry
+from apps.pathology.slides.layout import SlideMask
+from apps.pathology.slides.reader import Slide, SlidePool
+from apps.pathology.slides.tissue import tissue_mask
+from common.data.threads import map_in_threads
+
+TUMOUR_SHARE = 0.5  # of a tumour patch's area, at least: its label is then beyond doubt
+_PIXELS_PER_PATCH = 8  # along a side of a patch, at least, of the mask that is looked at
+_MASK_PIXELS = 2**26  # that a mask has at most: a coarser one is taken of larger slides
+_PLACES = 2**21  # pixels of a mask that patches are drawn from at most, evenly spread
+
+
+def sample_patches(
+    entries: Sequence[SlideEntry],
+    per_slide: int,
+    size: int,
+    seed: int,
+    pool: SlidePool,
+    workers: int | None = None,
+    progress: bool = False,
+) -> PatchTable:
+    """Draw patches from annotated slides: half of those of a slide with tumour show tumour, the others normal tissue.
+
+    A tumour patch has its centre in the tumour, and tumour covers half of it at least. A normal patch has its centre
+    in tissue, be it at its very edge, as a scan's patches have, and there is no tumour in it nor within a patch's side
+    around it; shares are counted to a pixel of the mask, an eighth of a patch or less. No patch is drawn twice, none
+    leaves the slide; upper left corners are any pixels. Of slides that are marked in part only tumour is drawn. What
+    is drawn from a slide depends on the seed and the slide's name alone.
+
+    Args:
+        entries: the slides; the table lists their patches by name.
+        per_slide: patches of each; where a slide has less room it gives fewer (see `shortages`).
+        size: side of a patch in pixels of level 0.
+        seed: of the draw.
+        pool: reads the slides.
+        workers: slides in work at the same time, up to 1 GiB each; None takes the cores at hand.
+        progress: show a bar.
+
+    Raises:
+        FileNotFoundError: a slide, its mask or its annotation is missing.
+        ValueError: one of them is damaged, a slide with tumour has neither mask nor annotation, or there is no room
+            for a single patch.
+    """
+    ordered = sorted(entries, key=lambda entry: entry.name)
+
+    def draw(entry: SlideEntry) -> tuple[np.ndarray, np.ndarray]:
+        with pool.use(entry.path) as slide:
+            return _draw(entry, slide, per_slide, size, seed)
+
+    drawn = map_in_threads(draw, ordered, "drawing patches", workers, progress)
+    parts = [
+        (file, label, corners) for file, pair in enumerate(drawn) for label, corners in zip((1, 0), pair, strict=True)
+    ]
+    counts = [len(corners) for _, _, corners in parts]
+    if not sum(counts):
+        raise ValueError(f"{len(entries)} slides: no room for a patch of {size} pixels; choose a smaller --patch_size")
+    return PatchTable(
+        files=tuple(entry.path for entry in ordered),
+        file=np.repeat(np.array([file for file, _, _ in parts], np.int32), counts),
+        corner=np.concatenate([corners for _, _, corners in parts]).astype(np.int32),
+        label=np.repeat(np.array([label for _, label, _ in parts], np.uint8), counts),
+        size=size,
+    )
+
+
+def shortages(table: PatchTable, per_slide: int) -> dict[str, int]:
+    """Return how many patches each slide gave less than `per_slide`, by name; those that gave all are left out."""
+    missing = per_slide - np.bincount(table.file, minlength=len(table.files))
+    return {path.stem: int(count) for path, count in zip(table.files, missing, strict=True) if count > 0}
+
+
+def _draw(entry: SlideEntry, slide: Slide, per_slide: int, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the corners of a slide's tumour and of its normal patches, each [M, 2] int64."""
+    named = int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:8])
+    generator = np.random.default_rng([seed, named])
+    tumour = _tumour(entry, slide, size) if entry.tumour else None
+    wanted = per_slide // 2 if tumour is not None else 0
+    positive = negative = np.empty((0, 2), np.int64)
+    if tumour is not None:
+        sums = _sums(tumour.mask)
+        centres = _centres(tumour)
+        fitting = centres[_shares(sums, tumour.downsample, centres, size) >= TUMOUR_SHARE]
+        positive = _pick(fitting, tumour.downsample, slide, size, wanted, generator)
+    if not entry.part:
+        tissue = tissue_mask(slide, assumed_mpp=ASSUMED_MPP)
+        centres = _centres(tissue)
+        if tumour is not None:
+            # A patch, a patch's side around it, and the mask pixel within which `_pick` moves the centre.
+            centres = centres[_shares(sums, tumour.downsample, centres, 3 * size + tissue.downsample) == 0]
+        negative = _pick(centres, tissue.downsample, slide, size, per_slide - wanted, generator)
+    return positive, negative
+
+
+def _sums(mask: np.ndarray) -> np.ndarray:
+    """Return how many pixels of a mask lie above and left of each corner, [H + 1, W + 1] int32."""
+    sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int32)
+    np.cumsum(mask, 0, np.int32, out=sums[1:, 1:])
+    np.cumsum(sums[1:, 1:], 1, np.int32, out=sums[1:, 1:])
+    return sums
+
+
+def _shares(sums: np.ndarray, downsample: float, centres: np.ndarray, side: float) -> np.ndarray:
+    """Return which share of each square about a centre a mask covers, 0 to 1.
+
+    Args:
+        sums: of the mask, see `_sums`.
+        downsample: level-0 pixels per mask pixel.
+        centres: [N, 2] (x, y) in pixels of level 0.
+        side: of the squares, likewise; they are widened to whole pixels of the mask.
+    """
+    first = np.floor((centres - side / 2) / downsample).astype(np.int64)
+    behind = np.ceil((centres + side / 2) / downsample).astype(np.int64)
+    most = np.array(sums.shape)[::-1] - 1
+    (left, top), (right, bottom) = np.clip(first, 0, most).T, np.clip(behind, 0, most).T
+    inside = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
+    return np.asarray(inside / (behind - first).prod(1))
+
+
+def _tumour(entry: SlideEntry, slide: Slide, size: int) -> SlideMask:
+    base = slide.levels[0]
+    finest = max(1.0, size / _PIXELS_PER_PATCH, math.sqrt(base.width * base.height / _MASK_PIXELS))
+    return tumour_mask(entry, base.width, base.height, finest)
+
+
+def _centres(where: SlideMask) -> np.ndarray:
+    """Return the centres of pixels of a mask, evenly spread, [N, 2] float64 (x, y) in pixels of level 0."""
+    places = np.flatnonzero(where.mask)
+    places = places[:: -(-len(places) // _PLACES) or 1]
+    return (np.stack(np.divmod(places, where.mask.shape[1])[::-1], 1) + 0.5) * where.downsample
+
+
+def _pick(
+    centres: np.ndarray, downsample: float, slide: Slide, size: int, count: int, generator: np.random.Generator
+) -> np.ndarray:
+    """Return the corners of `count` different patches, or of as many as there are, [M, 2] int64.
+
+    Args:
+        centres: [N, 2] of the mask pixels in which a patch may have its centre, in pixels of level 0.
+        downsample: of the mask.
+        slide: no patch leaves it.
+        size: of a patch.
+        count: patches wanted.
+        generator: draws.
+    """
+    side = max(1, int(downsample))
+    origins = np.floor(centres - downsample / 2).astype(np.int64) - size // 2
+    most = np.array([slide.levels[0].width, slide.levels[0].height]) - size
+    # Of pixels at an edge all of whose places lie within are taken, so that each number below names another patch.
+    origins = origins[((origins >= 0) & (origins + side - 1 <= most)).all(1)]
+    places = len(origins) * side**2
+    numbers = generator.choice(places, min(count, places), replace=False) if places else np.empty(0, np.int64)
+    pixel, within = np.divmod(numbers, side**2)
+    return np.asarray(origins[pixel] + np.stack(np.divmod(within, side)[::-1], 1))

@@ -1,0 +1,196 @@
+"""Recipes baseline and guide: MONAI's datasets, loaders and transforms, patch by patch on the CPU, as in its script.
+
+On a GPU the guide's transforms are cuCIM's CUDA kernels, a whole batch at a time, where cupy is there.
+
+Source: MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py, backends numpy, cucim.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from monai.data import DataLoader, Dataset, PatchWSIDataset
+from monai.transforms import (
+    CastToTyped,
+    Compose,
+    CuCIM,
+    EnsureTyped,
+    LoadImaged,
+    RandCuCIM,
+    RandFlipd,
+    RandomizableTransform,
+    RandRotate90d,
+    RandZoomd,
+    ScaleIntensityRanged,
+)
+
+from apps.pathology.config import Augmentation
+from apps.pathology.patches.augment import jitter_
+from apps.pathology.patches.store import IMAGES
+from apps.pathology.patches.table import PatchTable
+from common.data.batches import Batch
+from common.data.monai_batches import MonaiBatches, plain
+
+
+class ColourJitterd(RandomizableTransform):  # type: ignore[misc]
+    """The colour jitter of one image by itself, as TorchVision's ColorJitter on a tensor in [0, 255].
+
+    Args:
+        spreads: the largest changes of brightness, contrast, saturation and hue.
+    """
+
+    def __init__(self, spreads: tuple[float, float, float, float]) -> None:
+        super().__init__(prob=1.0)
+        self.spreads = spreads
+
+    def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the item with its "image" [3, Y, X] jittered."""
+        *spreads, hue = self.spreads
+        factors = [self.R.uniform(max(0.0, 1 - spread), 1 + spread) for spread in spreads]
+        factors.append(self.R.uniform(-hue, hue))
+        image = plain(torch.as_tensor(data["image"])).float().contiguous() / 255
+        jitter_(image[None], np.array([factors], np.float32), self.R.permutation(4)[None])
+        return {**data, "image": image * 255}
+
+
+def random_transforms(augmentation: Augmentation) -> list[Any]:
+    """Return the script's random transforms of images in [0, 255]."""
+    return [
+        ColourJitterd(augmentation.jitter),
+        RandFlipd("image", spatial_axis=-1, prob=0.5),
+        RandRotate90d("image", prob=0.5),
+        CastToTyped("image", dtype=np.float32),
+        RandZoomd("image", prob=0.5, min_zoom=augmentation.zoom[0], max_zoom=augmentation.zoom[1]),
+    ]
+
+
+def scaling() -> list[Any]:
+    """Return the script's scaling from [0, 255] to [-1, 1]."""
+    return [
+        CastToTyped("image", dtype=np.float32),
+        ScaleIntensityRanged("image", a_min=0.0, a_max=255.0, b_min=-1.0, b_max=1.0),
+        EnsureTyped("image"),
+    ]
+
+
+def monai_patches(
+    table: PatchTable,
+    transforms: Sequence[Any],
+    reader: str,
+    batch_size: int,
+    workers: int | None,
+    seed: int,
+    device: torch.device,
+    on_device: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
+) -> MonaiBatches:
+    """Return batches read and augmented by MONAI, each patch anew in each epoch.
+
+    Args:
+        table: the training patches of this rank.
+        transforms: of each patch, in the loader.
+        reader: of the slides, "cucim", "openslide" or "tifffile".
+        batch_size: patches in one step of this rank.
+        workers: loader processes.
+        seed: of the order and of MONAI's random transforms; must differ between ranks.
+        device: where batches go.
+        on_device: transforms of a whole batch there, where the loader's leave it in [0, 255].
+
+    Raises:
+        ValueError: there are fewer patches than a batch has.
+    """
+    if len(table) < batch_size:
+        raise ValueError(f"batch_size {batch_size}: there are {len(table)} training patches; choose a smaller one")
+
+    def to_batch(items: dict[str, Any]) -> Batch:
+        image = plain(items["image"]).to(device, torch.float32, non_blocking=True)
+        for transform in on_device:
+            image = transform(image)
+        label = plain(items["label"]).to(device, torch.float32, non_blocking=True).flatten()
+        return Batch(image, label, tuple(items["name"]))
+
+    loader = DataLoader(
+        monai_dataset(table, transforms, reader),
+        num_workers=workers or 0,
+        batch_size=batch_size,
+        shuffle=True,
+        drop_last=True,
+        generator=torch.Generator(),
+    )
+    return MonaiBatches(loader, to_batch, seed)
+
+
+def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> Any:  # noqa: ANN401 - MONAI's
+    """Return MONAI's dataset of the patches: of image files, or of regions of slides."""
+    rows = list(zip((table.files[file] for file in table.file), table.corner.tolist(), table.label, strict=True))
+    if table.files[0].suffix.lower() in IMAGES:
+        items = [{"image": str(file), "label": float(label), "name": file.stem} for file, _, label in rows]
+        load = LoadImaged("image", reader="PILReader", ensure_channel_first=True, reverse_indexing=False)
+        return Dataset(items, Compose([load, *transforms]))
+    regions = [{"image": str(file), "location": [y, x], "label": float(label)} for file, (x, y), label in rows]
+    return PatchWSIDataset(
+        regions,
+        patch_size=table.size,
+        patch_level=0,
+        center_location=False,
+        reader=reader,
+        transform=_Chain([_named, *transforms]),
+    )
+
+
+class _Chain(Compose):  # type: ignore[misc]
+    """A Compose that is true without being counted.
+
+    PatchWSIDataset asks for each patch whether it has a transform; MONAI 1.6's Compose counts itself to answer, for
+    which it makes a flat copy, which seeds all of the transforms anew from the clock.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _named(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a patch with its slide's name, which the dataset keeps in the image's metadata alone."""
+    return {**item, "name": Path(item["image"].meta["path"]).stem}
+
+
+def why_not_cucim(device: torch.device) -> str | None:
+    """Return why cuCIM's kernels cannot run, None where they can."""
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if find_spec("cupy") is None:
+        return "cupy is not installed (pip install -e '.[gpu]')"
+    import cupy
+
+    return None if cupy.is_available() else "cupy finds no GPU"
+
+
+def cucim_transform(augmentation: Augmentation) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the script's transforms of a batch on a GPU, drawn from cuCIM's generators, which nobody can seed.
+
+    Returns:
+        From images [B, 3, Y, X] in [0, 255] on a GPU to float32 in [-1, 1].
+    """
+    jitter = dict(zip(("brightness", "contrast", "saturation", "hue"), augmentation.jitter, strict=True))
+    on_bytes = (
+        RandCuCIM(name="rand_color_jitter", prob=1.0, **jitter),
+        RandCuCIM(name="rand_image_flip", prob=0.5, spatial_axis=-1),
+        RandCuCIM(name="rand_image_rotate_90", prob=0.5, max_k=3, spatial_axis=(-2, -1)),
+    )
+    zooming = RandCuCIM(name="rand_zoom", prob=0.5, min_zoom=augmentation.zoom[0], max_zoom=augmentation.zoom[1])
+    in_range = CuCIM(name="scale_intensity_range", a_min=0.0, a_max=255.0, b_min=-1.0, b_max=1.0)
+
+    def transform(images: torch.Tensor) -> torch.Tensor:
+        import cupy
+
+        # Both libraries must use one stream: without it cuCIM would read what torch has not written yet.
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            array = cupy.from_dlpack(images.detach().to(torch.uint8))
+            for each in on_bytes:
+                array = each(array)
+            array = in_range(zooming(array.astype(cupy.float32)))
+            return torch.utils.dlpack.from_dlpack(cupy.ascontiguousarray(array, cupy.float32))
+
+    return transform

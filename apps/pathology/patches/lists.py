@@ -1,0 +1,172 @@
+"""Tables of patches from lists: folders of labelled patch images, and coordinates in slides (NCRF's and MONAI's)."""
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from PIL import Image
+
+from apps.pathology.patches.table import PatchTable
+from apps.pathology.slides.layout import is_slide, slide_name
+
+PARTS = {
+    "train": "training",
+    "training": "training",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "test": "testing",
+    "testing": "testing",
+}
+_LABELS = {"0": 0, "1": 1}
+# MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py: regions, grid and patches.
+REGION, GRID, PATCH_SIZE = 768, 3, 224
+_Region = tuple[str, int, int, list[int]]
+"""A slide, x and y of a region's centre at level 0, and the labels of its patches row by row."""
+
+
+def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
+    """Read the patches that labels.csv lists: a header with image, label and, where they are divided, split.
+
+    An image is named relative to the folder or to its `images`; its label is 1 for tumour, else 0; its split is train,
+    val (or valid, validation) or test. All images are squares as large as the first; whoever decodes them checks it.
+
+    Returns:
+        The tables "training", "validation" and "testing", those that have patches; all are training without a split.
+
+    Raises:
+        FileNotFoundError: labels.csv or an image is missing.
+        ValueError: the header lacks a column, a label or a split is another, an image is listed twice or lies
+            elsewhere, or no image trains; the message names the line.
+    """
+    path = folder / "labels.csv"
+    listed: dict[Path, tuple[str, int]] = {}
+    with path.open(newline="", encoding="utf-8-sig") as stream:
+        reader = csv.DictReader(stream)
+        if missing := {"image", "label"} - set(reader.fieldnames or ()):
+            raise ValueError(f"{path}: the header lacks {', '.join(sorted(missing))}; expected image,label,split")
+        for row in reader:
+            image, part, label = _labelled_image(row, folder, f"{path}, line {reader.line_num}")
+            if image in listed:
+                raise ValueError(f"{path}, line {reader.line_num}: {image.name} is listed before; list it once")
+            listed[image] = (part, label)
+    parts = {part: [image for image in listed if listed[image][0] == part] for part in dict.fromkeys(PARTS.values())}
+    if not parts["training"]:
+        raise ValueError(f"{path}: no image trains; expected some with the split train, or no column split")
+    size = _side(parts["training"][0])
+    return {part: _image_table(images, listed, size) for part, images in parts.items() if images}
+
+
+def read_coordinates(path: Path, images: Path, part: str = "training") -> PatchTable:
+    """Read regions of slides by their centres, each cut into 3 x 3 patches of 224 pixels as MONAI's GridSplit does.
+
+    Two forms are known, told apart by the suffix:
+    - CSV without a header (NCRF's lists as MONAI's guide has them): slide, x and y of the centre at level 0, then the
+      flags of the patches, 1 for tumour, column by column: the guide reads them transposed.
+    - .json (MONAI's lists for decathlon loaders): {"training": [...], "validation": [...]} of {"image": slide,
+      "location": [row, column] of the centre at level 0, "label": flags row by row, flat or nested}.
+
+    A slide is named with or without folder and suffix; upper and lower case are the same.
+
+    Args:
+        path: the list.
+        images: the folder in which, or anywhere below which, the slides lie.
+        part: which list of a JSON file.
+
+    Raises:
+        FileNotFoundError: slides of the list are missing; the message names them.
+        ValueError: the list is empty or a line of it (an item) is damaged; the message names it.
+    """
+    regions = list(_from_json(path, part) if path.suffix.lower() == ".json" else _from_csv(path))
+    if not regions:
+        raise ValueError(f"{path}: lists no regions")
+    names = list(dict.fromkeys(name for name, *_ in regions))
+    number = {name: index for index, name in enumerate(names)}
+    step = (REGION - PATCH_SIZE) // (GRID - 1)
+    offsets = np.array([(column * step, row * step) for row in range(GRID) for column in range(GRID)])
+    centres = np.array([(x, y) for _, x, y, _ in regions])
+    return PatchTable(
+        files=_find(names, images, path),
+        file=np.repeat(np.array([number[name] for name, *_ in regions], np.int32), GRID**2),
+        corner=(centres[:, None] - REGION // 2 + offsets).reshape(-1, 2).astype(np.int32),
+        label=np.array([flags for *_, flags in regions], np.uint8).reshape(-1),
+        size=PATCH_SIZE,
+    )
+
+
+def _labelled_image(row: dict[str, str], folder: Path, where: str) -> tuple[Path, str, int]:
+    name, label, split = ((row.get(key) or "").strip() for key in ("image", "label", "split"))
+    if label not in _LABELS:
+        raise ValueError(f"{where}: label {label!r}: expected 0 or 1 (tumour)")
+    if "split" in row and split.lower() not in PARTS:
+        raise ValueError(f"{where}: split {split!r}: expected one of {', '.join(PARTS)}")
+    if not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"{where}: image {name!r}: expected a path within the folder")
+    image = next((path for path in (folder / name, folder / "images" / name) if path.is_file()), None)
+    if image is None:
+        raise FileNotFoundError(f"{where}: {name} is missing in {folder} and in its folder images")
+    return image, PARTS[split.lower()] if "split" in row else "training", _LABELS[label]
+
+
+def _side(image: Path) -> int:
+    try:
+        with Image.open(image) as opened:
+            width, height = opened.size
+    except OSError as error:
+        raise ValueError(f"{image}: cannot be read as an image ({error}); copy it again") from error
+    if width != height:
+        raise ValueError(f"{image}: {width} x {height} pixels; patches are squares")
+    return int(width)
+
+
+def _image_table(images: list[Path], listed: dict[Path, tuple[str, int]], size: int) -> PatchTable:
+    label = np.array([listed[image][1] for image in images], np.uint8)
+    file = np.arange(len(images), dtype=np.int32)
+    return PatchTable(tuple(images), file, np.zeros((len(images), 2), np.int32), label, size)
+
+
+def _from_csv(path: Path) -> Iterator[_Region]:
+    with path.open(newline="", encoding="utf-8-sig") as stream:
+        for line, row in enumerate(csv.reader(stream), 1):
+            if row and len(row) != 3 + GRID**2:
+                raise ValueError(f"{path}, line {line}: {len(row)} columns; expected {3 + GRID**2}: slide,x,y,flags")
+            if row:
+                name, x, y, *flags = row
+                # Column by column in the file, row by row from here on.
+                yield _region(name, x, y, np.reshape(flags, (GRID, GRID)).T.ravel(), f"{path}, line {line}")
+
+
+def _from_json(path: Path, part: str) -> Iterator[_Region]:
+    try:
+        items = json.loads(path.read_text(encoding="utf-8"))[part]
+        rows = [(str(item["image"]), *item["location"], np.ravel(item["label"])) for item in items]
+        if any(len(row) != 4 or len(row[3]) != GRID**2 for row in rows):
+            raise ValueError(f"a location of other than 2 numbers, or a label of other than {GRID**2} flags")
+    except (ValueError, LookupError, TypeError) as error:
+        expected = f'{{"{part}": [{{"image": ..., "location": [row, column], "label": [{GRID**2} flags]}}]}}'
+        raise ValueError(f"{path}: expected {expected} ({type(error).__name__}: {error})") from error
+    for index, (name, y, x, flags) in enumerate(rows):
+        yield _region(name, x, y, flags, f"{path}, {part}[{index}]")
+
+
+def _region(name: str, x: str | int, y: str | int, flags: np.ndarray, where: str) -> _Region:
+    try:
+        return slide_name(name), int(x), int(y), [_LABELS[str(flag).strip()] for flag in flags.tolist()]
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"{where}: expected whole numbers for the centre and flags of 0 or 1, found {error}"
+        ) from error
+
+
+def _find(names: list[str], images: Path, path: Path) -> tuple[Path, ...]:
+    """Return the file of each slide, looked for in a folder and below."""
+    there: dict[str, Path] = {}
+    for file in sorted(images.rglob("*")):
+        if is_slide(file) and there.setdefault(file.stem.lower(), file) is not file and file.stem.lower() in names:
+            raise ValueError(f"{images}: {there[file.stem.lower()]} and {file} are named alike; keep one of them")
+    if missing := [name for name in names if name not in there]:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise FileNotFoundError(f"{path}: {len(missing)} of {len(names)} slides are not in {images}: {shown}")
+    return tuple(there[name] for name in names)

@@ -1,0 +1,208 @@
+"""Which patches the pathology app trains on, validates on and is judged on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from apps.pathology.config import DEFAULTS, PathologyConfig
+from apps.pathology.patches.draw import sample_patches, shortages
+from apps.pathology.patches.lists import read_coordinates, read_patch_folder
+from apps.pathology.patches.table import PatchTable, hold_out
+from apps.pathology.scan.scan import ASSUMED_MPP, MPP_TOLERANCE
+from apps.pathology.slides.camelyon import SlideEntry, read_slide_set
+from apps.pathology.slides.reader import SlidePool
+from common.files import read_object, write_json
+from common.run import Run
+from common.training.setup import DEV_RUN
+from data_scripts.make_slides import SLIDES_VERSION, make_slides
+
+_FEW = 16  # patches of each kind that a fast dev run takes
+_SYNTHETIC = (8, 6)  # slides to train on, slides to scan and to score
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The patches of a run.
+
+    Args:
+        folder: of the data.
+        name: of the data.
+        synthetic: whether they are drawn, not scanned.
+        mpp: um per pixel; None where the data do not say.
+        training: those to train on.
+        validation: those that choose the best weights.
+        testing: those that only judge them; None where there are none.
+        per_slide: patches wanted of each slide; None where they are listed.
+    """
+
+    folder: Path
+    name: str
+    synthetic: bool
+    mpp: float | None
+    training: PatchTable
+    validation: PatchTable
+    testing: PatchTable | None
+    per_slide: int | None = None
+
+    def about(self) -> tuple[dict[str, str | bool], dict[str, int]]:
+        """Return what the summary of a run says of its data, and how many patches trained and validated it."""
+        data: dict[str, str | bool] = {"folder": str(self.folder), "name": self.name, "synthetic": self.synthetic}
+        return data, {"training": len(self.training), "validation": len(self.validation)}
+
+    def parts(self) -> dict[str, PatchTable]:
+        """Return the tables that there are, by name."""
+        found = {"training": self.training, "validation": self.validation, "testing": self.testing}
+        return {name: table for name, table in found.items() if table is not None}
+
+
+def find_tables(config: PathologyConfig, run: Run, pool: SlidePool) -> Tables:
+    """Return the patches of --data; without it, make synthetic slides once and say loudly that they are.
+
+    Raises:
+        FileNotFoundError, ValueError: as from reading them.
+    """
+    folder = config.data
+    if folder is None:
+        made = config.store / "phantoms" / f"slides-{SLIDES_VERSION}"
+        folder = run.ranks.once(lambda: make_slides(made, *_SYNTHETIC))
+    tables = run.ranks.once(lambda: _of_both_kinds(_read(config, folder, run, pool), run))
+    tables = replace(tables, mpp=config.mpp or tables.mpp)
+    if config.fast_dev_run:
+        run.say(DEV_RUN)
+        few: dict[str, Any] = {name: _few_patches(table, config) for name, table in tables.parts().items()}
+        tables = replace(tables, **few)
+    shown = ", ".join(f"{len(table)} {name}" for name, table in tables.parts().items())
+    size = f"{tables.training.size} pixels" + (f" of {tables.mpp:g} um" if tables.mpp else "")
+    run.say(f"data: {tables.folder} ({tables.name}; patches of {size}: {shown})")
+    if tables.synthetic:
+        run.say(
+            "SYNTHETIC DATA: these slides are drawn, and their figures say nothing about patients. For real ones:\n"
+            "  python data_scripts/fetch_camelyon16.py --to data/camelyon16 --slides sample && "
+            "python apps/pathology/train.py --data data/camelyon16"
+        )
+    return tables
+
+
+def _read(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -> Tables:
+    if config.lists is not None:
+        return _listed(folder, config.lists, run, pool)
+    return _labelled(config, folder) if (folder / "labels.csv").is_file() else _sampled(config, folder, run, pool)
+
+
+def _of_both_kinds(tables: Tables, run: Run) -> Tables:
+    """Refuse to train on, or to validate by, patches of one kind; leave testing by them out, and say so.
+
+    Raises:
+        ValueError: names the set and what it lacks.
+    """
+    for name, table in tables.parts().items():
+        if table.label.min() != table.label.max():
+            continue
+        if name == "testing":
+            run.say(f"testing: its {len(table)} patches are of one kind, which has no AUC, so it is left out")
+            return replace(tables, testing=None)
+        kind = "tumour" if table.label.min() == 0 else "normal"
+        raise ValueError(
+            f"{tables.folder}: there is no {kind} patch among the {len(table)} for {name}, and no AUC without; add "
+            f"some, or choose another --held_out or --seed"
+        )
+    return tables
+
+
+def _listed(folder: Path, lists: tuple[Path, Path], run: Run, pool: SlidePool) -> Tables:
+    training, validation = read_coordinates(lists[0], folder), read_coordinates(lists[1], folder, part="validation")
+    mpp = _pixel_size(sorted({*training.files, *validation.files}), run, pool)
+    return Tables(folder, lists[0].stem, False, mpp, training, validation, None)
+
+
+def _labelled(config: PathologyConfig, folder: Path) -> Tables:
+    parts = read_patch_folder(folder)
+    training, validation = parts["training"], parts.get("validation")
+    if validation is None:
+        # Patches of one slide may come on both sides: whose names say which slide they are from has a split of its own.
+        places = zip(training.file.tolist(), training.corner.tolist(), strict=True)
+        names = [f"{training.files[file].name}:{corner}" for file, corner in places]
+        held = hold_out(training.label, names, config.held_out, config.seed)
+        training, validation = training.take(~held), training.take(held)
+    return Tables(folder, folder.name, False, None, training, validation, parts.get("testing"))
+
+
+def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -> Tables:
+    usual = DEFAULTS[run.device.type]
+    size = config.patch_size or usual["patch_size"]
+    per_slide = wanted = config.patches_per_slide or usual["patches_per_slide"]
+    slides = read_slide_set(folder)
+    labels = np.array([entry.tumour for entry in slides.training])
+    held = hold_out(labels, [entry.name for entry in slides.training], config.held_out, config.seed)
+    training, validation = (
+        [entry for entry, out in zip(slides.training, held, strict=True) if out == side] for side in (False, True)
+    )
+    testing = [entry for entry in slides.testing if not entry.tumour or entry.annotation or entry.mask]
+    if config.fast_dev_run:
+        training, validation, testing = _few_slides(training), _few_slides(validation), []
+        per_slide = min(per_slide, max(_FEW, config.batch_size or 0))
+
+    def drawn(entries: Sequence[SlideEntry]) -> PatchTable:
+        table = sample_patches(entries, per_slide, size, config.seed, pool, config.workers, run.leader)
+        if missing := shortages(table, per_slide):
+            lacking = ", ".join(f"{name} {count}" for name, count in missing.items())
+            run.say(f"room for fewer patches than {per_slide} on some slides; missing: {lacking}")
+        return table
+
+    tables = drawn(training), drawn(validation), drawn(testing) if testing else None
+    mpp = _pixel_size([entry.path for entry in (*training, *validation)], run, pool)
+    return Tables(slides.folder, slides.name, slides.synthetic, mpp, *tables, per_slide=wanted)
+
+
+def _pixel_size(files: Sequence[Path], run: Run, pool: SlidePool) -> float | None:
+    """Return um per pixel of the slides, and say what reads them and whether their pixels differ."""
+    sizes, readers = [], set()
+    for file in files:
+        with pool.use(file) as slide:
+            sizes.append(slide.mpp)
+            readers.add(slide.reader)
+    known = sorted(size for size in sizes if size is not None)
+    text = f"slides: read by {', '.join(sorted(readers))}"
+    if len(known) < len(sizes):
+        text += f"; {len(sizes) - len(known)} give no pixel size, and tissue is sought as if it were {ASSUMED_MPP} um"
+    if known and known[-1] > (1 + MPP_TOLERANCE) * known[0]:
+        text += (
+            f"; ATTENTION: their pixels are {known[0]:g} to {known[-1]:g} um, and patches are taken as they are: the "
+            "network learns several magnifications; train on slides of one"
+        )
+    run.say(text)
+    return known[len(known) // 2] if known else None
+
+
+def keep_digests(tables: Tables, run: Run) -> None:
+    """Keep the digests of the patches that a run trains on and validates by.
+
+    Raises:
+        ValueError: a resumed run began with others.
+    """
+    path = run.directory / "patches.json"
+    digests = {"training": tables.training.digest(), "validation": tables.validation.digest()}
+    if run.resumed and path.is_file() and read_object(path) != digests:
+        raise ValueError(
+            f"{path}: the run began with other patches than --data now gives, so it cannot go on; restore the files, "
+            "or start a new run from its weights with --init"
+        )
+    write_json(path, digests)
+
+
+def _few_slides(slides: Sequence[SlideEntry]) -> list[SlideEntry]:
+    """Return the first slide with and the first without tumour."""
+    return [slides[place] for place in _of_each_kind(np.array([entry.tumour for entry in slides]), 1)]
+
+
+def _few_patches(table: PatchTable, config: PathologyConfig) -> PatchTable:
+    """Return a few patches of each kind, and a batch at least."""
+    return table.take(_of_each_kind(table.label, max(_FEW, config.batch_size or 0)))
+
+
+def _of_each_kind(labels: np.ndarray, count: int) -> np.ndarray:
+    """Return the places of the first `count` of each label, in order."""
+    return np.sort(np.concatenate([np.flatnonzero(labels == label)[:count] for label in (0, 1)]))

@@ -1,0 +1,118 @@
+"""How well a network tells patches apart: the figure of a run, and what the gate judges its exports on."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from apps.pathology.model import PathologyModel, normalised
+from apps.pathology.patches.store import Patches
+from apps.pathology.scan.froc import auc
+from common.export.export import EngineChoice, ExportRecord, export
+from common.export.gate import Judge
+from common.inference.predictors import Predictor, torch_predictor
+from common.run import Run
+from common.training.evaluate import Quality
+from common.training.fit import Validate
+
+_AT_ONCE = 256  # patches in one call
+_GATE_PATCHES = 1024  # the gate scores so many validation patches with each export
+_GATE_TILES = 1
+_TILES = 4
+
+
+def patch_scores(patches: Patches, predictor: Predictor, device: torch.device, rows: np.ndarray) -> torch.Tensor:
+    """Return the tumour probability of the patches of some rows ([M] int), [M] float32 on the device."""
+    scores = []
+    for start in range(0, len(rows), _AT_ONCE):
+        images = normalised(patches.take(rows[start : start + _AT_ONCE], device))
+        scores.append(torch.sigmoid(predictor(images)).flatten())
+    return torch.cat(scores)
+
+
+def all_scores(patches: Patches, predictor: Predictor, run: Run) -> np.ndarray:
+    """Return the tumour probability of all patches, [N] float32; each rank computes its share."""
+    mine = np.arange(run.ranks.rank, len(patches.table), run.ranks.world)
+    shares = run.ranks.gather([patch_scores(patches, predictor, run.device, mine).cpu()])
+    scores = np.empty(len(patches.table), np.float32)
+    for number, share in enumerate(shares):
+        scores[number :: len(shares)] = share.numpy()
+    return scores
+
+
+def shared_validation(patches: Patches, run: Run) -> Validate:
+    """Return the validation whose patches are shared by the ranks: the AUC of all of them."""
+
+    def validate(network: nn.Module, check: object) -> float:
+        return auc(patches.table.label, all_scores(patches, torch_predictor(network.eval()), run))
+
+    return validate
+
+
+def evaluate(best: nn.Module, validation: Patches, testing: Patches | None, run: Run) -> Quality:
+    """Return the patch AUC of the best weights: on the patches for testing where there are some."""
+    found: dict[str, float] = {}
+    with run.clock.stage("validate"):
+        for name, patches in (("validation", validation), ("testing", testing)):
+            if patches is not None:
+                label, scores = patches.table.label, all_scores(patches, torch_predictor(best), run)
+                found[f"{name} AUC"] = auc(label, scores)
+                found[f"{name} accuracy"] = float(np.mean((scores >= 0.5) == label.astype(bool)))
+    judged = "validation" if testing is None else "testing"
+    run.say("patches: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+    name = f"patch AUC, {judged} patches, best weights"
+    return Quality(name, found[f"{judged} AUC"], found, selected_on="validation", per_region={})
+
+
+def judge_on(
+    validation: Patches, model: PathologyModel, run: Run, name: str, calibration: torch.Tensor | None = None
+) -> Judge:
+    """Return what the gate judges exports on: the logits of tiles, and the AUC of validation patches.
+
+    Args:
+        validation: patches; the gate takes the first of them, tumour and normal in turn.
+        model: the network's.
+        run: what computes.
+        name: of the patches' dataset.
+        calibration: tiles [M, 3, T, T] float32 for INT8; None makes none.
+    """
+    label = validation.table.label
+    rows = _alternating(label)[:_GATE_PATCHES]
+
+    def evaluate_one_by_one(predictor: Predictor) -> float:
+        scores = [patch_scores(validation, predictor, run.device, row[None]) for row in rows]
+        return auc(label[rows], torch.cat(scores).cpu().numpy())
+
+    origin = f"patch AUC on {len(rows)} validation patches of {name}"
+    return Judge(tiles(validation, model)[:_GATE_TILES], evaluate_one_by_one, origin, calibration)
+
+
+def export_patches(
+    best: nn.Module, model: PathologyModel, judge: Judge, engine: EngineChoice, run: Run
+) -> ExportRecord:
+    """Export the best weights behind the gate; the models take images of any size from a patch to a tile."""
+    return export(
+        best,
+        judge,
+        run,
+        batch=model.tile_batch,
+        metadata={"name": "medspeed pathology", "labels": "normal tumour"},
+        engine=engine,
+        smallest=(3, model.patch_size, model.patch_size),
+    )
+
+
+def tiles(patches: Patches, model: PathologyModel) -> torch.Tensor:
+    """Return a few tiles [N, 3, T, T] float32 of real patches side by side."""
+    side = -(-model.tile_size // model.patch_size)
+    rows = np.resize(_alternating(patches.table.label), _TILES * side * side)
+    images = normalised(patches.take(rows, torch.device("cpu")))
+    grid = images.reshape(_TILES, side, side, 3, model.patch_size, model.patch_size)
+    whole = grid.permute(0, 3, 1, 4, 2, 5).reshape(_TILES, 3, side * model.patch_size, side * model.patch_size)
+    return whole[:, :, : model.tile_size, : model.tile_size].contiguous()
+
+
+def _alternating(label: np.ndarray) -> np.ndarray:
+    """Return all row numbers, tumour and normal in turn while both last."""
+    places = np.concatenate([np.arange(np.count_nonzero(label == value)) for value in (0, 1)])
+    rows = np.concatenate([np.flatnonzero(label == value) for value in (0, 1)])
+    return rows[np.argsort(places, kind="stable")]

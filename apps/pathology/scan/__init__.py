@@ -1,0 +1,1 @@
+"""Scans of slides: maps of probability, what they leave, and how they score."""

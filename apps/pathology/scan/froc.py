@@ -1,0 +1,222 @@
+"""Camelyon16's scores: how many lesions are found at how many false positives, and how well slides are told apart.
+
+Files are written atomically; OSError says that the folder cannot be written, or that the disk is full.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from numpy.typing import NDArray
+from scipy.ndimage import binary_fill_holes, distance_transform_edt, label
+from scipy.stats import rankdata
+from skimage.measure import regionprops
+
+from common.files import write_text
+from common.observe.plots import save_png
+
+# The challenge's evaluation code, which MONAI's LesionFROC follows (monai.apps.pathology), has all these numbers.
+GROWTH_UM = 75.0  # lesions this close belong together: the width of five tumour cells
+ITC_UM = 200.0  # a lesion whose long axis is shorter is isolated tumour cells
+FALSE_POSITIVE_RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # per slide, at which the score takes the sensitivity
+DETECTION_THRESHOLD = 0.5  # MONAI's LesionFROC, as is the box
+DETECTION_BOX = 48  # pixels of the probability map
+_CURVE, _SCORE = "#0072B2", "#D55E00"
+
+
+@dataclass(frozen=True)
+class LesionMap:
+    """The lesions of one slide.
+
+    Args:
+        labels: [H, W] int32, 0 outside, lesions from 1.
+        isolated: labels of isolated tumour cells, which are neither to be found nor wrong to find.
+    """
+
+    labels: NDArray[np.int32]
+    isolated: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Detections:
+    """What was found in one slide, the surest first.
+
+    Args:
+        x: [D] int64, column in the probability map.
+        y: [D] int64, row.
+        scores: [D] float32 probabilities.
+    """
+
+    x: NDArray[np.int64]
+    y: NDArray[np.int64]
+    scores: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class FrocResult:
+    """The free-response curve: one point for each score at which something is gained or lost, then (0, 0).
+
+    Args:
+        false_positives: [K] float64 per slide, falling.
+        sensitivities: [K] float64, the share of lesions found.
+        at_rates: sensitivity at each of FALSE_POSITIVE_RATES.
+        score: mean of `at_rates`.
+        slides: slides scored.
+        lesions: lesions to be found in them.
+    """
+
+    false_positives: NDArray[np.float64]
+    sensitivities: NDArray[np.float64]
+    at_rates: tuple[float, ...]
+    score: float
+    slides: int
+    lesions: int
+
+
+def find_lesions(mask: np.ndarray, mpp: float) -> LesionMap:
+    """Return the lesions of a tumour mask [H, W] (not 0: tumour) of `mpp` micrometres a pixel.
+
+    The tumour grows by half of GROWTH_UM, its holes are filled, and what touches, also corner to corner, is one
+    lesion. A mask without tumour has no lesions (MONAI's function does not allow for it).
+
+    Raises:
+        ValueError: the mask does not have two axes, or mpp is not above 0.
+    """
+    if mask.ndim != 2 or not mpp > 0:
+        raise ValueError(f"mask {mask.shape} at {mpp} um a pixel: must be [H, W], and the pixel larger than 0")
+    if not mask.any():
+        return LesionMap(np.zeros(mask.shape, np.int32), ())
+    grown = distance_transform_edt(mask == 0) < GROWTH_UM / (2 * mpp)
+    labels = np.empty(mask.shape, np.int32)
+    label(binary_fill_holes(grown), np.ones((3, 3)), output=labels)
+    longest = (ITC_UM + GROWTH_UM) / mpp
+    isolated = tuple(lesion.label for lesion in regionprops(labels) if lesion.axis_major_length < longest)
+    return LesionMap(labels, isolated)
+
+
+def detect(probability: np.ndarray, threshold: float = DETECTION_THRESHOLD, box: int = DETECTION_BOX) -> Detections:
+    """Return the peaks of a probability map [H, W]: the highest, then the highest outside the box around it, and so on.
+
+    Equal to MONAI's PathologyProbNMS, also where probabilities are equal (the first, row by row, wins), in one sort
+    instead of a search of the whole map for each peak. The map is not smoothed: MONAI's sigma is 0 by default, and
+    its filter leaves a map of two axes as it is.
+
+    Raises:
+        ValueError: the map does not have two axes, is not finite, or the threshold or the box make no sense.
+    """
+    if probability.ndim != 2 or not np.isfinite(probability).all():
+        raise ValueError(f"probability map {probability.shape}: must be [H, W] and finite")
+    if threshold < 0 or box < 1:
+        raise ValueError(f"threshold {threshold} and box {box}: must be at least 0, and at least 1 pixel")
+    width, before, after = probability.shape[1], box // 2, box - box // 2
+    candidates = np.flatnonzero(probability > threshold)
+    candidates = candidates[np.argsort(-probability.ravel()[candidates], kind="stable")]
+    taken = np.zeros(probability.shape, bool)
+    flat = taken.data.cast("B")  # a view that Python reads faster, one pixel at a time, than NumPy does
+    peaks = []
+    for place in candidates.tolist():
+        if not flat[place]:
+            peaks.append(place)
+            row, column = divmod(place, width)
+            taken[max(row - before, 0) : row + after, max(column - before, 0) : column + after] = True
+    y, x = divmod(np.array(peaks, np.int64), width)
+    return Detections(x, y, probability[y, x].astype(np.float32))
+
+
+def froc(slides: Sequence[tuple[LesionMap | None, Detections]]) -> FrocResult:
+    """Return the free-response curve over slides, and Camelyon16's score.
+
+    A lesion is found with the score of its surest detection; a detection outside all lesions is a false positive.
+    As in the challenge's code, the lowest of all scores (0 where a lesion was missed) is no point of the curve.
+
+    Args:
+        slides: lesions (None in a slide without tumour) and detections of each, on one grid.
+
+    Raises:
+        ValueError: a detection lies outside its map, or there is no lesion to be found.
+    """
+    outcomes = [_outcome(lesions, detections) for lesions, detections in slides]
+    false = np.concatenate([np.empty(0, np.float32), *(false for false, _, _ in outcomes)])
+    found = np.concatenate([np.empty(0, np.float32), *(found for _, found, _ in outcomes)])
+    targets = sum(count for _, _, count in outcomes)
+    if not targets:
+        raise ValueError(
+            f"{len(slides)} slides hold no lesion larger than isolated tumour cells: there is no sensitivity; "
+            "score slides with tumour among them"
+        )
+    thresholds = np.unique(np.concatenate([false, found]))[1:]
+    rates, shares = (
+        np.append(len(scores) - np.searchsorted(np.sort(scores), thresholds), 0) / count
+        for scores, count in ((false, len(slides)), (found, targets))
+    )
+    at_rates = np.interp(FALSE_POSITIVE_RATES, rates[::-1], shares[::-1])
+    return FrocResult(rates, shares, tuple(at_rates.tolist()), float(at_rates.mean()), len(slides), targets)
+
+
+def auc(labels: np.ndarray, scores: np.ndarray) -> float:
+    """Return the share of (positive, negative) pairs that the scores [N] put in order, ties counting half.
+
+    Of slides (score: the greatest probability of the map) this is Camelyon16's first task; of patches it is patch AUC.
+
+    Raises:
+        ValueError: there is no positive or no negative label [N].
+    """
+    positive = np.asarray(labels, bool)
+    count, others = int(positive.sum()), int((~positive).sum())
+    if not count or not others:
+        raise ValueError(f"{count} positive and {others} negative labels: the AUC needs both")
+    return float((rankdata(scores)[positive].sum() - count * (count + 1) / 2) / (count * others))
+
+
+def draw_froc(path: Path, result: FrocResult) -> None:
+    """Draw the curve over false positives per slide (logarithmic), and the six points of the score, as a PNG."""
+    figure = Figure(figsize=(7, 5), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    axes = figure.subplots()
+    rates = np.geomspace(FALSE_POSITIVE_RATES[0] / 2, FALSE_POSITIVE_RATES[-1] * 2, 400)
+    curve = np.interp(rates, result.false_positives[::-1], result.sensitivities[::-1])
+    axes.plot(rates, curve, color=_CURVE, linewidth=1.8)
+    axes.plot(FALSE_POSITIVE_RATES, result.at_rates, "o", color=_SCORE, markersize=6, clip_on=False, zorder=3)
+    for rate, share in zip(FALSE_POSITIVE_RATES, result.at_rates, strict=True):
+        below = share > 0.9
+        place = (0, -14) if below else (0, 8)
+        axes.annotate(f"{share:.2f}", (rate, share), place, textcoords="offset points", ha="center", fontsize=9)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(FALSE_POSITIVE_RATES, [f"{rate:g}" for rate in FALSE_POSITIVE_RATES])
+    axes.set_xlim(rates[0], rates[-1])
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("false positives per slide")
+    axes.set_ylabel("sensitivity, lesions")
+    axes.set_title(
+        f"FROC score {result.score:.3f}: {result.lesions} lesions, {result.slides} slides", loc="left", fontsize=11
+    )
+    axes.grid(color="0.9")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    save_png(path, figure)
+
+
+def write_froc_csv(path: Path, result: FrocResult) -> None:
+    """Write the curve's points as CSV: `false_positives_per_slide,sensitivity`, most false positives first."""
+    points = zip(result.false_positives.tolist(), result.sensitivities.tolist(), strict=True)
+    rows = "".join(f"{false!r},{share!r}\n" for false, share in points)
+    write_text(path, "false_positives_per_slide,sensitivity\n" + rows)
+
+
+def _outcome(lesions: LesionMap | None, detections: Detections) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the scores of false positives [F], of lesions [L] (0: missed), and how many lesions are to be found."""
+    if lesions is None:
+        return detections.scores, np.empty(0, np.float32), 0
+    height, width = lesions.labels.shape
+    if ((detections.y >= height) | (detections.x >= width)).any():
+        raise ValueError(
+            f"detections reach row {detections.y.max()} and column {detections.x.max()}, their lesion map has "
+            f"{height} x {width} pixels: mask and probability map must lie on one grid"
+        )
+    hit = lesions.labels[detections.y, detections.x]
+    found = np.zeros(lesions.labels.max() + 1, np.float32)
+    np.maximum.at(found, hit, detections.scores)
+    found[list(lesions.isolated)] = 0  # the challenge's code keeps a score of 0 for each of them
+    return detections.scores[hit == 0], found[1:], len(found) - 1 - len(lesions.isolated)

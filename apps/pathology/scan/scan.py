@@ -1,0 +1,237 @@
+"""Slides through the network: a map of tumour probabilities, from overlapping tiles or patch by patch."""
+
+import math
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from apps.pathology.model import HALO, PathologyModel, normalised
+from apps.pathology.slides.layout import SlideMask
+from apps.pathology.slides.reader import Slide
+from common.data.threads import prefetch
+from common.inference.predictors import Predictor
+from models.resnet18_fcn import STRIDE
+
+PATCH_STRIDE = 64  # Source: MONAI's bundle pathology_tumor_detection, one patch per pixel of level 6
+MPP_TOLERANCE = 0.2  # by which a level's pixel may differ from the network's before it is resized
+ASSUMED_MPP = 0.25  # um, where neither slide nor network knows: an objective of 40x, as most of Camelyon16
+
+
+@dataclass(frozen=True)
+class View:
+    """How a network sees a slide, and how the square cells of its answer lie on it.
+
+    Cells begin at the slide's upper left corner; each gets the probability of the patch around it.
+
+    Attributes:
+        level: what is read, an index into `Slide.levels`.
+        size: (width, height) of that level in its pixels.
+        downsample: pixels of level 0 per pixel of that level.
+        pitch: pixels of that level that become 32 of the network's; 32 where nothing is resized.
+        base_mpp: um per pixel of level 0, known or assumed.
+        reason: in one line, why.
+    """
+
+    level: int
+    size: tuple[int, int]
+    downsample: float
+    pitch: int
+    base_mpp: float
+    reason: str
+
+    @property
+    def seen_mpp(self) -> float:
+        """Return um per pixel as the network sees them."""
+        return self.base_mpp * self.downsample * self.pitch / STRIDE
+
+    def span(self, pixels: int) -> int:
+        """Return how many pixels of the level become so many of the network's, a multiple of 32."""
+        assert pixels % STRIDE == 0, pixels
+        return pixels // STRIDE * self.pitch
+
+    def on_tissue(self, tissue: SlideMask, stride: int) -> np.ndarray:
+        """Return the cells, `stride` pixels of the network wide, whose centre lies on tissue, [rows, columns] bool."""
+        cell = self.span(stride)
+        counts = [math.ceil(side / cell) for side in self.size[::-1]]
+        row, column = (
+            np.floor((np.arange(count) + 0.5) * (cell * self.downsample) / tissue.downsample).astype(np.int64)
+            for count in counts
+        )
+        height, width = tissue.mask.shape
+        inside = (row < height)[:, None] & (column < width)[None]
+        return np.asarray(tissue.mask[np.minimum(row, height - 1)[:, None], np.minimum(column, width - 1)] & inside)
+
+    def corners(self, cells: np.ndarray, patch_size: int, stride: int) -> np.ndarray:
+        """Return the upper left corners, [N, 2] int64 (x, y) in the level, of the patches of cells (row, column).
+
+        A patch is centred on its cell; where their sides differ by an odd number, half a pixel up and left of it.
+        """
+        patch, cell = self.span(patch_size), self.span(stride)
+        return np.asarray(cells[:, ::-1] * cell - -(-(patch - cell) // 2))
+
+
+@dataclass(frozen=True)
+class ProbabilityMap:
+    """Probabilities of tumour over a whole slide, cell by cell from its upper left corner on.
+
+    Attributes:
+        values: [H, W] float32 in [0, 1], of the patch around each cell's centre; 0 where not scanned.
+        stride: side of a cell in pixels of level 0, need not be whole.
+        scanned: [H, W] bool.
+        tiles: regions of the slide that the network was given.
+    """
+
+    values: np.ndarray
+    stride: float
+    scanned: np.ndarray
+    tiles: int
+
+    @property
+    def offset(self) -> float:
+        """Return how far the centre of cell (0, 0) lies from the slide's left and upper edge, in pixels of level 0."""
+        return self.stride / 2
+
+
+def choose_view(slide: Slide, mpp: float | None) -> View:
+    """Return the level whose pixel is nearest to the network's, resized where it is more than 20 percent off.
+
+    The resized side of 32 pixels is a whole number of the level's pixels, so that tiles fit together exactly; the
+    network's own pixel size is met to half a pixel in 32.
+
+    Args:
+        slide: to be scanned.
+        mpp: um per pixel that the network was trained on; None where its data did not say.
+    """
+    level, pitch = 0, STRIDE
+    if slide.mpp is None or mpp is None:
+        who = "slide and network give" if slide.mpp is mpp else ("slide gives" if slide.mpp is None else "network has")
+        reason = f"level 0 as it is, since the {who} no pixel size"
+    else:
+        sizes = [slide.mpp * level.downsample for level in slide.levels]
+        level = min(range(len(sizes)), key=lambda each: abs(math.log(sizes[each] / mpp)))
+        far = abs(sizes[level] - mpp) > MPP_TOLERANCE * mpp
+        pitch = max(1, round(STRIDE * mpp / sizes[level])) if far else STRIDE
+        reason = f"level {level} of {sizes[level]:.4g} um for a network of {mpp:.4g} um" + (", resized" if far else "")
+    place = slide.levels[level]
+    base_mpp = slide.mpp or mpp or ASSUMED_MPP
+    return View(level, (place.width, place.height), place.downsample, pitch, base_mpp, reason)
+
+
+def dense_scan(
+    slide: Slide,
+    model: PathologyModel,
+    predictor: Predictor,
+    device: torch.device,
+    tissue: SlideMask,
+    view: View,
+    progress: bool = True,
+) -> ProbabilityMap:
+    """Scan patches, one every 32 pixels, whose centre lies on tissue, many at a time: shared features are made once.
+
+    A tile gives the logits that the whole slide in white surroundings would give: those that its own border changes
+    are thrown away. Two batches of `model.tile_batch` tiles are in memory, one in the network and one being read.
+
+    Args:
+        slide: to be scanned.
+        model: sizes of patch and tile.
+        predictor: of the network.
+        device: where it computes.
+        tissue: where to look.
+        view: how the slide is seen.
+        progress: show a bar of tiles with the time left.
+    """
+    scanned = view.on_tissue(tissue, STRIDE)
+    side, halo = model.core // STRIDE, HALO // STRIDE  # cells
+    tiles = np.argwhere(_any_in_squares(scanned, side)) * side
+    corners = view.corners(tiles - halo, model.patch_size, STRIDE)
+    values = np.zeros(scanned.shape, np.float32)
+    found = _probabilities(slide, view, corners, model.tile_size, predictor, device, model.tile_batch, progress)
+    for (row, column), probabilities in zip(tiles.tolist(), found, strict=True):
+        cells = values[row : row + side, column : column + side]
+        cells[...] = probabilities[halo : halo + cells.shape[0], halo : halo + cells.shape[1]]
+    return ProbabilityMap(values * scanned, view.span(STRIDE) * view.downsample, scanned, len(tiles))
+
+
+def patch_scan(
+    slide: Slide,
+    model: PathologyModel,
+    predictor: Predictor,
+    device: torch.device,
+    tissue: SlideMask,
+    view: View,
+    progress: bool = True,
+    *,
+    stride: int = PATCH_STRIDE,
+    batch: int,
+) -> ProbabilityMap:
+    """Scan patch by patch, as MONAI's bundle does: one call of the network for each centre that lies on tissue.
+
+    Args:
+        slide: to be scanned.
+        model: size of the patches.
+        predictor: of the network.
+        device: where it computes.
+        tissue: where to look.
+        view: how the slide is seen.
+        progress: show a bar of patches with the time left.
+        stride: pixels of the network between two patches, a multiple of 32.
+        batch: patches in one call; twice as many are in memory.
+
+    Source:
+        MONAI model zoo, pathology_tumor_detection, configs/inference.json.
+    """
+    scanned = view.on_tissue(tissue, stride)
+    corners = view.corners(np.argwhere(scanned), model.patch_size, stride)
+    found = _probabilities(slide, view, corners, model.patch_size, predictor, device, batch, progress)
+    values = np.zeros(scanned.shape, np.float32)
+    values[scanned] = [float(each[0, 0]) for each in found]
+    return ProbabilityMap(values, view.span(stride) * view.downsample, scanned, len(corners))
+
+
+def _any_in_squares(mask: np.ndarray, side: int) -> np.ndarray:
+    """Return which squares of `side` x `side` hold something, [ceil(H / side), ceil(W / side)] bool."""
+    starts = [np.arange(0, length, side) for length in mask.shape]
+    return np.asarray(np.logical_or.reduceat(np.logical_or.reduceat(mask, starts[0], 0), starts[1], 1))
+
+
+def _probabilities(
+    slide: Slide,
+    view: View,
+    corners: np.ndarray,
+    side: int,
+    predictor: Predictor,
+    device: torch.device,
+    batch: int,
+    progress: bool,
+) -> Iterator[np.ndarray]:
+    """Yield the probabilities, [h, w] float32, of each region, `side` network pixels wide, at corners of the level."""
+    batches = _regions(slide, view, corners, view.span(side), batch)
+    # Closed on the way out: no thread may read from the slide when its caller closes it after an error.
+    ahead = cast(Generator[np.ndarray, None, None], prefetch(batches, device))
+    bar = tqdm(total=len(corners), desc=slide.name, unit="tile", leave=False, disable=not progress)
+    with bar, closing(ahead) as regions:
+        for pixels in regions:
+            images = normalised(_resized(torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2), side))
+            yield from torch.sigmoid(predictor(images)[:, 0]).cpu().numpy()
+            bar.update(len(pixels))
+
+
+def _regions(slide: Slide, view: View, corners: np.ndarray, side: int, batch: int) -> Generator[np.ndarray, None, None]:
+    """Yield the pixels, [B, side, side, 3] uint8, at corners [N, 2] in the view's level, `batch` regions at a time."""
+    base = np.ceil(corners * view.downsample).astype(np.int64)  # reading takes the level's pixel to the left
+    for start in range(0, len(base), batch):
+        yield slide.read_many(base[start : start + batch], (side, side), view.level)
+
+
+def _resized(pixels: torch.Tensor, side: int) -> torch.Tensor:
+    """Return images [B, 3, Y, X] uint8 with another side; pixels are averaged where they become fewer."""
+    if pixels.shape[2] == side:
+        return pixels
+    images = F.interpolate(pixels.float(), (side, side), mode="bilinear", antialias=True)
+    return images.round_().clamp_(0, 255).byte()

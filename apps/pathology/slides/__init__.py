@@ -1,0 +1,1 @@
+"""Slides in: readers, tissue, and where Camelyon16 marks tumour."""

@@ -1,0 +1,168 @@
+"""Which slides there are, and which files mark their tumour, in a folder that is laid out as one of these.
+
+- MONAI's guide: {training,testing}/{images,annotations,masks};
+- the challenge's release: training/{normal,tumor}, {training,testing}/lesion_annotations, testing/images;
+- the public bucket: images, annotations, masks, evaluation, all slides side by side.
+"""
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from apps.pathology.slides.layout import MASK_ENDING, SUFFIXES, is_slide, slide_name
+
+# Source: the README of the CAMELYON16 data. The first is a duplicate, the second is marked in part.
+DUPLICATE, UNSCORED = "test_049", ("test_049", "test_114")
+# Slides with tumour that is not marked, as two public pipelines list them; the release's own list was not at hand.
+MARKED_IN_PART = frozenset(
+    f"tumor_{number:03d}"
+    for number in (10, 15, 18, 20, 25, 29, 33, 34, 44, 46, 51, 54, 55, 56, 67, 79, 85, 92, 95, 110)
+)
+_TRAINING = ("training/images", "training/normal", "training/tumor", "images")
+_TESTING = ("testing/images", "images")
+_ANNOTATIONS = ("annotations", "lesion_annotations")
+_REFERENCES = ("testing/reference.csv", "evaluation/reference.csv", "reference.csv")
+_TUMOUR, _NORMAL, _TEST = "tumor_", "normal_", "test_"  # how names begin; the last where all slides lie side by side
+
+
+@dataclass(frozen=True)
+class SlideEntry:
+    """One slide: its name (the file name without suffix), its file, whether it has tumour, and where that is marked."""
+
+    name: str
+    path: Path
+    tumour: bool
+    annotation: Path | None
+    mask: Path | None
+    part: bool = False  # only a part of its tumour is marked
+
+    @property
+    def scored(self) -> bool:
+        """Whether its lesions count in Camelyon16's FROC."""
+        return self.name.lower() not in UNSCORED and not self.part
+
+
+@dataclass(frozen=True)
+class SlideSet:
+    """The slides of a folder.
+
+    Attributes:
+        folder: where they lie.
+        name: of the set, from slides.json where there is one, else the folder's.
+        synthetic: the slides are drawn.
+        training: slides to train and validate on, sorted by name.
+        testing: slides that judge, sorted by name; one with tumour may come without annotation and mask.
+    """
+
+    folder: Path
+    name: str
+    synthetic: bool
+    training: tuple[SlideEntry, ...]
+    testing: tuple[SlideEntry, ...]
+
+
+def read_slide_set(folder: Path) -> SlideSet:
+    """Find the slides of a folder in one of Camelyon16's layouts, their annotations (.xml) and masks (_mask.tif).
+
+    A training slide has tumour if its name begins with tumor_, none if with normal_. Of the test slides reference.csv
+    says it; without one, those with an annotation have it, and there are none at all where none has one.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or it holds no training slides.
+        ValueError: two slides share a name, a training slide is named otherwise, one with tumour has neither
+            annotation nor mask, or reference.csv lacks a slide or is damaged.
+    """
+    training, testing = _slides(folder, _TRAINING, False), _slides(folder, _TESTING, True)
+    _refuse_twins([*training, *testing], folder)
+    if not training:
+        raise FileNotFoundError(
+            f"{folder}: no such folder, or no training slides in it; expected training/images/*.tif, training/normal "
+            f"and training/tumor, or images/*.tif (the layouts of Camelyon16; slides end in {', '.join(SUFFIXES)})"
+        )
+    reference = _reference(folder)
+    name, synthetic = _about(folder)
+    tests = tuple(_test_entry(path, folder, reference) for path in testing)
+    known = reference is not None or any(entry.annotation for entry in tests)
+    entries = tuple(_training_entry(path, folder, synthetic) for path in training)
+    return SlideSet(folder, name, synthetic, entries, tests if known else ())
+
+
+def _slides(folder: Path, places: Iterable[str], testing: bool) -> list[Path]:
+    """Return the slides of some folders below `folder`; of "images", only those to train on or to test on."""
+    found: list[Path] = []
+    for place in places:
+        here = folder / place
+        slides = [path for path in here.iterdir() if is_slide(path)] if here.is_dir() else []
+        found += [path for path in slides if place != "images" or path.stem.lower().startswith(_TEST) == testing]
+    return sorted(found, key=lambda path: path.stem)
+
+
+def _refuse_twins(paths: Sequence[Path], folder: Path) -> None:
+    by_name: dict[str, Path] = {}
+    for path in paths:
+        other = by_name.setdefault(path.stem.lower(), path)
+        if other is not path:
+            pair = " and ".join(str(each.relative_to(folder)) for each in (other, path))
+            raise ValueError(f"{folder}: {pair} are named alike; keep one of them")
+
+
+def _training_entry(path: Path, folder: Path, synthetic: bool) -> SlideEntry:
+    name = path.stem.lower()
+    tumour = name.startswith(_TUMOUR)
+    if not tumour and not name.startswith(_NORMAL):
+        raise ValueError(f"{path}: a training slide is named {_TUMOUR}... if it has tumour, else {_NORMAL}...")
+    annotation, mask = _truth(path, folder, "training")
+    if tumour and annotation is None and mask is None:
+        raise ValueError(
+            f"{path}: neither an annotation ({path.stem}.xml) nor a mask ({path.stem}{MASK_ENDING}.tif) says where its "
+            "tumour lies; fetch one, or move the slide away"
+        )
+    return SlideEntry(path.stem, path, tumour, annotation, mask, part=not synthetic and name in MARKED_IN_PART)
+
+
+def _test_entry(path: Path, folder: Path, reference: dict[str, bool] | None) -> SlideEntry:
+    annotation, mask = _truth(path, folder, "testing")
+    if reference is not None and path.stem.lower() not in reference:
+        raise ValueError(f"{folder}: reference.csv does not name {path.stem}; complete it, or move the slide away")
+    tumour = annotation is not None if reference is None else reference[path.stem.lower()]
+    return SlideEntry(path.stem, path, tumour, annotation, mask)
+
+
+def _truth(path: Path, folder: Path, half: str) -> tuple[Path | None, Path | None]:
+    """Return the annotation and the mask of a slide, each None where it is missing."""
+    bases = (folder / half, folder)
+    annotations = [base / place / f"{path.stem}.xml" for base in bases for place in _ANNOTATIONS]
+    masks = [base / "masks" / f"{path.stem}{MASK_ENDING}.tif" for base in bases]
+    return next(filter(Path.is_file, annotations), None), next(filter(Path.is_file, masks), None)
+
+
+def _reference(folder: Path) -> dict[str, bool] | None:
+    """Return whether each slide that reference.csv names, in lower case, has tumour; None without such a file."""
+    path = next((folder / place for place in _REFERENCES if (folder / place).is_file()), None)
+    if path is None:
+        return None
+    found = {}
+    with path.open(newline="", encoding="utf-8-sig") as stream:
+        for line, row in enumerate(csv.reader(stream), 1):
+            kind = row[1].strip().lower() if len(row) > 1 else ""
+            if row and kind not in ("tumor", "normal"):
+                raise ValueError(f"{path}, line {line}: expected NAME,Tumor,... or NAME,Normal,..., found {row}")
+            if row:
+                found[slide_name(row[0])] = kind == "tumor"
+    return found
+
+
+def _about(folder: Path) -> tuple[str, bool]:
+    """Return the set's name, and whether its slides are drawn, from slides.json where there is one."""
+    path = folder / "slides.json"
+    if not path.is_file():
+        return folder.resolve().name, False
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return str(content["name"]), bool(content["synthetic"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path}: expected a name and whether the slides are synthetic ({error}); remove it"
+        ) from error

@@ -1,0 +1,84 @@
+"""MONAI's fast training guide for the spleen, as `compare.py` calls it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.data import CacheDataset, ThreadDataLoader
+from torch import nn
+
+from apps.spleen.config import SpleenConfig
+from benchmarks import volumes
+from benchmarks.peers import spleen_guide as peer
+from common.data.dataset import Case, Dataset
+from common.data.monai_batches import monai_items
+from common.data.preparation import Preparation
+from common.inference.labels import one_region_per_label
+from common.inference.model import VolumeModel
+from common.training.config import Windows
+from data_scripts.make_phantoms import make_ct_phantoms
+from models.unet3d import unet3d
+
+compare = volumes.compare
+
+README = "README.md"
+STEPS = (((96, 96, 96), 4),)  # crop and batch of each training step
+CROPS_PER_CASE = 4
+WARM = ((96, 96, 96), 4, 240)  # of the training before inference
+HALVINGS = 4
+LOSS = "dice_ce"  # ours
+QUALITY = SpleenConfig(
+    channels=(8, 16, 32, 64),
+    crop_size=(64, 64, 48),
+    windows=Windows(size=(96, 96, 64)),
+    batch_size=4,
+    epochs=20,
+    validate_every=5,
+    engine="none",
+)
+EQUAL = ("channels", "crop_size", "windows", "batch_size", "epochs", "validate_every", "engine")
+
+
+def make_data(folder: Path, small: bool) -> Path:
+    """Make the data of a ladder, or of a record."""
+    return make_ct_phantoms(folder, 20, progress=False) if small else make_ct_phantoms(folder, 8, size="msd")
+
+
+def plan(dataset: Dataset, store: Path | None) -> VolumeModel:
+    """Return the guide's network, preparation and windows."""
+    preparation = Preparation(peer.SPACING, "window", peer.WINDOW)
+    arguments = {"channels": (16, 32, 64, 128, 256), "residual_units": 2}
+    labelling = one_region_per_label(dataset.labels)
+    return VolumeModel(unet3d, arguments, labelling, preparation, peer.VALIDATION_ROI, 1, 0.25, "fp32")
+
+
+def network(model: VolumeModel) -> nn.Module:
+    """Return the guide's network."""
+    return peer.make_network()
+
+
+def fixed(model: VolumeModel, device: torch.device) -> list[Callable[..., Any]]:
+    """Return the transforms whose result is the same every time."""
+    return peer.fixed_transforms(("image", "label"))
+
+
+def loader(cases: Sequence[Case], model: VolumeModel, crop: Sequence[int], batch: int, device: torch.device) -> Any:  # noqa: ANN401
+    """Fill the guide's cache and return its loader; each case gives four crops."""
+    dataset = CacheDataset(monai_items(cases), peer.training_transforms(device), copy_cache=False, progress=False)
+    return ThreadDataLoader(dataset, num_workers=0, batch_size=batch // CROPS_PER_CASE, shuffle=True)
+
+
+def target(label: torch.Tensor) -> torch.Tensor:
+    """Return what the guide's loss takes of labels [B, 1, X, Y, Z]."""
+    return label.float()
+
+
+def segment(files: Sequence[Path], network: nn.Module, output: Path, model: VolumeModel, device: torch.device) -> None:
+    """Segment scans from file to file."""
+    peer.segment_files(files, network, output, device)
+
+
+def channels_last(precision: str, device: torch.device) -> bool:
+    """Return whether we train with the channels innermost."""
+    return True

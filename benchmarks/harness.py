@@ -1,0 +1,267 @@
+"""Fair timing: sides in processes of their own run in turn, and what they took becomes rows of guide and fast."""
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from common.clock import synchronise
+from common.files import write_json
+from common.inference.options import Precision
+from common.inference.predictors import computes_bf16
+from common.run import keep_freed_memory
+from common.training.setup import choose_precision
+
+Sides = Mapping[str, Callable[[], object]]
+Maker = Callable[..., Sides]
+Values = dict[str, list[float]]
+Row = dict[str, Any]
+
+GUIDES = sorted(path.stem for path in (Path(__file__).parent / "guides").glob("[a-z]*.py"))
+"""The apps that have a guide to be compared with: the modules of `benchmarks/guides`."""
+
+_sides: dict[str, Callable[[], object]] = {}  # of a side's own process
+
+
+def guide_of(app: str) -> ModuleType:
+    """Return what the benchmarks know of an app: a module of `benchmarks/guides`."""
+    return import_module(f"benchmarks.guides.{app}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a comparison is measured.
+
+    Args:
+        app: whose recipes are compared.
+        device: of both sides.
+        rounds: times each side runs.
+        folder: for what the sides make.
+        guide: whether the guide runs too, and not fast alone.
+    """
+
+    app: str
+    device: torch.device
+    rounds: int
+    folder: Path
+    guide: bool = True
+
+    @property
+    def half(self) -> str | None:
+        """The guide's half precision; None where the processor would only emulate it."""
+        if self.device.type == "cuda":
+            return "fp16"
+        return "bf16" if computes_bf16(self.device) else None
+
+    @property
+    def usual(self) -> str:
+        """The precision that the guide runs in, whose autocast is for CUDA only."""
+        return "fp16" if self.device.type == "cuda" else "fp32"
+
+    @property
+    def chosen(self) -> Precision:
+        """The precision that fast chooses here."""
+        return choose_precision("auto", self.device)
+
+    @property
+    def precisions(self) -> list[Precision]:
+        """The precisions in which fast is measured: those that the device computes."""
+        bf16: list[Precision] = ["bf16"] if computes_bf16(self.device) else []
+        return list(dict.fromkeys(["fp32", *bf16, self.chosen]))
+
+
+def amp_dtype(precision: str | None) -> torch.dtype | None:
+    """Return the dtype of the guides' autocast; None in full precision."""
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision or "")
+
+
+def timed(
+    options: Options,
+    guide: Maker,
+    fast: Sequence[Maker],
+    *arguments: object,
+    rounds: int | None = None,
+    warm_up: bool = True,
+) -> tuple[Values, dict[str, Any]]:
+    """Run the guide's sides and ours in turn, each maker's in a process of its own.
+
+    On a CPU ours keep freed memory, as our runs do, and the guide's do not.
+
+    Args:
+        options: how it is measured.
+        guide: a module's function that returns the guide's sides by name.
+        fast: functions that return ours.
+        *arguments: of all of them; they must pickle, as must what the sides return.
+        rounds: instead of the options'.
+        warm_up: whether one more round comes first and is not counted.
+
+    Returns:
+        The seconds of each side in each round, and what each returned last.
+    """
+    with ExitStack() as stack:
+        sides: dict[str, Callable[[], object]] = {}
+        for make in [guide] * options.guide:
+            sides |= stack.enter_context(apart(make, *arguments, keep_freed=False))
+        for make in fast:
+            sides |= stack.enter_context(apart(make, *arguments, keep_freed=options.device.type == "cpu"))
+        left: dict[str, Any] = {}
+
+        def noting(name: str) -> Callable[[], None]:
+            return lambda: left.update({name: sides[name]()})
+
+        return in_turn({name: noting(name) for name in sides}, rounds or options.rounds, warm_up), left
+
+
+@contextmanager
+def apart(make: Maker, *arguments: object, keep_freed: bool) -> Iterator[Sides]:
+    """Make sides in a new process that ends with the block; yield functions that run them there and wait.
+
+    What our runs tell the C library about freed memory holds for a whole process and cannot be taken back: it would
+    help or hinder the guide.
+    """
+    context = multiprocessing.get_context("spawn")  # a copy of this process would have its memory, and its threads
+    with ProcessPoolExecutor(1, context) as process:
+        names = process.submit(_start, make, arguments, keep_freed).result()
+        yield {name: partial(_call, process, name) for name in names}
+
+
+def _start(make: Maker, arguments: tuple[object, ...], keep_freed: bool) -> list[str]:
+    if keep_freed:
+        keep_freed_memory()
+    _sides.update(make(*arguments))
+    return list(_sides)
+
+
+def _call(process: ProcessPoolExecutor, name: str) -> object:
+    return process.submit(_run, name).result()
+
+
+def _run(name: str) -> object:
+    result = _sides[name]()
+    synchronise()
+    return result
+
+
+def in_turn(sides: Sides, rounds: int, warm_up: bool = True) -> Values:
+    """Return the seconds of each side in each round; with `warm_up` one more round comes first and is not counted."""
+    seconds: Values = {name: [] for name in sides}
+    with tqdm(total=len(sides) * (rounds + warm_up), unit="side", leave=False) as bar:
+        for number in range(rounds + warm_up):
+            for name, side in sides.items():
+                bar.set_description(name)
+                synchronise()
+                began = time.perf_counter()
+                side()
+                synchronise()
+                if number >= warm_up:
+                    seconds[name].append(time.perf_counter() - began)
+                bar.update()
+    return seconds
+
+
+def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
+    """Return the median over the rounds of slow / fast, to two decimals."""
+    return round(statistics.median(a / b for a, b in zip(slow, fast, strict=True)), 2)
+
+
+def median(seconds: Sequence[float]) -> float:
+    """Return the median to a tenth of a millisecond."""
+    return round(statistics.median(seconds), 4)
+
+
+def row(what: str, unit: str, guide: Sequence[float], fast: Sequence[float]) -> Row:
+    """Return one comparison as a record keeps it.
+
+    Args:
+        what: is compared.
+        unit: "s" or "MiB", of which less is better, "/s", of which more is; or "" for a score, whose mean counts.
+        guide: its values, one of each round (or seed); none where it did not run.
+        fast: ours.
+
+    Returns:
+        Both sides' medians (means), the median over the rounds of how many times better fast is, and the values.
+    """
+    centre = median if unit else lambda values: round(statistics.fmean(values), 5)
+    worse, better = (fast, guide) if unit == "/s" else (guide, fast)
+    return {
+        "what": what,
+        "guide": centre(guide) if guide else None,
+        "fast": centre(fast),
+        "unit": unit,
+        "ratio": ratio(worse, better) if guide and unit else None,
+        "values": {"guide": list(guide), "fast": list(fast)},
+    }
+
+
+def show(row: Row) -> str:
+    """Return a row as a line of a Markdown table; of a score the last cell is the difference."""
+    shape = {"s": "{:.3g} s", "/s": "{:.0f}/s", "MiB": "{:.0f} MiB", "": "{:.3f}"}[row["unit"]]
+    guide = "" if row["guide"] is None else shape.format(row["guide"])
+    better = ""
+    if guide:
+        better = f"{row['ratio']:.1f}x" if row["unit"] else f"{row['fast'] - row['guide']:+.3f}"
+    return f"| {row['what']} | {guide} | {shape.format(row['fast'])} | {better} |"
+
+
+def step_rows(what: str, seconds: Values, options: Options) -> list[Row]:
+    """Return the rows of a training step: each pair of precisions that was measured, and with the making of the batch.
+
+    Args:
+        what: batch and size.
+        seconds: of the sides "guide PRECISION", "fast PRECISION", "guide with its batch" and "fast with its batch".
+        options: how it was measured.
+    """
+    pairs = [(options.usual, options.chosen), ("fp32", "fp32"), (options.half, "bf16")]
+    if not options.guide:
+        pairs = [(None, precision) for precision in options.precisions]
+    rows = []
+    for guide, fast in dict.fromkeys(pairs):
+        if f"fast {fast}" in seconds:
+            label = f"both {fast}" if guide == fast else f"guide {guide}, fast {fast}"
+            label = label if options.guide else f"fast {fast}"
+            name = f"training step, {what}, {label}"
+            rows.append(row(name, "s", seconds.get(f"guide {guide}", []), seconds[f"fast {fast}"]))
+    batches = [seconds.get(f"{side} with its batch", []) for side in ("guide", "fast")]
+    return [*rows, row(f"training step, {what}, with the making of the batch", "s", *batches)]
+
+
+def quality(options: Options, data: Path | None, what: str) -> list[Row]:
+    """Train the guide and fast over as many seeds as rounds, what the app's module names in `EQUAL` being equal.
+
+    Args:
+        options: how it is measured.
+        data: folder of the dataset; None takes the app's own synthetic data.
+        what: is judged.
+    """
+    own, recipes = guide_of(options.app), import_module(f"apps.{options.app}.config").RECIPES
+    train = import_module(f"apps.{options.app}.train").main
+    given = {"data": data, "device": str(options.device), "store": options.folder, "precision": options.chosen}
+    fast = replace(own.QUALITY, **given)
+    guide = replace(recipes["guide"], **given, **{name: getattr(fast, name) for name in own.EQUAL})
+    scores: Values = {"guide": [], "fast": []}
+    for seed in range(options.rounds):
+        for name, config in {"guide": guide, "fast": fast}.items():
+            if name == "fast" or options.guide:
+                summary = train(replace(config, seed=seed, run=options.folder / f"{name}-{seed}"))
+                scores[name].append(summary.quality.value)
+    return [row(f"{what}, {options.rounds} seeds, equal epochs", "", scores["guide"], scores["fast"])]
+
+
+def tell(record: dict[str, Any], output: Path | None) -> None:
+    """Print the figures of a record, and write all of it as JSON where there is an output."""
+    for name, value in record.items():
+        if name != "environment":
+            print(f"{name}: {value}", flush=True)
+    if output is not None:
+        write_json(output, record)

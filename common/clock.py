@@ -1,0 +1,167 @@
+"""Time: the stages of a run, the parts of a step, and the named ranges that profilers show of both."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, cast
+
+import psutil
+import torch
+from torch.profiler import record_function
+
+HostTime = Literal["waited", "saved", "logged"]
+_HOST: dict[HostTime, str] = {"waited": "wait for batch", "saved": "save", "logged": "log"}  # and their spans
+
+
+class Clock:
+    """Seconds per stage since the process started; no step of the system's clock moves them.
+
+    Source: the rules of the project's README, "What the clock covers".
+    """
+
+    def __init__(self) -> None:
+        """Start counting; what the process did until now is the stage `start`."""
+        before = time.time() - psutil.Process().create_time()
+        self._began = time.perf_counter() - before
+        self._stages: dict[str, float] = {"start": before}
+        self._earlier = 0.0
+
+    def carry_on(self, earlier: dict[str, float]) -> None:
+        """Add what an earlier process spent on the same run."""
+        for name, seconds in earlier.items():
+            if name == "total":
+                self._earlier += seconds
+            else:
+                self.add(name, seconds)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a block as one stage; what it left running on a CUDA device is waited for."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            synchronise()
+            self.add(name, time.perf_counter() - begin)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds to a stage."""
+        self._stages[name] = self._stages.get(name, 0.0) + seconds
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each stage and, under `total`, all since the process started."""
+        total = self._earlier + time.perf_counter() - self._began
+        return {**{name: round(value, 3) for name, value in self._stages.items()}, "total": round(total, 3)}
+
+
+class StepTimer:
+    """Where the time of an epoch's steps goes; nothing is waited for to know it.
+
+    Args:
+        device: what computes; on a CUDA device events are left in its stream and read later.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._host: dict[HostTime, float] = dict.fromkeys(_HOST, 0.0)
+        self._computed, self._steps = 0.0, 0
+        self._typical: list[float] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def host(self, name: HostTime) -> Iterator[None]:
+        """Time a block by the host's clock: a batch is "waited" for, a checkpoint "saved", progress "logged"."""
+        began = time.perf_counter()
+        with span(_HOST[name]):
+            yield
+        self._host[name] += time.perf_counter() - began
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Time a block, by the device's clock, in which a step is computed."""
+        self._steps += 1
+        if self._cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+            return
+        began = time.perf_counter()
+        yield
+        self._computed += time.perf_counter() - began
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds since the last call, by name, with "computed"; the device must have finished the steps."""
+        computed = self._computed + sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
+        read = {str(name): round(value, 4) for name, value in self._host.items()} | {"computed": round(computed, 4)}
+        if self._steps:
+            self._typical.append(computed / self._steps)
+        self._host = dict.fromkeys(_HOST, 0.0)
+        self._computed, self._steps = 0.0, 0
+        self._events.clear()
+        return read
+
+    def typical(self) -> float | None:
+        """Return the seconds that a step computes, the median of the epochs; None before the first is read."""
+        return statistics.median(self._typical[1:] or self._typical) if self._typical else None
+
+
+def repeated(run: Callable[[], object], rounds: int) -> list[float]:
+    """Return the seconds of each round of `run`; one more, which sets up, comes first and does not count."""
+    seconds = []
+    for _ in range(rounds + 1):
+        synchronise()
+        began = time.perf_counter()
+        run()
+        synchronise()
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
+
+
+def synchronise() -> None:
+    """Wait for the CUDA device, where there is one: a clock read before that would be too early."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Return a context that is one named range of the present mode (see `spans_to`); by default it is nothing."""
+    return _NOTHING if _make_span is None else _make_span(name)
+
+
+@contextmanager
+def spans_to(mode: Literal["nvtx", "profiler"]) -> Iterator[None]:
+    """Set what the spans of all threads become within a block; afterwards they are again what they were.
+
+    Args:
+        mode: "nvtx", ranges that NVIDIA's tools show (Nsight Systems); or "profiler", ranges of torch.profiler.
+
+    Raises:
+        ValueError: this torch has no NVTX.
+    """
+    global _make_span
+    if mode == "nvtx" and torch.version.cuda is None:  # here rather than in the middle of a step
+        built = f"torch {torch.__version__} is built without NVTX"
+        raise ValueError(f"spans nvtx: {built}; use the profiler, or a torch built for CUDA")
+    before, _make_span = _make_span, _RANGES[mode]
+    try:
+        yield
+    finally:
+        _make_span = before
+
+
+@contextmanager
+def _nvtx_range(name: str) -> Iterator[None]:
+    # Not nvtx.range, which takes braces in a name as a format.
+    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+_RANGES = {"nvtx": _nvtx_range, "profiler": cast(Callable[[str], AbstractContextManager[None]], record_function)}
+_NOTHING = nullcontext()  # keeps nothing, so one serves all spans of all threads
+_make_span: Callable[[str], AbstractContextManager[None]] | None = None  # of the present mode

@@ -1,0 +1,77 @@
+"""Work in threads: one case per thread, and the next item while the present one is in use.
+
+Decoding, resampling and hashing release Python's lock, so that threads suffice.
+"""
+
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TypeVar
+
+import torch
+from tqdm import tqdm
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_in_threads(
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    title: str,
+    workers: int | None = None,
+    progress: bool = True,
+) -> list[Result]:
+    """Return `[function(item) for item in items]`, computed in parallel under a progress bar.
+
+    The first error, or Ctrl-C, cancels what has not begun, waits for what has, and is raised.
+
+    Args:
+        function: called in a thread; torch runs single-threaded there, since the cases keep the cores busy.
+        items: one argument each.
+        title: what the progress bar calls it.
+        workers: threads; by default one per core that this process may use, the cores divided among the ranks.
+        progress: show the bar.
+    """
+    if not items:
+        return []
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks that torchrun started on this machine
+    workers = min(workers or max(1, len(os.sched_getaffinity(0)) // here), len(items))
+    # A thread's count becomes the default of every thread that has not used torch yet, the main one included.
+    torch_threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, "case", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        futures = [pool.submit(function, item) for item in items]
+        for future in tqdm(as_completed(futures), title, len(items), unit="case", disable=not progress):
+            future.result()
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(torch_threads)
+
+
+def prefetch(items: Generator[Item, None, None], device: torch.device) -> Iterator[Item]:
+    """Yield the items; while one is in use, the next is made in a background thread.
+
+    What goes wrong in the thread is raised here, with the traceback that it had there. However the iterator ends, the
+    item in work is waited for, `items` is closed and the thread has ended. On a GPU the thread uses the default stream,
+    as the reader must: what it has launched is then done before what is launched on its item.
+
+    Args:
+        items: made one after the other.
+        device: of the items, with its index where there are several: a thread does not inherit the current device.
+    """
+    pool = ThreadPoolExecutor(1, "prefetch", initializer=_use, initargs=(device,))
+    try:
+        coming = pool.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = pool.submit(next, items, None)
+            yield item
+    finally:
+        pool.shutdown(cancel_futures=True)
+        items.close()
+
+
+def _use(device: torch.device) -> None:
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)

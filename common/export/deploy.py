@@ -1,0 +1,166 @@
+"""What the export script of an app does with a trained run: ONNX models, engines, a Triton repository or a bundle."""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from common.clock import Clock, repeated
+from common.data.dataset import Case, read_dataset
+from common.data.preparation import PreparedCase, prepare_case
+from common.data.threads import map_in_threads
+from common.export.bundle import NetworkConfig, write_volume_bundle
+from common.export.export import ExportedEngine, ExportRecord
+from common.export.gate import Judge
+from common.export.model_card import model_card
+from common.export.options import ExportConfig
+from common.export.triton import write_triton
+from common.export.volumes import GATE_CASES, export_volumes, judge_on
+from common.files import read_object, sha256_of, write_json
+from common.inference.model import VolumeModel
+from common.inference.predict import sample_windows
+from common.inference.predictors import onnxruntime_predictor, read_onnx_metadata
+from common.ranks import choose_device
+from common.run import Run
+
+_CALIBRATION_CASES = 8
+_SYNTHETIC_CASES = 3
+_TIMED = 3  # windows, after one that sets up
+_SECONDS = "s per window in ONNX Runtime"
+
+
+def export_run(
+    app: str,
+    task: str,
+    config: ExportConfig,
+    model: VolumeModel,
+    network: NetworkConfig,
+    phantoms: Callable[[Path, int], Path],
+) -> Path:
+    """Hand a run over in the form that the configuration names; return where it lies.
+
+    Args:
+        app: its name.
+        task: what its networks do, in a sentence for the model card.
+        config: which run, and what to make of it.
+        model: the run's.
+        network: the network as MONAI's own class and arguments, for a bundle.
+        phantoms: makes so many synthetic cases in a folder, for a gate without data.
+
+    Raises:
+        ParityError: the fp32 export does not compute what torch computes.
+        FileNotFoundError, ValueError: the run, the data or the weights cannot be used.
+    """
+    run = Run(config.model, choose_device(config.device), Clock(), resumed=True)
+    if config.to == "bundle":
+        return write_volume_bundle(config.destination(), config.model, task, model, network)
+    if must_export(config):
+        trained = model.build(config.model / "best.safetensors").to(run.device).eval()
+        with tempfile.TemporaryDirectory(prefix="export-") as scratch:
+            cases, others, origin = _find_cases(config, lambda count: phantoms(Path(scratch) / "phantoms", count))
+            calibration = None
+            if config.makes_int8():
+                calibration = sample_windows(_prepared(others or cases, model), model, most=_CALIBRATION_CASES)
+            judge = judge_on(cases, _prepared(cases, model), model, run, origin, calibration)
+        record = export_volumes(trained, model, judge, app, config.engine if config.to == "engine" else "none", run)
+        write_table(record, judge, run)
+    if config.to != "triton":
+        return config.model / "exports"
+    card = model_card(config.model, task)
+    return write_triton(config.destination(), f"medspeed_{app}", config.served(), card, model.overlap)
+
+
+def must_export(config: ExportConfig) -> bool:
+    """Return whether models are to be made: for Triton only where they are missing, or of other weights."""
+    if config.to != "triton" or config.int8 or not config.served().is_file():
+        return True
+    return read_onnx_metadata(config.served()).get("weights_sha256") != sha256_of(config.model / "best.safetensors")
+
+
+def write_table(record: ExportRecord, judge: Judge, run: Run) -> None:
+    """Say size, speed and difference of what was exported as a table, and keep all of it as `exports/exports.json`.
+
+    Each model is timed on one window in ONNX Runtime.
+    """
+    seconds = {}
+    for model in record.onnx:
+        if model.path is not None:
+            predict = onnxruntime_predictor(Path(model.path))
+            times = repeated(lambda: predict(judge.windows[:1]), _TIMED)  # noqa: B023 - it is called at once
+            seconds[model.precision] = statistics.median(times)
+    run.say(precision_table(record, seconds))
+    stored = {"gate": judge.origin, "seconds per window in ONNX Runtime": seconds, **asdict(record)}
+    write_json(run.directory / "exports" / "exports.json", stored)
+
+
+def precision_table(record: ExportRecord, seconds: Mapping[str, float]) -> str:
+    """Return a Markdown table with a line for each precision, in MiB, seconds and logits; a dash is not known.
+
+    Args:
+        record: of the export.
+        seconds: per window in ONNX Runtime, by precision.
+    """
+    titles = "precision", "ONNX MiB", "engine MiB", _SECONDS, "largest logit difference", "quality change", "verdict"
+    rows = [titles, ("---", *["---:"] * 5, "---")]
+    engines = {engine.precision: engine for engine in record.engines}
+    for model in record.onnx:
+        engine = engines.get(model.precision, ExportedEngine(model.precision))
+        verdict = model.reason or (f"kept; engine: {engine.reason}" if engine.reason else "kept")
+        figures = (
+            _number(model.bytes and model.bytes / 2**20, ".1f"),
+            _number(engine.bytes and engine.bytes / 2**20, ".1f"),
+            _number(seconds.get(model.precision), ".3f"),
+            _number(model.max_abs_diff, ".2g"),
+            _number(model.quality_delta, ".4f"),
+        )
+        rows.append((model.precision, *figures, " ".join(verdict.replace("|", "\\|").split())))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "—" if value is None else format(value, form)
+
+
+def _find_cases(
+    config: ExportConfig, phantoms: Callable[[int], Path]
+) -> tuple[tuple[Case, ...], tuple[Case, ...], str]:
+    """Return the cases for the gate, others to calibrate INT8 on, and what they are in words.
+
+    They are those of --data, or the run's own for validation and training, or synthetic ones without labels.
+
+    Raises:
+        FileNotFoundError, ValueError: the dataset cannot be read, or has no labelled case.
+    """
+    summary, split = (_recorded(config.model / f"{name}.json") for name in ("summary", "split"))
+    trained_on = Path(summary["data"]["folder"]) if summary and split else None
+    folder = config.data or trained_on
+    if folder is None or not (folder / "dataset.json").is_file():
+        if config.data is not None:
+            raise FileNotFoundError(f"{config.data / 'dataset.json'}: no such file; --data takes a dataset's folder")
+        made = tuple(replace(case, label=None) for case in read_dataset(phantoms(2 * _SYNTHETIC_CASES)).cases)
+        origin = "synthetic scans, as the run's data are not at hand; --data judges on labels"
+        return made[:_SYNTHETIC_CASES], made[_SYNTHETIC_CASES:], origin
+    cases = tuple(case for case in read_dataset(folder).cases if case.label is not None)
+    if not cases:
+        raise ValueError(f"{folder}: no labelled case; the gate compares Dice with labels")
+    own = trained_on is not None and folder.resolve() == trained_on.resolve()
+    validation, training = (
+        [case for case in cases if own and case.name in split.get(part, ())] for part in ("validation", "training")
+    )
+    gate = tuple(validation or cases)[:GATE_CASES]
+    others = [case for case in (training if own else cases) if case not in gate]
+    return gate, tuple(others[:_CALIBRATION_CASES]), f"cases of {folder}"
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """Return what a training wrote; nothing of a run of imported weights."""
+    return read_object(path) if path.is_file() else {}
+
+
+def _prepared(cases: Sequence[Case], model: VolumeModel) -> list[PreparedCase]:
+    def prepare(case: Case) -> PreparedCase:
+        return prepare_case(case, model.preparation, model.labelling.numbers)
+
+    return map_in_threads(prepare, cases, "preparing cases for the gate")

@@ -1,0 +1,207 @@
+"""The gate: an export is kept only if it computes what torch computes, in logits and in validation quality."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.inference.options import ModelPrecision
+from common.inference.predictors import Predictor, torch_predictor
+
+Evaluate = Callable[[Predictor], float]
+"""Returns the quality of a predictor on the validation cases, in [0, 1]: foreground Dice, or AUC."""
+LOGIT_BOUND = 1e-3
+"""Most that a logit may differ from torch in fp32."""
+QUALITY_BOUNDS = {"fp32": 0.001, "fp16": 0.005, "int8": 0.01}
+"""Most that the validation quality may change."""
+HALF_BOUND = 32768.0
+"""Largest activation in half precision, whose numbers end at 65504: another scan may bring twice as much."""
+CLIPPED_BOUND = 0.01
+"""Largest part of the values of the gate's windows that may lie outside the range of the calibration windows."""
+BATCH_SIZES = (1, 2, 3)
+
+
+class ParityError(ValueError):
+    """An export that does not compute what torch computes; it must not be used."""
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """What exports are judged on.
+
+    Attributes:
+        windows: [N, C, *sides] float32, N >= 1, real ones of the size to export.
+        evaluate: gives the quality of a predictor, which takes windows on the network's device.
+        origin: which quality, and on what, in words: "Dice on 3 validation cases".
+        calibration: [M, C, *sides] float32, windows of training cases that INT8 is calibrated on; None makes no INT8.
+    """
+
+    windows: torch.Tensor
+    evaluate: Evaluate
+    origin: str
+    calibration: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What torch computes in fp32: the measure of every export.
+
+    Attributes:
+        windows: [N, C, *sides] float32 on the CPU.
+        logits: [N, K, *sides] float32 on the CPU.
+        quality: on the validation cases.
+        evaluate: gives another predictor's quality.
+    """
+
+    windows: torch.Tensor
+    logits: torch.Tensor
+    quality: float
+    evaluate: Evaluate
+
+
+def take_reference(network: nn.Module, windows: torch.Tensor, evaluate: Evaluate) -> Reference:
+    """Return the logits and the quality of a network in fp32; the network itself is left as it is.
+
+    Args:
+        network: on any device, in any mode.
+        windows: [N, C, *sides] float32, real ones, N >= 1.
+        evaluate: is called with a predictor on the network's device.
+    """
+    copied = copy.deepcopy(network).float().eval()
+    quality = evaluate(torch_predictor(copied))
+    windows = windows.detach().float().cpu()
+    predict = torch_predictor(copied.cpu())
+    logits = torch.cat([predict(window[None]) for window in windows])
+    return Reference(windows, logits, quality, evaluate)
+
+
+def check_predictor(
+    reference: Reference,
+    predict: Predictor,
+    precision: ModelPrecision,
+    name: str,
+    batch_sizes: Iterable[int] = BATCH_SIZES,
+    device: torch.device | None = None,
+) -> tuple[float, float]:
+    """Check a predictor against torch, over all windows in batches of each size.
+
+    On the CPU ONNX Runtime computes fp16 models in wider numbers: `check_half_range` is due beside it.
+
+    Args:
+        reference: what torch computes.
+        predict: takes windows on `device`.
+        precision: chooses the bounds; in fp16 and int8 the logits need only be finite, and the quality tells.
+        name: of the export, for the error.
+        batch_sizes: windows in one call.
+        device: by default the CPU.
+
+    Returns:
+        The largest difference of a logit, and the change of the quality.
+
+    Raises:
+        ParityError: a bound does not hold.
+    """
+    differences = [_largest_difference(reference, predict, size, device) for size in batch_sizes]
+    difference = float(torch.stack(differences).amax())  # amax, unlike max of floats, hands NaN on
+    bound = LOGIT_BOUND if precision == "fp32" else math.inf
+    if not (difference <= bound and math.isfinite(difference)):
+        raise ParityError(f"{name}: a logit differs by {difference:.3g} from torch in fp32 (bound {bound:g})")
+    quality = reference.evaluate(predict)
+    change = abs(quality - reference.quality)
+    if not change <= QUALITY_BOUNDS[precision]:
+        raise ParityError(
+            f"{name}: validation quality {quality:.4f}, {reference.quality:.4f} in torch in fp32: "
+            f"a change of {change:.4f} (bound {QUALITY_BOUNDS[precision]})"
+        )
+    return difference, change
+
+
+def check_half_range(network: nn.Module, windows: torch.Tensor) -> float:
+    """Run a network in half precision and check the range of every module's output.
+
+    On a GPU torch computes in half. On the CPU, where that takes 15 times as long, weights and the output of each
+    module are rounded to half and the sums within a module are float32: what tensor cores do too.
+
+    Args:
+        network: is left as it is; a copy runs on its device.
+        windows: [N, C, *sides] float32.
+
+    Returns:
+        The largest absolute activation.
+
+    Raises:
+        ParityError: an activation is not finite or too large; the error names the first such module.
+    """
+    copied = copy.deepcopy(network).eval().half()
+    device = next(copied.parameters()).device
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    copied.to(dtype)
+    largest: dict[str, torch.Tensor] = {}
+    for name, module in copied.named_modules():
+        _round_and_watch(module, name or "(the whole network)", largest)
+    with torch.no_grad():
+        for window in windows:
+            copied(window[None].half().to(device, dtype))
+    for name, value in largest.items():
+        if not value.item() <= HALF_BOUND:
+            raise ParityError(
+                f"half precision: an activation of module {name} reaches {value.item():.6g} "
+                f"(bound {HALF_BOUND:g}, half precision ends at 65504)"
+            )
+    return max(value.item() for value in largest.values())
+
+
+def check_calibration(calibration: torch.Tensor, windows: torch.Tensor) -> float:
+    """Check that windows to calibrate INT8 on span the values of the gate's windows: what lies outside is cut off.
+
+    Args:
+        calibration: [M, C, *sides] float32.
+        windows: [N, C, *sides] float32.
+
+    Returns:
+        The part of the gate's values that is cut off.
+
+    Raises:
+        ParityError: the calibration windows are not finite, or more than `CLIPPED_BOUND` is cut off.
+    """
+    most = calibration.abs().amax()  # hands NaN on
+    if not most.isfinite():
+        raise ParityError(f"int8: a value of the calibration windows is {most.item()}")
+    clipped = (windows.abs() > most.to(windows.device)).float().mean().item()
+    if clipped > CLIPPED_BOUND:
+        raise ParityError(
+            f"int8: {clipped:.1%} of the values of the gate's windows lie outside the calibration windows' range of "
+            f"{most.item():.6g} (bound {CLIPPED_BOUND:.0%}): calibrate on training cases prepared in the same way"
+        )
+    return clipped
+
+
+def _round_and_watch(module: nn.Module, name: str, largest: dict[str, torch.Tensor]) -> None:
+    """Round a module's output to half and keep its largest absolute value, by name in the order of execution."""
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> Any:  # noqa: ANN401 - whatever a module takes and gives
+        if not isinstance(output, torch.Tensor):
+            return output
+        rounded = output.half()
+        low, high = rounded.aminmax()  # hands NaN on
+        value = torch.maximum(-low, high).float()
+        largest[name] = torch.maximum(largest[name], value) if name in largest else value
+        return rounded.to(output.dtype)
+
+    module.register_forward_hook(note)
+
+
+def _largest_difference(
+    reference: Reference, predict: Predictor, size: int, device: torch.device | None
+) -> torch.Tensor:
+    count = math.ceil(len(reference.windows) / size) * size
+    order = torch.arange(count) % len(reference.windows)  # the first windows fill up the last batch
+    differences = [
+        (predict(reference.windows[some].to(device)).cpu() - reference.logits[some]).abs().amax()
+        for some in order.reshape(-1, size)
+    ]
+    return torch.stack(differences).amax()

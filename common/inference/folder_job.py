@@ -1,0 +1,250 @@
+"""One resumable job over the items of a folder: read, compute and write overlap, and each finished item has a record.
+
+The record of an item is written twice: before its first output, so that outputs can be told from foreign files, and,
+whole, after its last one. It vouches for the outputs of its own weights, options and input files, and for no others.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from tqdm import tqdm
+
+from common.files import locked, write_json
+from common.ranks import torchrun_place, wait_for_all
+
+Source = TypeVar("Source")
+Read = TypeVar("Read")
+Computed = TypeVar("Computed")
+Written = TypeVar("Written")
+Record = dict[str, Any]
+
+BAD_INPUT = (ValueError, OSError)
+IN_FLIGHT = 3  # items in memory at once: one read, one computed, one written
+_VERSION = 2  # raise when outputs or records change for the same input, weights and options
+
+
+@dataclass(frozen=True)
+class Item(Generic[Source]):
+    """One input of a job, and where what comes out of it lies.
+
+    Args:
+        name: what it is called in lines and tables.
+        source: what it is read from: a path, a series.
+        files: the input's files; when one of them changes, the item is done anew.
+        outputs: the files that a finished item has.
+        record: its record, which is no output.
+        optional: outputs that runs with other options may have left.
+    """
+
+    name: str
+    source: Source
+    files: tuple[Path, ...]
+    outputs: tuple[Path, ...]
+    record: Path
+    optional: tuple[Path, ...] = ()
+
+    @property
+    def leavings(self) -> tuple[Path, ...]:
+        """All that any run may have left of it."""
+        return (*self.outputs, *self.optional, self.record)
+
+    def stamp(self) -> list[int]:
+        """Return numbers that change when its files do: their count, bytes, and the latest change in ns.
+
+        Raises:
+            ValueError: a file is gone.
+        """
+        try:
+            found = [file.stat() for file in self.files]
+        except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
+            raise ValueError(f"{self.name}: a file of it cannot be read ({error.strerror}): copy it again") from None
+        return [len(found), sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)]
+
+
+@dataclass(frozen=True)
+class FolderJob(Generic[Source, Read, Computed]):
+    """What is done with the items of a folder; it can be killed at any moment and started again.
+
+    Args:
+        kind: what an item is called in lines, "scan" or "slide".
+        folder: where the outputs go.
+        items: those of all processes; under torchrun each process takes its share.
+        identity: all but the item that decides what comes out: weights, model, options. JSON must take it.
+        read: from an item to what is computed on; in a thread of its own.
+        compute: from that to what is written; in the calling thread.
+        write: writes the outputs and returns what the record is to hold; in a thread of its own.
+        line: from a record to the line that is printed about it.
+        tables: told, at the end, the records of all finished items by name, those of other processes among them; no
+            two processes are in it at once, and the last one finds all.
+    """
+
+    kind: str
+    folder: Path
+    items: Sequence[Item[Source]]
+    identity: Record
+    read: Callable[[Item[Source]], Read]
+    compute: Callable[[Item[Source], Read], Computed]
+    write: Callable[[Item[Source], Computed], Record]
+    line: Callable[[Record], str]
+    tables: Callable[[dict[str, Record]], None] | None = None
+
+    def share(self) -> Sequence[Item[Source]]:
+        """Return the items of this process."""
+        rank, ranks, _ = torchrun_place()
+        return self.items[rank::ranks]
+
+    def unfinished(self) -> list[Item[Source]]:
+        """Return the items of this process that are to be done, and say how many are kept.
+
+        Raises:
+            OSError: the output folder cannot be written.
+        """
+        share = self.share()
+        with self._locked():  # a folder that cannot be written is told now
+            left = [item for item in share if self.finished(item) is None]
+        if len(left) < len(share):
+            tqdm.write(
+                f"{len(share) - len(left)} {self.kind}s kept: they were finished with the same weights and options"
+            )
+        return left
+
+    def run(self, items: Sequence[Item[Source]]) -> int:
+        """Do the items anew, then the tables; wait for the other processes.
+
+        Returns:
+            The exit status: 1 where an item could not be done (the others are done all the same), else 0.
+
+        Raises:
+            FileExistsError: an output is there that no record tells of: it is not this program's.
+        """
+        _clear(items)
+        try:
+            failed = self.work(items)
+        finally:
+            if self.tables is not None:
+                with self._locked():
+                    found = {item.name: record for item in self.items if (record := self.finished(item)) is not None}
+                    self.tables(found)
+        if failed:
+            tqdm.write(f"{len(failed)} of {len(self.share())} {self.kind}s were set aside: {', '.join(failed)}")
+        wait_for_all()
+        return 1 if failed else 0
+
+    def work(self, items: Sequence[Item[Source]]) -> list[str]:
+        """Do the items, three in flight; return the names of those that could not be done."""
+        failed = []
+        with tqdm(total=len(items), unit=self.kind, disable=len(items) < 2) as bar:
+            for item, done in streamed(items, self._read, self._compute, self._write):
+                bar.update()
+                if isinstance(done, Exception):
+                    failed.append(item.name)
+                    tqdm.write(f"set aside: {done}")
+                else:
+                    tqdm.write(f"{item.name}: {self.line(done)}")
+        return failed
+
+    def finished(self, item: Item[Source]) -> Record | None:
+        """Return the record of an item that is finished as it is now, with all its outputs; else None."""
+        try:
+            record = json.loads(item.record.read_text(encoding="utf-8"))
+            fits = isinstance(record, dict) and record.get("mark") == self._mark(item)
+        except BAD_INPUT:  # there is none, or it is damaged
+            return None
+        return record if fits and all(path.is_file() for path in item.outputs) else None
+
+    def _mark(self, item: Item[Source]) -> Record:
+        """Return all that decides what comes out for an item as it is now, as JSON gives it back."""
+        mark: Record = json.loads(json.dumps({**self.identity, "version": _VERSION, "input": item.stamp()}))
+        return mark
+
+    def _read(self, item: Item[Source]) -> tuple[Record, Read]:
+        mark = self._mark(item)  # before the files are read: what changes from now on shows
+        return mark, self.read(item)
+
+    def _compute(self, item: Item[Source], given: tuple[Record, Read]) -> tuple[Record, Computed]:
+        mark, read = given
+        try:
+            return mark, self.compute(item, read)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise ValueError(f"{item.name}: {error}") from error
+
+    def _write(self, item: Item[Source], given: tuple[Record, Computed]) -> Record:
+        mark, computed = given
+        write_json(item.record, {"name": item.name, "begun": True})
+        record = {"name": item.name, **self.write(item, computed), "mark": mark}
+        write_json(item.record, record)
+        return record
+
+    def _locked(self) -> AbstractContextManager[None]:
+        return locked(self.folder / ".lock")
+
+
+def _clear(items: Sequence[Item[Source]]) -> None:
+    """Remove what earlier runs left of items that are done anew: no old output may pass for a new one."""
+    for item in items:
+        foreign = [path for path in item.outputs if path.exists()]
+        if foreign and not item.record.is_file():
+            raise FileExistsError(
+                f"{foreign[0]}: is there, and was not written by a run into this folder: choose another --output"
+            )
+    own = {path for item in items for path in item.leavings}
+    for part in [part for folder in {path.parent for path in own} for part in folder.glob(".part-*")]:
+        if part.parent / part.name.split("-", 2)[-1] in own:  # .part-RANDOM-NAME, of a process that was killed
+            part.unlink(missing_ok=True)
+    for item in items:
+        if item.record.is_file():
+            for path in item.leavings:  # the record last: until then it says whose the others are
+                path.unlink(missing_ok=True)
+
+
+def streamed(
+    items: Sequence[Source],
+    read: Callable[[Source], Read],
+    compute: Callable[[Source, Read], Computed],
+    write: Callable[[Source, Computed], Written],
+) -> Iterator[tuple[Source, Written | Exception]]:
+    """Yield each item, in order, with what `write` returned for it, or with the error that set it aside.
+
+    `compute` runs in the calling thread, `read` and `write` in a thread each; no more than one item waits between them,
+    so that memory is bounded whichever of them is slow. A bad input (ValueError or OSError of reading or computing,
+    ValueError of writing) costs its item alone. All other errors are raised, a full disk among them; what was written
+    until then is whole.
+
+    Args:
+        items: in the order in which they are done.
+        read: from an item to what is computed on.
+        compute: from that to what is written.
+        write: returns what is to be yielded.
+    """
+    with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer:
+        behind: tuple[Source, Future[Written | Exception]] | None = None
+        coming = [reader.submit(read, item) for item in items[:1]]
+        for number, item in enumerate(items):
+            coming += [reader.submit(read, following) for following in items[number + 1 : number + 2]]
+            try:
+                computed = compute(item, coming.pop(0).result())
+            except BAD_INPUT as error:
+                done: Future[Written | Exception] = Future()
+                done.set_result(error)
+            else:
+                done = writer.submit(_written, write, item, computed)
+                del computed  # the thread has it now
+            if behind is not None:
+                yield behind[0], behind[1].result()
+            behind = item, done
+        if behind is not None:
+            yield behind[0], behind[1].result()
+
+
+def _written(write: Callable[[Source, Computed], Written], item: Source, computed: Computed) -> Written | Exception:
+    try:
+        return write(item, computed)
+    except ValueError as error:
+        return error

@@ -1,0 +1,168 @@
+"""What the channels of logits stand for: classes that exclude each other, or regions that overlap; and their Dice.
+
+Dice is made of counts that stay on the device until they are read.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Region:
+    """A structure that quality is measured on, made of one label or of several.
+
+    Args:
+        name: what it is called, "spleen" or "WT".
+        members: label numbers that make it up.
+        value: label number that a voxel of this region gets, unless it also lies in a region of fewer members.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    value: int
+
+    def mask(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return where a label map lies in the region, bool, of the same shape and on the same device."""
+        found = labels == self.members[0]
+        for number in self.members[1:]:
+            found |= labels == number
+        return found
+
+
+@dataclass(frozen=True)
+class LabelScheme:
+    """From logits to label maps.
+
+    Args:
+        labels: name of each label number, background first; "" for a number that is not used.
+        regions: the structures; where `exclusive`, one for each label that is used, but the background.
+        exclusive: the logits are [labels, ...], unused numbers included, and the highest wins (softmax); else they are
+            [regions, ...], and each region lies where its own is above 0 (sigmoid).
+    """
+
+    labels: tuple[str, ...]
+    regions: tuple[Region, ...]
+    exclusive: bool
+
+    @property
+    def channels(self) -> int:
+        """Channels of the network's output."""
+        return len(self.labels if self.exclusive else self.regions)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Label numbers that a file may hold."""
+        return tuple(number for number, name in enumerate(self.labels) if name)
+
+    def labels_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the label of each voxel.
+
+        Args:
+            logits: [K, X, Y, Z]; K == 1 of two exclusive classes is their difference foreground - background.
+
+        Returns:
+            uint8 [X, Y, Z] on the same device; where logits are equal, the lower label.
+        """
+        if not self.exclusive:
+            return painted(self.regions, logits.__getitem__)
+        return ((logits[0] > 0) if len(logits) == 1 else logits.argmax(dim=0)).to(torch.uint8)
+
+
+def one_region_per_label(labels: Sequence[str]) -> LabelScheme:
+    """Return the scheme of classes that exclude each other."""
+    regions = (Region(name, (number,), number) for number, name in enumerate(labels) if number and name)
+    return LabelScheme(tuple(labels), tuple(regions), exclusive=True)
+
+
+def painting_order(regions: Sequence[Region]) -> list[int]:
+    """Return the numbers of the regions as they are painted: those of many members first."""
+    return sorted(range(len(regions)), key=lambda number: -len(regions[number].members))
+
+
+def painted(regions: Sequence[Region], logits_of: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """Return the labels that regions paint where their logits are above 0, each over those before it.
+
+    Regions of equally many members are rivals: of them the highest logit wins.
+
+    Args:
+        regions: at least one.
+        logits_of: gives the logits [X, Y, Z] of a region by its number; asked once for each, in `painting_order`.
+
+    Returns:
+        uint8 [X, Y, Z] on the logits' device.
+    """
+    labels, best, members = torch.empty(0), torch.empty(0), 0
+    for number in painting_order(regions):
+        logits, region = logits_of(number), regions[number]
+        if not members:
+            labels = torch.zeros(logits.shape, dtype=torch.uint8, device=logits.device)
+        if len(region.members) != members:
+            best, members = torch.zeros_like(logits), len(region.members)
+        labels.masked_fill_(logits > best, region.value)
+        best = torch.maximum(best, logits)
+    return labels
+
+
+def dice_counts(prediction: torch.Tensor, truth: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
+    """Count, for each region, the voxels that Dice is made of; the host does not wait for the device.
+
+    Counts of parts of one case may be added up; counts of several cases are stacked and read together at the end.
+
+    Args:
+        prediction: labels [X, Y, Z] (or any one shape), integers.
+        truth: labels of the same shape, on the same device.
+        regions: R structures, each of one label or of several.
+
+    Returns:
+        int64 [R, 2] on the device: voxels in both masks; voxels in the one plus voxels in the other.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if prediction.shape != truth.shape:
+        raise ValueError(
+            f"the prediction {tuple(prediction.shape)} and the truth {tuple(truth.shape)} must have one shape: "
+            "restore the prediction to the grid of the truth first"
+        )
+    counts = []
+    for region in regions:
+        predicted, true = region.mask(prediction), region.mask(truth)
+        both = torch.count_nonzero(predicted & true)
+        counts.append(torch.stack([both, torch.count_nonzero(predicted) + torch.count_nonzero(true)]))
+    return torch.stack(counts)
+
+
+def dice_of_counts(counts: torch.Tensor) -> torch.Tensor:
+    """Return Dice = 2 |A and B| / (|A| + |B|) of counts [..., 2] as float64 [...], NaN where both masks are empty.
+
+    A region that is predicted but not in the truth has Dice 0 (`monai.metrics.DiceMetric` leaves such cases out at its
+    defaults, which hides false findings); else this equals `DiceMetric(include_background=False)`.
+    """
+    return 2 * counts[..., 0].double() / counts[..., 1].double()
+
+
+def mean_dice(counts: Sequence[torch.Tensor]) -> float:
+    """Return the mean over cases of the mean over regions; waits for the device, once.
+
+    Args:
+        counts: of each case, as `dice_counts` gives them, [R, 2].
+
+    Returns:
+        The mean Dice in [0, 1]; regions and cases without a Dice are left out, NaN where nothing is left.
+    """
+    if not counts:
+        return float("nan")
+    cases = dice_of_counts(torch.stack(tuple(counts))).nanmean(dim=1)
+    return float(cases.nanmean())
+
+
+def case_dice(counts: torch.Tensor) -> float:
+    """Return a case's mean Dice over its regions, from [R, 2].
+
+    A case whose label and prediction are both empty has Dice 1: nothing is there, and nothing was found.
+    """
+    mean = float(dice_of_counts(counts).nanmean())
+    return 1.0 if math.isnan(mean) else mean

@@ -1,0 +1,176 @@
+"""What is done with a label map: parts that are not wanted are cleaned away, and its structures are measured."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import cc3d
+import nibabel
+import numpy as np
+import torch
+from scipy.spatial import ConvexHull, QhullError
+from scipy.spatial.distance import pdist, squareform
+
+from common.data.geometry import box_above
+from common.files import write_text
+from common.inference.labels import LabelScheme, Region
+
+_CONNECTIVITY = 26  # voxels that share a corner belong together
+_MIDDLES = np.array([[-0.5, 0], [0.5, 0], [0, -0.5], [0, 0.5]])  # of a pixel's edges, in pixels
+
+
+def clean_labels(
+    labels: np.ndarray, labelling: LabelScheme, voxel_ml: float, *, largest: bool = False, smallest_ml: float = 0.0
+) -> np.ndarray:
+    """Return a label map without the connected parts that are not wanted; they become background.
+
+    Labels that exclude each other are cleaned one by one. Where regions overlap, as those of a tumour do, a part is a
+    connected part of all of them together: cleaned apart, an inner region could lose what the outer one keeps.
+
+    Args:
+        labels: [X, Y, Z] uint8; it is left as it is.
+        labelling: what the labels stand for.
+        voxel_ml: volume of a voxel.
+        largest: keep only the part of the most voxels.
+        smallest_ml: parts below it are dropped; 0 keeps all.
+    """
+    fewest = int(np.ceil(smallest_ml / voxel_ml))
+    if not (largest or fewest > 1) or not labels.any():
+        return labels
+    if not labelling.exclusive:
+        return np.where(_kept(labels > 0, largest, fewest), labels, np.uint8(0))
+    cleaned = np.zeros_like(labels)
+    for region in labelling.regions:
+        (number,) = region.members
+        cleaned[_kept(labels == number, largest, fewest)] = number
+    return cleaned
+
+
+def _kept(mask: np.ndarray, largest: bool, fewest: int) -> np.ndarray:
+    """Return the part of a mask that is wanted, bool [X, Y, Z]; of two that are equally large the first found."""
+    if fewest > 1:
+        mask = cc3d.dust(mask, fewest, connectivity=_CONNECTIVITY).astype(bool)
+    return cc3d.largest_k(mask, 1, connectivity=_CONNECTIVITY).astype(bool) if largest else mask
+
+
+@dataclass(frozen=True)
+class Measures:
+    """One structure of one scan.
+
+    Attributes:
+        structure: its name.
+        voxels: how many it has.
+        volume_ml: their volume.
+        parts: connected parts (voxels that share a corner belong together).
+        longest_axial_mm: longest diameter in any axial slice, between edges of pixels; 0 where there is nothing.
+        short_axial_mm: in that slice, the extent across it.
+        extent_rl_mm: from the rightmost to the leftmost voxel's edge; so for the others, posterior to anterior and
+            inferior to superior. Along the file's own axes, which may be tilted against the patient's.
+    """
+
+    structure: str
+    voxels: int
+    volume_ml: float
+    parts: int
+    longest_axial_mm: float
+    short_axial_mm: float
+    extent_rl_mm: float
+    extent_pa_mm: float
+    extent_is_mm: float
+
+
+def measure(labels: np.ndarray, affine: np.ndarray, regions: Sequence[Region]) -> tuple[Measures, ...]:
+    """Measure each structure of a label map.
+
+    Args:
+        labels: [X, Y, Z] uint8 on the scan's own grid.
+        affine: [4, 4] voxel index to RAS mm; it may be sheared.
+        regions: the structures.
+    """
+    # Only the box of all structures is looked at again: a scan has a hundred times its voxels.
+    box = box_above(torch.from_numpy(labels.T)[None], 0)  # [z, y, x], as the voxels lie in memory
+    z, y, x = (slice(first, stop) for first, stop in box) if box else (slice(0),) * 3
+    labels = labels[x, y, z]
+    return tuple(_measure(region.name, np.isin(labels, region.members), affine) for region in regions)
+
+
+def write_measures(path: Path, scans: Iterable[tuple[str, Sequence[Measures]]]) -> None:
+    """Write a CSV with a row for each structure of each scan, atomically."""
+    names = [field.name for field in fields(Measures)]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["scan", *names])
+    for scan, found in scans:
+        writer.writerows([_not_a_formula(scan), *asdict(each).values()] for each in found)
+    write_text(path, text.getvalue())
+
+
+def _not_a_formula(name: str) -> str:
+    """Return a name that a spreadsheet will not compute."""
+    return f"'{name}" if name[:1] in "=+-@\t\r" else name
+
+
+def _measure(name: str, mask: np.ndarray, affine: np.ndarray) -> Measures:
+    voxels = int(np.count_nonzero(mask))
+    if not voxels:
+        return Measures(name, 0, 0.0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    axes = [np.flatnonzero(mask.any(axis=tuple({0, 1, 2} - {axis}))) for axis in range(3)]
+    mask = mask[tuple(slice(found[0], found[-1] + 1) for found in axes)]
+    # Which axis of the file runs along right-left, posterior-anterior, inferior-superior.
+    order = [int(axis) for axis in np.argsort(nibabel.io_orientation(affine)[:, 0])]
+    vectors = affine[:3, :3]
+    extents = [round(float(mask.shape[axis] * np.linalg.norm(vectors[:, axis])), 2) for axis in order]
+    longest, short = _axial_diameters(np.moveaxis(mask, order, (0, 1, 2)), vectors[:, order[:2]])
+    return Measures(
+        structure=name,
+        voxels=voxels,
+        volume_ml=round(voxels * abs(float(np.linalg.det(vectors))) / 1000, 3),
+        parts=int(cc3d.connected_components(mask, connectivity=_CONNECTIVITY).max()),
+        longest_axial_mm=round(longest, 2),
+        short_axial_mm=round(short, 2),
+        extent_rl_mm=extents[0],
+        extent_pa_mm=extents[1],
+        extent_is_mm=extents[2],
+    )
+
+
+def _axial_diameters(mask: np.ndarray, plane: np.ndarray) -> tuple[float, float]:
+    """Return the longest diameter in any slice of [R, A, S], and the extent across it in that slice, in mm.
+
+    Args:
+        mask: bool, its first two axes in the slices.
+        plane: [3, 2] mm that a step along each of them makes.
+    """
+    # In the plane itself, so that a tilted slice is measured as it lies.
+    flat = np.linalg.qr(plane)[1]
+    slices = [np.argwhere(mask[:, :, index]) for index in range(mask.shape[2])]
+    bounds = [np.linalg.norm(np.ptp(pixels, axis=0) + 1 if len(pixels) else [0, 0]) for pixels in slices]
+    bounds = [bound * float(np.linalg.norm(flat, 2)) for bound in bounds]
+    best = (0.0, 0.0)
+    for index in np.argsort(bounds)[::-1]:
+        if bounds[index] <= best[0]:
+            break  # no slice that is left can be longer
+        best = max(best, _diameters(_edge_points(mask[:, :, index], slices[index]) @ flat.T))
+    return best
+
+
+def _edge_points(mask: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+    """Return the middles of the pixels' edges, [N, 2] in pixels, of those pixels alone that end a row or a column."""
+    first, last = mask.argmax(axis=1), mask.shape[1] - 1 - mask[:, ::-1].argmax(axis=1)
+    ends = pixels[(pixels[:, 1] == first[pixels[:, 0]]) | (pixels[:, 1] == last[pixels[:, 0]])]
+    points: np.ndarray = (ends[:, None] + _MIDDLES).reshape(-1, 2)
+    return points
+
+
+def _diameters(points: np.ndarray) -> tuple[float, float]:
+    """Return the largest distance of two points of [N, 2], and the extent of all across that line."""
+    try:
+        corners = points[ConvexHull(points).vertices]
+    except QhullError:  # all on one line
+        corners = points
+    distances = squareform(pdist(corners))
+    one, other = np.unravel_index(distances.argmax(), distances.shape)
+    along = (corners[other] - corners[one]) / distances[one, other]
+    return float(distances[one, other]), float(np.ptp(corners @ np.array([-along[1], along[0]])))

@@ -1,0 +1,209 @@
+"""A trained network as inference opens it: `model.json`, which says what it is, and its weights beside it."""
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from common.data.preparation import Preparation
+from common.files import atomic_path, from_json, read_object, sha256_of, write_json
+from common.inference.labels import LabelScheme
+from common.inference.options import Precision
+
+Model = TypeVar("Model")
+
+# What torch.load raises for a file that holds no tensors, or one that asks to run code.
+UNREADABLE = (
+    pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError,
+)  # fmt: skip
+
+
+class Trained(Protocol):
+    """What is known of a trained network besides its weights: the content of a run's `model.json`."""
+
+    @property
+    def precision(self) -> Precision:
+        """What the network was trained in."""
+        ...
+
+    def build(self, weights: Path | None = None) -> nn.Module:
+        """Return the network on the CPU, with the weights of a file."""
+        ...
+
+
+@dataclass(frozen=True)
+class VolumeModel:
+    """What inference must know of a network that labels the voxels of volumes: the content of `model.json`.
+
+    Args:
+        network: function of `models` that builds it from the channels of image and logits; the file keeps its name.
+        arguments: of that function, by name.
+        labelling: what the logits stand for.
+        preparation: how a scan becomes the network's input.
+        window_size: sliding window X, Y, Z in voxels of the working grid.
+        window_batch: windows computed at once.
+        overlap: part of a window that its neighbour also covers.
+        precision: the network was trained in, and runs in with torch.
+    """
+
+    network: Callable[..., nn.Module]
+    arguments: Mapping[str, Any]
+    labelling: LabelScheme
+    preparation: Preparation
+    window_size: tuple[int, int, int]
+    window_batch: int
+    overlap: float
+    precision: Precision
+
+    def build(self, weights: Path | None = None) -> nn.Module:
+        """Return the network, with weights from a file if one is given (see `initialise`), else with random ones."""
+        network = self.network(self.preparation.channels, self.labelling.channels, **self.arguments)
+        if weights is not None:
+            initialise(network, weights, made_of=self.arguments)
+        return network
+
+
+def write_model(run: Path, app: str, model: Any) -> None:  # noqa: ANN401 - a dataclass: a VolumeModel, or the app's own
+    """Write `model.json` into the folder of a run."""
+    write_json(run / "model.json", {"app": app, **model_content(model)})
+
+
+def model_content(model: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return the fields of a model as JSON takes them, its network by name."""
+    return {name: getattr(value, "__name__", value) for name, value in asdict(model).items()}
+
+
+def read_model(run: Path, app: str, from_content: Callable[[dict[str, Any]], Model]) -> Model:
+    """Read `model.json` from the folder of a run of an app; `from_content` makes the model of what it holds.
+
+    Raises:
+        FileNotFoundError: the folder holds no run.
+        ValueError: the file is damaged or belongs to another app.
+    """
+    path = run / "model.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; --model takes the folder of a training run")
+    try:
+        content = read_object(path)
+        if content.pop("app") != app:
+            raise ValueError("it belongs to another app")
+        return from_content(content)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not the model file of a {app} run ({error})") from error
+
+
+def load_model(run: Path, app: str, *networks: Callable[..., nn.Module]) -> VolumeModel:
+    """Read the `model.json` of an app whose networks these functions of `models` build (see `read_model`)."""
+    named = {network.__name__: network for network in networks}
+    return read_model(
+        run, app, lambda content: from_json(VolumeModel, {**content, "network": named[content["network"]]})
+    )
+
+
+def save_weights(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write a state dict as one safetensors file, atomically; the texts of `metadata` go with it."""
+    with atomic_path(path) as part:
+        save_file(contiguous(weights), part, metadata)
+
+
+def contiguous(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors as safetensors wants them: on the CPU, dense in row-major order, none sharing memory."""
+    return {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Read a state dict from our safetensors, or from a `.pt` / `.pth` state dict such as a MONAI bundle's.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, or holds something else than tensors.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such weights file")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a whole safetensors file ({first_line(error)})") from error
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except UNREADABLE as error:
+        raise ValueError(
+            f"{path}: not a state dict that can be loaded safely ({first_line(error)}); "
+            "give a .safetensors, or a .pt that holds tensors only"
+        ) from error
+    content = content.get("model", content) if isinstance(content, dict) else content
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise ValueError(f"{path}: expected a state dict of tensors, found {type(content).__name__}")
+    return {name.removeprefix("module."): value for name, value in content.items()}
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says."""
+    return str(error).strip().split("\n")[0]
+
+
+def initialise(
+    network: nn.Module,
+    path: Path,
+    rename: Callable[[str], str] = lambda name: name,
+    made_of: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Load weights to start from; names, once `rename` has changed them, and shapes must be the network's.
+
+    Args:
+        network: gets the weights.
+        path: see `load_weights`.
+        rename: from the weights' names to the network's.
+        made_of: the network's arguments, which the error names.
+
+    Raises:
+        ValueError: names the first entries that are missing, left over, or of another shape.
+    """
+    weights, own = {rename(name): value for name, value in load_weights(path).items()}, network.state_dict()
+    missing, extra = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    shapes = [
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in sorted(own.keys() & weights.keys())
+        if own[name].shape != weights[name].shape
+    ]
+    if missing or extra or shapes:
+        own_arguments = ", ".join(f"{name} {value}" for name, value in made_of.items())
+        remedy = f"; it is built with {own_arguments}: give it the weights' own" if made_of else ""
+        raise ValueError(
+            f"{path}: does not fit this network; missing {missing[:3]}, left over {extra[:3]}, "
+            f"other shapes {shapes[:3]}{remedy}"
+        )
+    network.load_state_dict(weights)
+
+
+def import_weights(
+    run: Path, app: str, model: Trained, weights: Path, rename: Callable[[str], str] = lambda name: name
+) -> None:
+    """Make the folder of a run that has weights and model alone, so that inference and export take them.
+
+    Args:
+        run: folder to be made; it must be empty or not exist.
+        app: whose run it is.
+        model: what the weights belong to; every name and shape must fit.
+        weights: a .safetensors, or a .pt / .pth state dict such as a MONAI bundle's, read without executing anything.
+        rename: from the weights' names to the network's.
+
+    Raises:
+        FileExistsError: the folder holds something.
+        FileNotFoundError: there are no such weights.
+        ValueError: the weights are damaged or do not fit; nothing is left behind.
+    """
+    if run.exists() and any(run.iterdir()):
+        raise FileExistsError(f"{run}: holds files; --init makes a new run, so name a folder that does not exist")
+    network = model.build()
+    initialise(network, weights, rename, made_of=getattr(model, "arguments", {}))
+    save_weights(run / "best.safetensors", network.state_dict(), {"imported_sha256": sha256_of(weights)})
+    write_model(run, app, model)

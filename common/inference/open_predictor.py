@@ -1,0 +1,195 @@
+"""Open the model of a run: with its engine, its ONNX model, or in torch, rewritten so that it computes the same faster.
+
+Batch normalisations are folded into convolutions, and narrow transposed convolutions run on the coarse grid.
+"""
+
+import copy
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from common.files import sha256_of
+from common.inference.model import Trained
+from common.inference.options import AnyPrecision, Backend
+from common.inference.predictors import (
+    Predictor,
+    computes_bf16,
+    onnxruntime_predictor,
+    read_onnx_metadata,
+    torch_predictor,
+)
+from common.inference.tensorrt_runtime import EnginePredictor, host_problem, read_manifest
+
+_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d)
+_TRANSPOSED = (nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+# Along each axis: the parity of a fine voxel, its coarse voxel (0) or the next one (1), and the kernel's tap between.
+_TAPS = ((0, 0, 1), (1, 0, 2), (1, 1, 0))
+# More channels do not pay: on two cores 32 to 2 takes 0.4 of the time, to 3 0.65, to 4 0.75; 64 to 16 takes 2.1.
+_MOST_CHANNELS = 4
+
+
+@dataclass(frozen=True)
+class OpenedPredictor:
+    """A predictor, what runs it in which precision, in one line why, and the file whose numbers it computes with."""
+
+    predict: Predictor
+    backend: Backend
+    precision: AnyPrecision
+    reason: str
+    file: Path
+
+
+def open_predictor(
+    folder: Path,
+    trained: Trained,
+    *,
+    backend: Literal["auto", Backend] = "auto",
+    precision: Literal["auto", AnyPrecision] = "auto",
+    device: torch.device,
+) -> OpenedPredictor:
+    """Open the model of a run: its weights in torch, or what lies in `folder`/exports.
+
+    Backend "auto" takes the engine where one fits this host, else torch on a GPU or where it has the training's bf16 in
+    hardware, else ONNX Runtime.
+
+    Args:
+        folder: the run's folder.
+        trained: builds the network where torch runs it.
+        backend: what runs the model.
+        precision: exports exist in "fp32" and "fp16", and in "int8" where `export.py` made them; "bf16" is torch's
+            alone; "auto" is that of the training with torch, else "fp32".
+        device: where the windows lie; ONNX Runtime works on the CPU in any case.
+
+    Raises:
+        FileNotFoundError: the run has no such export.
+        ValueError: the export is damaged, does not fit this host, or there is none in this precision.
+    """
+    exact: AnyPrecision = "fp32" if precision == "auto" else precision
+    weights, exports = folder / "best.safetensors", folder / "exports"
+    plan, onnx = exports / f"model_{exact}.plan", exports / f"model_{exact}.onnx"
+    if backend in ("tensorrt", "onnxruntime") and exact == "bf16":
+        raise ValueError(f"precision bf16: backend {backend} takes fp32 or fp16")
+    if backend == "torch" and exact == "int8":
+        raise ValueError("precision int8: backend torch takes fp32, bf16 or fp16; int8 is exported only")
+    stale = _made_of_others(onnx, weights)
+    if stale and backend in ("tensorrt", "onnxruntime"):
+        raise ValueError(f"{onnx}: made of other weights than best.safetensors beside it: export the run again")
+    computed: Any = trained.precision if precision == "auto" else precision
+    reason = "as asked"
+    if backend == "auto":
+        problem = "no engine in this run" if not plan.is_file() else host_problem(plan, read_manifest(plan), device)
+        problem = "the exports are of other weights than best.safetensors" if stale else problem
+        if problem is None:
+            backend, reason = "tensorrt", "an engine fits this GPU"
+        else:
+            quicker = computed == "bf16" and computes_bf16(device)
+            on_cpu = exact == "int8" or (device.type == "cpu" and onnx.is_file() and not quicker and not stale)
+            backend, reason = "onnxruntime" if on_cpu else "torch", problem
+    if backend == "tensorrt":
+        return OpenedPredictor(EnginePredictor(plan, device), backend, exact, reason, plan)
+    if backend == "onnxruntime":
+        return OpenedPredictor(onnxruntime_predictor(onnx), backend, exact, reason, onnx)
+    network = use_subpixel_upsampling(folded(trained.build(weights).to(device).eval()))
+    return OpenedPredictor(torch_predictor(network, computed, channels_last=True), backend, computed, reason, weights)
+
+
+def _made_of_others(onnx: Path, weights: Path) -> bool:
+    """Return whether an ONNX model says that it was made of other weights than those of its run."""
+    if not (onnx.is_file() and weights.is_file()):
+        return False
+    recorded = read_onnx_metadata(onnx).get("weights_sha256")
+    return recorded is not None and recorded != sha256_of(weights)
+
+
+def folded(network: nn.Module) -> nn.Module:
+    """Return a network whose batch normalisations are part of the convolutions right before them.
+
+    The logits change by rounding only. A network without batch normalisation is returned as it is, others as a copy.
+
+    Args:
+        network: in evaluation mode; what it computes does not depend on values, so that torch.fx can trace it.
+
+    Source:
+        Jacob et al., "Quantization and training of neural networks", CVPR 2018, 3.2; as torch.fx's tutorial does it.
+    """
+    assert not network.training, "folding needs network.eval()"
+    if not any(isinstance(module, _NORMS) for module in network.modules()):
+        return network
+    traced = fx.symbolic_trace(copy.deepcopy(network))
+    modules = dict(traced.named_modules())
+    calls = Counter(str(node.target) for node in traced.graph.nodes if node.op == "call_module")
+    for node in list(traced.graph.nodes):
+        before = node.args[0] if node.args else None
+        if not (isinstance(before, fx.Node) and node.op == before.op == "call_module"):
+            continue
+        if len(before.users) > 1 or calls[str(before.target)] > 1:
+            continue  # what is read or called elsewhere too must stay as it is
+        convolution, norm = modules[str(before.target)], modules[str(node.target)]
+        if isinstance(norm, _NORMS) and isinstance(convolution, _CONVOLUTIONS):
+            fused = fuse_conv_bn_eval(convolution, norm, transpose=isinstance(convolution, _TRANSPOSED))
+            traced.set_submodule(str(before.target), fused)
+            node.replace_all_uses_with(before)
+            traced.graph.erase_node(node)
+    traced.recompile()
+    traced.delete_all_unused_submodules()
+    return traced
+
+
+class SubpixelUpsampling(nn.Module):
+    """What a transposed convolution (kernel 3, stride 2, padding 1, output padding 1) computes, up to rounding.
+
+    The eight fine voxels of a coarse one are channels of one convolution with a kernel of 2, and are then put into
+    their places. oneDNN's transposed convolutions are slow where the channels are few.
+
+    Args:
+        transposed: whose weights are copied.
+
+    Source:
+        Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016.
+    """
+
+    def __init__(self, transposed: nn.ConvTranspose3d) -> None:
+        super().__init__()
+        assert fits(transposed), transposed
+        weight, bias = transposed.weight.detach(), transposed.bias
+        coarse, fine = weight.shape[:2]
+        kernel = weight.new_zeros(2, 2, 2, fine, coarse, 2, 2, 2)
+        for a, x, i in _TAPS:
+            for b, y, j in _TAPS:
+                for c, z, k in _TAPS:
+                    kernel[a, b, c, :, :, x, y, z] = weight[:, :, i, j, k].T
+        self.convolution = nn.Conv3d(coarse, 8 * fine, 2, padding=1, bias=bias is not None)
+        self.convolution.weight.data = kernel.flatten(0, 3)
+        if self.convolution.bias is not None and bias is not None:
+            self.convolution.bias.data = bias.detach().repeat(8)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Return [B, K, 2 X, 2 Y, 2 Z] for [B, C, X, Y, Z], channels innermost."""
+        found: torch.Tensor = self.convolution(image)[:, :, 1:, 1:, 1:]  # the first reads before the image
+        batch, channels, x, y, z = found.shape
+        parts = found.view(batch, 2, 2, 2, channels // 8, x, y, z).permute(0, 5, 1, 6, 2, 7, 3, 4)
+        return parts.reshape(batch, 2 * x, 2 * y, 2 * z, channels // 8).permute(0, 4, 1, 2, 3)
+
+
+def fits(module: nn.Module) -> bool:
+    """Return whether a module is a transposed convolution that `SubpixelUpsampling` computes, with few channels."""
+    return (
+        isinstance(module, nn.ConvTranspose3d)
+        and (module.kernel_size, module.stride, module.padding) == ((3, 3, 3), (2, 2, 2), (1, 1, 1))
+        and (module.output_padding, module.dilation, module.groups) == ((1, 1, 1), (1, 1, 1), 1)
+        and module.out_channels <= _MOST_CHANNELS
+    )
+
+
+def use_subpixel_upsampling(network: nn.Module) -> nn.Module:
+    """Replace, in a network on a CPU that is not trained any more, the transposed convolutions that fit; return it."""
+    for name, module in list(network.named_modules()):
+        if isinstance(module, nn.ConvTranspose3d) and fits(module) and module.weight.device.type == "cpu":
+            network.set_submodule(name, SubpixelUpsampling(module))
+    return network

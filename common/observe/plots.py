@@ -1,0 +1,206 @@
+"""Plots, as small PNG files: how a training goes, and who does what when in a pipeline."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+from PIL import Image
+
+from common.clock import synchronise
+from common.files import atomic_path
+
+Values = NDArray[np.float64]
+_LOSS, _METRIC, _TIME = "#0072B2", "#D55E00", "#555555"
+_STAGES = ("#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#0072B2", "#F0E442", "#999999")  # Okabe and Ito
+_MOST_CASES = 40  # in the picture of a pipeline
+
+
+def save_png(path: Path, figure: Figure, full_colour: bool = False) -> None:
+    """Draw a figure and write it atomically as a PNG.
+
+    Args:
+        path: to be written.
+        figure: to be drawn.
+        full_colour: all its colours; otherwise 192 of them, for a quarter of the size but seconds for large pictures.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full.
+    """
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    if not full_colour:
+        # Maximum coverage keeps rare colours (a small structure); the median cut gives nearly all of them to the greys.
+        pixels = pixels.quantize(192, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    with atomic_path(path) as part:
+        pixels.save(part, format="PNG", optimize=not full_colour)
+
+
+def one_line(text: str, longest: int) -> str:
+    """Return a text fit for a figure: white space and control characters become single spaces, a long one is cut."""
+    line = " ".join("".join(character if character.isprintable() else " " for character in text).split())
+    return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
+def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str = "Dice") -> None:
+    """Draw loss, validation metric and epoch time over the epochs as a PNG.
+
+    The metric has its own axis, a mark for each validation and a star for the best one. No records give empty axes; a
+    value that is missing or not finite leaves a gap.
+
+    Args:
+        path: PNG file to write.
+        records: one for each epoch, in order: "epoch" (from 1), "loss" (mean over the epoch), "seconds", and the
+            metric in [0, 1], by its name in small letters, where the epoch was validated.
+        metric: name of what the validations measured.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full.
+    """
+    epochs, loss, values, seconds = (_column(records, name) for name in ("epoch", "loss", metric.lower(), "seconds"))
+    figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    marker = "o" if len(epochs) <= 10 else ""  # a line of one point cannot be seen
+    style(upper, "loss", _LOSS)
+    upper.plot(epochs, loss, color=_LOSS, linewidth=1.2, label="loss", marker=marker, markersize=3)
+    handles = [*upper.get_lines(), *_draw_metric(upper, epochs, values, metric)]
+    # Above the axes, where the curves cannot run under it.
+    upper.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=9)
+    style(lower, "epoch time (s)", _TIME)
+    lower.plot(epochs, seconds, color=_TIME, linewidth=1, marker=marker, markersize=3)
+    lower.set_ylim(bottom=0, top=1.15 * max(seconds[np.isfinite(seconds)], default=1.0))
+    lower.set_xlabel("epoch")
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    lower.set_xlim(0.5, max(epochs, default=1) + 0.5)
+    save_png(path, figure)
+
+
+def style(axes: Axes, label: str, colour: str) -> None:
+    """Give axes a grey grid, no frame, and their label in the colour of their curve."""
+    axes.set_ylabel(label, color=colour)
+    axes.tick_params(axis="y", colors=colour)
+    axes.grid(color="0.9")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_metric(axes: Axes, epochs: Values, values: Values, metric: str) -> list[Any]:
+    """Draw what validations measured on an axis of its own at the right; return the handles for the legend."""
+    validated = np.isfinite(values)
+    if not validated.any():
+        return []
+    right = axes.twinx()
+    style(right, f"validation {metric}", _METRIC)
+    right.grid(visible=False)
+    right.set_ylim(0, 1.02)
+    size, best = 4 if validated.sum() <= 60 else 1.5, int(np.nanargmax(values))
+    named = f"best {metric} {values[best]:.4f} (epoch {epochs[best]:.0f})"
+    line: dict[str, Any] = {"color": _METRIC, "linewidth": 1, "marker": "o", "markersize": size, "label": metric}
+    star: dict[str, Any] = {"color": _METRIC, "markersize": 12, "markeredgecolor": "black", "label": named}
+    return [
+        *right.plot(epochs[validated], values[validated], **line),
+        *right.plot(epochs[best], values[best], "*", **star),
+    ]
+
+
+def _column(records: Sequence[Mapping[str, Any]], name: str) -> Values:
+    """Return one value of each record as float64; NaN where it is missing, None or not finite."""
+    values = np.array([np.nan if record.get(name) is None else record[name] for record in records], dtype=np.float64)
+    values[~np.isfinite(values)] = np.nan
+    return values
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stage of a case in a pipeline.
+
+    Attributes:
+        case: its name.
+        lane: who did it, "read" or "write".
+        stage: what was done.
+        begin: seconds since the timeline began.
+        end: the same.
+    """
+
+    case: str
+    lane: str
+    stage: str
+    begin: float
+    end: float
+
+
+class Timeline:
+    """Collects the spans of all threads, from when it is made."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._spans: list[Span] = []  # appended to by all threads, which is safe
+
+    @contextmanager
+    def stage(self, case: str, lane: str, name: str, waits: bool = False) -> Iterator[None]:
+        """Time a block as a stage of a case in a lane; `waits` waits for the CUDA device at its end."""
+        begin = self.now()
+        try:
+            yield
+        finally:
+            if waits:
+                synchronise()
+            self._spans.append(Span(case, lane, name, begin, self.now()))
+
+    def now(self) -> float:
+        """Return the seconds since the beginning."""
+        return time.perf_counter() - self._began
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return the spans so far, in the order in which they ended."""
+        return tuple(self._spans)
+
+    def seconds(self, case: str) -> dict[str, float]:
+        """Return the seconds of each stage of a case so far."""
+        found: dict[str, float] = {}
+        for span in self.spans():
+            if span.case == case:
+                found[span.stage] = round(found.get(span.stage, 0.0) + span.end - span.begin, 4)
+        return found
+
+
+def draw_timeline(path: Path, spans: Sequence[Span]) -> None:
+    """Draw the lanes of the first 40 cases over time, each stage in its colour, each case with its number.
+
+    Args:
+        path: PNG file to write.
+        spans: at least one.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full.
+    """
+    in_order = sorted(spans, key=lambda span: span.begin)
+    cases = list(dict.fromkeys(span.case for span in in_order))[:_MOST_CASES]
+    shown = [span for span in in_order if span.case in cases]
+    lanes, stages = (list(dict.fromkeys(names)) for names in zip(*((s.lane, s.stage) for s in shown), strict=True))
+    figure = Figure(figsize=(11, 1.4 + 0.55 * len(lanes)), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for number, stage in enumerate(stages):
+        row, width, left = zip(
+            *((lanes.index(s.lane), s.end - s.begin, s.begin) for s in shown if s.stage == stage), strict=True
+        )
+        colour = _STAGES[number % len(_STAGES)]
+        axes.barh(row, width, 0.8, left, color=colour, label=stage, edgecolor="white", linewidth=0.4)
+    for case, lane in dict.fromkeys((span.case, span.lane) for span in shown):
+        parts = [span for span in shown if (span.case, span.lane) == (case, lane)]
+        middle = (parts[0].begin + max(span.end for span in parts)) / 2
+        axes.text(middle, lanes.index(lane), str(cases.index(case) + 1), ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.set_xlim(left=shown[0].begin)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(stages), frameon=False, fontsize=8)
+    save_png(path, figure)

@@ -1,0 +1,290 @@
+"""The end of a training run: the figure it is judged by, its exports, and its summary."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from common.data.dataset import Case
+from common.data.preparation import PreparedCase
+from common.data.volumes import read_volume
+from common.export.export import ExportRecord, by_precision
+from common.export.volumes import GATE_CASES, export_volumes, judge_training
+from common.files import write_json
+from common.inference.labels import case_dice, dice_counts, dice_of_counts
+from common.inference.model import VolumeModel
+from common.inference.predict import predict_labels, read_truth
+from common.inference.predictors import Predictor, torch_predictor
+from common.observe.overlays import draw_overlay
+from common.observe.report import write_report, write_report_case
+from common.run import Run
+from common.training.config import SegmentationConfig, TrainingConfig
+from common.training.fit import Fitted
+from common.training.resolve import Data
+from common.training.sources import stored_cases
+from common.training.state import VALIDATIONS_HELD
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The figure a run is judged by.
+
+    Args:
+        name: what it is, and on which grid.
+        value: mean over the cases.
+        per_case: value by case name.
+        selected_on: the cases on which the best weights were chosen.
+        per_region: mean over the cases of each region's own Dice; null for one that no case holds.
+    """
+
+    name: str
+    value: float
+    per_case: dict[str, float]
+    selected_on: str
+    per_region: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The content of `summary.json`.
+
+    Args:
+        app: name of the app.
+        recipe: recipe of the run.
+        data: folder of the dataset, and whether it is synthetic.
+        held_out: whether no validation case was trained on.
+        device: what computed.
+        ranks: processes that trained together.
+        precision: of the training steps.
+        seed: of the run.
+        cases: number of training and validation cases.
+        steps: training steps done.
+        target: what `until` asked for, whether it held, on the working grid and in `quality`, and the seconds until the
+            training ended; None where nothing was asked for.
+        limit: how far a training step is from what the device can do; None where none was done.
+        quality: the figure, on the native grid, by the best weights.
+        working_grid: Dice on the working grid of the best and of the last validation.
+        seconds: per stage, and in all since the process started.
+        onnx: the fp32 model (path, sha256, max_abs_diff, quality_delta) and, under "fp16", the same of the other.
+        engine: the fp32 engine (flavour, version, precision, path, sha256, ran, reason) and, under "fp16", the other;
+            where there is none, `reason` says why.
+    """
+
+    app: str
+    recipe: str
+    data: dict[str, Any]
+    held_out: bool
+    device: str
+    ranks: int
+    precision: str
+    seed: int
+    cases: dict[str, int]
+    steps: int
+    target: dict[str, Any] | None
+    limit: dict[str, Any] | None
+    quality: Quality
+    working_grid: dict[str, float]
+    seconds: dict[str, float]
+    onnx: dict[str, Any]
+    engine: dict[str, Any]
+
+
+def best_network(model: VolumeModel, fitted: Fitted, run: Run) -> nn.Module:
+    """Return the network with the best weights, on the run's device, in evaluation mode."""
+    best = model.build().to(run.device).eval()
+    best.load_state_dict(fitted.weights)
+    return best
+
+
+def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: SegmentationConfig, run: Run) -> Quality:
+    """Return the Dice of the best weights on the native grid of the validation cases, and draw each case.
+
+    The ranks share the cases. The worst case is kept for the report's viewer.
+
+    Args:
+        model: the network's.
+        fitted: its weights.
+        data: whose validation cases are judged.
+        config: where the prepared cases lie.
+        run: where the pictures go, and what computes.
+    """
+    split, ranks = data.split, run.ranks
+    cases = ranks.shard(split.validation)
+    with run.clock.stage("prepare"):  # already there, unless MONAI prepared for the training
+        prepared = stored_cases(cases, model, config, run)
+    with run.clock.stage("validate"):
+        draws = run.directory.is_dir()  # another host's ranks draw nothing
+        predictor = torch_predictor(best_network(model, fitted, run))
+        own, hardest = _judged(predictor, cases, prepared, model, run, draws)
+        counts = ranks.gather(own)
+    dice = {case.name: case_dice(each) for case, each in zip(split.validation, counts, strict=True)}
+    mean = sum(dice.values()) / len(dice)
+    means = dice_of_counts(torch.stack(counts)).nanmean(dim=0).tolist()
+    by_region = {
+        region.name: None if math.isnan(value) else value
+        for region, value in zip(model.labelling.regions, means, strict=True)
+    }
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in by_region.items() if value is not None)
+    worst = min(dice, key=dice.__getitem__)
+    run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({worst})")
+    if draws and hardest is not None and hardest.case.name == worst:  # of the ranks the one that has it
+        with run.clock.stage("validate"), _said(run, "the report goes without its viewer"):
+            hardest.keep(run, model)
+    if not split.held_out:
+        run.say(
+            "NOT HELD OUT: these cases were trained on; the Dice says that the run works, not how good the model is"
+        )
+    selected = "validation" if split.held_out else "training"
+    return Quality("foreground Dice, native grid, best weights", mean, dice, selected_on=selected, per_region=by_region)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A case, its Dice, and its label maps found and true, [X, Y, Z] uint8 on the grid of its file."""
+
+    case: Case
+    dice: float
+    labels: np.ndarray
+    truth: np.ndarray
+
+    def draw(self, run: Run, model: VolumeModel) -> None:
+        """Draw its overlay; of several channels the first."""
+        path, title = run.directory / "overlays" / f"{self.case.name}.png", f"{self.case.name}: Dice {self.dice:.3f}"
+        (image, affine), names, window = self._image(model), model.labelling.labels, model.preparation.window
+        draw_overlay(path, image, self.labels, affine, truth=self.truth, names=names, window=window, title=title)
+
+    def keep(self, run: Run, model: VolumeModel) -> None:
+        """Write it, small, for the run's report to look through."""
+        (image, affine), names, window = self._image(model), model.labelling.labels, model.preparation.window
+        write_report_case(
+            run.directory, self.case.name, image, self.labels, self.truth, affine, names=names, window=window
+        )
+
+    def _image(self, model: VolumeModel) -> tuple[np.ndarray, np.ndarray]:
+        channels = model.preparation.channels
+        volume = read_volume(self.case.image, channels, first_only=channels > 1)
+        return volume.voxels.reshape(volume.voxels.shape[:3], order="F"), volume.affine
+
+
+def _judged(
+    predictor: Predictor,
+    cases: Sequence[Case],
+    prepared: Sequence[PreparedCase],
+    model: VolumeModel,
+    run: Run,
+    draws: bool,
+) -> tuple[list[torch.Tensor], _Judged | None]:
+    """Return the counts of Dice [R, 2] of each case on its own grid, and the case of the lowest; draw each."""
+    counts: list[torch.Tensor] = []
+    hardest: _Judged | None = None
+    for case, voxels in zip(cases, prepared, strict=True):
+        labels, truth = predict_labels(voxels, predictor, model, run.device), read_truth(case)
+        counts.append(dice_counts(torch.from_numpy(labels), truth, model.labelling.regions))
+        found = _Judged(case, case_dice(counts[-1]), labels, truth.numpy())
+        if draws:
+            found.draw(run, model)
+        if hardest is None or found.dice < hardest.dice:
+            hardest = found
+    return counts, hardest
+
+
+def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: SegmentationConfig, run: Run) -> ExportRecord:
+    """Export the best weights behind the gate, on some validation cases; for the arguments see `evaluate`."""
+    gate = data.split.validation[:GATE_CASES]
+    with run.clock.stage("prepare"):
+        prepared = stored_cases(gate, model, config, run)
+    judge = judge_training(gate, prepared, model, run)
+    return export_volumes(best_network(model, fitted, run), model, judge, config.APP, config.engine, run)
+
+
+def finish(
+    config: SegmentationConfig, data: Data, fitted: Fitted, quality: Quality, exported: ExportRecord, run: Run
+) -> RunSummary:
+    """Write the summary of a run on a dataset's cases; see `write_summary`."""
+    dataset, split = data.dataset, data.split
+    named: dict[str, str | bool] = {"folder": str(dataset.folder), "name": dataset.name, "synthetic": dataset.synthetic}
+    cases = {"training": len(split.training), "validation": len(split.validation)}
+    return write_summary(config, named, cases, split.held_out, fitted, quality, exported, run)
+
+
+def write_summary(
+    config: TrainingConfig,
+    data: dict[str, str | bool],
+    cases: dict[str, int],
+    held_out: bool,
+    fitted: Fitted,
+    quality: Quality,
+    exported: ExportRecord,
+    run: Run,
+) -> RunSummary:
+    """Write `summary.json` and the report, and say where everything lies.
+
+    Args:
+        config: decided.
+        data: folder and name of the data, and whether they are synthetic.
+        cases: number of training and validation cases.
+        held_out: whether no validation case was trained on.
+        fitted: what training left.
+        quality: the figure the run is judged by.
+        exported: models and engines.
+        run: where it is written.
+    """
+    summary = RunSummary(
+        app=config.APP,
+        recipe=config.recipe,
+        data=data,
+        held_out=held_out,
+        device=str(run.device),
+        ranks=run.ranks.world,
+        precision=config.precision,
+        seed=config.seed,
+        cases=cases,
+        steps=fitted.steps,
+        target=_target(config, fitted, quality, run),
+        limit=fitted.limit,
+        quality=quality,
+        working_grid={"best": fitted.best, "last": fitted.last, "best_epoch": fitted.best_epoch},
+        seconds=run.clock.seconds(),
+        onnx=by_precision(exported.onnx),
+        engine=by_precision(exported.engines) if exported.engines else {"ran": False, "reason": exported.no_engine},
+    )
+    write_json(run.directory / "summary.json", asdict(summary))
+    seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary.seconds.items())
+    run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}")
+    with _said(run, "no report"):
+        run.say(f"report: {write_report(run.directory)}")
+    return summary
+
+
+@contextmanager
+def _said(run: Run, loss: str) -> Iterator[None]:
+    """Say an error of a block instead of raising it: a picture of a run must not cost the run."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        run.say(f"{loss}: {error}")
+
+
+def _target(config: TrainingConfig, fitted: Fitted, quality: Quality, run: Run) -> dict[str, Any] | None:
+    """Return what became of the target that the run was to reach, and say it; None where there was none."""
+    wanted = config.target()
+    if wanted is None:
+        return None
+    found = {
+        "until": config.until,
+        "held": fitted.held,
+        "validations_held": VALIDATIONS_HELD,
+        "quality_holds": quality.value >= wanted,
+        "seconds": fitted.seconds,
+    }
+    how = f"held in {VALIDATIONS_HELD} validations in a row" if fitted.held else "NOT reached"
+    run.say(
+        f"target {config.until}: {how} after {fitted.steps} steps and {fitted.seconds:.1f} s since the start; "
+        f"{quality.name}: {quality.value:.4f}, {'holds' if found['quality_holds'] else 'BELOW it'}"
+    )
+    return found

@@ -1,0 +1,287 @@
+"""What a run decides before it starts: its cases, and every field that its configuration left open."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from common.config import config_content, flat, replaced
+from common.data.dataset import Dataset, Split, read_dataset, split_cases, split_of
+from common.data.fingerprint import Fingerprint, fingerprint, is_ct, plan_preparation
+from common.data.preparation import Preparation
+from common.data.store import store_folder
+from common.files import from_json, read_object, write_json
+from common.inference.labels import LabelScheme
+from common.inference.model import VolumeModel, write_model
+from common.run import Run, point_latest
+from common.training.config import SegmentationConfig, Size, TrainingConfig, decided
+from common.training.setup import choose_precision, few_cases
+
+C = TypeVar("C", bound=TrainingConfig)
+S = TypeVar("S", bound=SegmentationConfig)
+
+_PHANTOM_CASES = 20  # the default data: 16 train, 4 validate
+
+
+@dataclass(frozen=True)
+class Data:
+    """The scans of a run.
+
+    Args:
+        dataset: all there are.
+        split: which of them train, and which validate.
+        figures: fingerprint of those that train.
+        known: preparation that the app knows for this dataset.
+    """
+
+    dataset: Dataset
+    split: Split
+    figures: Fingerprint
+    known: Preparation | None = None
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What an app takes on one kind of device where the user says nothing.
+
+    Args:
+        fields: values by the names of `common.config.flat`.
+        crop: largest crop X, Y, Z in voxels.
+        window: largest window.
+        window_batch: windows computed at once.
+        batch_size: crops in one step.
+        steps: of the whole training, about. (Steps, not epochs, so that small and large datasets train equally long.)
+        validations: in it, about.
+    """
+
+    fields: Mapping[str, Any]
+    crop: Size
+    window: Size
+    window_batch: int
+    batch_size: int
+    steps: int
+    validations: int = 10
+
+
+def read_volumes(
+    config: SegmentationConfig,
+    run: Run,
+    phantoms: Callable[[Path, int], Path],
+    version: str,
+    real: str,
+    known: Mapping[str, Preparation] | None = None,
+) -> Data:
+    """Read the dataset of --data, split it and take its fingerprint; say all of it and keep it in the run's folder.
+
+    Without --data the small phantom set is made once, and it is said loudly that it is synthetic. The leader decides
+    for all ranks. A resumed run finds the split and the fingerprint of its first start.
+
+    Args:
+        config: of the run.
+        run: where it is written.
+        phantoms: makes so many synthetic cases in a folder.
+        version: of the phantoms, the name of their folder.
+        real: name of the folder of the real scans that `fetch_msd.py` downloads.
+        known: preparations of datasets that the app knows, by the name that a dataset gives itself, for CT. They spare
+            reading its voxels.
+
+    Raises:
+        FileNotFoundError, ValueError: the dataset or the split cannot be used.
+    """
+    with run.clock.stage("prepare"):
+        folder = config.data
+        if folder is None:
+            made = config.store / "phantoms" / version
+            folder = run.ranks.once(lambda: phantoms(made, _PHANTOM_CASES))
+        dataset = read_dataset(folder)
+        run.say(f"data: {dataset.folder} ({dataset.name}, {len(dataset.cases)} labelled cases)")
+        if dataset.synthetic:
+            run.say(
+                "SYNTHETIC DATA: these are phantoms, and a Dice on them says nothing about patients. For the real "
+                f"scans:\n  python data_scripts/fetch_msd.py {config.APP} --to data && "
+                f"python apps/{config.APP}/train.py --data data/{real}"
+            )
+        preparation = (known or {}).get(dataset.name) if is_ct(dataset) else None
+        split, figures = run.ranks.once(lambda: _divided(dataset, preparation, config, run))
+    return Data(dataset, split, figures, preparation)
+
+
+def _divided(
+    dataset: Dataset, known: Preparation | None, config: SegmentationConfig, run: Run
+) -> tuple[Split, Fingerprint]:
+    kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
+    if run.resumed and (run.directory / "plan.json").is_file():
+        return split_of(dataset, read_object(kept), kept), from_json(Fingerprint, read_object(measured))
+    split = split_cases(dataset, config.split)
+    if config.fast_dev_run:
+        split = few_cases(split, config.parallel.partitions or run.ranks.world, run)
+    store = store_folder(config.store / "fingerprints", dataset.folder)
+    figures = fingerprint(split.training, dataset, store, known=known, workers=config.workers)
+    run.say(split.description)
+    write_json(kept, split.to_json())
+    write_json(measured, asdict(figures))
+    return split, figures
+
+
+def keep_plan(config: C, choose: Callable[[], C], run: Run, told: Sequence[str] = ("spacing", "window")) -> C:
+    """Return the configuration with every field decided, each choice said with its flag and kept as `plan.json`.
+
+    The leader decides for all ranks. A resumed run finds the decisions of its first start, whatever has changed around
+    it since, but for the fields that may differ.
+
+    Args:
+        config: as the user gave it.
+        choose: returns it with every field decided.
+        run: where it is written.
+        told: fields whose choice `choose` has said itself.
+    """
+    path = run.directory / "plan.json"
+
+    def make() -> C:
+        if run.resumed and path.is_file():
+            stored = from_json(type(config), read_object(path))
+            given = flat(config)
+            return replaced(stored, {name: given[name] for name in config.RESUMABLE})
+        chosen = choose()
+        before = flat(config)
+        for name, value in flat(chosen).items():
+            if value != before[name] and name not in told:
+                shown = "none" if value == "" else value
+                run.say(f"{name} {shown}: chosen for this {run.device.type}; change it with --{name}")
+        write_json(path, config_content(chosen))
+        if config.run is None:
+            point_latest(run.directory)  # a run that got no further leaves the link as it was
+        return chosen
+
+    plan = run.ranks.once(make)
+    check_partitions(plan, run.ranks.world)  # also of a resumed run: these ranks must be able to share it
+    return plan
+
+
+def choose_volumes(
+    config: S,
+    data: Data,
+    usual: Defaults,
+    run: Run,
+    window_sides: Callable[[list[int], list[int]], list[int]] = lambda shape, extent: shape,
+) -> S:
+    """Decide what the configuration of a segmentation leaves open; what the user gave always wins.
+
+    Args:
+        config: as the user gave it.
+        data: its modality decides the normalisation; its sizes those of crops and windows.
+        usual: of this kind of device.
+        run: says how the scans are prepared, and why.
+        window_sides: from the median shape X, Y, Z and the median extent of the heads, in voxels of the working grid,
+            to what a window covers, before it is cut to the largest.
+
+    Raises:
+        ValueError: what was asked for does not fit the data or the device.
+    """
+    open_fields = {name: value for name, value in usual.fields.items() if flat(config)[name] is None}
+    config = replaced(config, open_fields)
+    window = getattr(config, "window", None)
+    preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, window, data.known)
+    for line in lines:
+        run.say(line)
+    config = replaced(config, {"spacing": preparation.spacing})
+    if hasattr(config, "window"):
+        config = replaced(config, {"window": preparation.window})
+    levels = decided(config.halvings())
+    shape, extent = (_working(size, data.figures, preparation) for size in (data.figures.shape, data.figures.extent))
+    crop = config.crop_size or _within(shape, usual.crop, 2**levels)
+    wish = config.precision
+    if config.recipe == "guide" and wish == "auto":
+        wish = "fp16" if run.device.type == "cuda" else "fp32"  # what the guide's autocast("cuda") does
+    partitions = config.parallel.partitions or run.ranks.world
+    config = replaced(
+        config,
+        {
+            "crop_size": crop,
+            "windows.size": config.windows.size or _within(window_sides(shape, extent), usual.window, 2**levels),
+            "precision": choose_precision(wish, run.device, [side // 2**levels for side in crop]),
+            "parallel.partitions": partitions,
+            "batch_size": config.batch_size or -(-usual.batch_size // partitions) * partitions,
+        },
+    )
+    check_partitions(config, run.ranks.world)
+    per_epoch = -(-len(data.split.training) * decided(config.crops.per_case) // decided(config.batch_size))
+    epochs, validate_every = config.plan_epochs(usual.steps, per_epoch, usual.validations)
+    return replaced(config, {"epochs": epochs, "validate_every": validate_every})
+
+
+def volume_model(
+    config: SegmentationConfig,
+    data: Data,
+    network: Callable[..., nn.Module],
+    arguments: Mapping[str, Any],
+    labelling: LabelScheme,
+    window_batch: int,
+    run: Run,
+) -> VolumeModel:
+    """Return what a decided configuration trains, and keep it as `model.json`.
+
+    Args:
+        config: decided.
+        data: its modality decides how scans are prepared.
+        network: function of `models`.
+        arguments: of that function.
+        labelling: what the logits stand for.
+        window_batch: windows computed at once.
+        run: where it is written.
+    """
+    window = getattr(config, "window", None)
+    assert config.precision != "auto", "the configuration is not decided"
+    preparation, _ = plan_preparation(data.dataset, data.figures, config.spacing, window, data.known)
+    model = VolumeModel(
+        network=network,
+        arguments=arguments,
+        labelling=labelling,
+        preparation=preparation,
+        window_size=decided(config.windows.size),
+        window_batch=window_batch,
+        overlap=config.windows.overlap,
+        precision=config.precision,
+    )
+    run.ranks.once(lambda: write_model(run.directory, config.APP, model))
+    return model
+
+
+def check_partitions(config: TrainingConfig, ranks: int) -> None:
+    """Check that the partitions of a decided configuration can be shared by so many ranks, and its batch divided.
+
+    Raises:
+        ValueError: names the numbers that do not divide each other, and what would.
+    """
+    partitions, batch_size = decided(config.parallel.partitions), decided(config.batch_size)
+    accumulate = config.parallel.accumulate
+    if not config.alike() and partitions != ranks:
+        raise ValueError(
+            f"parallel.partitions {partitions}: {ranks} ranks would not compute the same with MONAI's sources or "
+            f"losses, which go by rank, so this run cannot go on exactly; use {partitions} ranks, or begin a new run"
+        )
+    if partitions % ranks:
+        fitting = ", ".join(str(n) for n in range(1, partitions + 1) if partitions % n == 0)
+        raise ValueError(
+            f"parallel.partitions {partitions}: {ranks} ranks cannot share them evenly, so this run cannot go on "
+            f"exactly; use {fitting} ranks, or begin a new run with --parallel.partitions {ranks}"
+        )
+    if batch_size % (partitions * accumulate):
+        raise ValueError(
+            f"batch_size {batch_size}: must be a multiple of {partitions * accumulate} ({partitions} partitions, each "
+            f"computed in {accumulate} parts)"
+        )
+
+
+def _working(size: Sequence[int], figures: Fingerprint, preparation: Preparation) -> list[int]:
+    """Return a size X, Y, Z of the files in voxels of the working grid."""
+    sides = zip(size, figures.spacing, preparation.spacing, strict=True)
+    return [round(side * native / working) for side, native, working in sides]
+
+
+def _within(shape: Sequence[int], limit: Sequence[int], divisor: int) -> Size:
+    """Return, per axis, the smaller of the shape and the limit, rounded up to what the network's levels divide."""
+    x, y, z = (-(-min(side, most) // divisor) * divisor for side, most in zip(shape, limit, strict=True))
+    return x, y, z

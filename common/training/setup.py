@@ -1,0 +1,183 @@
+"""What stands before the first step: the run, precision and schedule, a compiled network, and the fast dev run."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from common.config import config_to_yaml
+from common.data.batches import Batch, Batches
+from common.data.dataset import Split
+from common.inference.model import VolumeModel
+from common.inference.options import Precision
+from common.inference.predictors import computes_bf16
+from common.ranks import join_ranks
+from common.run import Run, keep_freed_memory, open_run
+from common.training.config import SegmentationConfig, TrainingConfig, decided
+
+DEV_RUN = "FAST DEV RUN: two steps on a few cases; no figure of this run means anything"
+_DEV_TRAINING, _DEV_VALIDATION = 2, 1  # cases, or as many as there are parts to deal them to
+_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+ScheduleName = Literal["constant", "linear", "cosine"]
+SCHEDULES: dict[ScheduleName, Callable[[float], float]] = {  # from the part of the run that is done, 0 to 1
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+
+
+@contextmanager
+def start_run(config: TrainingConfig) -> Iterator[Run]:
+    """Join the processes that torchrun started, make the run's folder or open the one to resume, and say what runs.
+
+    A new run that the user's mistake ends before its plan is kept leaves no folder, unless it holds what is not the
+    run's own. For errors see `open_run`.
+    """
+    with join_ranks(config.device) as ranks:
+        root = Path("runs") / config.APP
+        run = open_run(root, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
+        if run.device.type == "cpu":
+            keep_freed_memory()
+        run.say(
+            f"run {run.directory}: recipe {config.recipe}, device {run.device}, ranks {ranks.world}, seed {config.seed}"
+        )
+        try:
+            yield run
+        except (ValueError, OSError):
+            if run.leader and not run.resumed and not (run.directory / "plan.json").exists():
+                for path in run.directory.iterdir():  # never a folder: a user may keep the store in it
+                    if path.suffix in (".yaml", ".json", ".log") and path.is_file():
+                        path.unlink()
+                with suppress(OSError):
+                    run.directory.rmdir()
+            raise
+
+
+def lr_factor(schedule: ScheduleName, step: int, total_steps: int) -> float:
+    """Return what the base learning rate is multiplied by at a step of a run of `total_steps` steps.
+
+    Args:
+        schedule: "constant" stays 1; "linear" and "cosine" fall from 1 at step 0 to 0 after the last step.
+        step: steps done before this one, 0 to `total_steps`.
+        total_steps: steps in the whole run, at least 1.
+    """
+    assert 0 <= step <= total_steps, f"step {step} of {total_steps}"
+    return SCHEDULES[schedule](step / total_steps)
+
+
+def choose_precision(wish: Literal["auto", Precision], device: torch.device, deepest: Sequence[int] = ()) -> Precision:
+    """Return the precision to train in; "auto" is bf16 where the device computes it in hardware, and rightly.
+
+    Args:
+        wish: what was asked for.
+        device: where the network trains.
+        deepest: sides X, Y, Z of a training crop at the coarsest level of a network of volumes.
+
+    Raises:
+        ValueError: fp16 on a CPU, whose convolutions have no half-precision gradients; or bf16 on a CPU with crops of
+            which the network leaves two planes.
+    """
+    if wish == "fp16" and device.type == "cpu":
+        raise ValueError("precision fp16: needs a CUDA device; on this CPU use bf16 or fp32")
+    # torch 2.13's oneDNN (AVX-512 BF16) takes the weights' gradients of conv3d from memory that nobody wrote where the
+    # first axis has exactly two planes, whatever the others; tests/common/training/test_setup.py has the check.
+    wrong = device.type == "cpu" and len(deepest) == 3 and deepest[0] <= 2
+    if wish == "bf16" and wrong:
+        raise ValueError(
+            f"precision bf16: the network leaves {deepest[0]} planes of a crop, and bf16 gradients go wrong on a CPU; "
+            "take fp32, or crops longer along their first axis"
+        )
+    if wish != "auto":
+        return wish
+    if computes_bf16(device) and not wrong:
+        return "bf16"
+    return "fp16" if device.type == "cuda" else "fp32"
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which the forward pass and the loss run."""
+    return torch.autocast(device.type, dtype=_DTYPES.get(precision, torch.bfloat16), enabled=precision != "fp32")
+
+
+def volume_network(config: SegmentationConfig, model: VolumeModel, run: Run) -> nn.Module:
+    """Return the network of a decided run as it starts: on its device, laid out and compiled as the config says.
+
+    With the weights of --init, unless a checkpoint is there, whose weights `fit` takes.
+    """
+    trained = (run.directory / "checkpoints" / "last").exists()
+    network = model.build(None if trained else config.init).to(run.device)
+    if config.channels_last:
+        network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    compile_if_asked(network, (model.preparation.channels, *decided(config.crop_size)), config, run)
+    return network
+
+
+def compile_if_asked(network: nn.Module, item: Sequence[int], config: TrainingConfig, run: Run) -> None:
+    """Compile a network in place, forward and backward, for the batches of a decided run, if its config says so.
+
+    This pays for torch.compile before the clock of training starts; the network's state is left as it is.
+
+    Args:
+        network: in training mode on the run's device.
+        item: shape [C, *sides] of a crop or patch.
+        config: its batch, shared out, is the batch of every step.
+        run: whose clock has a stage for it.
+    """
+    with run.clock.stage("compile"):
+        if not config.compile:
+            return
+        assert config.precision != "auto", "the configuration is not decided"
+        count = decided(config.batch_size) // run.ranks.world // config.parallel.accumulate
+        before = {name: value.clone() for name, value in network.state_dict().items()}
+        network.compile(dynamic=False)
+        with autocast(config.precision, run.device):
+            output = network(torch.zeros(count, *item, device=run.device))
+        torch.autograd.backward(output.float().sum())
+        network.zero_grad(set_to_none=True)
+        network.load_state_dict(before)
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """The first batch of each epoch of other batches, for a fast dev run."""
+
+    batches: Batches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def resumes_within_epoch(self) -> bool:
+        """Whether `epoch` can start at any step: as the other batches."""
+        return self.batches.resumes_within_epoch
+
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+        """Yield the batch, unless it is done; what prepares the others ends then."""
+        with closing(self.batches.epoch(number, first_step)) as batches:  # type: ignore[type-var]
+            yield from islice(batches, 1 - first_step)
+
+
+def nan_as_zero(validate: Callable[[nn.Module, Callable[[], None]], float]) -> Callable[..., float]:
+    """Return a validation that gives 0 where there is nothing to find: a few cases may well hold nothing."""
+
+    def value(network: nn.Module, check: Callable[[], None]) -> float:
+        found = validate(network, check)
+        return 0.0 if math.isnan(found) else found
+
+    return value
+
+
+def few_cases(split: Split, parts: int, run: Run) -> Split:
+    """Return the split with a few of its cases, and say that no figure means anything."""
+    run.say(DEV_RUN)
+    training, validation = split.training[: max(_DEV_TRAINING, parts)], split.validation[: max(_DEV_VALIDATION, parts)]
+    return replace(split, training=training, validation=validation, description=f"{split.description}; cut short")

@@ -1,0 +1,261 @@
+"""Where the batches and the validation of a run on volumes come from: our store and caches, or MONAI's datasets.
+
+`our_source` and `monai_source` give the same two things, and nothing else in an app knows which one runs: training
+batches of this rank, image [B, C, X, Y, Z] and label [B, 1, X, Y, Z] on the run's device; and the validation, from a
+network to the mean foreground Dice on the working grid of the validation cases of all ranks.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from monai.data import CacheDataset, Dataset
+from monai.inferers import sliding_window_inference
+from monai.transforms import Compose
+from torch import nn
+
+from common.data.batches import Batches, crop_batches
+from common.data.cache import CaseCache, fill_cache
+from common.data.cache_plan import CacheMode, CachePlan, Tier, measure_budgets, plan_cache, smart_indices
+from common.data.crops import CachedCase, place_case
+from common.data.dataset import Case
+from common.data.draws import partition_cases
+from common.data.monai_batches import MonaiSource, Transforms, monai_crops, monai_items, plain
+from common.data.preparation import PreparedCase, check_values, prepare_case
+from common.data.store import prepared_bytes, prepared_cases, store_folder
+from common.data.threads import map_in_threads
+from common.data.volumes import check_same_grid, read_volume
+from common.files import read_object, write_json
+from common.inference.labels import dice_counts, mean_dice
+from common.inference.model import VolumeModel
+from common.inference.predict import working_counts
+from common.inference.predictors import torch_predictor
+from common.ranks import Ranks
+from common.run import Run
+from common.training.config import SegmentationConfig, decided
+from common.training.fit import Validate
+from common.training.resolve import Data
+
+_RECENT = 8  # cases that the cache "none" keeps since they were used last
+_SLOWEST_LAST: list[Tier] = ["gpu", "ram", "disk", "none"]
+
+
+def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: Run) -> tuple[Batches, Validate]:
+    """Recipe fast: prepared cases from the store, held as near the device as they fit, crops cut and augmented there.
+
+    Each rank holds the cases of its own partitions only.
+    """
+    partitions, size = decided(config.parallel.partitions), decided(config.crop_size)
+    cases, cache, ranks = data.split.training, config.caching(), run.ranks
+    local = range(ranks.rank, partitions, ranks.world)
+    parts = [partition_cases(len(cases), partitions, number) for number in local]
+    mine = [cases[index] for part in parts for index in part]
+    plan = _cache_plan(mine, len(local), len(cases) // partitions, model, config, run)
+    with run.clock.stage("prepare"):
+        ahead = cache.mode not in ("none", "smart")  # those prepare a case when it is needed
+        prepared = stored_cases(mine, model, config, run) if ahead else []
+        validation = stored_cases(ranks.shard(data.split.validation), model, config, run)
+    _say_shares(mine, len(cases), run)
+    caches: list[CaseCache] = []
+    place = 0
+    with run.clock.stage("cache"):
+        for number, part in zip(local, parts, strict=True):
+            rows = slice(place, place := place + len(part))
+            if ahead and cache.reshuffle is None:
+                caches.append(fill_cache(prepared[rows], plan.tiers[rows], size, run.device, part))
+            else:
+                caches.append(_changing(number, part, data, model, config, plan, run))
+    batches = crop_batches(
+        caches,
+        decided(config.crops.per_case),
+        decided(config.batch_size),
+        plan.held * partitions if cache.mode == "smart" else len(cases),
+        partitions,
+        config.crops.flips or "",
+        config.crops.intensity,
+        config.seed,
+    )
+    return batches, shared_validation(partial(working_counts, validation, model=model), ranks)
+
+
+def monai_source(
+    transforms: tuple[Transforms, Transforms], data: Data, model: VolumeModel, config: SegmentationConfig, run: Run
+) -> tuple[Batches, Validate]:
+    """Recipes baseline and guide: MONAI's transforms, of training and of validation, and its loaders.
+
+    With the cache "monai" both sets are filled here. MONAI says little about a bad file, so each is read and checked
+    first. Each rank has a part of the cases; the last ones begin anew with the first cases, so that all are equally
+    long, as in the guide.
+    """
+    cases, ranks = data.split.training, run.ranks
+    kind: MonaiSource = "cached" if config.cache == "monai" else "uncached"
+    even = -(-len(cases) // ranks.world) * ranks.world
+    mine = ranks.shard([cases[index % len(cases)] for index in range(even)])
+    judged = ranks.shard(data.split.validation)
+    with run.clock.stage("prepare"):
+        check = partial(check_case, model=model)
+        map_in_threads(check, list(dict.fromkeys([*mine, *judged])), "checking cases", config.workers, run.leader)
+    with run.clock.stage("cache"):
+        batches = monai_crops(
+            mine,
+            transforms[0],
+            kind,
+            crops_per_case=decided(config.crops.per_case),
+            batch_size=decided(config.batch_size) // ranks.world,
+            workers=config.workers,
+            seed=config.seed * ranks.world + ranks.rank,
+            device=run.device,
+        )
+        chain, items = Compose(list(transforms[1])), monai_items(judged)
+        dataset = CacheDataset(items, chain, num_workers=config.workers) if kind == "cached" else Dataset(items, chain)
+    return batches, shared_validation(partial(_monai_counts, dataset, model, run.device), ranks)
+
+
+def _monai_counts(
+    dataset: Any,  # noqa: ANN401 - MONAI's
+    model: VolumeModel,
+    device: torch.device,
+    network: nn.Module,
+    check: Callable[[], None],
+) -> list[torch.Tensor]:
+    """Return [R, 2] of each case (see `dice_counts`), by MONAI's sliding windows; `check` is called before each."""
+    predictor = torch_predictor(network.eval(), model.precision)
+    counts = []
+    for index in range(len(dataset)):
+        check()
+        item = dataset[index]
+        image = plain(item["image"]).to(device, torch.float32)[None]
+        with torch.no_grad():
+            logits = sliding_window_inference(
+                image, model.window_size, model.window_batch, predictor, overlap=model.overlap
+            )
+        truth = plain(item["label"]).to(device, torch.uint8)[0]
+        counts.append(dice_counts(model.labelling.labels_of(logits[0]), truth, model.labelling.regions))
+    return counts
+
+
+def stored_cases(cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig, run: Run) -> list[PreparedCase]:
+    """Return cases from the prepared store; those that it lacks are prepared now."""
+    if not cases:
+        return []
+    folder, progress = _kept_in(cases, model, config), run.leader and len(cases) > 1
+    allowed = model.labelling.numbers
+    return prepared_cases(cases, model.preparation, allowed, folder, workers=config.workers, progress=progress)
+
+
+def check_case(case: Case, model: VolumeModel) -> None:
+    """Read image and label of a case.
+
+    Raises:
+        ValueError: one is damaged, they do not fit each other, or a label is not listed; the file is named.
+    """
+    assert case.label is not None
+    image, label = read_volume(case.image, model.preparation.channels), read_volume(case.label)
+    check_same_grid(image, label)
+    check_values(label, model.labelling.numbers)
+
+
+def shared_validation(counts: Callable[..., list[torch.Tensor]], ranks: Ranks) -> Validate:
+    """Return the validation whose cases are shared by the ranks: counted on the device, read once."""
+
+    def validate(network: nn.Module, check: Callable[[], None]) -> float:
+        mine = counts(network=network, check=check)
+        read = torch.stack(mine).cpu().unbind() if mine else []
+        return mean_dice(ranks.gather(read))
+
+    return validate
+
+
+def _kept_in(cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig) -> Path:
+    """Return the folder of the prepared cases of one dataset and one preparation."""
+    return store_folder(config.store / "prepared", cases[0].image.parent.parent, model.preparation)
+
+
+def _cache_plan(
+    mine: Sequence[Case], parts: int, smallest: int, model: VolumeModel, config: SegmentationConfig, run: Run
+) -> CachePlan:
+    """Decide where this rank's cases lie, before anything is prepared, and say it.
+
+    Args:
+        mine: the cases of this rank, those of one partition after the other.
+        parts: its partitions.
+        smallest: cases of the smallest partition of all. A smart cache rotates within each partition, all alike.
+        model: its preparation decides the sizes.
+        config: what was asked for.
+        run: says it; its ranks take the same numbers.
+    """
+    cache, ranks = config.caching(), run.ranks
+    mode, smart = cast(CacheMode, cache.mode), cache.mode == "smart"
+    asked = None if config.fast_dev_run else cache.cases  # its few cases may be fewer
+    sizes = {case: prepared_bytes(case, model.preparation) for case in mine}
+    some = sorted(mine, key=lambda case: -sizes[case])[:smallest] if smart else mine
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    budgets = measure_budgets(run.device, _kept_in(mine, model, config), here * (parts if smart else 1))
+    if smart and "gpu" in budgets:
+        budgets["gpu"] //= parts
+    bytes_each = {case.name: sizes[case] for case in some}
+    if smart:
+        kept = run.directory / "smart_cache.json"  # what an earlier start of the run held at a time
+        asked = ranks.once(lambda: read_object(kept)["cases"] if kept.is_file() else asked)
+    plan = plan_cache(bytes_each, mode, budgets, asked, cache.share)
+    if smart:  # the number decides what is trained on, so that every rank and every later start takes the same
+        held = ranks.once(lambda: plan.held)
+        if held != plan.held:
+            plan = plan_cache(bytes_each, mode, budgets, held, cache.share)
+        ranks.once(lambda: write_json(kept, {"cases": held}))
+    run.say("\n".join(plan.lines))
+    if cache.reshuffle is not None:
+        tier = max(plan.tiers, key=_SLOWEST_LAST.index)
+        run.say(f"cache: dealt anew every {cache.reshuffle} epochs, so all cases of an epoch lie in tier {tier}")
+    return plan
+
+
+def _changing(
+    number: int, part: np.ndarray, data: Data, model: VolumeModel, config: SegmentationConfig, plan: CachePlan, run: Run
+) -> CaseCache:
+    """Return the cache of a partition, by its number and cases, that are loaded when they are needed."""
+    cases, cache = data.split.training, config.caching()
+    partitions, size = decided(config.parallel.partitions), decided(config.crop_size)
+    tier: Tier = max(plan.tiers, key=_SLOWEST_LAST.index)
+
+    def load(number: int) -> CachedCase:
+        if cache.mode == "none":
+            prepared = prepare_case(cases[number], model.preparation, model.labelling.numbers)
+        else:
+            (prepared,) = stored_cases([cases[number]], model, config, run)
+        return place_case(prepared, tier, size, run.device)
+
+    def cases_of(epoch: int) -> np.ndarray:
+        if cache.mode == "none":
+            return part
+        if cache.reshuffle is not None:
+            return partition_cases(len(cases), partitions, number, config.seed, epoch // cache.reshuffle)
+        # A partition of one case more than the smallest one has its turn for that, too.
+        replaced = plan.replaced or int(len(part) > plan.held)
+        found: np.ndarray = part[smart_indices(len(part), plan.held, replaced, epoch)]
+        return found
+
+    return CaseCache(
+        cases_of,
+        size,
+        run.device,
+        tier != "gpu",
+        load,
+        tuple(case.name for case in cases),
+        ahead=plan.replaced or int(cache.reshuffle is None),
+        keep=max(_RECENT, decided(config.batch_size)) if cache.mode == "none" else None,
+        epochs=config.epochs,
+    )
+
+
+def _say_shares(mine: Sequence[Case], count: int, run: Run) -> None:
+    """Say which rank holds which of so many cases."""
+    if run.ranks.world == 1:
+        return
+    names = ", ".join(case.name for case in mine)
+    for share in run.ranks.gather([f"rank {run.ranks.rank} holds {len(mine)} of {count} cases: {names}"]):
+        run.say(share)

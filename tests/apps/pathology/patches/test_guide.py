@@ -1,0 +1,114 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from apps.pathology.config import Augmentation
+from apps.pathology.patches import guide
+from apps.pathology.patches.guide import cucim_transform, monai_patches, random_transforms, scaling, why_not_cucim
+from apps.pathology.patches.table import PatchTable
+from common.data.monai_batches import MonaiBatches
+from tests.apps.pathology.scan_runs import write_slide
+
+CPU = torch.device("cpu")
+# MONAI makes tensors of the reader's arrays as they are.
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+AUGMENTATION = Augmentation((64 / 255, 0.75, 0.25, 0.04), (0.9, 1.1))
+TRANSFORMS = [*random_transforms(AUGMENTATION), *scaling()]
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> PatchTable:
+    """Ten patches of a slide at different places."""
+    slide = write_slide(tmp_path / "a.tif", [(200, 200, 60)])
+    corner = np.array([(32 * number, 16 * number + 90) for number in range(10)], np.int32)
+    return PatchTable((slide,), np.zeros(10, np.int32), corner, np.arange(10, dtype=np.uint8) % 2, 64)
+
+
+def batches_of(table: PatchTable, transforms: list[Any], seed: int = 0, **options) -> MonaiBatches:
+    return monai_patches(table, transforms, "openslide", 4, 0, seed, CPU, **options)
+
+
+def test_pixels_are_the_slides_scaled_to_one(table):
+    import tifffile
+
+    slide = tifffile.imread(table.files[0])
+    (batch, *_) = batches_of(table, scaling()).epoch(0)
+    assert batch.image.shape == (4, 3, 64, 64)
+    expected = [slide[y : y + 64, x : x + 64].transpose(2, 0, 1) / 127.5 - 1 for x, y in table.corner]
+    for image, label in zip(batch.image.numpy(), batch.label, strict=True):
+        places = [n for n, each in enumerate(expected) if np.abs(each - image).max() < 1e-5]
+        assert places
+        assert float(label) in {float(table.label[n]) for n in places}
+
+
+def test_an_epoch_is_drawn_from_seed_and_number_alone(table):
+    batches = batches_of(table, TRANSFORMS)
+    assert batches.steps_per_epoch == 2
+    first, again, other = (
+        torch.cat([batch.image for batch in batches.epoch(number)]) for number in (3, 3, 4)
+    )  # fmt: skip
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(
+        first,
+        torch.cat([each.image for each in batches_of(table, TRANSFORMS, 1).epoch(3)]),
+    )
+    assert first.min() >= -1
+    assert first.max() <= 1
+
+
+def test_what_the_device_does_comes_last(table):
+    batches = batches_of(table, [], on_device=[lambda images: images * 0 + 7])
+    assert all((batch.image == 7).all() for batch in batches.epoch(0))
+
+
+def test_too_few_patches_are_refused(table):
+    with pytest.raises(ValueError, match="batch_size 4: there are 3 training patches"):
+        batches_of(table.take(np.arange(3)), [])
+
+
+def test_a_source_that_cannot_go_on_within_an_epoch_yields_nothing_at_its_end(table):
+    batches = batches_of(table, [])
+    assert not batches.resumes_within_epoch
+    assert list(batches.epoch(0, 2)) == []
+
+
+def patches() -> torch.Tensor:
+    return torch.randint(0, 256, (16, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_cpu_takes_the_twin():
+    assert why_not_cucim(torch.device("cpu")) == "the device is cpu"
+
+
+def test_a_gpu_without_cupy_takes_the_twin(monkeypatch):
+    monkeypatch.setattr(guide, "find_spec", lambda name: None)
+    assert "cupy is not installed" in str(why_not_cucim(torch.device("cuda")))
+
+
+@pytest.mark.gpu
+def test_nothing_but_flips_and_rotations_without_jitter_and_zoom():
+    pytest.importorskip("cupy")
+    given = patches()
+    found = cucim_transform(Augmentation((0.0, 0.0, 0.0, 0.0), (1.0, 1.0)))(given.cuda())
+    assert found.shape == given.shape
+    assert found.dtype == torch.float32
+    scaled = given.float().flatten(2) / 127.5 - 1
+    # cuCIM's hue goes by HSV and back in uint8 even where nothing turns.
+    assert (found.cpu().flatten(2).sort().values - scaled.sort().values).abs().mean() < 1 / 127.5
+    assert not torch.equal(found.cpu().flatten(2), scaled)
+
+
+@pytest.mark.gpu
+def test_each_patch_has_colours_of_its_own():
+    pytest.importorskip("cupy")
+    same = patches()[:1].expand(32, -1, -1, -1).contiguous().cuda()
+    found = cucim_transform(AUGMENTATION)(same)
+    assert found.min() >= -1
+    assert found.max() <= 1
+    means = found.mean((1, 2, 3)).cpu()
+    assert means.unique().numel() > 24
+    assert 0.02 < float(means.std()) < 0.3

@@ -1,0 +1,134 @@
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from apps.pathology.config import PathologyConfig
+from apps.pathology.patches.tables import Tables, find_tables, keep_digests
+from apps.pathology.slides.reader import SlidePool
+from common.ranks import Ranks
+from data_scripts.make_slides import SLIDES_VERSION, make_slides
+from tests.apps.pathology.scan_runs import write_slide
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory) -> Path:
+    return make_slides(tmp_path_factory.mktemp("data") / "slides", 4, 2, 1024, progress=False)
+
+
+def tables_of(config: PathologyConfig) -> tuple[Tables, str]:
+    said: list[str] = []
+    run: Any = SimpleNamespace(device=torch.device("cpu"), say=said.append, leader=True, ranks=Ranks())
+    pool = SlidePool()
+    try:
+        return find_tables(config, run, pool), "\n".join(said)
+    finally:
+        pool.close()
+
+
+def test_slides_give_three_tables_whose_slides_differ(slides):
+    tables, said = tables_of(PathologyConfig(data=slides, patch_size=64, patches_per_slide=10, held_out=0.5))
+    assert tables.testing is not None
+    parts = [{path.stem for path in part.files} for part in (tables.training, tables.validation, tables.testing)]
+    assert [len(part) for part in parts] == [2, 2, 2]
+    assert not set.intersection(*parts[:2]) | set.intersection(*parts[1:])
+    assert parts[2] == {"test_001", "test_002"}
+    assert tables.mpp == 0.5
+    assert tables.synthetic
+    assert "SYNTHETIC DATA" in said
+    assert "patches of 64 pixels of 0.5 um: 20 training, 20 validation, 20 testing" in said
+    assert "slides: read by " in said
+
+
+def test_room_for_fewer_patches_is_told(slides):
+    config = PathologyConfig(data=slides, patch_size=480, patches_per_slide=1_000_000, held_out=0.5)
+    tables, said = tables_of(config)
+    assert len(tables.training) < 2_000_000
+    assert "room for fewer patches than 1000000 on some slides; missing: " in said
+
+
+def test_lists_of_coordinates_are_taken_as_they_are(slides, tmp_path):
+    for name, stem in (("training", "tumor_001"), ("validation", "normal_001")):
+        (tmp_path / f"{name}.csv").write_text(f"{stem},512,512,0,0,0,0,1,0,0,0,0\n")
+    config = PathologyConfig(data=slides, lists=(tmp_path / "training.csv", tmp_path / "validation.csv"))
+    tables, _ = tables_of(config)
+    assert (len(tables.training), len(tables.validation), tables.testing) == (9, 9, None)
+    assert tables.training.label.sum() == 1
+    assert tables.training.size == 224
+
+
+def test_a_folder_of_patches_without_a_split_is_cut(tmp_path):
+    rows = ["image,label"]
+    for number in range(20):
+        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
+        rows.append(f"{number}.png,{number % 2}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    config = PathologyConfig(data=tmp_path, held_out=0.2)
+    tables, _ = tables_of(config)
+    assert (len(tables.training), len(tables.validation)) == (16, 4)
+    other, _ = tables_of(replace(config, seed=1))
+    assert tables.validation.digest() != other.validation.digest()
+    assert tables.mpp is None
+
+
+def test_without_data_slides_are_made_once(tmp_path, monkeypatch):
+    asked = []
+
+    def make(folder, *counts):
+        asked.append((folder, counts))
+        raise FileNotFoundError("made nothing")
+
+    monkeypatch.setattr("apps.pathology.patches.tables.make_slides", make)
+    with pytest.raises(FileNotFoundError):
+        tables_of(PathologyConfig(store=tmp_path))
+    assert asked == [(tmp_path / "phantoms" / f"slides-{SLIDES_VERSION}", (8, 6))]
+
+
+def test_patches_of_one_kind_are_refused_before_the_training(slides, tmp_path):
+    for name, stem, labels in (
+        ("training", "tumor_001", "0,0,0,0,1,0,0,0,0"),
+        ("validation", "normal_001", "0," * 8 + "0"),
+    ):
+        (tmp_path / f"{name}.csv").write_text(f"{stem},512,512,{labels}\n")
+    config = PathologyConfig(data=slides, lists=(tmp_path / "training.csv", tmp_path / "validation.csv"))
+    with pytest.raises(ValueError, match="there is no tumour patch among the 9 for validation, and no AUC without"):
+        tables_of(config)
+
+
+def test_testing_by_patches_of_one_kind_is_left_out(tmp_path):
+    rows = ["image,label,split"]
+    for number in range(12):
+        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
+        split = ("train", "val", "test")[number % 3]
+        rows.append(f"{number}.png,{0 if split == 'test' else number % 2},{split}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    tables, said = tables_of(PathologyConfig(data=tmp_path, mpp=0.97))
+    assert tables.mpp == 0.97
+    assert "patches of 32 pixels of 0.97 um" in said
+    assert tables.testing is None
+    assert "testing: its 4 patches are of one kind" in said
+
+
+def test_pixels_of_different_sizes_are_said(tmp_path):
+    for name, mpp in (("tumor_001", 0.25), ("normal_001", 0.5)):
+        write_slide(tmp_path / "training" / "images" / f"{name}.tif", [(256, 256, 90)], mpp=mpp)
+        (tmp_path / f"{name}.csv").write_text(f"{name},256,256,0,0,0,0,1,0,0,0,0\n")
+    config = PathologyConfig(data=tmp_path, lists=(tmp_path / "tumor_001.csv", tmp_path / "normal_001.csv"))
+    tables, said = tables_of(config)
+    assert "ATTENTION: their pixels are 0.25 to 0.5 um" in said
+    assert tables.mpp == 0.5
+
+
+def test_a_resumed_run_refuses_other_patches(slides, tmp_path):
+    run: Any = SimpleNamespace(directory=tmp_path, resumed=False)
+    tables, _ = tables_of(PathologyConfig(data=slides, patch_size=64, patches_per_slide=10, held_out=0.5))
+    keep_digests(tables, run)
+    run.resumed = True
+    keep_digests(tables, run)
+    with pytest.raises(ValueError, match="the run began with other patches"):
+        keep_digests(replace(tables, validation=tables.training), run)

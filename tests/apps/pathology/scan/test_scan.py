@@ -1,0 +1,243 @@
+import threading
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apps.pathology.model import HALO, PathologyModel, normalised
+from apps.pathology.scan.scan import choose_view, dense_scan, patch_scan
+from apps.pathology.slides.layout import SlideMask
+from apps.pathology.slides.reader import open_slide
+from models.resnet18_fcn import resnet18_fcn
+from tests.apps.pathology.slides.slide_files import write_pyramid
+
+PATCH, CPU = 64, torch.device("cpu")
+MODEL = PathologyModel(PATCH, 0.25, 608, 2, "fp32")  # tiles of 4 x 4 cells
+MARGIN = (PATCH - 32) // 2
+
+
+@pytest.fixture(scope="module")
+def network() -> nn.Module:
+    """A network of random weights whose normalisations know what its features look like, so that logits vary."""
+    torch.manual_seed(0)
+    network = resnet18_fcn(PATCH)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 1.0
+    with torch.no_grad():
+        network(torch.rand(8, 3, 96, 96) * 2 - 1)
+    return network.eval()
+
+
+def predictor_of(network):
+    def predict(windows):
+        with torch.no_grad():
+            return network(windows)
+
+    return predict
+
+
+def redness(images: torch.Tensor) -> torch.Tensor:
+    """Return logits as a network would: of each patch, from its mean colour."""
+    means = F.avg_pool2d(images, PATCH, 32)
+    return 8 * (means[:, :1] - means[:, 1:2])
+
+
+def everywhere(width: int, height: int) -> SlideMask:
+    return SlideMask(np.ones((height, width), bool), 1.0)
+
+
+def whole(image: np.ndarray, network: nn.Module, pitch: int = 32) -> np.ndarray:
+    """Return the probabilities of all cells from one pass over the slide in white surroundings."""
+    rows, columns = (-(-side // pitch) for side in image.shape[:2])
+    around = HALO + MARGIN
+    canvas = np.full((rows * 32 + 2 * around, columns * 32 + 2 * around, 3), 255, np.uint8)
+    canvas[around : around + image.shape[0], around : around + image.shape[1]] = image
+    with torch.no_grad():
+        logits = network(normalised(torch.from_numpy(canvas)[None].permute(0, 3, 1, 2)))[0, 0]
+    halo = HALO // 32
+    return torch.sigmoid(logits[halo : halo + rows, halo : halo + columns]).numpy()
+
+
+def test_tiles_give_what_one_pass_over_the_whole_slide_gives(tmp_path, network):
+    (image,) = write_pyramid(tmp_path / "a.tif", (1,), (314, 210))
+    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
+        found = dense_scan(
+            slide,
+            MODEL,
+            predictor_of(network),
+            CPU,
+            everywhere(314, 210),
+            choose_view(slide, MODEL.mpp),
+            progress=False,
+        )
+    expected = whole(image, network)
+    assert found.values.shape == (7, 10)
+    assert found.tiles == 6
+    assert found.scanned.all()
+    assert expected.std() > 0.005
+    assert np.abs(found.values - expected).max() < 1e-4
+
+
+def test_patches_give_what_the_network_gives_for_each(tmp_path, network):
+    (image,) = write_pyramid(tmp_path / "a.tif", (1,), (300, 210))
+    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
+        found = patch_scan(
+            slide,
+            MODEL,
+            predictor_of(network),
+            CPU,
+            everywhere(300, 210),
+            choose_view(slide, MODEL.mpp),
+            progress=False,
+            stride=64,
+            batch=3,
+        )
+    assert found.values.shape == (4, 5)
+    assert (found.stride, found.offset, found.tiles) == (64, 32, 15)  # the last row's and column's centres are outside
+    patch = normalised(torch.from_numpy(image[64:128, 128:192])[None].permute(0, 3, 1, 2))
+    with torch.no_grad():
+        assert found.values[1, 2] == pytest.approx(torch.sigmoid(network(patch)).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("mpp", "level", "pitch"), [(0.25, 0, 32), (0.29, 0, 32), (0.5, 1, 32), (0.7, 1, 45)])
+def test_the_nearest_level_is_read_and_resized_only_where_it_is_far_off(tmp_path, mpp, level, pitch):
+    write_pyramid(tmp_path / "a.tif")
+    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
+        view = choose_view(slide, mpp)
+    assert (view.level, view.pitch) == (level, pitch)
+    assert view.seen_mpp == pytest.approx(mpp, rel=0.2 if pitch == 32 else 1 / 64)
+    assert ("resized" in view.reason) == (pitch != 32)
+
+
+def test_without_a_pixel_size_level_0_is_taken_and_it_is_said(tmp_path):
+    write_pyramid(tmp_path / "a.tif")
+    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
+        view = choose_view(slide, None)
+        assert (view.level, view.pitch, view.base_mpp) == (0, 32, 0.25)
+        assert "network has no pixel size" in view.reason
+        slide.mpp = None
+        assert choose_view(slide, 0.7).base_mpp == 0.7
+        assert "slide and network give no pixel size" in choose_view(slide, None).reason
+
+
+@pytest.mark.parametrize("mpp", [0.25, 0.5, 0.7])
+def test_a_spot_lights_the_cell_that_lies_on_it_at_any_level(tmp_path, mpp):
+    image = np.full((640, 960, 3), 200, np.uint8)
+    image[380:400, 700:720] = (255, 0, 0)
+    with tifffile.TiffWriter(tmp_path / "a.tif") as writer:
+        for factor in (1, 2):
+            writer.write(
+                image[::factor, ::factor],
+                tile=(64, 64),
+                photometric="rgb",
+                subfiletype=factor - 1,
+                resolution=(4e4 / factor, 4e4 / factor),
+                resolutionunit="CENTIMETER",
+            )
+    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
+        model = PathologyModel(32, mpp, 576, 2, "fp32")
+        found = dense_scan(slide, model, spot, CPU, everywhere(960, 640), choose_view(slide, model.mpp), progress=False)
+        sparse = patch_scan(
+            slide,
+            model,
+            spot,
+            CPU,
+            everywhere(960, 640),
+            choose_view(slide, model.mpp),
+            progress=False,
+            stride=32,
+            batch=50,
+        )
+    row, column = np.unravel_index(found.values.argmax(), found.values.shape)
+    assert abs(found.offset + column * found.stride - 710) <= found.stride / 2 + 10
+    assert abs(found.offset + row * found.stride - 390) <= found.stride / 2 + 10
+    # Cells have no halo in a patch; a resized patch has its own borders, of a pixel.
+    assert np.abs(found.values - sparse.values)[sparse.scanned].max() < (1e-6 if mpp != 0.7 else 0.05)
+
+
+def spot(images: torch.Tensor) -> torch.Tensor:
+    return 4 * F.avg_pool2d(images[:, :1] - images[:, 1:2], 32, 32)
+
+
+def test_resized_tiles_fit_together(tmp_path):
+    write_pyramid(tmp_path / "a.tif", (1, 2), (700, 500))
+    small, large = (PathologyModel(PATCH, 0.35, side, 3, "fp32") for side in (544, 1504))
+    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
+        tissue = everywhere(700, 500)
+        many, one = (
+            dense_scan(slide, model, redness, CPU, tissue, choose_view(slide, model.mpp), progress=False)
+            for model in (small, large)
+        )
+    assert one.tiles == 1 < many.tiles
+    assert one.values.std() > 0.005
+    assert np.abs(many.values - one.values).max() < 1e-6
+
+
+def test_only_cells_whose_centre_is_on_tissue_are_scanned(tmp_path):
+    write_pyramid(tmp_path / "a.tif", (1,), (640, 320))
+    mask = np.zeros((40, 80), bool)  # 8 pixels of level 0 each
+    mask[18, 50] = mask[17, 54] = True  # x 400..407 and y 144..151; x 432..439 and y 136..143
+    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
+        tissue, view = SlideMask(mask, 8.0), choose_view(slide, MODEL.mpp)
+        dense = dense_scan(slide, MODEL, redness, CPU, tissue, view, progress=False)
+        sparse = patch_scan(
+            slide, MODEL, redness, CPU, tissue, choose_view(slide, MODEL.mpp), progress=False, stride=64, batch=4
+        )
+    # The centre of cell c is at 32 c + 16: x 400 and 432, y 144, which is above the second pixel's.
+    assert np.argwhere(dense.scanned).tolist() == [[4, 12]]
+    assert (dense.values > 0).tolist() == dense.scanned.tolist()
+    assert dense.tiles == 1
+    assert not sparse.scanned.any()  # centres at 32, 96, ...: x 416, y 160
+
+
+def test_a_slide_without_tissue_gives_an_empty_map(tmp_path):
+    write_pyramid(tmp_path / "a.tif", (1,))
+    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
+        nothing = SlideMask(np.zeros((210, 300), bool), 1.0)
+        for found in (
+            dense_scan(slide, MODEL, redness, CPU, nothing, choose_view(slide, MODEL.mpp), progress=False),
+            patch_scan(slide, MODEL, redness, CPU, nothing, choose_view(slide, MODEL.mpp), progress=False, batch=2),
+        ):
+            assert not found.values.any()
+            assert found.tiles == 0
+
+
+def test_reading_stays_one_batch_ahead_whatever_the_size_of_the_slide(tmp_path, monkeypatch):
+    write_pyramid(tmp_path / "a.tif", (1,), (700, 500))
+    reads: list[int] = []
+    ahead: list[int] = []
+    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
+        original = slide.read_many
+
+        def read_many(corners, size, level):
+            reads.append(len(corners))
+            return original(corners, size, level)
+
+        def predict(images):
+            ahead.append(len(reads) - len(ahead))
+            return redness(images)
+
+        monkeypatch.setattr(slide, "read_many", read_many)
+        found = dense_scan(
+            slide, MODEL, predict, CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp), progress=False
+        )
+    assert sum(reads) == found.tiles == 24
+    assert max(reads) == MODEL.tile_batch
+    assert 1 <= min(ahead) <= max(ahead) <= 2
+
+
+def test_after_an_error_no_thread_reads_any_more(tmp_path):
+    write_pyramid(tmp_path / "a.tif", (1,), (700, 500))
+
+    def fail(images):
+        raise ValueError("no such luck")
+
+    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
+        # What pytest holds of the error keeps the frames alive, as a debugger would.
+        with pytest.raises(ValueError, match="no such luck"):
+            dense_scan(slide, MODEL, fail, CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp), progress=False)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith(("prefetch", "slide"))]

@@ -1,0 +1,142 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+
+from apps.pathology.slides.layout import read_layout
+from apps.pathology.slides.reader import Reader, open_slide
+from tests.apps.pathology.slides.slide_files import TILE, painted, write_pyramid
+
+READERS_OF_TILES: tuple[Reader, ...] = ("cucim", "openslide")
+PLAIN: dict[str, Any] = {"photometric": "rgb", "metadata": None}
+
+
+def sizes_of(path: Path) -> list[tuple[int, int]]:
+    layout = read_layout(path)
+    assert layout is not None
+    return [(level.width, level.height) for level in layout.levels]
+
+
+def mpp_of(path: Path, **options: Any) -> float | None:
+    tifffile.imwrite(path, painted(64, 64), tile=(64, 64), **{**PLAIN, **options})
+    layout = read_layout(path)
+    assert layout is not None
+    return layout.mpp
+
+
+def test_labels_macros_and_thumbnails_are_no_levels(tmp_path):
+    path = tmp_path / "a.svs"
+    tiled = {**PLAIN, "tile": (TILE, TILE)}
+    with tifffile.TiffWriter(path) as writer:
+        writer.write(painted(400, 300), **tiled)
+        writer.write(painted(100, 75), **PLAIN)  # a thumbnail: not tiled
+        writer.write(painted(200, 150), **tiled)
+        writer.write(painted(128, 128), **tiled)  # another shape
+        writer.write(painted(50, 37)[..., 0], photometric="minisblack", tile=(64, 64), metadata=None)  # not RGB
+        writer.write(painted(99, 74), **tiled)  # the same shape, rounded
+        writer.write(painted(120, 40), subfiletype=9, **PLAIN)  # macro
+    assert sizes_of(path) == [(400, 300), (200, 150), (99, 74)]
+
+
+def test_strips_serve_in_place_of_tiles(tmp_path):
+    image = painted(130, 101)
+    tifffile.imwrite(tmp_path / "a.tif", image, rowsperstrip=16, compression="deflate", **PLAIN)
+    with open_slide(tmp_path / "a.tif") as slide:
+        assert slide.reader == "tifffile"
+        assert np.array_equal(slide.read(0, 0, 130, 101), image)
+        assert np.array_equal(slide.read(5, 90, 20, 11), image[90:, 5:25])
+    for reader in READERS_OF_TILES:
+        with pytest.raises(ValueError, match="cannot be read"):
+            open_slide(tmp_path / "a.tif", reader)
+
+
+def test_subifds_are_levels(tmp_path):
+    write_pyramid(tmp_path / "a.tif", subifds=True)
+    assert sizes_of(tmp_path / "a.tif") == [(300, 210), (150, 105), (75, 52)]
+
+
+def test_the_pixel_size_comes_from_aperios_words_or_the_resolution_tags(tmp_path):
+    path = tmp_path / "a.tif"
+    aperio = "Aperio Image Library v11.2.1\r\n64x64 Q=30|AppMag = 20|MPP = 0.4990|Left = 25"
+    assert mpp_of(path, description=aperio, resolution=(1, 1), resolutionunit="CENTIMETER") == 0.499
+    assert mpp_of(path, resolution=(40000, 40000), resolutionunit="CENTIMETER") == pytest.approx(0.25)
+    assert mpp_of(path, resolution=(50800, 50800), resolutionunit="INCH") == pytest.approx(0.5)
+    assert mpp_of(path, resolution=(96, 96), resolutionunit="INCH") is None  # a printer's
+    assert mpp_of(path, resolution=(40000, 40000), resolutionunit="NONE") is None
+    assert mpp_of(path) is None
+    assert mpp_of(path, resolution=(40000, 39000), resolutionunit="CENTIMETER") == pytest.approx((0.25 + 10 / 39) / 2)
+    with pytest.raises(ValueError, match=r"a\.tif: pixels of 0\.25 x 0\.3333 um are not square .at most 5% apart"):
+        mpp_of(path, resolution=(40000, 30000), resolutionunit="CENTIMETER")
+
+
+def write_wrong(kind: str, path: Path) -> None:
+    write_pyramid(path, compression="deflate")
+    whole = path.read_bytes()
+    contents = {
+        "empty": b"",
+        "text": b"no slide at all\n" * 40,
+        "magic alone": whole[:4],
+        "half": whole[: len(whole) // 2],
+        "last tile": whole[:-100],
+    }
+    if kind in contents:
+        path.write_bytes(contents[kind])
+    elif kind == "grey":
+        tifffile.imwrite(path, painted(64, 64)[..., 0], tile=(64, 64))
+    elif kind == "16 bit":
+        tifffile.imwrite(path, painted(64, 64).astype(np.uint16), tile=(64, 64), **PLAIN)
+    elif kind == "rgba":
+        tifffile.imwrite(path, np.zeros((64, 64, 4), np.uint8), tile=(64, 64), extrasamples=["unassalpha"], **PLAIN)
+
+
+@pytest.mark.parametrize("reader", ["auto", "cucim", "openslide", "tifffile"])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("empty", r"is empty \(0 bytes\): copy it again"),
+        ("text", r"is no TIFF \(it begins with b'no s'\).*fetch it again"),
+        ("magic alone", "damaged TIFF directories.*copy it again"),
+        ("half", "cut short.*copy it again"),
+        ("last tile", "cut short.*copy it again"),
+        ("grey", "holds no 8-bit RGB image.*convert it"),
+        ("16 bit", "holds no 8-bit RGB image.*convert it"),
+        ("rgba", "holds no 8-bit RGB image.*convert it"),
+    ],
+)
+def test_a_file_that_is_no_slide_is_named(tmp_path, kind, said, reader):
+    write_wrong(kind, tmp_path / "case_07.tif")
+    with pytest.raises(ValueError, match=rf"case_07\.tif.* {said}"):
+        open_slide(tmp_path / "case_07.tif", reader)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"gone\.svs: no such file"):
+        open_slide(tmp_path / "gone.svs")
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        open_slide(tmp_path)
+
+
+def test_flipped_bytes_in_the_directories_are_refused_or_read(tmp_path):
+    path = tmp_path / "a.tif"
+    write_pyramid(path, factors=(1, 2), size=(150, 100), compression="deflate")
+    whole = path.read_bytes()
+    with tifffile.TiffFile(path) as tiff:
+        first = tiff.pages.first
+        start, end = first.offset, first.dataoffsets[0]
+    rng = np.random.default_rng(0)
+    refused = unnamed = 0
+    for _ in range(150):
+        content = bytearray(whole)
+        content[rng.integers(start, end)] ^= int(rng.integers(1, 256))
+        path.write_bytes(content)
+        try:
+            layout = read_layout(path)
+        except ValueError as error:
+            refused += 1
+            unnamed += "a.tif" not in str(error)
+            continue
+        assert layout is None or layout.levels
+    assert unnamed == 0
+    assert refused > 30

@@ -1,0 +1,329 @@
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from apps.pathology.slides.layout import Tile
+from apps.pathology.slides.reader import Reader, SlidePool, open_slide
+from data_scripts.make_slides import write_pyramid as write_slide_pyramid
+from data_scripts.slides_paint import draw_slide
+from tests.apps.pathology.slides.slide_files import TILE, overwrite_tile, write_pyramid
+
+READERS: tuple[Reader, ...] = ("cucim", "openslide", "tifffile")
+JPEG: dict[str, Any] = {"compression": "jpeg", "photometric": "ycbcr", "subsampling": (1, 1)}
+
+
+@pytest.fixture(scope="module")
+def pyramid(tmp_path_factory):
+    """A slide of three levels, 300 x 210, 150 x 105 and 75 x 52, with the pixels of each."""
+    path = tmp_path_factory.mktemp("slide") / "case_3.tif"
+    return path, write_pyramid(path)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_levels_and_pixel_size(pyramid, reader):
+    with open_slide(pyramid[0], reader) as slide:
+        assert (slide.reader, slide.name, slide.path) == (reader, "case_3", pyramid[0])
+        assert slide.mpp == pytest.approx(0.25)
+        levels = [(level.width, level.height, level.downsample) for level in slide.levels]
+        assert levels[:2] == [(300, 210, 1.0), (150, 105, 2.0)]
+        assert levels[2][2] == pytest.approx((300 / 75 + 210 / 52) / 2)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("corner", [(0, 0), (37, 51), (-20, -31), (251, 180), (60, -8)])
+@pytest.mark.parametrize("level", [0, 1])
+def test_regions_are_the_pixels_written_and_white_outside(pyramid, reader, corner, level):
+    path, images = pyramid
+    x, y = corner[0] * 2**level, corner[1] * 2**level
+    framed = np.pad(images[level], ((200, 400), (200, 400), (0, 0)), constant_values=255)
+    with open_slide(path, reader) as slide:
+        found = slide.read(x, y, 97, 83, level)
+    assert found.dtype == np.uint8
+    assert np.array_equal(found, framed[200 + corner[1] :, 200 + corner[0] :][:83, :97])
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_wholly_outside_is_white(pyramid, reader):
+    with open_slide(pyramid[0], reader) as slide:
+        for corner in ((-500, 0), (0, 210), (10**6, 10**6)):
+            assert (slide.read(*corner, 12, 7) == 255).all()
+        assert not slide.damaged_tiles
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_between_two_pixels_of_a_level_the_left_and_upper_one_counts(pyramid, reader):
+    path, images = pyramid
+    with open_slide(path, reader) as slide:
+        assert np.array_equal(slide.read(21, 35, 40, 30, 1), images[1][17:47, 10:50])
+        assert np.array_equal(slide.read(-1, 0, 2, 1, 1)[0, 0], [255, 255, 255])
+
+
+@pytest.mark.parametrize("reader", ["cucim", "tifffile"])
+def test_a_level_of_an_odd_downsample_is_read_pixel_by_pixel(tmp_path, reader):
+    images = write_pyramid(tmp_path / "a.tif", factors=(1, 3), size=(1000, 700))  # 333 x 233: 3.0036
+    with open_slide(tmp_path / "a.tif", reader) as slide:
+        downsample = slide.levels[1].downsample
+        for left in range(0, 300, 7):
+            x = int(np.ceil(left * downsample))
+            assert np.array_equal(slide.read(x, 0, 20, 20, 1), images[1][:20, left : left + 20]), left
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_many_regions_come_in_the_order_asked_for(pyramid, reader, workers):
+    corners = np.random.default_rng(0).integers(-40, 300, (50, 2))
+    with open_slide(pyramid[0], reader) as slide:
+        found = slide.read_many(corners, (31, 17), level=1, workers=workers)
+        assert found.shape == (50, 17, 31, 3)
+        for (x, y), region in zip(corners.tolist(), found, strict=True):
+            assert np.array_equal(region, slide.read(x, y, 31, 17, 1))
+        assert slide.read_many(np.empty((0, 2), np.int64), (31, 17)).shape == (0, 17, 31, 3)
+
+
+def test_many_regions_are_read_in_the_order_of_the_file(pyramid, monkeypatch):
+    with open_slide(pyramid[0], "tifffile") as slide:
+        read: list[tuple[int, int]] = []
+        whole = slide._read_into
+
+        def watched(region: np.ndarray, x: int, y: int, level: int) -> None:
+            read.append((x, y))
+            whole(region, x, y, level)
+
+        monkeypatch.setattr(slide, "_read_into", watched)
+        corners = np.array([[200, 150], [0, 150], [0, 0], [200, 10], [100, 5]])
+        slide.read_many(corners, (8, 8), workers=1)
+    assert read == [(0, 0), (100, 5), (200, 10), (0, 150), (200, 150)]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("encoding", [{"compression": "deflate"}, JPEG], ids=["deflate", "jpeg"])
+def test_a_damaged_tile_is_white_and_counted_once(tmp_path, reader, encoding):
+    path = tmp_path / "a.tif"
+    write_pyramid(path, **encoding)
+    with open_slide(path, "tifffile") as slide:
+        sound = slide.read(0, 0, 300, 210)
+    overwrite_tile(path, column=1, row=1)
+    with open_slide(path, reader) as slide:
+        due = sound.copy()
+        due[TILE : 2 * TILE, TILE : 2 * TILE] = 255
+        for _ in range(2):
+            assert np.array_equal(slide.read(0, 0, 300, 210), due)
+        assert np.array_equal(slide.read(-10, 3, 60, 60)[:, 10:], sound[3:63, :50])
+        assert slide.damaged_tiles == (Tile(0, 1, 1),)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_other_threads_read_on_beside_a_damaged_tile(tmp_path, reader):
+    path = tmp_path / "a.tif"
+    images = write_pyramid(path, compression="deflate")
+    overwrite_tile(path, column=1, row=1)
+    corners = np.tile([[0, 0], [100, 70], [200, 0], [0, 140]], (25, 1))  # every fourth meets the damage
+    with open_slide(path, reader) as slide:
+        for _ in range(3):
+            found = slide.read_many(corners, (50, 50), workers=4)
+        assert slide.damaged_tiles == (Tile(0, 1, 1),)
+    for (x, y), region in zip(corners.tolist(), found, strict=True):
+        if (x, y) != (100, 70):
+            assert np.array_equal(region, images[0][y : y + 50, x : x + 50])
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_after_damage_the_shared_handle_is_sound_again(tmp_path, reader):
+    write_pyramid(tmp_path / "a.tif", compression="deflate")
+    overwrite_tile(tmp_path / "a.tif", column=1, row=1)
+    with open_slide(tmp_path / "a.tif", reader) as slide:
+        slide.read(0, 0, 300, 210)
+        assert slide._handle is not None
+        assert slide._handle.read(200, 0, 20, 20, 0).shape == (20, 20, 3)  # OpenSlide's own would fail for good
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_jpeg_tile_whose_end_was_lost_is_white(tmp_path, reader):
+    write_pyramid(tmp_path / "a.tif", **JPEG)
+    overwrite_tile(tmp_path / "a.tif", column=0, row=0, content=bytes(400), at_end=True)
+    with open_slide(tmp_path / "a.tif", reader) as slide:
+        assert (slide.read(0, 0, TILE, TILE) == 255).all()
+        assert len(slide.damaged_tiles) == 1
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_tile_never_scanned_is_white_and_not_damaged(tmp_path, reader):
+    images = write_pyramid(tmp_path / "a.tif", factors=(1,), missing=(1, 0))
+    with open_slide(tmp_path / "a.tif", reader) as slide:
+        found = slide.read(0, 0, 300, 210)
+        assert not slide.damaged_tiles
+    due = images[0].copy()
+    due[:TILE, TILE : 2 * TILE] = 255
+    assert np.array_equal(found, due)
+
+
+def test_auto_takes_the_first_reader_that_fits(pyramid, tmp_path, monkeypatch):
+    with open_slide(str(pyramid[0])) as slide:
+        assert slide.reader == "cucim"
+    write_pyramid(tmp_path / "sub.tif", subifds=True)  # the native readers see its first level only
+    with open_slide(tmp_path / "sub.tif") as slide:
+        assert (slide.reader, len(slide.levels)) == ("tifffile", 3)
+    monkeypatch.setitem(sys.modules, "cucim.clara", None)
+    with open_slide(pyramid[0]) as slide:
+        assert slide.reader == "openslide"
+    monkeypatch.setitem(sys.modules, "openslide", None)
+    with open_slide(pyramid[0]) as slide:
+        assert slide.reader == "tifffile"
+
+
+@pytest.mark.parametrize(
+    ("reader", "module"), [("cucim", "cucim.clara"), ("openslide", "openslide"), ("tifffile", "imagecodecs")]
+)
+def test_a_missing_reader_is_named_with_its_remedy(pyramid, monkeypatch, reader, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=f"'{reader}' is not installed .*pip install"):
+        open_slide(pyramid[0], reader)
+
+
+def test_readers_are_imported_when_first_asked_for():
+    program = "import sys, apps.pathology.slides.reader; sys.exit(any(m in sys.modules for m in sys.argv[1:]))"
+    modules = ["cucim", "openslide", "tifffile", "imagecodecs", "torch"]
+    done = subprocess.run([sys.executable, "-c", program, *modules], cwd=Path(__file__).parents[4], check=False)
+    assert done.returncode == 0
+
+
+def test_a_pool_keeps_few_slides_open_and_none_in_use_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr("apps.pathology.slides.reader._MOST_OPEN", 2)
+    paths = [tmp_path / f"{number}.tif" for number in range(4)]
+    for path in paths:
+        write_pyramid(path, factors=(1,), compression="deflate")
+    overwrite_tile(paths[0], column=0, row=0)
+    pool = SlidePool(reader="tifffile")
+    with pool.use(paths[0]) as first:
+        for path in paths[1:]:
+            with pool.use(path):
+                pass
+        assert list(pool._open) == [paths[0], paths[3]]
+        assert first.read(0, 0, 8, 8).shape == (8, 8, 3)
+    with pool.use(paths[0]) as again:
+        assert again is first
+    with pool.use(paths[1]), pool.use(paths[2]):
+        pass
+    assert list(pool._open) == [paths[1], paths[2]]
+    with pool.use(paths[0]) as reopened:
+        assert reopened is not first
+    assert pool.damaged == {paths[0]: (Tile(0, 0, 0),)}
+    pool.close()
+    assert not pool._open
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", READERS)
+def test_ten_thousand_reads_leave_handles_and_memory_flat(tmp_path, reader, monkeypatch):
+    monkeypatch.setattr("apps.pathology.slides.reader._MOST_OPEN", 3)
+    paths = [tmp_path / f"{number}.tif" for number in range(5)]
+    for path in paths:
+        write_pyramid(path, **JPEG)
+    overwrite_tile(paths[4], column=1, row=1)
+    pool = SlidePool(reader=reader)
+    rng = np.random.default_rng(0)
+
+    def read(count: int) -> tuple[int, int]:
+        for index in range(count):
+            with pool.use(paths[index // 10 % 5]) as slide:
+                x, y = rng.integers(-50, 300, 2)
+                slide.read(int(x), int(y), 64, 64, index % 2)
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), psutil.Process().memory_info().rss  # noqa: PTH208 - as /proc is read
+
+    handles, memory = read(2000)
+    later_handles, later_memory = read(10000)
+    pool.close()
+    assert later_handles <= handles + 2
+    assert later_memory - memory < 16 * 2**20
+
+
+@pytest.mark.gpu
+def test_cucims_plugin_for_gpus_gives_the_same_pixels(pyramid):
+    program = (
+        "import sys; from apps.pathology.slides.reader import open_slide\n"
+        "a, b = (open_slide(sys.argv[1], reader).read(3, 5, 200, 100) for reader in ('cucim', 'tifffile'))\n"
+        "sys.exit(int((a != b).any()))"
+    )
+    environment = {**os.environ, "ENABLE_CUSLIDE2": "1"}
+    command = [sys.executable, "-c", program, str(pyramid[0])]
+    assert subprocess.run(command, cwd=Path(__file__).parents[4], env=environment, check=False).returncode == 0
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize(
+    ("name", "sizes", "mpp", "off"),
+    [
+        ("cmu-1-small-region.svs", [(2220, 2967)], 0.499, 0),
+        ("tcga-cr-7395-01a-01-ts1.svs", [(4443, 3567), (2221, 1783)], None, 1),  # JPEG 2000: rounding differs
+    ],
+)
+def test_real_slides_look_the_same_in_all_readers(real_data, name, sizes, mpp, off):
+    found = []
+    for reader in READERS:
+        with open_slide(real_data / "slides_real" / name, reader) as slide:
+            assert [(level.width, level.height) for level in slide.levels] == sizes
+            assert slide.mpp == mpp
+            last = len(sizes) - 1
+            width, height = sizes[0]
+            places = [(1000, 900, 300, 200, 0), (-50, -60, 200, 300, last), (0, 0, 99, 99, last)]
+            regions = [slide.read(*place) for place in places]
+            beyond = slide.read(width - 100, height - 70, 200, 200)
+            assert (regions[1][:25] == 255).all()
+            assert (beyond[70:] == 255).all()
+            assert (beyond[:, 100:] == 255).all()
+            assert not slide.damaged_tiles
+            found.append(np.concatenate([region.ravel() for region in (*regions, beyond)]).astype(int))
+    assert np.ptp(found, axis=0).max() <= off
+    assert found[0].min() < 100
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("reader", ["auto", *READERS])
+def test_the_broken_slide_is_refused(real_data, reader):
+    with pytest.raises(ValueError, match=r"broken\.svs is no TIFF .it begins with b'IJrE'.*fetch it again"):
+        open_slide(real_data / "slides_real" / "broken.svs", reader)
+
+
+@pytest.mark.parametrize("compression", ["jpeg", "deflate"])
+def test_synthetic_slides_have_equal_pixels_in_all_readers_on_every_level(tmp_path, compression):
+    """Some places on every level, the border and what lies beyond it among them."""
+    draw = np.random.default_rng(0)
+    image = draw_slide(1024, True, draw).image
+    write_slide_pyramid(tmp_path / "a.tif", image, compression)
+    found: dict[str, list[np.ndarray]] = {}
+    for reader in READERS:
+        places = np.random.default_rng(1)
+        with open_slide(tmp_path / "a.tif", reader) as slide:
+            assert [level.width for level in slide.levels] == [1024, 512, 256, 128, 64]
+            regions = []
+            for number, level in enumerate(slide.levels):
+                for _ in range(12):
+                    x, y = places.integers(-200, 1024, 2).tolist()
+                    regions.append(slide.read(x, y, 100, 80, number))
+                whole = slide.read(0, 0, level.width + 9, level.height + 9, number)
+                assert (whole[level.height :] == 255).all()
+                assert (whole[:, level.width :] == 255).all()
+                regions.append(whole)
+        found[reader] = regions
+    if compression == "deflate":
+        assert np.array_equal(found["tifffile"][12][:1024, :1024], image)
+    for reader in READERS[1:]:
+        for one, other in zip(found[READERS[0]], found[reader], strict=True):
+            assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("reader", ["cucim", "tifffile"])
+def test_levels_that_philips_has_padded_are_left_to_openslide(tmp_path, reader):
+    write_pyramid(tmp_path / "a.tif", software="Philips DP v1.0")
+    with pytest.raises(ValueError, match="Philips pads its levels to whole tiles"):
+        open_slide(tmp_path / "a.tif", reader)
+    with open_slide(tmp_path / "a.tif") as slide:
+        assert slide.reader == "openslide"

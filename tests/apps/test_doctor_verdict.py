@@ -1,0 +1,79 @@
+from dataclasses import replace
+
+import pytest
+
+from apps.doctor_verdict import Measured, diagnose
+
+HEALTHY = Measured(
+    times={"waited": 2.0, "computed": 90.0, "saved": 1.0, "logged": 1.0, "validated": 6.0},
+    batch={"disk": 0.01, "decode": 0.02, "preparation": 0.03, "augmentation": 0.04},
+    step=1.0,
+    workers=2,
+    cores=2,
+    doubled=1.9,
+    alternatives={"--precision bf16": 0.95},
+    switches={"disk": "take --cache ram", "kernel launch": "raise --batch_size"},
+)
+
+
+def with_times(**times):
+    return replace(HEALTHY, times={**HEALTHY.times, **times})
+
+
+def test_a_device_that_computes_is_healthy():
+    verdict = diagnose(HEALTHY)
+    assert (verdict.bound, verdict.gain) == ("nothing", 1.0)
+    assert verdict.text == "healthy: 90% of the time the device computes"
+    assert sum(verdict.shares.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("part", "bound"), [("validated", "validation"), ("saved", "checkpointing"), ("logged", "logging")]
+)
+def test_what_takes_the_time_besides_computing_is_named(part, bound):
+    verdict = diagnose(with_times(**{part: 100.0 + HEALTHY.times[part]}))
+    assert verdict.bound == bound
+    assert verdict.share == pytest.approx((100 + HEALTHY.times[part]) / 200)
+    assert verdict.gain == pytest.approx(200 / (100 - HEALTHY.times[part]))
+    assert verdict.text.startswith(f"{bound}: ")
+
+
+@pytest.mark.parametrize("slow", ["disk", "decode", "preparation", "augmentation"])
+def test_waiting_is_traced_to_what_makes_the_batches(slow):
+    measured = with_times(waited=102.0)
+    verdict = diagnose(replace(measured, batch={**measured.batch, slow: 5.0}))
+    assert verdict.bound == slow
+    assert verdict.gain == pytest.approx(2.04, abs=0.01)
+
+
+def test_the_switch_to_turn_is_told_where_there_is_one():
+    measured = with_times(waited=102.0)
+    assert diagnose(replace(measured, batch={"disk": 5.0, "decode": 1.0})).text.endswith("; take --cache ram")
+    assert diagnose(replace(measured, batch={"decode": 5.0})).text.endswith("to gain)")
+
+
+def test_workers_are_too_few_only_where_more_would_keep_up():
+    starved = replace(with_times(waited=102.0), batch={"decode": 1.0, "preparation": 3.0}, workers=1, cores=8)
+    assert diagnose(starved).bound == "workers"  # 4 of 8 cores would keep up
+    assert diagnose(replace(starved, cores=2)).bound == "preparation"  # not even all cores would
+    assert diagnose(replace(starved, workers=8)).bound == "preparation"  # all cores are at work already
+    assert diagnose(replace(starved, workers=None)).bound == "preparation"  # there is nothing to raise
+
+
+def test_a_step_that_hardly_grows_with_its_batch_is_too_small():
+    verdict = diagnose(replace(HEALTHY, doubled=1.2))
+    assert verdict.bound == "kernel launch"
+    assert verdict.gain == pytest.approx(1 / (1 - 0.9 * 0.4))  # per sample 0.6 of the time, in 0.9 of the total
+    assert verdict.text.endswith("; raise --batch_size")
+
+
+def test_a_faster_setting_is_named_with_its_gain():
+    verdict = diagnose(replace(HEALTHY, alternatives={"--precision bf16": 0.5, "--channels_last true": 0.8}))
+    assert verdict.bound == "compute"
+    assert verdict.text.endswith("; take --precision bf16")
+    assert verdict.gain == pytest.approx(1 / (1 - 0.9 * 0.5))
+
+
+def test_small_shares_are_left_alone_and_large_ones_come_first():
+    assert diagnose(with_times(validated=16.0)).bound == "nothing"  # 14.5 percent
+    assert diagnose(replace(with_times(validated=30.0), doubled=1.0)).bound == "validation"

@@ -1,0 +1,104 @@
+"""Sides run in processes of their own, in turn; what they took becomes rows, and rows become a table."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import harness
+from benchmarks.harness import Options, apart, row, show, step_rows, timed
+
+
+def test_a_side_runs_elsewhere_each_time_in_the_same_process():
+    sides: Any
+    with apart(dict, {"number": os.getpid}, keep_freed=True) as sides:
+        assert list(sides) == ["number"]
+        first = sides["number"]()
+        assert first == sides["number"]() != os.getpid()
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
+def test_what_goes_wrong_there_is_raised_here():
+    with pytest.raises(ZeroDivisionError), apart(divmod, 1, 0, keep_freed=False):
+        pass
+
+
+def options(monkeypatch, bf16=True, guide=True, device="cpu"):
+    monkeypatch.setattr(harness, "computes_bf16", lambda device: bf16)
+    monkeypatch.setattr(harness, "choose_precision", lambda wish, device: "bf16" if bf16 else "fp32")
+    return Options("brats", torch.device(device), 2, Path(), guide)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("guide", [True, False])
+def test_sides_run_in_turn_and_leave_what_they_return(monkeypatch, guide):
+    order: list[str] = []
+
+    def sides(name):
+        def side(start):
+            order.append(name)
+            return start + len(order)
+
+        return lambda start: {name: lambda: side(start)}
+
+    seconds, left = timed(options(monkeypatch, guide=guide), sides("guide"), [sides("a"), sides("b")], 100)
+    names = [*["guide"] * guide, "a", "b"]
+    assert order == names * 3  # a warm-up and two rounds
+    assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys(names, 2)
+    assert left["b"] == 100 + len(order)
+
+
+@pytest.mark.parametrize(
+    ("unit", "guide", "fast", "line"),
+    [
+        ("s", [6.0, 2.0, 4.0], [2.0, 1.0, 1.0], "| it | 4 s | 1 s | 3.0x |"),  # ratios 3, 2, 4: not that of medians
+        ("/s", [100.0, 200.0], [300.0, 200.0], "| it | 150/s | 250/s | 2.0x |"),
+        ("MiB", [3000.0], [1500.0], "| it | 3000 MiB | 1500 MiB | 2.0x |"),
+        ("", [0.5, 0.7], [0.7, 0.75], "| it | 0.600 | 0.725 | +0.125 |"),
+        ("s", [], [0.25], "| it |  | 0.25 s |  |"),
+    ],
+)
+def test_a_row_has_both_sides_and_how_many_times_better_fast_is(unit, guide, fast, line):
+    made = row("it", unit, guide, fast)
+    assert show(made) == line
+    assert made["values"] == {"guide": guide, "fast": fast}
+
+
+@pytest.mark.parametrize(
+    ("bf16", "device", "labels"),
+    [
+        (True, "cpu", ["guide fp32, fast bf16", "both fp32", "both bf16"]),
+        (False, "cpu", ["both fp32"]),
+        (True, "cuda", ["guide fp16, fast bf16", "both fp32"]),
+    ],
+)
+def test_what_the_rows_of_a_step_compare_follows_from_the_device(monkeypatch, bf16, device, labels):
+    given = options(monkeypatch, bf16, device=device)
+    names = [
+        "fast with its batch",
+        "guide with its batch",
+        "guide fp32",
+        *(f"fast {each}" for each in given.precisions),
+    ]
+    names += [f"guide {given.half}"] * (given.half is not None)
+    rows = step_rows("1 x 96", {name: [3.0] if "guide" in name else [1.5] for name in names}, given)
+    assert [each["what"] for each in rows] == [
+        f"training step, 1 x 96, {each}" for each in [*labels, "with the making of the batch"]
+    ]
+    assert {each["ratio"] for each in rows} == {2.0}
+
+
+def test_ours_alone_has_a_row_for_each_precision(monkeypatch):
+    seconds = {"fast fp32": [2.0], "fast bf16": [1.0], "fast with its batch": [3.0]}
+    rows = step_rows("1 x 96", seconds, options(monkeypatch, guide=False))
+    labels = ["fast fp32", "fast bf16", "with the making of the batch"]
+    assert [each["what"] for each in rows] == [f"training step, 1 x 96, {label}" for label in labels]
+
+
+def test_what_the_processor_only_emulates_is_not_measured(monkeypatch):
+    given = options(monkeypatch, bf16=False)
+    assert given.half is None
+    assert given.precisions == ["fp32"]

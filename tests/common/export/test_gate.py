@@ -1,0 +1,206 @@
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from common.export.gate import (
+    HALF_BOUND,
+    QUALITY_BOUNDS,
+    ParityError,
+    Reference,
+    check_calibration,
+    check_half_range,
+    check_predictor,
+    take_reference,
+)
+from common.inference.predictors import Predictor, onnxruntime_predictor, torch_predictor
+
+Dices = Callable[..., Callable[[Predictor], float]]
+UNET = (1, 1, 16, 16, 16)
+
+
+def shifted(reference: Reference, by: float) -> Predictor:
+    """A predictor that finds the reference logits of a window, plus a constant."""
+
+    def predict(windows: torch.Tensor) -> torch.Tensor:
+        rows = [next(i for i, known in enumerate(reference.windows) if torch.equal(known, w)) for w in windows]
+        return reference.logits[rows] + by
+
+    return predict
+
+
+def steady(predict: Predictor) -> float:
+    return 0.9
+
+
+@pytest.fixture
+def reference(tiny: nn.Module) -> Reference:
+    return take_reference(tiny, torch.rand(4, 1, 8, 8, 8), steady)
+
+
+@pytest.mark.parametrize(("precision", "least", "most"), [("fp32", 0, 1e-5), ("fp16", 1e-6, 2e-2)])
+def test_exports_of_a_network_pass(
+    network: nn.Module, windows: torch.Tensor, exported: Path, dices: Dices, precision: str, least: float, most: float
+):
+    reference = take_reference(network, windows, dices(0.9, 0.9005, shape=UNET))
+    assert network.training
+    predict = onnxruntime_predictor(exported / f"model_{precision}.onnx")
+    difference, change = check_predictor(reference, predict, precision, "it")  # type: ignore[arg-type]
+    assert least <= difference <= most
+    assert change == pytest.approx(0.0005)
+
+
+def test_the_reference_is_torch_in_evaluation_mode(network: nn.Module, windows: torch.Tensor, dices: Dices):
+    reference = take_reference(network, windows, dices(0.75, shape=UNET))
+    with torch.no_grad():
+        expected = copy.deepcopy(network).eval()(windows)
+    torch.testing.assert_close(reference.logits, expected)
+    assert reference.quality == 0.75
+
+
+def test_the_export_of_other_weights_is_refused(
+    network: nn.Module, windows: torch.Tensor, exported: Path, dices: Dices
+):
+    other = copy.deepcopy(network)
+    with torch.no_grad():
+        next(other.parameters()).view(-1)[0] += 0.05
+    reference = take_reference(other, windows, dices(0.9, shape=UNET))
+    path = exported / "model_fp32.onnx"
+    with pytest.raises(ParityError, match=r"model_fp32\.onnx: a logit differs by .* \(bound 0\.001\)"):
+        check_predictor(reference, onnxruntime_predictor(path), "fp32", str(path))
+
+
+@pytest.mark.parametrize(("by", "fine"), [(0.0009, True), (-0.0011, False), (math.nan, False), (math.inf, False)])
+def test_bound_of_the_logits(reference: Reference, by: float, fine: bool):
+    if fine:
+        difference, _ = check_predictor(reference, shifted(reference, by), "fp32", "it")
+        assert difference == pytest.approx(by, rel=1e-3)
+    else:
+        with pytest.raises(ParityError, match="it: a logit differs by"):
+            check_predictor(reference, shifted(reference, by), "fp32", "it", (1, 2, 3))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_one_bad_batch_size_is_enough(reference: Reference, size: int):
+    def predict(windows: torch.Tensor) -> torch.Tensor:
+        return shifted(reference, math.nan if len(windows) == size else 0)(windows)
+
+    with pytest.raises(ParityError, match="a logit differs by nan"):
+        check_predictor(reference, predict, "fp32", "it", (1, 2, 3))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_logits_in_fp16_and_int8_need_only_be_finite(reference: Reference, precision: Any):
+    assert check_predictor(reference, shifted(reference, 0.5), precision, "it", (2,))[0] == pytest.approx(0.5)
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ParityError, match=r"a logit differs by (nan|inf)"):
+            check_predictor(reference, shifted(reference, bad), precision, "it", (2,))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_bound_of_the_dice(tiny: nn.Module, dices: Dices, precision: str, sign: int):
+    for part, fine in ((0.9, True), (1.1, False)):
+        changed = 0.8 + sign * part * QUALITY_BOUNDS[precision]
+        reference = take_reference(tiny, torch.rand(1, 1, 8, 8, 8), dices(0.8, changed))
+        predict = torch_predictor(copy.deepcopy(tiny).eval())
+        if fine:
+            check_predictor(reference, predict, precision, "it", (1,))  # type: ignore[arg-type]
+        else:
+            with pytest.raises(ParityError, match=r"it: validation quality .*, 0\.8000 in torch"):
+                check_predictor(reference, predict, precision, "it", (1,))  # type: ignore[arg-type]
+
+
+def test_a_dice_that_is_no_number_is_refused(reference: Reference):
+    unknown = replace(reference, evaluate=lambda predict: math.nan)
+    with pytest.raises(ParityError, match="validation quality nan"):
+        check_predictor(unknown, shifted(reference, 0), "fp32", "it", (2,))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_every_window_goes_through_at_every_batch_size(tiny: nn.Module, count: int):
+    reference = take_reference(tiny, torch.rand(count, 1, 8, 8, 8), steady)
+    seen: list[list[int]] = []
+
+    def predict(windows: torch.Tensor) -> torch.Tensor:
+        rows = [next(i for i, known in enumerate(reference.windows) if torch.equal(known, w)) for w in windows]
+        seen.append(rows)
+        return reference.logits[rows]
+
+    check_predictor(reference, predict, "fp32", "it", (1, 2, 3))
+    for size in (1, 2, 3):
+        batches = [rows for rows in seen if len(rows) == size]
+        assert {row for rows in batches for row in rows} == set(range(count))
+    assert {len(rows) for rows in seen} == {1, 2, 3}
+
+
+def test_half_range_is_the_largest_activation(tiny: nn.Sequential):
+    windows = torch.rand(3, 1, 8, 8, 8) * torch.tensor([1.0, 5.0, 2.0]).view(3, 1, 1, 1, 1)
+    with torch.no_grad():
+        first = tiny[0](windows)
+        last = tiny(windows)
+        expected = max(float(first.abs().max()), float(last.abs().max()))
+    assert check_half_range(tiny, windows) == pytest.approx(expected, rel=2e-3)
+    assert tiny.training
+    assert next(tiny.parameters()).dtype == torch.float32
+    assert not any(module._forward_hooks for module in tiny.modules())
+
+
+def test_half_range_on_the_cpu_is_that_of_true_half(network: nn.Module, windows: torch.Tensor):
+    true_half = copy.deepcopy(network).eval().half()
+    seen: list[float] = []
+    for module in true_half.modules():
+        module.register_forward_hook(lambda module, inputs, output: seen.append(float(output.abs().max())))
+    with torch.no_grad():
+        true_half(windows.half())
+    assert check_half_range(network, windows) == pytest.approx(max(seen), rel=5e-3)
+
+
+def test_weights_that_half_precision_cannot_hold_are_refused(tiny: nn.Sequential):
+    with torch.no_grad():
+        next(tiny[2].parameters()).view(-1)[0] = 1e5
+    with pytest.raises(ParityError, match=r"activation of module 2 reaches (inf|nan)"):
+        check_half_range(tiny, torch.rand(1, 1, 8, 8, 8))
+
+
+def test_large_activations_are_refused_by_the_name_of_their_module(overflowing: nn.Module, dices: Dices):
+    windows = torch.rand(2, 1, 8, 8, 8)
+    with pytest.raises(ParityError, match=r"activation of module 0 reaches .* \(bound 32768"):
+        check_half_range(overflowing, windows)
+    logits = take_reference(overflowing, windows, dices(0.9)).logits
+    assert logits.abs().max() < 10  # fp32 computes it without ado
+
+
+def test_the_bound_of_activations_is_below_the_end_of_half_precision():
+    network = nn.Sequential(nn.Identity())
+    network.register_parameter("unused", nn.Parameter(torch.zeros(1)))
+    assert check_half_range(network, torch.full((1, 1, 2, 2, 2), HALF_BOUND)) == HALF_BOUND
+    for value in (HALF_BOUND + 32, -40000.0, 1e9, math.nan):
+        with pytest.raises(ParityError, match="activation of module 0 reaches"):
+            check_half_range(network, torch.full((1, 1, 2, 2, 2), value))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_values_outside_the_calibrated_range_are_counted(sign: int):
+    windows = torch.zeros(2, 1, 5, 5, 4)  # 200 values
+    windows.view(-1)[:2] = 1.5 * sign
+    calibration = torch.full((1, 1, 5, 5, 4), -1.0)
+    assert check_calibration(calibration, windows) == pytest.approx(0.01)
+    windows.view(-1)[2] = 1.001 * sign
+    with pytest.raises(ParityError, match=r"int8: 1\.5% of the values .* range of 1 \(bound 1%\)"):
+        check_calibration(calibration, windows)
+    assert check_calibration(calibration * 1.5, windows) == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_calibration_windows_must_be_finite(value: float):
+    calibration = torch.ones(2, 1, 2, 2, 2)
+    calibration[1, 0, 0, 0, 0] = value
+    with pytest.raises(ParityError, match=r"int8: a value of the calibration windows is -?(nan|inf)"):
+        check_calibration(calibration, torch.ones(1, 1, 2, 2, 2))

@@ -1,0 +1,202 @@
+import json
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.inference.folder_job import IN_FLIGHT, FolderJob, Item, streamed
+
+
+def test_items_come_in_order_with_what_was_written():
+    found = list(streamed(range(5), lambda n: n * 10, lambda n, got: got + n, lambda n, made: f"{n}:{made}"))
+    assert found == [(n, f"{n}:{11 * n}") for n in range(5)]
+    assert list(streamed([], len, max, max)) == []
+
+
+def test_reading_computing_and_writing_overlap():
+    """Each waits for the others: one after the other it would never end."""
+    both = threading.Barrier(3, timeout=20)
+
+    def meet(number, wanted):
+        if number == wanted:
+            both.wait()
+
+    # While item 2 is read, item 1 is computed and item 0 written.
+    found = streamed(
+        range(3),
+        lambda n: meet(n, 2),
+        lambda n, _: meet(n, 1),
+        lambda n, _: meet(n, 0),
+    )
+    assert [item for item, _ in found] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("slow", ["read", "compute", "write"])
+def test_no_more_than_three_are_held_whichever_is_slow(slow):
+    alive, most = set(), []
+
+    def work(stage, number):
+        if stage == "read":
+            alive.add(number)
+        most.append(len(alive))
+        time.sleep(0.02 if stage == slow else 0)
+        if stage == "write":
+            alive.discard(number)
+
+    list(streamed(range(8), lambda n: work("read", n), lambda n, _: work("compute", n), lambda n, _: work("write", n)))
+    assert max(most) <= IN_FLIGHT
+
+
+def fails(number, error):
+    if number == 1:
+        raise error
+    return number
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_bad_input_costs_its_item_alone(stage):
+    def at(place):
+        return lambda number, *_: fails(number, ValueError("bad")) if place == stage else number
+
+    found = dict(streamed(range(3), at(0), at(1), at(2)))
+    assert (found[0], found[2]) == (0, 2)
+    assert isinstance(found[1], ValueError)
+
+
+def test_a_file_that_is_gone_is_a_bad_input_and_a_full_disk_is_not():
+    gone = dict(streamed(range(3), lambda n: fails(n, FileNotFoundError()), max, max))
+    assert isinstance(gone[1], FileNotFoundError)
+    with pytest.raises(OSError, match="full"):
+        list(streamed(range(3), lambda n: n, lambda n, got: got, lambda n, got: fails(n, OSError("full"))))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three texts, a to c."""
+    (tmp_path / "in").mkdir()
+    for name in "abc":
+        (tmp_path / "in" / name).write_text(name)
+    return tmp_path
+
+
+def doubling(folder, word="x", **more):
+    """A job that writes each text after a word, and a table of all."""
+    output = folder / "out"
+
+    def item(path):
+        outputs = (output / f"{path.name}.txt",)
+        return Item(path.name, path, (path,), outputs, output / "records" / f"{path.name}.json", (output / path.name,))
+
+    def write(item, text):
+        if "bad" in text:
+            raise ValueError(f"{item.name} is bad")
+        item.outputs[0].write_text(text)
+        return {"length": len(text)}
+
+    job = FolderJob(
+        "text",
+        output,
+        [item(path) for path in sorted((folder / "in").iterdir())],
+        {"word": (word,)},
+        lambda item: item.source.read_text(),
+        lambda item, text: word + text,
+        write,
+        lambda record: f"{record['length']} letters",
+        lambda records: (output / "table").write_text(" ".join(f"{a}={r['length']}" for a, r in records.items())),
+    )
+    return replace(job, **more)
+
+
+def do(job):
+    left = job.unfinished()
+    return [item.name for item in left], job.run(left)
+
+
+def test_what_is_finished_is_kept_and_the_table_holds_all(folder, capsys):
+    assert do(doubling(folder)) == (["a", "b", "c"], 0)
+    assert (folder / "out" / "b.txt").read_text() == "xb"
+    assert "b: 2 letters" in capsys.readouterr().out
+    (folder / "out" / "table").unlink()
+    assert do(doubling(folder)) == ([], 0)
+    assert "3 texts kept" in capsys.readouterr().out
+    assert (folder / "out" / "table").read_text() == "a=2 b=2 c=2"
+
+
+def test_what_changed_is_done_anew(folder):
+    do(doubling(folder))
+    (folder / "in" / "a").write_text("longer")
+    (folder / "out" / "b.txt").unlink()
+    assert do(doubling(folder))[0] == ["a", "b"]
+    (folder / "out" / "records" / "c.json").write_text("{")
+    assert do(doubling(folder))[0] == ["c"]
+    assert do(doubling(folder, "y"))[0] == ["a", "b", "c"]
+    assert (folder / "out" / "c.txt").read_text() == "yc"
+
+
+def test_a_job_that_dies_leaves_no_record_that_vouches_for_another_s_output(folder):
+    do(doubling(folder))
+    (folder / "out" / "a").write_text("optional, of another run")
+
+    def dies(item, text):
+        item.outputs[0].write_text("wrong")
+        raise KeyboardInterrupt
+
+    other = doubling(folder, "y", write=dies)
+    with pytest.raises(KeyboardInterrupt):
+        do(other)
+    assert json.loads((folder / "out" / "records" / "a.json").read_text()) == {"name": "a", "begun": True}
+    assert not any((folder / "out" / name).exists() for name in ("a", "c.txt"))  # of the first job
+    assert (folder / "out" / "table").read_text() == ""
+    assert do(doubling(folder))[0] == ["a", "b", "c"]
+    assert (folder / "out" / "a.txt").read_text() == "xa"
+
+
+def test_an_output_of_others_is_not_replaced(folder):
+    (folder / "out").mkdir()
+    (folder / "out" / "b.txt").write_text("theirs")
+    with pytest.raises(FileExistsError, match=r"b\.txt: .* choose another --output"):
+        do(doubling(folder))
+    assert [path.name for path in (folder / "out").glob("*.txt")] == ["b.txt"]
+
+
+def test_what_a_killed_job_half_wrote_is_removed_and_nothing_else(folder):
+    (folder / "out").mkdir()
+    for name in ("a.txt", "other.txt"):
+        (folder / "out" / f".part-abc_1-{name}").touch()
+    do(doubling(folder))
+    assert [path.name for path in (folder / "out").glob(".part-*")] == [".part-abc_1-other.txt"]
+
+
+def test_bad_items_are_named_and_cost_themselves_alone(folder, capsys):
+    (folder / "in" / "a").write_text("bad")
+
+    def full(item, text):
+        if item.name == "b":
+            raise torch.OutOfMemoryError("no room")
+        return text
+
+    assert do(doubling(folder, compute=full)) == (["a", "b", "c"], 1)
+    said = capsys.readouterr().out
+    assert "set aside: a is bad" in said
+    assert "set aside: b: no room" in said
+    assert "2 of 3 texts were set aside: a, b" in said
+    assert (folder / "out" / "table").read_text() == "c=1"
+
+
+def test_processes_share_the_items_and_the_last_one_finds_all(folder, monkeypatch):
+    monkeypatch.setattr("common.inference.folder_job.wait_for_all", lambda: None)  # one after the other, here
+    for rank, due in ((1, ["b"]), (0, ["a", "c"])):
+        for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank)):
+            monkeypatch.setenv(name, str(value))
+        assert do(doubling(folder)) == (due, 0)
+    assert (folder / "out" / "table").read_text() == "a=2 b=2 c=2"
+
+
+def test_a_file_that_is_gone_is_named_without_its_folder(folder):
+    job = doubling(folder)
+    (folder / "in" / "b").unlink()
+    with pytest.raises(ValueError, match=r"^b: a file of it cannot be read \(No such file"):
+        job.items[1].stamp()
+    assert job.finished(job.items[1]) is None

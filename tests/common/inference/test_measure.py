@@ -1,0 +1,174 @@
+"""Measurements by hand, and cleaning."""
+
+import csv
+import math
+
+import cc3d
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.inference.labels import (
+    LabelScheme,
+    Region,
+    one_region_per_label,
+)
+from common.inference.measure import Measures, clean_labels, measure, write_measures
+
+SPLEEN = (Region("spleen", (1,), 1),)
+ORGANS = one_region_per_label(("background", "liver", "spleen"))
+TUMOUR = LabelScheme(
+    ("background", "edema", "core"), (Region("WT", (1, 2), 1), Region("TC", (2,), 2)), exclusive=False
+)  # fmt: skip
+
+
+def box(sides, at=(2, 3, 4), shape=(30, 30, 30)):
+    labels = np.zeros(shape, np.uint8)
+    labels[tuple(slice(start, start + side) for start, side in zip(at, sides, strict=True))] = 1
+    return labels
+
+
+def test_a_row_of_pixels_is_as_long_as_its_pixels():
+    (found,) = measure(box((7, 1, 1)), np.diag([2.0, 1.5, 3.0, 1.0]), SPLEEN)
+    assert (found.structure, found.voxels, found.parts) == ("spleen", 7, 1)
+    assert found.volume_ml == pytest.approx(7 * 9 / 1000)
+    assert (found.longest_axial_mm, found.short_axial_mm) == (14.0, 1.5)
+    assert (found.extent_rl_mm, found.extent_pa_mm, found.extent_is_mm) == (14.0, 1.5, 3.0)
+
+
+def test_a_disc_has_its_diameter():
+    x, y = np.mgrid[:101, :101] - 50
+    labels = np.zeros((101, 101, 3), np.uint8)
+    labels[:, :, 1] = x**2 + y**2 <= 40**2
+    labels[:, :, 0] = x**2 + y**2 <= 20**2
+    (found,) = measure(labels, np.diag([0.5, 0.5, 5.0, 1.0]), SPLEEN)
+    assert found.longest_axial_mm == pytest.approx(40.5, abs=0.3)  # 80 pixels between centres, and half one at each end
+    assert found.short_axial_mm == pytest.approx(40.5, abs=0.3)
+
+
+def test_an_oblique_bar_is_measured_across():
+    labels = np.zeros((60, 60, 1), np.uint8)
+    for step in range(40):
+        labels[step : step + 3, step, 0] = 1
+    (found,) = measure(labels, np.eye(4), SPLEEN)
+    assert found.longest_axial_mm == pytest.approx(39 * math.sqrt(2) + 2.1, abs=1.0)
+    assert found.short_axial_mm < 4.5
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (1, 0, 2)])
+def test_the_file_s_axes_do_not_matter(order):
+    labels = box((9, 5, 3))
+    affine = np.diag([1.0, 2.0, 4.0, 1.0])
+    turned = np.eye(4)
+    turned[:3, :3] = affine[:3, :3][:, order]
+    turned[:, 0] *= -1  # and one of them runs the other way
+    assert measure(labels.transpose(order), turned, SPLEEN) == measure(labels, affine, SPLEEN)
+
+
+@given(st.floats(-0.6, 0.6), st.floats(-0.6, 0.6))
+def test_a_shear_along_the_slices_changes_no_slice_and_no_volume(shift_x, shift_y):
+    sheared = np.diag([1.0, 2.0, 3.0, 1.0])
+    sheared[0, 2], sheared[1, 2] = shift_x, shift_y  # a tilted gantry
+    plain, tilted = (measure(box((6, 4, 5)), affine, SPLEEN)[0] for affine in (np.diag([1.0, 2.0, 3.0, 1.0]), sheared))
+    assert tilted.volume_ml == plain.volume_ml
+    assert (tilted.longest_axial_mm, tilted.short_axial_mm) == (plain.longest_axial_mm, plain.short_axial_mm)
+
+
+def test_the_longest_slice_is_found_whatever_the_boxes():
+    rng = np.random.default_rng(0)
+    labels = np.zeros((20, 20, 12), np.uint8)
+    for index in range(12):
+        labels[rng.integers(0, 20, 4), rng.integers(0, 20, 4), index] = 1
+    (found,) = measure(labels, np.diag([1.0, 1.3, 2.0, 1.0]), SPLEEN)
+    each = [measure(labels[:, :, [index]], np.diag([1.0, 1.3, 2.0, 1.0]), SPLEEN)[0] for index in range(12)]
+    assert found.longest_axial_mm == max(one.longest_axial_mm for one in each)
+
+
+def test_what_is_not_there_measures_nothing_and_overlapping_regions_count_twice():
+    labels = box((4, 4, 4))
+    labels[2, 3, 4] = 2
+    whole, core, absent = measure(
+        labels, np.eye(4), (Region("WT", (1, 2), 1), Region("TC", (2,), 2), Region("ET", (3,), 3))
+    )
+    assert (whole.voxels, core.voxels, absent.voxels) == (64, 1, 0)
+    assert absent == Measures("ET", 0, 0.0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert core.longest_axial_mm == 1.0
+
+
+def test_the_table_has_a_row_for_each_structure_and_no_formula(tmp_path):
+    found = measure(box((2, 2, 2)), np.eye(4), SPLEEN)
+    write_measures(tmp_path / "m.csv", [("a.nii.gz", found), ("=HYPERLINK(1).nii", found)])
+    rows = list(csv.DictReader((tmp_path / "m.csv").read_text().splitlines()))
+    assert [row["scan"] for row in rows] == ["a.nii.gz", "'=HYPERLINK(1).nii"]
+    assert (rows[0]["structure"], rows[0]["voxels"], rows[0]["volume_ml"]) == ("spleen", "8", "0.008")
+
+
+def two_organs():
+    labels = np.zeros((10, 8, 6), np.uint8, order="F")
+    labels[0:4, 0:4, 0:4] = 1  # 64 voxels
+    labels[6, 6, 0:2] = 1  # 2
+    labels[8:10, 0:2, 0:2] = 2  # 8
+    labels[5, 5, 5] = 2  # 1
+    return labels
+
+
+def test_each_label_keeps_its_own_largest_part():
+    labels = two_organs()
+    cleaned = clean_labels(labels, ORGANS, 0.001, largest=True)
+    assert np.count_nonzero(cleaned == 1) == 64
+    assert np.count_nonzero(cleaned == 2) == 8
+    assert cleaned[6, 6, 0] == 0
+    assert cleaned[5, 5, 5] == 0
+    assert np.count_nonzero(labels) == 75  # the given map is left as it is
+
+
+@pytest.mark.parametrize(
+    ("smallest", "left"), [(0.0, 75), (0.001, 75), (0.002, 74), (0.0021, 72), (0.008, 72), (0.009, 64), (1, 0)]
+)
+def test_parts_below_a_volume_are_dropped(smallest, left):
+    cleaned = clean_labels(two_organs(), ORGANS, 0.001, smallest_ml=smallest)
+    assert np.count_nonzero(cleaned) == left
+
+
+def test_voxels_that_share_a_corner_belong_together():
+    labels = np.zeros((4, 4, 4), np.uint8)
+    labels[0, 0, 0] = labels[1, 1, 1] = 1
+    assert np.count_nonzero(clean_labels(labels, ORGANS, 1.0, largest=True)) == 2
+
+
+def test_regions_that_overlap_are_cleaned_as_one():
+    labels = np.zeros((10, 4, 4), np.uint8)
+    labels[0:3] = 1
+    labels[1, 1, 1] = labels[1, 3, 3] = 2  # two cores within one tumour: neither is a part of its own
+    labels[6, 0, 0] = 2  # a finding elsewhere
+    cleaned = clean_labels(labels, TUMOUR, 0.001, largest=True)
+    assert np.count_nonzero(cleaned == 2) == 2
+    assert cleaned[6, 0, 0] == 0
+    assert np.array_equal(cleaned[:3], labels[:3])
+
+
+def test_nothing_to_clean_gives_the_same_map():
+    labels = two_organs()
+    assert clean_labels(labels, ORGANS, 0.001) is labels
+    empty = np.zeros((3, 3, 3), np.uint8)
+    assert not clean_labels(empty, ORGANS, 0.001, largest=True).any()
+
+
+def kept(mask, largest, fewest):
+    """The wanted parts by counting: of equally large ones the first."""
+    parts = cc3d.connected_components(mask, connectivity=26)
+    voxels = np.bincount(parts.ravel(order="K"))
+    voxels[0] = 0
+    wanted = voxels >= max(1, fewest)
+    if largest and len(voxels) > 1:
+        wanted &= np.arange(len(voxels)) == voxels.argmax()
+    return wanted[parts]
+
+
+@given(st.integers(0, 2**31), st.floats(0.02, 0.6), st.booleans(), st.integers(0, 12), st.sampled_from("CF"))
+@settings(deadline=None)
+def test_what_is_kept_are_the_parts_that_counting_keeps(seed, density, largest, fewest, order):
+    labels = np.asarray(np.random.default_rng(seed).random((9, 7, 6)) < density, np.uint8, order=order)
+    cleaned = clean_labels(labels, ORGANS, 1.0, largest=largest, smallest_ml=float(fewest))
+    assert np.array_equal(cleaned == 1, kept(labels == 1, largest, fewest))

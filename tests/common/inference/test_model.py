@@ -1,0 +1,102 @@
+"""A trained network as inference opens it: `model.json`, and the weights beside it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from common.inference.labels import LabelScheme, Region
+from common.inference.model import import_weights, initialise, load_model, load_weights, save_weights, write_model
+from models.segresnet3d import segresnet3d
+from models.unet3d import unet3d
+from tests.support import unet_model
+
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}
+UNET = unet_model((1.5, 1.5, 2.0), (4, 8), (16, 16, 16))
+SCHEME = LabelScheme(("background", "a", "", "b"), (Region("A", (1, 3), 1), Region("B", (3,), 3)), exclusive=False)
+SEGRESNET = replace(
+    UNET,
+    network=segresnet3d,
+    arguments={"filters": 8, "blocks_down": (1, 1), "dropout": 0.0},
+    labelling=SCHEME,
+    preparation=replace(UNET.preparation, normalisation="zscore", window=None, channels=4),
+)
+
+
+@pytest.mark.parametrize("model", [UNET, SEGRESNET], ids=["unet", "segresnet"])
+def test_every_network_of_volumes_is_written_in_one_shape_and_comes_back(model, tmp_path):
+    write_model(tmp_path, "heart", model)
+    assert load_model(tmp_path, "heart", unet3d, segresnet3d) == model
+    content = json.loads((tmp_path / "model.json").read_text())
+    assert (content["app"], content["network"]) == ("heart", model.network.__name__)
+    assert content["labelling"]["labels"] == list(model.labelling.labels)  # what the report names labels by
+
+
+def test_the_network_is_built_of_its_arguments():
+    image = torch.zeros(1, 4, 16, 16, 16)
+    assert SEGRESNET.build().eval()(image).shape == (1, 2, 16, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [({"app": "spleen"}, "belongs to another app"), ({"app": "heart", "network": "resnet"}, "resnet"), ({}, "app")],
+)
+def test_what_is_no_model_of_the_app_is_named(content, words, tmp_path):
+    (tmp_path / "model.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"model\.json: not the model file of a heart run .*{words}"):
+        load_model(tmp_path, "heart", unet3d)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [(UNET, r"channels \(4, 8\), residual_units 1"), (SEGRESNET, "filters 8, blocks_down")]
+)
+def test_weights_of_another_network_name_what_this_one_is_made_of(model, words, tmp_path):
+    save_weights(tmp_path / "w.safetensors", WEIGHTS, {})
+    with pytest.raises(ValueError, match=f"does not fit this network.*built with {words}"):
+        import_weights(tmp_path / "run", "heart", model, tmp_path / "w.safetensors")
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_with_a_note(tmp_path):
+    save_weights(tmp_path / "w.safetensors", WEIGHTS, {"dice": "0.9"})
+    with safe_open(tmp_path / "w.safetensors", "pt") as stream:
+        assert stream.metadata() == {"dice": "0.9"}
+    assert torch.equal(load_weights(tmp_path / "w.safetensors")["a"], WEIGHTS["a"])
+
+
+def test_truncated_weights_are_named(tmp_path):
+    path = tmp_path / "w.safetensors"
+    save_weights(path, WEIGHTS, {})
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"w\.safetensors: not a whole safetensors file"):
+        load_weights(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such weights file"):
+        load_weights(tmp_path / "model.pt")
+
+
+def test_a_bundle_state_dict_and_a_ddp_one_are_understood(tmp_path):
+    torch.save({"model": WEIGHTS}, tmp_path / "model.pt")
+    assert torch.equal(load_weights(tmp_path / "model.pt")["a"], WEIGHTS["a"])
+    torch.save({f"module.{name}": value for name, value in WEIGHTS.items()}, tmp_path / "ddp.pt")
+    assert load_weights(tmp_path / "ddp.pt").keys() == WEIGHTS.keys()
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    save_weights(tmp_path / "w.safetensors", {"weight": torch.zeros(3, 2), "left": torch.zeros(1)}, {})
+    with pytest.raises(
+        ValueError, match=r"missing \['bias'\], left over \['left'\].*weight \(3, 2\) instead of \(3, 4\)"
+    ):
+        initialise(nn.Linear(4, 3), tmp_path / "w.safetensors")
+
+
+def test_initialise_copies(tmp_path):
+    source, target = nn.Linear(4, 3), nn.Linear(4, 3)
+    save_weights(tmp_path / "w.safetensors", source.state_dict(), {})
+    initialise(target, tmp_path / "w.safetensors")
+    assert torch.equal(source.weight, target.weight)

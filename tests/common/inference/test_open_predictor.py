@@ -1,0 +1,343 @@
+"""What a run is opened with, and that what is computed in another way equals what the network computes."""
+
+import copy
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from common.export.onnx_model import export_onnx
+from common.export.tensorrt_engine import build_engine
+from common.inference.open_predictor import SubpixelUpsampling, fits, folded, open_predictor, use_subpixel_upsampling
+from common.inference.options import Backend, Precision
+from common.inference.predictors import torch_predictor
+from common.inference.tensorrt_host import EngineUnavailableError
+from common.inference.tensorrt_runtime import EnginePredictor
+from models.resnet18_fcn import resnet18_fcn
+from models.segresnet3d import segresnet3d
+from models.unet3d import unet3d
+
+CPU = torch.device("cpu")
+WINDOW = (1, 16, 16, 16)
+InstallFake = Callable[..., Any]
+NORMS = (nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass
+class Model:
+    """What a run keeps of a network; without one, torch is not to be used."""
+
+    network: nn.Module | None = None
+    precision: Precision = "fp32"
+
+    def build(self, weights: Path | None = None) -> nn.Module:
+        assert self.network is not None, "torch was not to be used"
+        return copy.deepcopy(self.network)
+
+
+@pytest.fixture(scope="module")
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return unet3d(1, 2, (4, 8, 16)).eval()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, network: nn.Module) -> Path:
+    """A run folder with both ONNX models; read only."""
+    run = tmp_path_factory.mktemp("run")
+    export_onnx(network, run / "exports" / "model_fp32.onnx", WINDOW, "fp32", {"batch": "1 2 4"})
+    export_onnx(network, run / "exports" / "model_fp16.onnx", WINDOW, "fp16", {"batch": "1 2 4"})
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path, exported: Path) -> Path:
+    """A copy of the run folder that a test may change."""
+    return Path(shutil.copytree(exported, tmp_path / "run"))
+
+
+@pytest.fixture
+def windows() -> torch.Tensor:
+    return torch.rand(3, *WINDOW, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("bf16", 5e-2), ("fp16", 5e-3)])
+def test_an_opened_network_is_folded_and_computes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: torch.Tensor, precision: Precision, bound: float
+):
+    torch.manual_seed(1)
+    network = unet3d(1, 2, (4, 8, 16))
+    for _ in range(5):
+        network(torch.rand(4, *WINDOW))  # running statistics that change something
+    network.eval()
+    run_by: list[nn.Module] = []
+
+    def seen(each: nn.Module, *arguments: Any, **named: Any) -> Any:
+        run_by.append(each)
+        return torch_predictor(each, *arguments, **named)
+
+    monkeypatch.setattr("common.inference.open_predictor.torch_predictor", seen)
+    opened = open_predictor(tmp_path, Model(network), precision=precision, device=CPU)
+    with torch.no_grad():
+        expected = network(windows)
+    assert float((opened.predict(windows) - expected).abs().max()) <= bound * float(expected.abs().max())
+    assert not any(isinstance(each, nn.BatchNorm3d | nn.ConvTranspose3d) for each in run_by[0].modules())
+
+
+def build(run: Path, precision: str) -> None:
+    onnx = run / "exports" / f"model_{precision}.onnx"
+    build_engine(onnx, onnx.with_suffix(".plan"))
+
+
+def test_engine_predictor(run: Path, network: nn.Module, windows: torch.Tensor, fake_tensorrt: InstallFake):
+    fake_tensorrt()
+    build(run, "fp32")
+    with torch.no_grad():
+        expected = network(windows)
+    logits = EnginePredictor(run / "exports" / "model_fp32.plan", CPU)(windows)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime", "torch"])
+def test_the_backend_that_was_asked_for_is_taken(
+    run: Path, network: nn.Module, windows: torch.Tensor, fake_tensorrt: InstallFake, backend: Backend, precision: str
+):
+    fake_tensorrt()
+    build(run, precision)
+    opened = open_predictor(
+        run,
+        Model(copy.deepcopy(network).train()),
+        backend=backend,
+        precision=precision,  # type: ignore[arg-type]
+        device=CPU,
+    )
+    assert (opened.backend, opened.reason) == (backend, "as asked")
+    with torch.no_grad():
+        expected = network(windows)
+    assert (opened.predict(windows) - expected).abs().max() <= (1e-5 if precision == "fp32" else 1e-2)
+
+
+def test_auto_takes_the_engine_that_fits(run: Path, fake_tensorrt: InstallFake):
+    fake_tensorrt(gpu="9.0")
+    build(run, "fp16")
+    opened = open_predictor(run, Model(), precision="fp16", device=CPU)
+    assert (opened.backend, opened.reason) == ("tensorrt", "an engine fits this GPU")
+
+
+@pytest.mark.parametrize(
+    ("precision", "backend"), [("fp32", "onnxruntime"), ("fp16", "onnxruntime"), ("bf16", "torch")]
+)
+def test_auto_says_why_it_takes_no_engine(
+    run: Path, network: nn.Module, fake_tensorrt: InstallFake, precision: Precision, backend: Backend
+):
+    opened = open_predictor(run, Model(network), precision=precision, device=CPU)
+    assert (opened.backend, opened.reason) == (backend, "no engine in this run")
+    if precision != "bf16":
+        fake_tensorrt(gpu="9.0")
+        build(run, precision)
+        fake_tensorrt(gpu="8.9")
+        opened = open_predictor(run, Model(), precision=precision, device=CPU)
+        assert opened.backend == backend
+        assert "built for GPUs of compute capability 9.0, this one has 8.9" in opened.reason
+
+
+@pytest.mark.parametrize(
+    ("in_hardware", "torch_precision", "backend"),
+    [
+        (True, "bf16", "torch"),
+        (False, "bf16", "onnxruntime"),
+        (True, "fp32", "onnxruntime"),
+    ],
+)
+def test_auto_takes_torch_where_bf16_is_in_hardware_and_allowed(
+    run: Path,
+    network: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    in_hardware: bool,
+    torch_precision: Any,
+    backend: str,
+):
+    monkeypatch.setattr("common.inference.open_predictor.computes_bf16", lambda device: in_hardware)
+    opened = open_predictor(run, Model(network, torch_precision), device=CPU)
+    assert (opened.backend, opened.precision) == (backend, "bf16" if backend == "torch" else "fp32")
+
+
+def test_auto_off_the_cpu_takes_torch(run: Path, network: nn.Module):
+    meta = torch.device("meta")  # stands for a GPU without TensorRT
+    assert open_predictor(run, Model(network), device=meta).backend == "torch"
+
+
+def test_auto_without_exports_takes_torch(tmp_path: Path, network: nn.Module):
+    assert open_predictor(tmp_path, Model(network), device=CPU).backend == "torch"
+
+
+def test_auto_does_not_pass_over_a_damaged_engine(run: Path, fake_tensorrt: InstallFake):
+    fake_tensorrt()
+    build(run, "fp32")
+    plan = run / "exports" / "model_fp32.plan"
+    plan.write_bytes(plan.read_bytes() + b"\0")
+    with pytest.raises(ValueError, match=r"model_fp32\.plan: sha256 .* is not that of its manifest"):
+        open_predictor(run, Model(), device=CPU)
+
+
+def test_an_asked_backend_that_is_not_there_is_an_error(run: Path, exported: Path, fake_tensorrt: InstallFake):
+    with pytest.raises(FileNotFoundError, match=r"model_fp32\.plan is missing; build the engine with: python"):
+        open_predictor(run, Model(), backend="tensorrt", device=CPU)
+    fake_tensorrt(gpu="9.0")
+    build(run, "fp32")
+    fake_tensorrt(gpu="8.6")
+    with pytest.raises(EngineUnavailableError, match=r"this one has 8\.6; build it for this host with: python"):
+        open_predictor(run, Model(), backend="tensorrt", device=CPU)
+    for backend in ("tensorrt", "onnxruntime"):
+        with pytest.raises(ValueError, match=f"precision bf16: backend {backend} takes fp32 or fp16"):
+            open_predictor(run, Model(), backend=backend, precision="bf16", device=CPU)
+
+
+@pytest.mark.gpu
+def test_a_real_engine_equals_torch(run: Path, network: nn.Module, windows: torch.Tensor):
+    from common.inference.tensorrt_host import why_no_engine
+
+    if why_no_engine() is not None:
+        pytest.skip(str(why_no_engine()))
+    cuda = torch.device("cuda")
+    with torch.no_grad():
+        expected = network(windows)
+    for precision, bound in (("fp32", 1e-3), ("fp16", 2e-2)):
+        build(run, precision)
+        predict = EnginePredictor(run / "exports" / f"model_{precision}.plan", cuda)
+        first, second = predict(windows.to(cuda)), predict(windows[:1].to(cuda) + 1)
+        assert (first.cpu() - expected).abs().max() <= bound
+        with torch.no_grad():
+            assert (second.cpu() - network(windows[:1] + 1)).abs().max() <= bound
+
+
+def with_statistics(network: nn.Module) -> nn.Module:
+    """Give batch normalisations scales, shifts and statistics by which they change something."""
+    generator = torch.Generator().manual_seed(1)
+    for module in network.modules():
+        if isinstance(module, NORMS):
+            state = module.state_dict()
+            for name in ("weight", "running_var"):
+                state[name].uniform_(0.5, 2, generator=generator)
+            for name in ("bias", "running_mean"):
+                state[name].normal_(generator=generator)
+    return network.eval()
+
+
+@pytest.mark.parametrize(
+    ("network", "shape"), [(unet3d(1, 2, (4, 8, 16)), (1, 16, 16, 16)), (resnet18_fcn(96), (3, 96, 96))]
+)
+def test_no_normalisation_is_left_and_the_logits_differ_by_rounding_only(network: nn.Module, shape: Any):
+    with_statistics(network)
+    before = copy.deepcopy(network.state_dict())
+    found = folded(network)
+    windows = torch.rand(2, *shape, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected, logits = network(windows), found(windows)
+    assert torch.allclose(logits, expected, atol=1e-5 * float(expected.abs().max()))
+    assert not any(isinstance(module, NORMS) for module in found.modules())
+    after = network.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_convolution_that_is_read_twice_stays():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.norm = nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.convolution(image)
+            normalised: torch.Tensor = self.norm(found)
+            return normalised + found
+
+    network = with_statistics(Twice())
+    windows = torch.rand(1, 1, 4, 4, 4)
+    assert torch.equal(folded(network)(windows), network(windows))
+
+
+def test_a_convolution_that_is_called_twice_stays():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.one, self.other = nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.BatchNorm3d(2)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            first: torch.Tensor = self.one(self.convolution(image))
+            second: torch.Tensor = self.other(self.convolution(2 * image))
+            return first + second
+
+    network = with_statistics(Shared())
+    windows = torch.rand(1, 1, 4, 4, 4)
+    assert torch.equal(folded(network)(windows), network(windows))
+
+
+def test_a_network_without_batch_normalisation_is_returned_as_it_is():
+    network = segresnet3d(1, 2, 8).eval()
+    assert folded(network) is network
+
+
+def test_statistics_that_still_change_are_a_programmers_error():
+    with pytest.raises(AssertionError, match=r"network\.eval\(\)"):
+        folded(unet3d(1, 2, (4, 8)).train())
+
+
+def transposed(coarse: int, fine: int, bias: bool = True) -> nn.ConvTranspose3d:
+    torch.manual_seed(fine)
+    return nn.ConvTranspose3d(coarse, fine, 3, stride=2, padding=1, output_padding=1, bias=bias)
+
+
+@pytest.mark.parametrize("fine", [1, 2, 3, 4])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+def test_it_computes_what_the_transposed_convolution_does(fine, bias, layout):
+    ours, theirs = SubpixelUpsampling(transposed(5, fine, bias)), transposed(5, fine, bias)
+    image = torch.randn(2, 5, 3, 4, 1).contiguous(memory_format=layout)
+    with torch.no_grad():
+        found, expected = ours(image), theirs(image)
+    assert found.shape == expected.shape == (2, fine, 6, 8, 2)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_one_voxel_lands_in_its_eight_places():
+    """By hand: fine voxel 2 i is tap 1 of coarse voxel i; 2 i + 1 is its tap 2, and tap 0 of the voxel after it."""
+    layer = transposed(1, 1, bias=False)
+    image = torch.zeros(1, 1, 2, 1, 1)
+    image[0, 0, 1] = 1
+    kernel = layer.weight[0, 0, :, 1, 1]
+    found = SubpixelUpsampling(layer)(image)[0, 0, :, 0, 0]
+    assert torch.equal(found, torch.stack([torch.zeros(()), kernel[0], kernel[1], kernel[2]]))
+
+
+def test_of_a_unet_the_last_layer_is_replaced_and_the_logits_stay():
+    torch.manual_seed(0)
+    network = unet3d(1, 2, (4, 8, 16)).eval()
+    windows = torch.rand(2, 1, 16, 16, 16)
+    changed = use_subpixel_upsampling(copy.deepcopy(network))
+    assert sum(isinstance(module, SubpixelUpsampling) for module in changed.modules()) == 2  # to 2 and to 4 channels
+    assert not any(isinstance(module, nn.ConvTranspose3d) for module in changed.modules())
+    with torch.no_grad():
+        assert torch.allclose(changed(windows), network(windows), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nn.ConvTranspose3d(8, 5, 3, 2, 1, 1),  # too many channels
+        nn.ConvTranspose3d(8, 2, 2, 2),
+        nn.ConvTranspose3d(8, 2, 3, 2, 1, 0),
+        nn.ConvTranspose3d(8, 2, 3, 2, 1, 1, groups=2),
+        nn.ConvTranspose3d(8, 2, 3, 2, 1, 1, dilation=2),
+        nn.Conv3d(8, 2, 3),
+    ],
+)
+def test_what_it_does_not_compute_is_left_alone(other):
+    network = nn.Sequential(other)
+    assert not fits(other)
+    assert list(use_subpixel_upsampling(network).children()) == [other]

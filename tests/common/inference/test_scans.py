@@ -1,0 +1,226 @@
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+from common.data.preparation import prepare_volume
+from common.inference.model import import_weights, save_weights
+from common.inference.options import InferConfig
+from common.inference.predict import predict_logits
+from common.inference.predictors import torch_predictor
+from common.inference.scan_files import read_scan
+from common.inference.scans import segment_scans
+from data_scripts.make_phantoms import make_ct_phantoms
+from tests.support import unet_model
+
+ROOT = Path(__file__).parents[3]
+MODEL = unet_model((4.0, 4.0, 4.0), (4, 8), (24, 24, 16), window_batch=2)
+
+
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory):
+    """Three small phantoms: a folder of scans."""
+    return make_ct_phantoms(tmp_path_factory.mktemp("scans") / "data", 3, progress=False) / "imagesTr"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of random weights that finds something of everything."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.manual_seed(3)
+    save_weights(folder / "drawn.safetensors", MODEL.build().state_dict(), {})
+    import_weights(folder / "run", "spleen", MODEL, folder / "drawn.safetensors")
+    return folder / "run"
+
+
+def segment(given):
+    return segment_scans(given, MODEL)
+
+
+def config(run, scans, output, **more):
+    return InferConfig(run, scans, output, device="cpu", backend="torch", **{"overlays": False, **more})
+
+
+def label_maps(folder):
+    return {path.name: np.asarray(nibabel.load(path).dataobj) for path in sorted(folder.glob("*.nii.gz"))}
+
+
+def records(folder):
+    """Return when each finished scan's record was written; one that was only begun has no mark."""
+    found = [path for path in (folder / "records").glob("*.json") if '"begun"' not in path.read_text()]
+    return {path.name: path.stat().st_mtime_ns for path in found}
+
+
+def rows(folder):
+    return list(csv.DictReader((folder / "measurements.csv").read_text().splitlines()))
+
+
+@pytest.fixture(scope="module")
+def done(run, scans, tmp_path_factory):
+    output = tmp_path_factory.mktemp("done")
+    assert segment(config(run, scans, output)) == 0
+    return output
+
+
+def test_each_scan_gets_a_map_a_record_and_a_row(done, scans):
+    maps = label_maps(done)
+    assert list(maps) == sorted(path.name for path in scans.iterdir())
+    for row in rows(done):
+        found = maps[row["scan"]]
+        affine = nibabel.load(scans / row["scan"]).affine
+        assert int(row["voxels"]) == np.count_nonzero(found == 1) > 0
+        volume = np.count_nonzero(found) * abs(np.linalg.det(affine[:3, :3])) / 1000
+        assert float(row["volume_ml"]) == pytest.approx(volume, abs=1e-3)
+    timings = json.loads((done / "timings.json").read_text())
+    assert timings["scans in this run"] == 3
+    assert all(
+        {"decode", "prepare", "windows", "restore", "write"} <= set(each) for each in timings["seconds"].values()
+    )
+    assert (done / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_is_done_twice(done, run, scans, capsys):
+    before = records(done)
+    assert segment(config(run, scans, done)) == 0
+    assert records(done) == before
+    assert "3 scans kept" in capsys.readouterr().out
+    assert len(rows(done)) == 3
+    assert json.loads((done / "timings.json").read_text())["scans in this run"] == 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"flips": "x"}, {"fit_windows": True}, {"largest_component": True}, {"smallest_ml": 5.0}]
+)
+def test_other_options_are_done_anew(done, run, scans, change, tmp_path):
+    shutil.copytree(done, tmp_path / "out")
+    before = records(done)
+    assert segment(config(run, scans, tmp_path / "out", **change)) == 0
+    assert all(time != before[name] for name, time in records(tmp_path / "out").items())
+    parts = [int(row["parts"]) for row in rows(tmp_path / "out")]
+    if "largest_component" in change:
+        assert parts == [1, 1, 1]
+    elif "smallest_ml" in change:
+        assert all(now <= int(row["parts"]) for now, row in zip(parts, rows(done), strict=True))
+
+
+def test_a_bad_scan_is_set_aside_by_name_and_keeps_nothing_of_before(run, scans, done, tmp_path, capsys):
+    mine, output = shutil.copytree(scans, tmp_path / "scans"), shutil.copytree(done, tmp_path / "out")
+    bad = sorted(mine.iterdir())[1]
+    bad.write_bytes(bad.read_bytes()[:5000])
+    assert segment(config(run, mine, output)) == 1
+    said = capsys.readouterr().out
+    assert f"set aside: {bad}" in said
+    assert f"1 of 3 scans were set aside: {bad.name}" in said
+    maps = label_maps(output)
+    assert bad.name not in maps
+    assert all(np.array_equal(found, label_maps(done)[name]) for name, found in maps.items())
+    assert len(rows(output)) == len(records(output)) == 2
+
+
+def test_a_scan_that_the_system_cannot_read_or_memory_cannot_hold_costs_itself_alone(
+    run, scans, tmp_path, monkeypatch, capsys
+):
+    first, second, third = sorted(path.name for path in scans.iterdir())
+
+    def breaks(scan, channels):
+        if scan.name == first:
+            raise OSError(5, "Input/output error")
+        return read_scan(scan, channels)
+
+    def fills(name, *given):
+        if name == second:
+            raise torch.OutOfMemoryError("no room")
+        return prepare_volume(name, *given)
+
+    monkeypatch.setattr("common.inference.scans.read_scan", breaks)
+    monkeypatch.setattr("common.inference.scans.prepare_volume", fills)
+    assert segment(config(run, scans, tmp_path)) == 1
+    said = capsys.readouterr().out
+    assert "Input/output error" in said
+    assert f"{second}: no room" in said
+    assert list(label_maps(tmp_path)) == [third]
+
+
+@pytest.mark.slow
+def test_a_rank_whose_scan_fails_does_not_end_the_others(run, tmp_path):
+    scans = make_ct_phantoms(tmp_path / "data", 8, progress=False) / "imagesTr"
+    bad = sorted(scans.iterdir())[0]
+    bad.write_bytes(b"")
+    flags = ["--model", str(run), "--input", str(scans), "--output", str(tmp_path / "out"), "--backend", "torch"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    command += ["apps/spleen/infer.py", *flags, "--device", "cpu", "--overlays", "false"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode != 0
+    assert "1 of 4 scans were set aside" in done.stdout + done.stderr
+    assert len(label_maps(tmp_path / "out")) == 7
+    assert len(rows(tmp_path / "out")) == 7
+    assert {path.name for path in (tmp_path / "out").glob("timings*")} == {"timings-0.json", "timings-1.json"}
+
+
+def test_flips_average_the_logits(run, scans, tmp_path):
+    """The logits of a network that is mirrored on the way in and out, averaged by hand."""
+    network = MODEL.build(run / "best.safetensors").eval()
+    image = torch.randn(1, 40, 30, 20, generator=torch.Generator().manual_seed(0))
+    predictor = torch_predictor(network)
+    by_hand = [predict_logits(image.flip(mirror), predictor, MODEL).flip(mirror) for mirror in ((), (1,), (3,), (1, 3))]
+    found = predict_logits(image, predictor, MODEL, flips="xz")
+    assert torch.allclose(found, torch.stack(by_hand).mean(0), atol=1e-5)
+    assert not torch.allclose(found, by_hand[0], atol=1e-3)
+
+
+def test_exported_precisions_are_asked_for_by_name(run, scans, tmp_path):
+    with pytest.raises(ValueError, match="int8 is exported only"):
+        segment(config(run, scans, tmp_path, precision="int8"))
+    with pytest.raises(FileNotFoundError, match=r"model_int8\.onnx"):
+        segment(replace(config(run, scans, tmp_path, precision="int8"), backend="onnxruntime"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("flips", "xx", "each once"),
+        ("flips", "w", "letters"),
+        ("smallest_ml", -1.0, "volume"),
+        ("smallest_ml", float("nan"), "volume"),
+    ],
+)
+def test_options_out_of_bounds_are_named(run, scans, tmp_path, field, value, message):
+    with pytest.raises(ValueError, match=rf"{field}.*{message}"):
+        config(run, scans, tmp_path, **{field: value})
+
+
+@pytest.mark.slow
+def test_fifty_scans_killed_in_the_middle_are_finished_and_equal(run, tmp_path):
+    scans = make_ct_phantoms(tmp_path / "data", 50, progress=False) / "imagesTr"
+    assert segment(config(run, scans, tmp_path / "whole")) == 0
+    flags = ["--backend", "torch", "--device", "cpu", "--overlays", "false"]
+    command = [sys.executable, "apps/spleen/infer.py", "--model", str(run), "--input", str(scans)]
+    command += ["--output", str(tmp_path / "killed"), *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    began = time.monotonic()
+    while len(records(tmp_path / "killed")) < 10 and time.monotonic() - began < 120:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = records(tmp_path / "killed")
+    assert 10 <= len(before) < 50
+    assert segment(config(run, scans, tmp_path / "killed")) == 0
+    after = records(tmp_path / "killed")
+    assert all(after[name] == time for name, time in before.items())  # nothing twice
+    whole, killed = label_maps(tmp_path / "whole"), label_maps(tmp_path / "killed")
+    assert len(whole) == 50
+    assert all(np.array_equal(found, killed[name]) for name, found in whole.items())
+    assert (tmp_path / "whole" / "measurements.csv").read_text() == (
+        tmp_path / "killed" / "measurements.csv"
+    ).read_text()

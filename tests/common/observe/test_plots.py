@@ -1,0 +1,146 @@
+"""Pictures of curves and pipelines: what is in them, for few and many records and for missing values."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from common.observe.plots import Span, Timeline, draw_progress, draw_timeline, one_line, save_png
+
+NAN = float("nan")
+
+
+def test_a_figure_keeps_its_size_and_few_colours(tmp_path: Path):
+    figure = Figure(figsize=(3, 2), dpi=100)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.imshow(np.random.default_rng(0).random((20, 30, 3)), interpolation="bilinear")
+    save_png(tmp_path / "new" / "figure.png", figure)
+    with Image.open(tmp_path / "new" / "figure.png") as picture:
+        assert picture.size == (300, 200)
+        colours = picture.convert("RGB").getcolors(maxcolors=300)
+    assert colours is not None
+    assert 100 < len(colours) <= 192
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["figure.png"]
+
+
+def test_one_line():
+    assert one_line("  a\tb\n\x00c  ", 10) == "a b c"
+    assert one_line("0123456789", 10) == "0123456789"
+    assert one_line("0123456789a", 10) == "012345678…"
+
+
+def records(count: int, every: int = 2) -> list[dict[str, Any]]:
+    return [
+        {
+            "epoch": epoch,
+            "step": 8 * epoch,
+            "loss": 1 / epoch + 0.05 * (epoch % 3),
+            "dice": 1 - 0.8 / epoch if epoch % every == 0 else None,
+            "seconds": 2.0 + epoch % 2,
+        }
+        for epoch in range(1, count + 1)
+    ]
+
+
+def drawn(path: Path, rows: list[dict[str, Any]]) -> np.ndarray:
+    draw_progress(path, rows)
+    assert path.stat().st_size < 100_000
+    with Image.open(path) as picture:
+        assert picture.format == "PNG"
+        assert picture.size == (960, 720)
+        return np.asarray(picture.convert("RGB")).astype(int)
+
+
+def orange(pixels: np.ndarray) -> np.ndarray:
+    mask: np.ndarray = (pixels[..., 0] - pixels[..., 2] > 100) & (pixels[..., 0] > 150)
+    return mask
+
+
+def blue(pixels: np.ndarray) -> np.ndarray:
+    mask: np.ndarray = pixels[..., 2] - pixels[..., 0] > 100
+    return mask
+
+
+@pytest.mark.parametrize("count", [1, 2, 30, 1000])
+def test_loss_and_dice_are_drawn(tmp_path: Path, count: int):
+    pixels = drawn(tmp_path / "progress.png", records(count, every=1))
+    inside = pixels[50:480, 110:880]
+    assert blue(inside).sum() > (10 if count == 1 else 300)
+    assert orange(inside).sum() > (40 if count == 1 else 300)
+    empty = drawn(tmp_path / "empty.png", [])
+    assert not blue(empty[50:480, 110:880]).any()
+    assert not orange(empty).any()
+
+
+def test_without_dice_there_is_no_second_axis(tmp_path: Path):
+    absent = [{name: value for name, value in row.items() if name != "dice"} for row in records(20)]
+    for name, rows in {"none": records(20, every=99), "absent": absent}.items():
+        assert not orange(drawn(tmp_path / f"{name}.png", rows)).any()
+
+
+def test_the_best_validation_has_the_star(tmp_path: Path):
+    rows = records(21, every=1)
+    for row in rows:
+        row["dice"] = 0.9 if row["epoch"] == 6 else 0.1
+    high = orange(drawn(tmp_path / "a.png", rows))[60:200, 110:880]  # Dice 0.1 lies far below
+    columns = np.flatnonzero(high.sum(axis=0) > 8)
+    assert 0.15 < columns.mean() / high.shape[1] < 0.4  # epoch 6 of 21
+
+
+def test_values_that_are_not_finite_leave_gaps(tmp_path: Path):
+    rows = records(30, every=1)
+    rows[3] |= {"loss": NAN, "dice": NAN, "seconds": NAN}
+    rows[4] |= {"loss": float("inf"), "dice": None}
+    del rows[5]["loss"]
+    assert blue(drawn(tmp_path / "a.png", rows)).any()
+    nothing = [{"epoch": 1, "step": 1, "loss": NAN, "dice": NAN, "seconds": NAN}]
+    assert not orange(drawn(tmp_path / "b.png", nothing)).any()
+
+
+def test_more_records_give_another_picture_and_the_same_ones_the_same_bytes(tmp_path: Path):
+    path = tmp_path / "progress.png"
+    drawn(path, records(10))
+    first = path.read_bytes()
+    drawn(path, records(10))
+    assert path.read_bytes() == first
+    drawn(path, records(11))
+    assert path.read_bytes() != first
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_stages_of_a_case_are_added_up(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 5.0, 5.5, 7.0, 8.0])
+    monkeypatch.setattr("common.observe.plots.time.perf_counter", lambda: next(clock))
+    timeline = Timeline()
+    for _ in range(2):
+        with timeline.stage("a", "compute", "windows"):
+            pass
+    with timeline.stage("b", "write", "write"):
+        pass
+    assert timeline.seconds("a") == {"windows": 2.5}
+    assert timeline.seconds("b") == {"write": 1.0}
+    assert timeline.spans()[0] == Span("a", "compute", "windows", 1.0, 3.0)
+
+
+def test_a_stage_that_fails_is_noted_too():
+    timeline = Timeline()
+    with pytest.raises(ValueError, match="no"), timeline.stage("a", "read", "decode"):
+        raise ValueError("no")
+    assert [span.stage for span in timeline.spans()] == ["decode"]
+
+
+def test_the_picture_of_a_pipeline_shows_each_lane(tmp_path):
+    spans = [
+        Span(f"case <{n}> $x$", lane, stage, n + start, n + start + 0.8)
+        for n in range(3)
+        for lane, stage, start in (("read", "decode", 0), ("compute", "windows", 1), ("write", "write", 2))
+    ]
+    draw_timeline(tmp_path / "timeline.png", spans)
+    with Image.open(tmp_path / "timeline.png") as picture:
+        pixels = np.asarray(picture.convert("RGB")).astype(int)
+    found = [np.abs(pixels - colour).max(axis=2) < 12 for colour in ((86, 180, 233), (0, 158, 115), (230, 159, 0))]
+    lines = [np.flatnonzero(mask[60:].sum(axis=1) > 100) for mask in found]  # below the legend
+    assert lines[0].max() < lines[1].min() < lines[1].max() < lines[2].min()  # read, compute, write from the top

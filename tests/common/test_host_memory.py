@@ -1,0 +1,86 @@
+"""Freed memory is kept, and given back where asked: counted in page faults, in a process of its own."""
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.run import cgroup_free
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only the GNU C library keeps memory")
+
+FAULTS = """
+import resource
+import torch
+from common.run import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.empty(2**24).fill_(1.0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+given_back = faults()
+assert keep_freed_memory(True)
+faults()
+print(faults(), given_back)
+assert keep_freed_memory(False)
+"""
+
+
+def test_kept_memory_costs_no_page_faults():
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    kept, given_back = map(int, done.stdout.split())
+    assert kept < given_back / 10
+
+
+CHILD = """
+from common.run import peak_memory
+
+before = peak_memory()
+held = bytearray(2**28)
+print(before, peak_memory() - before)
+"""
+PARENT = f"""
+import subprocess, sys
+
+held = bytearray(2**29)
+del held
+subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
+"""
+
+
+def test_the_peak_is_the_process_s_own_and_counts_what_it_takes():
+    done = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, check=True)
+    before, more = map(int, done.stdout.split())
+    assert 2**22 < before < 2**28
+    assert 0.9 * 2**28 < more < 2**29
+
+
+def write(folder: Path, **contents: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+def test_limits_of_control_groups_version_2(tmp_path):
+    write(tmp_path, membership="0::/pod/box")
+    root = tmp_path / "cgroup"
+    write(root / "pod/box", memory__max="max", memory__current=500)
+    write(root / "pod", memory__max=1000, memory__current=700, memory__stat="anon 400\ninactive_file 200")
+    assert cgroup_free(root, tmp_path / "membership") == [500]
+    write(root / "pod/box", memory__max=600)
+    assert cgroup_free(root, tmp_path / "membership") == [100, 500]
+
+
+def test_limits_of_control_groups_version_1(tmp_path):
+    write(tmp_path, membership="5:devices:/\n4:cpu,memory:/box\n0::/")
+    root = tmp_path / "cgroup"
+    write(root / "memory", memory__limit_in_bytes=5000, memory__usage_in_bytes=4000)  # the box itself is not mounted
+    assert cgroup_free(root, tmp_path / "membership") == [1000]
+
+
+def test_no_control_groups_no_limits(tmp_path):
+    assert cgroup_free(tmp_path, tmp_path / "missing") == []

@@ -1,0 +1,157 @@
+import json
+import logging
+import signal
+
+import pytest
+import torch
+
+from common.clock import Clock
+from common.files import append_json_line, read_json_lines
+from common.ranks import Ranks, choose_device
+from common.run import (
+    environment,
+    one_line_errors,
+    open_run,
+    point_latest,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def keep_logging_and_signals():
+    handlers, number = logging.root.handlers[:], signal.getsignal(signal.SIGTERM)
+    yield
+    logging.root.handlers[:] = handlers
+    signal.signal(signal.SIGTERM, number)
+
+
+def test_an_unnamed_run_gets_a_folder_by_the_time_and_a_latest_link(tmp_path):
+    first = open_run(tmp_path, None, None, "cpu", "a: 1\n", 0)
+    second = open_run(tmp_path, None, None, "cpu", "a: 2\n", 0)
+    assert first.directory != second.directory
+    assert not (tmp_path / "latest").exists()
+    for run in (first, second):
+        point_latest(run.directory)
+        assert (tmp_path / "latest").resolve() == run.directory
+    assert (second.directory / "config.yaml").read_text() == "a: 2\n"
+    assert json.loads((second.directory / "environment.json").read_text())["versions"]["torch"]
+
+
+def test_a_folder_in_use_is_refused_and_one_to_resume_is_kept(tmp_path):
+    run = open_run(tmp_path, tmp_path / "run", None, "cpu", "a: 1\n", 0)
+    with pytest.raises(FileExistsError, match="the run folder is not empty; choose another, or --resume"):
+        open_run(tmp_path, run.directory, None, "cpu", "a: 2\n", 0)
+    again = open_run(tmp_path, None, run.directory, "cpu", "a: 3\n", 0)
+    assert again.resumed
+    assert (run.directory / "config.yaml").read_text() == "a: 1\n"
+    with pytest.raises(FileNotFoundError, match="no run to resume"):
+        open_run(tmp_path, None, tmp_path / "none", "cpu", "", 0)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "tpu:0", ""])
+def test_a_device_that_is_none_is_refused(name):
+    with pytest.raises(ValueError, match="must be auto, cpu, cuda or cuda:N"):
+        choose_device(name)
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device cuda:1: 0 CUDA devices found"):
+        choose_device("cuda:1")
+    assert choose_device("auto") == CPU
+
+
+def test_json_lines_leave_out_what_a_crash_cut_short(tmp_path):
+    path = tmp_path / "m.jsonl"
+    assert read_json_lines(path) == []
+    append_json_line(path, {"a": 1})
+    append_json_line(path, {"a": 2})
+    with path.open("a") as stream:
+        stream.write('{"a": ')
+    assert read_json_lines(path) == [{"a": 1}, {"a": 2}]
+
+
+def test_what_is_said_is_kept(tmp_path, capsys):
+    run = open_run(tmp_path, tmp_path / "run", None, "cpu", "", 0)
+    run.say("hello")
+    assert "hello" in capsys.readouterr().out
+    assert (tmp_path / "run" / "run.log").read_text() == "hello\n"
+
+
+def test_an_explained_error_is_one_line_and_status_1(capsys, monkeypatch):
+    monkeypatch.delenv("MEDSPEED_TRACEBACK", raising=False)
+    with pytest.raises(SystemExit, match="1"), one_line_errors():
+        raise ValueError("scan.nii.gz: empty")
+    assert capsys.readouterr().err.startswith("error: scan.nii.gz: empty\n")
+    monkeypatch.setenv("MEDSPEED_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="empty"), one_line_errors():
+        raise ValueError("empty")
+
+
+def test_a_programmers_error_keeps_its_traceback():
+    with pytest.raises(AssertionError), one_line_errors():
+        raise AssertionError
+
+
+def test_the_clock_adds_up():
+    clock = Clock()
+    with clock.stage("train"):
+        pass
+    clock.add("train", 2.0)
+    clock.carry_on({"train": 3.0, "total": 10.0})
+    seconds = clock.seconds()
+    assert seconds["train"] == pytest.approx(5.0, abs=0.01)
+    assert seconds["total"] >= 10.0 + seconds["start"] - 0.001  # each is rounded
+
+
+def test_the_environment_names_what_numbers_depend_on():
+    found = environment(CPU)
+    assert found["device"] == "cpu"
+    assert found["versions"]["monai"]
+    assert found["cores"] >= 1
+
+
+class Follower(Ranks):
+    """The second of two processes; `once` fails or gives what the leader has."""
+
+    def once(self, make):
+        return self.control
+
+
+def test_a_process_that_does_not_lead_writes_and_says_nothing(tmp_path, capsys):
+    run = open_run(tmp_path, None, None, "cpu", "a: 1\n", 0, Follower(1, 2, 1, control=tmp_path / "run"))
+    run.say("hello")
+    assert run.directory == tmp_path / "run"
+    assert not run.leader
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_several_processes_take_a_gpu_each_and_none_by_name(monkeypatch):
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert choose_device("auto", 1) == torch.device("cuda:1")
+    assert choose_device("cuda", 0) == torch.device("cuda:0")
+    assert chosen == [1, 0]
+    assert choose_device("cpu", 1) == CPU
+    with pytest.raises(ValueError, match="device cuda:0: several ranks take one GPU each"):
+        choose_device("cuda:0", 1)
+    with pytest.raises(ValueError, match="device cuda:2: 2 CUDA devices found"):
+        choose_device("auto", 2)
+
+
+def test_among_several_an_error_says_whose_it_is(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("MEDSPEED_TRACEBACK", raising=False)
+    with pytest.raises(SystemExit, match="1"), one_line_errors():
+        raise ValueError("scan.nii.gz: empty")
+    line = capsys.readouterr().err
+    assert line.startswith("rank 1 of 2: error: scan.nii.gz: empty ")
+    assert line.count("\n") == 1
+    with pytest.raises(KeyError), one_line_errors():
+        raise KeyError("name")
+    assert capsys.readouterr().err == "rank 1 of 2: KeyError: 'name'\n"

@@ -1,0 +1,117 @@
+"""What a run decides before it starts, and finds again when it goes on."""
+
+import json
+from dataclasses import replace
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+
+from common.clock import Clock
+from common.data.preparation import Preparation
+from common.ranks import Ranks
+from common.run import Run
+from common.training.config import Crops, Parallel, SegmentationConfig, TrainingConfig
+from common.training.resolve import Defaults, check_partitions, choose_volumes, keep_plan, read_volumes
+
+PLAIN = TrainingConfig(batch_size=4, parallel=Parallel(partitions=2))
+USUAL = Defaults(
+    {"crops.per_case": 2, "crops.flips": "x"}, crop=(16, 16, 8), window=(32, 32, 32), window_batch=1, batch_size=4,
+    steps=12, validations=3,
+)  # fmt: skip
+
+
+class ToyConfig(SegmentationConfig):
+    def halvings(self):
+        return 2
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "run").mkdir()
+    return Run(tmp_path / "run", torch.device("cpu"), Clock(), resumed=False)
+
+
+@pytest.fixture
+def scans(tmp_path):
+    """Three CT scans of a set named Spleen, whose labels leave out 2."""
+    rng = np.random.default_rng(0)
+    training = []
+    for kind in ("imagesTr", "labelsTr"):
+        (tmp_path / "data" / kind).mkdir(parents=True)
+    for number in range(3):
+        image, label = rng.integers(-50, 150, (20, 24, 10)).astype(np.int16), np.zeros((20, 24, 10), np.uint8)
+        label[4:9, 4:9, 4:9], label[12:14, 12:14, 2:4] = 1, 3
+        for kind, voxels in (("imagesTr", image), ("labelsTr", label)):
+            nib.save(
+                nib.Nifti1Image(voxels, np.diag([2.0, 2.0, 4.0, 1.0])), tmp_path / "data" / kind / f"{number}.nii.gz"
+            )
+        training.append({"image": f"./imagesTr/{number}.nii.gz", "label": f"./labelsTr/{number}.nii.gz"})
+    content = {
+        "name": "Spleen", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "spleen", "3": "cyst"},
+        "training": training,
+    }  # fmt: skip
+    (tmp_path / "data" / "dataset.json").write_text(json.dumps(content))
+    return tmp_path / "data"
+
+
+def no_phantoms(folder, cases):
+    raise AssertionError("there are data")
+
+
+def read(scans, tmp_path, run, known=None, **fields):
+    config = ToyConfig(data=scans, store=tmp_path / "store", **fields)
+    return config, read_volumes(config, run, no_phantoms, "v1", "Task00", known)
+
+
+def test_labels_may_have_gaps_and_a_name_alone_is_no_reason_to_skip_the_fingerprint(scans, tmp_path, run):
+    _, data = read(scans, tmp_path, run)
+    assert data.dataset.labels == ("background", "spleen", "", "cyst")
+    assert data.figures.intensity is not None
+    assert data.known is None
+    assert len(data.split.training) == 2
+
+
+def test_what_the_app_knows_spares_reading_the_voxels(scans, tmp_path, run):
+    known = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
+    config, data = read(scans, tmp_path, run, {"Spleen": known})
+    assert data.figures.intensity is None
+    assert choose_volumes(config, data, USUAL, run).spacing == (1.5, 1.5, 2.0)
+
+
+def test_every_open_field_is_decided_and_what_was_given_wins(scans, tmp_path, run):
+    config, data = read(scans, tmp_path, run, spacing=(2.0, 2.0, 2.0), crops=Crops(per_case=3))
+    chosen = choose_volumes(config, data, USUAL, run)
+    assert (chosen.crop_size, chosen.windows.size) == ((16, 16, 8), (20, 24, 20))  # halved twice: multiples of 4
+    assert (chosen.crops.per_case, chosen.crops.flips, chosen.spacing) == (3, "x", (2.0, 2.0, 2.0))
+    assert (chosen.batch_size, chosen.parallel.partitions) == (4, 1)
+    assert (chosen.epochs, chosen.validate_every) == (6, 2)  # two cases of three crops are two steps
+    assert chosen.precision in ("bf16", "fp32")
+
+
+def test_a_plan_is_said_and_kept_and_found_again(run, capsys):
+    given = replace(PLAIN, epochs=None)
+    plan = keep_plan(given, lambda: replace(given, epochs=7), run)
+    assert plan.epochs == 7
+    assert capsys.readouterr().out == "epochs 7: chosen for this cpu; change it with --epochs\n"
+    later = Run(run.directory, run.device, Clock(), resumed=True)
+    again = keep_plan(replace(given, workers=3), lambda: pytest.fail("it is decided"), later)
+    assert again == replace(plan, workers=3)  # where it computes may differ
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [(3, "3 ranks cannot share them evenly"), (2, "batch_size 3: must be a multiple of 2")]
+)
+def test_ranks_that_cannot_share_a_plan_are_told(ranks, words):
+    batch = 4 if ranks == 3 else 3
+    with pytest.raises(ValueError, match=words):
+        check_partitions(replace(PLAIN, batch_size=batch), ranks)
+
+
+def test_a_resumed_run_is_checked_against_its_ranks(run):
+    keep_plan(PLAIN, lambda: PLAIN, run)
+    later = Run(run.directory, run.device, Clock(), True, Ranks(world=1))
+    monai = replace(PLAIN, parallel=replace(PLAIN.parallel, accumulate=4))
+    with pytest.raises(ValueError, match="must be a multiple of 8"):
+        keep_plan(monai, lambda: pytest.fail("it is decided"), later)

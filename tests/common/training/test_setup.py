@@ -1,0 +1,195 @@
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.clock import Clock
+from common.data.dataset import Case, Split
+from common.ranks import SINGLE
+from common.run import Run
+from common.training.config import TrainingConfig
+from common.training.setup import (
+    OneStep,
+    autocast,
+    choose_precision,
+    compile_if_asked,
+    few_cases,
+    lr_factor,
+    start_run,
+)
+from models.unet3d import unet3d
+from tests.common.training.fit_worker import TinyBatches, train
+
+CPU = torch.device("cpu")
+_BF16_AND_FP32 = (torch.bfloat16, torch.float32)
+
+
+@pytest.fixture
+def unlimited(monkeypatch):
+    """No variable keeps the processor from its instructions."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
+def test_auto_takes_bf16_where_the_processor_computes_it(monkeypatch, unlimited):
+    for there in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda there=there: there)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        assert choose_precision("auto", CPU) == ("bf16" if there else "fp32")
+
+
+def test_a_wish_is_kept():
+    assert choose_precision("fp32", CPU) == "fp32"
+    assert choose_precision("bf16", CPU) == "bf16"
+
+
+def test_fp16_on_a_cpu_is_refused():
+    with pytest.raises(ValueError, match="precision fp16: needs a CUDA device"):
+        choose_precision("fp16", CPU)
+
+
+@pytest.mark.parametrize(("planes", "precision"), [(1, "fp32"), (2, "fp32"), (3, "bf16")])
+def test_auto_avoids_bf16_on_a_cpu_where_two_planes_are_left_of_a_crop(monkeypatch, unlimited, planes, precision):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert choose_precision("auto", CPU, (planes, 4, 4)) == precision
+
+
+def test_bf16_on_a_cpu_is_refused_where_two_planes_are_left_of_a_crop():
+    with pytest.raises(ValueError, match="precision bf16: the network leaves 2 planes"):
+        choose_precision("bf16", CPU, (2, 6, 6))
+
+
+@pytest.mark.parametrize("planes", [3, 4, 6, 8])
+def test_bf16_gradients_of_a_convolution_are_right_with_more_planes(planes):
+    """With two planes, which are avoided, the difference is infinite or about 1 on a CPU with AVX-512 BF16."""
+    image = torch.randn(2, 32, planes, 4, 4, generator=torch.Generator().manual_seed(planes)).bfloat16()
+    weights = [torch.full((32, 32, 3, 3, 3), 0.05, dtype=dtype, requires_grad=True) for dtype in _BF16_AND_FP32]
+    for weight in weights:
+        torch.nn.functional.conv3d(image.to(weight.dtype), weight, padding=1).square().sum().backward()
+    half, full = (torch.as_tensor(weight.grad, dtype=torch.float64) for weight in weights)
+    assert (half - full).norm() < 0.02 * full.norm()
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_autocast_computes_in_that_precision(precision, dtype):
+    with autocast(precision, CPU):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+
+
+def test_a_start_that_fails_leaves_no_folder(tmp_path):
+    config = TrainingConfig(run=tmp_path / "run", device="cpu")
+    with pytest.raises(ValueError, match="a wrong name"), start_run(config):
+        raise ValueError("a wrong name")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_start_that_fails_keeps_what_else_lies_in_the_folder(tmp_path):
+    def fails() -> None:
+        with start_run(TrainingConfig(run=tmp_path / "run", device="cpu")) as run:
+            (run.directory / "store" / "prepared").mkdir(parents=True)
+            (run.directory / "store" / "entry.json").write_text("{}")
+            raise ValueError("a wrong name")
+
+    with pytest.raises(ValueError, match="a wrong name"):
+        fails()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["store"]
+    assert (tmp_path / "run" / "store" / "entry.json").is_file()
+
+
+def test_a_run_that_fails_after_its_plan_is_kept(tmp_path):
+    config = TrainingConfig(run=tmp_path / "run", device="cpu")
+
+    def fails() -> None:
+        with start_run(config) as run:
+            (run.directory / "plan.json").write_text("{}")
+            raise ValueError("a broken scan")
+
+    with pytest.raises(ValueError, match="a broken scan"):
+        fails()
+    assert (tmp_path / "run" / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [1.0, 0.75, 0.5, 0.25, 0.0]),
+        ("cosine", [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0]),
+    ],
+)
+def test_schedules_by_hand(schedule, expected):
+    assert [lr_factor(schedule, step, 4) for step in range(5)] == pytest.approx(expected)
+
+
+def test_a_step_outside_the_run_is_a_programmers_error():
+    with pytest.raises(AssertionError, match="step 5 of 4"):
+        lr_factor("linear", 5, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the compiler warns about things of its own
+def test_compiling_leaves_the_state_and_computes_the_same():
+    torch.manual_seed(0)
+    plain, compiled = unet3d(1, 2, (4, 8), 1), unet3d(1, 2, (4, 8), 1)
+    compiled.load_state_dict(plain.state_dict())
+    image = torch.rand(2, 1, 16, 16, 16)
+    config = TrainingConfig(batch_size=2, precision="fp32", compile=True)
+    compile_if_asked(compiled, (1, 16, 16, 16), config, Run(Path(), CPU, Clock(), False))
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, compiled.state_dict()[name]), name
+    assert all(parameter.grad is None for parameter in compiled.parameters())
+    assert torch.allclose(compiled(image), plain(image), atol=1e-5)
+
+
+class Said(list[str]):
+    def say(self, line):
+        self.append(line)
+
+
+def split_of(training, validation):
+    names = [
+        [Case(f"{kind}{n}", Path("i"), Path("l")) for n in range(count)]
+        for kind, count in (("t", training), ("v", validation))
+    ]
+    return Split(tuple(names[0]), tuple(names[1]), True, "20 percent")
+
+
+@pytest.mark.parametrize(("parts", "kept"), [(1, (2, 1)), (4, (4, 4)), (99, (10, 6))])
+def test_a_few_cases_are_left_or_one_for_each_part(parts, kept):
+    said = Said()
+    found = few_cases(split_of(10, 6), parts, said)  # type: ignore[arg-type]
+    assert (len(found.training), len(found.validation)) == kept
+    assert found.training == split_of(10, 6).training[: kept[0]]
+    assert found.description == "20 percent; cut short"
+    assert "no figure of this run means anything" in said[0]
+
+
+def test_an_epoch_is_its_first_batch_and_ends_what_made_the_others():
+    made, ended = [], []
+
+    class Batches(TinyBatches):
+        def epoch(self, number, first_step=0):
+            try:
+                for batch in super().epoch(number, first_step):
+                    made.append(number)
+                    yield batch
+            finally:
+                ended.append(number)
+
+    short = OneStep(Batches(SINGLE, 5))
+    assert (short.steps_per_epoch, short.resumes_within_epoch) == (1, True)
+    assert len(list(short.epoch(3))) == 1
+    assert (made, ended) == ([3], [3])
+    assert not list(short.epoch(3, 1))
+    assert not OneStep(replace(Batches(SINGLE, 5), resumes_within_epoch=False)).resumes_within_epoch
+
+
+def test_a_run_takes_two_steps_and_validates_each(tmp_path):
+    fitted = train({"run": str(tmp_path), "fast_dev_run": True, "epochs": 2, "steps": 50})
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert fitted.steps == 2
+    assert [(record["step"], len(record["losses"]), record["dice"]) for record in records] == [(1, 1, 0.5), (2, 1, 0.5)]

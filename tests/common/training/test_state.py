@@ -1,0 +1,121 @@
+import os
+import pickle
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from common.inference.model import load_weights
+from common.training.state import load_checkpoint, save_checkpoint
+
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}
+
+
+class Bomb:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self.marker}",))
+
+
+def test_round_trip(tmp_path):
+    state = {"step": 7, "optimizer": {"v": torch.ones(2)}, "losses": [0.5, 0.25]}
+    save_checkpoint(tmp_path, (2, 7), WEIGHTS, state)
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert all(torch.equal(found[0][name], WEIGHTS[name]) for name in WEIGHTS)
+    assert found[1]["step"] == 7
+    assert found[1]["losses"] == [0.5, 0.25]
+    assert (tmp_path / "last").resolve() == tmp_path / "epoch-000002-step-000007"
+
+
+def test_only_the_newest_is_kept(tmp_path):
+    for position in [(0, 1), (0, 2), (1, 0)]:
+        save_checkpoint(tmp_path, position, WEIGHTS, {"position": list(position)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-000001-step-000000", "last"]
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert found[1]["position"] == [1, 0]
+
+
+def test_nothing_there(tmp_path):
+    assert load_checkpoint(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("function", ["torch.save", "save_file", "flush_to_disk"])
+def test_a_write_that_fails_keeps_the_checkpoint_before(tmp_path, monkeypatch, function):
+    save_checkpoint(tmp_path, (0, 1), WEIGHTS, {"step": 1})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    target = function if function.startswith("torch") else f"common.training.state.{function}"
+    monkeypatch.setattr(target, full)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path, (0, 2), WEIGHTS, {"step": 2})
+    monkeypatch.undo()
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert found[1]["step"] == 1
+    assert not list(tmp_path.glob(".part-*"))
+
+
+def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
+    program = (
+        "import sys, torch\nfrom pathlib import Path\n"
+        "from common.training.state import save_checkpoint\n"
+        "n = 0\n"
+        "while True:\n"
+        "    n += 1\n"
+        "    weights = {'a': torch.full((300_000,), float(n))}\n"
+        "    save_checkpoint(Path(sys.argv[1]), (0, n), weights, {'step': n})\n"
+        "    print(n, flush=True)\n"
+    )
+    for delay in (0.0, 0.013, 0.037):
+        with subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        ) as child:
+            assert child.stdout is not None
+            done = [int(child.stdout.readline()) for _ in range(5)][-1]
+            time.sleep(delay)
+            child.kill()
+        found = load_checkpoint(tmp_path)
+        assert found is not None
+        assert found[1]["step"] >= done
+        assert torch.equal(found[0]["a"], torch.full((300_000,), float(found[1]["step"])))
+        assert not list(tmp_path.glob(".part-*"))
+        for folder in tmp_path.glob("epoch-*"):
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+
+
+def test_what_a_killed_process_left_is_cleared_away(tmp_path):
+    """Also the link that was about to become `last`, which leads to a whole checkpoint."""
+    whole = save_checkpoint(tmp_path, (1, 2), {"a": torch.ones(2)}, {"step": 2})
+    (tmp_path / ".part-7").symlink_to(whole.name)
+    (tmp_path / ".part-dangling").symlink_to("nowhere")
+    (tmp_path / ".part-8").mkdir()
+    (tmp_path / ".part-8" / "weights.safetensors").touch()
+    (tmp_path / ".part-9").touch()
+    checkpoint = load_checkpoint(tmp_path)
+    assert checkpoint is not None
+    assert torch.equal(checkpoint[0]["a"], torch.ones(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [whole.name, "last"]
+
+
+def test_a_pickled_bomb_is_named_and_never_runs(tmp_path):
+    save_checkpoint(tmp_path, (0, 1), WEIGHTS, {"step": 1})
+    marker = tmp_path / "executed"
+    (tmp_path / "epoch-000000-step-000001" / "state.pt").write_bytes(pickle.dumps(Bomb(marker), protocol=2))
+    with pytest.raises(ValueError, match=r"state\.pt: not a training state that can be loaded safely"):
+        load_checkpoint(tmp_path)
+    torch.save({"model": Bomb(marker)}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"model\.pt: not a state dict that can be loaded safely"):
+        load_weights(tmp_path / "model.pt")
+    assert not marker.exists()

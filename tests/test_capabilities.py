@@ -1,0 +1,119 @@
+"""What users were promised: every command and its flags, and every file that a run, a scan or an export leaves.
+
+The lists are written by hand, from README, the apps' READMEs, docs and CHANGELOG. What goes from here goes from the
+product: the changelog must then say so.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+_TRAIN = (
+    "recipe data run resume init store seed device workers batch_size parallel.partitions parallel.accumulate "
+    "optimizer learning_rate schedule epochs precision compile validate_every until engine fast_dev_run profile "
+    "config print_config"
+)
+_VOLUMES = (
+    "cache split spacing crop_size crops.per_case crops.flips crops.intensity windows.size windows.overlap loss "
+    "channels_last"
+)
+_INFER = "model input output backend precision device overlays"
+_EXPORT = "model to output precision int8 data init engine device"
+_SEEDS = "data seeds output"
+
+FLAGS = {
+    "apps/spleen/train.py": f"{_TRAIN} {_VOLUMES} window channels",
+    "apps/brats/train.py": f"{_TRAIN} {_VOLUMES} regions network.filters network.blocks_down network.dropout",
+    "apps/pathology/train.py": f"{_TRAIN} source lists mpp held_out reader patches_per_slide patch_size "
+    "augmentation.jitter augmentation.zoom augmentation.label_smoothing channels_last tile_size",
+    "apps/spleen/infer.py": f"{_INFER} flips fit_windows largest_component smallest_ml keep_patient",
+    "apps/brats/infer.py": f"{_INFER} flips fit_windows largest_component smallest_ml keep_patient",
+    "apps/pathology/infer.py": f"{_INFER} mode stride reader",
+    "apps/pathology/evaluate.py": "scans data",
+    "apps/spleen/export.py": f"{_EXPORT} labels channels spacing window window_size overlap",
+    "apps/brats/export.py": f"{_EXPORT} filters blocks_down spacing window_size overlap",
+    "apps/pathology/export.py": f"{_EXPORT} patch_size mpp tile_size",
+    "apps/doctor.py": "app json",
+    "data_scripts/fetch_msd.py": "to base-url keep-archive",
+    "data_scripts/fetch_camelyon16.py": "slides to base-url",
+    "data_scripts/make_phantoms.py ct": "to cases size labels seed",
+    "data_scripts/make_phantoms.py mri": "to cases size seed",
+    "data_scripts/make_slides.py": "to training testing size seed",
+    "data_scripts/to_msd.py": "images labels nnunet check names modality values skip_bad link to",
+    "benchmarks/compare.py": "data part cases rounds device output",
+    "benchmarks/ladder.py": f"{_SEEDS} device epochs",
+    "benchmarks/record.py": "data rounds today",
+    "benchmarks/time_to_target.py": f"{_SEEDS} app until",
+    "benchmarks/overhead.py": "rounds steps output",
+    "benchmarks/ranks.py": "rounds ranks output",
+}
+# Gone, or under another name: each must be told in the changelog.
+GONE = """
+    source fast_prelu monitor checkpoint_seconds window_batch residual_units cache_cases replace_share reshuffle_every
+    crops_per_case flip_axes intensity window_size overlap partitions accumulate filters blocks_down dropout
+    training_list validation_list brightness zoom label_smoothing
+"""
+
+MAKE = ("train", "test", "test-all", "doctor", "ladder", "record", "image-test")
+
+RUN_FILES = (
+    "summary.json", "progress.png", "metrics.jsonl", "tensorboard", "report.html", "overlays", "best.safetensors",
+    "checkpoints/last", "exports/model_fp32.onnx", "exports/model_fp16.onnx", "config.yaml", "plan.json",
+    "fingerprint.json", "split.json", "environment.json", "model.json", "run.log", "monitor.csv", "monitor.png",
+    "profile/operations.txt",
+)  # fmt: skip
+SCAN_FILES = ("phantom_000.nii.gz", "phantom_000.png", "measurements.csv", "timings.json", "timeline.png", "records")
+
+
+_SLOW = ("benchmarks/", "apps/doctor.py")  # they load torch before they answer
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(each, marks=[pytest.mark.slow] * each.startswith(_SLOW)) for each in FLAGS]
+)
+def test_a_command_has_every_flag_that_was_promised(command):
+    script, *words = command.split()
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *words, "--help"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = set(re.findall(r"--([a-z][a-z0-9_.-]+)", done.stdout))
+    assert set(FLAGS[command].split()) <= found
+    if script.endswith("train.py"):
+        assert done.stdout.count("\n") <= 110  # two screens
+
+
+def test_the_changelog_names_every_flag_that_went():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert [flag for flag in GONE.split() if f"--{flag}" not in changelog] == []
+
+
+@pytest.mark.parametrize("target", MAKE)
+def test_make_has_every_target(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_run_and_its_scans_leave_every_file(tmp_path):
+    """The commands of the README, as a user types them."""
+    make = "data_scripts/make_phantoms.py ct --cases 4 --size small --to data"
+    train = "apps/spleen/train.py --data data --run run --store store --device cpu --fast_dev_run true --profile torch"
+    infer = "apps/spleen/infer.py --model run --input data/imagesTr --output masks --device cpu"
+    for command in (make, train, infer):
+        script, *words = command.split()
+        done = subprocess.run(
+            [sys.executable, ROOT / script, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert [name for name in RUN_FILES if not (tmp_path / "run" / name).exists()] == []
+    assert [name for name in SCAN_FILES if not (tmp_path / "masks" / name).exists()] == []
