@@ -50,7 +50,7 @@ def measure_budgets(device: torch.device, folder: Path, processes: int = 1) -> d
         processes: on this machine, that share its host memory.
     """
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    entries = sum(entry.stat().st_size for entry in folder.glob("*.safetensors"))
+    entries = sum(entry.stat().st_size for entry in folder.glob("[!.]*.safetensors"))
     budgets: dict[Tier, int] = {
         "ram": int(_SHARE * free_memory()) // processes,
         "disk": shutil.disk_usage(existing).free + entries,
