@@ -15,7 +15,6 @@ from common.export.bundle import NetworkConfig
 from common.export.deploy import export_run
 from common.inference.model import VolumeModel, import_weights, load_model
 from common.run import one_line_errors
-from data_scripts.make_phantoms import make_mri_phantoms
 from models.segresnet3d import segresnet3d
 
 TASK = "Segmentation of overlapping regions in MRI volumes of several channels by sliding windows"
@@ -27,7 +26,7 @@ def main(config: BratsExport) -> Path:
     if config.init is not None:
         import_weights(config.model, "brats", imported_model(config), config.init)
     model = load_model(config.model, "brats", segresnet3d)
-    return export_run("brats", TASK, config, model, network_config(model), _phantoms)
+    return export_run("brats", TASK, config, model, network_config(model), "mri")
 
 
 def imported_model(config: BratsExport) -> VolumeModel:
@@ -59,10 +58,6 @@ def network_config(model: VolumeModel) -> NetworkConfig:
         "blocks_down": list(model.arguments["blocks_down"]),
         "blocks_up": [1] * (len(model.arguments["blocks_down"]) - 1),
     }
-
-
-def _phantoms(folder: Path, cases: int) -> Path:
-    return make_mri_phantoms(folder, cases, progress=False)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,9 @@ from common.inference.model import VolumeModel
 from common.run import Run, one_line_errors
 from common.training.evaluate import RunSummary, evaluate, export_best, finish
 from common.training.fit import Setup, fit
-from common.training.losses import build_loss, say_inexact
-from common.training.optimizers import build_optimizer
 from common.training.resolve import Data, keep_plan, read_volumes, volume_model
-from common.training.setup import start_run, volume_network
-from common.training.sources import monai_source, our_source
-from data_scripts.make_phantoms import MRI_VERSION, make_mri_phantoms
+from common.training.setup import start_run
+from common.training.sources import volume_setup
 from models.segresnet3d import segresnet3d
 
 
@@ -38,7 +35,7 @@ def main(config: BratsConfig) -> RunSummary | None:
 
 def read_data(config: BratsConfig, run: Run) -> Data:
     """Read the scans, or make phantoms."""
-    return read_volumes(config, run, make_mri_phantoms, f"mri-small-{MRI_VERSION}", "Task01_BrainTumour")
+    return read_volumes(config, run, "mri-small-2", "Task01_BrainTumour")
 
 
 def resolve(config: BratsConfig, data: Data, run: Run) -> tuple[BratsConfig, VolumeModel]:
@@ -54,16 +51,7 @@ def resolve(config: BratsConfig, data: Data, run: Run) -> tuple[BratsConfig, Vol
 
 def setup(config: BratsConfig, data: Data, model: VolumeModel, run: Run) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
-    network = volume_network(config, model, run)
-    if config.ours:
-        batches, validate = our_source(data, model, config, run)
-    else:
-        transforms = guide.transforms(config, model.preparation, run.device)
-        batches, validate = monai_source(transforms, data, model, config, run)
-    say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
-    loss = build_loss(config.loss, run.ranks, model.labelling.regions)
-    optimizer = build_optimizer(config.optimizer, network.parameters(), config.learning_rate)
-    return Setup(network, batches, loss, optimizer, model.precision, validate)
+    return volume_setup(config, data, model, guide.transforms, run)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from common.export.deploy import export_run
 from common.inference.labels import one_region_per_label
 from common.inference.model import VolumeModel, import_weights, load_model
 from common.run import one_line_errors
-from data_scripts.make_phantoms import make_ct_phantoms
 from models.unet3d import unet3d
 
 TASK = "Segmentation of structures in CT volumes (or one other channel) by sliding windows"
@@ -25,7 +24,7 @@ def main(config: SpleenExport) -> Path:
     if config.init is not None:
         import_weights(config.model, "spleen", imported_model(config), config.init)
     model = load_model(config.model, "spleen", unet3d)
-    return export_run("spleen", TASK, config, model, network_config(model), _phantoms)
+    return export_run("spleen", TASK, config, model, network_config(model), "ct")
 
 
 def imported_model(config: SpleenExport) -> VolumeModel:
@@ -55,10 +54,6 @@ def network_config(model: VolumeModel) -> NetworkConfig:
         "num_res_units": model.arguments["residual_units"],
         "norm": "batch",
     }
-
-
-def _phantoms(folder: Path, cases: int) -> Path:
-    return make_ct_phantoms(folder, cases, progress=False)
 
 
 if __name__ == "__main__":

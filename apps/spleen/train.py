@@ -12,12 +12,9 @@ from common.inference.model import VolumeModel
 from common.run import Run, one_line_errors
 from common.training.evaluate import RunSummary, evaluate, export_best, finish
 from common.training.fit import Setup, fit
-from common.training.losses import build_loss, say_inexact
-from common.training.optimizers import build_optimizer
 from common.training.resolve import Data, Defaults, choose_volumes, keep_plan, read_volumes, volume_model
-from common.training.setup import start_run, volume_network
-from common.training.sources import monai_source, our_source
-from data_scripts.make_phantoms import CT_VERSION, make_ct_phantoms
+from common.training.setup import start_run
+from common.training.sources import volume_setup
 from models.unet3d import unet3d
 
 # The guide's network on a GPU, a small one on a CPU: a minute there is too short to learn the spleen from both sides.
@@ -50,7 +47,7 @@ def main(config: SpleenConfig) -> RunSummary | None:
 
 def read_data(config: SpleenConfig, run: Run) -> Data:
     """Read the scans, or make phantoms."""
-    return read_volumes(config, run, make_ct_phantoms, f"ct-small-{CT_VERSION}", "Task09_Spleen", KNOWN)
+    return read_volumes(config, run, "ct-small-2", "Task09_Spleen", KNOWN)
 
 
 def resolve(config: SpleenConfig, data: Data, run: Run) -> tuple[SpleenConfig, VolumeModel]:
@@ -64,15 +61,7 @@ def resolve(config: SpleenConfig, data: Data, run: Run) -> tuple[SpleenConfig, V
 
 def setup(config: SpleenConfig, data: Data, model: VolumeModel, run: Run) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
-    network = volume_network(config, model, run)
-    if config.ours:
-        batches, validate = our_source(data, model, config, run)
-    else:
-        transforms = guide.transforms(config, model.preparation, run.device)
-        batches, validate = monai_source(transforms, data, model, config, run)
-    say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
-    optimizer = build_optimizer(config.optimizer, network.parameters(), config.learning_rate)
-    return Setup(network, batches, build_loss(config.loss, run.ranks), optimizer, model.precision, validate)
+    return volume_setup(config, data, model, guide.transforms, run)
 
 
 if __name__ == "__main__":

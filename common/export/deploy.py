@@ -2,7 +2,7 @@
 
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from common.clock import Clock, repeated
 from common.data.dataset import Case, read_dataset
 from common.data.preparation import PreparedCase, prepare_case
+from common.data.synthetic import make_synthetic
 from common.data.threads import map_in_threads
 from common.export.bundle import NetworkConfig, write_volume_bundle
 from common.export.export import ExportedEngine, ExportRecord
@@ -37,7 +38,7 @@ def export_run(
     config: ExportConfig,
     model: VolumeModel,
     network: NetworkConfig,
-    phantoms: Callable[[Path, int], Path],
+    phantoms: str,
 ) -> Path:
     """Hand a run over in the form that the configuration names; return where it lies.
 
@@ -47,7 +48,7 @@ def export_run(
         config: which run, and what to make of it.
         model: the run's.
         network: the network as MONAI's own class and arguments, for a bundle.
-        phantoms: makes so many synthetic cases in a folder, for a gate without data.
+        phantoms: kind of synthetic cases for a gate without data: ct or mri.
 
     Raises:
         ParityError: the fp32 export does not compute what torch computes.
@@ -59,7 +60,7 @@ def export_run(
     if must_export(config):
         trained = model.build(config.model / "best.safetensors").to(run.device).eval()
         with tempfile.TemporaryDirectory(prefix="export-") as scratch:
-            cases, others, origin = _find_cases(config, lambda count: phantoms(Path(scratch) / "phantoms", count))
+            cases, others, origin = _find_cases(config, phantoms, Path(scratch) / "phantoms")
             calibration = None
             if config.makes_int8():
                 calibration = sample_windows(_prepared(others or cases, model), model, most=_CALIBRATION_CASES)
@@ -123,9 +124,7 @@ def _number(value: float | None, form: str) -> str:
     return "—" if value is None else format(value, form)
 
 
-def _find_cases(
-    config: ExportConfig, phantoms: Callable[[int], Path]
-) -> tuple[tuple[Case, ...], tuple[Case, ...], str]:
+def _find_cases(config: ExportConfig, phantoms: str, scratch: Path) -> tuple[tuple[Case, ...], tuple[Case, ...], str]:
     """Return the cases for the gate, others to calibrate INT8 on, and what they are in words.
 
     They are those of --data, or the run's own for validation and training, or synthetic ones without labels.
@@ -139,7 +138,8 @@ def _find_cases(
     if folder is None or not (folder / "dataset.json").is_file():
         if config.data is not None:
             raise FileNotFoundError(f"{config.data / 'dataset.json'}: no such file; --data takes a dataset's folder")
-        made = tuple(replace(case, label=None) for case in read_dataset(phantoms(2 * _SYNTHETIC_CASES)).cases)
+        folder = make_synthetic(scratch, "make_phantoms", phantoms, "--cases", str(2 * _SYNTHETIC_CASES))
+        made = tuple(replace(case, label=None) for case in read_dataset(folder).cases)
         origin = "synthetic scans, as the run's data are not at hand; --data judges on labels"
         return made[:_SYNTHETIC_CASES], made[_SYNTHETIC_CASES:], origin
     cases = tuple(case for case in read_dataset(folder).cases if case.label is not None)

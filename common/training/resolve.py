@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -12,6 +11,7 @@ from common.data.dataset import Dataset, Split, read_dataset, split_cases, split
 from common.data.fingerprint import Fingerprint, fingerprint, is_ct, plan_preparation
 from common.data.preparation import Preparation
 from common.data.store import store_folder
+from common.data.synthetic import make_synthetic
 from common.files import from_json, read_object, write_json
 from common.inference.labels import LabelScheme
 from common.inference.model import VolumeModel, write_model
@@ -68,8 +68,7 @@ class Defaults:
 def read_volumes(
     config: SegmentationConfig,
     run: Run,
-    phantoms: Callable[[Path, int], Path],
-    version: str,
+    phantoms: str,
     real: str,
     known: Mapping[str, Preparation] | None = None,
 ) -> Data:
@@ -81,8 +80,7 @@ def read_volumes(
     Args:
         config: of the run.
         run: where it is written.
-        phantoms: makes so many synthetic cases in a folder.
-        version: of the phantoms, the name of their folder.
+        phantoms: kind, size and version of those of `data_scripts/make_phantoms.py`: "ct-small-2".
         real: name of the folder of the real scans that `fetch_msd.py` downloads.
         known: preparations of datasets that the app knows, by the name that a dataset gives itself, for CT. They spare
             reading its voxels.
@@ -93,8 +91,8 @@ def read_volumes(
     with run.clock.stage("prepare"):
         folder = config.data
         if folder is None:
-            made = config.store / "phantoms" / version
-            folder = run.ranks.once(lambda: phantoms(made, _PHANTOM_CASES))
+            made, words = config.store / "phantoms" / phantoms, (phantoms.split("-")[0], "--cases", str(_PHANTOM_CASES))
+            folder = run.ranks.once(lambda: make_synthetic(made, "make_phantoms", *words))
         dataset = read_dataset(folder)
         run.say(f"data: {dataset.folder} ({dataset.name}, {len(dataset.cases)} labelled cases)")
         if dataset.synthetic:

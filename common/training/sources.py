@@ -25,7 +25,7 @@ from common.data.crops import CachedCase, place_case
 from common.data.dataset import Case
 from common.data.draws import partition_cases
 from common.data.monai_batches import MonaiSource, Transforms, monai_crops, monai_items, plain
-from common.data.preparation import PreparedCase, check_values, prepare_case
+from common.data.preparation import Preparation, PreparedCase, check_values, prepare_case
 from common.data.store import prepared_bytes, prepared_cases, store_folder
 from common.data.threads import map_in_threads
 from common.data.volumes import check_same_grid, read_volume
@@ -37,11 +37,42 @@ from common.inference.predictors import torch_predictor
 from common.ranks import Ranks
 from common.run import Run
 from common.training.config import SegmentationConfig, decided
-from common.training.fit import Validate
+from common.training.fit import Setup, Validate
+from common.training.losses import LossName, build_loss, say_inexact
+from common.training.optimizers import build_optimizer
 from common.training.resolve import Data
+from common.training.setup import volume_network
+
+GuideTransforms = Callable[[Any, Preparation, torch.device], tuple[Transforms, Transforms]]
+"""From a configuration, a preparation and the run's device to MONAI's transforms of training and of validation."""
 
 _RECENT = 8  # cases that the cache "none" keeps since they were used last
 _SLOWEST_LAST: list[Tier] = ["gpu", "ram", "disk", "none"]
+
+
+def volume_setup(
+    config: SegmentationConfig, data: Data, model: VolumeModel, transforms: GuideTransforms, run: Run
+) -> Setup:
+    """Build the network of a decided run, the source of its batches, the loss and the optimizer.
+
+    Args:
+        config: decided.
+        data: the cases.
+        model: what is trained.
+        transforms: MONAI's of training and of validation, for the recipes that take them.
+        run: where all of it lies.
+    """
+    network = volume_network(config, model, run)
+    if config.ours:
+        batches, validate = our_source(data, model, config, run)
+    else:
+        chains = transforms(config, model.preparation, run.device)
+        batches, validate = monai_source(chains, data, model, config, run)
+    say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
+    scheme = model.labelling
+    loss = build_loss(cast(LossName, config.loss), run.ranks, () if scheme.exclusive else scheme.regions)
+    optimizer = build_optimizer(config.optimizer, network.parameters(), config.learning_rate)
+    return Setup(network, batches, loss, optimizer, model.precision, validate)
 
 
 def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: Run) -> tuple[Batches, Validate]:

@@ -14,13 +14,13 @@ from apps.pathology.patches.table import PatchTable, hold_out
 from apps.pathology.scan.scan import ASSUMED_MPP, MPP_TOLERANCE
 from apps.pathology.slides.camelyon import SlideEntry, read_slide_set
 from apps.pathology.slides.reader import SlidePool
+from common.data.synthetic import make_synthetic
 from common.files import read_object, write_json
 from common.run import Run
 from common.training.setup import DEV_RUN
-from data_scripts.make_slides import SLIDES_VERSION, make_slides
 
 _FEW = 16  # patches of each kind that a fast dev run takes
-_SYNTHETIC = (8, 6)  # slides to train on, slides to scan and to score
+_SYNTHETIC = "slides-2"  # kind and version of those of data_scripts/make_slides.py
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def find_tables(config: PathologyConfig, run: Run, pool: SlidePool) -> Tables:
     """
     folder = config.data
     if folder is None:
-        made = config.store / "phantoms" / f"slides-{SLIDES_VERSION}"
-        folder = run.ranks.once(lambda: make_slides(made, *_SYNTHETIC))
+        made = config.store / "phantoms" / _SYNTHETIC
+        folder = run.ranks.once(lambda: make_synthetic(made, "make_slides"))
     tables = run.ranks.once(lambda: _of_both_kinds(_read(config, folder, run, pool), run))
     tables = replace(tables, mpp=config.mpp or tables.mpp)
     if config.fast_dev_run:

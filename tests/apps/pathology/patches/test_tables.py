@@ -79,14 +79,14 @@ def test_a_folder_of_patches_without_a_split_is_cut(tmp_path):
 def test_without_data_slides_are_made_once(tmp_path, monkeypatch):
     asked = []
 
-    def make(folder, *counts):
-        asked.append((folder, counts))
-        raise FileNotFoundError("made nothing")
+    def make(*given):
+        asked.append(given)
+        raise OSError("made nothing")
 
-    monkeypatch.setattr("apps.pathology.patches.tables.make_slides", make)
-    with pytest.raises(FileNotFoundError):
+    monkeypatch.setattr("apps.pathology.patches.tables.make_synthetic", make)
+    with pytest.raises(OSError, match="made nothing"):
         tables_of(PathologyConfig(store=tmp_path))
-    assert asked == [(tmp_path / "phantoms" / f"slides-{SLIDES_VERSION}", (8, 6))]
+    assert asked == [(tmp_path / "phantoms" / f"slides-{SLIDES_VERSION}", "make_slides")]
 
 
 def test_patches_of_one_kind_are_refused_before_the_training(slides, tmp_path):
