@@ -1,15 +1,14 @@
 """Download large files over HTTP: resumed where they stopped, checked, and under their name only when whole and right.
 
-Beside a file that is still arriving lie its bytes (`NAME.part`) and which version they are of (`NAME.part.json`).
+The bytes of a file that is still arriving lie beside it (`NAME.part`). They are continued only where a digest is
+published: it tells whether the two parts were of one file, whatever the server did in between.
 """
 
 import datetime
 import errno
-import fcntl
 import hashlib
 import http.client
 import math
-import os
 import random
 import re
 import shlex
@@ -25,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Never, TypeVar
 from urllib.parse import urlsplit
-from urllib.request import Request
 
 from tqdm import tqdm
 
@@ -34,9 +32,7 @@ from common.files import flush_to_disk, read_object, write_json
 CHUNK = 1 << 20  # bytes read at once
 TIMEOUT = 60.0  # seconds to wait for a connection and for each piece
 ATTEMPTS = 8  # failures in a row, none of which brought a new byte, before giving up
-LONGEST_WAIT = 300.0  # seconds granted to a server that names a time
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-_REMEDIES = {404: "there is no such file; check the address", 416: "it has changed; delete the .part file, run again"}
 
 Result = TypeVar("Result")
 
@@ -46,76 +42,52 @@ class DownloadError(Exception):
 
 
 class _TransientError(Exception):
-    """What may pass; `wait` is the time in seconds that the server asked for."""
-
-    def __init__(self, message: str, wait: float = 0.0) -> None:
-        super().__init__(message)
-        self.wait = wait
+    """What may pass."""
 
 
-class _Arrived:
-    """The bytes of a file so far: how many, and their digests."""
-
-    def __init__(self, path: Path) -> None:
-        self.start_over()
-        with path.open("rb" if path.exists() else "w+b") as stream:
-            while chunk := stream.read(CHUNK):
-                self.add(chunk)
-
-    def start_over(self) -> None:
-        self.size, self.md5, self.sha256 = 0, hashlib.md5(usedforsecurity=False), hashlib.sha256()
-
-    def add(self, chunk: bytes) -> None:
-        self.md5.update(chunk)
-        self.sha256.update(chunk)
-        self.size += len(chunk)
-
-
-def download(url: str, target: Path, digest: str | None = None, room: float = 1.0) -> dict[str, Any]:
+def download(url: str, target: Path, md5: str | None = None, room: float = 1.0) -> dict[str, Any]:
     """Bring a file to `target` and return its receipt, which is also written beside it (`read_receipt`).
 
-    What an earlier, interrupted call left is continued if the server still has the same version. A `target` that is
-    there is not downloaded again, but its digest is checked. Hold `locked` where two processes may want the same one.
+    A `target` that is there is not downloaded again, but its digest is checked.
 
     Args:
         url: an address that `http_address` took.
         target: the file's final path; it appears only when whole and right.
-        digest: hexadecimal, MD5 (32 digits) or SHA-256 (64); None where none is published.
+        md5: its digest in hexadecimal; None where none is published: then an earlier, interrupted call counts nothing.
         room: disk space that must be free before the first byte, in sizes of the file (2.0: it is unpacked as well).
 
     Returns:
-        "url", "size" in bytes, "md5" and "sha256" in hexadecimal, "date" in UTC (ISO 8601).
+        "url", "size" in bytes, "md5", "date" in UTC (ISO 8601).
 
     Raises:
         DownloadError: a refusal of the server, a wrong digest, a full disk, or no progress in many attempts.
         OSError: the folder of `target` cannot be written.
     """
-    part, version = _beside(target, ".part"), _beside(target, ".part.json")
+    part = _beside(target, ".part")
     path = target if target.exists() else part
     target.parent.mkdir(parents=True, exist_ok=True)
-    arrived = _Arrived(path)
-    if path == part:
+    if path == part and not (md5 and part.exists() and _md5_of(part) == md5):  # killed between the bytes and the name
         with tqdm(desc=target.name, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
-            _patiently(partial(_fetch_rest, url, part, version, arrived, room, bar), lambda: arrived.size)
-    md5, sha256 = arrived.md5.hexdigest(), arrived.sha256.hexdigest()
-    if digest not in (None, md5, sha256):
+            _patiently(partial(_fetch_rest, url, part, md5 is not None, room, bar), lambda: _size(part))
+    found = _md5_of(path)
+    if md5 not in (None, found):
         path = path if path == target else part.replace(_beside(target, ".refused"))
-        version.unlink(missing_ok=True)
-        found = f"MD5 {md5}, SHA-256 {sha256}, expected {digest}"
-        raise DownloadError(f"{url}: {path} is another file: {found}: move it away and run again")
+        raise DownloadError(f"{url}: {path} is another file: MD5 {found}, expected {md5}: move it away and run again")
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    receipt = {"url": url, "size": arrived.size, "md5": md5, "sha256": sha256, "date": date}
+    receipt = {"url": url, "size": _size(path), "md5": found, "date": date}
     flush_to_disk(path)
     write_json(_beside(target, ".receipt.json"), receipt)
     path.replace(target)
     flush_to_disk(target.parent)
-    version.unlink(missing_ok=True)  # last: a process killed before this line finds all it needs to finish
     return receipt
 
 
 def read_receipt(target: Path) -> dict[str, Any]:
     """Return the receipt of a downloaded file, kept when the file itself is deleted; empty where none can be read."""
-    return _read(_beside(target, ".receipt.json"))
+    try:
+        return read_object(_beside(target, ".receipt.json"))
+    except (OSError, ValueError):
+        return {}
 
 
 def size_of(url: str) -> int:
@@ -143,19 +115,6 @@ def http_address(text: str) -> str:
     return text.rstrip("/")
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, which stays; a second process says so and waits. A killed process holds no lock."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"another process works on the same data (lock {path}); waiting for it", file=sys.stderr, flush=True)
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
-
-
 def run_command(program: str, fetch: Callable[[], Path], app: str) -> int:
     """Call `fetch`, which returns the folder that `app` trains on; say what went wrong in a line behind `program`.
 
@@ -175,7 +134,7 @@ def run_command(program: str, fetch: Callable[[], Path], app: str) -> int:
 
 def _patiently(work: Callable[[], Result], arrived: Callable[[], int]) -> Result:
     """Return what `work` returns, called again after what may pass; `arrived` tells the bytes that show progress."""
-    failures, mark = 0, 0
+    failures, mark = 0, arrived()
     while True:
         try:
             return work()
@@ -186,115 +145,74 @@ def _patiently(work: Callable[[], Result], arrived: Callable[[], int]) -> Result
                 remedy = "what has arrived is kept: run again later to go on from there"
                 raise DownloadError(f"gave up after {failures} attempts without progress: {error}; {remedy}") from error
             # Doubling with each failure, spread so that clients do not return in step.
-            wait = max(2.0 ** (failures - 1) * random.uniform(0.5, 1.0), min(error.wait, LONGEST_WAIT))
+            wait = 2.0 ** (failures - 1) * random.uniform(0.5, 1.0)
             tqdm.write(f"{error}; trying again in {wait:.1f} s", file=sys.stderr)
             time.sleep(wait)
 
 
-def _fetch_rest(url: str, part: Path, version: Path, arrived: _Arrived, room: float, bar: "tqdm[Never]") -> None:
-    """Ask once for the bytes that `part` lacks of the version that the file `version` names, and append them."""
-    known = _read(version)
-    if known.get("url") != url or not isinstance(known.get("size"), int) or arrived.size > known["size"]:
-        known = {}
-        version.unlink(missing_ok=True)
-        arrived.start_over()
-    if known and arrived.size == known["size"]:
-        return
-    resumes = arrived.size and known["validator"]
-    headers = {"Range": f"bytes={arrived.size}-", "If-Range": known["validator"]} if resumes else {}
-    with _answer(url, headers) as response, part.open("ab", buffering=0) as stream:
-        if response.status == 206 and (complaint := _other_rest(response, known, arrived.size)):
-            version.unlink(missing_ok=True)
-            raise _TransientError(f"{url}: {complaint}; starting over")
-        if response.status != 206:
-            known = {"url": url, "size": _stated_size(response, url), "validator": _validator(response)}
-            arrived.start_over()
-        check_space(part.parent, math.ceil(room * known["size"]) - arrived.size)
-        if not arrived.size:  # in this order, since bytes without a version are never continued
-            version.unlink(missing_ok=True)
-            stream.truncate(0)
-            write_json(version, known)
-        bar.reset(total=known["size"])
-        bar.n = bar.initial = arrived.size
+def _fetch_rest(url: str, part: Path, resumes: bool, room: float, bar: "tqdm[Never]") -> None:
+    """Ask once for the bytes that `part` lacks, and append them."""
+    have = _size(part) if resumes else 0
+    with _answer(url, {"Range": f"bytes={have}-"} if have else {}) as response:
+        rest = re.fullmatch(rf"bytes {have}-\d+/(\d+)", response.headers.get("Content-Range", ""))
+        if response.status == 206 and not rest:
+            part.unlink(missing_ok=True)
+            raise _TransientError(f"{url}: asked for the bytes from {have}, answered with others; starting over")
+        have = have if rest else 0
+        whole = int(rest[1]) if rest else _stated_size(response, url)
+        check_space(part.parent, math.ceil(room * whole) - have)
+        bar.reset(total=whole)
+        bar.n = bar.initial = have
         bar.refresh()
-        while arrived.size < known["size"] and (chunk := response.read1(min(known["size"] - arrived.size, CHUNK))):
-            if stream.write(chunk) < len(chunk):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            arrived.add(chunk)
-            bar.update(len(chunk))
-    if arrived.size < known["size"]:
-        raise _TransientError(f"{url}: the connection ended after {arrived.size} of {known['size']} bytes")
+        with part.open("ab" if have else "wb") as stream:
+            while chunk := response.read1(CHUNK):
+                stream.write(chunk)
+                stream.flush()  # a killed process loses nothing
+                bar.update(len(chunk))
+    if _size(part) < whole:
+        raise _TransientError(f"{url}: the connection ended after {_size(part)} of {whole} bytes")
 
 
 @contextmanager
 def _answer(url: str, headers: Mapping[str, str], method: str = "GET") -> Iterator[http.client.HTTPResponse]:
     """Yield the answer to a request; whatever goes wrong until its end comes out as what it means for us."""
     plain = {"User-Agent": "medspeed", "Accept-Encoding": "identity"}
-    request = Request(url, headers={**plain, **headers}, method=method)
+    request = urllib.request.Request(url, headers={**plain, **headers}, method=method)
     try:
-        with _OPENER.open(request, timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
             yield response
     except urllib.error.HTTPError as error:
         error.close()
         said = " ".join(f"{url}: status {error.code} ({error.reason})".split())
         if error.code in (408, 429) or error.code >= 500:
-            asked = re.fullmatch(r"\d{1,9}", error.headers.get("Retry-After", ""))
-            raise _TransientError(said, float(asked[0]) if asked else 0.0) from error
-        raise DownloadError(f"{said}: {_REMEDIES.get(error.code, 'use another address')}") from error
+            raise _TransientError(said) from error
+        remedy = "delete the .part file and run again" if error.code == 416 else "check the address, or use another"
+        raise DownloadError(f"{said}: {remedy}") from error
     except (http.client.HTTPException, OSError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        reason = getattr(error, "reason", error)
         said = f"{url}: {str(reason) or type(reason).__name__}"
-        if isinstance(reason, ssl.SSLCertVerificationError):
-            raise DownloadError(f"{said}: its certificate is not valid; use another address") from error
-        if isinstance(error, OSError) and (error.filename or error.errno in _OF_THE_DISK):
-            remedy = "what has arrived is kept: free some space or mend the cause, and run again"
-            raise DownloadError(f"{said}: cannot write; {remedy}") from error
+        local = isinstance(error, OSError) and (error.filename or error.errno in _OF_THE_DISK)
+        if local or isinstance(reason, ssl.SSLCertVerificationError):
+            raise DownloadError(f"{said}; what has arrived is kept: mend the cause and run again") from error
         raise _TransientError(said) from error
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows to http and https only, and never from https back to http."""
-
-    def redirect_request(self, req: Request, *args: Any, **kwargs: Any) -> Request | None:  # noqa: ANN401 - urllib's
-        request = super().redirect_request(req, *args, **kwargs)
-        if request and request.type not in (("https",) if req.type == "https" else ("http", "https")):
-            raise DownloadError(f"{req.full_url}: redirection to {request.full_url} is not allowed")
-        return request
-
-
-_OPENER = urllib.request.build_opener(_Redirects)
 
 
 def _stated_size(response: http.client.HTTPResponse, url: str) -> int:
     length, encoding = response.headers.get("Content-Length", ""), response.headers.get("Content-Encoding", "identity")
-    if response.status != 200 or not re.fullmatch(r"\d{1,18}", length) or encoding != "identity":
+    if response.status != 200 or not length.isdecimal() or encoding != "identity":
         stated = f"status {response.status}, Content-Length {length!r}, Content-Encoding {encoding!r}"
         raise DownloadError(f"{url}: {stated}: expected a plain file and its size; use another address")
     return int(length)
 
 
-def _validator(response: http.client.HTTPResponse) -> str:
-    """Return what `If-Range` may name, or "": a strong ETag (a weak one promises no equal bytes), else the date."""
-    etag = response.headers.get("ETag", "")
-    value = etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified", "")
-    return value if value.isascii() and value.isprintable() else ""  # a folded or foreign one cannot be sent back
+def _md5_of(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
-def _other_rest(response: http.client.HTTPResponse, known: Mapping[str, Any], have: int) -> str | None:
-    """Return what a 206 answer is instead of all the rest of the version at hand; None where it is that."""
-    stated, size = response.headers.get("Content-Range", ""), known.get("size", 0)
-    same = _validator(response) in ("", known.get("validator"))
-    if have and same and stated == f"bytes {have}-{size - 1}/{size}":
-        return None
-    return f"asked for the bytes from {have}, answered with {stated!r} of this or another version"
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _beside(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_object(path)
-    except (OSError, ValueError):
-        return {}

@@ -17,15 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from data_scripts.fetch import check_space, download, http_address, locked, read_receipt, run_command, size_of
+from common.files import locked
+from data_scripts.fetch import check_space, download, http_address, read_receipt, run_command, size_of
 
 BASE_URL = "https://camelyon-dataset.s3.us-west-2.amazonaws.com/CAMELYON16"
 CHECKSUMS = "checksums.md5"
 REFERENCE = "evaluation/reference.csv"  # says which test slides have tumour
 # Two to train and two to validate: tumor_001 and tumor_101 are those of the short lists of MONAI's tutorial.
 SAMPLE = ("normal_001", "normal_101", "tumor_001", "tumor_101")
-_LINE = re.compile(r"([0-9a-fA-F]{32}) [ *](?:\./)?(?:CAMELYON16/)?(.+)")
-_WANTED = re.compile(r"images/[\w-]+\.tif|masks/[\w-]+_mask\.tif|annotations/[\w-]+\.xml|evaluation/reference\.csv")
+_FILES = r"images/[\w-]+\.tif|masks/[\w-]+_mask\.tif|annotations/[\w-]+\.xml|evaluation/reference\.csv"
+_LINE = re.compile(rf"^([0-9a-fA-F]{{32}}) [ *](?:\./)?(?:CAMELYON16/)?({_FILES})\s*$", re.MULTILINE)
 _ASKING = 8  # sizes asked for at a time
 
 
@@ -66,9 +67,8 @@ def read_checksums(path: Path) -> dict[str, str]:
     Raises:
         ValueError: it lists no slide; or it is no such list.
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = [match.groups() for line in lines if (match := _LINE.fullmatch(line.strip()))]
-    digests = {name: md5.lower() for md5, name in found if _WANTED.fullmatch(name)}
+    found = _LINE.findall(path.read_text(encoding="utf-8", errors="replace"))
+    digests = {name: md5.lower() for md5, name in found}
     if not any(name.startswith("images/") for name in digests):
         raise ValueError(f"{path}: names no images/*.tif with an MD5 digest; delete it and run again, or use a mirror")
     return digests

@@ -1,6 +1,4 @@
 import hashlib
-import http.client
-import io
 import os
 import resource
 import shutil
@@ -11,23 +9,18 @@ import sys
 import tempfile
 import time
 import urllib.error
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-from urllib.request import Request
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.files import sha256_of
 from data_scripts import fetch
 from data_scripts.fetch import DownloadError, download, http_address, read_receipt
 from tests import faulty_server as faulty
 from tests.faulty_server import CONTENT, MD5, OTHER, download_from, interrupted
-
-SHA256 = hashlib.sha256(CONTENT).hexdigest()
-REST = "bytes 20000-49999/50000"
 
 
 def names(folder: Path) -> list[str]:
@@ -38,13 +31,13 @@ def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**10, 0, size))
 
 
-@pytest.mark.parametrize("digest", [MD5, SHA256, None])
+@pytest.mark.parametrize("digest", [MD5, None])
 def test_whole_file_with_receipt(server, target, waits, digest):
     assert read_receipt(target) == {}
     receipt = download(server.url + "/a.tar", target, digest)
     assert target.read_bytes() == CONTENT
     assert names(target.parent) == ["a.tar", "a.tar.receipt.json"]
-    expected = {"url": server.url + "/a.tar", "size": len(CONTENT), "md5": MD5, "sha256": sha256_of(target)}
+    expected = {"url": server.url + "/a.tar", "size": len(CONTENT), "md5": MD5}
     assert receipt == expected | {"date": receipt["date"]}
     assert read_receipt(target) == receipt
     assert receipt["date"].endswith("+00:00")
@@ -113,110 +106,55 @@ def test_attempts_that_bring_something_are_not_counted(server, target, waits):
     assert max(waits) <= 1.0, "the waiting begins anew as well"
 
 
-@pytest.mark.parametrize(
-    "version",
-    [
-        None,
-        "",
-        "[1]",
-        '{"url": "URL"}',
-        '{"url": "URL", "size": "50000", "validator": ""}',
-        '{"url": "URL/elsewhere", "size": 50000, "validator": ""}',
-        '{"url": "URL", "size": 3, "validator": ""}',  # shorter than what has arrived
-    ],
-)
-def test_bytes_of_unknown_origin_are_dropped(server, target, version):
-    interrupted(server, target, 20_000)
-    sidecar = target.with_name("a.tar.part.json")
-    sidecar.unlink() if version is None else sidecar.write_text(version.replace("URL", server.url + "/a.tar"))
-    download_from(server, target)
-    assert target.read_bytes() == CONTENT
-    assert server.ranges == [None]
-
-
-def test_killed_while_starting_over_never_pairs_old_bytes_with_the_new_version(server, target, monkeypatch):
-    interrupted(server, target, 20_000)
-    server.etag = '"second"'
-
-    def killed(path: Path, content: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fetch, "write_json", killed)
-        with pytest.raises(KeyboardInterrupt):
-            download_from(server, target)
-    assert not target.with_name("a.tar.part.json").exists()
-    download_from(server, target)
-    assert target.read_bytes() == CONTENT
-
-
 # --- servers that lie ---
 
 
+def test_without_a_digest_nothing_is_continued(server, target, waits):
+    interrupted(server, target, 20_000)
+    server.faults = [faulty.cut(30_000)]
+    download(server.url, target)
+    assert target.read_bytes() == CONTENT
+    assert server.ranges == [None, None]
+
+
 @pytest.mark.parametrize(
-    ("content_range", "body", "headers"),
+    ("content_range", "body"),
     [
-        ("bytes 19999-49999/50000", CONTENT[19_999:], {}),  # begins elsewhere
-        ("bytes 0-49999/50000", CONTENT, {}),
-        ("bytes 20000-59999/60000", OTHER[20_000:], {}),  # of another size
-        ("bytes 20000-50000/50000", CONTENT[20_000:] + b"x", {}),  # ends behind the end
-        ("bytes 20000-29999/50000", CONTENT[20_000:30_000], {}),  # not all of the rest
-        (None, CONTENT[20_000:], {}),
-        (REST, OTHER[20_000:50_000], {"ETag": '"second"'}),  # of another version
+        ("bytes 19999-49999/50000", CONTENT[19_999:]),  # begins elsewhere
+        ("bytes 0-49999/50000", CONTENT),
+        (None, CONTENT[20_000:]),
     ],
 )
-def test_lies_about_ranges_are_refused(server, target, waits, content_range, body, headers):
+def test_other_ranges_are_refused(server, target, waits, content_range, body):
     interrupted(server, target, 20_000)
-    server.faults = [faulty.lie(content_range, body, **headers)]
+    server.faults = [faulty.lie(content_range, body)]
     download_from(server, target)
     assert target.read_bytes() == CONTENT
     assert server.ranges == ["bytes=20000-", None]
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        faulty.lie("bytes 0-49999/50000", CONTENT),  # nobody asked for a range
-        lambda handler: handler.wfile.write(b"garbage\r\n\r\n") and None,
-    ],
-)
-def test_answers_that_make_no_sense_are_asked_again(server, target, waits, fault):
-    server.faults = [fault]
+def test_less_than_the_rest_is_taken_and_the_rest_asked_for(server, target, waits):
+    interrupted(server, target, 20_000)
+    server.faults = [faulty.lie("bytes 20000-29999/50000", CONTENT[20_000:30_000])]
+    download_from(server, target)
+    assert target.read_bytes() == CONTENT
+    assert server.ranges == ["bytes=20000-", "bytes=30000-"]
+
+
+def test_the_rest_of_another_file_is_set_aside_and_the_next_call_starts_over(server, target):
+    interrupted(server, target, 20_000)
+    server.faults = [faulty.lie("bytes 20000-59999/60000", OTHER[20_000:])]
+    with pytest.raises(DownloadError, match=r"refused is another file"):
+        download_from(server, target)
+    download_from(server, target)
+    assert target.read_bytes() == CONTENT
+
+
+def test_answers_that_make_no_sense_are_asked_again(server, target, waits):
+    server.faults = [lambda handler: handler.wfile.write(b"garbage\r\n\r\n") and None]
     download_from(server, target)
     assert target.read_bytes() == CONTENT
     assert len(waits) == 1
-
-
-def test_more_bytes_than_stated_are_left(server, target):
-    interrupted(server, target, 20_000)
-    server.faults = [faulty.lie(REST, CONTENT[20_000:] + b"more than stated")]
-    download_from(server, target)
-    assert target.read_bytes() == CONTENT
-
-
-@pytest.mark.parametrize("kind", ["etag", "date"])
-def test_new_version_between_attempts_starts_over(server, target, monkeypatch, kind):
-    server.etag = '"first"' if kind == "etag" else None
-    server.faults = [faulty.cut(20_000)]
-
-    def publish(_: float) -> None:
-        server.content = OTHER
-        server.etag = '"second"' if kind == "etag" else None
-        server.last_modified = "Tue, 07 Aug 2018 10:00:00 GMT"
-
-    monkeypatch.setattr(time, "sleep", publish)
-    assert download(server.url, target)["md5"] == hashlib.md5(OTHER).hexdigest()
-    assert server.ranges == [None, "bytes=20000-"]
-    assert server.served[1] == len(OTHER)
-
-
-@pytest.mark.parametrize("etag", [None, 'W/"weak"', '"caf\xe9"'])
-def test_without_a_validator_nothing_is_continued(server, target, waits, etag):
-    server.etag, server.last_modified = etag, None
-    server.faults = [faulty.cut(20_000)]
-    download_from(server, target)
-    assert target.read_bytes() == CONTENT
-    assert server.ranges == [None, None]
 
 
 def test_answers_that_cannot_be_used(server, target):
@@ -239,15 +177,6 @@ def test_transient_statuses_are_tried_again_with_growing_waits(server, target, w
         assert longest / 2 <= wait <= longest
 
 
-@pytest.mark.parametrize(
-    ("retry_after", "low", "high"), [("7", 7, 7), ("999999", 300, 300), ("0", 0.5, 1), ("soon", 0.5, 1), ("-5", 0.5, 1)]
-)
-def test_retry_after_is_respected_within_a_bound(server, target, waits, retry_after, low, high):
-    server.faults = [faulty.status(429, Retry_After=retry_after)]
-    download_from(server, target)
-    assert low <= waits[0] <= high
-
-
 @pytest.mark.parametrize(("code", "remedy"), [(404, "check the address"), (416, "delete the .part"), (403, "another")])
 def test_refusals_fail_at_once(server, target, waits, code, remedy):
     server.faults = [faulty.status(code)]
@@ -257,10 +186,10 @@ def test_refusals_fail_at_once(server, target, waits, code, remedy):
     assert len(server.ranges) == 1
 
 
-@pytest.mark.parametrize("place", ["file:///etc/hostname", "ftp://127.0.0.1/a.tar", "data:,abc", "gopher://127.0.0.1/"])
+@pytest.mark.parametrize("place", ["file:///etc/hostname", "data:,abc", "gopher://127.0.0.1/"])
 def test_redirect_to_other_schemes_is_refused(server, target, waits, place):
     server.faults = [faulty.status(302, Location=place)]
-    with pytest.raises(DownloadError, match=f"(?i)redirection to .*{place}.* is not allowed"):
+    with pytest.raises(DownloadError, match=f"(?i)redirection to .*{place}.* not allowed"):
         download_from(server, target)
     assert waits == []
     assert len(server.ranges) == 1
@@ -276,24 +205,12 @@ def test_redirect_to_http_is_followed_and_resumed(server, target, waits):
     assert server.ranges == [None, "bytes=20000-"]
 
 
-@pytest.mark.parametrize(("place", "allowed"), [("https://b/a", True), ("http://b/a", False), ("ftp://b/a", False)])
-def test_redirect_from_https_stays_there(place, allowed):
-    arguments = (Request("https://b/"), io.BytesIO(), 302, "Found", http.client.HTTPMessage(), place)
-    if allowed:
-        request = fetch._Redirects().redirect_request(*arguments)
-        assert request is not None
-        assert request.full_url == place
-    else:
-        with pytest.raises(DownloadError, match=f"redirection to {place} is not allowed"):
-            fetch._Redirects().redirect_request(*arguments)
-
-
 def test_invalid_certificate_fails_at_once(server, target, waits, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise urllib.error.URLError(ssl.SSLCertVerificationError("certificate has expired"))
 
-    monkeypatch.setattr(fetch._OPENER, "open", refuse)
-    with pytest.raises(DownloadError, match=r"certificate has expired.*its certificate is not valid"):
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    with pytest.raises(DownloadError, match=r"certificate has expired.*mend the cause"):
         download_from(server, target)
     assert waits == []
 
@@ -308,10 +225,9 @@ def test_server_that_is_not_there(target, waits):
 # --- digests ---
 
 
-@pytest.mark.parametrize("digest", ["0" * 32, "1" * 64])
-def test_wrong_digest_is_set_aside(server, target, digest):
-    with pytest.raises(DownloadError, match=f"refused is another file: MD5 {MD5}, SHA-256 {SHA256}, expected {digest}"):
-        download(server.url, target, digest)
+def test_wrong_digest_is_set_aside(server, target):
+    with pytest.raises(DownloadError, match=f"refused is another file: MD5 {MD5}, expected {'0' * 32}"):
+        download(server.url, target, "0" * 32)
     assert names(target.parent) == ["a.tar.refused"]
 
 
@@ -331,7 +247,7 @@ def test_file_in_place_is_checked_not_downloaded(server, target):
     target.write_bytes(CONTENT)
     assert download_from(server, target)["md5"] == MD5
     assert server.ranges == []
-    assert read_receipt(target)["sha256"] == SHA256
+    assert read_receipt(target)["md5"] == MD5
     target.write_bytes(OTHER)
     with pytest.raises(DownloadError, match=r"a\.tar is another file: MD5 .*move it away"):
         download_from(server, target)
@@ -345,7 +261,7 @@ def test_disk_space_is_checked_before_the_first_byte(server, target, monkeypatch
     free(monkeypatch, 99_999)
     with pytest.raises(DownloadError, match=r"data: 0.00 GB of disk space are needed, 0.00 GB are free"):
         download_from(server, target, room=2.0)
-    assert target.with_name("a.tar.part").stat().st_size == 0
+    assert not target.with_name("a.tar.part").exists()
     download_from(server, target, room=1.9)
     assert target.exists()
 
@@ -363,13 +279,13 @@ def test_full_disk_keeps_the_part(target, waits):
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, hard))
         try:
-            with pytest.raises(DownloadError, match=r"cannot write; what has arrived is kept: free some space"):
+            with pytest.raises(DownloadError, match=r"File too large.*what has arrived is kept: mend the cause"):
                 download(server.url, target)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert waits == [], "a full disk is not the network's fault"
         assert target.with_name("a.tar.part").stat().st_size == 2 << 20
-        download(server.url, target)
+        download(server.url, target, hashlib.md5(big).hexdigest())
         assert server.ranges == [None, f"bytes={2 << 20}-"]
     assert target.read_bytes() == big
 
@@ -425,10 +341,9 @@ def test_whatever_the_faults_the_file_is_right(small_server, faults, per_process
         patch.setattr(fetch, "ATTEMPTS", per_process)
         patch.setattr(time, "sleep", lambda _: None)
         target = Path(folder, "a")
-        for _ in range(len(faults) + 1):
-            # Without a digest: the right bytes must come from the protocol alone.
+        for _ in range(2 * len(faults) + 2):
             with suppress(DownloadError):
-                download(small_server.url, target)
+                download(small_server.url, target, hashlib.md5(CONTENT[:3_000]).hexdigest())
                 break
             assert not target.exists()
         assert target.read_bytes() == CONTENT[:3_000]

@@ -3,32 +3,31 @@ import hashlib
 import importlib.util
 import io
 import json
-import os
 import re
 import resource
 import shutil
-import stat
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from common.data.dataset import read_dataset
+from common.files import locked
 from data_scripts import fetch_msd
-from data_scripts.fetch import DownloadError, locked, read_receipt
-from data_scripts.fetch_msd import ARCHIVES, BASE_URL, MsdArchive, fetch, main, missing_files, unpack
+from data_scripts.fetch import DownloadError, read_receipt
+from data_scripts.fetch_msd import ARCHIVES, BASE_URL, fetch, main, unpack
 from tests import faulty_server as http
 from tests.faulty_server import FaultyServer
 
 SCRIPT = Path(fetch_msd.__file__)
 LISTING = {
     "name": "Spleen",
+    "modality": {"0": "CT"},
+    "labels": {"0": "background", "1": "spleen"},
     "training": [{"image": "./imagesTr/spleen_2.nii.gz", "label": "./labelsTr/spleen_2.nii.gz"}],
     "test": ["./imagesTs/spleen_1.nii.gz"],
 }
@@ -51,16 +50,13 @@ def packed(names: list[str] = FILES, listing: dict[str, Any] = LISTING, top: str
 TAR = packed()
 
 
-def archive_of(content: bytes) -> MsdArchive:
-    return MsdArchive("Task09_Spleen", hashlib.md5(content).hexdigest(), "spleen", 0.1)
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
 def call(server: FaultyServer, to: Path, **options: Any) -> Path:
-    return fetch(**{"archive": archive_of(server.content), "to": to, "base_url": server.url, **options})
+    md5 = hashlib.md5(server.content).hexdigest()
+    return fetch(**{"task": "Task09_Spleen", "md5": md5, "to": to, "base_url": server.url, **options})
 
 
 @pytest.fixture
@@ -75,13 +71,13 @@ def test_pins_and_address_are_monais():
     assert package.submodule_search_locations is not None
     source = Path(package.submodule_search_locations[0], "apps", "datasets.py").read_text()
     digests = dict(re.findall(r'"(Task\d\d_\w+)": "([0-9a-f]{32})"', source))
-    for archive in ARCHIVES.values():
-        assert archive.digest == digests[archive.task]
-        assert f'"{BASE_URL}/{archive.task}.tar"' in source
+    for task, md5 in ARCHIVES.values():
+        assert md5 == digests[task]
+        assert f'"{BASE_URL}/{task}.tar"' in source
 
 
 def test_whole_way(server, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(ARCHIVES, "spleen", archive_of(TAR))
+    monkeypatch.setitem(ARCHIVES, "spleen", ("Task09_Spleen", hashlib.md5(TAR).hexdigest()))
     to = tmp_path / "my data"
     assert main(["spleen", "--to", str(to), "--base-url", server.url + "/"]) == 0
     assert names(to) == [".Task09_Spleen.lock", "Task09_Spleen", "Task09_Spleen.tar.receipt.json"]
@@ -89,17 +85,14 @@ def test_whole_way(server, tmp_path, monkeypatch, capsys):
     assert (to / "Task09_Spleen" / FILES[0]).read_bytes() == b"voxels"
     receipt = read_receipt(to / "Task09_Spleen.tar")
     assert receipt["url"] == server.url + "/Task09_Spleen.tar"
-    assert receipt["sha256"] == hashlib.sha256(TAR).hexdigest()
     out = capsys.readouterr().out
     assert out.endswith(f"next: python apps/spleen/train.py --data '{to}/Task09_Spleen'\n")
-    assert receipt["sha256"] in out
+    assert receipt["md5"] in out
 
 
-@pytest.mark.parametrize("algorithm", ["md5", "sha256"])
-def test_second_call_returns_at_once(server, tmp_path, capsys, algorithm):
-    archive = MsdArchive("Task09_Spleen", hashlib.new(algorithm, TAR).hexdigest(), "spleen", 0.1)
-    call(server, tmp_path, archive=archive, keep_archive=True)
-    assert call(server, tmp_path, archive=archive) == tmp_path / "Task09_Spleen"
+def test_second_call_returns_at_once(server, tmp_path, capsys):
+    call(server, tmp_path, keep_archive=True)
+    assert call(server, tmp_path) == tmp_path / "Task09_Spleen"
     assert len(server.ranges) == 1
     assert "already there" in capsys.readouterr().out
     assert (tmp_path / "Task09_Spleen.tar").read_bytes() == TAR
@@ -108,7 +101,7 @@ def test_second_call_returns_at_once(server, tmp_path, capsys, algorithm):
 def test_archive_brought_by_hand_needs_no_network(server, tmp_path, capsys):
     (tmp_path / "Task09_Spleen.tar").write_bytes(TAR)
     folder = call(server, tmp_path)
-    assert missing_files(folder) == []
+    assert len(read_dataset(folder).cases) == 1
     assert server.ranges == []
     assert "already there, its digest is checked" in capsys.readouterr().out
 
@@ -122,10 +115,9 @@ def test_cut_download_is_continued_by_the_next_call(server, tmp_path, waits):
     assert server.served[-1] == len(TAR) - 3_000
 
 
-@pytest.mark.parametrize("digest", ["0" * 32, "0" * 64])
-def test_wrong_digest_is_never_unpacked(server, tmp_path, digest):
-    with pytest.raises(DownloadError, match=f"expected {digest}"):
-        call(server, tmp_path, archive=MsdArchive("Task09_Spleen", digest, "spleen", 0.1))
+def test_wrong_digest_is_never_unpacked(server, tmp_path):
+    with pytest.raises(DownloadError, match=f"expected {'0' * 32}"):
+        call(server, tmp_path, md5="0" * 32)
     assert names(tmp_path) == [".Task09_Spleen.lock", "Task09_Spleen.tar.refused"]
 
 
@@ -142,7 +134,7 @@ def test_evil_archive_leaves_the_archive_only(tmp_path):
 def test_archive_that_lacks_listed_files(tmp_path):
     with (
         http.running(packed(FILES[:1])) as server,
-        pytest.raises(ValueError, match=r"names \./labelsTr/spleen_2\.nii\.gz, which it lacks \(2 in all\)"),
+        pytest.raises(ValueError, match=r"not unpacked: .*labelsTr/spleen_2\.nii\.gz"),
     ):
         call(server, tmp_path)
     assert not (tmp_path / "Task09_Spleen").exists()
@@ -151,9 +143,9 @@ def test_archive_that_lacks_listed_files(tmp_path):
 def test_folders_of_another_origin_are_left_alone(server, tmp_path):
     folder = call(server, tmp_path)
     with pytest.raises(FileExistsError, match=r"is not what http.*its receipt says MD5"):
-        call(server, tmp_path, archive=MsdArchive("Task09_Spleen", "0" * 32, "spleen", 0.1))
+        call(server, tmp_path, md5="0" * 32)
     (folder / FILES[1]).unlink()
-    with pytest.raises(FileExistsError, match=r"1 files are missing .*labelsTr/spleen_2\.nii\.gz.*move it away"):
+    with pytest.raises(FileExistsError, match=r"labelsTr/spleen_2\.nii\.gz.*move it away"):
         call(server, tmp_path)
     (tmp_path / "Task09_Spleen.tar.receipt.json").unlink()
     with pytest.raises(FileExistsError, match=r"its receipt says MD5 None"):
@@ -177,68 +169,38 @@ def test_room_is_asked_for_again_before_unpacking(server, tmp_path, monkeypatch)
     assert not (tmp_path / "Task09_Spleen").exists()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        None,
-        "",
-        "[" * 100_000,
-        "[]",
-        "{}",
-        '{"training": 3}',
-        '{"training": [{"image": "a"}]}',
-        '{"training": []}',
-        '{"training": "ab"}',
-    ],
-)
-def test_listings_that_are_none(tmp_path, content):
-    if content is not None:
-        (tmp_path / "dataset.json").write_text(content)
-    with pytest.raises(ValueError, match=r"dataset\.json"):
-        missing_files(tmp_path)
-
-
-@pytest.mark.real_data
-def test_listing_of_real_cases(real_data):
-    assert missing_files(real_data / "ct_spleen_real") == []
-    missing = missing_files(
-        real_data / "msd_spleen_labels"
-    )  # labels only: 41 training and 20 test images are not there
-    assert len(missing) == 61
-    assert all("/images" in name for name in missing)
-
-
 def test_errors_are_one_line_and_status_1(server, tmp_path):
     """The script itself, with the real pins, against bytes that are not MSD's."""
     command = [sys.executable, SCRIPT, "spleen", "--to", tmp_path, "--base-url", server.url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     found = hashlib.md5(TAR).hexdigest()
-    assert re.fullmatch(rf"fetch_msd: .*\.refused is another file: MD5 {found}, .*expected 410d4a30.*\n", done.stderr)
+    assert re.fullmatch(rf"fetch_msd: .*\.refused is another file: MD5 {found}, expected 410d4a30.*\n", done.stderr)
     server.faults = [http.status(404)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert re.fullmatch(r"fetch_msd: http.*/Task09_Spleen\.tar: status 404 .*check the address\n", done.stderr)
+    assert re.fullmatch(r"fetch_msd: http.*/Task09_Spleen\.tar: status 404 .*check the address.*\n", done.stderr)
 
 
 def test_errors_with_line_breaks_are_one_line(tmp_path, capsys):
     (tmp_path / "a\nb" / "Task09_Spleen").mkdir(parents=True)
     assert main(["spleen", "--to", str(tmp_path / "a\nb")]) == 1
     err = capsys.readouterr().err
-    assert "1 files are missing ['dataset.json']" in err
+    assert "its receipt says MD5 None" in err
     assert err.count("\n") == 1
 
 
 def test_two_processes_download_once(tmp_path, server):
     """The second waits for the lock; then the first has brought the data, and it returns at once."""
-    code = "import sys; from pathlib import Path; from data_scripts.fetch_msd import *\n"
-    code += "fetch(MsdArchive('Task09_Spleen', sys.argv[1], 'spleen', 0.1), Path(sys.argv[2]), base_url=sys.argv[3])"
+    code = "import sys; from pathlib import Path; from data_scripts.fetch_msd import fetch; print('here', flush=True); "
+    code += "fetch('Task09_Spleen', sys.argv[1], Path(sys.argv[2]), base_url=sys.argv[3])"
     command = [sys.executable, "-c", code, hashlib.md5(TAR).hexdigest(), tmp_path, server.url]
     with locked(tmp_path / ".Task09_Spleen.lock"):
         both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
         for process in both:
-            assert process.stderr is not None
-            assert b"waiting" in process.stderr.readline()
+            assert process.stdout is not None
+            assert b"here" in process.stdout.readline()
+        assert server.ranges == []
     outputs = [process.communicate(timeout=60)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert sum(b"already there" in output for output in outputs) == 1
@@ -297,7 +259,7 @@ def tar_of(*entries: Entry, form: int = tarfile.PAX_FORMAT) -> bytes:
     return stream.getvalue()
 
 
-SHORT = json.dumps({"training": [{"image": "a.nii.gz", "label": "a.nii.gz"}]}).encode()
+SHORT = json.dumps(LISTING | {"training": [{"image": "a.nii.gz", "label": "a.nii.gz"}]}).encode()
 GOOD = (folder("Organ"), file("Organ/dataset.json", SHORT), file("Organ/a.nii.gz", bytes(range(256)) * 9))
 
 
@@ -339,85 +301,23 @@ def test_leading_dot_and_mac_files(tmp_path):
     assert names(out) == ["a", "a.nii.gz", "dataset.json"]
 
 
-def test_modes_owners_and_times_are_not_taken_over(tmp_path):
-    mask = os.umask(0o022)
-    try:
-        out = extract(
-            tmp_path, tar_of(*GOOD[1:], folder("Organ", mode=0o7777), file("Organ/a", mode=0o6700, uid=12345))
-        )
-    finally:
-        os.umask(mask)
-    assert stat.S_IMODE((out / "a").stat().st_mode) == 0o644
-    assert stat.S_IMODE(out.stat().st_mode) == 0o755
-    assert (out / "a").stat().st_uid == os.getuid()
-    assert (out / "a").stat().st_mtime > 1_000_000
-
-
 LINK = {"linkname": "../../outside"}
 
 
 @pytest.mark.parametrize(
-    ("entry", "match"),
+    "entry",
     [
-        (file("/Organ/evil"), r"'/Organ/evil': expected a plain file or a folder below Organ"),
-        (file("../evil"), "expected a plain file"),
-        (file("Organ/../../evil"), "expected a plain file"),
-        (folder("Organ/.."), "expected a plain file"),
-        (file("Organ/..\\..\\evil"), "expected a plain file"),
-        (file("C:/evil"), "expected a plain file"),
-        (file("Organ/x", pax_headers={"path": "Organ/a\0b"}), r"'Organ/a\\x00b': expected"),
-        (file("Organ/a\nb"), "expected a plain file"),
-        (file("Organ/\x1b[31mb"), "expected a plain file"),
-        (file("Organ/\udcff"), "expected a plain file"),
-        (file("evil"), "expected a plain file"),
-        (file("."), "expected a plain file"),
-        (file("Organ/link", b"", type=tarfile.SYMTYPE, **LINK), "expected a plain file"),
-        (file("Organ/link", b"", type=tarfile.LNKTYPE, linkname="Organ/a.nii.gz"), "expected a plain file"),
-        (file("Organ/dev", b"", type=tarfile.CHRTYPE, devmajor=1, devminor=3), "expected a plain file"),
-        (file("Organ/pipe", b"", type=tarfile.FIFOTYPE), "expected a plain file"),
-        (file("Organ/./dataset.json"), "comes twice"),
-        (file("Organ//DATASET.json"), "comes twice"),
-        (file("Organ/dataset.json/evil"), "exists|Not a directory"),
-        (file("Organ"), "comes twice"),
-        (file("Organ/CAFE\u0301"), "comes twice"),
+        file("../evil"),
+        file("Organ/../../evil"),
+        file("Organ/link", b"", type=tarfile.SYMTYPE, **LINK),
+        file("Organ/dev", b"", type=tarfile.CHRTYPE, devmajor=1, devminor=3),
+        file("Organ/dataset.json/evil"),
     ],
 )
-def test_evil_members_are_refused(tmp_path, entry, match):
-    refused(tmp_path, tar_of(*GOOD, file("Organ/caf\u00e9"), entry, file("Organ/link/after")), match)
-
-
-def test_too_many_members(tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch_msd, "_MOST_MEMBERS", 2)
-    refused(tmp_path, tar_of(*GOOD), r"'Organ/a.nii.gz': more members or bytes than")
-
-
-def header(size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
-    member = tarfile.TarInfo("Organ/bomb")
-    member.size, member.type = size, kind
-    return member.tobuf(tarfile.GNU_FORMAT)
-
-
-@pytest.mark.parametrize("size", [-512, 1 << 20, 1 << 50, 1 << 70])
-def test_member_that_lies_about_its_size(tmp_path, size):
-    refused(tmp_path, tar_of(*GOOD)[: 512 * 9] + header(size) + bytes(1024), "more members or bytes than|not unpacked")
-
-
-@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE])
-@pytest.mark.parametrize("size", [-(1 << 60), 0, 1 << 50, 1 << 70])
-def test_extensions_that_lie_about_their_size(tmp_path, kind, size):
-    refused(tmp_path, tar_of(*GOOD)[: 512 * 9] + header(size, kind) + bytes(1024), "not unpacked")
-
-
-@pytest.mark.parametrize(
-    "pax",
-    [
-        {"size": "-512"},
-        {"GNU.sparse.map": "a,b"},
-        {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "9", "GNU.sparse.name": "../evil"},
-    ],
-)
-def test_pax_fields_that_lie(tmp_path, pax):
-    refused(tmp_path, tar_of(*GOOD, file("Organ/x", b"1\n0\n1\n".ljust(512, b"\0"), pax_headers=pax)), "not unpacked")
+def test_evil_members_are_refused(tmp_path, entry):
+    with pytest.raises((ValueError, OSError)):
+        extract(tmp_path, tar_of(*GOOD, entry))
+    assert not (tmp_path / "in" / "Organ").exists()
 
 
 @pytest.mark.parametrize(
@@ -453,22 +353,3 @@ def test_full_disk_leaves_nothing(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["a.tar"]
-
-
-@settings(deadline=None, max_examples=60)
-@given(data=st.data())
-def test_damaged_bytes_never_escape(data):
-    content = bytearray(
-        tar_of(*GOOD, file("Organ/" + "n" * 99 + "/" + "n" * 60), form=data.draw(st.sampled_from([0, 1, 2])))
-    )
-    for _ in range(data.draw(st.integers(1, 6))):
-        block = data.draw(st.integers(0, len(content) // 512 - 1)) * 512
-        content[block + data.draw(st.integers(0, 511))] = data.draw(st.integers(0, 255))
-        if data.draw(st.booleans()):  # mend the checksum of the header, if it is one, so that the damage is looked at
-            content[block + 148 : block + 156] = b" " * 8
-            content[block + 148 : block + 156] = b"%06o\0 " % sum(content[block : block + 512])
-    with tempfile.TemporaryDirectory() as root:
-        try:
-            extract(Path(root), bytes(content))
-        except (ValueError, OSError):
-            assert not Path(root, "in", "Organ").exists()
