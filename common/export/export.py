@@ -20,12 +20,11 @@ from common.export.gate import (
 )
 from common.export.int8 import quantise
 from common.export.onnx_model import Window, export_onnx
-from common.export.tensorrt_engine import build_engine
+from common.export.tensorrt_engine import FlavourChoice, build_engine, choose_flavour, why_no_engine
 from common.files import sha256_of
 from common.inference.options import ModelPrecision
 from common.inference.predictors import onnxruntime_predictor
-from common.inference.tensorrt_host import EngineError, FlavourChoice, choose_flavour, why_no_engine
-from common.inference.tensorrt_runtime import EnginePredictor, host_problem, manifest_path
+from common.inference.tensorrt_runtime import EngineError, EnginePredictor, host_problem, manifest_path
 from common.run import Run
 
 EngineChoice = Literal["auto", "tensorrt", "tensorrt_rtx", "none"]

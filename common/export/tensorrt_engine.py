@@ -9,27 +9,68 @@ import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from common.export.onnx_model import numbers, read_metadata
 from common.files import atomic_path, sha256_of, write_json
-from common.inference.tensorrt_host import (
-    RTX_TARGETS,
-    RTX_TURING,
+from common.inference.tensorrt_runtime import (
+    INSTALL,
     EngineError,
+    EngineManifest,
+    EngineUnavailableError,
     Flavour,
-    FlavourChoice,
-    choose_flavour,
     failure,
     host_gpu,
+    manifest_path,
     message_log,
+    read_manifest,
     tensorrt_module,
+    verify_onnx,
 )
-from common.inference.tensorrt_runtime import EngineManifest, manifest_path, read_manifest, verify_onnx
 
 logger = logging.getLogger(__name__)
+
+FlavourChoice = Literal["auto", Flavour]
+RTX_TARGETS = ("8.0", "8.6", "8.9", "12.0", "12.1")
+"""Compute capabilities that one RTX engine serves by default; the H100 and H200 (9.0) are not among them.
+
+Source: TensorRT for RTX documentation, "CPU-Only AOT and TensorRT-RTX Engines", and the 1.5 support matrix.
+"""
+RTX_TURING = "7.5"
+"""Served by RTX too, but only by an engine built for it alone (same source)."""
+
+
+def choose_flavour(choice: FlavourChoice = "auto") -> Flavour:
+    """Return the flavour that builds engines here; "auto" prefers full TensorRT.
+
+    Raises:
+        EngineUnavailableError: there is none; one line with the remedy.
+    """
+    gpu, reason = host_gpu(), ""
+    for flavour in INSTALL if choice == "auto" else (choice,):
+        if flavour == "tensorrt_rtx" and gpu not in (None, *RTX_TARGETS, RTX_TURING):
+            reason = (
+                f"TensorRT-RTX does not serve this GPU (compute capability {gpu}), full TensorRT does: "
+                f"{INSTALL['tensorrt']}"
+            )
+        elif flavour == "tensorrt" and gpu is None:
+            reason = "no CUDA device here: full TensorRT builds an engine only on the GPU that it is for"
+        elif tensorrt_module(flavour) is None:
+            reason = f"no {flavour} here: {INSTALL[flavour]}"
+        else:
+            return flavour
+    raise EngineUnavailableError(reason)
+
+
+def why_no_engine(choice: FlavourChoice = "auto") -> str | None:
+    """Return one line saying why no engine can be built here, with the remedy, or None where one can."""
+    try:
+        choose_flavour(choice)
+    except EngineUnavailableError as error:
+        return str(error)
+    return None
 
 
 def build_engine(onnx_path: Path, engine_path: Path, flavour: FlavourChoice = "auto") -> EngineManifest:

@@ -1,29 +1,36 @@
-"""TensorRT engines at run time: is this plan the one that was built, does it fit this GPU, and running it."""
+"""TensorRT engines at run time: is a plan the one that was built, does it fit this GPU, and running it.
 
+`tensorrt` (10 and 11) is the full library, whose engines serve the one kind of GPU that they were built on.
+`tensorrt_rtx` builds without a GPU, and its engines serve several kinds.
+"""
+
+import functools
 import hashlib
+import importlib
 import shlex
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from common.files import from_json, read_object, sha256_of
 from common.inference.options import ModelPrecision
-from common.inference.tensorrt_host import (
-    INSTALL,
-    EngineUnavailableError,
-    Flavour,
-    failure,
-    host_gpu,
-    message_log,
-    not_served,
-    rtx_serves,
-    tensorrt_module,
-)
+
+Flavour = Literal["tensorrt", "tensorrt_rtx"]
+INSTALL: dict[Flavour, str] = {"tensorrt": "pip install -e '.[trt]'", "tensorrt_rtx": "pip install -e '.[rtx]'"}
+
+
+class EngineUnavailableError(ValueError):
+    """No engine can be built or run on this host: a package or a GPU is missing, or of the wrong kind."""
+
+
+class EngineError(RuntimeError):
+    """TensorRT failed; the message holds what it logged."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +64,48 @@ class EngineManifest:
     torch: str
 
 
+def host_gpu(device: torch.device | None = None) -> str | None:
+    """Return the compute capability of a GPU, such as "8.9", by default the current one's; None without a GPU."""
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return None
+    return "{}.{}".format(*torch.cuda.get_device_capability(device))
+
+
+def tensorrt_module(flavour: Flavour) -> ModuleType | None:
+    """Import `tensorrt` or `tensorrt_rtx`, or return None where it is not installed whole."""
+    try:
+        return importlib.import_module(flavour)
+    except (ImportError, OSError):  # OSError: the Python part is there, its shared libraries are not
+        return None
+
+
+@functools.cache
+def message_log(trt: ModuleType) -> Any:  # noqa: ANN401 - a class of an untyped module
+    """Return the logger of a TensorRT module; it keeps the latest warnings and errors in `messages`.
+
+    One for the process: TensorRT keeps the first logger that it is given and ignores all later ones.
+    """
+
+    class Log(trt.ILogger):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.messages: deque[str] = deque(maxlen=40)
+
+        def log(self, severity: Any, message: str) -> None:  # noqa: ANN401
+            if severity <= trt.ILogger.WARNING:
+                self.messages.append(message)
+
+    return Log()
+
+
+def failure(what: str, trt: ModuleType) -> EngineError:
+    """Return the error that says what failed and what TensorRT logged since its messages were last cleared."""
+    return EngineError(f"{what}; TensorRT says: " + ("\n".join(message_log(trt).messages) or "nothing"))
+
+
 def manifest_path(plan: Path) -> Path:
     """Return where the manifest of a plan lies."""
     return plan.with_name(plan.name + ".json")
-
-
-def rebuild_command(plan: Path) -> str:
-    """Return the command that builds the plan anew on this host from the ONNX model beside it."""
-    return f"python -m common.export.tensorrt_engine {shlex.quote(str(plan))}"
 
 
 def read_manifest(plan: Path) -> EngineManifest:
@@ -74,11 +115,10 @@ def read_manifest(plan: Path) -> EngineManifest:
         FileNotFoundError: there is no plan, or no manifest beside it.
         ValueError: the manifest is damaged.
     """
-    path = manifest_path(plan)
+    path, anew = manifest_path(plan), f"build it anew with: {_rebuild_command(plan)}"
     for needed in (plan, path):
         if not needed.is_file():
-            raise FileNotFoundError(f"{needed} is missing; build the engine with: {rebuild_command(plan)}")
-    anew = f"build it anew with: {rebuild_command(plan)}"
+            raise FileNotFoundError(f"{needed} is missing; build the engine with: {_rebuild_command(plan)}")
     content = read_object(path, anew)
     try:
         manifest = from_json(EngineManifest, content)
@@ -87,26 +127,6 @@ def read_manifest(plan: Path) -> EngineManifest:
     if manifest.flavour not in INSTALL:
         raise ValueError(f"{path}: flavour {manifest.flavour!r}, not {' or '.join(INSTALL)}; {anew}")
     return manifest
-
-
-def verified_plan(plan: Path, manifest: EngineManifest) -> bytes:
-    """Return the bytes of a plan that fits its manifest; a plan is native code and is never loaded otherwise.
-
-    This shows that the plan is whole and belongs to the model beside it. It does not show who made them: run only
-    models of people you trust.
-
-    Raises:
-        ValueError: the plan, or the ONNX model beside it, is not the one that the manifest describes.
-    """
-    content = plan.read_bytes()
-    found = hashlib.sha256(content).hexdigest()
-    if found != manifest.plan_sha256:
-        raise ValueError(
-            f"{plan}: sha256 {found} is not that of its manifest ({manifest.plan_sha256}): the file was changed or "
-            f"damaged and is not loaded; build it anew with: {rebuild_command(plan)}"
-        )
-    verify_onnx(plan, manifest)
-    return content
 
 
 def verify_onnx(plan: Path, manifest: EngineManifest) -> None:
@@ -131,19 +151,15 @@ def host_problem(plan: Path, manifest: EngineManifest, device: torch.device | No
     gpu = host_gpu(device)
     if gpu is None:
         return "no CUDA device in use: an engine runs on a GPU only"
-    anew = f"build it for this host with: {rebuild_command(plan)}"
-    trt = tensorrt_module(manifest.flavour)
+    trt, built = tensorrt_module(manifest.flavour), f"built by {manifest.flavour} {manifest.version}"
+    anew = f"build it for this host with: {_rebuild_command(plan)}"
     if trt is None:
-        install = INSTALL[manifest.flavour]
-        return f"built by {manifest.flavour} {manifest.version}, which is missing here: {install}; or {anew}"
+        return f"{built}, which is missing here: {INSTALL[manifest.flavour]}; or {anew}"
     if trt.__version__ != manifest.version:
-        return f"built by {manifest.flavour} {manifest.version}, here is {trt.__version__}; {anew}"
-    if gpu in manifest.targets:
-        return None
-    line = f"built for GPUs of compute capability {', '.join(manifest.targets)}, this one has {gpu}"
-    if manifest.flavour == "tensorrt_rtx" and not rtx_serves(gpu):
-        line = f"{line}; {not_served(gpu)}"
-    return f"{line}; {anew}"
+        return f"{built}, here is {trt.__version__}; {anew}"
+    if gpu not in manifest.targets:
+        return f"built for GPUs of compute capability {', '.join(manifest.targets)}, this one has {gpu}; {anew}"
+    return None
 
 
 def deserialize(trt: ModuleType, content: bytes, plan: Path) -> tuple[Any, Any]:
@@ -179,18 +195,19 @@ class EnginePredictor:
 
     def __init__(self, plan: Path, device: torch.device | None = None) -> None:
         self.manifest = read_manifest(plan)
-        content = verified_plan(plan, self.manifest)
-        problem = host_problem(plan, self.manifest, device)
-        if problem is not None:
+        content = _verified(plan, self.manifest)
+        if (problem := host_problem(plan, self.manifest, device)) is not None:
             raise EngineUnavailableError(f"{plan}: {problem}")
         trt = tensorrt_module(self.manifest.flavour)
         assert trt is not None  # else there was a problem
         self.device = device or torch.device("cuda")
-        unnamed = self.device.type == "cuda" and self.device.index is None
+        cuda = self.device.type == "cuda"
+        unnamed = cuda and self.device.index is None
         if unnamed:  # tensors name their device "cuda:0"
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._trt, self._plan = trt, plan
-        with self._current():
+        current: AbstractContextManager[object] = torch.cuda.device(self.device) if cuda else nullcontext()
+        with current:
             # The runtime and the engine are kept, since the context lives on them.
             self._runtime, self._engine = deserialize(trt, content, plan)
             names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
@@ -199,7 +216,6 @@ class EnginePredictor:
             self._context: Any = self._engine.create_execution_context()
             if self._context is None:
                 raise failure(f"{plan}: no context for the engine, is the GPU's memory full?", trt)
-            cuda = self.device.type == "cuda"
             self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
 
     def __call__(self, windows: torch.Tensor) -> torch.Tensor:
@@ -213,14 +229,13 @@ class EnginePredictor:
         windows = windows.contiguous()
         context, log = self._context, message_log(self._trt)
         log.messages.clear()
-        with self._current():
+        with _queue(self._stream) as stream:
             accepted = context.set_input_shape(self._input, tuple(windows.shape))
             logits = torch.empty(tuple(context.get_tensor_shape(self._output)), dtype=torch.float32, device=self.device)
             context.set_tensor_address(self._input, windows.data_ptr())
             context.set_tensor_address(self._output, logits.data_ptr())
-            with _joined(self._stream) as handle:
-                if not (accepted and context.execute_async_v3(handle)):
-                    raise failure(f"{self._plan}: windows {tuple(windows.shape)} could not be run", self._trt)
+            if not (accepted and context.execute_async_v3(stream)):
+                raise failure(f"{self._plan}: windows {tuple(windows.shape)} could not be run", self._trt)
         return logits
 
     def _check(self, windows: torch.Tensor) -> None:
@@ -235,21 +250,39 @@ class EnginePredictor:
         if windows.device != self.device or windows.dtype != torch.float32:
             raise ValueError(f"windows on {windows.device} in {windows.dtype}: float32 on {self.device} is needed")
 
-    def _current(self) -> AbstractContextManager[object]:
-        """Make the device the current GPU, which TensorRT works on."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+def _rebuild_command(plan: Path) -> str:
+    return f"python -m common.export.tensorrt_engine {shlex.quote(str(plan))}"
+
+
+def _verified(plan: Path, manifest: EngineManifest) -> bytes:
+    """Return the bytes of a plan that fits its manifest; a plan is native code and is never loaded otherwise.
+
+    This shows that the plan is whole and belongs to the model beside it. It does not show who made them: run only
+    models of people you trust.
+    """
+    content = plan.read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if found != manifest.plan_sha256:
+        raise ValueError(
+            f"{plan}: sha256 {found} is not that of its manifest ({manifest.plan_sha256}): the file was changed or "
+            f"damaged and is not loaded; build it anew with: {_rebuild_command(plan)}"
+        )
+    verify_onnx(plan, manifest)
+    return content
 
 
 @contextmanager
-def _joined(stream: torch.cuda.Stream | None) -> Iterator[int]:
+def _queue(stream: torch.cuda.Stream | None) -> Iterator[int]:
     """Yield the handle of a stream that starts after the current stream's work and that the current stream awaits.
 
-    On the default stream itself TensorRT would wait for the device in every call.
+    Its GPU is the current one meanwhile. On the default stream itself TensorRT would wait for the device in every call.
     """
     if stream is None:
         yield 0
         return
-    current = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(current)
-    yield stream.cuda_stream
-    current.wait_stream(stream)
+    with torch.cuda.device(stream.device):
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        yield stream.cuda_stream
+        current.wait_stream(stream)

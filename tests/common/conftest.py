@@ -199,7 +199,6 @@ def fake_tensorrt(monkeypatch: pytest.MonkeyPatch) -> InstallFake:
         module = _fake_module(flavour, version)
         monkeypatch.setitem(sys.modules, flavour, module)
         for user in (
-            "common.inference.tensorrt_host",
             "common.inference.tensorrt_runtime",
             "common.export.tensorrt_engine",
         ):

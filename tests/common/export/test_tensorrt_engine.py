@@ -11,17 +11,30 @@ import pytest
 import torch
 
 import common.export.tensorrt_engine
-import common.inference.tensorrt_host
 import common.inference.tensorrt_runtime
 from common.export.onnx_model import export_onnx
-from common.export.tensorrt_engine import build_engine, main, rebuild_engine
-from common.inference.tensorrt_host import RTX_TARGETS, EngineError, EngineUnavailableError
-from common.inference.tensorrt_runtime import EnginePredictor, deserialize, read_manifest
+from common.export.tensorrt_engine import (
+    RTX_TARGETS,
+    RTX_TURING,
+    FlavourChoice,
+    build_engine,
+    choose_flavour,
+    main,
+    rebuild_engine,
+    why_no_engine,
+)
+from common.inference.tensorrt_runtime import (
+    EngineError,
+    EnginePredictor,
+    EngineUnavailableError,
+    deserialize,
+    read_manifest,
+)
 
 InstallFake = Callable[..., Any]
 Names = dict[str, dict[str, list[str]]]
 
-SOURCES = (common.export.tensorrt_engine, common.inference.tensorrt_host, common.inference.tensorrt_runtime)
+SOURCES = (common.export.tensorrt_engine, common.inference.tensorrt_runtime)
 CLASS_OF = {  # how the sources call their objects
     "builder": "Builder",
     "network": "INetworkDefinition",
@@ -107,7 +120,7 @@ def test_a_changed_byte_never_reaches_the_real_library(
 
 def test_rtx_targets_a_turing_gpu_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("tensorrt_rtx")
-    for user in ("common.inference.tensorrt_host", "common.export.tensorrt_engine"):
+    for user in ("common.inference.tensorrt_runtime", "common.export.tensorrt_engine"):
         monkeypatch.setattr(f"{user}.host_gpu", lambda device=None: "7.5")
     built = build_engine(folder / "model_fp16.onnx", folder / "model_fp16.plan", "tensorrt_rtx")
     assert built.targets == ("7.5",)
@@ -231,7 +244,7 @@ def used_names() -> Iterator[tuple[str, str]]:
                 yield node.attr, ""
             elif isinstance(owner, (ast.Name, ast.Attribute)):
                 called = owner.id if isinstance(owner, ast.Name) else owner.attr
-                if called in CLASS_OF and module is not common.inference.tensorrt_host:
+                if called in CLASS_OF:
                     yield CLASS_OF[called], node.attr
 
 
@@ -261,3 +274,49 @@ def test_the_names_of_the_installed_library_are_those_of_the_list(tensorrt_names
             assert name in listed
         assert hasattr(trt, name)
         assert not member or hasattr(getattr(trt, name), member), f"{name}.{member}"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "here", "choice", "expected"),
+    [
+        ("9.0", {"tensorrt", "tensorrt_rtx"}, "auto", "tensorrt"),
+        ("8.9", {"tensorrt", "tensorrt_rtx"}, "auto", "tensorrt"),
+        ("8.9", {"tensorrt", "tensorrt_rtx"}, "tensorrt_rtx", "tensorrt_rtx"),
+        ("8.9", {"tensorrt_rtx"}, "auto", "tensorrt_rtx"),
+        ("7.5", {"tensorrt_rtx"}, "auto", "tensorrt_rtx"),
+        (None, {"tensorrt", "tensorrt_rtx"}, "auto", "tensorrt_rtx"),
+        (None, set(), "auto", "no tensorrt_rtx here: pip install -e '.[rtx]'"),
+        ("8.6", set(), "auto", "no tensorrt_rtx here: pip install -e '.[rtx]'"),
+        ("9.0", set(), "auto", "compute capability 9.0), full TensorRT does: pip install -e '.[trt]'"),
+        ("9.0", {"tensorrt_rtx"}, "auto", "compute capability 9.0), full TensorRT does: pip install -e '.[trt]'"),
+        ("9.0", {"tensorrt_rtx"}, "tensorrt_rtx", "pip install -e '.[trt]'"),
+        ("8.0", {"tensorrt_rtx"}, "tensorrt", "no tensorrt here: pip install -e '.[trt]'"),
+        (None, {"tensorrt"}, "tensorrt", "full TensorRT builds an engine only on the GPU that it is for"),
+    ],
+)
+def test_flavour(
+    monkeypatch: pytest.MonkeyPatch,
+    fake_tensorrt: InstallFake,
+    gpu: str | None,
+    here: set[str],
+    choice: FlavourChoice,
+    expected: str,
+):
+    for flavour in ("tensorrt", "tensorrt_rtx"):
+        fake_tensorrt(flavour=flavour, gpu=gpu)
+        if flavour not in here:
+            monkeypatch.setitem(sys.modules, flavour, None)
+    reason = why_no_engine(choice)
+    if reason is None:
+        assert choose_flavour(choice) == expected
+    else:
+        assert expected in reason
+        assert "\n" not in reason
+        with pytest.raises(EngineUnavailableError, match=r"pip install|full TensorRT builds"):
+            choose_flavour(choice)
+
+
+def test_the_gpus_that_rtx_serves_are_those_it_names():
+    trt = pytest.importorskip("tensorrt_rtx")
+    named = {name[2:-1] + "." + name[-1] for name in trt.ComputeCapability.__members__ if name.startswith("SM")}
+    assert named == {*RTX_TARGETS, RTX_TURING}

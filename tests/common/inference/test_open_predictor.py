@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from common.export.onnx_model import export_onnx
-from common.export.tensorrt_engine import build_engine
+from common.export.tensorrt_engine import build_engine, why_no_engine
 from common.inference.open_predictor import SubpixelUpsampling, fits, folded, open_predictor, use_subpixel_upsampling
 from common.inference.options import Backend, Precision
 from common.inference.predictors import torch_predictor
-from common.inference.tensorrt_host import EngineUnavailableError
-from common.inference.tensorrt_runtime import EnginePredictor
+from common.inference.tensorrt_runtime import EnginePredictor, EngineUnavailableError
 from models.resnet18_fcn import resnet18_fcn
 from models.segresnet3d import segresnet3d
 from models.unet3d import unet3d
@@ -201,8 +200,6 @@ def test_an_asked_backend_that_is_not_there_is_an_error(run: Path, exported: Pat
 
 @pytest.mark.gpu
 def test_a_real_engine_equals_torch(run: Path, network: nn.Module, windows: torch.Tensor):
-    from common.inference.tensorrt_host import why_no_engine
-
     if why_no_engine() is not None:
         pytest.skip(str(why_no_engine()))
     cuda = torch.device("cuda")

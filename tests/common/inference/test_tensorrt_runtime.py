@@ -12,15 +12,16 @@ import torch
 from onnx import TensorProto, helper
 
 from common.files import write_json
-from common.inference import tensorrt_host
-from common.inference.tensorrt_host import EngineError, EngineUnavailableError, choose_flavour, why_no_engine
 from common.inference.tensorrt_runtime import (
+    EngineError,
     EngineManifest,
     EnginePredictor,
+    EngineUnavailableError,
     deserialize,
     host_problem,
     manifest_path,
     read_manifest,
+    tensorrt_module,
 )
 
 CPU = torch.device("cpu")
@@ -145,7 +146,7 @@ def test_plan_without_its_onnx_runs(plan: Path, fake_tensorrt: InstallFake):
         (
             {"flavour": "tensorrt_rtx", "targets": ("8.0", "8.6")},
             {"gpu": "9.0", "flavour": "tensorrt_rtx"},
-            r"8\.0, 8\.6, this one has 9\.0; TensorRT-RTX does not serve .* '\.\[trt\]'; build it",
+            r"8\.0, 8\.6, this one has 9\.0; build it",
         ),
     ],
 )
@@ -204,57 +205,11 @@ def test_missing_and_damaged_manifests_are_named(plan: Path):
         read_manifest(plan)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "here", "choice", "expected"),
-    [
-        ("9.0", {"tensorrt", "tensorrt_rtx"}, "auto", "tensorrt"),
-        ("8.9", {"tensorrt", "tensorrt_rtx"}, "auto", "tensorrt"),
-        ("8.9", {"tensorrt", "tensorrt_rtx"}, "tensorrt_rtx", "tensorrt_rtx"),
-        ("8.9", {"tensorrt_rtx"}, "auto", "tensorrt_rtx"),
-        ("7.5", {"tensorrt_rtx"}, "auto", "tensorrt_rtx"),
-        (None, {"tensorrt", "tensorrt_rtx"}, "auto", "tensorrt_rtx"),
-        (None, set(), "auto", "no tensorrt_rtx here: pip install -e '.[rtx]'"),
-        ("8.6", set(), "auto", "no tensorrt_rtx here: pip install -e '.[rtx]'"),
-        ("9.0", set(), "auto", "compute capability 9.0), full TensorRT does: pip install -e '.[trt]'"),
-        ("9.0", {"tensorrt_rtx"}, "auto", "compute capability 9.0), full TensorRT does: pip install -e '.[trt]'"),
-        ("9.0", {"tensorrt_rtx"}, "tensorrt_rtx", "pip install -e '.[trt]'"),
-        ("8.0", {"tensorrt_rtx"}, "tensorrt", "no tensorrt here: pip install -e '.[trt]'"),
-        (None, {"tensorrt"}, "tensorrt", "full TensorRT builds an engine only on the GPU that it is for"),
-    ],
-)
-def test_flavour(
-    monkeypatch: pytest.MonkeyPatch,
-    fake_tensorrt: InstallFake,
-    gpu: str | None,
-    here: set[str],
-    choice: tensorrt_host.FlavourChoice,
-    expected: str,
-):
-    for flavour in ("tensorrt", "tensorrt_rtx"):
-        fake_tensorrt(flavour=flavour, gpu=gpu)
-        if flavour not in here:
-            monkeypatch.setitem(sys.modules, flavour, None)
-    reason = why_no_engine(choice)
-    if reason is None:
-        assert choose_flavour(choice) == expected
-    else:
-        assert expected in reason
-        assert "\n" not in reason
-        with pytest.raises(EngineUnavailableError, match=r"pip install|full TensorRT builds"):
-            choose_flavour(choice)
-
-
 def test_a_half_installed_module_counts_as_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "tensorrt.py").write_text("raise OSError('libnvinfer.so.10: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
-    assert tensorrt_host.tensorrt_module("tensorrt") is None
-
-
-def test_the_gpus_that_rtx_serves_are_those_it_names():
-    trt = pytest.importorskip("tensorrt_rtx")
-    named = {name[2:-1] + "." + name[-1] for name in trt.ComputeCapability.__members__ if name.startswith("SM")}
-    assert named == {*tensorrt_host.RTX_TARGETS, tensorrt_host.RTX_TURING}
+    assert tensorrt_module("tensorrt") is None
 
 
 def test_the_real_library_says_why_it_loads_nothing():
