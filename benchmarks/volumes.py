@@ -24,7 +24,7 @@ from tqdm import tqdm
 from benchmarks.harness import Options, Row, Sides, amp_dtype, guide_of, quality, row, step_rows, timed
 from common.data.batches import Batch, KeyedBatches, crop_batches
 from common.data.cache import fill_cache
-from common.data.cache_plan import Tier
+from common.data.crops import Tier
 from common.data.dataset import Case, read_dataset
 from common.data.monai_batches import monai_items
 from common.data.preparation import PreparedCase

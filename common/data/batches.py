@@ -1,4 +1,7 @@
-"""Batches: crops cut from the cached cases, augmented, and never dependent on what ran before or where."""
+"""Batches: crops cut from the cached cases, augmented, and never dependent on what ran before or where.
+
+Every random number depends on its key alone, so that runs resume, and spread over processes, exactly.
+"""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -7,16 +10,17 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from common.data.cache import CaseCache
-from common.data.crops import upload
-from common.data.draws import keyed_uniforms
+from common.data.crops import CachedCase, cut, upload
 from common.data.threads import prefetch
 
 # The random numbers of one crop, by place: what kind of crop, which class, which voxel of it, start (3), flips (3),
 # scale, shift; the last one orders the epoch.
 _DRAWS = 12
+_NO_CROP = 2**62  # in the place of a crop number, so that the deal and the crops never share random numbers
 _FOREGROUND_SHARE = 0.5  # of the crops is centred on foreground. Source: the guide's RandCropByPosNegLabeld, pos = neg
 
 
@@ -68,30 +72,15 @@ class KeyedBatches:
         partitions_here: of each partition that this process holds, from an epoch to what takes its items while the
             epoch lasts.
         steps_per_epoch: batches in each epoch, the same in every process.
-        batch_size: items per step, over all partitions.
-        partitions: in all processes.
+        each: items that one partition gives to a step.
         prefetch_for: device of batches that keep the CPU busy, which are made one ahead; None makes each when wanted.
-
-    Raises:
-        ValueError: the batch does not divide by the partitions, or a figure cannot be meant.
     """
 
     partitions_here: Sequence[Callable[[int], AbstractContextManager[Take]]]
     steps_per_epoch: int
-    batch_size: int
-    partitions: int = 1
+    each: int
     prefetch_for: torch.device | None = None
     resumes_within_epoch = True
-
-    def __post_init__(self) -> None:
-        """Refuse figures that cannot be meant."""
-        if not 1 <= len(self.partitions_here) <= self.partitions:
-            raise ValueError(f"partitions {self.partitions}: this process alone holds {len(self.partitions_here)}")
-        if self.batch_size < 1 or self.batch_size % self.partitions:
-            raise ValueError(
-                f"batch_size {self.batch_size}: must divide by the {self.partitions} partitions, each of which gives "
-                "an equal part of every batch"
-            )
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the batches of one epoch, from a step on.
@@ -105,9 +94,8 @@ class KeyedBatches:
             yield from batches if self.prefetch_for is None else prefetch(batches, self.prefetch_for)
 
     def _batches(self, takes: Sequence[Take], first_step: int) -> Generator[Batch, None, None]:
-        each = self.batch_size // self.partitions
         for step in range(first_step, self.steps_per_epoch):
-            parts = [take(slice(step * each, (step + 1) * each)) for take in takes]
+            parts = [take(slice(step * self.each, (step + 1) * self.each)) for take in takes]
             if len(parts) == 1:
                 yield parts[0]
             else:
@@ -134,31 +122,21 @@ def crop_batches(
         caches: of the partitions that this process holds.
         crops_per_case: crops of each case in one epoch; a few more fill the last batch. (Where partitions are not of
             one size, the larger ones may leave out a crop or two of their last cases.)
-        batch_size: crops per step, over all partitions.
+        batch_size: crops per step, over all partitions, by which it divides.
         cases_per_epoch: cases of one epoch, over all partitions; by default those of `caches`.
         partitions: in all processes.
         flip_axes: letters of "xyz", axes that are each flipped with probability 1/2.
         intensity: the image becomes image * (1 + s) + t with s and t uniform in [-intensity, intensity].
         seed: of everything random here.
-
-    Raises:
-        ValueError: the batch does not divide by the partitions, or a figure cannot be meant.
     """
-    if cases_per_epoch is None:
-        cases_per_epoch = sum(len(cache.cases_of(0)) for cache in caches)
-    steps = -(-cases_per_epoch * crops_per_case // batch_size) if batch_size > 0 else 0
-    crops = steps * batch_size // partitions
-    here = [
-        partial(_crops, cache, crops, ["xyz".index(axis) for axis in flip_axes], intensity, seed) for cache in caches
-    ]
-    device = next((cache.device for cache in caches if cache.on_host), None)
-    return KeyedBatches(here, steps, batch_size, partitions, device)
+    cases = cases_per_epoch or sum(len(cache.cases_of(0)) for cache in caches)
+    steps, each = -(-cases * crops_per_case // batch_size), batch_size // partitions
+    here = [partial(_crops, cache, steps * each, flip_axes, intensity, seed) for cache in caches]
+    return KeyedBatches(here, steps, each, next((cache.device for cache in caches if cache.on_host), None))
 
 
 @contextmanager
-def _crops(
-    cache: CaseCache, count: int, flip_axes: Sequence[int], intensity: float, seed: int, epoch: int
-) -> Iterator[Take]:
+def _crops(cache: CaseCache, count: int, flip_axes: str, intensity: float, seed: int, epoch: int) -> Iterator[Take]:
     """Have the cases of one epoch; yield what cuts and augments its `count` crops, which are shuffled."""
     with cache.epoch(epoch) as numbers:
         place = np.arange(count)
@@ -166,25 +144,23 @@ def _crops(
         draws = keyed_uniforms(seed, epoch, cases, crops, _DRAWS)
         order = np.argsort(draws[:, -1], kind="stable")
         cases, draws = cases[order], draws[order]
-        flips = (draws[:, 6:9] < 0.5) & np.isin(np.arange(3), flip_axes)
+        flips = (draws[:, 6:9] < 0.5) & np.array([axis in flip_axes for axis in "xyz"])
         changes = (intensity * (2 * draws[:, 9:11] - 1) + np.array([1.0, 0.0])).astype(np.float32)
 
         def take(part: slice) -> Batch:
-            starts = _starts(cache, cases[part], draws[part])
-            cut, label = cache.cut(cases[part], starts, flips[part])
+            some = [cache.case(number) for number in cases[part].tolist()]
+            starts = _starts(some, draws[part], np.array(cache.crop_size))
+            image, label = cut(some, starts, flips[part], cache.crop_size, cache.device)
             scale, shift = upload(changes[part], cache.device).view(-1, 2, 1, 1, 1, 1).unbind(1)
-            image = cut * scale + shift  # float16 times float32 is float32
-            return Batch(image, label, tuple(cache.case(number).name for number in cases[part].tolist()))
+            return Batch(image * scale + shift, label, tuple(case.name for case in some))  # float16 times float32
 
         yield take
 
 
-def _starts(cache: CaseCache, numbers: np.ndarray, draws: np.ndarray) -> np.ndarray:
+def _starts(cases: Sequence[CachedCase], draws: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Return the first voxel [N, 3] of each crop, inside its case."""
-    size = np.array(cache.crop_size)
-    starts = np.empty((len(numbers), 3), np.int64)
-    for place, (number, draw) in enumerate(zip(numbers.tolist(), draws, strict=True)):
-        case = cache.case(number)
+    starts = np.empty((len(cases), 3), np.int64)
+    for place, (case, draw) in enumerate(zip(cases, draws, strict=True)):
         room = case.shape - size
         if draw[0] < _FOREGROUND_SHARE and case.foreground:
             voxels = case.foreground[int(draw[1] * len(case.foreground))]
@@ -193,3 +169,50 @@ def _starts(cache: CaseCache, numbers: np.ndarray, draws: np.ndarray) -> np.ndar
         else:
             starts[place] = np.floor(draw[3:6] * (room + 1))
     return starts
+
+
+def keyed_uniforms(seed: int, epoch: int, cases: np.ndarray, crops: np.ndarray, count: int) -> np.ndarray:
+    """Return random numbers [N, count] in [0, 1), float64, a pure function of (seed, epoch, case, crop, place).
+
+    Source: SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), its
+    finaliser applied once for each part of the key.
+    """
+    with np.errstate(over="ignore"):
+        key = _mix(np.full(len(cases), seed, np.uint64))
+        for part in (np.uint64(epoch), cases.astype(np.uint64), crops.astype(np.uint64)):
+            key = _mix(key ^ part)
+        bits = _mix(key[:, None] ^ np.arange(count, dtype=np.uint64))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def partition_cases(count: int, partitions: int, number: int, seed: int = 0, round: int = 0) -> np.ndarray:
+    """Return the indices of the cases of one partition, int64; each of range(count) is in exactly one partition.
+
+    Round 0 deals in turn: number, number + partitions, ... A later round permutes all cases first, with a permutation
+    that depends on (seed, round) alone: with `round = epoch // E`, the cases are reshuffled globally every E epochs.
+
+    Args:
+        count: cases of the dataset.
+        partitions: in all; their sizes differ by one at most.
+        number: the partition wanted, from 0.
+        seed: of the permutations.
+        round: how many times the cases have been dealt before.
+
+    Raises:
+        ValueError: there are more partitions than cases.
+    """
+    if not 1 <= partitions <= count:
+        raise ValueError(f"partitions {partitions}: between 1 and the {count} cases, so that none is empty")
+    dealt = np.arange(count, dtype=np.int64)
+    if round:
+        draws = keyed_uniforms(seed, round, dealt, np.full(count, _NO_CROP), 1)[:, 0]
+        dealt = np.argsort(draws, kind="stable").astype(np.int64)
+    return dealt[number::partitions]
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
+    return mixed

@@ -1,26 +1,52 @@
 """The case cache: prepared cases on the device, in host memory, mapped from the store, or loaded at every use.
 
-Wherever the cases lie, the same crops are cut from them; where all lie on the device, a batch is one gather.
+Where each case lies is planned before any is read, by upper bounds of their sizes (`store.prepared_bytes`), since the
+foreground crop is not known yet.
 """
 
-from collections import OrderedDict
+import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from types import MappingProxyType
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 
-from common.data.cache_plan import Tier
-from common.data.crops import CachedCase, Crops, Flat, gather, place_case, place_flat, slices, upload
+from common.data.crops import CachedCase, Tier, place_cases
 from common.data.geometry import Shape
 from common.data.preparation import PreparedCase
 from common.data.threads import map_in_threads
+from common.run import free_memory
+
+CacheMode = Literal["auto", "gpu", "ram", "disk", "smart", "none"]
+
+_SHARE = 0.5  # of the free memory; the network, its gradients and activations need the rest
+_PLACES: dict[Tier, str] = {"gpu": "GPU memory", "ram": "host memory", "disk": "the memory-mapped prepared store"}
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Where each case lies.
+
+    Args:
+        tiers: of each case, in order; for "smart", of the cases that are held at a time.
+        held: cases held at a time.
+        replaced: cases that a smart cache replaces after each epoch; else 0.
+        lines: the plan in words, to be printed and kept.
+    """
+
+    tiers: tuple[Tier, ...]
+    held: int
+    replaced: int
+    lines: tuple[str, ...]
 
 
 class CaseCache:
-    """The cases of one partition, and the crops that are cut from them. A case goes by its number in the dataset.
+    """The cases of one partition. A case goes by its number in the dataset.
 
     Which cases an epoch trains on depends on its number alone, so that runs resume. Where they change from epoch to
     epoch (a smart cache, a reshuffle), only what is new is loaded, and up to `ahead` cases of it in a background thread
@@ -29,16 +55,12 @@ class CaseCache:
     Args:
         cases_of: from an epoch to the numbers of its cases, int64.
         crop_size: X, Y, Z in voxels.
-        device: where the crops are wanted.
+        device: where crops are wanted.
         on_host: whether cutting keeps the CPU busy, so that it is worth doing ahead of time.
-        load: from a number to the case in its place; called in threads. Errors get a note that names the case.
-        names: of all cases of the dataset, by number, for that note.
-        ahead: cases loaded ahead; for a smart cache, as many as are replaced.
-        keep: where nothing but the cases used last is kept, how many; with fewer than a batch holds, they are loaded
-            twice for it. None keeps all cases of an epoch.
+        load: from a number to the case in its place; called in threads.
+        ahead: cases loaded ahead; for a smart cache, as many as are replaced. None holds none, and asks `load` at every
+            use.
         epochs: of the run; for later ones nothing is loaded ahead.
-        placed: cases that are in their place already.
-        flat: the tensors that some of them lie in.
     """
 
     def __init__(
@@ -47,19 +69,14 @@ class CaseCache:
         crop_size: Shape,
         device: torch.device,
         on_host: bool,
-        load: Callable[[int], CachedCase] | None = None,
-        names: Sequence[str] = (),
-        *,
-        ahead: int = 0,
-        keep: int | None = None,
+        load: Callable[[int], CachedCase],
+        ahead: int | None = None,
         epochs: int | None = None,
-        placed: Mapping[int, CachedCase] = MappingProxyType({}),
-        flat: Flat | None = None,
     ) -> None:
-        """Begin with what is placed already."""
+        """Begin with no case."""
         self.cases_of, self.crop_size, self.device, self.on_host = cases_of, crop_size, device, on_host
-        self._load, self._names, self._ahead, self._keep, self._epochs = load, names, ahead, keep, epochs
-        self._here, self._flat = OrderedDict(placed), flat
+        self._load, self._ahead, self._epochs = load, ahead, epochs
+        self._here: dict[int, CachedCase] = {}
         self._coming: dict[int, Future[CachedCase]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
@@ -71,9 +88,9 @@ class CaseCache:
             Exception: what `load` raises, also for what was loaded ahead.
         """
         numbers = self.cases_of(number)
-        if self._keep is None:
+        if self._ahead is not None:
             self._bring(numbers.tolist())
-            self._begin_next(number + 1)
+            self._begin_next(number + 1, self._ahead)
         try:
             yield numbers
         except BaseException:  # the epoch is left early, for whatever reason: no thread stays behind
@@ -81,69 +98,30 @@ class CaseCache:
             raise
 
     def case(self, number: int) -> CachedCase:
-        """Return a case of the present epoch; it is loaded where only the last ones used are kept."""
-        if number not in self._here:
-            while self._keep is not None and len(self._here) >= self._keep:
-                self._here.popitem(last=False)
-            self._here[number] = self._named_load(number)
-        self._here.move_to_end(number)
-        return self._here[number]
-
-    def cut(self, numbers: np.ndarray, starts: np.ndarray, flips: np.ndarray) -> Crops:
-        """Cut one crop from each of these cases; the host never waits for the device.
-
-        Args:
-            numbers: [N] int, the case of each crop.
-            starts: [N, 3] int64, first voxel of each crop along X, Y, Z, before it is flipped.
-            flips: [N, 3] bool, whether it is then flipped along each axis.
-
-        Returns:
-            image [N, C, X, Y, Z] float16 and label [N, 1, X, Y, Z] uint8 on `device`.
-        """
-        cases = [self.case(number) for number in numbers.tolist()]
-        is_flat = np.array([case.offset is not None for case in cases])
-        if not is_flat.any():
-            return slices(cases, starts, flips, self.crop_size, self.device)
-        assert self._flat is not None
-        if is_flat.all():
-            return gather(self._flat, cases, starts, flips, self.crop_size)
-        there, here = np.flatnonzero(is_flat), np.flatnonzero(~is_flat)
-        gathered = gather(self._flat, [cases[row] for row in there], starts[there], flips[there], self.crop_size)
-        sliced = slices([cases[row] for row in here], starts[here], flips[here], self.crop_size, self.device)
-        order = upload(np.argsort(np.concatenate([there, here])), self.device)
-        image, label = (torch.cat(parts).index_select(0, order) for parts in zip(gathered, sliced, strict=True))
-        return image, label
+        """Return a case of the present epoch."""
+        return self._load(number) if self._ahead is None else self._here[number]
 
     def _bring(self, wanted: list[int]) -> None:
         """Have the wanted cases here and no other."""
-        if not self._coming.keys() <= set(wanted):  # loaded for another epoch than this one
-            self._cancel()
         for number in self._here.keys() - set(wanted):
             del self._here[number]
         try:
-            self._here |= {number: future.result() for number, future in self._coming.items()}
+            self._here |= {number: self._coming[number].result() for number in wanted if number in self._coming}
         finally:
             self._cancel()
         missing = [number for number in wanted if number not in self._here]
-        loaded = map_in_threads(self._named_load, missing, "loading cases", progress=False)
+        loaded = map_in_threads(self._load, missing, "loading cases", progress=False)
         self._here |= zip(missing, loaded, strict=True)
 
-    def _begin_next(self, epoch: int) -> None:
-        if not self._ahead or (self._epochs is not None and epoch >= self._epochs):
+    def _begin_next(self, epoch: int, ahead: int) -> None:
+        """Load cases of an epoch that are not here, in a thread that ends when all are."""
+        if self._epochs is not None and epoch >= self._epochs:
             return
-        new = [number for number in self.cases_of(epoch).tolist() if number not in self._here][: self._ahead]
+        new = [number for number in self.cases_of(epoch).tolist() if number not in self._here][:ahead]
         if new:
             self._pool = ThreadPoolExecutor(1, "cases ahead")
-            self._coming = {number: self._pool.submit(self._named_load, number) for number in new}
-            self._pool.shutdown(wait=False)  # no more will be asked of it: the thread ends when all is loaded
-
-    def _named_load(self, number: int) -> CachedCase:
-        assert self._load is not None, number
-        try:
-            return self._load(number)
-        except Exception as error:  # to be raised in the training loop, where nothing else tells which case it was
-            error.add_note(f"while loading case {self._names[number]}")
-            raise
+            self._coming = {number: self._pool.submit(self._load, number) for number in new}
+            self._pool.shutdown(wait=False)
 
     def _cancel(self) -> None:
         """Cancel what has not begun, wait for what has, and end the thread."""
@@ -163,16 +141,132 @@ def fill_cache(
 
     Args:
         cases: in CPU memory or mapped files.
-        tiers: of each case; those of "gpu" lie one after the other in two flat tensors on `device`.
+        tiers: of each case.
         crop_size: X, Y, Z in voxels.
-        device: where the crops are wanted.
+        device: where crops are wanted.
         numbers: of the cases in the dataset, the key of their random draws; by default 0, 1, 2, ...
     """
     known = np.arange(len(cases)) if numbers is None else numbers
-    given = list(zip(known.tolist(), cases, tiers, strict=True))
-    placed = {number: place_case(case, tier, crop_size, device) for number, case, tier in given if tier != "gpu"}
-    on_host, flat = bool(placed), None
-    if resident := {number: case for number, case, tier in given if tier == "gpu"}:
-        there, flat = place_flat(list(resident.values()), crop_size, device)
-        placed |= zip(resident, there, strict=True)
-    return CaseCache(lambda epoch: known, crop_size, device, on_host, placed=placed, flat=flat)
+    placed: dict[int, CachedCase] = {}
+    for tier in set(tiers):
+        some = [place for place, each in enumerate(tiers) if each == tier]
+        there = place_cases([cases[place] for place in some], tier, crop_size, device)
+        placed |= zip(known[some].tolist(), there, strict=True)
+    return CaseCache(lambda epoch: known, crop_size, device, set(tiers) != {"gpu"}, placed.__getitem__)
+
+
+def measure_budgets(device: torch.device, folder: Path, processes: int = 1) -> dict[Tier, int]:
+    """Return the bytes that the cache may take: half of the free memory, and the disk's free space.
+
+    Args:
+        device: of the batches; without a GPU there is no tier "gpu".
+        folder: of the prepared store, which need not exist yet; entries already there count as free.
+        processes: on this machine, that share its host memory.
+    """
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    entries = sum(entry.stat().st_size for entry in folder.glob("[!.]*.safetensors"))
+    budgets: dict[Tier, int] = {
+        "ram": int(_SHARE * free_memory()) // processes,
+        "disk": shutil.disk_usage(existing).free + entries,
+    }
+    if device.type == "cuda":
+        budgets["gpu"] = int(_SHARE * torch.cuda.mem_get_info(device)[0])
+    return budgets
+
+
+def plan_cache(
+    sizes: Mapping[str, int], mode: CacheMode, budgets: Mapping[Tier, int], smart_cases: int | None, share: float
+) -> CachePlan:
+    """Decide where each case lies.
+
+    Args:
+        sizes: bytes of each case by its name, or an upper bound.
+        mode: "gpu", "ram", "disk" put all cases there; "auto" fills GPU memory first, then host memory, and leaves the
+            rest on disk; "smart" holds some cases at a time in the fastest memory; "none" keeps nothing, so that each
+            case is prepared from its raw file whenever it is used.
+        budgets: bytes that the cache may take in each tier (see `measure_budgets`).
+        smart_cases: for "smart", cases held at a time; None takes as many as fit.
+        share: for "smart", share of the held cases, above 0 and at most 1, that is replaced after each epoch; they are
+            loaded ahead and need room, too.
+
+    Raises:
+        ValueError: the cases do not fit where they were asked for, or there is no such place.
+    """
+    total = f"cache {mode}: {len(sizes)} cases take up to {_amount(sum(sizes.values()))}"
+    if mode == "none":
+        line = f"{total} and none is kept: each is prepared from its raw file whenever it is used"
+        nowhere: Tier = "none"
+        return CachePlan((nowhere,) * len(sizes), 0, 0, (line,))
+    if sum(sizes.values()) > budgets["disk"]:
+        raise ValueError(
+            f"{total} on disk, in the prepared store, and {_amount(budgets['disk'])} are free there: make room, choose "
+            "another folder, or --cache none"
+        )
+    if mode == "smart":
+        return _smart(sizes, budgets, smart_cases, share, total)
+    if mode == "gpu" and "gpu" not in budgets:
+        raise ValueError("cache gpu: the batches lie on the CPU, which has no GPU memory: use --cache auto or ram")
+    memories: tuple[Tier, ...] = ("gpu", "ram")  # the faster one first
+    taken: dict[Tier, int] = {tier: 0 for tier in memories if tier in budgets and mode in ("auto", tier)}
+    tiers: list[Tier] = []
+    for size in sizes.values():
+        tier: Tier = next((place for place, used in taken.items() if used + size <= budgets[place]), "disk")
+        taken[tier] = taken.get(tier, 0) + size
+        tiers.append(tier)
+    if mode in memories and "disk" in tiers:
+        raise ValueError(
+            f"{total} and {_amount(budgets[mode])} of {_PLACES[mode]} are free for the cache: use --cache auto, which "
+            "mixes GPU, host memory and disk, or --cache smart, which holds some cases at a time"
+        )
+    lines = [total]
+    for place in (place for place in taken if place in tiers):
+        room = f" (of {_amount(budgets[place])} free for it)" if place in memories else ""
+        lines.append(f"  {tiers.count(place)} cases, {_amount(taken[place])} in {_PLACES[place]}{room}")
+    if mode == "auto" and "disk" in tiers:
+        first = list(sizes)[tiers.index("disk")] + (", ..." if tiers.count("disk") > 1 else "")
+        lines.append(
+            f"  what lies on disk ({first}) is read from there at each use: if the steps wait for it, take --cache "
+            "smart, or more memory"
+        )
+    return CachePlan(tuple(tiers), len(sizes), 0, tuple(lines))
+
+
+def smart_indices(count: int, held: int, replaced: int, epoch: int) -> np.ndarray:
+    """Return the indices [held] of the cases that a smart cache holds in one epoch, counted from 0.
+
+    After each epoch the first `replaced` cases make way, and the next ones in the order of the dataset follow.
+
+    Source: monai.data.SmartCacheDataset.
+    """
+    return (epoch * replaced + np.arange(held)) % count
+
+
+def _smart(
+    sizes: Mapping[str, int], budgets: Mapping[Tier, int], asked: int | None, share: float, total: str
+) -> CachePlan:
+    """Hold as many cases as asked, or as fit, in the faster memory that has room for them."""
+    count = len(sizes)
+    if asked is not None and asked > count:
+        raise ValueError(f"cache smart:{asked}: between 1 and the {count} cases that there are")
+    largest = sorted(sizes.values(), reverse=True)  # whichever cases are held, they take no more than the largest ones
+    rooms = {tier: budgets[tier] for tier in _PLACES if tier in budgets and tier != "disk"}
+    for tier, room in rooms.items():
+        for held in [asked] if asked else range(count, 0, -1):
+            replaced = min(math.ceil(held * share), count - held)  # as MONAI's
+            needed = sum(largest[: held + replaced])
+            if needed <= room:
+                line = (
+                    f"{total}; {held} at a time in {_PLACES[tier]}, {replaced} replaced after each epoch, up to "
+                    f"{_amount(needed)} with those (of {_amount(room)} free for it); the others wait in "
+                    f"{_PLACES['disk']}"
+                )
+                return CachePlan((tier,) * count, held, replaced, (line,))
+    free = " and ".join(f"{_amount(room)} of {_PLACES[tier]}" for tier, room in rooms.items())
+    raise ValueError(
+        f"cache smart: {held} of {count} cases and those loaded ahead need up to {_amount(needed)}, and {free} are "
+        "free for the cache: hold fewer at a time, or use --cache disk"
+    )
+
+
+def _amount(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

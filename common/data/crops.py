@@ -1,17 +1,16 @@
-"""Crops cut from prepared cases: one gather where the cases lie in flat tensors on the device, else case by case."""
+"""Crops cut from cases in their place: one gather from flat tensors on the device, else case by case on the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from common.data.cache_plan import Tier
 from common.data.geometry import Shape
 from common.data.preparation import PreparedCase
 
-Flat = tuple[torch.Tensor, torch.Tensor]  # cases one after the other: image [C, N] float16 and label [N] uint8
+Tier = Literal["gpu", "ram", "disk", "none"]
 Crops = tuple[torch.Tensor, torch.Tensor]  # image [N, C, X, Y, Z] float16 and label [N, 1, X, Y, Z] uint8
 
 
@@ -21,11 +20,12 @@ class CachedCase:
 
     Attributes:
         name: of the case.
-        image: [C, X, Y, Z] float16, on the device, in host memory, or in a mapped file.
-        label: [X, Y, Z] uint8, likewise.
+        image: [C, X, Y, Z] float16 in host memory or a mapped file. On the device [C, V]: all cases that were placed
+            with it, each flat and padded with zeros, one after the other.
+        label: [X, Y, Z] or [V] uint8, likewise.
         shape: [3] int64, X, Y, Z, padded at the far end to at least one crop.
         foreground: for each foreground class that the case holds, its voxels as flat row-major indices in `shape`.
-        offset: the case's first voxel in the flat tensors of its cache; None where it lies by itself.
+        offset: the case's first voxel among the V; None where it lies by itself.
     """
 
     name: str
@@ -36,43 +36,69 @@ class CachedCase:
     offset: int | None = None
 
 
-def place_case(case: PreparedCase, tier: Tier, crop_size: Shape, device: torch.device) -> CachedCase:
-    """Put a prepared, labelled case by itself in its tier.
+def place_cases(cases: Sequence[PreparedCase], tier: Tier, crop_size: Shape, device: torch.device) -> list[CachedCase]:
+    """Put prepared, labelled cases in a tier.
 
     Args:
-        case: in CPU memory or a mapped file.
-        tier: "gpu" copies it to `device`, "ram" to CPU memory; "disk" and "none" leave it as it is.
+        cases: in CPU memory or mapped files.
+        tier: "gpu" copies them to `device`, "ram" to CPU memory; "disk" and "none" leave them as they are.
         crop_size: X, Y, Z in voxels.
         device: of the batches.
     """
-    assert case.label is not None
-    image, label = case.image, case.label
-    if tier == "gpu":
-        image, label = image.to(device), label.to(device)
-    elif tier == "ram":
-        image, label = image.clone(), label.clone()
-    return CachedCase(case.name, image, label, *_foreground(case.label.numpy(), crop_size))
+    labels = [case.label for case in cases if case.label is not None]
+    known = [_foreground(label.numpy(), crop_size) for label in labels]
+    given = list(zip(cases, labels, known, strict=True))
+    if tier != "gpu":
+        copied = torch.clone if tier == "ram" else torch.Tensor.detach
+        return [CachedCase(case.name, copied(case.image), copied(label), *more) for case, label, more in given]
+    ends = np.cumsum([0, *(shape.prod() for shape, _ in known)]).tolist()
+    images = torch.zeros(len(cases[0].image), ends[-1], dtype=torch.float16, device=device)
+    truth = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+    for (case, label, (shape, _)), first, end in zip(given, ends[:-1], ends[1:], strict=True):
+        x, y, z = label.shape
+        images[:, first:end].view(-1, *shape)[:, :x, :y, :z] = case.image
+        truth[first:end].view(*shape)[:x, :y, :z] = label
+    return [
+        CachedCase(case.name, images, truth, *more, first) for (case, _, more), first in zip(given, ends, strict=False)
+    ]
 
 
-def place_flat(cases: Sequence[PreparedCase], crop_size: Shape, device: torch.device) -> tuple[list[CachedCase], Flat]:
-    """Put prepared, labelled cases into flat tensors on the device, each padded with zeros to at least one crop."""
-    found = [_foreground(case.label.numpy(), crop_size) for case in cases if case.label is not None]
-    ends = np.cumsum([0, *(int(shape.prod()) for shape, _ in found)]).tolist()
-    image = torch.empty(len(cases[0].image), ends[-1], dtype=torch.float16, device=device)
-    label = torch.empty(ends[-1], dtype=torch.uint8, device=device)
-    placed = []
-    for case, (shape, foreground), first, end in zip(cases, found, ends[:-1], ends[1:], strict=True):
-        assert case.label is not None
-        image_there, label_there = image[:, first:end].view(-1, *shape), label[first:end].view(*shape)
-        image_there.copy_(_padded(case.image, shape))
-        label_there.copy_(_padded(case.label, shape))
-        placed.append(CachedCase(case.name, image_there, label_there, shape, foreground, first))
-    return placed, (image, label)
+def cut(cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size: Shape, device: torch.device) -> Crops:
+    """Cut one crop from each of these cases; the host never waits for the device.
+
+    Args:
+        cases: [N], each wherever it lies.
+        starts: [N, 3] int64, first voxel of each crop along X, Y, Z, before it is flipped.
+        flips: [N, 3] bool, whether it is then flipped along each axis.
+        size: of the crops, X, Y, Z in voxels.
+        device: where the crops are wanted.
+    """
+    together: dict[int | None, list[int]] = {}  # rows by the tensor that their cases lie in; None on the host
+    for row, case in enumerate(cases):
+        together.setdefault(None if case.offset is None else id(case.image), []).append(row)
+    parts = []
+    for place, rows in together.items():
+        some = [cases[row] for row in rows]
+        if place is None:
+            parts.append(_copy(some, starts[rows], flips[rows], size, device))
+        else:
+            parts.append(_gather(some, starts[rows], flips[rows], size))
+    if len(parts) == 1:
+        return parts[0]
+    order = upload(np.argsort(np.concatenate(list(together.values()))), device)
+    image, label = (torch.cat(part).index_select(0, order) for part in zip(*parts, strict=True))
+    return image, label
 
 
-def gather(flat: Flat, cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size: Shape) -> Crops:
-    """Cut one crop from each of these cases in the flat tensors; for the arguments see `CaseCache.cut`."""
-    image, label = flat
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return a small array on the device; the host does not wait for the copy."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _gather(cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size: Shape) -> Crops:
+    """Cut crops from cases that lie in the same tensors."""
+    image, label = cases[0].image, cases[0].label
     shapes = np.stack([case.shape for case in cases])
     strides = np.stack([shapes[:, 1] * shapes[:, 2], shapes[:, 2], np.ones(len(shapes), np.int64)], axis=1)
     corner = np.where(flips, starts + np.array(size) - 1, starts)
@@ -84,65 +110,30 @@ def gather(flat: Flat, cases: Sequence[CachedCase], starts: np.ndarray, flips: n
     return image[:, index].transpose(0, 1).contiguous(), label[index].unsqueeze(1)
 
 
-def slices(
+def _copy(
     cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size: Shape, device: torch.device
 ) -> Crops:
-    """Cut one crop from each of these cases, which lie by themselves; for the arguments see `CaseCache.cut`."""
-    volumes = [case.image for case in cases], [case.label[None] for case in cases]
-    if cases[0].image.device.type == "cpu":
-        image, label = (_copies(each, starts, flips, size, device) for each in volumes)
-    else:
-        image, label = (_views(each, starts, flips, size) for each in volumes)
-    return image, label
-
-
-def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return a small array on the device; the host does not wait for the copy."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    """Copy crops of cases on the host into one buffer, pinned for a GPU, and send it."""
+    to_gpu = device.type == "cuda"
+    image = torch.empty((len(cases), len(cases[0].image), *size), dtype=torch.float16, pin_memory=to_gpu)
+    label = torch.empty((len(cases), 1, *size), dtype=torch.uint8, pin_memory=to_gpu)
+    for row, (case, start, flip) in enumerate(zip(cases, starts.tolist(), flips.tolist(), strict=True)):
+        box = tuple(slice(first, first + side) for first, side in zip(start, size, strict=True))
+        # A flipped crop is filled from its far end; the padding is then at its near one, as if padded before.
+        turned = tuple(slice(None, None, -1 if flipped else 1) for flipped in flip)
+        for crops, volume in ((image, case.image), (label, case.label[None])):
+            piece, target = volume.numpy()[:, *box], crops[row].numpy()[:, *turned]
+            if piece.shape != target.shape:
+                target[...] = 0
+            target[tuple(map(slice, piece.shape))] = piece
+    return image.to(device, non_blocking=to_gpu), label.to(device, non_blocking=to_gpu)
 
 
 def _foreground(label: np.ndarray, crop_size: Shape) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Return shape and foreground index of a `CachedCase` from its label [X, Y, Z]."""
+    """Return shape and foreground of a `CachedCase` from its label [X, Y, Z]."""
     shape = np.maximum(label.shape, crop_size).astype(np.int64)
     found = np.flatnonzero(label)
     values = label.reshape(-1)[found]
     if label.shape != tuple(shape):
         found = np.ravel_multi_index(np.unravel_index(found, label.shape), tuple(shape))
     return shape, tuple(found[values == number].astype(np.int32) for number in np.unique(values))
-
-
-def _padded(volume: torch.Tensor, shape: Sequence[int] | np.ndarray) -> torch.Tensor:
-    """Return [..., X, Y, Z] padded with zeros at the far end to `shape`; itself where nothing is missing."""
-    missing = [int(side) - held for side, held in zip(shape, volume.shape[-3:], strict=True)]
-    return F.pad(volume, [step for extra in reversed(missing) for step in (0, extra)]) if any(missing) else volume
-
-
-def _views(volumes: Sequence[torch.Tensor], starts: np.ndarray, flips: np.ndarray, size: Shape) -> torch.Tensor:
-    """Return the crops [N, C, X, Y, Z] of volumes on the device."""
-    crops = []
-    for volume, start, flip in zip(volumes, starts.tolist(), flips.tolist(), strict=True):
-        crop = _padded(volume[_box(start, size)], size)
-        crops.append(crop.flip([axis + 1 for axis in range(3) if flip[axis]]))
-    return torch.stack(crops)
-
-
-def _copies(
-    volumes: Sequence[torch.Tensor], starts: np.ndarray, flips: np.ndarray, size: Shape, device: torch.device
-) -> torch.Tensor:
-    """Copy the crops of volumes on the host into one buffer, pinned for a GPU, and send it; the host does not wait."""
-    to_gpu = device.type == "cuda"
-    buffer = torch.empty((len(volumes), len(volumes[0]), *size), dtype=volumes[0].dtype, pin_memory=to_gpu)
-    for crop, volume, start, flip in zip(buffer.numpy(), volumes, starts.tolist(), flips.tolist(), strict=True):
-        piece = volume.numpy()[_box(start, size)]
-        # A flipped crop is filled from its far end; the padding is then at its near one, as if padded before.
-        target = crop[(slice(None), *(slice(None, None, -1 if flipped else 1) for flipped in flip))]
-        if piece.shape != target.shape:
-            target[...] = 0
-        target[(slice(None), *(slice(0, side) for side in piece.shape[1:]))] = piece
-    return buffer.to(device, non_blocking=to_gpu)
-
-
-def _box(start: Sequence[int], size: Shape) -> tuple[slice, ...]:
-    """Return the index of a crop in a volume [C, X, Y, Z]."""
-    return slice(None), *(slice(first, first + side) for first, side in zip(start, size, strict=True))

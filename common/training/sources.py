@@ -7,7 +7,7 @@ network to the mean foreground Dice on the working grid of the validation cases 
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +18,10 @@ from monai.inferers import sliding_window_inference
 from monai.transforms import Compose
 from torch import nn
 
-from common.data.batches import Batches, crop_batches
-from common.data.cache import CaseCache, fill_cache
-from common.data.cache_plan import CacheMode, CachePlan, Tier, measure_budgets, plan_cache, smart_indices
-from common.data.crops import CachedCase, place_case
+from common.data.batches import Batches, crop_batches, partition_cases
+from common.data.cache import CacheMode, CachePlan, CaseCache, fill_cache, measure_budgets, plan_cache, smart_indices
+from common.data.crops import CachedCase, Tier, place_cases
 from common.data.dataset import Case
-from common.data.draws import partition_cases
 from common.data.monai_batches import MonaiSource, Transforms, monai_crops, monai_items, plain
 from common.data.preparation import Preparation, PreparedCase, check_values, prepare_case
 from common.data.store import prepared_bytes, prepared_cases, store_folder
@@ -258,7 +256,7 @@ def _changing(
             prepared = prepare_case(cases[number], model.preparation, model.labelling.numbers)
         else:
             (prepared,) = stored_cases([cases[number]], model, config, run)
-        return place_case(prepared, tier, size, run.device)
+        return place_cases([prepared], tier, size, run.device)[0]
 
     def cases_of(epoch: int) -> np.ndarray:
         if cache.mode == "none":
@@ -270,17 +268,11 @@ def _changing(
         found: np.ndarray = part[smart_indices(len(part), plan.held, replaced, epoch)]
         return found
 
-    return CaseCache(
-        cases_of,
-        size,
-        run.device,
-        tier != "gpu",
-        load,
-        tuple(case.name for case in cases),
-        ahead=plan.replaced or int(cache.reshuffle is None),
-        keep=max(_RECENT, decided(config.batch_size)) if cache.mode == "none" else None,
-        epochs=config.epochs,
-    )
+    if cache.mode == "none":  # fewer than a batch holds would be prepared twice for it
+        recent = lru_cache(max(_RECENT, decided(config.batch_size)))(load)
+        return CaseCache(cases_of, size, run.device, True, recent)
+    ahead = plan.replaced or int(cache.reshuffle is None)
+    return CaseCache(cases_of, size, run.device, tier != "gpu", load, ahead, config.epochs)
 
 
 def _say_shares(mine: Sequence[Case], count: int, run: Run) -> None:

@@ -14,10 +14,9 @@ from apps.pathology.patches.guide import cucim_transform, monai_patches, random_
 from apps.pathology.patches.store import Patches, Tier, stored_patches
 from apps.pathology.patches.table import PatchTable
 from apps.pathology.slides.reader import SlidePool
-from common.data.batches import Batch, Batches, KeyedBatches, Take
-from common.data.cache_plan import measure_budgets
+from common.data.batches import Batch, Batches, KeyedBatches, Take, keyed_uniforms, partition_cases
+from common.data.cache import measure_budgets
 from common.data.crops import upload
-from common.data.draws import keyed_uniforms, partition_cases
 from common.data.store import store_folder
 from common.run import Run
 from common.training.config import decided
@@ -102,16 +101,16 @@ def patch_batches(
         patches: hold those of the partitions here.
         here: the partitions of this process.
         partitions: in all processes.
-        batch_size: patches per step, over all partitions.
+        batch_size: patches per step, over all partitions, by which it divides.
         augmentation: of the patches.
         seed: of everything random here.
         device: where the batches are wanted.
 
     Raises:
-        ValueError: the set is smaller than a batch, or the batch does not divide by the partitions.
+        ValueError: the set is smaller than a batch.
     """
     count = len(patches.table)
-    steps = count // partitions // max(1, batch_size // partitions)
+    steps = count // partitions // (batch_size // partitions)
     if not steps:
         raise ValueError(
             f"batch_size {batch_size}: {count} training patches in {partitions} partitions do not fill one batch; "
@@ -119,7 +118,7 @@ def patch_batches(
         )
     rows = [partition_cases(count, partitions, number) for number in here]
     parts = [partial(_shuffled, patches, each, augmentation, seed, device) for each in rows]
-    return KeyedBatches(parts, steps, batch_size, partitions)
+    return KeyedBatches(parts, steps, batch_size // partitions)
 
 
 @contextmanager

@@ -1,18 +1,23 @@
 import itertools
+import shutil
 import threading
 import time
+import warnings
 import weakref
+from collections import Counter
+from functools import lru_cache
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from monai.data import SmartCacheDataset
 
-from common.data import crops
-from common.data.batches import crop_batches
-from common.data.cache import CaseCache, fill_cache
-from common.data.cache_plan import Tier, smart_indices
-from common.data.crops import CachedCase, place_case
-from common.data.draws import partition_cases
+from common import run as host_memory
+from common.data.batches import crop_batches, partition_cases
+from common.data.cache import CachePlan, CaseCache, fill_cache, measure_budgets, plan_cache, smart_indices
+from common.data.crops import CachedCase, Crops, Tier, cut, place_cases
 from common.data.geometry import working_grid
 from common.data.preparation import PreparedCase
 from common.data.store import read_entry, write_entry
@@ -42,8 +47,12 @@ def cases(tmp_path) -> list[PreparedCase]:
     return entries
 
 
-def fixed(load, on_host=True, **settings) -> CaseCache:
-    return CaseCache(lambda epoch: np.arange(5), CROP, CPU, on_host, load, list("abcde"), **settings)
+def place_case(case: PreparedCase, tier: Tier, device: torch.device = CPU) -> CachedCase:
+    return place_cases([case], tier, CROP, device)[0]
+
+
+def crops_of(cache: CaseCache, numbers, starts, flips) -> Crops:
+    return cut([cache.case(number) for number in numbers.tolist()], starts, flips, cache.crop_size, cache.device)
 
 
 def kinds(cases: list[PreparedCase], device: torch.device = CPU) -> dict[str, CaseCache]:
@@ -55,10 +64,10 @@ def kinds(cases: list[PreparedCase], device: torch.device = CPU) -> dict[str, Ca
         "mixed": ["disk", "gpu", "ram", "gpu", "ram"],
     }
     made = {name: fill_cache(cases, each, CROP, device) for name, each in tiers.items()}
-    made["last ones"] = fixed(lambda number: place_case(prepared(number), "none", CROP, device), keep=5)
-    made["each on the device"] = fixed(lambda number: place_case(cases[number], "gpu", CROP, device), on_host=False)
-    for name in ("last ones", "each on the device"):
-        made[name].device = device
+    each_by_itself: dict[str, Tier] = {"last ones": "none", "each on the device": "gpu"}
+    for name, tier in each_by_itself.items():
+        load = lru_cache(5)(lambda number, tier=tier: place_case(prepared(number), tier, device))
+        made[name] = CaseCache(lambda epoch: np.arange(5), CROP, device, tier != "gpu", load)
     return made
 
 
@@ -71,16 +80,16 @@ def random_crops(cases, count=40):
 
 def compare_all_kinds(cases, device):
     crops = random_crops(cases)
-    image, label = fill_cache(cases, ["gpu"] * 5, CROP, CPU).cut(*crops)
+    image, label = crops_of(fill_cache(cases, ["gpu"] * 5, CROP, CPU), *crops)
     assert image.abs().sum() > 0
     for name, cache in kinds(cases, device).items():
         with cache.epoch(0) as numbers:
             assert numbers.tolist() == [0, 1, 2, 3, 4]
-            cut = cache.cut(*crops)
-        assert [tensor.dtype for tensor in cut] == [torch.float16, torch.uint8], name
-        assert cut[0].device.type == device.type, name
-        assert torch.equal(cut[0].cpu(), image), name
-        assert torch.equal(cut[1].cpu(), label), name
+            found = crops_of(cache, *crops)
+        assert [tensor.dtype for tensor in found] == [torch.float16, torch.uint8], name
+        assert found[0].device.type == device.type, name
+        assert torch.equal(found[0].cpu(), image), name
+        assert torch.equal(found[1].cpu(), label), name
 
 
 def test_every_kind_cuts_the_same_crops(cases):
@@ -109,32 +118,26 @@ def test_the_flat_tensors_hold_every_voxel_and_zeros_at_the_far_end():
     first, second = cache.case(0), cache.case(1)
     assert (first.shape.tolist(), second.shape.tolist()) == ([4, 4, 8], [4, 4, 9])
     assert (first.offset, second.offset) == (0, 4 * 4 * 8)
-    assert torch.equal(first.image[:, :3, :4, :5], cases[0].image)
-    assert torch.equal(second.image[:, :2, :2, :9], cases[1].image)
-    assert not first.image[:, 3:].any()
-    assert not first.image[..., 5:].any()
-    assert int(first.label.count_nonzero()) == int(cases[0].label.count_nonzero())  # type: ignore[union-attr]
+    assert first.image is second.image
+    one, other = first.image[:, :128].view(-1, 4, 4, 8), first.image[:, 128:].view(-1, 4, 4, 9)
+    assert torch.equal(one[:, :3, :4, :5], cases[0].image)
+    assert torch.equal(other[:, :2, :2, :9], cases[1].image)
+    assert not one[:, 3:].any()
+    assert not one[..., 5:].any()
+    assert int(first.label[:128].count_nonzero()) == int(cases[0].label.count_nonzero())  # type: ignore[union-attr]
 
 
 def test_foreground_is_listed_per_class():
     label = torch.zeros(2, 2, 2, dtype=torch.uint8)
     label[0, 0, 1], label[1, 1, 1] = 2, 1
     case = PreparedCase("a", torch.zeros(1, 2, 2, 2).half(), label, grid=None)  # type: ignore[arg-type]
-    placed = place_case(case, "ram", (1, 1, 3), CPU)  # padded to [2, 2, 3]
+    (placed,) = place_cases([case], "ram", (1, 1, 3), CPU)  # padded to [2, 2, 3]
     assert [voxels.tolist() for voxels in placed.foreground] == [[10], [1]]
     assert placed.foreground[0].dtype == np.int32
 
 
-def test_slices_on_a_device_are_those_on_the_host(cases):
-    """The path of tensors that lie on a GPU, taken here with tensors on the CPU."""
-    numbers, starts, flips = random_crops(cases)
-    volumes = [cases[number].image for number in numbers]
-    there = crops._views(volumes, starts, flips, CROP)
-    assert torch.equal(there, crops._copies(volumes, starts, flips, CROP, CPU))
-
-
 def test_ram_is_a_copy_and_disk_is_not(cases):
-    ram, disk = (place_case(cases[0], tier, CROP, CPU) for tier in ("ram", "disk"))
+    ram, disk = (place_case(cases[0], tier) for tier in ("ram", "disk"))
     assert disk.image.data_ptr() == cases[0].image.data_ptr()
     assert ram.image.data_ptr() != cases[0].image.data_ptr()
     assert torch.equal(ram.image, disk.image)
@@ -145,30 +148,16 @@ def test_which_kinds_keep_the_cpu_busy(cases):
     assert [made[name].on_host for name in ("flat", "ram", "disk", "mixed", "last ones")] == [False, *[True] * 4]
 
 
-def test_a_case_that_is_not_kept_is_loaded_again_when_used_again():
-    loaded: list[int] = []
-
-    def load(number):
-        loaded.append(number)
-        return place_case(prepared(number), "none", CROP, CPU)
-
-    cache = fixed(load, keep=2)
-    with cache.epoch(0):
-        for number in (0, 1, 0, 2, 0, 1):  # 1 is the one used longest ago when 2 comes
-            cache.case(number)
-    assert loaded == [0, 1, 2, 1]
-
-
 def test_cutting_waits_for_no_device(cases):
     crops = random_crops(cases)
     for cache in kinds(cases).values():
         with cache.epoch(0), refuse_host_sync():
-            cache.cut(*crops)
+            crops_of(cache, *crops)
 
 
 def test_cases_are_only_read(cases):
     before = [each.image.clone() for each in cases]
-    kinds(cases)["disk"].cut(*random_crops(cases))[0].zero_()
+    crops_of(kinds(cases)["disk"], *random_crops(cases))[0].zero_()
     assert all(torch.equal(each.image, was) for each, was in zip(cases, before, strict=True))
 
 
@@ -185,7 +174,7 @@ class Loads:
     def __call__(self, number: int) -> CachedCase:
         self.loaded.append(number)
         self.threads[number] = threading.current_thread().name
-        made = place_case(prepared(number, (7, 6, 5)), "ram", CROP, CPU)
+        made = place_case(prepared(number, (7, 6, 5)), "ram")
         key = next(self.numbers)
         self.alive.add(key)
         weakref.finalize(made.image, self.alive.discard, key)
@@ -194,16 +183,8 @@ class Loads:
 
 
 def smart(loads, count=5, held=4, replaced=1, **settings) -> CaseCache:
-    names = [f"case{number}" for number in range(count)]
     return CaseCache(
-        lambda epoch: smart_indices(count, held, replaced, epoch),
-        CROP,
-        CPU,
-        True,
-        loads,
-        names,
-        ahead=replaced,
-        **settings,
+        lambda epoch: smart_indices(count, held, replaced, epoch), CROP, CPU, True, loads, replaced, **settings
     )
 
 
@@ -245,18 +226,17 @@ def test_memory_never_holds_more_than_an_epoch_and_what_comes(epochs):
     assert loads.most == 8
 
 
-def test_a_case_that_fails_ahead_fails_the_next_epoch_and_is_named():
+def test_a_case_that_fails_ahead_fails_the_next_epoch():
     def load(number):
         if number >= 4:
             raise OSError("no such entry")
-        return place_case(prepared(number), "ram", CROP, CPU)
+        return place_case(prepared(number), "ram")
 
     cache = smart(load, count=8, held=4, replaced=2)
     with cache.epoch(0):
         wait(cache)
-    with pytest.raises(OSError, match="no such entry") as error, cache.epoch(1):
+    with pytest.raises(OSError, match="no such entry"), cache.epoch(1):
         pass
-    assert error.value.__notes__ == ["while loading case case4"]
     with cache.epoch(0) as numbers:  # what is sound can still be had
         assert numbers.tolist() == [0, 1, 2, 3]
     wait(cache)
@@ -272,7 +252,7 @@ def test_leaving_an_epoch_early_cancels_what_is_to_come():
             begun.set()
             go_on.wait(10)
         loaded.append(number)
-        return place_case(prepared(number, (7, 6, 5)), "ram", CROP, CPU)
+        return place_case(prepared(number, (7, 6, 5)), "ram")
 
     epoch = smart(load, count=8, held=4, replaced=4).epoch(0)
     epoch.__enter__()
@@ -298,7 +278,7 @@ def test_a_reshuffle_deals_anew_and_loads_only_what_is_new():
     def cases_of(epoch):
         return partition_cases(10, 2, 0, seed=3, round=epoch // 3)
 
-    cache = CaseCache(cases_of, CROP, CPU, True, loads, [f"case{number}" for number in range(10)])
+    cache = CaseCache(cases_of, CROP, CPU, True, loads, 0)
     for epoch in range(9):
         loads.loaded.clear()
         with cache.epoch(epoch) as numbers:
@@ -329,3 +309,163 @@ def test_the_crop_of_a_case_does_not_depend_on_what_else_is_held():
         }
 
     assert crops(3) < crops(5)
+
+
+GIB = 2**30
+MIB = 2**20
+SIZES = {f"case{number}": 100 * MIB for number in range(10)}
+
+
+def budgets(gpu, ram, disk):
+    return {"ram": ram, "disk": disk} if gpu is None else {"gpu": gpu, "ram": ram, "disk": disk}
+
+
+def plan(mode, gpu, ram, disk=100 * GIB, asked=None, share=0.25, sizes=SIZES) -> CachePlan:
+    return plan_cache(sizes, mode, budgets(gpu, ram, disk), asked, share)
+
+
+def test_auto_takes_the_gpu_where_all_fits():
+    made = plan("auto", gpu=GIB, ram=0)
+    assert made.tiers == ("gpu",) * 10
+    assert made.lines == (
+        "cache auto: 10 cases take up to 1000 MiB",
+        "  10 cases, 1000 MiB in GPU memory (of 1.0 GiB free for it)",
+    )
+
+
+def test_auto_fills_the_gpu_first_then_memory():
+    made = plan("auto", gpu=450 * MIB, ram=GIB)
+    assert made.tiers == ("gpu",) * 4 + ("ram",) * 6
+    assert made.lines[1:] == (
+        "  4 cases, 400 MiB in GPU memory (of 450 MiB free for it)",
+        "  6 cases, 600 MiB in host memory (of 1.0 GiB free for it)",
+    )
+
+
+def test_auto_leaves_the_rest_on_disk_and_says_what_to_do():
+    made = plan("auto", gpu=450 * MIB, ram=299 * MIB)
+    assert made.tiers == ("gpu",) * 4 + ("ram",) * 2 + ("disk",) * 4
+    assert made.lines[3] == "  4 cases, 400 MiB in the memory-mapped prepared store"
+    assert "what lies on disk (case6, ...)" in made.lines[4]
+    assert "--cache smart" in made.lines[4]
+
+
+def test_a_large_case_does_not_keep_smaller_ones_out():
+    made = plan("auto", 100, 200, GIB, sizes={"a": 50, "b": 200, "c": 50})
+    assert made.tiers == ("gpu", "ram", "gpu")
+
+
+def test_a_cpu_has_no_gpu_tier():
+    assert plan("auto", gpu=None, ram=GIB).tiers == ("ram",) * 10
+    with pytest.raises(ValueError, match=r"cache gpu: the batches lie on the CPU.*--cache auto or ram"):
+        plan("gpu", gpu=None, ram=GIB)
+
+
+def test_nothing_but_the_disk():
+    assert plan("disk", gpu=GIB, ram=GIB).tiers == ("disk",) * 10
+    assert plan("auto", gpu=0, ram=0).tiers == ("disk",) * 10
+
+
+@pytest.mark.parametrize("mode", ["gpu", "ram"])
+def test_a_tier_asked_for_holds_all_or_is_refused(mode):
+    assert plan(mode, gpu=1000 * MIB, ram=1000 * MIB).tiers == (mode,) * 10
+    place = {"gpu": "GPU memory", "ram": "host memory"}[mode]
+    with pytest.raises(
+        ValueError, match=rf"cache {mode}: 10 cases take up to 1000 MiB and 999 MiB of {place} .*--cache auto.*smart"
+    ):
+        plan(mode, gpu=999 * MIB, ram=999 * MIB)
+
+
+@pytest.mark.parametrize("mode", ["auto", "gpu", "ram", "disk", "smart"])
+def test_a_disk_that_cannot_hold_the_store_is_refused(mode):
+    with pytest.raises(ValueError, match=r"10 cases take up to 1000 MiB on disk.*999 MiB are free there: make room"):
+        plan(mode, gpu=GIB, ram=GIB, disk=999 * MIB)
+
+
+def test_none_keeps_nothing_anywhere():
+    made = plan("none", gpu=None, ram=0, disk=0)
+    assert (made.tiers, made.held) == (("none",) * 10, 0)
+    assert "prepared from its raw file whenever it is used" in made.lines[0]
+
+
+def test_smart_holds_what_fits_with_what_is_loaded_ahead():
+    made = plan("smart", gpu=500 * MIB, ram=10 * GIB)
+    assert (made.tiers, made.held, made.replaced) == (("gpu",) * 10, 4, 1)  # 4 + a quarter of 4
+    assert made.lines == (
+        "cache smart: 10 cases take up to 1000 MiB; 4 at a time in GPU memory, 1 replaced after each epoch, up to "
+        "500 MiB with those (of 500 MiB free for it); the others wait in the memory-mapped prepared store",
+    )
+    assert plan("smart", gpu=500 * MIB, ram=GIB, share=0.5).held == 3  # 3 + 2
+    assert plan("smart", gpu=2 * GIB, ram=GIB).held == 10
+
+
+def test_smart_holds_as_many_as_asked_where_they_fit():
+    made = plan("smart", gpu=500 * MIB, ram=GIB, asked=8)
+    assert (set(made.tiers), made.held, made.replaced) == ({"ram"}, 8, 2)
+    assert plan("smart", gpu=None, ram=GIB, asked=1).held == 1
+    with pytest.raises(
+        ValueError, match=r"8 of 10 cases .* 1000 MiB, and 500 MiB of GPU memory and 900 MiB of host mem"
+    ):
+        plan("smart", gpu=500 * MIB, ram=900 * MIB, asked=8)
+    with pytest.raises(ValueError, match=r"cache smart:11: between 1 and the 10 cases"):
+        plan("smart", gpu=GIB, ram=GIB, asked=11)
+    with pytest.raises(ValueError, match=r"1 of 10 cases .* up to 200 MiB"):
+        plan("smart", gpu=None, ram=199 * MIB)
+
+
+def test_smart_counts_with_the_largest_cases():
+    made = plan("smart", None, 209, GIB, sizes={"a": 10, "b": 10, "c": 100, "d": 100})
+    assert made.held == 1  # with one more loaded ahead, 200; two with one more may take 210
+
+
+def test_the_brain_tumours_of_the_decathlon():
+    """Task01 of MSD: 484 cases of 240 x 240 x 155 with four channels take 36.2 GiB."""
+    sizes = {f"BRATS_{number:03d}": 240 * 240 * 155 * (4 * 2 + 1) for number in range(1, 485)}
+    h200 = plan("auto", 65 * GIB, 0, sizes=sizes)
+    assert h200.lines == (
+        "cache auto: 484 cases take up to 36.2 GiB",
+        "  484 cases, 36.2 GiB in GPU memory (of 65.0 GiB free for it)",
+    )
+    small = plan("auto", 10 * GIB, 12 * GIB, sizes=sizes)
+    assert Counter(small.tiers) == {"gpu": 133, "ram": 160, "disk": 191}
+    assert small.lines[1:4] == (
+        "  133 cases, 10.0 GiB in GPU memory (of 10.0 GiB free for it)",
+        "  160 cases, 12.0 GiB in host memory (of 12.0 GiB free for it)",
+        "  191 cases, 14.3 GiB in the memory-mapped prepared store",
+    )
+
+
+def test_budgets_are_half_of_what_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
+    monkeypatch.setattr(host_memory, "cgroup_free", lambda: [6 * GIB])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 16 * GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    (tmp_path / "a.safetensors").write_bytes(bytes(50))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert measure_budgets(cpu, tmp_path) == {"ram": 3 * GIB, "disk": 1050}  # an entry that is there needs no new room
+    assert measure_budgets(cuda, tmp_path / "not" / "made", processes=2) == budgets(5 * GIB, 3 * GIB // 2, 1000)
+
+
+def test_the_smart_cache_of_the_guide():
+    """Source: the docstring of monai.data.SmartCacheDataset: 5 images, 4 in the cache, a quarter replaced."""
+    table = [[1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 1], [4, 5, 1, 2], [5, 1, 2, 3]]
+    replaced = plan("smart", GIB, GIB, asked=4, sizes=dict.fromkeys("abcde", 1)).replaced
+    assert [(smart_indices(5, 4, replaced, epoch) + 1).tolist() for epoch in range(5)] == table
+
+
+@pytest.mark.parametrize(
+    ("count", "held", "rate"), [(5, 4, 0.25), (10, 4, 0.5), (7, 3, 0.1), (6, 4, 1.0), (9, 8, 0.5), (4, 4, 0.3)]
+)
+def test_the_smart_cache_is_that_of_monai(count, held, rate):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # MONAI warns where all cases are held
+        theirs = SmartCacheDataset(
+            list(range(count)), None, rate, cache_num=held, shuffle=False, progress=False, num_replace_workers=1
+        )
+    theirs.start()
+    replaced = plan("smart", GIB, GIB, asked=held, share=rate, sizes=dict.fromkeys(range(count), 1)).replaced
+    for epoch in range(6):
+        assert smart_indices(count, held, replaced, epoch).tolist() == [theirs[i] for i in range(held)]
+        if replaced:
+            theirs.update_cache()
+    theirs.shutdown()
