@@ -99,7 +99,8 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
         short, training, validation = cut_short(config, Path(folder))
         short = replace(short, run=Path(folder) / "run", resume=None, engine="none", profile="nothing", until=None)
         short = replaced(short, {"fast_dev_run": False, "parallel.partitions": None})
-        with start_run(short) as run, open_training(short, run) as (whole, setup):
+        with start_run(short) as run:
+            whole, setup = open_training(short, run)
             per_epoch = setup.batches.steps_per_epoch
             epochs = max(2, 1 + -(-_STEPS // per_epoch))
             few = replace(whole, epochs=epochs, validate_every=epochs)

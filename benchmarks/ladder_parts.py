@@ -64,8 +64,8 @@ def _opened(config: TrainingConfig, store: Path | None = None) -> Iterator[tuple
     """Yield a training that has not begun, decided, and its run, whose clock knows what its data took."""
     with tempfile.TemporaryDirectory(prefix="part-") as folder, redirect_stdout(io.StringIO()):
         config = replace(config, run=Path(folder) / "run", store=store or config.store)
-        with start_run(config) as run, open_training(config, run) as (decided, setup):
-            yield decided, setup, run
+        with start_run(config) as run:
+            yield *open_training(config, run), run
 
 
 def _filled(run: Run) -> float:

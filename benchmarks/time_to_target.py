@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ import torch
 from scipy.stats import mannwhitneyu
 
 from apps.pathology.config import PathologyConfig
-from apps.pathology.patches.store import stored_patches
+from apps.pathology.patches.sources import decoded
 from apps.pathology.patches.tables import find_tables
-from apps.pathology.slides.reader import SlidePool
 from benchmarks.harness import GUIDES, tell
 from benchmarks.volumes import dices
 from common.clock import Clock
@@ -139,14 +138,12 @@ def judge_patches(app: str, run: Path) -> float:
     """Return the AUC of the validation patches, drawn again, by the exported network in ONNX Runtime."""
     config = from_json(PathologyConfig, read_object(run / "plan.json"))
     here = Run(run, torch.device("cpu"), Clock(), resumed=False, ranks=Ranks(rank=1))
-    with closing(SlidePool(reader=config.reader)) as pool:
-        table = find_tables(config, here, pool).validation
-        patches = stored_patches(table, run.parent / "judged", pool, None, progress=False)
+    patches = decoded(find_tables(config, here).validation, replace(config, store=run.parent / "judged"), here)
     session = onnxruntime.InferenceSession(run / "exports" / "model_fp32.onnx")
     name = session.get_inputs()[0].name
     images = (pixels[None].astype(np.float32) / 127.5 - 1 for pixels in patches.pixels)  # [1, 3, S, S] in [-1, 1]
     scores = np.array([session.run(None, {name: image})[0].item() for image in images])
-    tumour = table.label.astype(bool)
+    tumour = patches.table.label.astype(bool)
     above = mannwhitneyu(scores[tumour], scores[~tumour]).statistic
     return float(above / (tumour.sum() * (~tumour).sum()))
 

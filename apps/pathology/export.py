@@ -7,7 +7,6 @@ if __name__ == "__main__":
     CONFIG = parse_config(PathologyExport, {}, description=__doc__)  # before torch: --help answers at once
 
 import tempfile
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from apps.pathology.model import PathologyModel, load_model
 from apps.pathology.patches.sources import decoded
 from apps.pathology.patches.tables import find_tables
 from apps.pathology.quality import export_patches, judge_on, tiles
-from apps.pathology.slides.reader import SlidePool
 from apps.pathology.weights import TWIN, our_name, resnet_weights
 from common.clock import Clock
 from common.export.bundle import write_bundle
@@ -78,12 +76,9 @@ def _export(config: PathologyExport, model: PathologyModel, run: Run, scratch: P
     else:
         trained = PathologyConfig(patch_size=model.patch_size, store=scratch)
     trained = replace(trained, data=config.data or trained.data, init=None)
-    with closing(SlidePool(reader=trained.reader)) as pool:
-        tables = find_tables(trained, run, pool)
-        validation = decoded(tables.validation, trained, run, pool)
-        calibration = None
-        if config.makes_int8():
-            calibration = tiles(decoded(tables.training, trained, run, pool), model)
+    tables = find_tables(trained, run)
+    validation = decoded(tables.validation, trained, run)
+    calibration = tiles(decoded(tables.training, trained, run), model) if config.makes_int8() else None
     best = model.build(run.directory / "best.safetensors").to(run.device).eval()
     engine = config.engine if config.to == "engine" else "none"
     judge = judge_on(validation, model, run, tables.name, calibration)

@@ -12,7 +12,6 @@ from common.export.gate import Judge
 from common.inference.predictors import Predictor, torch_predictor
 from common.run import Run
 from common.training.evaluate import Quality
-from common.training.fit import Validate
 
 _AT_ONCE = 256  # patches in one call
 _GATE_PATCHES = 1024  # the gate scores so many validation patches with each export
@@ -32,20 +31,12 @@ def patch_scores(patches: Patches, predictor: Predictor, device: torch.device, r
 def all_scores(patches: Patches, predictor: Predictor, run: Run) -> np.ndarray:
     """Return the tumour probability of all patches, [N] float32; each rank computes its share."""
     mine = np.arange(run.ranks.rank, len(patches.table), run.ranks.world)
-    shares = run.ranks.gather([patch_scores(patches, predictor, run.device, mine).cpu()])
-    scores = np.empty(len(patches.table), np.float32)
-    for number, share in enumerate(shares):
-        scores[number :: len(shares)] = share.numpy()
-    return scores
+    return np.array(run.ranks.gather(patch_scores(patches, predictor, run.device, mine).tolist()), np.float32)
 
 
-def shared_validation(patches: Patches, run: Run) -> Validate:
-    """Return the validation whose patches are shared by the ranks: the AUC of all of them."""
-
-    def validate(network: nn.Module, check: object) -> float:
-        return auc(patches.table.label, all_scores(patches, torch_predictor(network.eval()), run))
-
-    return validate
+def validation_auc(patches: Patches, run: Run, network: nn.Module, check: object) -> float:
+    """Return the AUC of a network on all patches, of which each rank computes its share."""
+    return auc(patches.table.label, all_scores(patches, torch_predictor(network.eval()), run))
 
 
 def evaluate(best: nn.Module, validation: Patches, testing: Patches | None, run: Run) -> Quality:

@@ -5,20 +5,18 @@ from apps.pathology.config import PathologyConfig, parse
 if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
-from contextlib import closing
+from functools import partial
 
 import torch
 
 from apps.pathology.model import PathologyModel, choose, model_of
 from apps.pathology.patches.sources import decoded, training_batches
-from apps.pathology.patches.store import Patches
 from apps.pathology.patches.tables import Tables, find_tables, keep_digests
-from apps.pathology.quality import evaluate, export_patches, judge_on, shared_validation
-from apps.pathology.slides.reader import SlidePool
+from apps.pathology.quality import evaluate, export_patches, judge_on, validation_auc
 from apps.pathology.weights import initialise_from
 from common.inference.model import write_model
 from common.run import Run, one_line_errors
-from common.training.evaluate import RunSummary, write_summary
+from common.training.evaluate import RunSummary, best_network, write_summary
 from common.training.fit import Setup, fit
 from common.training.losses import binary_cross_entropy
 from common.training.optimizers import build_optimizer
@@ -28,29 +26,33 @@ from common.training.setup import compile_if_asked, start_run
 
 def main(config: PathologyConfig) -> RunSummary | None:
     """Go the whole way, with the processes that torchrun started; the leader alone exports and returns the summary."""
-    with start_run(config) as run, closing(SlidePool(config.reader)) as pool:
-        tables = find_tables(config, run, pool)  # which patches train, validate and test
-        config, model = resolve(config, tables, run)  # every open field decided, said, and kept as plan.json
-        validation = decoded(tables.validation, config, run, pool)
-        fitted = fit(setup(config, tables, validation, model, run, pool), config, run)
-        best = model.build().to(run.device).eval()
-        best.load_state_dict(fitted.weights)
-        testing = decoded(tables.testing, config, run, pool) if tables.testing is not None else None
+    with start_run(config) as run:
+        data = read_data(config, run)  # which patches train, validate and test
+        config, model = resolve(config, data, run)  # every open field decided, said, and kept as plan.json
+        fitted = fit(setup(config, data, model, run), config, run)
+        best, validation = best_network(model, fitted, run), decoded(data.validation, config, run)
+        testing = decoded(data.testing, config, run) if data.testing is not None else None
         quality = evaluate(best, validation, testing, run)  # AUC of the patches
         if not run.leader:
             return None
-        judge = judge_on(validation, model, run, tables.name)
+        judge = judge_on(validation, model, run, data.name)
         exported = export_patches(best, model, judge, config.engine, run)  # ONNX, the gate, TensorRT
-        return write_summary(config, *tables.about(), True, fitted, quality, exported, run)
+        return write_summary(config, *data.about(), True, fitted, quality, exported, run)
 
 
-def resolve(config: PathologyConfig, tables: Tables, run: Run) -> tuple[PathologyConfig, PathologyModel]:
-    """Decide what the configuration leaves open, and what it trains; a resumed run finds what it decided first."""
+def read_data(config: PathologyConfig, run: Run) -> Tables:
+    """Find out which patches there are; a resumed run must find those that it began with."""
+    tables = find_tables(config, run)
     run.ranks.once(lambda: keep_digests(tables, run))
-    table, world = tables.training, run.ranks.world
+    return tables
+
+
+def resolve(config: PathologyConfig, data: Tables, run: Run) -> tuple[PathologyConfig, PathologyModel]:
+    """Decide what the configuration leaves open, and what it trains."""
+    table, world = data.training, run.ranks.world
 
     def decide() -> PathologyConfig:
-        return choose(config, table.size, tables.mpp, len(table), tables.per_slide, run.device, world)
+        return choose(config, table.size, data.mpp, len(table), data.per_slide, run.device, world)
 
     config = keep_plan(config, decide, run, told=("patch_size", "mpp"))  # the data's line says these
     model = model_of(config, run.device)
@@ -58,17 +60,16 @@ def resolve(config: PathologyConfig, tables: Tables, run: Run) -> tuple[Patholog
     return config, model
 
 
-def setup(
-    config: PathologyConfig, tables: Tables, validation: Patches, model: PathologyModel, run: Run, pool: SlidePool
-) -> Setup:
+def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
+    validation = decoded(data.validation, config, run)
     network = model.build()
     if config.init is not None and not (run.directory / "checkpoints" / "last").exists():
         run.say(initialise_from(network, config.init))
     network = network.to(run.device)
     if config.channels_last:
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    batches = training_batches(tables.training, config, run, pool)
+    batches = training_batches(data.training, config, run)
     compile_if_asked(network, (3, model.patch_size, model.patch_size), config, run)
     if run.ranks.world > 1 or config.parallel.accumulate > 1:
         run.say("batch normalisation: over each rank's own part of a batch, so that the parts do not add up exactly")
@@ -78,7 +79,7 @@ def setup(
         loss_function=binary_cross_entropy(config.augmentation.label_smoothing),
         optimizer=build_optimizer(config.optimizer, network.parameters(), config.learning_rate),
         precision=model.precision,
-        validate=shared_validation(validation, run),
+        validate=partial(validation_auc, validation, run),
     )
 
 

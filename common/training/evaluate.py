@@ -17,7 +17,7 @@ from common.export.export import ExportRecord, by_precision
 from common.export.volumes import GATE_CASES, export_volumes, judge_training
 from common.files import write_json
 from common.inference.labels import case_dice, dice_counts, dice_of_counts
-from common.inference.model import VolumeModel
+from common.inference.model import Trained, VolumeModel
 from common.inference.predict import predict_labels, read_truth
 from common.inference.predictors import Predictor, torch_predictor
 from common.observe.overlays import draw_overlay
@@ -94,7 +94,7 @@ class RunSummary:
     engine: dict[str, Any]
 
 
-def best_network(model: VolumeModel, fitted: Fitted, run: Run) -> nn.Module:
+def best_network(model: Trained, fitted: Fitted, run: Run) -> nn.Module:
     """Return the network with the best weights, on the run's device, in evaluation mode."""
     best = model.build().to(run.device).eval()
     best.load_state_dict(fitted.weights)

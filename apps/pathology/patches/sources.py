@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 import numpy as np
@@ -24,23 +24,23 @@ from common.training.config import decided
 _ORDER = 2**61  # in the place of a stream number, so that the order and the augmentation never share random numbers
 
 
-def decoded(table: PatchTable, config: PathologyConfig, run: Run, pool: SlidePool) -> Patches:
+def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
     """Return patches from the store, decoded now where it lacks them; the leader decodes, the others wait."""
     folder = store_folder(config.store / "patches", table.files[0].parent)
-    with run.clock.stage("prepare"):
-        run.ranks.once(lambda: stored_patches(table, folder, pool, config.workers, run.leader) and None)
+    found: list[Patches] = []
+    with run.clock.stage("prepare"), closing(SlidePool(config.reader)) as pool:
+        run.ranks.once(lambda: found.append(stored_patches(table, folder, pool, config.workers, run.leader)))
         for path, tiles in pool.damaged.items():
-            if path in table.files:
-                run.say(f"{path.name}: {len(tiles)} DAMAGED TILES taken as white")
-        return stored_patches(table, folder, pool, config.workers, False)
+            run.say(f"{path.name}: {len(tiles)} DAMAGED TILES taken as white")
+        return found[0] if found else stored_patches(table, folder, pool, config.workers, False)
 
 
-def training_batches(table: PatchTable, config: PathologyConfig, run: Run, pool: SlidePool) -> Batches:
+def training_batches(table: PatchTable, config: PathologyConfig, run: Run) -> Batches:
     """Return this rank's batches of a decided configuration, from the source that it names."""
     augmentation = config.augmentation
     if config.source == "uncached":
         return _uncached(table, augmentation, config, run)
-    patches, partitions = decoded(table, config, run, pool), decided(config.parallel.partitions)
+    patches, partitions = decoded(table, config, run), decided(config.parallel.partitions)
     here = range(run.ranks.rank, partitions, run.ranks.world)
     rows = np.sort(np.concatenate([partition_cases(len(table), partitions, number) for number in here]))
     with run.clock.stage("cache"):

@@ -1,6 +1,7 @@
 """Which patches the pathology app trains on, validates on and is judged on."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class Tables:
         return {name: table for name, table in found.items() if table is not None}
 
 
-def find_tables(config: PathologyConfig, run: Run, pool: SlidePool) -> Tables:
+def find_tables(config: PathologyConfig, run: Run) -> Tables:
     """Return the patches of --data; without it, make synthetic slides once and say loudly that they are.
 
     Raises:
@@ -68,7 +69,7 @@ def find_tables(config: PathologyConfig, run: Run, pool: SlidePool) -> Tables:
     if folder is None:
         made = config.store / "phantoms" / _SYNTHETIC
         folder = run.ranks.once(lambda: make_synthetic(made, "make_slides"))
-    tables = run.ranks.once(lambda: _of_both_kinds(_read(config, folder, run, pool), run))
+    tables = run.ranks.once(lambda: _of_both_kinds(_read(config, folder, run), run))
     tables = replace(tables, mpp=config.mpp or tables.mpp)
     if config.fast_dev_run:
         run.say(DEV_RUN)
@@ -86,10 +87,13 @@ def find_tables(config: PathologyConfig, run: Run, pool: SlidePool) -> Tables:
     return tables
 
 
-def _read(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -> Tables:
-    if config.lists is not None:
-        return _listed(folder, config.lists, run, pool)
-    return _labelled(config, folder) if (folder / "labels.csv").is_file() else _sampled(config, folder, run, pool)
+def _read(config: PathologyConfig, folder: Path, run: Run) -> Tables:
+    if config.lists is None and (folder / "labels.csv").is_file():
+        return _labelled(config, folder)
+    with closing(SlidePool(config.reader)) as pool:
+        if config.lists is not None:
+            return _listed(folder, config.lists, run, pool)
+        return _sampled(config, folder, run, pool)
 
 
 def _of_both_kinds(tables: Tables, run: Run) -> Tables:

@@ -10,7 +10,6 @@ from PIL import Image
 
 from apps.pathology.config import PathologyConfig
 from apps.pathology.patches.tables import Tables, find_tables, keep_digests
-from apps.pathology.slides.reader import SlidePool
 from common.ranks import Ranks
 from data_scripts.make_slides import SLIDES_VERSION, make_slides
 from tests.apps.pathology.scan_runs import write_slide
@@ -24,11 +23,7 @@ def slides(tmp_path_factory) -> Path:
 def tables_of(config: PathologyConfig) -> tuple[Tables, str]:
     said: list[str] = []
     run: Any = SimpleNamespace(device=torch.device("cpu"), say=said.append, leader=True, ranks=Ranks())
-    pool = SlidePool()
-    try:
-        return find_tables(config, run, pool), "\n".join(said)
-    finally:
-        pool.close()
+    return find_tables(config, run), "\n".join(said)
 
 
 def test_slides_give_three_tables_whose_slides_differ(slides):
