@@ -6,6 +6,7 @@ Dice is made of counts that stay on the device until they are read.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -85,7 +86,7 @@ def painting_order(regions: Sequence[Region]) -> list[int]:
 def painted(regions: Sequence[Region], logits_of: Callable[[int], torch.Tensor]) -> torch.Tensor:
     """Return the labels that regions paint where their logits are above 0, each over those before it.
 
-    Regions of equally many members are rivals: of them the highest logit wins.
+    Regions of equally many members are rivals: of them the highest logit wins, of equal ones the first.
 
     Args:
         regions: at least one.
@@ -94,15 +95,17 @@ def painted(regions: Sequence[Region], logits_of: Callable[[int], torch.Tensor])
     Returns:
         uint8 [X, Y, Z] on the logits' device.
     """
-    labels, best, members = torch.empty(0), torch.empty(0), 0
-    for number in painting_order(regions):
-        logits, region = logits_of(number), regions[number]
-        if not members:
-            labels = torch.zeros(logits.shape, dtype=torch.uint8, device=logits.device)
-        if len(region.members) != members:
-            best, members = torch.zeros_like(logits), len(region.members)
-        labels.masked_fill_(logits > best, region.value)
-        best = torch.maximum(best, logits)
+    labels = torch.empty(0)
+    for _, group in groupby(painting_order(regions), key=lambda number: len(regions[number].members)):
+        rivals = list(group)
+        best: torch.Tensor | float = 0.0
+        for number in rivals:
+            logits = logits_of(number)
+            if not len(labels):
+                labels = torch.zeros(logits.shape, dtype=torch.uint8, device=logits.device)
+            labels.masked_fill_(logits > best, regions[number].value)
+            if number != rivals[-1]:
+                best = logits.clamp(min=best)
     return labels
 
 
@@ -127,12 +130,9 @@ def dice_counts(prediction: torch.Tensor, truth: torch.Tensor, regions: Sequence
             f"the prediction {tuple(prediction.shape)} and the truth {tuple(truth.shape)} must have one shape: "
             "restore the prediction to the grid of the truth first"
         )
-    counts = []
-    for region in regions:
-        predicted, true = region.mask(prediction), region.mask(truth)
-        both = torch.count_nonzero(predicted & true)
-        counts.append(torch.stack([both, torch.count_nonzero(predicted) + torch.count_nonzero(true)]))
-    return torch.stack(counts)
+    masks = [(region.mask(prediction), region.mask(truth)) for region in regions]
+    counts = [(torch.count_nonzero(a & b), torch.count_nonzero(a) + torch.count_nonzero(b)) for a, b in masks]
+    return torch.stack([torch.stack(each) for each in counts])
 
 
 def dice_of_counts(counts: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from torch import nn
@@ -17,6 +16,43 @@ Predictor = Callable[[torch.Tensor], torch.Tensor]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Limits of ONEDNN_MAX_CPU_ISA below the instructions for bfloat16. Source: oneDNN, "CPU Dispatcher Control"
 _WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+# [batch, C, X, Y, Z] becomes [batch, groups, C / groups * X, Y * Z], whose means are taken over the last axis first.
+_EXACT_NORM = """
+<opset_import: ["" : 21], domain: "exact">
+GroupNormalization <num_groups: int, epsilon: float = 1e-5> (image, scale, bias) => (result) {
+    wide = Cast <to = 1> (image)
+    shape = Shape (image)
+    zero = Constant <value_ints = [0]> ()
+    rest = Constant <value_ints = [-1]> ()
+    count = Constant <value_int: int = @num_groups> ()
+    groups = Unsqueeze (count, zero)
+    sides = Shape <start = 3> (image)
+    row = ReduceProd (sides)
+    split = Concat <axis = 0> (zero, groups, rest, row)
+    grouped = Reshape (wide, split)
+    last = Constant <value_ints = [3]> ()
+    middle = Constant <value_ints = [2]> ()
+    means = ReduceMean (grouped, last)
+    mean = ReduceMean (means, middle)
+    centred = Sub (grouped, mean)
+    square = Mul (centred, centred)
+    variances = ReduceMean (square, last)
+    variance = ReduceMean (variances, middle)
+    small = Constant <value_float: float = @epsilon> ()
+    positive = Add (variance, small)
+    deviation = Sqrt (positive)
+    unit = Div (centred, deviation)
+    normal = Reshape (unit, shape)
+    each = Constant <value_ints = [-1, 1, 1, 1]> ()
+    wide_scale = Cast <to = 1> (scale)
+    factor = Reshape (wide_scale, each)
+    wide_bias = Cast <to = 1> (bias)
+    shift = Reshape (wide_bias, each)
+    scaled = Mul (normal, factor)
+    moved = Add (scaled, shift)
+    result = CastLike (moved, image)
+}
+"""
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -65,11 +101,12 @@ def onnxruntime_predictor(path: Path) -> Predictor:
     image = session.get_inputs()[0]
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
-        fixed = [isinstance(side, int) for side in image.shape[1:]]  # free sides have names
-        if len(windows.shape) != len(image.shape) or any(
-            is_fixed and side != due
-            for is_fixed, side, due in zip(fixed, windows.shape[1:], image.shape[1:], strict=True)
-        ):
+        # Free sides have names.
+        fits = len(windows.shape) == len(image.shape) and all(
+            side == due or not isinstance(due, int)
+            for side, due in zip(windows.shape[1:], image.shape[1:], strict=True)
+        )
+        if not fits:
             raise ValueError(f"windows {tuple(windows.shape)}: {path} takes windows of shape {tuple(image.shape[1:])}")
         logits = session.run(None, {image.name: windows.float().contiguous().cpu().numpy()})[0]
         return torch.from_numpy(logits).to(windows.device)
@@ -113,66 +150,20 @@ def with_exact_norms(path: Path) -> bytes:
     operator GroupNormalization, for which TensorRT has a kernel.
 
     Args:
-        path: a model that `export_onnx` wrote: image sizes are fixed, the batch size is not.
+        path: a model that `export_onnx` wrote.
     """
-    import onnx  # here, as in the export: inference with torch or TensorRT has no need of it
+    import onnx.inliner  # here, as in the export: inference with torch or TensorRT has no need of it
+    import onnx.parser
 
     model: Any = onnx.load(str(path))
-    if not any(node.op_type == "GroupNormalization" for node in model.graph.node):
+    norms = [node for node in model.graph.node if node.op_type == "GroupNormalization"]
+    if not norms:
         return path.read_bytes()
-    model = onnx.shape_inference.infer_shapes(model)
-    graph = model.graph
-    shapes = {
-        value.name: [side.dim_value for side in value.type.tensor_type.shape.dim]
-        for value in [*graph.input, *graph.value_info]
-    }
-    nodes = []
-    for number, node in enumerate(graph.node):
-        if node.op_type == "GroupNormalization":
-            nodes += _written_out(node, shapes[node.input[0]], f"norm{number}", graph.initializer)
-        else:
-            nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    model.functions.append(onnx.parser.parse_function(_EXACT_NORM))
+    for node in norms:
+        node.domain = "exact"
+    model.opset_import.append(onnx.helper.make_opsetid("exact", 1))
+    model = onnx.inliner.inline_local_functions(model)
+    del model.opset_import[1:]
     exact: bytes = model.SerializeToString()
     return exact
-
-
-def _written_out(node: Any, shape: list[int], name: str, constants: Any) -> list[Any]:  # noqa: ANN401 - onnx is untyped
-    """Return the nodes that stand for one GroupNormalization of a [batch, C, X, Y, Z] tensor."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    options = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    channels, *sides = shape[1:]
-
-    def constant(suffix: str, values: Any) -> str:  # noqa: ANN401
-        constants.append(numpy_helper.from_array(np.asarray(values), f"{name}_{suffix}"))
-        return f"{name}_{suffix}"
-
-    nodes: list[Any] = []
-
-    def add(operator: str, suffix: str, *inputs: str, **attributes: Any) -> str:  # noqa: ANN401
-        nodes.append(helper.make_node(operator, list(inputs), [f"{name}_{suffix}"], **attributes))
-        return f"{name}_{suffix}"
-
-    def mean(of: str, suffix: str) -> str:
-        rows = add("ReduceMean", f"{suffix}_rows", of, constant(f"{suffix}_last", np.array([3])), keepdims=1)
-        return add("ReduceMean", suffix, rows, constant(f"{suffix}_rest", np.array([2])), keepdims=1)
-
-    wide = add("Cast", "wide", node.input[0], to=TensorProto.FLOAT)
-    groups = [0, options["num_groups"], -1, int(np.prod(sides[1:]))]  # 0 keeps the batch
-    grouped = add("Reshape", "grouped", wide, constant("groups", np.array(groups, np.int64)))
-    centred = add("Sub", "centred", grouped, mean(grouped, "mean"))
-    variance = mean(add("Mul", "square", centred, centred), "variance")
-    epsilon = constant("epsilon", np.float32(options.get("epsilon", 1e-5)))
-    deviation = add("Sqrt", "deviation", add("Add", "positive", variance, epsilon))
-    whole = constant("whole", np.array([0, channels, *sides], np.int64))
-    normal = add("Reshape", "normal", add("Div", "unit", centred, deviation), whole)
-    each = constant("each", np.array([channels, 1, 1, 1], np.int64))
-    factors = [
-        add("Reshape", f"{kind}_each", add("Cast", f"{kind}_wide", given, to=TensorProto.FLOAT), each)
-        for kind, given in zip(("scale", "bias"), node.input[1:], strict=True)
-    ]
-    result = add("Add", "result", add("Mul", "scaled", normal, factors[0]), factors[1])
-    nodes.append(helper.make_node("CastLike", [result, node.input[0]], [node.output[0]]))
-    return nodes

@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from types import EllipsisType
@@ -13,25 +12,6 @@ import torch.nn.functional as F
 
 from common.data.geometry import Shape
 from common.inference.predictors import Predictor
-
-
-@dataclass(frozen=True, eq=False)
-class WindowPlan:
-    """Where the windows of one image shape lie and how many cover a voxel; made once and kept.
-
-    Attributes:
-        roi: shape [X, Y, Z] of a window.
-        padding: voxels of zeros before and after each axis, in the order of `torch.nn.functional.pad` (Z first).
-        shape: shape [X, Y, Z] of the padded image.
-        starts: first voxel of each window in the padded image, X slowest.
-        scales: float32 factors, broadcastable to `shape`, whose product turns a sum over windows into their mean.
-    """
-
-    roi: Shape
-    padding: tuple[int, ...]
-    shape: Shape
-    starts: tuple[Shape, ...]
-    scales: tuple[torch.Tensor, ...]
 
 
 @torch.no_grad()
@@ -65,34 +45,51 @@ def sliding_windows(
         is set, else the network's own K.
 
     Raises:
-        ValueError: an argument is out of its bounds, or the predictor's logits have a wrong shape or are not finite.
+        ValueError: window or overlap is out of its bounds, or the logits are not finite.
         torch.OutOfMemoryError: a single window is too large for the device.
 
     Source:
         Equal to `monai.inferers.sliding_window_inference` with its constant weights.
     """
-    _check_arguments(image, roi, overlap, batch_size)
-    plan = window_plan((image.shape[1], image.shape[2], image.shape[3]), roi, overlap, image.device)
-    padded = F.pad(image, plan.padding) if any(plan.padding) else image
-    total = _sum_windows(padded, predictor, plan, batch_size, difference)
-    for scale in plan.scales:
+    assert image.ndim == 4, image.shape
+    assert 0 not in image.shape, image.shape
+    assert image.is_floating_point(), image.dtype
+    if len(roi) != 3 or min(roi) < 1 or not 0 <= overlap < 1:
+        raise ValueError(f"window {roi}, overlap {overlap}: three sides of at least one voxel, and a part in [0, 1)")
+    padding: list[int] = []  # voxels of zeros before and after each axis, Z first, as F.pad wants them
+    for length, side in zip(reversed(image.shape[1:]), reversed(roi), strict=True):
+        missing = max(side - length, 0)
+        padding += [missing // 2, missing - missing // 2]
+    padded = F.pad(image, padding) if any(padding) else image
+    starts, scales = window_plan((padded.shape[1], padded.shape[2], padded.shape[3]), roi, overlap, image.device)
+    total = _sum_windows(padded, predictor, roi, starts, batch_size, difference)
+    for scale in scales:
         total *= scale
     _check_finite(total, image)
-    before_z, _, before_y, _, before_x, _ = plan.padding
-    return total[_box((before_x, before_y, before_z), image.shape[1:])]
+    return total[_box(padding[-2::-2], image.shape[1:])]
 
 
 @lru_cache(maxsize=4)
-def window_plan(shape: Shape, roi: Shape, overlap: float, device: torch.device) -> WindowPlan:
-    """Return the plan for an image of `shape` voxels; it is kept and shared, so change nothing in it."""
-    padded = (max(shape[0], roi[0]), max(shape[1], roi[1]), max(shape[2], roi[2]))
-    padding: list[int] = []
-    for length, full in zip(reversed(shape), reversed(padded), strict=True):
-        before = (full - length) // 2
-        padding += [before, full - length - before]
-    along = [window_starts(length, side, overlap) for length, side in zip(padded, roi, strict=True)]
+def window_plan(
+    shape: Shape, roi: Shape, overlap: float, device: torch.device
+) -> tuple[tuple[Shape, ...], tuple[torch.Tensor, ...]]:
+    """Return where the windows lie in an image that is no smaller than one; kept and shared, so change nothing in it.
+
+    Returns:
+        The first voxel of each window, X slowest; and float32 factors [X, 1, 1] and [Y, Z] whose product turns a sum
+        over windows into their mean, 1 / (windows that cover a voxel); () for one window.
+    """
+    along = [window_starts(length, side, overlap) for length, side in zip(shape, roi, strict=True)]
     starts = tuple((x, y, z) for x, y, z in product(*along))
-    return WindowPlan(roi, tuple(padding), padded, starts, _scales(padded, along, roi, device))
+    if len(starts) == 1:
+        return starts, ()
+    inverse = []
+    for length, firsts, side in zip(shape, along, roi, strict=True):
+        count = torch.zeros(length)
+        for first in firsts:
+            count[first : first + side] += 1
+        inverse.append(1 / count)
+    return starts, (inverse[0][:, None, None].to(device), (inverse[1][:, None] * inverse[2]).to(device))
 
 
 def window_starts(length: int, side: int, overlap: float) -> tuple[int, ...]:
@@ -122,46 +119,39 @@ def fitted_window(shape: Sequence[int], most: Shape, overlap: float) -> Shape:
     return sides[0], sides[1], sides[2]
 
 
-def _scales(shape: Shape, along: Sequence[Sequence[int]], roi: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return 1 / (windows that cover a voxel), which is a product over the axes: as [X, 1, 1] and [Y, Z]."""
-    if all(len(starts) == 1 for starts in along):
-        return ()
-    inverse = []
-    for length, starts, side in zip(shape, along, roi, strict=True):
-        count = torch.zeros(length)
-        for start in starts:
-            count[start : start + side] += 1
-        inverse.append(1 / count)
-    return (inverse[0][:, None, None].to(device), (inverse[1][:, None] * inverse[2]).to(device))
-
-
 def _box(start: Sequence[int], sides: Sequence[int]) -> tuple[EllipsisType | slice, ...]:
     """Return the index of a box in [C, X, Y, Z] or [X, Y, Z]: `...` leaves the axes before X alone."""
     return (..., *(slice(first, first + side) for first, side in zip(start, sides, strict=True)))
 
 
 def _sum_windows(
-    image: torch.Tensor, predictor: Predictor, plan: WindowPlan, batch_size: int, difference: bool
+    image: torch.Tensor, predictor: Predictor, roi: Shape, starts: Sequence[Shape], batch_size: int, difference: bool
 ) -> torch.Tensor:
     """Return the sum over all windows of their logits, [K, X, Y, Z] float32 on the padded image's grid."""
-    total: torch.Tensor | None = None
+    total = torch.empty(0)
     done = 0
-    windows = torch.empty((batch_size, image.shape[0], *plan.roi), dtype=torch.float32, device=image.device)
-    while done < len(plan.starts):
-        starts = plan.starts[done : done + len(windows)]
+    windows = torch.empty((batch_size, image.shape[0], *roi), dtype=torch.float32, device=image.device)
+    while done < len(starts):
+        batch = starts[done : done + len(windows)]
         try:
-            logits = predictor(_cut(image, starts, windows))
+            logits = predictor(_cut(image, batch, windows))
         except torch.OutOfMemoryError as error:
-            windows = windows[: _halved(len(windows), plan.roi, error)]
+            windows = windows[: _halved(len(windows), roi, error)]
             continue
-        _check_logits(logits, (len(windows), *plan.roi), image.device)
+        assert (len(logits), *logits.shape[2:]) == (len(windows), *roi), tuple(logits.shape)
+        assert logits.device == image.device, logits.device
         subtract = difference and logits.shape[1] == 2
-        if total is None:
+        if not done:
             channels = 1 if subtract else logits.shape[1]
-            total = torch.zeros((channels, *plan.shape), dtype=torch.float32, device=image.device)
-        _add(total, logits[: len(starts)], starts, subtract)
-        done += len(starts)
-    assert total is not None  # a plan has at least one window
+            total = torch.zeros((channels, *image.shape[1:]), dtype=torch.float32, device=image.device)
+        for window, start in zip(logits, batch, strict=False):  # those that fill up the last batch are left out
+            place = total[_box(start, roi)]
+            if subtract:  # two passes in place are faster than one over a difference that needs memory first
+                place.add_(window[1:])
+                place.sub_(window[:1])
+            else:
+                place.add_(window)
+        done += len(batch)
     return total
 
 
@@ -188,42 +178,6 @@ def _halved(batch_size: int, roi: Shape, error: torch.OutOfMemoryError) -> int:
         stacklevel=5,
     )
     return half
-
-
-def _add(total: torch.Tensor, logits: torch.Tensor, starts: Sequence[Shape], subtract: bool) -> None:
-    """Add each window's logits to its place in `total` [K, X, Y, Z], in place."""
-    for window, start in zip(logits, starts, strict=True):
-        place = total[_box(start, window.shape[1:])]
-        if subtract:  # two passes in place are faster than one over a difference for which memory must first be found
-            place.add_(window[1:])
-            place.sub_(window[:1])
-        else:
-            place.add_(window)
-
-
-def _check_arguments(image: torch.Tensor, roi: Shape, overlap: float, batch_size: int) -> None:
-    if image.ndim != 4 or 0 in image.shape or not image.is_floating_point():
-        raise ValueError(
-            f"image {tuple(image.shape)} {image.dtype}: [C, X, Y, Z] of a float dtype is needed, no side 0"
-        )
-    if len(roi) != 3 or min(roi) < 1:
-        raise ValueError(f"roi {roi}: three sides of at least one voxel are needed")
-    if not 0 <= overlap < 1:
-        raise ValueError(f"overlap {overlap}: it must lie in [0, 1)")
-    if batch_size < 1:
-        raise ValueError(f"batch_size {batch_size}: at least one window is needed")
-
-
-def _check_logits(logits: torch.Tensor, due: Sequence[int], device: torch.device) -> None:
-    batch, *roi = due
-    shape = tuple(getattr(logits, "shape", ()))
-    if len(shape) != 5 or shape[0] != batch or list(shape[2:]) != roi:
-        raise ValueError(
-            f"the predictor gave a {type(logits).__name__} of shape {shape} for {batch} windows: "
-            f"logits of shape [{batch}, K, {', '.join(map(str, roi))}] are due"
-        )
-    if logits.device != device:
-        raise ValueError(f"the predictor gave logits on {logits.device}, the image lies on {device}: move one of them")
 
 
 def _check_finite(total: torch.Tensor, image: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from monai.transforms import Compose, CropForegroundd, Invertd, Orientationd, Sp
 from common.data.geometry import Shape, WorkingGrid, working_grid
 from common.data.resample import to_working
 from common.data.volumes import read_volume
-from common.inference.restore import restore_labels
+from common.inference.predict import restore_labels
 
 ORIENTATIONS = [(axes, signs) for axes in permutations(range(3)) for signs in product((1, -1), repeat=3)]
 SHAPE = (19, 14, 11)
