@@ -29,8 +29,8 @@ from apps.pathology.patches.table import PatchTable
 from apps.pathology.scan.outputs import find_detections, write_detections_csv
 from apps.pathology.scan.scan import ProbabilityMap, choose_view, dense_scan
 from apps.pathology.slides.camelyon import SlideEntry, SlideSet, read_slide_set
+from apps.pathology.slides.masks import tissue_mask
 from apps.pathology.slides.reader import SlidePool, open_slide
-from apps.pathology.slides.tissue import tissue_mask
 from benchmarks.harness import Options, Row, Sides, Values, guide_of, quality, row, step_rows, timed
 from common.data.batches import Batch, Batches
 from common.files import read_object, write_json

@@ -26,8 +26,8 @@ from apps.pathology.scan.froc import (
     write_froc_csv,
 )
 from apps.pathology.scan.outputs import read_detections_csv
-from apps.pathology.slides.annotations import tumour_mask
 from apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_slide_set
+from apps.pathology.slides.masks import tumour_mask
 from common.files import write_json
 from common.run import one_line_errors
 

@@ -23,9 +23,9 @@ from apps.pathology.scan.outputs import (
     write_probability_tif,
 )
 from apps.pathology.scan.scan import ProbabilityMap, View, choose_view, dense_scan, patch_scan
-from apps.pathology.slides.layout import SUFFIXES, SlideMask, is_slide
+from apps.pathology.slides.camelyon import SUFFIXES, is_slide
+from apps.pathology.slides.masks import SlideMask, tissue_mask
 from apps.pathology.slides.reader import SlidePool
-from apps.pathology.slides.tissue import tissue_mask
 from common.files import sha256_of
 from common.inference.folder_job import FolderJob, Item, Record
 from common.inference.open_predictor import OpenedPredictor, open_predictor

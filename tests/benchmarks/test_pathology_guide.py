@@ -10,7 +10,7 @@ import torch
 from apps.pathology.model import PathologyModel
 from apps.pathology.patches.augment import jitter_
 from apps.pathology.scan.scan import choose_view, patch_scan
-from apps.pathology.slides.layout import SlideMask
+from apps.pathology.slides.masks import SlideMask
 from apps.pathology.slides.reader import open_slide
 from benchmarks.peers import pathology_guide
 from data_scripts.make_slides import make_slides

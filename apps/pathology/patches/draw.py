@@ -8,11 +8,9 @@ import numpy as np
 
 from apps.pathology.patches.table import PatchTable
 from apps.pathology.scan.scan import ASSUMED_MPP
-from apps.pathology.slides.annotations import tumour_mask
 from apps.pathology.slides.camelyon import SlideEntry
-from apps.pathology.slides.layout import SlideMask
+from apps.pathology.slides.masks import SlideMask, tissue_mask, tumour_mask
 from apps.pathology.slides.reader import Slide, SlidePool
-from apps.pathology.slides.tissue import tissue_mask
 from common.data.threads import map_in_threads
 
 TUMOUR_SHARE = 0.5  # of a tumour patch's area, at least: its label is then beyond doubt

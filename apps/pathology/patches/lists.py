@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from apps.pathology.patches.table import PatchTable
-from apps.pathology.slides.layout import is_slide, slide_name
+from apps.pathology.slides.camelyon import is_slide, slide_name
 
 PARTS = {
     "train": "training",

@@ -14,8 +14,8 @@ from scipy.ndimage import find_objects, label
 
 from apps.pathology.scan.froc import DETECTION_BOX, DETECTION_THRESHOLD, Detections, detect
 from apps.pathology.scan.scan import ProbabilityMap
+from apps.pathology.slides.masks import low_power
 from apps.pathology.slides.reader import Slide
-from apps.pathology.slides.tissue import low_power
 from common.files import atomic_path, write_text
 from common.observe.plots import one_line, save_png
 

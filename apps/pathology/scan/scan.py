@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from apps.pathology.model import HALO, PathologyModel, normalised
-from apps.pathology.slides.layout import SlideMask
+from apps.pathology.slides.masks import SlideMask
 from apps.pathology.slides.reader import Slide
 from common.data.threads import prefetch
 from common.inference.predictors import Predictor

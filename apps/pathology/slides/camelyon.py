@@ -7,12 +7,11 @@
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from apps.pathology.slides.layout import MASK_ENDING, SUFFIXES, is_slide, slide_name
-
+SUFFIXES = (".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
+MASK_ENDING = "_mask"  # of a mask's name, behind its slide's
 # Source: the README of the CAMELYON16 data. The first is a duplicate, the second is marked in part.
 DUPLICATE, UNSCORED = "test_049", ("test_049", "test_114")
 # Slides with tumour that is not marked, as two public pipelines list them; the release's own list was not at hand.
@@ -20,11 +19,10 @@ MARKED_IN_PART = frozenset(
     f"tumor_{number:03d}"
     for number in (10, 15, 18, 20, 25, 29, 33, 34, 44, 46, 51, 54, 55, 56, 67, 79, 85, 92, 95, 110)
 )
-_TRAINING = ("training/images", "training/normal", "training/tumor", "images")
-_TESTING = ("testing/images", "images")
-_ANNOTATIONS = ("annotations", "lesion_annotations")
-_REFERENCES = ("testing/reference.csv", "evaluation/reference.csv", "reference.csv")
-_TUMOUR, _NORMAL, _TEST = "tumor_", "normal_", "test_"  # how names begin; the last where all slides lie side by side
+_PLACES = {
+    "training": ("training/images", "training/normal", "training/tumor", "images"),
+    "testing": ("testing/images", "images"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,18 @@ class SlideSet:
     testing: tuple[SlideEntry, ...]
 
 
+def is_slide(path: Path) -> bool:
+    """Return whether a file is named like a slide: no mask, and not hidden, as "._name" that macOS leaves beside it."""
+    name = path.stem.lower()
+    return path.suffix.lower() in SUFFIXES and not name.startswith(".") and not name.endswith(MASK_ENDING)
+
+
+def slide_name(text: str) -> str:
+    """Return a slide's name in lower case, without folder and suffix."""
+    path = PurePosixPath(text.strip())
+    return (path.stem if path.suffix.lower() in SUFFIXES else path.name).lower()
+
+
 def read_slide_set(folder: Path) -> SlideSet:
     """Find the slides of a folder in one of Camelyon16's layouts, their annotations (.xml) and masks (_mask.tif).
 
@@ -74,8 +84,12 @@ def read_slide_set(folder: Path) -> SlideSet:
         ValueError: two slides share a name, a training slide is named otherwise, one with tumour has neither
             annotation nor mask, or reference.csv lacks a slide or is damaged.
     """
-    training, testing = _slides(folder, _TRAINING, False), _slides(folder, _TESTING, True)
-    _refuse_twins([*training, *testing], folder)
+    training, testing = _slides(folder, "training"), _slides(folder, "testing")
+    by_name: dict[str, Path] = {}
+    for path in (*training, *testing):
+        if (other := by_name.setdefault(path.stem.lower(), path)) is not path:
+            pair = " and ".join(str(each.relative_to(folder)) for each in (other, path))
+            raise ValueError(f"{folder}: {pair} are named alike; keep one of them")
     if not training:
         raise FileNotFoundError(
             f"{folder}: no such folder, or no training slides in it; expected training/images/*.tif, training/normal "
@@ -89,30 +103,21 @@ def read_slide_set(folder: Path) -> SlideSet:
     return SlideSet(folder, name, synthetic, entries, tests if known else ())
 
 
-def _slides(folder: Path, places: Iterable[str], testing: bool) -> list[Path]:
-    """Return the slides of some folders below `folder`; of "images", only those to train on or to test on."""
-    found: list[Path] = []
-    for place in places:
-        here = folder / place
-        slides = [path for path in here.iterdir() if is_slide(path)] if here.is_dir() else []
-        found += [path for path in slides if place != "images" or path.stem.lower().startswith(_TEST) == testing]
-    return sorted(found, key=lambda path: path.stem)
-
-
-def _refuse_twins(paths: Sequence[Path], folder: Path) -> None:
-    by_name: dict[str, Path] = {}
-    for path in paths:
-        other = by_name.setdefault(path.stem.lower(), path)
-        if other is not path:
-            pair = " and ".join(str(each.relative_to(folder)) for each in (other, path))
-            raise ValueError(f"{folder}: {pair} are named alike; keep one of them")
+def _slides(folder: Path, half: str) -> list[Path]:
+    """Return the slides to train on, or to test on: where all lie side by side, the latter are named test_..."""
+    found = [path for place in _PLACES[half] for path in (folder / place).glob("*") if is_slide(path)]
+    beside = folder / "images"
+    mine = [
+        path for path in found if path.parent != beside or path.stem.lower().startswith("test_") == (half == "testing")
+    ]
+    return sorted(mine, key=lambda path: path.stem)
 
 
 def _training_entry(path: Path, folder: Path, synthetic: bool) -> SlideEntry:
     name = path.stem.lower()
-    tumour = name.startswith(_TUMOUR)
-    if not tumour and not name.startswith(_NORMAL):
-        raise ValueError(f"{path}: a training slide is named {_TUMOUR}... if it has tumour, else {_NORMAL}...")
+    tumour = name.startswith("tumor_")
+    if not tumour and not name.startswith("normal_"):
+        raise ValueError(f"{path}: a training slide is named tumor_... if it has tumour, else normal_...")
     annotation, mask = _truth(path, folder, "training")
     if tumour and annotation is None and mask is None:
         raise ValueError(
@@ -132,15 +137,18 @@ def _test_entry(path: Path, folder: Path, reference: dict[str, bool] | None) -> 
 
 def _truth(path: Path, folder: Path, half: str) -> tuple[Path | None, Path | None]:
     """Return the annotation and the mask of a slide, each None where it is missing."""
-    bases = (folder / half, folder)
-    annotations = [base / place / f"{path.stem}.xml" for base in bases for place in _ANNOTATIONS]
-    masks = [base / "masks" / f"{path.stem}{MASK_ENDING}.tif" for base in bases]
-    return next(filter(Path.is_file, annotations), None), next(filter(Path.is_file, masks), None)
+    places = [
+        base / place for base in (folder / half, folder) for place in ("annotations", "lesion_annotations", "masks")
+    ]
+    files = {suffix: [place / f"{path.stem}{suffix}" for place in places] for suffix in (".xml", f"{MASK_ENDING}.tif")}
+    annotation, mask = (next(filter(Path.is_file, each), None) for each in files.values())
+    return annotation, mask
 
 
 def _reference(folder: Path) -> dict[str, bool] | None:
     """Return whether each slide that reference.csv names, in lower case, has tumour; None without such a file."""
-    path = next((folder / place for place in _REFERENCES if (folder / place).is_file()), None)
+    paths = [folder / place / "reference.csv" for place in ("testing", "evaluation", ".")]
+    path = next(filter(Path.is_file, paths), None)
     if path is None:
         return None
     found = {}

@@ -1,23 +1,21 @@
 """How a slide lies in its TIFF file: levels, tiles and where their bytes are; broken files are refused here.
 
-Every reader goes through this check first, since the native ones print, guess or read on when a file is wrong.
+Every reader goes through `read_layout` first, since the native ones print, guess or read on when a file is wrong.
 """
 
 import math
 import os
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 TIFF_MAGICS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # classic and BigTIFF, both byte orders
-SUFFIXES = (".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
-MASK_ENDING = "_mask"  # of a mask's name, behind its slide's
 MAX_ANISOTROPY = 0.05  # of the smaller side: patches would be stretched by more
 MAX_MPP = 20.0  # um; an objective of 1x gives 10. More is a printer's resolution (96 per inch: 265)
 ASPECT_TOLERANCE = 0.01  # by which a level's shape may differ from level 0's, beside rounding to whole pixels
@@ -42,9 +40,18 @@ class Box(NamedTuple):
     right: int
     bottom: int
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return width and height."""
+        return self.right - self.left, self.bottom - self.top
 
-class _RefusedError(ValueError):
-    """What a file is refused for in our own words, told apart from what tifffile raises."""
+    def clip(self, other: "Box") -> "Box":
+        """Return what both have in common."""
+        return Box(*map(max, self[:2], other[:2]), *map(min, self[2:], other[2:]))
+
+    def within(self, left: int, top: int) -> tuple[slice, slice]:
+        """Return where the box lies in an array [H, W, ...] whose first pixel is at (left, top)."""
+        return slice(self.top - top, self.bottom - top), slice(self.left - left, self.right - left)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +86,13 @@ class Level:
         """Return how many rows and columns of tiles there are."""
         return -(-self.height // self.tile_height), -(-self.width // self.tile_width)
 
+    def parts(self, box: Box) -> Iterator[tuple[int, int, Box]]:
+        """Yield row and column of each tile that a box touches, row-major, and the part of the box in it."""
+        wide, high = self.tile_width, self.tile_height
+        for row in range(box.top // high, (box.bottom - 1) // high + 1):
+            for column in range(box.left // wide, (box.right - 1) // wide + 1):
+                yield row, column, box.clip(Box(column * wide, row * high, (column + 1) * wide, (row + 1) * high))
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -89,33 +103,8 @@ class Layout:
     padded: bool = False  # levels are padded to whole tiles, so that their sizes do not tell how far they are reduced
 
 
-@dataclass(frozen=True, eq=False)
-class SlideMask:
-    """Where a slide holds tissue, or tumour.
-
-    Attributes:
-        mask: [H, W] bool; pixel (row, column) covers level 0 from (column, row) * downsample on.
-        downsample: level-0 pixels per mask pixel, need not be whole.
-    """
-
-    mask: np.ndarray
-    downsample: float
-
-
-def is_slide(path: Path) -> bool:
-    """Return whether a file is named like a slide: no mask, and not hidden, as "._name" that macOS leaves beside it."""
-    name = path.stem.lower()
-    return path.suffix.lower() in SUFFIXES and not name.startswith(".") and not name.endswith(MASK_ENDING)
-
-
-def slide_name(text: str) -> str:
-    """Return a slide's name in lower case, without folder and suffix."""
-    path = PurePosixPath(text.strip())
-    return (path.stem if path.suffix.lower() in SUFFIXES else path.name).lower()
-
-
-def read_layout(path: Path) -> Layout | None:
-    """Read and check the directories of a TIFF file; return None for a file that is no TIFF.
+def read_layout(path: Path) -> Layout:
+    """Read and check the directories of a TIFF file; a file that is no TIFF has no levels here.
 
     Level 0 is the largest 8-bit RGB page. Its other levels are smaller pages (or SubIFDs) of the same shape, tiled as
     it is; labels, macro images and thumbnails are left out.
@@ -131,29 +120,39 @@ def read_layout(path: Path) -> Layout | None:
         raise ValueError(f"{path} is empty (0 bytes): copy it again")
     with path.open("rb") as file:
         if file.read(4) not in TIFF_MAGICS:
-            return None
-    try:
-        import tifffile
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"slides need tifffile ({error}): pip install tifffile imagecodecs") from error
+            return Layout((), None)
+    import tifffile
+
     # tifffile meets damage in a directory with whatever error its parsing runs into: all of these have been seen.
-    damage = (tifffile.TiffFileError, LookupError, OverflowError, TypeError, ValueError, MemoryError, struct.error)
+    damage = (tifffile.TiffFileError, LookupError, ArithmeticError, TypeError, ValueError, MemoryError, struct.error)
     try:
         with tifffile.TiffFile(path) as tiff:
             pages = list(tiff.pages)
-            _check_chain(tiff, pages, path)
-            found = _pyramid(pages, path)
-            levels = tuple(_level(page, found[0], path) for page in found)
-            mpp = _mpp_of(found[0], path)
-            padded = str(found[0].tags.valueof("Software", "")).startswith("Philips")
-    except _RefusedError:
-        raise
+            tiff.filehandle.seek(tiff.pages.next_page_offset or 0)
+            (following,) = struct.unpack(tiff.tiff.offsetformat, tiff.filehandle.read(tiff.tiff.offsetsize))
+            found = _pyramid(pages)
+            levels = tuple(_level(page, found[0]) for page in found)
+            sides = _pixel_sides(found[0]) if found else None
+            padded = bool(found) and str(found[0].tags.valueof("Software", "")).startswith("Philips")
     except damage as error:
         raise ValueError(f"{path} ({size} bytes) has damaged TIFF directories ({error}): copy it again") from error
+    if following:  # to a directory that cannot be read, which tifffile only logs
+        raise ValueError(
+            f"{path} ({size} bytes) is cut short or damaged: no TIFF directory at {following}: copy it again"
+        )
+    if not levels:
+        raise ValueError(f"{path}: holds no 8-bit RGB image (three interleaved samples): convert it to an RGB TIFF")
+    for level in levels:
+        tile = level.tile_width, level.tile_height
+        if min(tile) < 1 or not len(level.offsets) == len(level.counts) == math.prod(level.grid):
+            raise ValueError(
+                f"{path}: a level of {level.width} x {level.height} lists {len(level.offsets)} tiles of {tile[0]} x "
+                f"{tile[1]}, which do not fill it: copy it again"
+            )
     if beyond := sum(int(np.count_nonzero(level.offsets + level.counts > size)) for level in levels):
         tiles = sum(len(level.offsets) for level in levels)
         raise ValueError(f"{path} is cut short: {beyond} of {tiles} tiles lie beyond its {size} bytes: copy it again")
-    return Layout(levels, mpp, padded)
+    return Layout(levels, checked_mpp(*sides, path) if sides else None, padded)
 
 
 def looks_whole(level: Level, tile: int, file: int) -> bool:
@@ -175,65 +174,41 @@ def looks_whole(level: Level, tile: int, file: int) -> bool:
     return _JPEG_END in tail or not tail.endswith(b"\0\0")
 
 
-def _check_chain(tiff: Any, pages: Sequence[Any], path: Path) -> None:  # noqa: ANN401 - tifffile's
-    """Refuse a file whose last directory points to another one that cannot be read: tifffile only logs that."""
-    form, last, file = tiff.tiff, pages[-1].offset, tiff.filehandle
-    file.seek(last)
-    (tags,) = struct.unpack(form.tagnoformat, file.read(form.tagnosize))
-    file.seek(last + form.tagnosize + tags * form.tagsize)
-    (following,) = struct.unpack(form.offsetformat, file.read(form.offsetsize))
-    if following:
-        raise _RefusedError(
-            f"{path} ({file.size} bytes) is cut short or damaged: no TIFF directory at {following}: copy it again"
-        )
-
-
-def _pyramid(pages: Sequence[Any], path: Path) -> list[Any]:
+def _pyramid(pages: list[Any]) -> list[Any]:
     """Return the pages of the levels, largest first: the largest 8-bit RGB one, and smaller ones of its shape."""
     within = [sub for page in pages if getattr(page, "subifds", None) for sub in page.pages]
     images = [
         page
         for page in (*pages, *within)
-        if (page.dtype, page.samplesperpixel) == (np.uint8, 3)
-        and min(page.imagelength, page.imagewidth) > 0
-        and page.shape == (page.imagelength, page.imagewidth, 3)
+        if page.dtype == np.uint8 and page.shape == (page.imagelength, page.imagewidth, 3) and page.size
     ]
-    if not images:
-        raise _RefusedError(f"{path}: holds no 8-bit RGB image (three interleaved samples): convert it to an RGB TIFF")
-    base = max(images, key=lambda page: page.imagewidth * page.imagelength)
-    levels = {base.imagewidth: base}
+    images.sort(key=lambda page: page.size, reverse=True)
+    levels: dict[int, Any] = {}
     for page in images:
+        base = images[0]
         ratio = page.imagewidth / base.imagewidth * base.imagelength / page.imagelength
         alike = abs(ratio - 1) <= ASPECT_TOLERANCE + 1.5 / min(page.imagewidth, page.imagelength)
-        if page.imagewidth < base.imagewidth and page.is_tiled == base.is_tiled and alike:
+        if page is base or (page.imagewidth < base.imagewidth and page.is_tiled == base.is_tiled and alike):
             levels.setdefault(page.imagewidth, page)
     return [levels[width] for width in sorted(levels, reverse=True)]
 
 
-def _level(page: Any, base: Any, path: Path) -> Level:  # noqa: ANN401 - tifffile's
+def _level(page: Any, base: Any) -> Level:  # noqa: ANN401 - tifffile's
     width, height = page.imagewidth, page.imagelength
     tile = (page.tilewidth, page.tilelength) if page.is_tiled else (width, min(page.rowsperstrip, height))
-    if min(tile) < 1:
-        raise _RefusedError(f"{path}: a level of {width} x {height} has tiles of {tile[0]} x {tile[1]}: copy it again")
     # tifffile looks into the file when the decoder and its tables are first asked for: now, while it is open.
     jpeg = {"jpegtables": page.jpegtables, "jpegheader": page.jpegheader} if page.compression == JPEG else {}
-    level = Level(
-        width=width,
-        height=height,
-        downsample=downsample_of(base.imagewidth, base.imagelength, width, height),
-        tile_width=tile[0],
-        tile_height=tile[1],
+    return Level(
+        width,
+        height,
+        downsample_of(base.imagewidth, base.imagelength, width, height),
+        *tile,
         offsets=np.array(page.dataoffsets, np.int64),
         counts=np.array(page.databytecounts, np.int64),
         compression=int(page.compression),
         tiled=page.is_tiled,
         decode=partial(page.decode, _fullsize=page.is_tiled, **jpeg),
     )
-    due = math.prod(level.grid)
-    if not len(level.offsets) == len(level.counts) == due:
-        found = min(len(level.offsets), len(level.counts))
-        raise _RefusedError(f"{path}: a level of {width} x {height} lists {found} tiles, expected {due}: copy it again")
-    return level
 
 
 def downsample_of(base_width: int, base_height: int, width: int, height: int) -> float:
@@ -241,17 +216,13 @@ def downsample_of(base_width: int, base_height: int, width: int, height: int) ->
     return (base_width / width + base_height / height) / 2
 
 
-def _mpp_of(page: Any, path: Path) -> float | None:  # noqa: ANN401 - tifffile's
-    """Return Aperio's MPP where the description has one, else what the resolution tags say."""
+def _pixel_sides(page: Any) -> tuple[float, float] | None:  # noqa: ANN401 - tifffile's
+    """Return Aperio's MPP where the description has one, else what the resolution tags say: width and height in um."""
     said = re.search(r"\bMPP\s*=\s*(\d+(?:\.\d+)?)", page.description or "")
     if said:
-        return checked_mpp(float(said[1]), float(said[1]), path)
-    unit = _UM_PER_UNIT.get(int(page.tags.valueof("ResolutionUnit", 2)))
-    densities = [page.tags.valueof(name, (0, 1)) for name in ("XResolution", "YResolution")]
-    if unit is None or not all(above and below for above, below in densities):
-        return None
-    mpp_x, mpp_y = (unit * below / above for above, below in densities)
-    return checked_mpp(mpp_x, mpp_y, path)
+        return float(said[1]), float(said[1])
+    unit, (x, y) = _UM_PER_UNIT.get(int(page.tags.valueof("ResolutionUnit", 2))), page.resolution
+    return (unit / x, unit / y) if unit and x and y else None
 
 
 def checked_mpp(mpp_x: float, mpp_y: float, path: Path) -> float | None:
@@ -263,7 +234,7 @@ def checked_mpp(mpp_x: float, mpp_y: float, path: Path) -> float | None:
     if not (0 < mpp_x <= MAX_MPP and 0 < mpp_y <= MAX_MPP):
         return None
     if max(mpp_x, mpp_y) > (1 + MAX_ANISOTROPY) * min(mpp_x, mpp_y):
-        raise _RefusedError(
+        raise ValueError(
             f"{path}: pixels of {mpp_x:.4g} x {mpp_y:.4g} um are not square (at most {MAX_ANISOTROPY:.0%} apart): "
             "resample the slide or correct its resolution tags"
         )

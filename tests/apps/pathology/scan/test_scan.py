@@ -9,7 +9,7 @@ from torch import nn
 
 from apps.pathology.model import HALO, PathologyModel, normalised
 from apps.pathology.scan.scan import choose_view, dense_scan, patch_scan
-from apps.pathology.slides.layout import SlideMask
+from apps.pathology.slides.masks import SlideMask
 from apps.pathology.slides.reader import open_slide
 from models.resnet18_fcn import resnet18_fcn
 from tests.apps.pathology.slides.slide_files import write_pyramid

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.path import Path as Outline
 
-from apps.pathology.slides.annotations import rasterise, read_asap, tumour_mask
 from apps.pathology.slides.camelyon import SlideEntry
+from apps.pathology.slides.masks import rasterise, read_asap, tumour_mask
 
 Points = list[tuple[float, float]]
 SQUARE: Points = [(2.0, 1.0), (6.0, 1.0), (6.0, 5.0), (2.0, 5.0)]
@@ -78,8 +78,7 @@ def test_dots_are_passed_over(tmp_path):
         (asap(("_0", SQUARE), ("Nodule", SQUARE)), r"A1: group 'Nodule'; known are Tumor, _0, _1"),
         (asap(("_0", SQUARE)).replace('X="2.0"', 'X="2,0"'), r"a\.xml: A0: a vertex without a number.*2,0"),
         (asap(("_0", SQUARE)).replace('X="2.0"', ""), r"a\.xml: A0: a vertex without a number.*X"),
-        (asap(("_0", SQUARE)).replace('X="2.0"', 'X="inf"'), r"a\.xml: A0: a vertex at \[inf"),
-        (asap(("_0", SQUARE), head='<!DOCTYPE a [<!ENTITY b "c">]>'), r"a\.xml: .*DOCTYPE"),
+        (asap(("_0", SQUARE)).replace('X="2.0"', 'X="inf"'), r"a\.xml: A0: 4 vertices; .* all finite"),
     ],
 )
 def test_damaged_files_are_refused_by_name(tmp_path, text, message):
@@ -87,17 +86,11 @@ def test_damaged_files_are_refused_by_name(tmp_path, text, message):
         read_asap(write(tmp_path / "a.xml", text))
 
 
-def test_other_encodings_hide_no_doctype(tmp_path):
-    (tmp_path / "a.xml").write_bytes(asap(("_0", SQUARE), head='<!DOCTYPE a [<!ENTITY b "c">]>').encode("utf-16"))
-    with pytest.raises(ValueError, match="in UTF-8"):
-        read_asap(tmp_path / "a.xml")
-
-
-def test_huge_files_are_not_parsed(tmp_path):
-    with (tmp_path / "a.xml").open("wb") as stream:
-        stream.truncate(2**26 + 1)
-    with pytest.raises(ValueError, match="67108865 bytes"):
-        read_asap(tmp_path / "a.xml")
+def test_entities_do_not_expand_without_end(tmp_path):
+    entities = "".join(f'<!ENTITY a{n + 1} "{f"&a{n};" * 10}">' for n in range(9))
+    text = asap(("_0", SQUARE), head=f'<!DOCTYPE a [<!ENTITY a0 "{"0" * 20}">{entities}]>').replace("2.0", "&a9;")
+    with pytest.raises(ValueError, match="expected the XML of ASAP: limit on input amplification"):
+        read_asap(write(tmp_path / "a.xml", text))
 
 
 def test_a_square_by_hand(tmp_path):
@@ -172,7 +165,7 @@ def test_masks_that_are_none(tmp_path):
     path = write_mask(tmp_path / "a_mask.tif", np.zeros((48, 64), np.uint8))
     with pytest.raises(ValueError, match=r"a_mask\.tif: .*64 x 48 pixels, but the slide has 64 x 64"):
         tumour_mask(entry(path), 64, 64, 1)
-    with pytest.raises(ValueError, match=r"b_mask\.tif: uint16"):
+    with pytest.raises(ValueError, match=r"b_mask\.tif: .* uint16"):
         tumour_mask(entry(write_mask(tmp_path / "b_mask.tif", np.zeros((48, 64), np.uint16))), 64, 48, 1)
     path.write_bytes(b"no tiff")
     with pytest.raises(ValueError, match=r"a_mask\.tif: cannot be used as a mask"):
