@@ -19,6 +19,9 @@ from common.files import from_json
 
 Config = TypeVar("Config")
 
+_MOST_YAML, _DEEPEST_YAML = 1_000_000, 8
+_SHOWN = 60  # letters of a foreign word in an error
+
 
 def parse_config(
     kind: type[Config],
@@ -39,10 +42,10 @@ def parse_config(
         description: the first lines of the help.
         resumable: with `--resume FOLDER` the defaults are those of FOLDER/config.yaml, and only these may differ.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = [_at_home(word) for word in (sys.argv[1:] if arguments is None else arguments)]
     parser = _parser(kind, description)
     try:
-        early = _early(arguments)
+        early = _early(arguments, kind)
         start, stored = None, None
         if resumable and early["resume"] is not None:
             start = stored = config_from_yaml(kind, Path(early["resume"]) / "config.yaml")
@@ -78,8 +81,7 @@ def config_from_yaml(kind: type[Config], path: Path) -> Config:
         FileNotFoundError: the file does not exist.
         ValueError: the file holds another set of fields, or values out of bounds.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such configuration file")
+    _read_yaml(path, kind)
     try:
         return from_json(kind, _values(kind, _parser(kind, "").parse_path(path).as_dict()))
     except ArgumentError as error:
@@ -132,19 +134,48 @@ def _parser(kind: type, description: str) -> ArgumentParser:
     return parser
 
 
+def _at_home(word: str) -> str:
+    """Return a word of the command line with the user's home for a tilde, which a shell leaves in `--data=~/scans`."""
+    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{flag}{equals}{Path(value).expanduser()}" if value.startswith("~") else word
+
+
 def _values(kind: type, parsed: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: parsed[field.name] for field in fields(kind)}
+    values = {field.name: parsed[field.name] for field in fields(kind)}
+    return {name: value.expanduser() if isinstance(value, Path) else value for name, value in values.items()}
 
 
-def _early(arguments: Sequence[str]) -> dict[str, str | None]:
+def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
+    """Return the content of a configuration file, which is small and flat, as a hostile one is not."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such configuration file")
+    if path.stat().st_size > _MOST_YAML:
+        raise ValueError(f"{path}: takes {path.stat().st_size} bytes; a configuration takes {_MOST_YAML} at most")
+    try:
+        text, depth = path.read_text(encoding="utf-8"), 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST_YAML or isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"a configuration has no aliases, and {_DEEPEST_YAML} levels at most")
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: is no configuration; it has lines such as `epochs: 5`")
+    known = {field.name for field in fields(kind)}
+    if unknown := [str(name) for name in content if str(name).split(".")[0] not in known]:
+        raise ValueError(f"{path}: --{unknown[0][:_SHOWN]} is no field of a configuration")
+    return content
+
+
+def _early(arguments: Sequence[str], kind: type) -> dict[str, str | None]:
     """Return the recipe and the run to resume that the flags name, else the config file; None where none does."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in ("--recipe", "--resume", "--config"):
         scan.add_argument(flag)
     found = vars(scan.parse_known_args(list(arguments))[0])
     file = found.pop("config")
-    content = yaml.safe_load(Path(file).read_text(encoding="utf-8")) if file is not None else None
-    given = content if isinstance(content, dict) else {}
+    given = _read_yaml(Path(file), kind) if file is not None else {}
     return {name: value if value is not None else given.get(name) for name, value in found.items()}
 
 

@@ -7,11 +7,11 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
-from itertools import repeat
+from dataclasses import fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin
+
+import msgspec
 
 T = TypeVar("T")
 
@@ -85,33 +85,45 @@ def read_object(path: Path, remedy: str = "mend it") -> dict[str, Any]:
     return content
 
 
+def read_as(path: Path, kind: type[T], remedy: str = "mend it") -> T:
+    """Return the dataclass that a JSON file holds; see `from_json`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no JSON, or does not fit the dataclass; names the file, the field, what was found and what was
+            expected, and says what to do about it.
+    """
+    content = read_object(path, remedy)
+    try:
+        return from_json(kind, content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; {remedy}") from error
+
+
 def from_json(kind: type[T], content: Mapping[str, Any]) -> T:
     """Return the dataclass whose `asdict` went through JSON: lists are tuples again, texts paths, objects dataclasses.
 
     Args:
-        kind: the dataclass; the types of its fields say what becomes of their values.
+        kind: the dataclass; the types of its fields are what the values must be.
         content: a value by name for each field without a default.
 
     Raises:
-        KeyError, TypeError: the content has other fields.
+        ValueError: a field is missing, is not one of the dataclass, or is of another type; it is named.
     """
-    hints = get_type_hints(kind)
-    return kind(**{name: _typed(hints[name], value) for name, value in content.items()})
+    if unknown := content.keys() - {field.name for field in fields(kind)}:  # type: ignore[arg-type]
+        raise ValueError(f"there is no field {', '.join(sorted(unknown))}")
+    try:
+        return msgspec.convert(content, kind, dec_hook=_path)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error).replace("`$.", "`")) from error
 
 
-def _typed(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any field of a dataclass
-    if get_origin(kind) in (Union, UnionType):
-        kind = next(some for some in get_args(kind) if some is not NoneType)
-    if value is None:
-        return None
-    if isinstance(value, list | tuple):
-        kinds = get_args(kind) or (Any, ...)
-        return tuple(map(_typed, repeat(kinds[0]) if kinds[-1] is ... else kinds, value))
-    if isinstance(value, dict):
-        if isinstance(kind, type) and is_dataclass(kind):
-            return from_json(kind, value)
-        return {name: _typed((get_args(kind) or (Any,))[-1], each) for name, each in value.items()}
-    return Path(value) if kind is Path else value
+def _path(kind: type, value: Any) -> Any:  # noqa: ANN401 - what msgspec has no type for
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if isinstance(value, get_origin(kind) or kind):
+        return value
+    raise TypeError(f"expected {kind}, found {value!r}")
 
 
 def append_json_line(path: Path, record: dict[str, Any]) -> None:

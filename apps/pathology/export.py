@@ -22,7 +22,7 @@ from common.export.bundle import write_bundle
 from common.export.deploy import must_export, write_table
 from common.export.model_card import model_card
 from common.export.triton import write_triton
-from common.files import from_json, read_object
+from common.files import read_as
 from common.inference.model import import_weights
 from common.ranks import choose_device
 from common.run import Run, one_line_errors
@@ -72,7 +72,7 @@ def _export(config: PathologyExport, model: PathologyModel, run: Run, scratch: P
     """Export behind the gate, on the patches that validated the run, or on synthetic ones."""
     own = run.directory / "plan.json"
     if own.is_file():
-        trained = from_json(PathologyConfig, read_object(own))
+        trained = read_as(own, PathologyConfig)
     else:
         trained = PathologyConfig(patch_size=model.patch_size, store=scratch)
     trained = replace(trained, data=config.data or trained.data, init=None)

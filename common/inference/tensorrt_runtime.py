@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from common.files import from_json, read_object, sha256_of
+from common.files import read_as, sha256_of
 from common.inference.options import ModelPrecision
 
 Flavour = Literal["tensorrt", "tensorrt_rtx"]
@@ -119,11 +119,7 @@ def read_manifest(plan: Path) -> EngineManifest:
     for needed in (plan, path):
         if not needed.is_file():
             raise FileNotFoundError(f"{needed} is missing; build the engine with: {_rebuild_command(plan)}")
-    content = read_object(path, anew)
-    try:
-        manifest = from_json(EngineManifest, content)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: no engine manifest ({error}); {anew}") from error
+    manifest = read_as(path, EngineManifest, anew)
     if manifest.flavour not in INSTALL:
         raise ValueError(f"{path}: flavour {manifest.flavour!r}, not {' or '.join(INSTALL)}; {anew}")
     return manifest

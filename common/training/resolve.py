@@ -12,7 +12,7 @@ from common.data.fingerprint import Fingerprint, fingerprint, is_ct, plan_prepar
 from common.data.preparation import Preparation
 from common.data.store import store_folder
 from common.data.synthetic import make_synthetic
-from common.files import from_json, read_object, write_json
+from common.files import read_as, read_object, write_json
 from common.inference.labels import LabelScheme
 from common.inference.model import VolumeModel, write_model
 from common.run import Run, point_latest
@@ -111,7 +111,7 @@ def _divided(
 ) -> tuple[Split, Fingerprint]:
     kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
     if run.resumed and (run.directory / "plan.json").is_file():
-        return split_of(dataset, read_object(kept), kept), from_json(Fingerprint, read_object(measured))
+        return split_of(dataset, read_object(kept), kept), read_as(measured, Fingerprint)
     split = split_cases(dataset, config.split)
     if config.fast_dev_run:
         split = few_cases(split, config.parallel.partitions or run.ranks.world, run)
@@ -139,7 +139,7 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run, told: Sequence[str] 
 
     def make() -> C:
         if run.resumed and path.is_file():
-            stored = from_json(type(config), read_object(path))
+            stored = read_as(path, type(config))
             given = flat(config)
             return replaced(stored, {name: given[name] for name in config.RESUMABLE})
         chosen = choose()

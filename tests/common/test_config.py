@@ -100,6 +100,38 @@ def test_a_broken_yaml_file_is_a_users_mistake(tmp_path, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("epochs: " + "[" * 100_000, "8 levels at most"),
+        ("epochs: &a [1]\ndata: *a\n", "no aliases"),
+        ("# " + "x" * 1_000_000, "1000000 at most"),
+        ("root:x:0:0:root:/root:/bin/bash\n", "is no configuration"),
+        ("config: /etc/passwd\n", "--config is no field"),
+        ("5: 6\n", "--5 is no field"),
+    ],
+)
+def test_a_hostile_file_is_refused_in_one_line_that_does_not_show_it(content, words, tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text(content)
+    for flags in (["--config", str(file)], ["--resume", str(tmp_path)]):
+        with pytest.raises(SystemExit, match="2"):
+            parse_config(ToyConfig, RECIPES, flags, resumable=("resume",))
+        text = capsys.readouterr().err
+        assert words in text
+        assert str(file) in text
+        assert "root" not in text.replace("pytest-of-root", "")
+        assert len(text) < 400
+
+
+def test_a_tilde_is_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.yaml").write_text("data: ~/scans\n")
+    for flags in (["--data=~/scans"], ["--data", "~/scans"], ["--config=~/c.yaml"]):
+        assert parse(*flags).data == tmp_path / "scans"
+    assert parse("--data=~").data == tmp_path  # in YAML that is null
+
+
 def test_printed_config_fed_back_is_the_same(tmp_path, capsys):
     given = ["--recipe", "slow", "--spacing", "[0.5,1,2]", "--data", "/scans"]
     with pytest.raises(SystemExit, match="0"):

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.files import atomic_path, from_json, read_object, sha256_of, write_json, write_text
+from common.files import atomic_path, from_json, read_as, read_object, sha256_of, write_json, write_text
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -98,11 +99,28 @@ class Outer:
 
 
 def test_a_dataclass_comes_back_from_json():
-    outer = Outer(Path("/a"), (1.0, 2.0, 3.0), (Inner(("x", "y")), Inner(())), {"channels": (4, 8)}, Inner(("z",)))
+    outer = Outer(Path("/a"), (1.0, 2.0, 3.0), (Inner(("x", "y")), Inner(())), {"channels": [4, 8]}, Inner(("z",)))
     assert from_json(Outer, json.loads(json.dumps(asdict(outer), default=str))) == outer
     assert from_json(Outer, {"folder": "/a", "spacing": None, "parts": [], "named": {}}).inner is None
-    with pytest.raises(KeyError, match="colour"):
-        from_json(Inner, {"names": [], "colour": 1})
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"names": [], "colour": 1}, "there is no field colour"),
+        ({}, "missing required field `names`"),
+        ({"names": ["a", 1]}, r"Expected `str`, got `int` - at `names\[1\]`"),
+        ({"names": "ab"}, "Expected `array`, got `str` - at `names`"),
+        ({"names": None}, "Expected `array`, got `null` - at `names`"),
+    ],
+)
+def test_what_does_not_fit_is_named(content, problem, tmp_path):
+    with pytest.raises(ValueError, match=problem):
+        from_json(Inner, content)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*{problem}.*; copy it again"):
+        read_as(path, Inner, "copy it again")
 
 
 def test_writing_from_many_threads_leaves_the_umask(tmp_path):
