@@ -1,31 +1,68 @@
-"""Which cases a folder holds before it is in MSD layout: pairs by file name, nnU-Net's raw layout, or MSD's own."""
+"""Which cases a folder holds before it is in MSD layout, and is each fit for training?
+
+A case is readable, finite, its label lies on its image's grid, and the label's values are among the names.
+"""
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
+
+import nibabel as nib
+import numpy as np
+from nibabel.affines import voxel_sizes
 
 from common.data.dataset import SUFFIXES, read_dataset
-from common.files import read_object
+from common.data.volumes import Volume, check_same_grid, read_volume
+from common.files import read_object, sha256_of
+
+Result = TypeVar("Result")
 
 # What tools append to a case's name; a name that pairs as it is keeps all of it.
 _IMAGE_ENDING = re.compile(r"[-_. ](0000|image|img|ct|mri?|volume|vol)$", re.IGNORECASE)
 _LABEL_ENDING = re.compile(r"[-_. ](seg|segmentation|labels?|mask|gt|roi)$", re.IGNORECASE)
-_CHANNEL = re.compile(r"(?P<case>.+)_(?P<channel>\d{4})")  # nnU-Net: dataset_format.md
 _IGNORED = "ignore"  # nnU-Net's name for voxels that nobody annotated
+# A mask stored as float with a scale comes back some 1e-7 off; one that was resampled with interpolation far more.
+_MOST_OFF = 1e-3
+_MOST_VALUES = 65_536  # of a label map, between the lowest and the highest
+_AIR_BELOW = -200  # HU; air is -1000, and every CT of a body shows some
 
-Reason = tuple[str, str]
-"""A case's name, and why it cannot be used."""
 
-
-@dataclass(frozen=True)
+@dataclass
 class RawCase:
-    """A case as it lies: its image, or an image per channel in channel order, and its label; a test case has none."""
+    """A case as it lies, and what was found of it; the figures are set once its image has been read.
+
+    Attributes:
+        name: of the case.
+        images: its image, or an image per channel in channel order.
+        label: its label map; a test case has none.
+        problems: why it cannot be used; empty where it can.
+        notes: what is worth a look.
+        relabelled: the label's values are not those of the file.
+        shape: voxels along R, A, S.
+        spacing: mm along R, A, S.
+        orientation: where the file's axes point, such as "LPS".
+        least: the lowest value of all channels.
+        most: the highest.
+        volumes: millilitres of each label number; empty without a label.
+        digests: of the images.
+    """
 
     name: str
-    images: tuple[Path, ...]
+    images: tuple[Path, ...] = ()
     label: Path | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    relabelled: bool = False
+    shape: tuple[int, ...] = ()
+    spacing: tuple[float, ...] = ()
+    orientation: str = ""
+    least: float = 0
+    most: float = 0
+    volumes: tuple[float, ...] = ()
+    digests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,32 +73,30 @@ class RawSet:
         name: of the set.
         modality: the name of each channel; "CT" has a meaning, the others are names.
         labels: the name of each label number, background first; "" where a number means nothing.
-        cases: the labelled cases, then those for test.
-        unpaired: cases that lack an image, a channel or a label.
+        cases: those that lack an image, a channel or a label say so in their problems.
         values: numbers in the files that stand for another number.
-        rounds: label values a little off whole numbers will be rounded; where nothing is written they are an error.
+        most_off: so much off a whole number a label value is rounded; where nothing is written that is an error.
     """
 
     name: str
     modality: tuple[str, ...]
     labels: tuple[str, ...]
     cases: tuple[RawCase, ...]
-    unpaired: tuple[Reason, ...] = ()
     values: Mapping[int, int] = field(default_factory=dict)
-    rounds: bool = True
+    most_off: float = _MOST_OFF
 
 
 def pair_folders(images: Path, labels: Path, name: str, modality: Sequence[str], names: Sequence[str]) -> RawSet:
-    """Pair the images of a folder with the labels of another by their names.
+    """Pair the .nii.gz and .nii images of a folder with the label maps of another by their names.
 
     Equal names pair first; what is left pairs without endings such as _0000, _img, _ct and _seg, _label, -mask.
 
     Args:
-        images: a folder of .nii.gz or .nii files (any case); hidden files do not count.
-        labels: another such folder.
-        name: what the set shall be called.
+        images: folder of the images.
+        labels: folder of the label maps.
+        name: of the set.
         modality: the name of each channel.
-        names: the name of each label number, background first.
+        names: of the label numbers, background first.
 
     Raises:
         FileNotFoundError: a folder is missing or holds no such file.
@@ -69,25 +104,19 @@ def pair_folders(images: Path, labels: Path, name: str, modality: Sequence[str],
     """
     if images.resolve() == labels.resolve():
         raise ValueError(f"--labels {labels}: the same folder as --images; put the labels into one of their own")
-    unpaired: list[Reason] = []
-    by_image, by_label = _by_stem(images, unpaired), _by_stem(labels, unpaired)
-    pairs = {stem: (by_image.pop(stem), by_label.pop(stem)) for stem in sorted(by_image.keys() & by_label.keys())}
-    rest: dict[str, tuple[list[Path], list[Path]]] = defaultdict(lambda: ([], []))
-    for column, (by_stem, ending) in enumerate([(by_image, _IMAGE_ENDING), (by_label, _LABEL_ENDING)]):
-        for stem, path in by_stem.items():
-            rest[ending.sub("", stem) or stem][column].append(path)
-    for stem, (found, marked) in sorted(rest.items()):
-        if len(found) == len(marked) == 1 and stem not in pairs:
-            pairs[stem] = (found[0], marked[0])
-            continue
-        reason = f"no label of that name in {labels}" if found else f"no image of that name in {images}"
-        if found and marked:
-            reason = f"{len(found)} images and {len(marked)} labels of one name; give each case a name of its own"
-        if stem in pairs:
-            reason = f"{stem} has its pair already"
-        unpaired.append((", ".join(path.name for path in (*found, *marked)), reason))
-    cases = tuple(RawCase(stem, (image,), label) for stem, (image, label) in sorted(pairs.items()))
-    return RawSet(name, tuple(modality), tuple(names), cases, tuple(unpaired))
+    columns = _volumes(images), _volumes(labels)
+    equal = {stem for stem, _ in columns[0]} & {stem for stem, _ in columns[1]}
+    found: dict[str, tuple[list[Path], list[Path]]] = defaultdict(lambda: ([], []))
+    for number, (column, ending) in enumerate(zip(columns, (_IMAGE_ENDING, _LABEL_ENDING), strict=True)):
+        for stem, path in column:
+            found[stem if stem in equal else ending.sub("", stem) or stem][number].append(path)
+    cases = []
+    for stem, (scans, masks) in sorted(found.items()):
+        cases.append(RawCase(stem, tuple(scans), masks[0] if masks else None))
+        if (len(scans), len(masks)) != (1, 1):
+            there = ", ".join(str(path) for path in (*scans, *masks))
+            cases[-1].problems.append(f"expected an image and a label of one name, found {there}")
+    return RawSet(name, tuple(modality), tuple(names), tuple(cases))
 
 
 def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
@@ -107,23 +136,22 @@ def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not found; --nnunet takes a folder such as nnUNet_raw/Dataset003_Liver")
     content = read_object(path)
-    modality = _numbered(content.get("channel_names", content.get("modality")), "channel_names", path)
+    modality = _names(content.get("channel_names", content.get("modality")), "channel_names", path)
     ending = content.get("file_ending", ".nii.gz")
     if ending not in SUFFIXES:
         raise ValueError(f"{path}: file_ending {ending!r}: only {' and '.join(SUFFIXES)} are read; convert the files")
-    labels = tuple(names) if names else _plain_labels(content.get("labels"), path)
-    unpaired: list[Reason] = []
-    by_label = _by_stem(folder / "labelsTr", unpaired)
-    by_case = _by_channel(folder / "imagesTr", modality, unpaired)
-    unpaired += [(name, f"no label in {folder / 'labelsTr'}") for name in sorted(by_case.keys() - by_label.keys())]
-    missing = sorted(by_label.keys() - by_case.keys() - {name for name, _ in unpaired})
-    unpaired += [(name, f"a label, but no image in {folder / 'imagesTr'}") for name in missing]
-    cases = [RawCase(name, by_case[name], by_label[name]) for name in sorted(by_case.keys() & by_label.keys())]
+    labels = tuple(names) if names else _names(content.get("labels"), "labels", path)
+    cases = _by_channel(folder / "imagesTr", ending, modality)
+    for name, label in _volumes(folder / "labelsTr", ending):
+        missing = RawCase(name, problems=[f"a label, but no image in {folder / 'imagesTr'}"])
+        cases.setdefault(name, missing).label = label
+    for case in cases.values():
+        if case.label is None:
+            case.problems.append(f"no label in {folder / 'labelsTr'}")
     tests = folder / "imagesTs"
-    if tests.is_dir() and any(_stem_of(image) for image in tests.iterdir()):
-        cases += [RawCase(name, images) for name, images in sorted(_by_channel(tests, modality, unpaired).items())]
+    held = _by_channel(tests, ending, modality) if any(tests.glob(f"[!.]*{ending}")) else {}
     set_name = re.sub(r"^Dataset\d+_", "", folder.resolve().name)
-    return RawSet(set_name, modality, labels, tuple(cases), tuple(unpaired))
+    return RawSet(set_name, modality, labels, (*cases.values(), *held.values()))
 
 
 def read_msd(folder: Path) -> RawSet:
@@ -133,67 +161,141 @@ def read_msd(folder: Path) -> RawSet:
         FileNotFoundError, ValueError: as `common.data.dataset.read_dataset`.
     """
     found = read_dataset(folder)
-    cases = [RawCase(case.name, (case.image,), case.label) for case in (*found.cases, *found.test_cases)]
-    there = tuple(case for case in cases if case.label or case.images[0].is_file())
-    return RawSet(found.name, found.modality, found.labels, there, rounds=False)
+    there = [case for case in (*found.cases, *found.test_cases) if case.label or case.image.is_file()]
+    cases = tuple(RawCase(case.name, (case.image,), case.label) for case in there)
+    return RawSet(found.name, found.modality, found.labels, cases, most_off=0)
 
 
-def _stem_of(path: Path) -> str | None:
-    """Return a volume's name without .nii.gz or .nii, in whatever case; None for any other or a hidden file."""
-    for suffix in SUFFIXES:
-        if path.name.lower().endswith(suffix) and not path.name.startswith(".") and path.is_file():
-            return path.name[: -len(suffix)] or None
-    return None
+def examine(case: RawCase, raw: RawSet) -> None:
+    """Read a case that has all its files, and note everything that is wrong with it, not just the first."""
+    if case.problems:
+        return
+    path = case.label
+    image = _attempt(case, lambda: read_image(case, raw))
+    label = _attempt(case, lambda: read_volume(path)) if path else None
+    numbers = _attempt(case, lambda: read_numbers(label, raw)) if label else None
+    if label and numbers is not None:
+        if not numbers.any():
+            case.notes.append("the label is empty")
+        case.relabelled = not np.array_equal(numbers, label.voxels)
+        if case.relabelled and label.voxels.dtype.kind == "f" and (label.voxels % 1).any():
+            case.notes.append("label values a little off whole numbers are rounded")
+    if image and label:
+        _attempt(case, lambda: check_same_grid(image, label))
+    if image:
+        _describe(case, image, numbers, raw)
 
 
-def _by_stem(folder: Path, unpaired: list[Reason]) -> dict[str, Path]:
-    """Return the volumes of a folder by name; two files of one name are no case."""
+def _describe(case: RawCase, image: Volume, numbers: np.ndarray | None, raw: RawSet) -> None:
+    """Set the figures of a case, and look at its intensities."""
+    axes = nib.orientations.io_orientation(image.affine)[:, 0].argsort()
+    case.shape = tuple(np.array(image.voxels.shape)[axes].tolist())
+    case.spacing = tuple(voxel_sizes(image.affine)[axes].tolist())
+    case.orientation = "".join(nib.aff2axcodes(image.affine))
+    case.least, case.most = float(image.voxels.min()), float(image.voxels.max())
+    case.digests = tuple(map(sha256_of, case.images))
+    if numbers is not None:
+        millilitres = abs(float(np.linalg.det(image.affine[:3, :3]))) / 1000
+        case.volumes = tuple((_count(numbers, 0, len(raw.labels) - 1) * millilitres).tolist())
+    if case.least == case.most:
+        case.problems.append(f"{case.images[0]}: every voxel is {case.least:g}: there is nothing to see")
+    elif all(name.strip().upper() == "CT" for name in raw.modality) and case.least >= _AIR_BELOW:
+        air = "a CT in HU holds air, about -1000; is it rescaled, or no CT?"
+        case.notes.append(f"no value below {_AIR_BELOW}: {air}")
+
+
+def read_image(case: RawCase, raw: RawSet) -> Volume:
+    """Read a case's image; files of one channel each are stacked to [X, Y, Z, C].
+
+    Raises:
+        FileNotFoundError, ValueError: a file cannot be read, or channels lie on different grids.
+    """
+    if len(case.images) == 1:
+        return read_volume(case.images[0], len(raw.modality))
+    parts = [read_volume(path) for path in case.images]
+    for part in parts[1:]:
+        check_same_grid(parts[0], part)
+    return Volume(np.stack([part.voxels for part in parts], axis=3), parts[0].affine, case.images[0])
+
+
+def read_numbers(label: Volume, raw: RawSet) -> np.ndarray:
+    """Return a label map [X, Y, Z] uint8 with the numbers of `raw.labels`.
+
+    Raises:
+        ValueError: a value is no whole number, or has no name.
+    """
+    whole = np.rint(label.voxels) if label.voxels.dtype.kind == "f" else label.voxels
+    off = float(np.abs(label.voxels - whole).max())
+    if off > raw.most_off:
+        remedy = "was it resampled with interpolation? resample it with nearest neighbours, or convert it"
+        raise ValueError(f"{label.path}: label values up to {off:.2g} off whole numbers, expected 0, 1, ...; {remedy}")
+    low, high = int(whole.min()), int(whole.max())
+    if high - low >= _MOST_VALUES:
+        raise ValueError(f"{label.path}: values from {low} to {high}: expected a label map, is it an image?")
+    found = [int(number) + low for number in np.flatnonzero(_count(whole, low, high))]
+    meant = {number: raw.values.get(number, number) for number in found}
+    named = {number: f"{number} {name}" for number, name in enumerate(raw.labels) if name}
+    unnamed = [number for number, target in meant.items() if target not in named]
+    if unnamed:
+        few = ", ".join(map(str, unnamed[:5]))
+        remedy = f"name these too, or map them when converting: --values={unnamed[0]}=0"
+        raise ValueError(f"{label.path}: found the values {few}; named are {', '.join(named.values())}; {remedy}")
+    table = np.array([meant.get(number, 0) for number in range(low, high + 1)], np.uint8)
+    return table[whole.astype(np.int32) - low]
+
+
+def _count(numbers: np.ndarray, low: int, high: int) -> np.ndarray:
+    """Return how many voxels have each whole number from low to high."""
+    counts = np.zeros(high - low + 1, np.int64)
+    for index in range(numbers.shape[2]):  # slice by slice: bincount makes eight bytes of each voxel
+        counts += np.bincount(numbers[..., index].astype(np.int64).ravel() - low, minlength=len(counts))
+    return counts
+
+
+def _attempt(case: RawCase, work: Callable[[], Result]) -> Result | None:
+    """Return what `work` does; None where it says that a file is bad, which is kept."""
+    try:
+        return work()
+    except (ValueError, OSError) as error:
+        case.problems.append(str(error))
+        return None
+
+
+def _volumes(folder: Path, *endings: str) -> list[tuple[str, Path]]:
+    """Return name (without its ending, in whatever case) and path of the volumes of a folder, but the hidden ones."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
-    found: dict[str, list[Path]] = defaultdict(list)
-    for path in sorted(folder.iterdir()):
-        if stem := _stem_of(path):
-            found[stem].append(path)
+    named = re.compile(rf"([^.].*)({'|'.join(map(re.escape, endings or SUFFIXES))})", re.IGNORECASE)
+    paths = sorted(folder.iterdir())
+    found = [(match[1], path) for path in paths if (match := named.fullmatch(path.name)) and path.is_file()]
     if not found:
-        others = sorted({path.suffix for path in folder.iterdir() if path.suffix})
+        others = sorted({path.suffix for path in paths if path.suffix})
         raise FileNotFoundError(f"{folder}: holds no .nii.gz or .nii files{f', only {others}' if others else ''}")
-    for stem, paths in found.items():
-        if len(paths) > 1:
-            unpaired.append((stem, f"{' and '.join(path.name for path in paths)} in {folder}: keep one"))
-    return {stem: paths[0] for stem, paths in found.items() if len(paths) == 1}
+    return found
 
 
-def _by_channel(folder: Path, modality: Sequence[str], unpaired: list[Reason]) -> dict[str, tuple[Path, ...]]:
-    """Return each case's images in channel order; what is incomplete goes to `unpaired`."""
-    found: dict[str, dict[int, Path]] = defaultdict(dict)
-    for stem, path in _by_stem(folder, unpaired).items():
-        if match := _CHANNEL.fullmatch(stem):
-            found[match["case"]][int(match["channel"])] = path
-        else:
-            unpaired.append((stem, f"{path}: expected CASE_0000.nii.gz, the channel's number at the end"))
-    due = set(range(len(modality)))
-    for case, channels in found.items():
-        if due != channels.keys():
-            numbers = ", ".join(f"{number:04d}" for number in sorted(due ^ channels.keys()))
-            word = "missing" if due - channels.keys() else "too many"
-            unpaired.append((case, f"channel {numbers} {word} in {folder}; dataset.json lists {', '.join(modality)}"))
-    return {case: tuple(ch[n] for n in sorted(ch)) for case, ch in found.items() if due == ch.keys()}
+def _by_channel(folder: Path, ending: str, modality: Sequence[str]) -> dict[str, RawCase]:
+    """Return the cases of a folder of nnU-Net's, an image per channel (CASE_0000, CASE_0001), by name."""
+    found: dict[str, dict[str, Path]] = defaultdict(dict)
+    for stem, path in _volumes(folder, ending):
+        match = re.fullmatch(r"(.+)_(\d{4})", stem)
+        found[match[1] if match else stem][match[2] if match else path.name] = path
+    due = [f"{number:04d}" for number in range(len(modality))]
+    cases = {name: RawCase(name, tuple(images.values())) for name, images in sorted(found.items())}
+    for name, images in found.items():
+        if wrong := sorted(images.keys() ^ set(due)):
+            expected = f"dataset.json lists {', '.join(modality)}: CASE_{due[0]}{ending} and so on"
+            cases[name].problems.append(f"channel {', '.join(wrong)} missing or too many in {folder}; {expected}")
+    return cases
 
 
-def _plain_labels(labels: object, path: Path) -> tuple[str, ...]:
-    """Return the label names by number; version 1 of nnU-Net maps number to name, version 2 name to number."""
-    if not isinstance(labels, dict) or not labels:
-        raise ValueError(f'{path}: labels: expected {{"background": 0, "liver": 1}}, found {labels!r}')
-    regions = [name for name, number in labels.items() if isinstance(number, list)]
-    if regions:
-        remedy = "name the plain label numbers with --names background FIRST SECOND ..."
-        raise ValueError(f"{path}: labels: {', '.join(regions)} are regions (lists of numbers); {remedy}")
-    by_number = labels if all(str(key).isdecimal() for key in labels) else {str(n): name for name, n in labels.items()}
-    return _numbered({n: name for n, name in by_number.items() if name != _IGNORED}, "labels", path)
-
-
-def _numbered(names: object, key: str, path: Path) -> tuple[str, ...]:
-    expected = [str(number) for number in range(len(names))] if isinstance(names, dict) else []
-    if not isinstance(names, dict) or not names or sorted(names) != sorted(expected):
-        raise ValueError(f"{path}: {key}: expected names for the numbers 0, 1, ... without gaps, found {names!r}")
-    return tuple(str(names[number]) for number in expected)
+def _names(content: object, key: str, path: Path) -> tuple[str, ...]:
+    """Return names in the order of their numbers, of {"0": "CT"} or {"CT": 0} (nnU-Net's labels since version 2)."""
+    pairs = content.items() if isinstance(content, dict) else ()
+    numbered = [(a, b) if str(a).isdecimal() else (b, a) for a, b in pairs]
+    found = {str(number): str(name) for number, name in numbered if name != _IGNORED}
+    due = [str(number) for number in range(len(found))]
+    if not found or found.keys() != set(due):
+        remedy = "--names background FIRST SECOND ... names labels in its place"  # such as regions, lists of numbers
+        raise ValueError(f"{path}: {key}: expected names for 0, 1, ... without gaps, found {content!r}; {remedy}")
+    return tuple(found[number] for number in due)

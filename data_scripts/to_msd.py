@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import nibabel as nib
 import numpy as np
@@ -21,11 +20,16 @@ from tqdm import tqdm
 
 from common.data.volumes import read_volume, write_label
 from common.files import flush_to_disk, write_json
-from data_scripts.case_checks import Finding, examine, find_twins, read_image, read_numbers
-from data_scripts.raw_sets import RawSet, Reason, pair_folders, read_msd, read_nnunet
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+from data_scripts.raw_sets import (
+    RawCase,
+    RawSet,
+    examine,
+    pair_folders,
+    read_image,
+    read_msd,
+    read_nnunet,
+    read_numbers,
+)
 
 _MOST_AT_ONCE = 8  # a case of 512 x 512 x 1000 takes about three gigabytes while it is read
 _MOST_NAMED = 5  # cases that a note names
@@ -66,18 +70,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     try:
         raw = _find(options)
-        findings = _on_each(raw.cases, partial(examine, raw=raw), "checking")
-        bad = [*raw.unpaired, *((found.case.name, problem) for found in findings for problem in found.problems)]
-        good = [found for found in findings if not found.problems]
-        for name, reason in bad:
-            _say(f"{'left out' if options.skip_bad else 'bad'}: {name}: {reason}")
+        _on_each(raw.cases, partial(examine, raw=raw), "checking")
+        good = [case for case in raw.cases if not case.problems]
+        bad = [(case.name, problem) for case in raw.cases for problem in case.problems]
+        for name, problem in bad:
+            _say(f"{'left out' if options.skip_bad else 'bad'}: {name}: {problem}")
         if bad and not options.skip_bad:
             _say("mend these files, or leave their cases out with --skip_bad")
-        if (bad and not options.skip_bad) or not any(found.case.label for found in good):
-            _say(f"{len(good)} of {len(good) + len({name for name, _ in bad})} cases can be used; nothing was written")
+        if (bad and not options.skip_bad) or not any(case.label for case in good):
+            _say(f"{len(good)} of {len(raw.cases)} cases can be used; nothing was written")
             return 1
         if options.check is None:
-            _write_set(options.to, raw, good, bad, options.link)
+            _write_set(options.to, raw, good, options.link)
         _report(options.check or options.to, raw, good)
     except (ValueError, OSError) as error:
         _say(re.sub(r"\s*\n\s*", " ", f"to_msd.py: error: {error}"))
@@ -87,19 +91,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _mistake(options: argparse.Namespace) -> str | None:
     """Return what is wrong with the options together; None where they fit."""
-    if options.check:
-        extra = [n for n in ("labels", "to", "names", "modality", "values", "skip_bad", "link") if getattr(options, n)]
-        return f"--check writes nothing: leave out --{extra[0]}" if extra else None
-    if not options.to:
-        return "--to is missing: name a new folder for the set, such as --to data/liver"
+    source = next(name for name in ("check", "nnunet", "images") if getattr(options, name))
+    needed = {"check": (), "nnunet": ("to",), "images": ("labels", "names", "modality", "to")}[source]
+    every = ["labels", "to", "names", "modality", "values", "skip_bad", "link"]
+    for name in {"check": every, "nnunet": ["labels", "modality"], "images": []}[source]:
+        if getattr(options, name):
+            return f"--{name}: leave it out: --{source} {'writes nothing' if options.check else 'has its dataset.json'}"
+    for name in needed:
+        if not getattr(options, name):
+            return (
+                f"--{name} is missing: --{source} needs {', '.join(f'--{each}' for each in needed)}; see the examples"
+            )
     if options.names and len(options.names) < 2:
         return f"--names {options.names[0]}: name the background and at least one structure: --names background liver"
-    if options.nnunet:
-        named = options.labels or options.modality
-        return "--labels, --modality: with --nnunet its dataset.json names them; leave them out" if named else None
-    missing = [name for name in ("labels", "names", "modality") if not getattr(options, name)]
-    example = "--labels masks --names background liver --modality CT"
-    return f"--{missing[0]} is missing: --images needs three more, such as {example}" if missing else None
+    return None
 
 
 def _mapping(text: str) -> tuple[int, int]:
@@ -112,7 +117,8 @@ def _mapping(text: str) -> tuple[int, int]:
 def _find(options: argparse.Namespace) -> RawSet:
     if options.check:
         return read_msd(options.check)
-    _refuse_existing(options.to)  # before an hour of checks, not after it
+    if os.path.lexists(options.to):  # before an hour of checks, not after it
+        raise FileExistsError(f"--to {options.to}: is there already; name a new folder, or delete that one")
     if options.nnunet:
         raw = read_nnunet(options.nnunet, options.names)
     else:
@@ -125,33 +131,31 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _on_each(items: Sequence[Item], work: Callable[[Item], Result], description: str) -> list[Result]:
-    """Return `[work(item) for item in items]`, several at a time under a progress bar; the first error is raised."""
+def _on_each(cases: Sequence[RawCase], work: Callable[[RawCase], None], title: str) -> None:
+    """Do some work for each case, several at a time under a progress bar; the first error is raised."""
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_AT_ONCE)) as pool:
-        return list(tqdm(pool.map(work, items), description, len(items), unit="case"))
+        list(tqdm(pool.map(work, cases), title, len(cases), unit="case"))
 
 
-def _write_set(folder: Path, raw: RawSet, good: Sequence[Finding], bad: Sequence[Reason], link: bool) -> None:
+def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -> None:
     """Write the good cases of a set; the folder appears when it is whole, or not at all.
 
     A killed run leaves a hidden folder at most, which the next one removes.
 
     Args:
-        folder: must not be there.
-        raw: the set that the cases are of.
+        folder: must not be there, or be empty.
+        raw: the set; its other cases are kept with their problems in `dataset.json` (the key "left_out" is ours).
         good: what to write.
-        bad: what is left out, kept with its reasons in `dataset.json` (the key "left_out" is ours).
         link: whether files that stay as they are become hard links (symbolic ones to another file system).
 
     Raises:
-        FileExistsError: the folder is there.
-        OSError: the disk is full or cannot be written; nothing stays.
+        OSError: the folder holds something, or the disk is full or cannot be written; nothing stays.
     """
     scratch = folder.with_name(f".{folder.name}.unfinished")
     if scratch.exists():
         shutil.rmtree(scratch)
-    cases, tests = (sorted(f.case.name for f in good if bool(f.case.label) == labelled) for labelled in (True, False))
-    listing: dict[str, Any] = {
+    cases, tests = (sorted(case.name for case in good if bool(case.label) == labelled) for labelled in (True, False))
+    listing = {
         "name": raw.name,
         "description": f"{folder.resolve().name}: converted by data_scripts/to_msd.py",
         "tensorImageSize": "4D" if len(raw.modality) > 1 else "3D",
@@ -161,30 +165,23 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[Finding], bad: Sequence
         "numTest": len(tests),
         "training": [{"image": f"./imagesTr/{n}.nii.gz", "label": f"./labelsTr/{n}.nii.gz"} for n in cases],
         "test": [f"./imagesTs/{n}.nii.gz" for n in tests],
-        "left_out": [{"case": n, "reason": reason} for n, reason in bad],
+        "left_out": [{"case": c.name, "reason": "; ".join(c.problems)} for c in raw.cases if c.problems],
     }
     try:
         _on_each(good, partial(_write_case, scratch, raw, link), "writing")
         write_json(scratch / "dataset.json", listing)
         for path in scratch.rglob("*"):
             flush_to_disk(path)
-        _refuse_existing(folder)
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _refuse_existing(folder: Path) -> None:
-    if os.path.lexists(folder):
-        raise FileExistsError(f"--to {folder}: is there already; name a new folder, or delete that one")
-
-
-def _write_case(folder: Path, raw: RawSet, link: bool, found: Finding) -> None:
-    case = found.case
+def _write_case(folder: Path, raw: RawSet, link: bool, case: RawCase) -> None:
     target = folder / ("imagesTr" if case.label else "imagesTs") / f"{case.name}.nii.gz"
     target.parent.mkdir(parents=True, exist_ok=True)
     if len(case.images) > 1:
-        volume = read_image(case, len(case.images))
+        volume = read_image(case, raw)
         image = nib.Nifti1Image(volume.voxels, volume.affine, dtype=volume.voxels.dtype)
         image.header.set_xyzt_units("mm")
         target.write_bytes(igzip.compress(image.to_bytes(), 1, mtime=0))
@@ -194,7 +191,7 @@ def _write_case(folder: Path, raw: RawSet, link: bool, found: Finding) -> None:
         return
     target = folder / "labelsTr" / target.name
     target.parent.mkdir(exist_ok=True)
-    if found.relabelled:
+    if case.relabelled:
         label = read_volume(case.label)
         write_label(target, read_numbers(label, raw), label.affine)
     else:
@@ -214,42 +211,48 @@ def _take_over(source: Path, target: Path, link: bool) -> None:
             target.symlink_to(source.resolve())
 
 
-def _report(folder: Path, raw: RawSet, good: Sequence[Finding]) -> None:
+def _report(folder: Path, raw: RawSet, good: Sequence[RawCase]) -> None:
     """Print what is to be looked at, a small table, and the next commands."""
     for note, names in _notes(raw, good).items():
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         print(f"note: {note}: {', '.join(names[:_MOST_NAMED])}{more}")
-    labelled = [found for found in good if found.case.label]
-    orientations = Counter(found.orientation for found in good).most_common()
+    labelled = [case for case in good if case.label]
+    orientations = Counter(case.orientation for case in good).most_common()
     rows = {
         "cases": f"{len(labelled)} labelled, {len(good) - len(labelled)} for test",
         "channels": ", ".join(raw.modality),
-        "shape R, A, S": _range([found.shape for found in good]),
-        "spacing mm": _range([found.spacing for found in good]),
+        "shape R, A, S": _range([case.shape for case in good]),
+        "spacing mm": _range([case.spacing for case in good]),
         "orientation": ", ".join(f"{axes} {count}" for axes, count in orientations),
-        "intensity": f"{min(found.least for found in good):g} to {max(found.most for found in good):g}",
+        "intensity": f"{min(case.least for case in good):g} to {max(case.most for case in good):g}",
     }
-    rows |= {f"label {n} {name}": _amount(labelled, n) for n, name in enumerate(raw.labels) if n and name}
-    width = max(map(len, rows))
+    for number, name in enumerate(raw.labels):
+        if number and name:
+            volumes = [case.volumes[number] for case in labelled if case.volumes[number]] or [0.0]
+            size = f"{min(volumes):.3g} to {max(volumes):.3g} ml, median {np.median(volumes):.3g}"
+            rows[f"label {number} {name}"] = f"in {np.count_nonzero(volumes)} of {len(labelled)} cases, {size}"
     print(f"{folder}: in MSD layout")
-    for name, text in rows.items():
-        print(f"  {name:<{width}}  {text}")
+    for title, text in rows.items():
+        print(f"  {title:<{max(map(len, rows))}}  {text}")
     data = shlex.quote(str(folder))
     print("next, two steps through everything, then the training:")
     print(f"  python apps/spleen/train.py --data {data} --fast_dev_run true")
     print(f"  python apps/spleen/train.py --data {data}")
 
 
-def _notes(raw: RawSet, good: Sequence[Finding]) -> dict[str, list[str]]:
+def _notes(raw: RawSet, good: Sequence[RawCase]) -> dict[str, list[str]]:
     """Return what is to be looked at, with the names of the cases."""
     notes: dict[str, list[str]] = defaultdict(list)
-    for found in good:
-        for note in found.notes:
-            notes[note].append(found.case.name)
-    for twins in find_twins([found.case for found in good]):
-        notes["the same image byte for byte; keep one, or a copy may validate what it trained"] += twins
+    twins: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for case in good:
+        twins[case.digests].append(case.name)
+        for note in case.notes:
+            notes[note].append(case.name)
+    for names in twins.values():
+        if len(names) > 1:
+            notes["the same image byte for byte; keep one, or a copy may validate what it trained"] += names
     for number, name in enumerate(raw.labels):
-        if number and name and not any(found.volumes[number] for found in good if found.volumes):
+        if number and name and not any(case.volumes[number] for case in good if case.volumes):
             notes["no case has a voxel of this label"].append(f"{number} {name}")
     return notes
 
@@ -259,15 +262,6 @@ def _range(figures: Sequence[tuple[float, ...]]) -> str:
     parts = [np.min(figures, axis=0), np.median(figures, axis=0), np.max(figures, axis=0)]
     least, median, most = ("x".join(f"{value:.4g}" for value in part.tolist()) for part in parts)
     return least if least == most else f"{least} to {most}, median {median}"
-
-
-def _amount(labelled: Sequence[Finding], number: int) -> str:
-    """Return in how many cases a label is, and how large it is there."""
-    volumes = [found.volumes[number] for found in labelled if found.volumes[number]]
-    if not volumes:
-        return f"in 0 of {len(labelled)} cases"
-    size = f"{min(volumes):.3g} to {max(volumes):.3g} ml, median {np.median(volumes):.3g}"
-    return f"in {len(volumes)} of {len(labelled)} cases, {size}"
 
 
 if __name__ == "__main__":

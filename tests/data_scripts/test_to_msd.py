@@ -16,8 +16,7 @@ from common.data.dataset import read_dataset
 from common.data.volumes import read_volume
 from common.inference.options import InferConfig
 from data_scripts import to_msd
-from data_scripts.case_checks import examine
-from data_scripts.raw_sets import RawCase, RawSet
+from data_scripts.raw_sets import RawCase, RawSet, examine
 from data_scripts.to_msd import main, parse_options
 
 SHAPE = (8, 7, 6)
@@ -214,7 +213,8 @@ def test_what_is_a_little_odd_can_be_used(pairs: Path) -> None:
 def test_a_number_without_a_name_is_no_label(pairs: Path) -> None:
     """BraTS until 2021: 0, 1, 2, 4."""
     case = RawCase("a", (pairs / "images/a.nii.gz",), pairs / "labels/a.nii.gz")
-    (problem,) = examine(case, RawSet("set", ("CT",), ("background", "", "organ"), (case,))).problems
+    examine(case, RawSet("set", ("CT",), ("background", "", "organ"), (case,)))
+    (problem,) = case.problems
     assert "found the values 1; named are 0 background, 2 organ" in problem
 
 
@@ -236,8 +236,8 @@ def test_two_files_of_one_name_are_no_case(pairs: Path, capsys: pytest.CaptureFi
     save(pairs / "labels/c.nii.gz", mask())
     assert convert(pairs) == 1
     told = capsys.readouterr().err
-    assert "a.nii and a.nii.gz" in told
-    assert "2 images and 1 labels of one name" in told
+    assert "bad: a: expected an image and a label of one name" in told
+    assert "c_img.nii.gz" in told
 
 
 def test_links_share_the_bytes_and_what_changes_is_a_file_of_its_own(pairs: Path) -> None:
@@ -357,7 +357,7 @@ def test_nnunet_cases_that_lack_something_are_all_told(tmp_path: Path, capsys: p
     assert "bad: c: a label, but no image" in told
     assert "bad: d: " in told
     assert "bad: t: channel 0000 missing" in told
-    assert "bad: e: channel 0001 is not aligned with channel 0000" in told
+    assert "e_0001.nii.gz" in told
     assert told.count("bad: a") == 1
     assert_nothing_written(tmp_path)
 
@@ -365,7 +365,7 @@ def test_nnunet_cases_that_lack_something_are_all_told(tmp_path: Path, capsys: p
 def test_nnunet_regions_need_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = nnunet(tmp_path, labels={"background": 0, "whole": [1, 2], "core": 2})
     assert convert_nnunet(raw) == 2
-    assert "whole are regions" in capsys.readouterr().err
+    assert "--names background FIRST SECOND" in capsys.readouterr().err
     assert convert_nnunet(raw, "--names", "background", "rim", "core") == 0
     assert read_dataset(tmp_path / "set").labels == ("background", "rim", "core")
 
@@ -428,8 +428,8 @@ def test_what_training_would_refuse_is_bad(pairs: Path, label: np.ndarray, capsy
         (["--images", "a", "--labels", "b", "--names", "x", "y", "--to", "c"], "--modality is missing"),
         (["--images", "a", "--labels", "b", "--names", "x", "--modality", "CT", "--to", "c"], "at least one structure"),
         (["--nnunet", "a"], "--to is missing"),
-        (["--nnunet", "a", "--modality", "CT", "--to", "c"], "dataset.json names them"),
-        (["--check", "a", "--to", "b"], "--check writes nothing: leave out --to"),
+        (["--nnunet", "a", "--modality", "CT", "--to", "c"], "has its dataset.json"),
+        (["--check", "a", "--to", "b"], "--to: leave it out: --check writes nothing"),
         (["--nnunet", "a", "--to", "c", "--values", "255"], "expected OLD=NEW"),
         ([], "required"),
     ],
