@@ -168,8 +168,6 @@ def read_msd(folder: Path) -> RawSet:
 
 def examine(case: RawCase, raw: RawSet) -> None:
     """Read a case that has all its files, and note everything that is wrong with it, not just the first."""
-    if case.problems:
-        return
     path = case.label
     image = _attempt(case, lambda: read_image(case, raw))
     label = _attempt(case, lambda: read_volume(path)) if path else None
@@ -235,11 +233,9 @@ def read_numbers(label: Volume, raw: RawSet) -> np.ndarray:
     found = [int(number) + low for number in np.flatnonzero(_count(whole, low, high))]
     meant = {number: raw.values.get(number, number) for number in found}
     named = {number: f"{number} {name}" for number, name in enumerate(raw.labels) if name}
-    unnamed = [number for number, target in meant.items() if target not in named]
-    if unnamed:
-        few = ", ".join(map(str, unnamed[:5]))
-        remedy = f"name these too, or map them when converting: --values={unnamed[0]}=0"
-        raise ValueError(f"{label.path}: found the values {few}; named are {', '.join(named.values())}; {remedy}")
+    if unnamed := [str(number) for number, target in meant.items() if target not in named]:
+        found_and_due = f"found the values {', '.join(unnamed[:5])}; named are {', '.join(named.values())}"
+        raise ValueError(f"{label.path}: {found_and_due}; name these too, or map them: --values={unnamed[0]}=0")
     table = np.array([meant.get(number, 0) for number in range(low, high + 1)], np.uint8)
     return table[whole.astype(np.int32) - low]
 

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     try:
         raw = _find(options)
-        _on_each(raw.cases, partial(examine, raw=raw), "checking")
+        _on_each([case for case in raw.cases if not case.problems], partial(examine, raw=raw), "checking")
         good = [case for case in raw.cases if not case.problems]
         bad = [(case.name, problem) for case in raw.cases for problem in case.problems]
         for name, problem in bad:
