@@ -13,12 +13,14 @@ Run: python benchmarks/compare.py APP --data FOLDER [--part preparation step inf
 import argparse
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness import GUIDES, Options, guide_of, show
+from benchmarks.harness import GUIDES, Options, Row, Values, row, show
 from common.files import write_json
 from common.run import environment
 
@@ -39,21 +41,43 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def quality(options: Options) -> list[Row]:
+    """Train the guide and fast over as many seeds as rounds, what the app's module names in `EQUAL` being equal."""
+    own, recipes = options.own, import_module(f"apps.{options.app}.config").RECIPES
+    train = import_module(f"apps.{options.app}.train").main
+    given = {"device": str(options.device), "store": options.folder, "precision": options.chosen}
+    fast = replace(own.QUALITY, **given)
+    guide = replace(recipes["guide"], **given, **{name: getattr(fast, name) for name in ("data", *own.EQUAL)})
+    scores: Values = {"guide": [], "fast": []}
+    for seed in range(options.rounds):
+        for name, config in {"guide": guide, "fast": fast}.items():
+            if name == "fast" or options.both:
+                summary = train(replace(config, seed=seed, run=options.folder / f"{name}-{seed}"))
+                scores[name].append(summary.quality.value)
+    return [row(f"{own.JUDGED}, {options.rounds} seeds, equal epochs", "", scores["guide"], scores["fast"])]
+
+
 def main() -> None:
     """Run the parts that were asked for, print their rows, and write all of it as JSON."""
     given = parse_options()
-    device, rows = torch.device(given.device), []
+    device = torch.device(given.device)
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
         options = Options(given.app, device, given.rounds, Path(folder), given.sides == "both")
         if options.half is None:
             print(f"bf16: this processor only emulates it, so no side runs in it; fast chooses {options.chosen}")
-        about: dict[str, Any] = {"environment": environment(device), "data": str(given.data), "cases": given.cases}
-        for part, found in guide_of(given.app).compare(given.part, options, given.data, given.cases):
+        record: dict[str, Any] = {
+            "app": given.app, "environment": environment(device), "data": str(given.data), "cases": given.cases,
+            "rounds": given.rounds, "fast chooses": options.chosen, "rows": rows,
+        }  # fmt: skip
+        parts = options.own.parts
+        task = parts.open_task(options, given.data, given.cases)
+        for part in given.part:
+            found = quality(options) if part == "quality" else getattr(parts, part)(task)
             print(f"== {part}", *map(show, found), sep="\n", flush=True)
             rows += found
             if given.output is not None:  # after each part, so that an interrupted run keeps the parts before
-                record = {"app": given.app, **about, "rounds": given.rounds, "fast chooses": options.chosen}
-                write_json(given.output, record | {"rows": rows})
+                write_json(given.output, record)
 
 
 if __name__ == "__main__":

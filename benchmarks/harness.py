@@ -3,25 +3,32 @@
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from common.clock import synchronise
+from common.data.batches import Batch, Batches
 from common.files import write_json
+from common.inference.model import save_weights
 from common.inference.options import Precision
 from common.inference.predictors import computes_bf16
 from common.run import keep_freed_memory
-from common.training.setup import choose_precision
+from common.training.fit import train_step
+from common.training.losses import Loss
+from common.training.optimizers import build_optimizer
+from common.training.setup import ScheduleName, choose_precision, lr_factor
 
 Sides = Mapping[str, Callable[[], object]]
 Maker = Callable[..., Sides]
@@ -30,6 +37,8 @@ Row = dict[str, Any]
 
 GUIDES = sorted(path.stem for path in (Path(__file__).parent / "guides").glob("[a-z]*.py"))
 """The apps that have a guide to be compared with: the modules of `benchmarks/guides`."""
+
+RATE = 0.01  # of our steps
 
 _sides: dict[str, Callable[[], object]] = {}  # of a side's own process
 
@@ -48,14 +57,24 @@ class Options:
         device: of both sides.
         rounds: times each side runs.
         folder: for what the sides make.
-        guide: whether the guide runs too, and not fast alone.
+        both: whether the guide runs too, and not fast alone.
     """
 
     app: str
     device: torch.device
     rounds: int
     folder: Path
-    guide: bool = True
+    both: bool
+
+    @property
+    def own(self) -> ModuleType:
+        """What is true of this guide alone."""
+        return guide_of(self.app)
+
+    @property
+    def weights(self) -> Path:
+        """File of the weights that both sides of the inference have."""
+        return self.folder / "trained.safetensors"
 
     @property
     def half(self) -> str | None:
@@ -63,6 +82,11 @@ class Options:
         if self.device.type == "cuda":
             return "fp16"
         return "bf16" if computes_bf16(self.device) else None
+
+    @property
+    def guide_precisions(self) -> list[str]:
+        """The precisions in which the guide's step is measured."""
+        return list(dict.fromkeys(["fp32", self.half or "fp32"]))
 
     @property
     def usual(self) -> str:
@@ -80,10 +104,43 @@ class Options:
         bf16: list[Precision] = ["bf16"] if computes_bf16(self.device) else []
         return list(dict.fromkeys(["fp32", *bf16, self.chosen]))
 
+    def guide_step(self, network: nn.Module, precision: str) -> Callable[[Any, Any], object]:
+        """Return a step of the guide's network, of images and what its loss takes."""
+        network, peer = network.to(self.device), self.own.peer
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+        step: Callable[[Any, Any], object] = peer.make_step(network, peer.make_optimizer(network), dtype)
+        return step
 
-def amp_dtype(precision: str | None) -> torch.dtype | None:
-    """Return the dtype of the guides' autocast; None in full precision."""
-    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision or "")
+
+def fast_step(network: nn.Module, loss: Loss, precision: Precision, device: torch.device) -> Callable[..., object]:
+    """Return our step: of a batch, and a learning rate where it is another than 0.01."""
+    optimizer = build_optimizer("novograd", network.parameters(), RATE)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    return lambda batch, rate=RATE: train_step(network, batch, loss, optimizer, scaler, precision, rate)
+
+
+def endless(batches: Batches) -> Generator[Batch, None, None]:
+    """Yield the batches of one epoch after the other."""
+    return (batch for epoch in count() for batch in batches.epoch(epoch))
+
+
+def save_start(
+    options: Options,
+    network: nn.Module,
+    step: Callable[..., object],
+    make_batches: Callable[[], Batches],
+    steps: int,
+    schedule: ScheduleName,
+) -> None:
+    """Keep the weights that both sides of the inference begin with, of a network that has learned something.
+
+    Fast alone has nothing to compare its answers with: its network stays as it begins.
+    """
+    if options.both:
+        with closing(endless(make_batches())) as batches:
+            for number in tqdm(range(steps), desc="training before inference", leave=False):
+                step(next(batches), RATE * lr_factor(schedule, number, steps))
+    save_weights(options.weights, network.state_dict(), {})
 
 
 def timed(
@@ -104,23 +161,15 @@ def timed(
         fast: functions that return ours.
         *arguments: of all of them; they must pickle, as must what the sides return.
         rounds: instead of the options'.
-        warm_up: whether one more round comes first and is not counted.
-
-    Returns:
-        The seconds of each side in each round, and what each returned last.
+        warm_up: see `in_turn`, as for what is returned.
     """
+    sides: dict[str, Callable[[], object]] = {}
     with ExitStack() as stack:
-        sides: dict[str, Callable[[], object]] = {}
-        for make in [guide] * options.guide:
+        for make in [guide] * options.both:
             sides |= stack.enter_context(apart(make, *arguments, keep_freed=False))
         for make in fast:
             sides |= stack.enter_context(apart(make, *arguments, keep_freed=options.device.type == "cpu"))
-        left: dict[str, Any] = {}
-
-        def noting(name: str) -> Callable[[], None]:
-            return lambda: left.update({name: sides[name]()})
-
-        return in_turn({name: noting(name) for name in sides}, rounds or options.rounds, warm_up), left
+        return in_turn(sides, rounds or options.rounds, warm_up)
 
 
 @contextmanager
@@ -153,21 +202,25 @@ def _run(name: str) -> object:
     return result
 
 
-def in_turn(sides: Sides, rounds: int, warm_up: bool = True) -> Values:
-    """Return the seconds of each side in each round; with `warm_up` one more round comes first and is not counted."""
+def in_turn(sides: Sides, rounds: int, warm_up: bool = True) -> tuple[Values, dict[str, Any]]:
+    """Return the seconds of each side in each round, and what each returned last.
+
+    With `warm_up` one more round comes first and is not counted.
+    """
     seconds: Values = {name: [] for name in sides}
+    left: dict[str, Any] = {}
     with tqdm(total=len(sides) * (rounds + warm_up), unit="side", leave=False) as bar:
         for number in range(rounds + warm_up):
             for name, side in sides.items():
                 bar.set_description(name)
                 synchronise()
                 began = time.perf_counter()
-                side()
+                left[name] = side()
                 synchronise()
                 if number >= warm_up:
                     seconds[name].append(time.perf_counter() - began)
                 bar.update()
-    return seconds
+    return seconds, left
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
@@ -223,39 +276,17 @@ def step_rows(what: str, seconds: Values, options: Options) -> list[Row]:
         options: how it was measured.
     """
     pairs = [(options.usual, options.chosen), ("fp32", "fp32"), (options.half, "bf16")]
-    if not options.guide:
+    if not options.both:
         pairs = [(None, precision) for precision in options.precisions]
     rows = []
     for guide, fast in dict.fromkeys(pairs):
         if f"fast {fast}" in seconds:
             label = f"both {fast}" if guide == fast else f"guide {guide}, fast {fast}"
-            label = label if options.guide else f"fast {fast}"
+            label = label if options.both else f"fast {fast}"
             name = f"training step, {what}, {label}"
             rows.append(row(name, "s", seconds.get(f"guide {guide}", []), seconds[f"fast {fast}"]))
     batches = [seconds.get(f"{side} with its batch", []) for side in ("guide", "fast")]
     return [*rows, row(f"training step, {what}, with the making of the batch", "s", *batches)]
-
-
-def quality(options: Options, data: Path | None, what: str) -> list[Row]:
-    """Train the guide and fast over as many seeds as rounds, what the app's module names in `EQUAL` being equal.
-
-    Args:
-        options: how it is measured.
-        data: folder of the dataset; None takes the app's own synthetic data.
-        what: is judged.
-    """
-    own, recipes = guide_of(options.app), import_module(f"apps.{options.app}.config").RECIPES
-    train = import_module(f"apps.{options.app}.train").main
-    given = {"data": data, "device": str(options.device), "store": options.folder, "precision": options.chosen}
-    fast = replace(own.QUALITY, **given)
-    guide = replace(recipes["guide"], **given, **{name: getattr(fast, name) for name in own.EQUAL})
-    scores: Values = {"guide": [], "fast": []}
-    for seed in range(options.rounds):
-        for name, config in {"guide": guide, "fast": fast}.items():
-            if name == "fast" or options.guide:
-                summary = train(replace(config, seed=seed, run=options.folder / f"{name}-{seed}"))
-                scores[name].append(summary.quality.value)
-    return [row(f"{what}, {options.rounds} seeds, equal epochs", "", scores["guide"], scores["fast"])]
 
 
 def tell(record: dict[str, Any], output: Path | None) -> None:

@@ -186,7 +186,7 @@ def loaders(cached: TrainingConfig, fast: TrainingConfig) -> Figures:
             "ours": lambda: ours.batches.epoch(0),
             "DataLoader, 2 persistent workers": lambda: kept,
         }
-        seconds = in_turn({name: _stepping(make) for name, make in sides.items()}, _ROUNDS)
+        seconds, _ = in_turn({name: _stepping(make) for name, make in sides.items()}, _ROUNDS)
     steps = -(-len(dataset) // given["batch_size"])
     return {name: {"s per step": round(median(seconds[name]) / steps, 4)} for name in sides}
 
@@ -233,7 +233,7 @@ def steps(fast: TrainingConfig) -> Figures:
         plain = sides["the app's"]
         sides[LOGGED] = lambda: float(plain())  # type: ignore[arg-type]
         parameters[LOGGED] = parameters["the app's"]
-        seconds = in_turn(sides, _ROUNDS)
+        seconds, _ = in_turn(sides, _ROUNDS)
     return {name: {"s per step": median(seconds[name]), "parameters": parameters[name]} for name in sides}
 
 

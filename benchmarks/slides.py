@@ -6,18 +6,17 @@ nine, processes or a thread) the fastest counts, and its rows name it.
 
 import shutil
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from apps.pathology.config import EvaluateConfig, PathologyConfig
 from apps.pathology.evaluate import main as evaluate
@@ -31,17 +30,13 @@ from apps.pathology.scan.scan import ProbabilityMap, choose_view, dense_scan
 from apps.pathology.slides.camelyon import SlideEntry, SlideSet, read_slide_set
 from apps.pathology.slides.masks import tissue_mask
 from apps.pathology.slides.reader import SlidePool, open_slide
-from benchmarks.harness import Options, Row, Sides, Values, guide_of, quality, row, step_rows, timed
-from common.data.batches import Batch, Batches
+from benchmarks.harness import Options, Row, Sides, Values, fast_step, row, save_start, step_rows, timed
+from common.data.batches import Batches
 from common.files import read_object, write_json
-from common.inference.model import save_weights
 from common.inference.open_predictor import folded
 from common.inference.options import Precision
 from common.inference.predictors import torch_predictor
-from common.training.fit import train_step
 from common.training.losses import binary_cross_entropy
-from common.training.optimizers import build_optimizer
-from common.training.setup import lr_factor
 from models.resnet18_fcn import STRIDE, resnet18_fcn
 
 Step = Callable[[], object]
@@ -50,56 +45,34 @@ _FAST = PathologyConfig()
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(Options):
     """What the processes of the sides are told.
 
     Args:
-        options: how it is measured.
         slides: of the measurement.
         model: patches, tiles and precision as a run would choose them here.
         reader: of the slides, for both sides.
     """
 
-    options: Options
     slides: SlideSet
     model: PathologyModel
     reader: str
 
-    @property
-    def guide(self) -> ModuleType:
-        """What this guide is measured at."""
-        return guide_of(self.options.app)
-
-    @property
-    def weights(self) -> Path:
-        """File of the weights that both sides of the scan have."""
-        return self.options.folder / "trained.safetensors"
-
-    @property
-    def store(self) -> Path:
-        """Folder of the decoded patches."""
-        return self.options.folder / "patches"
-
     def map_path(self, side: str, entry: SlideEntry) -> Path:
         """Return where a side's probability map of a slide lies."""
-        return self.options.folder / side / entry.name / "probability.npy"
+        return self.folder / side / entry.name / "probability.npy"
 
 
-def compare(parts: Sequence[str], options: Options, data: Path, most: int) -> Iterator[tuple[str, list[Row]]]:
-    """Measure the parts on a set of slides; yield each with its rows.
+def open_task(options: Options, data: Path, most: int) -> Task:
+    """Return what is measured on a set of slides.
 
     At most so many slides are trained on and half as many scanned, those with tumour and those without in turn.
     """
-    slides = read_slide_set(data)
+    slides, own = read_slide_set(data), options.own
     slides = replace(slides, training=some(slides.training, most), testing=some(slides.testing, max(2, most // 2)))
     with open_slide(slides.training[0].path) as slide:
-        mpp, reader = slide.mpp, slide.reader
-    own = guide_of(options.app)
-    config = choose(PathologyConfig(), own.PATCH, mpp, own.LOADED[0], None, options.device)
-    task = Task(options, slides, model_of(config, options.device), reader)
-    for part in parts:
-        judged = part == "quality"
-        yield part, quality(options, data, "patch AUC on synthetic slides") if judged else PARTS[part](task)
+        config = choose(PathologyConfig(), own.PATCH, slide.mpp, own.LOADED[0], None, options.device)
+        return Task(**vars(options), slides=slides, model=model_of(config, options.device), reader=slide.reader)
 
 
 def some(entries: Sequence[SlideEntry], most: int) -> tuple[SlideEntry, ...]:
@@ -115,11 +88,8 @@ def draw_patches(entries: Sequence[SlideEntry], wanted: int, size: int) -> Patch
     Raises:
         ValueError: there is no room for so many.
     """
-    pool = SlidePool()
-    try:
+    with closing(SlidePool()) as pool:
         table = sample_patches(entries, -(-2 * wanted // len(entries)), size, 0, pool)
-    finally:
-        pool.close()
     if len(table) < wanted:
         raise ValueError(f"{len(entries)} slides have room for {len(table)} patches of {size} pixels, not for {wanted}")
     return table.take(np.linspace(0, len(table) - 1, wanted).astype(np.int64))
@@ -136,9 +106,9 @@ def quickest(seconds: Values) -> tuple[str, list[float]]:
 
 def preparation(task: Task) -> list[Row]:
     """Time an epoch of loading and augmenting: MONAI's against our first one, decoding included, and a later one."""
-    wanted, batch = task.guide.LOADED
-    table = draw_patches(task.slides.training, wanted, task.guide.PATCH)
-    seconds, _ = timed(task.options, task.guide.guide_preparation, [fast_preparation], task, table, batch)
+    wanted, batch = task.own.LOADED
+    table = draw_patches(task.slides.training, wanted, task.own.PATCH)
+    seconds, _ = timed(task, task.own.guide_preparation, [fast_preparation], task, table, batch)
     way, guide = quickest(seconds)
     rows = []
     for epoch in ("first epoch", "later epochs"):
@@ -156,7 +126,7 @@ def fast_preparation(task: Task, table: PatchTable, batch: int) -> Sides:
             pass
 
     def first_epoch() -> None:
-        shutil.rmtree(task.store, ignore_errors=True)
+        shutil.rmtree(task.folder / "patches", ignore_errors=True)
         epoch(held(task, table, batch, pool), 0)
 
     return {"first epoch": first_epoch, "later epochs": lambda: epoch(later, next(numbers))}
@@ -164,8 +134,8 @@ def fast_preparation(task: Task, table: PatchTable, batch: int) -> Sides:
 
 def held(task: Task, table: PatchTable, batch: int, pool: SlidePool | None = None) -> Batches:
     """Return batches of decoded patches, from where a run on this device holds them."""
-    device = task.options.device
-    patches = stored_patches(table, task.store, pool or SlidePool(), None, progress=False)
+    device = task.device
+    patches = stored_patches(table, task.folder / "patches", pool or SlidePool(), None, progress=False)
     near = patches.near(np.arange(len(table)), "gpu" if device.type == "cuda" else "ram", device)
     return patch_batches(near, range(1), 1, batch, _FAST.augmentation, 0, device)
 
@@ -173,28 +143,28 @@ def held(task: Task, table: PatchTable, batch: int, pool: SlidePool | None = Non
 def step(task: Task) -> list[Row]:
     """Time the training step of the guide's network on equal patches, then each side's with its own loading."""
     rows = []
-    for patch, batch in task.guide.STEPS:
-        table = draw_patches(task.slides.training, task.guide.EPOCH * batch, patch)
-        rounds = 2 * task.options.rounds + 1
-        seconds, _ = timed(task.options, task.guide.guide_steps, [fast_steps], task, table, batch, rounds=rounds)
-        epochs, _ = timed(task.options, task.guide.guide_epochs, [fast_epochs], task, table, batch)
-        each = {name: [value / task.guide.EPOCH for value in values] for name, values in epochs.items()}
+    for patch, batch in task.own.STEPS:
+        table = draw_patches(task.slides.training, task.own.EPOCH * batch, patch)
+        rounds = 2 * task.rounds + 1
+        seconds, _ = timed(task, task.own.guide_steps, [fast_steps], task, table, batch, rounds=rounds)
+        epochs, _ = timed(task, task.own.guide_epochs, [fast_epochs], task, table, batch)
+        each = {name: [value / task.own.EPOCH for value in values] for name, values in epochs.items()}
         way, guide = quickest(each)
         seconds |= {"guide with its batch": guide, "fast with its batch": each["fast"]}
-        rows += step_rows(f"{batch} x {patch}x{patch}{way}", seconds, task.options)
+        rows += step_rows(f"{batch} x {patch}x{patch}{way}", seconds, task)
     return rows
 
 
 def fast_steps(task: Task, table: PatchTable, batch: int) -> Sides:
     """Return our steps on the same patches as the guide's."""
     same = next(held(task, table, batch).epoch(0))
-    return {f"fast {each}": partial(make_fast(task, table.size, each)[1], same) for each in task.options.precisions}
+    return {f"fast {each}": partial(_fast(task, table.size, each)[1], same) for each in task.precisions}
 
 
 def fast_epochs(task: Task, table: PatchTable, batch: int) -> Sides:
     """Return our epochs over the table, from decoded patches."""
     batches, numbers = held(task, table, batch), count()
-    one_step = make_fast(task, table.size, task.options.chosen)[1]
+    one_step = _fast(task, table.size, task.chosen)[1]
 
     def epoch() -> None:
         for each in batches.epoch(next(numbers)):
@@ -203,59 +173,41 @@ def fast_epochs(task: Task, table: PatchTable, batch: int) -> Sides:
     return {"fast": epoch}
 
 
-def make_fast(task: Task, patch: int, precision: Precision) -> tuple[nn.Module, Callable[..., object]]:
-    """Return our network and its step: of a batch, and a learning rate where it is not the first."""
-    device = task.options.device
-    network = resnet18_fcn(patch).to(device)
+def _fast(task: Task, patch: int, precision: Precision) -> tuple[nn.Module, Callable[..., object]]:
+    """Return our network and its step."""
+    network = resnet18_fcn(patch).to(task.device)
     network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = build_optimizer(_FAST.optimizer, network.parameters(), _FAST.learning_rate)
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     loss = binary_cross_entropy(_FAST.augmentation.label_smoothing)
-
-    def one_step(batch: Batch, rate: float = _FAST.learning_rate) -> object:
-        return train_step(network, batch, loss, optimizer, scaler, precision, rate)
-
-    return network, one_step
+    return network, fast_step(network, loss, precision, task.device)
 
 
 def inference(task: Task) -> list[Row]:
-    """Time the scan of the test slides: the bundle's way against our dense one, and score both maps.
+    """Time the scan of the test slides: the bundle's way against our dense one, and score both maps."""
+    torch.manual_seed(0)
+    wanted, batch, steps = task.own.WARM
+    network, one_step = _fast(task, task.own.PATCH, task.chosen)
 
-    Fast alone has no map to compare with: its network stays as it begins.
-    """
-    options, slides = task.options, task.slides.testing
-    save_start(task, train=options.guide)
-    seconds, _ = timed(options, task.guide.guide_inference, [fast_inference], task, warm_up=False)
-    each = {name: [value / len(slides) for value in values] for name, values in seconds.items()}
+    def batches() -> Batches:
+        return held(task, draw_patches(task.slides.training, wanted, task.own.PATCH), batch)
+
+    save_start(task, network, one_step, batches, steps, "cosine")
+    seconds, _ = timed(task, task.own.guide_inference, [fast_inference], task, warm_up=False)
+    each = {name: [value / len(task.slides.testing) for value in values] for name, values in seconds.items()}
     way, guide = quickest(each)
-    rows = [row(f"scan of a slide, {name}{way}", "s", guide, each[name]) for name in options.precisions]
-    if options.guide:
-        theirs = score(task, "guide, no workers", 2**task.guide.MASK_LEVEL)
-        ours = score(task, options.chosen, STRIDE)
+    rows = [row(f"scan of a slide, {name}{way}", "s", guide, each[name]) for name in task.precisions]
+    if task.both:
+        theirs = score(task, "guide, no workers", 2**task.own.MASK_LEVEL)
+        ours = score(task, task.chosen, STRIDE)
         for name, key in (("FROC", "froc"), ("slide AUC", "slide_auc")):
             rows.append(row(f"{name} of these scans", "", [theirs[key]], [ours[key]]))
     return rows
-
-
-def save_start(task: Task, train: bool) -> None:
-    """Keep the weights that both sides of the scan begin with, those of a network that has learned something."""
-    torch.manual_seed(0)
-    patches, batch, steps = task.guide.WARM
-    network, one_step = make_fast(task, task.guide.PATCH, task.options.chosen)
-    if train:
-        batches = held(task, draw_patches(task.slides.training, patches, task.guide.PATCH), batch)
-        endless = (each for epoch in count() for each in batches.epoch(epoch))
-        for number in tqdm(range(steps), desc="training before the scan", leave=False):
-            one_step(next(endless), _FAST.learning_rate * lr_factor("cosine", number, steps))
-        endless.close()
-    save_weights(task.weights, network.state_dict(), {})
 
 
 def fast_inference(task: Task) -> Sides:
     """Return our dense scan of the test slides, in fp32, bf16 and what a run would choose here."""
 
     def side(precision: Precision) -> Step:
-        network = task.model.build(task.weights).to(task.options.device).eval()
+        network = task.model.build(task.weights).to(task.device).eval()
         predictor = torch_predictor(folded(network), precision, channels_last=True)
 
         def scan_all() -> None:
@@ -263,12 +215,12 @@ def fast_inference(task: Task) -> Sides:
                 with open_slide(entry.path) as slide:
                     view = choose_view(slide, task.model.mpp)
                     tissue = tissue_mask(slide, assumed_mpp=view.base_mpp)
-                    found = dense_scan(slide, task.model, predictor, task.options.device, tissue, view, progress=False)
+                    found = dense_scan(slide, task.model, predictor, task.device, tissue, view, progress=False)
                 save_map(task.map_path(precision, entry), found.values)
 
         return scan_all
 
-    return {precision: side(precision) for precision in task.options.precisions}
+    return {precision: side(precision) for precision in task.precisions}
 
 
 def save_map(path: Path, values: np.ndarray) -> None:
@@ -284,14 +236,9 @@ def score(task: Task, side: str, stride: int) -> dict[str, Any]:
         values = np.load(path).astype(np.float32)
         with open_slide(entry.path) as slide:
             base_mpp, mpp, level = choose_view(slide, task.model.mpp).base_mpp, slide.mpp, slide.levels[0]
-        found = ProbabilityMap(values, stride, values > 0, 0)
-        write_detections_csv(path.with_name("detections.csv"), find_detections(found, base_mpp))
-        greatest, size = float(values.max(initial=0)), [level.width, level.height]
-        write_json(
-            path.with_name("slide.json"), {"name": entry.name, "probability": greatest, "mpp": mpp, "size": size}
-        )
-    evaluate(EvaluateConfig(task.options.folder / side, task.slides.folder))
-    return read_object(task.options.folder / side / "froc.json")
-
-
-PARTS: dict[str, Callable[[Task], list[Row]]] = {"preparation": preparation, "step": step, "inference": inference}
+        found = find_detections(ProbabilityMap(values, stride, values > 0, 0), base_mpp)
+        write_detections_csv(path.with_name("detections.csv"), found)
+        about = {"name": entry.name, "probability": float(values.max(initial=0)), "mpp": mpp}
+        write_json(path.with_name("slide.json"), {**about, "size": [level.width, level.height]})
+    evaluate(EvaluateConfig(task.folder / side, task.slides.folder))
+    return read_object(task.folder / side / "froc.json")

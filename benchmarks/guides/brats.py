@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from apps.brats.choose import faster_channels_last
 from apps.brats.config import BratsConfig, Network
@@ -20,7 +19,7 @@ from common.training.config import Crops, Windows
 from data_scripts.make_phantoms import make_mri_phantoms
 from models.segresnet3d import segresnet3d
 
-compare, channels_last = volumes.compare, faster_channels_last
+parts, channels_last = volumes, faster_channels_last
 
 README = "apps/brats/README.md"
 STEPS = (((96, 96, 96), 1), ((64, 64, 64), 2))  # crop and batch of each training step
@@ -43,6 +42,7 @@ QUALITY = BratsConfig(
     validate_every=28,
     engine="none",
 )
+JUDGED = "Dice on phantoms"
 EQUAL = (
     "split", "crop_size", "batch_size", "windows", "network", "learning_rate", "epochs", "validate_every", "engine",
 )  # fmt: skip
@@ -68,11 +68,6 @@ def plan(dataset: Dataset, store: Path | None) -> VolumeModel:
     return VolumeModel(segresnet3d, arguments, labelling, preparation, WINDOW, 1, 0.25, "fp32")
 
 
-def network(model: VolumeModel) -> nn.Module:
-    """Return the guide's network."""
-    return peer.make_network(model.preparation.channels, model.arguments["filters"], model.arguments["blocks_down"])
-
-
 def fixed(model: VolumeModel, device: torch.device) -> list[Callable[..., Any]]:
     """Return the transforms whose result is the same every time."""
     return peer.fixed_transforms(("image", "label"), device, model.preparation.spacing)
@@ -86,8 +81,3 @@ def loader(cases: Sequence[Case], model: VolumeModel, crop: volumes.Size, batch:
 def target(label: torch.Tensor) -> torch.Tensor:
     """Return the guide's regions [B, 3, X, Y, Z] of labels [B, 1, X, Y, Z]."""
     return torch.stack([peer.label_to_regions(each[0]) for each in label])
-
-
-def segment(files: Sequence[Path], network: nn.Module, output: Path, model: VolumeModel, device: torch.device) -> None:
-    """Segment scans from file to file."""
-    peer.segment_files(files, network, output, device, model.preparation.spacing, peer.VALIDATION_ROI)

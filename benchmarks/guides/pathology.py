@@ -4,24 +4,22 @@ Patches and batches are multiples of nine, the patches of a region.
 """
 
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from apps.pathology.config import PathologyConfig
 from apps.pathology.patches.table import PatchTable
 from benchmarks import slides
-from benchmarks.harness import Sides, amp_dtype
+from benchmarks.harness import Sides
 from benchmarks.peers import pathology_guide as peer
 from benchmarks.slides import Step, Task, held, save_map
 from common.inference.model import load_weights
 from data_scripts.make_slides import make_slides
 
-compare = slides.compare
+parts = slides
 
 PER_REGION = peer.GRID**2
 _CORES = len(os.sched_getaffinity(0))
@@ -43,6 +41,7 @@ QUALITY = PathologyConfig(
     validate_every=10,
     engine="none",
 )
+JUDGED = "patch AUC on synthetic slides"
 EQUAL = ("patch_size", "patches_per_slide", "batch_size", "learning_rate", "epochs", "validate_every", "engine")
 
 
@@ -56,7 +55,7 @@ def guide_preparation(task: Task, table: PatchTable, batch: int) -> Sides:
 
     def epoch(loader: Any) -> None:  # noqa: ANN401 - MONAI's
         for item in loader:
-            item["image"].to(task.options.device)
+            item["image"].to(task.device)
 
     return {name: partial(epoch, loader) for name, loader in guide_loaders(task, table, batch).items()}
 
@@ -86,16 +85,18 @@ def guide_loaders(task: Task, table: PatchTable, batch: int) -> dict[str, Any]:
 def guide_steps(task: Task, table: PatchTable, batch: int) -> Sides:
     """Return the guide's steps on the same patches again and again."""
     same = next(held(task, table, batch).epoch(0))
-    precisions = dict.fromkeys(each for each in ("fp32", task.options.half) if each is not None)
-    return {f"guide {each}": partial(make_guide(task, table.size, each), same.image, same.label) for each in precisions}
+    return {
+        f"guide {each}": partial(task.guide_step(peer.FullyConvolutional(table.size), each), same.image, same.label)
+        for each in task.guide_precisions
+    }
 
 
 def guide_epochs(task: Task, table: PatchTable, batch: int) -> Sides:
     """Return the guide's epochs over the table, loading included, by way of each of MONAI's loaders."""
-    device = task.options.device
+    device = task.device
 
     def side(loader: Any) -> Step:  # noqa: ANN401 - MONAI's
-        one_step = make_guide(task, table.size, task.options.usual)
+        one_step = task.guide_step(peer.FullyConvolutional(table.size), task.usual)
 
         def epoch() -> None:
             for item in loader:
@@ -106,18 +107,9 @@ def guide_epochs(task: Task, table: PatchTable, batch: int) -> Sides:
     return {name: side(loader) for name, loader in guide_loaders(task, table, batch).items()}
 
 
-def make_guide(task: Task, patch: int, precision: str) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    """Return a step of the guide's network, of images and labels."""
-    device = task.options.device
-    network = peer.FullyConvolutional(patch).to(device)
-    loss, optimizer = nn.BCEWithLogitsLoss(), peer.make_optimizer(network)
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    return lambda image, label: peer.training_step(network, image, label, loss, optimizer, scaler, amp_dtype(precision))
-
-
 def guide_inference(task: Task) -> Sides:
     """Return the bundle's scan of the test slides, with loader processes and without."""
-    device, size = task.options.device, task.model.patch_size
+    device, size = task.device, task.model.patch_size
     network = peer.FullyConvolutional(size).to(device).eval()
     network.load_state_dict(load_weights(task.weights))
 

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from monai.data import CacheDataset, ThreadDataLoader
-from torch import nn
 
 from apps.spleen.config import SpleenConfig
 from benchmarks import volumes
@@ -20,7 +18,7 @@ from common.training.config import Windows
 from data_scripts.make_phantoms import make_ct_phantoms
 from models.unet3d import unet3d
 
-compare = volumes.compare
+parts = volumes
 
 README = "README.md"
 STEPS = (((96, 96, 96), 4),)  # crop and batch of each training step
@@ -37,6 +35,7 @@ QUALITY = SpleenConfig(
     validate_every=5,
     engine="none",
 )
+JUDGED = "Dice on phantoms"
 EQUAL = ("channels", "crop_size", "windows", "batch_size", "epochs", "validate_every", "engine")
 
 
@@ -53,11 +52,6 @@ def plan(dataset: Dataset, store: Path | None) -> VolumeModel:
     return VolumeModel(unet3d, arguments, labelling, preparation, peer.VALIDATION_ROI, 1, 0.25, "fp32")
 
 
-def network(model: VolumeModel) -> nn.Module:
-    """Return the guide's network."""
-    return peer.make_network()
-
-
 def fixed(model: VolumeModel, device: torch.device) -> list[Callable[..., Any]]:
     """Return the transforms whose result is the same every time."""
     return peer.fixed_transforms(("image", "label"))
@@ -65,18 +59,12 @@ def fixed(model: VolumeModel, device: torch.device) -> list[Callable[..., Any]]:
 
 def loader(cases: Sequence[Case], model: VolumeModel, crop: Sequence[int], batch: int, device: torch.device) -> Any:  # noqa: ANN401
     """Fill the guide's cache and return its loader; each case gives four crops."""
-    dataset = CacheDataset(monai_items(cases), peer.training_transforms(device), copy_cache=False, progress=False)
-    return ThreadDataLoader(dataset, num_workers=0, batch_size=batch // CROPS_PER_CASE, shuffle=True)
+    return peer.training_loader(monai_items(cases), device, batch // CROPS_PER_CASE)
 
 
 def target(label: torch.Tensor) -> torch.Tensor:
     """Return what the guide's loss takes of labels [B, 1, X, Y, Z]."""
     return label.float()
-
-
-def segment(files: Sequence[Path], network: nn.Module, output: Path, model: VolumeModel, device: torch.device) -> None:
-    """Segment scans from file to file."""
-    peer.segment_files(files, network, output, device)
 
 
 def channels_last(precision: str, device: torch.device) -> bool:

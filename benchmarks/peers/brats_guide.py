@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import monai.transforms as mt
 import torch
 from monai.data import CacheDataset, DataLoader, Dataset, ThreadDataLoader, decollate_batch
 from monai.inferers import sliding_window_inference
@@ -22,28 +23,6 @@ from monai.losses import DiceFocalLoss
 from monai.metrics import DiceMetric
 from monai.networks.nets import SegResNet
 from monai.optimizers import Novograd
-from monai.transforms import (
-    Activations,
-    Activationsd,
-    AsDiscrete,
-    AsDiscreted,
-    Compose,
-    EnsureChannelFirstd,
-    Invertd,
-    Lambdad,
-    LoadImaged,
-    MapTransform,
-    NormalizeIntensityd,
-    Orientationd,
-    RandFlipd,
-    RandScaleIntensityd,
-    RandShiftIntensityd,
-    RandSpatialCropd,
-    SaveImaged,
-    Spacingd,
-    SpatialPadd,
-    ToDeviced,
-)
 from torch import nn
 
 SPACING = (1.0, 1.0, 1.0)
@@ -55,21 +34,11 @@ REGIONS = {"TC": (2, 3), "WT": (1, 2, 3), "ET": (3,)}
 
 Item = dict[str, Any]
 Size = tuple[int, int, int]
-
-
-class LabelToRegionsd(MapTransform):  # type: ignore[misc] # monai has no types
-    """Make one channel per region of the label map, as the tutorial's ConvertToMultiChannelBasedOnBratsClassesd."""
-
-    def __call__(self, data: Item) -> Item:
-        """Return the item with its labels as [3, X, Y, Z] float32."""
-        item = dict(data)
-        for key in self.keys:
-            item[key] = label_to_regions(item[key])
-        return item
+Step = Callable[[torch.Tensor, torch.Tensor], float]  # of image and regions; returns the loss
 
 
 def label_to_regions(label: torch.Tensor) -> torch.Tensor:
-    """Return the regions [3, X, Y, Z] float32 of a label map [X, Y, Z]."""
+    """Return the regions [3, X, Y, Z] float32 of a label map [X, Y, Z], as the tutorial's own transform does."""
     masks = [torch.stack([label == each for each in members]).any(0) for members in REGIONS.values()]
     return torch.stack(masks).float()
 
@@ -87,52 +56,41 @@ def fixed_transforms(keys: Sequence[str], device: torch.device, spacing: Sequenc
     """Return the deterministic transforms for image, or image and label, without the normalisation (see below)."""
     modes = ("bilinear", "nearest")[: len(keys)]
     return [
-        LoadImaged(keys),
-        ToDeviced(keys, device),
-        EnsureChannelFirstd("image"),
-        *([LabelToRegionsd("label")] if "label" in keys else []),
-        Orientationd(keys, axcodes="RAS", labels=AXES),
-        Spacingd(keys, pixdim=spacing, mode=modes),
+        mt.LoadImaged(keys),
+        mt.ToDeviced(keys, device),
+        mt.EnsureChannelFirstd("image"),
+        *([mt.Lambdad("label", label_to_regions)] if "label" in keys else []),
+        mt.Orientationd(keys, axcodes="RAS", labels=AXES),
+        mt.Spacingd(keys, pixdim=spacing, mode=modes),
     ]
 
 
-def normalisation() -> NormalizeIntensityd:
+def normalisation() -> mt.NormalizeIntensityd:
     """Return the normalisation, which the guide does after the crop and so in every step."""
-    return NormalizeIntensityd("image", nonzero=True, channel_wise=True)
+    return mt.NormalizeIntensityd("image", nonzero=True, channel_wise=True)
 
 
-def training_transforms(device: torch.device, spacing: Sequence[float], crop: Size) -> Compose:
+def training_transforms(device: torch.device, spacing: Sequence[float], crop: Size) -> mt.Compose:
     """Return the deterministic transforms, the copy to the device and the random ones."""
     keys = ("image", "label")
-    return Compose(
+    return mt.Compose(
         [
             *fixed_transforms(keys, device, spacing),
-            SpatialPadd(keys, crop),
-            RandSpatialCropd(keys, roi_size=crop, random_size=False),
-            Lambdad("image", torch.clone),  # the normalisation writes into the crop, which is a view of the cache
-            *(RandFlipd(keys, prob=0.5, spatial_axis=axis) for axis in range(3)),
+            mt.SpatialPadd(keys, crop),
+            mt.RandSpatialCropd(keys, roi_size=crop, random_size=False),
+            mt.Lambdad("image", torch.clone),  # the normalisation writes into the crop, which is a view of the cache
+            *(mt.RandFlipd(keys, prob=0.5, spatial_axis=axis) for axis in range(3)),
             normalisation(),
-            RandScaleIntensityd("image", factors=0.1, prob=0.5),
-            RandShiftIntensityd("image", offsets=0.1, prob=0.5),
+            mt.RandScaleIntensityd("image", factors=0.1, prob=0.5),
+            mt.RandShiftIntensityd("image", offsets=0.1, prob=0.5),
         ]
     )
 
 
-def make_network(channels: int = 4, filters: int = 16, blocks_down: Sequence[int] = (1, 2, 2, 4)) -> nn.Module:
+def make_network(channels: int = 4) -> nn.Module:
     """Return the guide's SegResNet, from the images' channels to 3 regions."""
-    return SegResNet(  # type: ignore[no-any-return]
-        blocks_down=tuple(blocks_down),
-        blocks_up=(1,) * (len(blocks_down) - 1),
-        init_filters=filters,
-        in_channels=channels,
-        out_channels=3,
-        dropout_prob=0.0,
-    )
-
-
-def make_loss() -> nn.Module:
-    """Return the guide's loss."""
-    return DiceFocalLoss(smooth_nr=1e-5, smooth_dr=1e-5, squared_pred=True, to_onehot_y=False, sigmoid=True, batch=True)  # type: ignore[no-any-return]
+    depth = {"blocks_down": (1, 2, 2, 4), "blocks_up": (1, 1, 1)}
+    return SegResNet(init_filters=16, in_channels=channels, out_channels=3, dropout_prob=0.0, **depth)  # type: ignore[no-any-return]
 
 
 def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
@@ -149,29 +107,28 @@ def training_loader(
     return ThreadDataLoader(dataset, num_workers=0, batch_size=batch, shuffle=True)
 
 
-def training_step(
-    network: nn.Module,
-    image: torch.Tensor,
-    label: torch.Tensor,
-    loss_function: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    amp_dtype: torch.dtype | None,
-) -> float:
-    """Do one step as the guide does, with its read of the loss."""
-    optimizer.zero_grad()
-    with torch.autocast(image.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-        loss = loss_function(network(image), label)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return float(loss.item())
+def make_step(network: nn.Module, optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | None) -> Step:
+    """Return what does a step as the guide does, with its loss, and its read of it."""
+    smooth = {"smooth_nr": 1e-5, "smooth_dr": 1e-5}
+    loss_function = DiceFocalLoss(**smooth, squared_pred=True, to_onehot_y=False, sigmoid=True, batch=True)
+    scaler = torch.amp.GradScaler(enabled=amp_dtype == torch.float16)
+
+    def step(image: torch.Tensor, label: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        with torch.autocast(image.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+            loss = loss_function(network(image), label)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return float(loss.item())
+
+    return step
 
 
-def predict(network: nn.Module, image: torch.Tensor, roi: Size, amp_dtype: torch.dtype | None) -> torch.Tensor:
+def predict(network: nn.Module, image: torch.Tensor, amp_dtype: torch.dtype | None) -> torch.Tensor:
     """Return the logits; the window is as large as a scan, so that overlap and batch of windows have no effect."""
     with torch.no_grad(), torch.autocast(image.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-        return sliding_window_inference(image, roi, 4, network, overlap=0.6)  # type: ignore[no-any-return]
+        return sliding_window_inference(image, VALIDATION_ROI, 4, network, overlap=0.6)  # type: ignore[no-any-return]
 
 
 def segment_files(
@@ -180,31 +137,24 @@ def segment_files(
     output: Path,
     device: torch.device,
     spacing: Sequence[float] = SPACING,
-    roi: Size = VALIDATION_ROI,
 ) -> None:
     """Segment scans file to file: transforms, window, Invertd, sigmoid, threshold, label map, SaveImaged."""
-    chain = Compose([*fixed_transforms(["image"], device, spacing), normalisation()])
-    back = Compose(
+    chain = mt.Compose([*fixed_transforms(["image"], device, spacing), normalisation()])
+    saving: dict[str, Any] = {"output_dir": output, "output_dtype": "uint8"}
+    back = mt.Compose(
         [
-            Invertd("pred", transform=chain, orig_keys="image", nearest_interp=False, to_tensor=True),
-            Activationsd("pred", sigmoid=True),
-            AsDiscreted("pred", threshold=0.5),
-            Lambdad("pred", regions_to_label),
-            SaveImaged(
-                "pred",
-                output_dir=output,
-                output_postfix="",
-                output_dtype="uint8",
-                separate_folder=False,
-                print_log=False,
-            ),
+            mt.Invertd("pred", transform=chain, orig_keys="image", nearest_interp=False, to_tensor=True),
+            mt.Activationsd("pred", sigmoid=True),
+            mt.AsDiscreted("pred", threshold=0.5),
+            mt.Lambdad("pred", regions_to_label),
+            mt.SaveImaged("pred", **saving, output_postfix="", separate_folder=False, print_log=False),
         ]
     )
     loader = DataLoader(Dataset([{"image": str(file)} for file in files], chain), batch_size=1, num_workers=0)
     amp_dtype = torch.float16 if device.type == "cuda" else None
     network.eval()
     for item in loader:
-        item["pred"] = predict(network, item["image"], roi, amp_dtype)
+        item["pred"] = predict(network, item["image"], amp_dtype)
         for case in decollate_batch(item):
             back(case)
 
@@ -212,10 +162,10 @@ def segment_files(
 def validate(network: nn.Module, loader: Any, amp_dtype: torch.dtype | None) -> list[float]:  # noqa: ANN401
     """Return the mean Dice of each region on the working grid."""
     metric = DiceMetric(include_background=True, reduction="mean_batch")
-    discrete = Compose([Activations(sigmoid=True), AsDiscrete(threshold=0.5)])
+    discrete = mt.Compose([mt.Activations(sigmoid=True), mt.AsDiscrete(threshold=0.5)])
     network.eval()
     for item in loader:
-        logits = predict(network, item["image"], VALIDATION_ROI, amp_dtype)
+        logits = predict(network, item["image"], amp_dtype)
         metric(y_pred=[discrete(each) for each in decollate_batch(logits)], y=item["label"])
     return [float(each) for each in metric.aggregate()]
 
@@ -235,20 +185,20 @@ def main() -> None:
     pairs = sorted(({key: str(arguments.data / path) for key, path in pair.items()} for pair in listed), key=str)
     held = max(1, len(pairs) // 5)
     began = time.perf_counter()
-    fixed = Compose([*fixed_transforms(("image", "label"), device, arguments.spacing), normalisation()])
+    fixed = mt.Compose([*fixed_transforms(("image", "label"), device, arguments.spacing), normalisation()])
     train_loader = training_loader(pairs[:-held], device, arguments.spacing, tuple(arguments.crop), 1)
     validation = CacheDataset(pairs[-held:], fixed, num_workers=4, copy_cache=False, progress=False)
     validation_loader = ThreadDataLoader(validation, num_workers=0, batch_size=1)
     print(f"cache filled in {time.perf_counter() - began:.1f} s")
     network = make_network().to(device)
-    loss_function, optimizer = make_loss(), make_optimizer(network)
+    optimizer = make_optimizer(network)
+    step = make_step(network, optimizer, amp_dtype)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.epochs)
-    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is not None)
     began = time.perf_counter()
     for epoch in range(arguments.epochs):
         network.train()
         for item in train_loader:
-            training_step(network, item["image"], item["label"], loss_function, optimizer, scaler, amp_dtype)
+            step(item["image"], item["label"])
         schedule.step()
         if (epoch + 1) % 20 == 0 or epoch + 1 == arguments.epochs:
             dice = dict(zip(REGIONS, validate(network, validation_loader, amp_dtype), strict=True))

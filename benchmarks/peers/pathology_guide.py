@@ -34,6 +34,7 @@ FORK = "fork"  # how workers start quickly; Linux's own way up to Python 3.13
 
 Item = dict[str, Any]
 Image = torch.Tensor  # [3, Y, X] float32 in [0, 1]
+Step = Callable[[torch.Tensor, torch.Tensor], float]  # of images and labels; returns the loss
 
 
 def blend(image: Image, other: Image, factor: float) -> Image:
@@ -45,27 +46,6 @@ def to_grey(image: Image) -> Image:
     """Return the grey [1, Y, X] of an image."""
     red, green, blue = image.unbind(0)
     return (GREY[0] * red + GREY[1] * green + GREY[2] * blue).unsqueeze(0)
-
-
-def adjust_brightness(image: Image, factor: float) -> Image:
-    """Blend with black."""
-    return blend(image, torch.zeros_like(image), factor)
-
-
-def adjust_contrast(image: Image, factor: float) -> Image:
-    """Blend with the mean of the grey."""
-    return blend(image, to_grey(image).mean(), factor)
-
-
-def adjust_saturation(image: Image, factor: float) -> Image:
-    """Blend with the grey."""
-    return blend(image, to_grey(image), factor)
-
-
-def adjust_hue(image: Image, turn: float) -> Image:
-    """Turn the hue, in full turns, by way of HSV."""
-    hue, saturation, value = rgb_to_hsv(image)
-    return hsv_to_rgb((hue + turn) % 1.0, saturation, value)
 
 
 def rgb_to_hsv(image: Image) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,7 +75,18 @@ def hsv_to_rgb(hue: torch.Tensor, saturation: torch.Tensor, value: torch.Tensor)
     return torch.einsum("kyx,ckyx->cyx", chosen.to(value.dtype), sectors)
 
 
-ADJUST = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
+def turn_hue(image: Image, turn: float) -> Image:
+    """Turn the hue, in full turns, by way of HSV."""
+    hue, saturation, value = rgb_to_hsv(image)
+    return hsv_to_rgb((hue + turn) % 1.0, saturation, value)
+
+
+ADJUST: tuple[Callable[[Image, float], Image], ...] = (  # brightness, contrast, saturation and hue
+    lambda image, factor: blend(image, torch.zeros_like(image), factor),
+    lambda image, factor: blend(image, to_grey(image).mean(), factor),
+    lambda image, factor: blend(image, to_grey(image), factor),
+    turn_hue,
+)
 
 
 class ColorJitterd(mt.RandomizableTransform):  # type: ignore[misc] # monai has no types
@@ -192,24 +183,21 @@ def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
     return Novograd(network.parameters(), 1e-3)  # type: ignore[no-any-return]
 
 
-def training_step(
-    network: nn.Module,
-    image: torch.Tensor,
-    label: torch.Tensor,
-    loss_function: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    amp_dtype: torch.dtype | None,
-) -> float:
-    """Do one step as the guide does, with its read of the loss; label is [B] or [B, 1, 1, 1]."""
-    optimizer.zero_grad()
-    with torch.autocast(image.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-        logits = network(image)
-        loss = loss_function(logits, label.reshape(logits.shape))
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return float(loss.item())
+def make_step(network: nn.Module, optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | None) -> Step:
+    """Return what does a step as the guide does, with its loss, and its read of it; labels are [B] or [B, 1, 1, 1]."""
+    loss_function, scaler = nn.BCEWithLogitsLoss(), torch.amp.GradScaler(enabled=amp_dtype == torch.float16)
+
+    def step(image: torch.Tensor, label: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        with torch.autocast(image.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+            logits = network(image)
+            loss = loss_function(logits, label.reshape(logits.shape))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return float(loss.item())
+
+    return step
 
 
 def scan_slide(
@@ -281,15 +269,14 @@ def main() -> None:
     loader = make_loader(region_dataset(train_items, patch_transforms()), arguments.regions, arguments.workers)
     held = make_loader(region_dataset(held_items, scaling()), arguments.regions, arguments.workers, shuffle=False)
     network = FullyConvolutional().to(device)
-    loss_function, optimizer = nn.BCEWithLogitsLoss(), make_optimizer(network)
+    optimizer = make_optimizer(network)
+    step = make_step(network, optimizer, amp_dtype)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.epochs)
-    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is not None)
     began = time.perf_counter()
     for epoch in range(arguments.epochs):
         network.train()
         for item in loader:
-            image, label = (item[key].to(device) for key in ("image", "label"))
-            training_step(network, image, label, loss_function, optimizer, scaler, amp_dtype)
+            step(item["image"].to(device), item["label"].to(device))
         schedule.step()
         accuracy = validate(network, held, device)
         print(f"epoch {epoch + 1}: accuracy {accuracy:.4f} after {time.perf_counter() - began:.1f} s")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import monai.transforms as mt
 import torch
 from monai.data import CacheDataset, DataLoader, Dataset, ThreadDataLoader, decollate_batch
 from monai.inferers import sliding_window_inference
@@ -22,23 +23,6 @@ from monai.losses import DiceCELoss
 from monai.metrics import DiceMetric
 from monai.networks.nets import UNet
 from monai.optimizers import Novograd
-from monai.transforms import (
-    AsDiscrete,
-    AsDiscreted,
-    Compose,
-    CropForegroundd,
-    EnsureChannelFirstd,
-    EnsureTyped,
-    FgBgToIndicesd,
-    Invertd,
-    LoadImaged,
-    Orientationd,
-    RandCropByPosNegLabeld,
-    SaveImaged,
-    ScaleIntensityRanged,
-    Spacingd,
-    SpatialPadd,
-)
 from torch import nn
 
 SPACING, WINDOW = (1.5, 1.5, 2.0), (-57.0, 164.0)
@@ -46,60 +30,48 @@ CROP, VALIDATION_ROI = (96, 96, 96), (160, 160, 160)
 AXES = (("L", "R"), ("P", "A"), ("I", "S"))
 
 Item = dict[str, Any]
+Step = Callable[[torch.Tensor, torch.Tensor], float]  # of image and label; returns the loss
 
 
-def fixed_transforms(keys: Sequence[str]) -> list[Callable[[Item], Item]]:
+def fixed_transforms(keys: Sequence[str], spacing: Sequence[float] = SPACING) -> list[Callable[[Item], Item]]:
     """Return the deterministic transforms for image, or image and label."""
     modes = ("bilinear", "nearest")[: len(keys)]
     return [
-        LoadImaged(keys),
-        EnsureChannelFirstd(keys),
-        Orientationd(keys, axcodes="RAS", labels=AXES),
-        Spacingd(keys, pixdim=SPACING, mode=modes),
-        ScaleIntensityRanged("image", *WINDOW, 0.0, 1.0, clip=True),
-        CropForegroundd(keys, source_key="image", allow_smaller=True),
+        mt.LoadImaged(keys),
+        mt.EnsureChannelFirstd(keys),
+        mt.Orientationd(keys, axcodes="RAS", labels=AXES),
+        mt.Spacingd(keys, pixdim=spacing, mode=modes),
+        mt.ScaleIntensityRanged("image", *WINDOW, 0.0, 1.0, clip=True),
+        mt.CropForegroundd(keys, source_key="image", allow_smaller=True),
     ]
 
 
-def training_transforms(device: torch.device) -> Compose:
+def training_transforms(device: torch.device) -> mt.Compose:
     """Return the deterministic transforms, the copy to the device and the random crops."""
     keys = ("image", "label")
-    return Compose(
+    return mt.Compose(
         [
             *fixed_transforms(keys),
-            SpatialPadd(keys, CROP),
-            FgBgToIndicesd("label", fg_postfix="_fg", bg_postfix="_bg", image_key="image"),
-            EnsureTyped(keys, device=device, track_meta=False),
-            RandCropByPosNegLabeld(
-                keys,
-                label_key="label",
-                spatial_size=CROP,
-                pos=1,
-                neg=1,
-                num_samples=4,
-                fg_indices_key="label_fg",
-                bg_indices_key="label_bg",
+            mt.SpatialPadd(keys, CROP),
+            mt.FgBgToIndicesd("label", fg_postfix="_fg", bg_postfix="_bg", image_key="image"),
+            mt.EnsureTyped(keys, device=device, track_meta=False),
+            mt.RandCropByPosNegLabeld(
+                keys, "label", CROP, pos=1, neg=1, num_samples=4, fg_indices_key="label_fg", bg_indices_key="label_bg"
             ),
         ]
     )
 
 
-def make_network() -> nn.Module:
-    """Return the guide's U-Net, 16 to 256 channels."""
-    return UNet(  # type: ignore[no-any-return]
-        spatial_dims=3,
-        in_channels=1,
-        out_channels=2,
-        channels=(16, 32, 64, 128, 256),
-        strides=(2, 2, 2, 2),
-        num_res_units=2,
-        norm="batch",
-    )
+def training_loader(items: Sequence[Item], device: torch.device, batch: int = 4) -> ThreadDataLoader:
+    """Fill the cache and return the loader of random crops, four of each case and so many cases at a time."""
+    training = CacheDataset(items, training_transforms(device), num_workers=8, copy_cache=False, progress=False)
+    return ThreadDataLoader(training, num_workers=0, batch_size=batch, shuffle=True)
 
 
-def make_loss() -> nn.Module:
-    """Return the guide's loss."""
-    return DiceCELoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)  # type: ignore[no-any-return]
+def make_network(channels: int = 1) -> nn.Module:
+    """Return the guide's U-Net, 16 to 256 channels, of images with so many."""
+    widths, strides = (16, 32, 64, 128, 256), (2, 2, 2, 2)
+    return UNet(3, channels, 2, widths, strides, num_res_units=2, norm="batch")  # type: ignore[no-any-return]
 
 
 def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
@@ -107,33 +79,37 @@ def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
     return Novograd(network.parameters(), 2e-4 * 10)  # type: ignore[no-any-return]
 
 
-def training_step(
+def make_step(network: nn.Module, optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | None) -> Step:
+    """Return what does a step as the guide does, with its loss, and its read of it."""
+    loss_function = DiceCELoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)
+    scaler = torch.amp.GradScaler(enabled=amp_dtype == torch.float16)
+
+    def step(image: torch.Tensor, label: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        with torch.autocast(image.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+            loss = loss_function(network(image), label)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return float(loss.item())
+
+    return step
+
+
+def segment_files(
+    files: Sequence[Path],
     network: nn.Module,
-    image: torch.Tensor,
-    label: torch.Tensor,
-    loss_function: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    amp_dtype: torch.dtype | None,
-) -> float:
-    """Do one step as the guide does, with its read of the loss."""
-    optimizer.zero_grad()
-    with torch.autocast(image.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-        loss = loss_function(network(image), label)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return float(loss.item())
-
-
-def segment_files(files: Sequence[Path], network: nn.Module, output: Path, device: torch.device) -> None:
+    output: Path,
+    device: torch.device,
+    spacing: Sequence[float] = SPACING,
+) -> None:
     """Segment scans file to file: transforms, sliding windows, Invertd, argmax, SaveImaged."""
-    chain = Compose(fixed_transforms(["image"]))
-    back = Compose(
+    chain = mt.Compose(fixed_transforms(["image"], spacing))
+    back = mt.Compose(
         [
-            Invertd("pred", transform=chain, orig_keys="image", nearest_interp=False, to_tensor=True),
-            AsDiscreted("pred", argmax=True),
-            SaveImaged("pred", output_dir=output, output_postfix="", separate_folder=False, print_log=False),
+            mt.Invertd("pred", transform=chain, orig_keys="image", nearest_interp=False, to_tensor=True),
+            mt.AsDiscreted("pred", argmax=True),
+            mt.SaveImaged("pred", output_dir=output, output_postfix="", separate_folder=False, print_log=False),
         ]
     )
     loader = DataLoader(Dataset([{"image": str(file)} for file in files], chain), batch_size=1, num_workers=0)
@@ -148,15 +124,14 @@ def segment_files(files: Sequence[Path], network: nn.Module, output: Path, devic
 def validate(network: nn.Module, loader: DataLoader, device: torch.device, amp_dtype: torch.dtype | None) -> float:
     """Return the mean foreground Dice on the working grid."""
     metric = DiceMetric(include_background=False)
-    one_hot = {"argmax": AsDiscrete(argmax=True, to_onehot=2), "label": AsDiscrete(to_onehot=2)}
+    argmax, one_hot = mt.AsDiscrete(argmax=True, to_onehot=2), mt.AsDiscrete(to_onehot=2)
     network.eval()
     with torch.no_grad():
         for item in loader:
             with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
                 logits = sliding_window_inference(item["image"].to(device), VALIDATION_ROI, 4, network)
-            predictions = [one_hot["argmax"](each) for each in decollate_batch(logits)]
-            labels = [one_hot["label"](each) for each in decollate_batch(item["label"].to(device))]
-            metric(y_pred=predictions, y=labels)
+            labels = decollate_batch(item["label"].to(device))
+            metric([argmax(each) for each in decollate_batch(logits)], [one_hot(each) for each in labels])
     return float(metric.aggregate().item())
 
 
@@ -173,23 +148,19 @@ def main() -> None:
     pairs = sorted(({key: str(arguments.data / path) for key, path in pair.items()} for pair in listed), key=str)
     held = min(9, len(pairs) // 4)
     began = time.perf_counter()
-    fixed = Compose(
-        [*fixed_transforms(("image", "label")), EnsureTyped(("image", "label"), device=device, track_meta=False)]
-    )
-    training = CacheDataset(pairs[:-held], training_transforms(device), num_workers=8, copy_cache=False)
-    validation = CacheDataset(pairs[-held:], fixed, num_workers=5, copy_cache=False)
-    train_loader = ThreadDataLoader(training, num_workers=0, batch_size=4, shuffle=True)
+    keys = ("image", "label")
+    fixed = mt.Compose([*fixed_transforms(keys), mt.EnsureTyped(keys, device=device, track_meta=False)])
+    train_loader = training_loader(pairs[:-held], device)
+    validation = CacheDataset(pairs[-held:], fixed, num_workers=5, copy_cache=False, progress=False)
     validation_loader = ThreadDataLoader(validation, num_workers=0, batch_size=1)
     print(f"cache filled in {time.perf_counter() - began:.1f} s")
     network = make_network().to(device)
-    loss_function, optimizer = make_loss(), make_optimizer(network)
-    scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is not None)
+    step = make_step(network, make_optimizer(network), amp_dtype)
     began = time.perf_counter()
     for epoch in range(arguments.epochs):
         network.train()
         for item in train_loader:
-            image, label = item["image"].to(device), item["label"].to(device)
-            training_step(network, image, label, loss_function, optimizer, scaler, amp_dtype)
+            step(item["image"].to(device), item["label"].to(device))
         dice = validate(network, validation_loader, device, amp_dtype)
         print(f"epoch {epoch + 1}: foreground Dice {dice:.4f} after {time.perf_counter() - began:.1f} s")
 

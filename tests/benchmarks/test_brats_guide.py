@@ -52,7 +52,7 @@ def test_the_random_transforms_leave_the_cache_as_it_is(small_heads):
 
 
 @pytest.mark.parametrize("spacing", [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0)])
-def test_files_are_segmented_onto_their_own_grid(small_heads, tmp_path, spacing):
+def test_files_are_segmented_onto_their_own_grid(small_heads, tmp_path, spacing, monkeypatch):
     """A network that sees enhancing tumour where the normalised FLAIR is bright marks the ball's inside."""
 
     class Threshold(torch.nn.Module):
@@ -60,7 +60,8 @@ def test_files_are_segmented_onto_their_own_grid(small_heads, tmp_path, spacing)
             return (image[:, :1] - 1.5).expand(-1, 3, -1, -1, -1) * 10
 
     file = small_heads / "imagesTr" / "head_0.nii.gz"
-    brats_guide.segment_files([file], Threshold(), tmp_path, CPU, spacing, roi=(32, 32, 32))
+    monkeypatch.setattr(brats_guide, "VALIDATION_ROI", (32, 32, 32))
+    brats_guide.segment_files([file], Threshold(), tmp_path, CPU, spacing)
     made = nibabel.load(tmp_path / file.name)
     truth = np.asarray(nibabel.load(small_heads / "labelsTr" / file.name).dataobj)
     found = np.asarray(made.dataobj)

@@ -26,15 +26,15 @@ def test_what_goes_wrong_there_is_raised_here():
         pass
 
 
-def options(monkeypatch, bf16=True, guide=True, device="cpu"):
+def options(monkeypatch, bf16=True, both=True, device="cpu"):
     monkeypatch.setattr(harness, "computes_bf16", lambda device: bf16)
     monkeypatch.setattr(harness, "choose_precision", lambda wish, device: "bf16" if bf16 else "fp32")
-    return Options("brats", torch.device(device), 2, Path(), guide)
+    return Options("brats", torch.device(device), 2, Path(), both)
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("guide", [True, False])
-def test_sides_run_in_turn_and_leave_what_they_return(monkeypatch, guide):
+@pytest.mark.parametrize("both", [True, False])
+def test_sides_run_in_turn_and_leave_what_they_return(monkeypatch, both):
     order: list[str] = []
 
     def sides(name):
@@ -44,8 +44,8 @@ def test_sides_run_in_turn_and_leave_what_they_return(monkeypatch, guide):
 
         return lambda start: {name: lambda: side(start)}
 
-    seconds, left = timed(options(monkeypatch, guide=guide), sides("guide"), [sides("a"), sides("b")], 100)
-    names = [*["guide"] * guide, "a", "b"]
+    seconds, left = timed(options(monkeypatch, both=both), sides("guide"), [sides("a"), sides("b")], 100)
+    names = [*["guide"] * both, "a", "b"]
     assert order == names * 3  # a warm-up and two rounds
     assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys(names, 2)
     assert left["b"] == 100 + len(order)
@@ -93,7 +93,7 @@ def test_what_the_rows_of_a_step_compare_follows_from_the_device(monkeypatch, bf
 
 def test_ours_alone_has_a_row_for_each_precision(monkeypatch):
     seconds = {"fast fp32": [2.0], "fast bf16": [1.0], "fast with its batch": [3.0]}
-    rows = step_rows("1 x 96", seconds, options(monkeypatch, guide=False))
+    rows = step_rows("1 x 96", seconds, options(monkeypatch, both=False))
     labels = ["fast fp32", "fast bf16", "with the making of the batch"]
     assert [each["what"] for each in rows] == [f"training step, 1 x 96, {label}" for label in labels]
 

@@ -35,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def rows_of(part, folder, tmp_path, guide=True):
-    ((_, rows),) = slides.compare([part], Options("pathology", CPU, 1, tmp_path, guide), folder, 4)
+    rows = getattr(slides, part)(slides.open_task(Options("pathology", CPU, 1, tmp_path, guide), folder, 4))
     return {each["what"].partition(" (guide")[0]: each for each in rows}
 
 
@@ -69,11 +69,11 @@ def test_step_has_a_row_for_every_pair_of_sides(folder, tmp_path):
 def test_both_sides_step_on_the_same_patches(folder, tmp_path, monkeypatch):
     """The first losses are equal where the weights are, so image, label and loss are (ours without smoothing)."""
     entries = read_slide_set(folder)
-    task = slides.Task(Options("pathology", CPU, 1, tmp_path), entries, None, "auto")  # type: ignore[arg-type]
+    task = slides.open_task(Options("pathology", CPU, 1, tmp_path, True), folder, 8)
     table = slides.draw_patches(entries.training, 9, 64)
     losses: dict[str, float] = {}
     guide_step, guide_network, fast_network = (
-        pathology_guide.training_step, pathology_guide.FullyConvolutional, resnet18_fcn
+        pathology_guide.make_step, pathology_guide.FullyConvolutional, resnet18_fcn
     )  # fmt: skip
 
     def note(name: str, loss: Any) -> None:
@@ -93,8 +93,13 @@ def test_both_sides_step_on_the_same_patches(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(slides, "_FAST", sharp)
     monkeypatch.setattr(pathology_guide, "FullyConvolutional", seeded(guide_network))
     monkeypatch.setattr(slides, "resnet18_fcn", seeded(fast_network))
-    monkeypatch.setattr(pathology_guide, "training_step", lambda *a: note("guide", guide_step(*a)))
-    monkeypatch.setattr(slides, "train_step", lambda *a: note("fast", train_step(*a)))
+
+    def noted_step(*given: Any) -> Any:
+        step = guide_step(*given)
+        return lambda *batch: note("guide", step(*batch))
+
+    monkeypatch.setattr(pathology_guide, "make_step", noted_step)
+    monkeypatch.setattr(harness, "train_step", lambda *a: note("fast", train_step(*a)))
     guide, fast = pathology.guide_steps(task, table, 9), slides.fast_steps(task, table, 9)
     in_turn({"guide": guide["guide fp32"], "fast": fast["fast fp32"]}, 1, warm_up=False)
     assert losses["fast"] == pytest.approx(losses["guide"], rel=1e-4)
@@ -122,8 +127,8 @@ def test_inference_scores_both_maps(folder, tmp_path, guide):
 @pytest.mark.slow  # two whole runs, exports and all
 def test_quality_is_of_equal_runs_of_both_recipes(folder, tmp_path, monkeypatch):
     tiny = {"patch_size": 64, "patches_per_slide": 12, "batch_size": 6, "epochs": 1, "tile_size": 1024}
-    monkeypatch.setattr(pathology, "QUALITY", replaced(pathology.QUALITY, {"held_out": 0.5, **tiny}))
-    (found,) = rows_of("quality", folder, tmp_path).values()
+    monkeypatch.setattr(pathology, "QUALITY", replaced(pathology.QUALITY, {"data": folder, "held_out": 0.5, **tiny}))
+    (found,) = compare.quality(Options("pathology", CPU, 1, tmp_path, True))
     assert 0 <= found["guide"] <= 1
     assert 0 <= found["fast"] <= 1
     written = {side: (tmp_path / f"{side}-0" / "config.yaml").read_text() for side in ("guide", "fast")}

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from typing import Any
 
 import nibabel
 import numpy as np
@@ -41,12 +42,6 @@ def run_compare(monkeypatch, words, tmp_path):
     return record, {each["what"]: each for each in record["rows"]}
 
 
-def task(app, folder, tmp_path, module):
-    dataset = read_dataset(folder)
-    options = Options(app, CPU, 1, tmp_path)
-    return volumes.Task(options, dataset.cases, module.plan(dataset, None))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_preparation_and_inference_from_the_command_line(small_heads, tmp_path, monkeypatch, capsys):
@@ -83,10 +78,10 @@ def test_both_sides_step_on_the_same_crops(small_heads, tmp_path, monkeypatch, m
     """The first losses are equal where the weights are, so image, labels and loss are."""
     app = module.__name__.rpartition(".")[2]
     folder = small_heads if module is brats else make_ct_phantoms(tmp_path / "data", 1, progress=False)
-    made = task(app, folder, tmp_path, module)
+    made = volumes.open_task(Options(app, CPU, 1, tmp_path, True), folder, 8)
     losses: dict[str, float] = {}
     (crop, batch) = module.STEPS[0]
-    peer, ours = module.peer.training_step, train_step
+    peer, ours = module.peer.make_step, train_step
 
     def noting(name, step):
         return lambda *given: losses.setdefault(name, float(step(*given)))
@@ -98,11 +93,11 @@ def test_both_sides_step_on_the_same_crops(small_heads, tmp_path, monkeypatch, m
                 value.data = torch.from_numpy(0.1 * draw.standard_normal(value.shape)).float()
         return network
 
-    plain, build = module.network, VolumeModel.build
-    monkeypatch.setattr(module, "network", lambda model: same_weights(plain(model)))
+    plain, build = module.peer.make_network, VolumeModel.build
+    monkeypatch.setattr(module.peer, "make_network", lambda channels: same_weights(plain(channels)))
     monkeypatch.setattr(VolumeModel, "build", lambda model, *given: same_weights(build(model, *given)))
-    monkeypatch.setattr(module.peer, "training_step", noting("guide", peer))
-    monkeypatch.setattr(volumes, "train_step", noting("fast", ours))
+    monkeypatch.setattr(module.peer, "make_step", lambda *given: noting("guide", peer(*given)))
+    monkeypatch.setattr(harness, "train_step", noting("fast", ours))
     guide, fast = volumes.guide_steps(made, crop, batch), volumes.fast_steps(made, crop, batch)
     in_turn({"guide": guide["guide fp32"], "fast": fast["fast fp32"]}, 1, warm_up=False)
     assert losses["fast"] == pytest.approx(losses["guide"], rel=1e-4)
@@ -124,9 +119,14 @@ def test_regions_other_than_the_guides_are_refused(small_heads, tmp_path):
 @pytest.mark.slow  # two whole runs, exports and all
 @pytest.mark.usefixtures("small")
 def test_quality_is_of_equal_runs_of_both_recipes(small_heads, tmp_path, monkeypatch):
-    tiny = replace(brats.QUALITY, split="all", epochs=2, crop_size=(16, 16, 16), windows=Windows(size=(24, 24, 24)))
-    monkeypatch.setattr(brats, "QUALITY", tiny)
-    (found,) = harness.quality(Options("brats", CPU, 1, tmp_path), small_heads, "Dice on phantoms")
+    tiny: dict[str, Any] = {
+        "split": "all",
+        "epochs": 2,
+        "crop_size": (16, 16, 16),
+        "windows": Windows(size=(24, 24, 24)),
+    }
+    monkeypatch.setattr(brats, "QUALITY", replace(brats.QUALITY, data=small_heads, **tiny))
+    (found,) = compare.quality(Options("brats", CPU, 1, tmp_path, True))
     assert found["what"] == "Dice on phantoms, 1 seeds, equal epochs"
     assert 0 <= found["guide"] <= 1
     assert 0 <= found["fast"] <= 1
@@ -149,4 +149,3 @@ def test_the_dice_of_label_maps(pair):
     one, other = pair
     found = volumes.dices(one, other, [(1,), (2,), (3,), (1, 2)])  # of either label: voxels 3 and 2, one common
     assert found == pytest.approx([2 / 3, 0.0, float("nan"), 0.4], nan_ok=True)
-    assert volumes.mean_dice([*one, *one], [*other, *one], [(1,), (3,)]) == pytest.approx((2 / 3 + 3) / 4)
