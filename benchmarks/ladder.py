@@ -10,36 +10,39 @@ ladder.md and the figures; what cannot run here is listed with its reason. With 
 """
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import numpy as np
 import torch
 import yaml
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from apps.opening import APPS, parse_flags
-from benchmarks.harness import guide_of
-from benchmarks.ladder_parts import climb_rung, datasets, in_a_process, loaders, steps
-from benchmarks.ladder_report import draw_ladder, markdown
+from benchmarks.harness import GUIDES, guide_of
+from benchmarks.ladder_parts import Figures, climb_rung, datasets, in_a_process, loaders, steps
 from common.config import flat, replaced
 from common.files import write_json, write_text
+from common.observe.plots import save_png
 from common.run import environment
 from common.training.config import TrainingConfig
 
 RAM_DISK = Path("/dev/shm")
 RUNGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("rungs.yaml").read_text(encoding="utf-8"))
 _SHORT = 2  # epochs of a single change, of which the second is timed
-
-Rungs = dict[str, TrainingConfig]
-Figures = dict[str, Any]
+_TARGET = 0.9  # of the quality that fast has in the end: what "seconds to" counts to
+_BEFORE = "times as fast as the rung before"
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,7 +54,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1, help="rounds; each has its seed")
     parser.add_argument("--epochs", type=int, help="of each rung of the climb; by default those of rungs.yaml")
     parser.add_argument("--output", type=Path, help="folder; by default runs/ladder-APP")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if given.app not in RUNGS or (given.data is None and given.app not in GUIDES):
+        needed = f"a section {given.app} in benchmarks/rungs.yaml, and benchmarks/guides/{given.app}.py or --data"
+        parser.error(f"{given.app} has no ladder: it needs {needed} (CONTRIBUTING.md tells what goes in)")
+    return given
 
 
 def main() -> None:
@@ -73,19 +80,10 @@ def main() -> None:
 
 
 def measure(app: str, data: Path, kind: str, seeds: int, epochs: int, folder: Path) -> Figures:
-    """Run all rungs and parts; return their figures.
-
-    Args:
-        app: name of the app.
-        data: folder of its data.
-        kind: of device.
-        seeds: rounds of the climb.
-        epochs: of each of its rungs.
-        folder: for the stores.
-    """
+    """Run all rungs (`seeds` times so many epochs) and parts on a kind of device; return their figures."""
     rungs = climb(app, kind, data, folder / "store")
     baseline, *_, fast = rungs.values()
-    cached = next(config for name, config in rungs.items() if "the guide" in name)
+    cached = next((config for name, config in rungs.items() if "the guide" in name), baseline)
     rounds: list[dict[str, Figures]] = []
     with ExitStack() as stack:
         ram = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=RAM_DISK))) if RAM_DISK.is_dir() else None
@@ -116,7 +114,7 @@ def measure(app: str, data: Path, kind: str, seeds: int, epochs: int, folder: Pa
     }
 
 
-def climb(app: str, kind: str, data: Path, store: Path) -> Rungs:
+def climb(app: str, kind: str, data: Path, store: Path) -> dict[str, TrainingConfig]:
     """Return the rungs from the baseline to fast, each with all techniques of those below it."""
     recipe = parse_flags(app, ["--recipe", "baseline"])
     own: dict[str, Any] = RUNGS[app]
@@ -163,16 +161,137 @@ def attempt(measured: Callable[[], Figures]) -> Figures:
 def climbed(name: str, rounds: Sequence[dict[str, Figures]], before: str | None) -> Figures:
     """Return a rung's medians over the rounds, and its ratio to the rung before."""
     runs = [each[name] for each in rounds]
-    failed = next((run["failed"] for run in runs if "failed" in run), None)
+    failed = next((run for run in runs if "failed" in run), None)
     if failed is not None:
-        return {"rung": name, "failed": failed}
+        return {"rung": name, **failed}
     numbers = [key for key, value in runs[0].items() if isinstance(value, int | float)]
     found = {"rung": name, **{key: round(statistics.median(run[key] for run in runs), 5) for key in numbers}}
     if before is not None:
         earlier = [each[before] for each in rounds]
         pairs = [a["s per step"] / b["s per step"] for a, b in zip(earlier, runs, strict=True) if "failed" not in a]
-        found["times as fast as the rung before"] = round(statistics.median(pairs), 2) if pairs else None
+        found[_BEFORE] = round(statistics.median(pairs), 2) if pairs else None
     return found | {"curves": [run["curve"] for run in runs], "precision": runs[0]["precision"]}
+
+
+def markdown(record: Figures) -> str:
+    """Return all tables of a ladder, most important first."""
+    beside = {"fast itself": record["fast, short"], **record["beside"], "fast again": record["fast, short, again"]}
+    parts = {
+        f"The climb ({record['app']}, {record['epochs']} epochs)": _climb(record["climb"]),
+        "Single changes of fast (an epoch each, not repeated: differences of a few percent are noise)": {
+            name: _beside(found, record["fast, short"]) for name, found in beside.items()
+        },
+        **{title.capitalize(): record[title] for title in ("datasets", "loaders", "networks and steps")},
+    }
+    tables = [f"## {title}\n\n{_table(part)}" for title, part in parts.items()]
+    return "\n\n".join([*tables, f"## Not here\n\n{_table(record['absent'])}"])
+
+
+def _climb(rungs: Sequence[Figures]) -> Figures:
+    """Return what the table has of each rung."""
+    metric, first = _metric(rungs), rungs[0]
+    target = _TARGET * rungs[-1].get(metric, 1.0)
+    rows = {rung["rung"]: rung for rung in rungs}
+    for rung in rungs:
+        if "failed" not in rung:
+            so_far = first["s per step"] / rung["s per step"] if "s per step" in first else None
+            rows[rung["rung"]] = {
+                "s per step": rung["s per step"],
+                "to the rung before": _times(rung.get(_BEFORE)),
+                "to the baseline": _times(so_far),
+                **{name: rung[name] for name in ("waited, percent", "prepare and cache, s", "first epoch, s", metric)},
+                f"seconds to {target:.2f}": _reached(rung, target),
+                "peak memory, MiB": rung["peak memory, MiB"],
+            }
+    return rows
+
+
+def _beside(found: Figures | str, fast: Figures) -> Figures | str:
+    """Return what the table has of a single change; by samples, since some make the batch larger."""
+    if isinstance(found, str) or "failed" in found:
+        return found
+    ratio = found["samples per s"] / fast["samples per s"] if "samples per s" in fast else None
+    names = ("s per validation", "compile, s", "peak memory, MiB")
+    return {
+        "s per step": found["s per step"],
+        "samples per s, this / fast": _times(ratio),
+        **{name: found[name] for name in names},
+    }
+
+
+def _metric(rungs: Sequence[Figures]) -> str:
+    return "AUC" if any("AUC" in rung for rung in rungs) else "Dice"
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}x"
+
+
+def _reached(rung: Figures, target: float) -> str:
+    """Return the median second, preparation included, of the first validation that has the target."""
+    ends = [next((end for end, value in curve if value >= target), math.inf) for curve in rung["curves"]]
+    seconds = statistics.median(ends)
+    return f"{seconds:.3g}" if math.isfinite(seconds) else "not reached"
+
+
+def _table(part: Mapping[str, Any]) -> str:
+    """Return rows of named figures, or of the reason why there are none, as a Markdown table."""
+    if "failed" in part:
+        return f"Failed: {part['failed']}"
+    measured = [each for each in part.values() if isinstance(each, dict) and "failed" not in each]
+    names = list(dict.fromkeys(name for each in measured for name in each)) or ["why not"]
+    lines = [["", *names], ["---"] * (len(names) + 1)]
+    for name, found in part.items():
+        if isinstance(found, dict) and "failed" not in found:
+            lines.append([name, *(_cell(found.get(each, "")) for each in names)])
+        else:
+            why = found if isinstance(found, str) else f"failed: {found['failed']}"
+            lines.append([name, why, *[""] * (len(names) - 1)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+
+
+def draw_ladder(folder: Path, record: Figures) -> None:
+    """Write `ladder.png` (time of a step and quality per rung) and `time.png` (quality against time)."""
+    rungs, metric = [rung for rung in record["climb"] if "failed" not in rung], _metric(record["climb"])
+    if rungs:
+        _draw_steps(folder / "ladder.png", rungs, metric)
+        _draw_curves(folder / "time.png", rungs, metric)
+
+
+def _draw_steps(path: Path, rungs: list[Figures], metric: str) -> None:
+    figure = Figure(figsize=(10, 0.5 + 0.45 * len(rungs)), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+    places = np.arange(len(rungs))[::-1]
+    whole = np.array([rung["s per step"] for rung in rungs])
+    waiting = whole * [rung["waited, percent"] / 100 for rung in rungs]
+    left.barh(places, whole - waiting, color="#0072B2", label="computing")
+    bars = left.barh(places, waiting, left=whole - waiting, color="#E69F00", label="waiting for batches")
+    left.bar_label(bars, [f" {seconds:.3g} s" for seconds in whole], fontsize=8)
+    left.set_yticks(places, [rung["rung"] for rung in rungs], fontsize=8)
+    left.set_xlabel("seconds per step")
+    left.margins(x=0.15)
+    left.legend(fontsize=8, loc="lower right")
+    right.plot([rung[metric] for rung in rungs], places, "o", color="#D55E00")
+    right.set_xlabel(f"{metric} at the end")
+    right.grid(axis="x", alpha=0.3)
+    save_png(path, figure)
+
+
+def _draw_curves(path: Path, rungs: list[Figures], metric: str) -> None:
+    figure = Figure(figsize=(10, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(rungs)))
+    for rung, colour in zip(rungs, colours, strict=True):
+        seconds, values = np.array(rung["curves"][0]).T
+        axes.plot(seconds, values, marker="o", markersize=3, color=colour, label=rung["rung"])
+    axes.set(xscale="log", xlabel="seconds of preparation and training (log)", ylabel=f"validation {metric}")
+    axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.grid(alpha=0.3)
+    save_png(path, figure)
 
 
 if __name__ == "__main__":
