@@ -6,11 +6,13 @@ file of `--config`, the flags. A field that is a dataclass itself is a group of 
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, DefaultHelpFormatter
@@ -20,6 +22,8 @@ from common.files import from_json
 Config = TypeVar("Config")
 
 _MOST_YAML, _DEEPEST_YAML = 1_000_000, 8
+_WORDS = {int: "whole number", float: "number", Path: "path", str: "word"}
+_EXAMPLES = {int: "[64,64,48]", float: "[1.5,1.5,2.0]"}
 _SHOWN = 60  # letters of a foreign word in an error
 
 
@@ -60,7 +64,7 @@ def parse_config(
         if stored is not None:
             _check_resumed(flat(config), flat(stored), resumable)
     except (ArgumentError, yaml.YAMLError, ValueError, OSError) as error:
-        _fail(parser.prog, _hint(str(error), list(_flags(kind))))
+        _fail(parser.prog, _hint(_plain_words(str(error), kind), list(_flags(kind))))
     return config
 
 
@@ -85,7 +89,7 @@ def config_from_yaml(kind: type[Config], path: Path) -> Config:
     try:
         return from_json(kind, _values(kind, _parser(kind, "").parse_path(path).as_dict()))
     except ArgumentError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {_plain_words(str(error), kind)}") from error
 
 
 def flat(config: object, prefix: str = "") -> dict[str, Any]:
@@ -192,6 +196,31 @@ def _flags(kind: type, prefix: str = "--") -> Iterator[str]:
     for field in fields(kind):
         group = isinstance(field.type, type) and is_dataclass(field.type)
         yield from _flags(field.type, f"{prefix}{field.name}.") if group else (prefix + field.name,)  # type: ignore[arg-type]
+
+
+def _plain_words(message: str, kind: type) -> str:
+    """Return what jsonargparse says of a value of the wrong type as a line that a user understands."""
+    found = re.search(r'Parser key "([\w.]+)".*?(?:Given|Got) value: (.*)', " ".join(message.split()))
+    if found is None:
+        return message
+    name, value = found.groups()
+    expected: Any = kind
+    for part in name.split("."):
+        expected = get_type_hints(expected)[part]
+    return f"--{name} {value[:_SHOWN]}: expected {_type_words(expected)}"
+
+
+def _type_words(expected: Any) -> str:  # noqa: ANN401 - the type of a field
+    """Return a type in words: "3 whole numbers in brackets, such as [1,2,3], or null"."""
+    parts = get_args(expected)
+    if get_origin(expected) is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if get_origin(expected) in (UnionType, Union):
+        return " or ".join(map(_type_words, parts))
+    if parts:
+        several = "" if parts[-1] is ... else f"{len(parts)} "
+        return f"{several}{_WORDS.get(parts[0], 'value')}s in brackets, such as {_EXAMPLES.get(parts[0], '[a,b,c]')}"
+    return {bool: "true or false", NoneType: "null"}.get(expected, f"a {_WORDS.get(expected, 'value')}")
 
 
 def _hint(message: str, flags: Sequence[str]) -> str:

@@ -69,7 +69,9 @@ def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
     [
         (["--epohcs", "5"], ["--epohcs", "did you mean --epochs"]),
         (["--epoch", "5"], ["--epoch", "did you mean --epochs"]),
-        (["--epochs", "many"], ["epochs", "many"]),
+        (["--epochs", "many"], ["--epochs many: expected a whole number;"]),
+        (["--spacing", "[1,2]"], ["--spacing [1, 2]: expected 3 numbers in brackets, such as [1.5,1.5,2.0] or null;"]),
+        (["--window.side", "x"], ["--window.side x: expected a whole number;"]),
         (["--epochs", "0"], ["epochs 0", "at least 1"]),
         (["--recipe", "medium"], ["--recipe medium", "fast, slow"]),
         (["--config", "/nowhere/c.yaml"], ["/nowhere/c.yaml"]),
