@@ -4,23 +4,27 @@ A series goes by an alias, a slice by its InstanceNumber; what pydicom says of a
 """
 
 import hashlib
-import io
 import logging
 import math
+import os
 import re
-from collections.abc import Sequence
+import struct
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import imagecodecs
 import numpy as np
 import pydicom
 from pydicom.encaps import get_frame
+from pydicom.errors import BytesLengthException, InvalidDicomError
+from pydicom.misc import is_dicom
 from pydicom.pixels.decoders.base import get_decoder
 from pydicom.uid import JPEG2000, UID, JPEG2000Lossless
 
-from common.data.dicom_headers import GEOMETRY, SIZES, DicomSlice, ask_pydicom, files_below, quiet_dicom, read_slice
 from common.data.threads import map_in_threads
 from common.data.volumes import Volume
 
@@ -28,10 +32,18 @@ MAX_OFF_GRID = 0.1  # of the slice spacing: how far a slice may lie from its pla
 MAX_GAP = 1.5  # times the usual spacing: behind a wider step a slice is missing
 MAX_TURN = 1e-3  # by how much direction cosines and mm of PixelSpacing may differ; scanners round them
 MIN_STEP = 0.01  # mm: slices nearer than this share a place
-MIN_TILT = 0.1  # degrees: less comes from rounded positions
-SCALED = ("CT", "PT")  # must have RescaleSlope and RescaleIntercept. Source: DICOM PS3.3 C.8.2.1 and C.8.9.1
-NAMED = 5  # places that a message names at most
-logger = logging.getLogger(__name__)
+GEOMETRY = {"Rows": 1, "Columns": 1, "PixelSpacing": 2, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
+TAGS = [
+    *GEOMETRY, "SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "InstanceNumber", "Modality", "ImageType",
+    "NumberOfFrames", "PhotometricInterpretation", "SliceThickness", "RescaleSlope", "RescaleIntercept",
+    "ModalityLUTSequence",
+]  # fmt: skip
+# What pydicom and its decoders raise on damaged files; caught where they are called, and nowhere else.
+BROKEN = (
+    OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error,
+    zlib.error, BytesLengthException, InvalidDicomError,
+)  # fmt: skip
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,32 +66,50 @@ class DicomSeries:
     shape: tuple[int, int, int]
     modality: str
     notes: tuple[str, ...]
-    problem: str = ""
-    voxel: float = math.nan
-    is_volume: bool = True
+    problem: str
+    voxel: float
+    is_volume: bool
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A file of a series, and pydicom's dataset of its `TAGS`."""
+
+    path: Path
+    header: Any
+
+    @property
+    def name(self) -> str:
+        number = self.numbers("InstanceNumber")
+        return f"slice {number[0]:.0f}" if number else "a slice without InstanceNumber"
+
+    def numbers(self, keyword: str) -> tuple[float, ...]:
+        """Return the numbers of a tag; () where it is missing, or does not hold as many finite ones as it should."""
+        numbers: tuple[float, ...] = _ask(lambda: tuple(map(float, np.atleast_1d(self.header.get(keyword)))), ())
+        return numbers if len(numbers) == GEOMETRY.get(keyword, 1) and all(map(math.isfinite, numbers)) else ()
+
+    def text(self, keyword: str) -> str:
+        return _ask(lambda: str(self.header.get(keyword) or ""), "")
 
 
 def find_series(folder: Path) -> tuple[DicomSeries, ...]:
     """Return the image series of a folder and its subfolders, sorted by name; headers are read, pixels are not.
 
     Other files, DICOMDIR and objects that are no images are left out; files with a broken header are counted in a log.
-
-    Raises:
-        FileNotFoundError: there is no such folder (its name is not repeated).
     """
-    if not folder.is_dir():
-        raise FileNotFoundError("the folder of DICOM files does not exist")
     quiet_dicom()
-    slices = [one for one in map_in_threads(read_slice, sorted(files_below(folder)), "headers", progress=False) if one]
+    found = map_in_threads(_read_slice, sorted(_files_below(folder)), "headers", progress=False)
+    slices = [one for one in found if one]
     known = [one for one in slices if one.text("SOPClassUID") and one.text("SeriesInstanceUID")]
-    groups: dict[str, list[DicomSlice]] = {}
+    if lost := len(slices) - len(known):
+        logging.getLogger(__name__).warning(
+            "%d DICOM files left out, broken before they tell their series: copy them again", lost
+        )
+    groups: dict[str, list[_Slice]] = {}
     for one in known:
         if "Image Storage" in UID(one.text("SOPClassUID")).name:
             groups.setdefault(one.text("SeriesInstanceUID"), []).append(one)
-    series = [_describe(uid, group) for uid, group in groups.items()]
-    if lost := len(slices) - len(known):
-        logger.warning("%d DICOM files left out, broken before they tell their series: copy them again", lost)
-    return tuple(sorted(series, key=lambda one: one.name))
+    return tuple(sorted((_describe(*group) for group in groups.items()), key=lambda one: one.name))
 
 
 def read_series(series: DicomSeries) -> Volume:
@@ -93,146 +123,172 @@ def read_series(series: DicomSeries) -> Volume:
     Raises:
         ValueError: it is no regular stack of grey images, or pixel data are broken; alias, slices, values and remedy.
     """
-    if series.problem:
-        raise ValueError(series.problem)
-    quiet_dicom()
-    slices = [one for one in map(read_slice, series.files) if one and one.text("SOPClassUID")]
-    if lost := len(series.files) - len(slices):
-        raise ValueError(f"{series.name}: {lost} of {len(series.files)} files cannot be read now: copy them again")
-    slices, affine, _ = _stack(series.name, slices)
-    frames = map_in_threads(lambda one: _decode(series.name, one), slices, "slices", progress=False)
+    slices = [one for one in map(_read_slice, series.files) if one and one.text("SOPClassUID")]
+    try:
+        if series.problem:
+            raise ValueError(series.problem)
+        if lost := len(series.files) - len(slices):
+            raise ValueError(f"{lost} of {len(series.files)} files cannot be read now: copy them again")
+        slices, affine, _ = _stack(slices)
+        frames = map_in_threads(_decode, slices, "slices", progress=False)
+    except ValueError as error:
+        raise ValueError(f"{series.name}: {error}") from None
     return Volume(_rescaled(frames, [_scale(one) for one in slices]), affine, Path(series.name))
 
 
-def _describe(uid: str, slices: list[DicomSlice]) -> DicomSeries:
+def quiet_dicom() -> None:
+    """Keep pydicom and highdicom from quoting a file in a log or a warning, from now on: they may name the patient."""
+    for library in ("pydicom", "highdicom"):
+        logging.getLogger(library).setLevel(logging.CRITICAL + 1)
+    pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
+    warnings.filterwarnings("ignore", module=r"pydicom|highdicom|common\.(data|inference)\.dicom")
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield all files of a folder, through links to folders too, none of which is entered twice."""
+    entered = set()
+    for place, below, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in entered:
+            below.clear()
+        else:
+            entered.add(real)
+            yield from (Path(place) / name for name in names)
+
+
+def _read_slice(path: Path) -> _Slice | None:
+    """Return what a header says, nothing where it is damaged; None for a file that is no DICOM."""
+    if not _ask(lambda: is_dicom(path), True):
+        return None
+    return _Slice(path, _ask(lambda: pydicom.dcmread(path, None, True, specific_tags=TAGS), pydicom.Dataset()))
+
+
+def _ask(question: Callable[[], T], otherwise: T) -> T:
+    """Return what pydicom answers, or something else where a damaged file makes it raise."""
+    try:
+        return question()
+    except BROKEN:
+        return otherwise
+
+
+def _describe(uid: str, slices: list[_Slice]) -> DicomSeries:
     """Return what is to be known of a series before its pixels are read."""
     name = "series-" + hashlib.sha256(uid.encode()).hexdigest()[:12]
     images = [one for one in slices if "LOCALIZER" not in one.text("ImageType")]
     unique = list({one.text("SOPInstanceUID") or str(number): one for number, one in enumerate(images)}.values())
     counts = {"localizers": len(slices) - len(images), "copies of others": len(images) - len(unique)}
     notes = tuple(f"{count} of {len(slices)} images are {what}: left out" for what, count in counts.items() if count)
-    problem = "" if images else f"{name}: its images are localizers, no volume: choose another series"
+    problem, voxel = "" if images else "its images are localizers, no volume: choose another series", math.nan
     captured = any("Secondary Capture" in UID(one.text("SOPClassUID")).name for one in slices)
-    voxel, is_volume = math.nan, len(unique) > 1 and not captured
     try:
         if unique:
-            slices, affine, more = _stack(name, unique)
+            slices, affine, more = _stack(unique)
             notes, voxel = notes + more, abs(float(np.linalg.det(affine[:3, :3])))
     except ValueError as error:
         problem = str(error)
-    x, y = (int(sum(slices[0].numbers(keyword, 1))) for keyword in ("Columns", "Rows"))
+    x, y = (int(sum(slices[0].numbers(keyword))) for keyword in ("Columns", "Rows"))
     modality = slices[0].text("Modality") if re.fullmatch("[A-Z]{2,16}", slices[0].text("Modality")) else "OT"
-    return DicomSeries(
-        name, tuple(one.path for one in slices), (x, y, len(slices)), modality, notes, problem, voxel, is_volume
-    )
+    size, is_volume = (x, y, len(slices)), len(unique) > 1 and not captured
+    return DicomSeries(name, tuple(one.path for one in slices), size, modality, notes, problem, voxel, is_volume)
 
 
-def _stack(name: str, slices: list[DicomSlice]) -> tuple[list[DicomSlice], np.ndarray, tuple[str, ...]]:
+def _stack(slices: list[_Slice]) -> tuple[list[_Slice], np.ndarray, tuple[str, ...]]:
     """Return the slices in order, the affine and notes; ValueError where they are no regular stack of grey images."""
     for one in slices:
-        _check_image(f"{name}: {one.name}", one)
-    if len(slices) < 2:
-        raise ValueError(f"{name}: it holds 1 slice, a volume needs 2 or more: copy the whole series")
-    _check_alike(name, slices)
-    turn = np.reshape(slices[0].numbers("ImageOrientationPatient", 6), (2, 3))
+        _check_image(one)
+    first, *others = slices
+    if not others:
+        raise ValueError("it holds 1 slice, a volume needs 2 or more: copy the whole series")
+    for one in others:
+        for keyword in ("Rows", "Columns", "PixelSpacing", "ImageOrientationPatient"):
+            due, found = first.numbers(keyword), one.numbers(keyword)
+            if np.abs(np.subtract(due, found)).max() > MAX_TURN:
+                said = f"{first.name} has {keyword} {list(due)}, {one.name} has {list(found)}"
+                raise ValueError(f"it mixes stacks: {said} (at most {MAX_TURN} apart); export each by itself")
+    turn = np.reshape(first.numbers("ImageOrientationPatient"), (2, 3))
     if np.abs(turn @ turn.T - np.eye(2)).max() > MAX_TURN:
-        said = f"not two unit vectors at right angles (within {MAX_TURN})"
-        raise ValueError(f"{name}: ImageOrientationPatient {turn.tolist()} is {said}: export the series again")
-    normal, positions = np.cross(*turn), np.array([one.numbers("ImagePositionPatient", 3) for one in slices])
-    order = np.argsort(positions @ normal, kind="stable")
-    slices, positions = [slices[index] for index in order], positions[order]
-    _check_regular(name, slices, positions, positions @ normal)
+        said = f"is not two unit vectors at right angles (within {MAX_TURN}): export the series again"
+        raise ValueError(f"ImageOrientationPatient {turn.tolist()} {said}")
+    normal = np.cross(*turn)
+    slices = sorted(slices, key=lambda one: float(normal @ one.numbers("ImagePositionPatient")))
+    positions = np.array([one.numbers("ImagePositionPatient") for one in slices])
+    _check_regular(slices, positions, positions @ normal)
     step = (positions[-1] - positions[0]) / (len(slices) - 1)
-    between_rows, between_columns = slices[0].numbers("PixelSpacing", 2)
-    affine = np.eye(4)
-    affine[:3] = np.column_stack((turn[0] * between_columns, turn[1] * between_rows, step, positions[0]))
+    along_column, along_row = turn[::-1] * np.reshape(first.numbers("PixelSpacing"), (2, 1))
+    affine = np.vstack((np.column_stack((along_row, along_column, step, positions[0])), (0, 0, 0, 1)))
     notes, distance = [], float(step @ normal)
-    tilt = math.degrees(math.atan2(float(np.linalg.norm(step - distance * normal)), distance))
-    if tilt > MIN_TILT:
+    if (
+        tilt := np.degrees(np.arctan2(np.linalg.norm(step - distance * normal), distance))
+    ) > 0.1:  # less comes from rounded positions
         notes.append(f"gantry tilt of {tilt:.1f} degrees: the affine is sheared")
-    thickness = sum(slices[0].numbers("SliceThickness", 1))
+    thickness = sum(first.numbers("SliceThickness"))
     if thickness and abs(thickness - distance) > MIN_STEP:
         notes.append(f"SliceThickness {thickness:g} mm but slices lie {distance:g} mm apart: the distance counts")
     return slices, np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine, tuple(notes)  # DICOM's LPS to RAS
 
 
-def _check_image(name: str, one: DicomSlice) -> None:
+def _check_image(one: _Slice) -> None:
     """Refuse what is not one grey image with a place in space, values that are known, and a codec that is."""
-    frames = sum(one.numbers("NumberOfFrames", 1))
+    name, frames = one.name, sum(one.numbers("NumberOfFrames"))
     if "Enhanced" in UID(one.text("SOPClassUID")).name or frames > 1:
         raise ValueError(f"{name} is an enhanced multi-frame image ({frames:.0f} frames): export single-frame slices")
     if not (one.text("PhotometricInterpretation") or "MONOCHROME").startswith("MONOCHROME"):
         raise ValueError(f"{name} is a colour image: choose a series of grey images")
-    missing = [keyword for keyword, count in GEOMETRY.items() if not one.numbers(keyword, count)]
-    if missing:
+    if missing := [keyword for keyword in GEOMETRY if not one.numbers(keyword)]:
         raise ValueError(f"{name} lacks {', '.join(missing)} as numbers: truncated, or no slice; export it again")
-    sizes = {keyword: one.numbers(keyword, count) for keyword, count in SIZES.items()}
+    sizes = {keyword: one.numbers(keyword) for keyword in ("Rows", "Columns", "PixelSpacing")}
     if min(map(min, sizes.values())) <= 0:
         raise ValueError(f"{name} has {sizes}, each must be above 0: export it again")
     if not any(_scale(one)[:1]):
         raise ValueError(f"{name} lacks a usable RescaleSlope and RescaleIntercept: export it again")
-    syntax = UID(ask_pydicom(lambda: str(one.header.file_meta.TransferSyntaxUID), ""))
-    if not ask_pydicom(lambda: get_decoder(syntax).is_available, False):
-        said = "unknown" if syntax.name == syntax else syntax.name
-        raise ValueError(f"{name} has transfer syntax {said}, which cannot be decoded: export it uncompressed")
+    syntax = UID(_ask(lambda: str(one.header.file_meta.TransferSyntaxUID), ""))
+    if not _ask(lambda: get_decoder(syntax).is_available, False):
+        raise ValueError(f"{name} has transfer syntax {syntax.name}, which cannot be decoded: export it uncompressed")
 
 
-def _check_alike(name: str, slices: Sequence[DicomSlice]) -> None:
-    """Refuse slices of another size, spacing or direction than the first."""
-    for one in slices[1:]:
-        for keyword in ("Rows", "Columns", "PixelSpacing", "ImageOrientationPatient"):
-            due, found = (np.array(each.numbers(keyword, GEOMETRY[keyword])) for each in (slices[0], one))
-            if np.abs(due - found).max() > MAX_TURN:
-                said = f"{slices[0].name} has {keyword} {due.tolist()}, {one.name} has {found.tolist()}"
-                raise ValueError(f"{name} mixes stacks: {said} (at most {MAX_TURN} apart); export each by itself")
-
-
-def _check_regular(name: str, slices: Sequence[DicomSlice], positions: np.ndarray, along: np.ndarray) -> None:
+def _check_regular(slices: Sequence[_Slice], positions: np.ndarray, along: np.ndarray) -> None:
     """Refuse slices at one place, gaps, and slices off the regular grid; `along` is mm along the normal, ascending."""
     steps = np.diff(along)
     usual = float(np.median(steps[steps > MIN_STEP])) if steps.max() > MIN_STEP else math.inf
     same, gaps = np.flatnonzero(steps <= MIN_STEP).tolist(), np.flatnonzero(steps > MAX_GAP * usual).tolist()
     ends = [f"{one.name} at {place:.2f} mm" for one, place in zip(slices, along, strict=True)]
     places = [f"{ends[place]} and {ends[place + 1]}" for place in same or gaps]
-    said = "; ".join(places[:NAMED] + [f"and {len(places) - NAMED} more"] * (len(places) > NAMED))
+    said = "; ".join(places[:5]) + f"; and {len(places) - 5} more" * (len(places) > 5)
     if same:
-        found = f"{len(slices)} slices lie at {len(slices) - len(same)} positions ({said})"
-        raise ValueError(f"{name}: {found}: several phases or echoes in one series; export each by itself")
+        said = f"{len(slices)} slices lie at {len(slices) - len(same)} positions ({said})"
+        raise ValueError(f"{said}: several phases or echoes in one series; export each by itself")
     if gaps:
-        found = f"slices are missing between {said}, others lie {usual:.2f} mm apart (bound: {MAX_GAP} times that)"
-        raise ValueError(f"{name}: {found}: copy the whole series")
+        raise ValueError(f"slices are missing between {said}, others lie {usual:.2f} mm apart: copy the whole series")
     off = np.linalg.norm(positions - np.linspace(positions[0], positions[-1], len(positions)), axis=1)
     if off.max() > MAX_OFF_GRID * usual:
         found = f"{slices[int(off.argmax())].name} lies {off.max():.2f} mm off the regular grid"
-        raise ValueError(f"{name}: {found} (at most {MAX_OFF_GRID * usual:.2f}): export it evenly spaced")
+        raise ValueError(f"{found} (at most {MAX_OFF_GRID * usual:.2f}): export it evenly spaced")
 
 
-def _scale(one: DicomSlice) -> tuple[float, ...]:
+def _scale(one: _Slice) -> tuple[float, ...]:
     """Return RescaleSlope and RescaleIntercept; 1 and 0 where a modality may go without, () where they are unusable."""
     tags = ("RescaleSlope", "RescaleIntercept", "ModalityLUTSequence")
-    if one.text("Modality") not in SCALED and not any(keyword in one.header for keyword in tags):
-        return 1.0, 0.0
-    found = tuple(number for keyword in tags[:2] for number in one.numbers(keyword, 1))
+    if one.text("Modality") not in ("CT", "PT") and not any(keyword in one.header for keyword in tags):
+        return 1.0, 0.0  # Source: DICOM PS3.3 C.8.2.1 and C.8.9.1
+    found = tuple(number for keyword in tags[:2] for number in one.numbers(keyword))
     return found if len(found) == 2 and tags[2] not in one.header else ()
 
 
-def _decode(name: str, one: DicomSlice) -> np.ndarray:
+def _decode(one: _Slice) -> np.ndarray:
     """Return the stored values of a slice, [Y, X], any integer type."""
-    due = tuple(int(one.numbers(keyword, 1)[0]) for keyword in ("Rows", "Columns"))
-    pixels = ask_pydicom(lambda: _pixels(one.path, due), None)
-    if pixels is None or pixels.shape != due:
-        raise ValueError(f"{name}: the pixel data of {one.name} are missing, truncated or damaged: copy it again")
+    due = tuple(int(*one.numbers(keyword)) for keyword in ("Rows", "Columns"))
+
+    def decoded() -> np.ndarray:
+        image: Any = pydicom.dcmread(one.path)
+        if image.file_meta.TransferSyntaxUID in (JPEG2000, JPEG2000Lossless):  # GDCM would hold Python's lock
+            pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
+            if pixels.shape == due and (pixels.dtype.kind == "i") == bool(image.PixelRepresentation):
+                return pixels
+        return np.asarray(image.pixel_array)
+
+    pixels = _ask(decoded, np.empty(0))
+    if pixels.shape != due:
+        raise ValueError(f"the pixel data of {one.name} are missing, truncated or damaged: copy it again")
     return pixels
-
-
-def _pixels(path: Path, due: tuple[int, ...]) -> np.ndarray:
-    """Return what the decoders make of a file."""
-    image: Any = pydicom.dcmread(io.BytesIO(path.read_bytes()))
-    if image.file_meta.TransferSyntaxUID in (JPEG2000, JPEG2000Lossless):  # GDCM would hold Python's lock
-        pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
-        if pixels.shape == due and (pixels.dtype.kind == "i") == bool(image.PixelRepresentation):
-            return pixels
-    return np.asarray(image.pixel_array)
 
 
 def _rescaled(frames: Sequence[np.ndarray], scales: Sequence[tuple[float, ...]]) -> np.ndarray:

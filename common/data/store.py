@@ -10,9 +10,10 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,7 @@ from common.data.volumes import read_header
 from common.files import atomic_path, from_json, locked, sha256_of, write_json
 
 _log = logging.getLogger(__name__)
-_GIB = 2**30
-_ALIGNMENT = 64
-_DTYPES = {"image": (torch.float16, "F16"), "label": (torch.uint8, "U8")}
+_DTYPES = {"image": "F16", "label": "U8"}
 
 
 class UnusableEntryError(ValueError):
@@ -67,18 +66,13 @@ def prepared_cases(
         OSError: the folder cannot be written, or has no room; the entries already there are kept.
         ValueError: a source file is damaged or does not fit its label (see `prepare_case`).
     """
-    store = _Store(preparation, allowed, folder)
-    wanted = list(dict.fromkeys(cases))
+    wanted, digests = list(dict.fromkeys(cases)), SourceDigests(folder)
+    _check_space(folder, [case for case in wanted if not _path(folder, case).exists()], preparation)
     try:
-        present = [case for case in wanted if store.path(case).exists()]
-        found = map_in_threads(store.find, present, "checking prepared cases", workers, progress)
-        entries = {case: entry for case, entry in zip(present, found, strict=True) if entry is not None}
-        missing = [case for case in wanted if case not in entries]
-        store.check_space(missing)
-        made = map_in_threads(store.make, missing, "preparing cases", workers, progress)
+        one = partial(_prepared_case, preparation=preparation, allowed=allowed, folder=folder, digests=digests)
+        entries = dict(zip(wanted, map_in_threads(one, wanted, "prepared cases", workers, progress), strict=True))
     finally:
-        store.digests.save()
-    entries |= zip(missing, made, strict=True)
+        digests.save()
     return [entries[case] for case in cases]
 
 
@@ -100,26 +94,22 @@ def write_entry(path: Path, case: PreparedCase, key: str) -> None:
 
     Args:
         path: the entry, NAME.safetensors.
-        case: image [C, X, Y, Z] float16 and label [X, Y, Z] uint8 or None, on any device.
+        case: image [C, X, Y, Z] float16 and label [X, Y, Z] uint8 or None, on the CPU.
         key: a JSON object of all that decided the voxels; `read_entry` wants the same.
 
     Raises:
         OSError: the folder cannot be written or the disk is full; an older entry is then as it was.
     """
-    tensors = {"image": case.image.cpu()}
-    if case.label is not None:
-        tensors["label"] = case.label.cpu()
+    tensors = {"image": case.image} | ({} if case.label is None else {"label": case.label})
     grid = json.dumps(asdict(case.grid))
     # Not safetensors.torch.save_file: it takes several times as long and raises its own error for a full disk.
-    header: dict[str, object] = {
-        "__metadata__": {"key": key, "grid": grid, "crc32": _checksum(key, grid, tensors)},
-    }
+    header: dict[str, object] = {"__metadata__": {"key": key, "grid": grid, "crc32": _checksum(key, grid, tensors)}}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[name][1], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _DTYPES[name], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % 64)
     with atomic_path(path, flush=False) as part, part.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
@@ -177,8 +167,7 @@ class SourceDigests:
         Raises:
             OSError: the file cannot be read.
         """
-        name = str(file.absolute())
-        status = file.stat()
+        name, status = str(file.absolute()), file.stat()
         # The time of change comes on top of the time of modification: copying tools set the latter back.
         state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         match self._known.get(name):
@@ -197,82 +186,67 @@ class SourceDigests:
             write_json(self._path, read_kept(self._path) | self._new, flush=False)
         except OSError as error:
             _log.warning("%s: not written, so the next start reads the sources again: %s", self._path, error)
-        self._new = {}
 
 
 def read_kept(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file that can be made again: empty if it is missing or damaged (which is logged)."""
-    if not path.exists():
-        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
     except ValueError as error:
         _log.warning("%s: damaged, made again: %s", path, error)
         return {}
     return content if isinstance(content, dict) else {}
 
 
-class _Store:
-    """The entries of one preparation in a folder."""
+def _path(folder: Path, case: Case) -> Path:
+    return folder / f"{case.name}.safetensors"
 
-    def __init__(self, preparation: Preparation, allowed: Collection[int], folder: Path) -> None:
-        self.preparation, self.allowed, self.folder = preparation, allowed, folder
-        self.digests = SourceDigests(folder)
 
-    def path(self, case: Case) -> Path:
-        return self.folder / f"{case.name}.safetensors"
-
-    def key(self, case: Case) -> str:
-        """Return all that decides the prepared voxels; as JSON, so that a stale entry can say what has changed."""
-        decisive = {
-            "image": self.digests.sha256(case.image),
-            "label": self.digests.sha256(case.label) if case.label is not None else None,
-            "classes": sorted(self.allowed),
-            "version": PREPARATION_VERSION,
-            **asdict(self.preparation),
-        }
-        return json.dumps(decisive, sort_keys=True)
-
-    def find(self, case: Case) -> PreparedCase | None:
-        """Return the entry if it is sound."""
+def _prepared_case(
+    case: Case, preparation: Preparation, allowed: Collection[int], folder: Path, digests: SourceDigests
+) -> PreparedCase:
+    """Return the entry if it is sound; else prepare the case, unless another process does so at the same time."""
+    decisive = {
+        "image": digests.sha256(case.image),
+        "label": digests.sha256(case.label) if case.label is not None else None,
+        "classes": sorted(allowed),
+        "version": PREPARATION_VERSION,
+        **asdict(preparation),
+    }
+    path, key = _path(folder, case), json.dumps(decisive, sort_keys=True)  # JSON, so that it can say what has changed
+    with suppress(FileNotFoundError, UnusableEntryError):
+        return read_entry(path, case.name, key)
+    with locked(folder / "locks" / f"{case.name}.lock"):
         try:
-            return read_entry(self.path(case), case.name, self.key(case))
-        except (FileNotFoundError, UnusableEntryError):
-            return None  # whoever holds the entry's lock looks again, and logs the reason
+            return read_entry(path, case.name, key)  # made by another process while this one waited
+        except FileNotFoundError:
+            pass
+        except UnusableEntryError as reason:
+            _log.warning("%s: prepared again: %s", path, reason)
+        prepared = prepare_case(case, preparation, allowed)
+        try:
+            write_entry(path, prepared, key)
+        except OSError as error:
+            said = f"{path}: cannot be written: {error.strerror}; make room or choose another folder"
+            raise OSError(error.errno, said) from error
+        # Read back, not passed on: mapped pages are the disk's, so that a set larger than memory can be prepared.
+        return read_entry(path, case.name, key, check=False)
 
-    def make(self, case: Case) -> PreparedCase:
-        """Prepare a case and keep it, unless another process has done so while this one waited for the lock."""
-        path, key = self.path(case), self.key(case)
-        with ExitStack() as stack:
-            with _errors_name(self.folder):
-                stack.enter_context(locked(self.folder / "locks" / f"{case.name}.lock"))
-            try:
-                return read_entry(path, case.name, key)
-            except FileNotFoundError:
-                pass
-            except UnusableEntryError as reason:
-                _log.warning("%s: prepared again: %s", path, reason)
-            prepared = prepare_case(case, self.preparation, self.allowed)
-            with _errors_name(self.folder):
-                write_entry(path, prepared, key)
-            # Read back, not passed on: mapped pages are the disk's, so that a set larger than memory can be prepared.
-            return read_entry(path, case.name, key, check=False)
 
-    def check_space(self, missing: Sequence[Case]) -> None:
-        """Refuse to begin what the disk cannot hold; an upper bound, since the foreground crop is not known yet."""
-        if not missing:
-            return
-        with _errors_name(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        needed = sum(prepared_bytes(case, self.preparation) for case in missing)
-        replaced = sum(path.stat().st_size for case in missing if (path := self.path(case)).exists())
-        free = shutil.disk_usage(self.folder).free
-        if needed - replaced > free:
-            raise OSError(
-                errno.ENOSPC,
-                f"{self.folder}: {len(missing)} prepared cases need up to {needed / _GIB:.2f} GiB and "
-                f"{free / _GIB:.2f} GiB are free; make room or choose another folder",
-            )
+def _check_space(folder: Path, missing: Sequence[Case], preparation: Preparation) -> None:
+    """Refuse to begin what the disk cannot hold; an upper bound, since the foreground crop is not known yet."""
+    if not missing:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    needed, free = sum(prepared_bytes(case, preparation) for case in missing), shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"{folder}: {len(missing)} prepared cases need up to {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB "
+            "are free; make room or choose another folder",
+        )
 
 
 def _checksum(key: str, grid: str, tensors: dict[str, torch.Tensor]) -> str:
@@ -282,14 +256,3 @@ def _checksum(key: str, grid: str, tensors: dict[str, torch.Tensor]) -> str:
     for tensor in tensors.values():
         value = isal_zlib.crc32(tensor.numpy().reshape(-1).view("u1").data, value)
     return f"{value:08x}"
-
-
-@contextmanager
-def _errors_name(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{folder}: prepared cases cannot be written: {error.strerror}; make room or choose another folder",
-        ) from error

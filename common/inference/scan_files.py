@@ -44,7 +44,7 @@ def find_scans(path: Path) -> list[Scan]:
     found = find_series(path) if path.is_dir() else ()
     for series in found:
         if not series.is_volume:
-            tqdm.write(f"{series.name}: left out, no volume: {series.problem.partition(': ')[2] or series.modality}")
+            tqdm.write(f"{series.name}: left out, no volume: {series.problem or series.modality}")
     volumes = [series for series in found if series.is_volume]
     if files and volumes:
         # Without the path: folders of DICOM studies are often named after patients.

@@ -300,7 +300,7 @@ def test_a_disk_that_fills_up_keeps_what_it_has(cases, folder, made):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))  # writing past it fails as a full disk does
     try:
-        with pytest.raises(OSError, match=rf"{folder}: prepared cases cannot be written: File too large; make room"):
+        with pytest.raises(OSError, match=rf"{folder}/[ab]\.safetensors: cannot be written: File too large; make room"):
             get(cases, folder)
         with pytest.raises(OSError, match="cannot be written"):
             get(cases[:1], folder, replace(WINDOW, window=(0.0, 100.0)))
@@ -316,9 +316,7 @@ def test_a_disk_that_fills_up_keeps_what_it_has(cases, folder, made):
 
 def test_a_folder_that_cannot_be_made_is_named(cases, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        OSError, match=rf"{tmp_path / 'file' / 'store'}: prepared cases cannot be written: Not a directory"
-    ):
+    with pytest.raises(NotADirectoryError, match=str(tmp_path / "file" / "store")):
         get(cases, tmp_path / "file" / "store")
 
 
@@ -331,9 +329,7 @@ def test_a_warm_start_writes_nothing(cases, folder, made):
 
 def test_progress_is_shown(cases, folder, capsys):
     prepared_cases(cases, WINDOW, range(3), folder)
-    assert "preparing cases: 100%" in capsys.readouterr().err
-    prepared_cases(cases, WINDOW, range(3), folder)
-    assert "checking prepared cases: 100%" in capsys.readouterr().err
+    assert "prepared cases: 100%" in capsys.readouterr().err
 
 
 @pytest.fixture
