@@ -29,7 +29,6 @@ from common.data.threads import map_in_threads
 from common.data.volumes import Volume
 
 MAX_OFF_GRID = 0.1  # of the slice spacing: how far a slice may lie from its place on a regular grid
-MAX_GAP = 1.5  # times the usual spacing: behind a wider step a slice is missing
 MAX_TURN = 1e-3  # by how much direction cosines and mm of PixelSpacing may differ; scanners round them
 MIN_STEP = 0.01  # mm: slices nearer than this share a place
 GEOMETRY = {"Rows": 1, "Columns": 1, "PixelSpacing": 2, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
@@ -216,9 +215,8 @@ def _stack(slices: list[_Slice]) -> tuple[list[_Slice], np.ndarray, tuple[str, .
     along_column, along_row = turn[::-1] * np.reshape(first.numbers("PixelSpacing"), (2, 1))
     affine = np.vstack((np.column_stack((along_row, along_column, step, positions[0])), (0, 0, 0, 1)))
     notes, distance = [], float(step @ normal)
-    if (
-        tilt := np.degrees(np.arctan2(np.linalg.norm(step - distance * normal), distance))
-    ) > 0.1:  # less comes from rounded positions
+    tilt = np.degrees(np.arctan2(np.linalg.norm(step - distance * normal), distance))
+    if tilt > 0.1:  # less comes from rounded positions
         notes.append(f"gantry tilt of {tilt:.1f} degrees: the affine is sheared")
     thickness = sum(first.numbers("SliceThickness"))
     if thickness and abs(thickness - distance) > MIN_STEP:
@@ -246,10 +244,10 @@ def _check_image(one: _Slice) -> None:
 
 
 def _check_regular(slices: Sequence[_Slice], positions: np.ndarray, along: np.ndarray) -> None:
-    """Refuse slices at one place, gaps, and slices off the regular grid; `along` is mm along the normal, ascending."""
+    """Refuse slices at one place, steps that are too wide, and slices off the grid; `along` is mm along the normal."""
     steps = np.diff(along)
     usual = float(np.median(steps[steps > MIN_STEP])) if steps.max() > MIN_STEP else math.inf
-    same, gaps = np.flatnonzero(steps <= MIN_STEP).tolist(), np.flatnonzero(steps > MAX_GAP * usual).tolist()
+    same, gaps = np.flatnonzero(steps <= MIN_STEP).tolist(), np.flatnonzero(steps > 1.5 * usual).tolist()
     ends = [f"{one.name} at {place:.2f} mm" for one, place in zip(slices, along, strict=True)]
     places = [f"{ends[place]} and {ends[place + 1]}" for place in same or gaps]
     said = "; ".join(places[:5]) + f"; and {len(places) - 5} more" * (len(places) > 5)

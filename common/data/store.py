@@ -190,10 +190,10 @@ class SourceDigests:
 
 def read_kept(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file that can be made again: empty if it is missing or damaged (which is logged)."""
+    if not path.exists():
+        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
     except ValueError as error:
         _log.warning("%s: damaged, made again: %s", path, error)
         return {}
