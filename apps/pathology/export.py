@@ -20,6 +20,7 @@ from apps.pathology.weights import TWIN, our_name, resnet_weights
 from common.clock import Clock
 from common.export.bundle import write_bundle
 from common.export.deploy import must_export, write_table
+from common.export.int8 import quantiser
 from common.export.model_card import model_card
 from common.export.triton import write_triton
 from common.files import read_as
@@ -78,11 +79,11 @@ def _export(config: PathologyExport, model: PathologyModel, run: Run, scratch: P
     trained = replace(trained, data=config.data or trained.data, init=None)
     tables = find_tables(trained, run)
     validation = decoded(tables.validation, trained, run)
-    calibration = tiles(decoded(tables.training, trained, run), model) if config.makes_int8() else None
+    quantise = quantiser(tiles(decoded(tables.training, trained, run), model)) if config.makes_int8() else None
     best = model.build(run.directory / "best.safetensors").to(run.device).eval()
     engine = config.engine if config.to == "engine" else "none"
-    judge = judge_on(validation, model, run, tables.name, calibration)
-    write_table(export_patches(best, model, judge, engine, run), judge, run)
+    judge = judge_on(validation, model, run, tables.name)
+    write_table(export_patches(best, model, judge, engine, run, quantise), judge, run)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from torch import nn
 from apps.pathology.model import PathologyModel, normalised
 from apps.pathology.patches.store import Patches
 from apps.pathology.scan.froc import auc
-from common.export.export import EngineChoice, ExportRecord, export
+from common.export.export import EngineChoice, ExportRecord, Quantise, export
 from common.export.gate import Judge
 from common.inference.predictors import Predictor, torch_predictor
 from common.run import Run
@@ -54,9 +54,7 @@ def evaluate(best: nn.Module, validation: Patches, testing: Patches | None, run:
     return Quality(name, found[f"{judged} AUC"], found, selected_on="validation", per_region={})
 
 
-def judge_on(
-    validation: Patches, model: PathologyModel, run: Run, name: str, calibration: torch.Tensor | None = None
-) -> Judge:
+def judge_on(validation: Patches, model: PathologyModel, run: Run, name: str) -> Judge:
     """Return what the gate judges exports on: the logits of tiles, and the AUC of validation patches.
 
     Args:
@@ -64,7 +62,6 @@ def judge_on(
         model: the network's.
         run: what computes.
         name: of the patches' dataset.
-        calibration: tiles [M, 3, T, T] float32 for INT8; None makes none.
     """
     label = validation.table.label
     rows = _alternating(label)[:_GATE_PATCHES]
@@ -74,11 +71,16 @@ def judge_on(
         return auc(label[rows], torch.cat(scores).cpu().numpy())
 
     origin = f"patch AUC on {len(rows)} validation patches of {name}"
-    return Judge(tiles(validation, model)[:_GATE_TILES], evaluate_one_by_one, origin, calibration)
+    return Judge(tiles(validation, model)[:_GATE_TILES], evaluate_one_by_one, origin)
 
 
 def export_patches(
-    best: nn.Module, model: PathologyModel, judge: Judge, engine: EngineChoice, run: Run
+    best: nn.Module,
+    model: PathologyModel,
+    judge: Judge,
+    engine: EngineChoice,
+    run: Run,
+    quantise: Quantise | None = None,
 ) -> ExportRecord:
     """Export the best weights behind the gate; the models take images of any size from a patch to a tile."""
     return export(
@@ -89,6 +91,7 @@ def export_patches(
         metadata={"name": "medspeed pathology", "labels": "normal tumour"},
         engine=engine,
         smallest=(3, model.patch_size, model.patch_size),
+        quantise=quantise,
     )
 
 

@@ -13,12 +13,12 @@ from common.data.preparation import PreparedCase, prepare_case
 from common.data.synthetic import make_synthetic
 from common.data.threads import map_in_threads
 from common.export.bundle import NetworkConfig, write_volume_bundle
-from common.export.export import ExportedEngine, ExportRecord
+from common.export.export import GATE_CASES, ExportedEngine, ExportRecord, export_volumes, judge_on
 from common.export.gate import Judge
+from common.export.int8 import quantiser
 from common.export.model_card import model_card
 from common.export.options import ExportConfig
 from common.export.triton import write_triton
-from common.export.volumes import GATE_CASES, export_volumes, judge_on
 from common.files import read_object, sha256_of, write_json
 from common.inference.model import VolumeModel
 from common.inference.predict import sample_windows
@@ -61,11 +61,12 @@ def export_run(
         trained = model.build(config.model / "best.safetensors").to(run.device).eval()
         with tempfile.TemporaryDirectory(prefix="export-") as scratch:
             cases, others, origin = _find_cases(config, phantoms, Path(scratch) / "phantoms")
-            calibration = None
+            quantise = None
             if config.makes_int8():
-                calibration = sample_windows(_prepared(others or cases, model), model, most=_CALIBRATION_CASES)
-            judge = judge_on(cases, _prepared(cases, model), model, run, origin, calibration)
-        record = export_volumes(trained, model, judge, app, config.engine if config.to == "engine" else "none", run)
+                quantise = quantiser(sample_windows(_prepared(others or cases, model), model, most=_CALIBRATION_CASES))
+            judge = judge_on(cases, _prepared(cases, model), model, run, origin)
+        engine = config.engine if config.to == "engine" else "none"
+        record = export_volumes(trained, model, judge, app, engine, run, quantise)
         write_table(record, judge, run)
     if config.to != "triton":
         return config.model / "exports"

@@ -1,5 +1,6 @@
 """The end of a run: ONNX models and TensorRT engines in fp32, fp16 and INT8, each behind the parity gate."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -8,26 +9,34 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from common.data.dataset import Case
+from common.data.preparation import PreparedCase
 from common.export.gate import (
     BATCH_SIZES,
     Judge,
     ParityError,
     Reference,
-    check_calibration,
     check_half_range,
     check_predictor,
     take_reference,
 )
-from common.export.int8 import quantise
 from common.export.onnx_model import Window, export_onnx
 from common.export.tensorrt_engine import FlavourChoice, build_engine, choose_flavour, why_no_engine
 from common.files import sha256_of
+from common.inference.labels import case_dice, dice_counts
+from common.inference.model import VolumeModel
 from common.inference.options import ModelPrecision
-from common.inference.predictors import onnxruntime_predictor
+from common.inference.predict import predict_labels, read_truth, sample_windows
+from common.inference.predictors import Predictor, onnxruntime_predictor
 from common.inference.tensorrt_runtime import EngineError, EnginePredictor, host_problem, manifest_path
+from common.inference.windows import window_starts
 from common.run import Run
 
 EngineChoice = Literal["auto", "tensorrt", "tensorrt_rtx", "none"]
+Quantise = Callable[[Path, Path, torch.Tensor], str]
+"""Writes the INT8 model of an fp32 one, to be judged on windows [N, C, *sides]; returns what it did, in words."""
+GATE_CASES = 8  # the gate runs each export on so many cases,
+_GATE_WINDOWS = 48  # at the end of a training on as many as have so many windows: large scans take a CPU a minute each
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class ExportRecord:
     """All that was exported.
 
     Attributes:
-        onnx: fp32, then fp16, then int8 where there were windows to calibrate it on.
+        onnx: fp32, then fp16, then int8 where it was wanted.
         engines: the same for TensorRT, of those models that passed the gate; empty where there is no TensorRT.
         no_engine: one line saying why there are no engines; None where there are.
     """
@@ -96,6 +105,7 @@ def export(
     metadata: Mapping[str, str],
     engine: EngineChoice = "auto",
     smallest: Window | None = None,
+    quantise: Quantise | None = None,
 ) -> ExportRecord:
     """Export a network to `exports`/model_{fp32,fp16,int8}.{onnx,plan} of a run, and say what came of it.
 
@@ -110,28 +120,27 @@ def export(
         metadata: is kept in the ONNX models (name, labels), beside the digest of the weights.
         engine: which TensorRT builds the engines.
         smallest: shape (C, *sides) of the smallest window, where the sides are to be free.
+        quantise: makes the INT8 model (`common.export.int8.quantiser`); None makes none.
 
     Raises:
         ParityError: the fp32 export does not compute what torch computes.
         EngineError: an engine in fp32 or fp16 was built and cannot be loaded.
-        ValueError: the calibration windows do not fit the network.
     """
     run.say(f"gate: {judge.origin}")
     with run.clock.stage("export"):
-        reference = take_reference(network, judge.windows, judge.evaluate)
+        reference = take_reference(network, judge)
         metadata = {**metadata, "weights_sha256": sha256_of(run.directory / "best.safetensors")}
 
         def write(path: Path, precision: ModelPrecision) -> str | None:
             if precision == "int8":
-                assert judge.calibration is not None  # else there is no such model
-                check_calibration(judge.calibration, judge.windows)
-                return quantise(path.with_stem("model_fp32"), path, judge.calibration)
+                assert quantise is not None  # else there is no such precision
+                return quantise(path.with_stem("model_fp32"), path, judge.windows)
             if precision == "fp16":
                 check_half_range(network, judge.windows)
             export_onnx(network, path, tuple(judge.windows.shape[1:]), precision, metadata, smallest, batch)
             return None
 
-        precisions: list[ModelPrecision] = ["fp32", "fp16"] if judge.calibration is None else ["fp32", "fp16", "int8"]
+        precisions: list[ModelPrecision] = ["fp32", "fp16"] if quantise is None else ["fp32", "fp16", "int8"]
         folder = run.directory / "exports"
         models = tuple(_checked_onnx(folder / f"model_{each}.onnx", each, write, reference) for each in precisions)
         no_engine = "switched off" if engine == "none" else why_no_engine(engine)
@@ -143,6 +152,61 @@ def export(
     record = ExportRecord(models, engines, no_engine)
     _say(record, run)
     return record
+
+
+def export_volumes(
+    network: nn.Module,
+    model: VolumeModel,
+    judge: Judge,
+    app: str,
+    engine: EngineChoice,
+    run: Run,
+    quantise: Quantise | None = None,
+) -> ExportRecord:
+    """Export a segmentation network behind the gate; for the arguments and errors see `export`."""
+    metadata = {
+        "name": f"medspeed {app}",
+        "labels": " ".join(model.labelling.labels),
+        "regions": " ".join(region.name for region in model.labelling.regions),
+    }
+    batch = model.window_batch
+    return export(network, judge, run, batch=batch, metadata=metadata, engine=engine, quantise=quantise)
+
+
+def judge_training(cases: Sequence[Case], prepared: Sequence[PreparedCase], model: VolumeModel, run: Run) -> Judge:
+    """Return what the gate judges on at the end of a training: as many validation cases as take little time."""
+    count, windows = 0, 0
+    for case in prepared[:GATE_CASES]:
+        sides = zip(case.image.shape[1:], model.window_size, strict=True)
+        windows += math.prod(len(window_starts(max(have, side), side, model.overlap)) for have, side in sides)
+        if count and windows > _GATE_WINDOWS:
+            break
+        count += 1
+    return judge_on(cases[:count], prepared[:count], model, run, "validation cases")
+
+
+def judge_on(
+    cases: Sequence[Case], prepared: Sequence[PreparedCase], model: VolumeModel, run: Run, origin: str
+) -> Judge:
+    """Return what the gate judges on: the Dice of labelled cases, or of cases without labels the agreement with torch.
+
+    Args:
+        cases: all of them have labels, or none has.
+        prepared: the same cases, prepared.
+        model: the network's.
+        run: what computes.
+        origin: what the cases are, in words.
+    """
+    truths = [read_truth(case) for case in cases if case.label is not None]  # once: each export is judged on them
+    quality = "Dice" if truths else "agreement with torch"
+
+    def evaluate(predictor: Predictor) -> float:
+        found = [torch.from_numpy(predict_labels(case, predictor, model, run.device)) for case in prepared]
+        truths.extend(found if not truths else ())  # torch is the first to be judged: the exports must find its labels
+        pairs = zip(found, truths, strict=True)
+        return sum(case_dice(dice_counts(*pair, model.labelling.regions)) for pair in pairs) / len(found)
+
+    return Judge(sample_windows(prepared, model), evaluate, f"{quality} on {len(cases)} {origin}")
 
 
 def by_precision(records: Sequence[ExportedModel]) -> dict[str, Any]:

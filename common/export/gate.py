@@ -20,8 +20,6 @@ QUALITY_BOUNDS = {"fp32": 0.001, "fp16": 0.005, "int8": 0.01}
 """Most that the validation quality may change."""
 HALF_BOUND = 32768.0
 """Largest activation in half precision, whose numbers end at 65504: another scan may bring twice as much."""
-CLIPPED_BOUND = 0.01
-"""Largest part of the values of the gate's windows that may lie outside the range of the calibration windows."""
 BATCH_SIZES = (1, 2, 3)
 
 
@@ -37,24 +35,22 @@ class Judge:
         windows: [N, C, *sides] float32, N >= 1, real ones of the size to export.
         evaluate: gives the quality of a predictor, which takes windows on the network's device.
         origin: which quality, and on what, in words: "Dice on 3 validation cases".
-        calibration: [M, C, *sides] float32, windows of training cases that INT8 is calibrated on; None makes no INT8.
     """
 
     windows: torch.Tensor
     evaluate: Evaluate
     origin: str
-    calibration: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What torch computes in fp32: the measure of every export.
+    """What torch computes in fp32, the measure of every export.
 
     Attributes:
-        windows: [N, C, *sides] float32 on the CPU.
-        logits: [N, K, *sides] float32 on the CPU.
+        windows: the judge's, [N, C, *sides] float32 on the CPU.
+        logits: of them, [N, K, *sides] float32 on the CPU.
         quality: on the validation cases.
-        evaluate: gives another predictor's quality.
+        evaluate: the judge's.
     """
 
     windows: torch.Tensor
@@ -63,20 +59,14 @@ class Reference:
     evaluate: Evaluate
 
 
-def take_reference(network: nn.Module, windows: torch.Tensor, evaluate: Evaluate) -> Reference:
-    """Return the logits and the quality of a network in fp32; the network itself is left as it is.
-
-    Args:
-        network: on any device, in any mode.
-        windows: [N, C, *sides] float32, real ones, N >= 1.
-        evaluate: is called with a predictor on the network's device.
-    """
+def take_reference(network: nn.Module, judge: Judge) -> Reference:
+    """Return what a network computes in fp32; the network itself, on any device and in any mode, is left as it is."""
     copied = copy.deepcopy(network).float().eval()
-    quality = evaluate(torch_predictor(copied))
-    windows = windows.detach().float().cpu()
+    quality = judge.evaluate(torch_predictor(copied))
+    windows = judge.windows.detach().float().cpu()
     predict = torch_predictor(copied.cpu())
     logits = torch.cat([predict(window[None]) for window in windows])
-    return Reference(windows, logits, quality, evaluate)
+    return Reference(windows, logits, quality, judge.evaluate)
 
 
 def check_predictor(
@@ -87,7 +77,7 @@ def check_predictor(
     batch_sizes: Iterable[int] = BATCH_SIZES,
     device: torch.device | None = None,
 ) -> tuple[float, float]:
-    """Check a predictor against torch, over all windows in batches of each size.
+    """Return the largest difference of a logit from torch, in batches of each size, and the change of the quality.
 
     On the CPU ONNX Runtime computes fp16 models in wider numbers: `check_half_range` is due beside it.
 
@@ -98,9 +88,6 @@ def check_predictor(
         name: of the export, for the error.
         batch_sizes: windows in one call.
         device: by default the CPU.
-
-    Returns:
-        The largest difference of a logit, and the change of the quality.
 
     Raises:
         ParityError: a bound does not hold.
@@ -153,31 +140,6 @@ def check_half_range(network: nn.Module, windows: torch.Tensor) -> float:
                 f"(bound {HALF_BOUND:g}, half precision ends at 65504)"
             )
     return max(value.item() for value in largest.values())
-
-
-def check_calibration(calibration: torch.Tensor, windows: torch.Tensor) -> float:
-    """Check that windows to calibrate INT8 on span the values of the gate's windows: what lies outside is cut off.
-
-    Args:
-        calibration: [M, C, *sides] float32.
-        windows: [N, C, *sides] float32.
-
-    Returns:
-        The part of the gate's values that is cut off.
-
-    Raises:
-        ParityError: the calibration windows are not finite, or more than `CLIPPED_BOUND` is cut off.
-    """
-    most = calibration.abs().amax()  # hands NaN on
-    if not most.isfinite():
-        raise ParityError(f"int8: a value of the calibration windows is {most.item()}")
-    clipped = (windows.abs() > most.to(windows.device)).float().mean().item()
-    if clipped > CLIPPED_BOUND:
-        raise ParityError(
-            f"int8: {clipped:.1%} of the values of the gate's windows lie outside the calibration windows' range of "
-            f"{most.item():.6g} (bound {CLIPPED_BOUND:.0%}): calibrate on training cases prepared in the same way"
-        )
-    return clipped
 
 
 def _round_and_watch(module: nn.Module, name: str, largest: dict[str, torch.Tensor]) -> None:

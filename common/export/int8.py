@@ -9,17 +9,50 @@ start: ONNX Runtime replaces a half-precision scale below 6.1e-5 by 1, which wou
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from common.export.onnx_model import numbers, read_metadata
+from common.export.export import Quantise
+from common.export.gate import ParityError
+from common.export.onnx_model import read_metadata
 from common.files import atomic_path
 
 QUANTISED = ("Conv", "ConvTranspose")
 """Operators computed in INT8; TensorRT-RTX 1.7 takes both, in two and in three dimensions."""
+CLIPPED_BOUND = 0.01
+"""Largest part of the values of the gate's windows that may lie outside the range of the calibration windows."""
 _PREPROCESSED = {"onnx.quant.pre_process": "onnxruntime.quant"}
 """Tells the quantiser that the model is simplified, as torch's exporter leaves it; else it logs an advice."""
+
+
+def quantiser(calibration: torch.Tensor) -> Quantise:
+    """Return what `export` makes INT8 models with, calibrated on windows of training cases [M, C, *sides] float32."""
+
+    def write(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
+        check_calibration(calibration, windows)
+        return quantise(fp32, int8, calibration)
+
+    return write
+
+
+def check_calibration(calibration: torch.Tensor, windows: torch.Tensor) -> float:
+    """Return the part of the values of the gate's windows [N, C, *sides] that calibration windows [M, ...] cut off.
+
+    Raises:
+        ParityError: the calibration windows are not finite, or more than `CLIPPED_BOUND` is cut off.
+    """
+    most = calibration.abs().amax()  # hands NaN on
+    if not most.isfinite():
+        raise ParityError(f"int8: a value of the calibration windows is {most.item()}")
+    clipped = (windows.abs() > most.to(windows.device)).float().mean().item()
+    if clipped > CLIPPED_BOUND:
+        raise ParityError(
+            f"int8: {clipped:.1%} of the values of the gate's windows lie outside the calibration windows' range of "
+            f"{most.item():.6g} (bound {CLIPPED_BOUND:.0%}): calibrate on training cases prepared in the same way"
+        )
+    return clipped
 
 
 def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
@@ -38,9 +71,6 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
     Returns:
         One line for the user: how many of each operator compute in INT8, and how many in fp32 as before.
 
-    Raises:
-        ValueError: `fp32` is no such model, or the windows do not fit it.
-
     Source:
         Placement: TensorRT documentation, "Q/DQ Placement Recommendations" (inputs of weighted operators, not outputs).
     """
@@ -48,14 +78,15 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
     metadata = read_metadata(fp32)
-    _check(windows, fp32, metadata)
+    assert metadata["precision"] == "fp32"
     model: Any = onnx.load(str(fp32))
     onnx.helper.set_model_props(model, _PREPROCESSED)
+    feeds = ({model.graph.input[0].name: window[None].float().cpu().contiguous().numpy()} for window in windows)
     with atomic_path(int8) as part:
         quantize_static(
             model,
             part,
-            _OneByOne(windows, model.graph.input[0].name),
+            SimpleNamespace(get_next=lambda: next(feeds, None)),  # all that a CalibrationDataReader does
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=list(QUANTISED),
             per_channel=True,
@@ -74,27 +105,6 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
         onnx.save_model(quantised, str(part))
         onnx.checker.check_model(str(part), full_check=True)
     return _note(quantised.graph)
-
-
-class _OneByOne:
-    """Hands windows to the calibration one at a time, as its `CalibrationDataReader` does."""
-
-    def __init__(self, windows: torch.Tensor, name: str) -> None:
-        self._left, self._name = iter(windows), name
-
-    def get_next(self) -> dict[str, Any] | None:
-        window = next(self._left, None)
-        return None if window is None else {self._name: window[None].float().cpu().contiguous().numpy()}
-
-
-def _check(windows: torch.Tensor, fp32: Path, metadata: Mapping[str, str]) -> None:
-    if metadata["precision"] != "fp32":
-        raise ValueError(f"{fp32}: a model in {metadata['precision']}; INT8 is made from the one in fp32")
-    least, most = (numbers(metadata[name]) for name in ("smallest", "window"))
-    shape = tuple(windows.shape)
-    fits = len(shape) == len(most) + 1 and shape[0] > 0
-    if not fits or any(not low <= side <= high for low, side, high in zip(least, shape[1:], most, strict=True)):
-        raise ValueError(f"calibration windows {shape}: {fp32} takes one or more from {least} to {most}")
 
 
 def _note(graph: Any) -> str:  # noqa: ANN401 - a class of an untyped module

@@ -13,8 +13,7 @@ from torch import nn
 from common.data.dataset import Case
 from common.data.preparation import PreparedCase
 from common.data.volumes import read_volume
-from common.export.export import ExportRecord, by_precision
-from common.export.volumes import GATE_CASES, export_volumes, judge_training
+from common.export.export import GATE_CASES, ExportRecord, by_precision, export_volumes, judge_training
 from common.files import write_json
 from common.inference.labels import case_dice, dice_counts, dice_of_counts
 from common.inference.model import Trained, VolumeModel

@@ -15,6 +15,7 @@ from common.export.deploy import precision_table
 from common.export.export import ExportedEngine, ExportedModel, ExportRecord
 from common.export.export import export as export_network
 from common.export.gate import Judge, ParityError
+from common.export.int8 import quantiser
 from common.export.onnx_model import HalfNetwork, export_onnx
 from common.files import sha256_of, write_json
 from common.inference.predictors import Predictor, onnxruntime_predictor
@@ -32,8 +33,9 @@ def export(
 ) -> ExportRecord:
     (folder / "best.safetensors").write_bytes(b"weights")
     run = Run(folder, torch.device("cpu"), Clock(), resumed=True)
-    judge = Judge(torch.rand(2, 1, 8, 8, 8), evaluate, "Dice on nothing", calibration)
-    return export_network(network, judge, run, batch=2, metadata={"name": "t"}, engine=engine)
+    judge = Judge(torch.rand(2, 1, 8, 8, 8), evaluate, "Dice on nothing")
+    quantise = None if calibration is None else quantiser(calibration)
+    return export_network(network, judge, run, batch=2, metadata={"name": "t"}, engine=engine, quantise=quantise)
 
 
 def names(folder: Path) -> set[str]:

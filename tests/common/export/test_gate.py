@@ -12,9 +12,9 @@ from torch import nn
 from common.export.gate import (
     HALF_BOUND,
     QUALITY_BOUNDS,
+    Judge,
     ParityError,
     Reference,
-    check_calibration,
     check_half_range,
     check_predictor,
     take_reference,
@@ -41,14 +41,14 @@ def steady(predict: Predictor) -> float:
 
 @pytest.fixture
 def reference(tiny: nn.Module) -> Reference:
-    return take_reference(tiny, torch.rand(4, 1, 8, 8, 8), steady)
+    return take_reference(tiny, Judge(torch.rand(4, 1, 8, 8, 8), steady, ""))
 
 
 @pytest.mark.parametrize(("precision", "least", "most"), [("fp32", 0, 1e-5), ("fp16", 1e-6, 2e-2)])
 def test_exports_of_a_network_pass(
     network: nn.Module, windows: torch.Tensor, exported: Path, dices: Dices, precision: str, least: float, most: float
 ):
-    reference = take_reference(network, windows, dices(0.9, 0.9005, shape=UNET))
+    reference = take_reference(network, Judge(windows, dices(0.9, 0.9005, shape=UNET), ""))
     assert network.training
     predict = onnxruntime_predictor(exported / f"model_{precision}.onnx")
     difference, change = check_predictor(reference, predict, precision, "it")  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def test_exports_of_a_network_pass(
 
 
 def test_the_reference_is_torch_in_evaluation_mode(network: nn.Module, windows: torch.Tensor, dices: Dices):
-    reference = take_reference(network, windows, dices(0.75, shape=UNET))
+    reference = take_reference(network, Judge(windows, dices(0.75, shape=UNET), ""))
     with torch.no_grad():
         expected = copy.deepcopy(network).eval()(windows)
     torch.testing.assert_close(reference.logits, expected)
@@ -70,7 +70,7 @@ def test_the_export_of_other_weights_is_refused(
     other = copy.deepcopy(network)
     with torch.no_grad():
         next(other.parameters()).view(-1)[0] += 0.05
-    reference = take_reference(other, windows, dices(0.9, shape=UNET))
+    reference = take_reference(other, Judge(windows, dices(0.9, shape=UNET), ""))
     path = exported / "model_fp32.onnx"
     with pytest.raises(ParityError, match=r"model_fp32\.onnx: a logit differs by .* \(bound 0\.001\)"):
         check_predictor(reference, onnxruntime_predictor(path), "fp32", str(path))
@@ -108,7 +108,7 @@ def test_logits_in_fp16_and_int8_need_only_be_finite(reference: Reference, preci
 def test_bound_of_the_dice(tiny: nn.Module, dices: Dices, precision: str, sign: int):
     for part, fine in ((0.9, True), (1.1, False)):
         changed = 0.8 + sign * part * QUALITY_BOUNDS[precision]
-        reference = take_reference(tiny, torch.rand(1, 1, 8, 8, 8), dices(0.8, changed))
+        reference = take_reference(tiny, Judge(torch.rand(1, 1, 8, 8, 8), dices(0.8, changed), ""))
         predict = torch_predictor(copy.deepcopy(tiny).eval())
         if fine:
             check_predictor(reference, predict, precision, "it", (1,))  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_a_dice_that_is_no_number_is_refused(reference: Reference):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_every_window_goes_through_at_every_batch_size(tiny: nn.Module, count: int):
-    reference = take_reference(tiny, torch.rand(count, 1, 8, 8, 8), steady)
+    reference = take_reference(tiny, Judge(torch.rand(count, 1, 8, 8, 8), steady, ""))
     seen: list[list[int]] = []
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ def test_large_activations_are_refused_by_the_name_of_their_module(overflowing: 
     windows = torch.rand(2, 1, 8, 8, 8)
     with pytest.raises(ParityError, match=r"activation of module 0 reaches .* \(bound 32768"):
         check_half_range(overflowing, windows)
-    logits = take_reference(overflowing, windows, dices(0.9)).logits
+    logits = take_reference(overflowing, Judge(windows, dices(0.9), "")).logits
     assert logits.abs().max() < 10  # fp32 computes it without ado
 
 
@@ -184,23 +184,3 @@ def test_the_bound_of_activations_is_below_the_end_of_half_precision():
     for value in (HALF_BOUND + 32, -40000.0, 1e9, math.nan):
         with pytest.raises(ParityError, match="activation of module 0 reaches"):
             check_half_range(network, torch.full((1, 1, 2, 2, 2), value))
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_values_outside_the_calibrated_range_are_counted(sign: int):
-    windows = torch.zeros(2, 1, 5, 5, 4)  # 200 values
-    windows.view(-1)[:2] = 1.5 * sign
-    calibration = torch.full((1, 1, 5, 5, 4), -1.0)
-    assert check_calibration(calibration, windows) == pytest.approx(0.01)
-    windows.view(-1)[2] = 1.001 * sign
-    with pytest.raises(ParityError, match=r"int8: 1\.5% of the values .* range of 1 \(bound 1%\)"):
-        check_calibration(calibration, windows)
-    assert check_calibration(calibration * 1.5, windows) == 0
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_calibration_windows_must_be_finite(value: float):
-    calibration = torch.ones(2, 1, 2, 2, 2)
-    calibration[1, 0, 0, 0, 0] = value
-    with pytest.raises(ParityError, match=r"int8: a value of the calibration windows is -?(nan|inf)"):
-        check_calibration(calibration, torch.ones(1, 1, 2, 2, 2))

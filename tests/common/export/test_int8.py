@@ -1,4 +1,5 @@
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from torch import nn
 from common.clock import Clock
 from common.export.export import ExportedModel, export
 from common.export.gate import Judge, ParityError, check_predictor, take_reference
-from common.export.int8 import quantise
+from common.export.int8 import check_calibration, quantise, quantiser
 from common.export.onnx_model import export_onnx, read_metadata
 from common.export.tensorrt_engine import build_engine, rebuild_engine
 from common.inference.predictors import Predictor, onnxruntime_predictor, with_exact_norms
@@ -171,18 +172,6 @@ def test_windows_go_through_one_at_a_time(exported: Path, tmp_path: Path, monkey
     assert returned == [1, 1, 1]  # ranges, not activations
 
 
-@pytest.mark.parametrize("shape", [(0, 1, 16, 16, 16), (2, 1, 16, 16, 8), (1, 16, 16, 16), (1, 2, 16, 16, 16)])
-def test_windows_that_do_not_fit_are_refused(exported: Path, tmp_path: Path, shape: tuple[int, ...]):
-    with pytest.raises(ValueError, match=r"calibration windows \(.*model_fp32\.onnx takes one or more from \(1, 16"):
-        quantise(exported / "model_fp32.onnx", tmp_path / "int8.onnx", torch.rand(shape))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_fp16_model_is_refused(exported: Path, tmp_path: Path, windows: torch.Tensor):
-    with pytest.raises(ValueError, match=r"model_fp16\.onnx: a model in fp16"):
-        quantise(exported / "model_fp16.onnx", tmp_path / "int8.onnx", windows)
-
-
 def test_an_invalid_result_replaces_nothing(
     exported: Path, tmp_path: Path, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ):
@@ -316,8 +305,8 @@ def threshold(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def int8_record(folder: Path, calibration: torch.Tensor) -> ExportedModel:
     (folder / "best.safetensors").write_bytes(b"weights")
     run = Run(folder, torch.device("cpu"), Clock(), resumed=True)
-    judge = Judge(IMAGES[:2], dice, "Dice on images", calibration)
-    record = export(Threshold(), judge, run, batch=2, metadata={}, engine="none")
+    judge = Judge(IMAGES[:2], dice, "Dice on images")
+    record = export(Threshold(), judge, run, batch=2, metadata={}, engine="none", quantise=quantiser(calibration))
     assert [model.precision for model in record.onnx] == ["fp32", "fp16", "int8"]
     assert [model.reason for model in record.onnx[:2]] == [None, None]
     return record.onnx[2]
@@ -345,7 +334,7 @@ def test_bad_calibration_is_refused_and_leaves_nothing(tmp_path: Path):
 
 @pytest.mark.parametrize(("bad", "least"), [(IMAGES * 1e-3, 0.0), (IMAGES * 0, 0.8)], ids=["scaled", "zeros"])
 def test_the_quality_alone_refuses_it_too(threshold: Path, tmp_path: Path, bad: torch.Tensor, least: float):
-    reference = take_reference(Threshold(), IMAGES[:2], dice)
+    reference = take_reference(Threshold(), Judge(IMAGES[:2], dice, ""))
     assert reference.quality == 1
     path = tmp_path / "int8.onnx"
     quantise(threshold, path, bad)
@@ -360,3 +349,23 @@ def test_calibration_too_wide_is_refused_by_the_quality(tmp_path: Path):
     assert "validation quality" in record.reason
     assert record.note is not None
     assert not (tmp_path / "exports" / "model_int8.onnx").exists()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_values_outside_the_calibrated_range_are_counted(sign: int):
+    windows = torch.zeros(2, 1, 5, 5, 4)  # 200 values
+    windows.view(-1)[:2] = 1.5 * sign
+    calibration = torch.full((1, 1, 5, 5, 4), -1.0)
+    assert check_calibration(calibration, windows) == pytest.approx(0.01)
+    windows.view(-1)[2] = 1.001 * sign
+    with pytest.raises(ParityError, match=r"int8: 1\.5% of the values .* range of 1 \(bound 1%\)"):
+        check_calibration(calibration, windows)
+    assert check_calibration(calibration * 1.5, windows) == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_calibration_windows_must_be_finite(value: float):
+    calibration = torch.ones(2, 1, 2, 2, 2)
+    calibration[1, 0, 0, 0, 0] = value
+    with pytest.raises(ParityError, match=r"int8: a value of the calibration windows is -?(nan|inf)"):
+        check_calibration(calibration, torch.ones(1, 1, 2, 2, 2))
