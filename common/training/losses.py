@@ -24,7 +24,6 @@ class _Sums(NamedTuple):
 
     penalty: Tensor  # cross entropy, -log(1 - u), or focal, -u^2 log(1 - u)
     missed: Tensor  # y u
-    extra: Tensor  # (1 - y) u
     squared: Tensor  # u^2
     voxels: Tensor  # y
 
@@ -66,7 +65,7 @@ def dice_focal(
     Args:
         logits: [B, R, X, Y, Z], any floating dtype (computed in float32, or float64 if given that), any memory format.
         label: [B, 1, X, Y, Z] uint8 class numbers.
-        regions: R structures, each made of one class or of several.
+        regions: R structures.
         batch: take Dice over the whole batch as if it were one volume, else for each sample, then the mean.
         ranks: those that share a batch; the loss is that of their batches as one, the same on each of them.
 
@@ -78,7 +77,8 @@ def dice_focal(
     """
     assert logits.shape[1] == len(regions), f"logits {logits.shape}, {len(regions)} regions"
     assert label.shape == (len(logits), 1, *logits.shape[2:]), f"logits {logits.shape}, label {label.shape}"
-    each = _Sums(*_ErrorSums.apply(logits, label, regions).unbind(-1))  # type: ignore[no-untyped-call]
+    penalty, missed, _, squared, voxels = _ErrorSums.apply(logits, label, regions).unbind(-1)  # type: ignore[no-untyped-call]
+    each = _Sums(penalty, missed, squared, voxels)
     if not batch:
         return ranks.sum((_dice(each).mean() + each.penalty.sum() / logits.numel()) / ranks.world)
     sums = _over_batch(each, ranks)
@@ -86,12 +86,9 @@ def dice_focal(
 
 
 def binary_cross_entropy(smoothing: float = 0.0) -> Loss:
-    """Return the mean binary cross-entropy of logits [B, 1, 1, 1] against labels [B] float, 0 or 1.
+    """Return the mean over samples of the binary cross-entropy of logits [B, 1, 1, 1] and labels [B] float, 0 or 1.
 
-    It is a mean over samples, so that the losses of equal parts of a batch average to the batch's.
-
-    Args:
-        smoothing: the targets are `smoothing` and 1 - `smoothing` instead of 0 and 1.
+    The targets are `smoothing` and 1 - `smoothing`.
     """
 
     def loss(logits: Tensor, label: Tensor) -> Tensor:
@@ -108,9 +105,7 @@ _MONAI_CLASSES: dict[LossName, Loss] = {
     "monai_dice": DiceLoss(to_onehot_y=True, softmax=True),
 }
 _MONAI_REGIONS: dict[LossName, Loss] = {
-    "monai_dice_focal": DiceFocalLoss(
-        sigmoid=True, squared_pred=True, batch=True, smooth_nr=_SMOOTH, smooth_dr=_SMOOTH, gamma=2
-    ),
+    "monai_dice_focal": DiceFocalLoss(sigmoid=True, squared_pred=True, batch=True),
     "monai_dice": DiceLoss(sigmoid=True, squared_pred=True, smooth_nr=0, smooth_dr=_SMOOTH),
 }
 
@@ -118,10 +113,7 @@ _MONAI_REGIONS: dict[LossName, Loss] = {
 def build_loss(name: LossName, ranks: Ranks = SINGLE, regions: Sequence[Region] = ()) -> Loss:
     """Return a loss that is the same number on all ranks; MONAI's are the mean of what each rank has by itself.
 
-    Args:
-        name: of the loss.
-        ranks: those that share a batch.
-        regions: the structures of a network with a sigmoid each; none for one with a softmax over classes.
+    With `regions` it is for a network with a sigmoid for each of these structures, else with a softmax over classes.
     """
     if name == "dice_ce":
         return partial(dice_ce, ranks=ranks)
@@ -137,16 +129,8 @@ def build_loss(name: LossName, ranks: Ranks = SINGLE, regions: Sequence[Region] 
 
 
 def say_inexact(name: str, ranks: Ranks, accumulate: int, run: Run) -> None:
-    """Say where the parts of a batch do not add up to the loss of the whole.
-
-    Args:
-        name: of the loss. Those called "..._per_sample" are a mean over samples, and "monai_dice" is; the others take
-            Dice over the batch as one volume, ours over that of all ranks.
-        ranks: those that share a batch.
-        accumulate: parts that each of them computes one after the other.
-        run: says it.
-    """
-    over_batch = not name.endswith("_per_sample") and name != "monai_dice"
+    """Say where the parts of a batch, `accumulate` on each rank, do not add up to the loss of the whole."""
+    over_batch = not name.endswith("_per_sample") and name != "monai_dice"  # which are means over samples
     parts = [f"{accumulate} accumulated parts"] if accumulate > 1 else []
     parts += [f"{ranks.world} ranks"] if ranks.world > 1 and name.startswith("monai_") else []
     if over_batch and parts:
@@ -163,24 +147,20 @@ def _dice(sums: _Sums) -> Tensor:
 
 def _over_batch(each: _Sums, ranks: Ranks) -> _Sums:
     """Add up the sums of the samples of all ranks, in one message."""
-    total: Tensor = ranks.sum(torch.stack([value.sum(0) for value in each]))
-    return _Sums(*total)
+    return _Sums(*ranks.sum(torch.stack([value.sum(0) for value in each])))
 
 
 def _class_sums(logits: Tensor, label: Tensor) -> _Sums:
     """Sum over the voxels of each sample, [B, K], for any number of classes."""
-    axes = (2, 3, 4)
     log_probability = torch.log_softmax(logits, 1, dtype=_working_dtype(logits))
     numbers = torch.arange(logits.shape[1], dtype=torch.uint8, device=logits.device)
     y = (label == numbers.view(1, -1, 1, 1, 1)).to(log_probability.dtype)
     error = log_probability.exp() - y
-    missed = -(error * y).sum(axes)
     return _Sums(
-        penalty=-(log_probability * y).sum(axes),
-        missed=missed,
-        extra=error.sum(axes) + missed,
-        squared=error.square().sum(axes),
-        voxels=y.sum(axes),
+        penalty=-_sum_voxels(log_probability * y),
+        missed=-_sum_voxels(error * y),
+        squared=_sum_voxels(error.square()),
+        voxels=_sum_voxels(y),
     )
 
 
@@ -191,7 +171,6 @@ def _two_class_sums(logits: Tensor, label: Tensor) -> _Sums:
     return _Sums(
         penalty=penalty.expand(-1, 2) / 2,  # one penalty a voxel, shared by both classes
         missed=torch.cat([extra, missed], 1),  # what the foreground has too much, the background misses
-        extra=torch.cat([missed, extra], 1),
         squared=squared.expand(-1, 2),
         voxels=torch.cat([label[0].numel() - voxels, voxels], 1),
     )

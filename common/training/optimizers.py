@@ -1,7 +1,7 @@
 """Optimizers."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,8 +30,6 @@ class _GroupBuffers:
     moment_views: list[Tensor]  # `moment` as P tensors with the parameters' shapes and strides
     scratch_views: list[Tensor]
     second: Tensor  # [P]: moving average of the squared gradient norms
-    pattern: list[bool]  # which parameters had a gradient when `present` was made
-    present: Tensor  # [P] bool: `pattern` on the device
 
 
 class Novograd(torch.optim.Optimizer):
@@ -44,7 +42,7 @@ class Novograd(torch.optim.Optimizer):
         w   = w - lr * m_t
 
     with the betas (0.9, 0.98) and eps 1e-8 of MONAI's. The weights equal those of `monai.optimizers.Novograd`; the
-    gradients are left untouched. Parameters without a gradient are left out of the step, weights and state.
+    gradients are left untouched. Frozen parameters are left out; each of the others must have a gradient at each step.
 
     Loss scaling happens inside: `torch.amp.GradScaler.step` hands its scale and its overflow flag over as the device
     tensors `grad_scale` and `found_inf`; a step that overflowed changes neither weights nor state.
@@ -52,9 +50,6 @@ class Novograd(torch.optim.Optimizer):
     Args:
         params: parameters, or dicts of parameter groups; floating point, one dtype and one device per group.
         lr: learning rate, at least 0; may be changed between steps, as schedulers do.
-
-    Raises:
-        ValueError: the learning rate is negative or not finite.
 
     Source:
         Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments", arXiv:1905.11286.
@@ -66,65 +61,23 @@ class Novograd(torch.optim.Optimizer):
         self._buffers: list[_GroupBuffers] = []  # one per parameter group; filled by the first step
         super().__init__(params, {"lr": lr})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters that may have a learning rate of its own.
-
-        Raises:
-            ValueError: the learning rate is negative or not finite.
-        """
-        super().add_param_group(param_group)
-        rate = self.param_groups[-1]["lr"]
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"Novograd: lr is {rate}: it must be finite and at least 0")
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: computes the loss and its gradients first; its value is returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]  # no closure: nothing here needs the loss twice
+        """Update every parameter that is not frozen."""
         self._pack_new_groups()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for buffers, group in zip(self._buffers, self.param_groups, strict=True):
-            if any(parameter.grad is not None for parameter in buffers.parameters):
-                _step_group(buffers, group["lr"], grad_scale, found_inf)
-        return loss
+            _step_group(buffers, group["lr"], grad_scale, found_inf)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state made by `state_dict`; each parameter keeps its device, dtype and memory format.
-
-        Raises:
-            ValueError: the state is of other parameters than these.
-        """
-        held, saved = self.param_groups, state_dict["param_groups"]
-        if len(held) != len(saved):
-            raise ValueError(f"the optimizer state holds {len(saved)} parameter groups, this optimizer {len(held)}")
-        for index, (group, saved_group) in enumerate(zip(held, saved, strict=True)):
-            _check_saved_group(index, group["params"], saved_group["params"], state_dict["state"])
+        """Load a state made by `state_dict`; each parameter keeps its device, dtype and memory format."""
         super().load_state_dict(state_dict)
         self._buffers = []
         self._pack_new_groups()  # at once: torch leaves what was loaded shared with `state_dict`
 
     def _pack_new_groups(self) -> None:
         for group in self.param_groups[len(self._buffers) :]:
-            self._buffers.append(_pack(group["params"], self.state))
-
-
-def _check_saved_group(index: int, parameters: list[Tensor], saved: list[int], state: dict[int, Any]) -> None:
-    if len(parameters) != len(saved):
-        raise ValueError(
-            f"group {index} of the optimizer state holds {len(saved)} parameters, this optimizer {len(parameters)}: "
-            "the state is of another network"
-        )
-    for parameter, key in zip(parameters, saved, strict=True):
-        if key in state and state[key]["exp_avg"].shape != parameter.shape:
-            shapes = f"{tuple(state[key]['exp_avg'].shape)} in the optimizer state, {tuple(parameter.shape)} here"
-            raise ValueError(f"parameter {key} has shape {shapes}: the state is of another network")
+            self._buffers.append(_pack([each for each in group["params"] if each.requires_grad], self.state))
 
 
 def _pack(parameters: list[Tensor], state: dict[Tensor, Any]) -> _GroupBuffers:
@@ -143,8 +96,6 @@ def _pack(parameters: list[Tensor], state: dict[Tensor, Any]) -> _GroupBuffers:
         moment_views=_views(moment, parameters, blocks),
         scratch_views=_views(scratch, parameters, blocks),
         second=first.new_zeros(len(blocks)),
-        pattern=[True] * len(blocks),
-        present=first.new_ones(len(blocks), dtype=torch.bool),
     )
     for index, parameter in enumerate(parameters):
         views = {"exp_avg": buffers.moment_views[index], "exp_avg_sq": buffers.second[index]}
@@ -166,33 +117,18 @@ def _views(flat: Tensor, parameters: list[Tensor], blocks: list[int]) -> list[Te
 
 
 def _step_group(buffers: _GroupBuffers, lr: float, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    keep = _parameters_to_update(buffers, found_inf)
+    gradients = [parameter.grad for parameter in buffers.parameters if parameter.grad is not None]
+    torch._foreach_copy_(buffers.scratch_views, gradients)  # refuses a parameter without one: as many are wanted
+    keep = None if found_inf is None else found_inf == 0  # whether the step counts, on the device
     before = buffers.moment if keep is None else buffers.moment.clone()
-    index = [i for i, has_gradient in enumerate(buffers.pattern) if has_gradient]
-    parameters = [buffers.parameters[i] for i in index]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    torch._foreach_copy_([buffers.scratch_views[i] for i in index], gradients)
     divisor = _update_second_moments(buffers, grad_scale, keep)
     buffers.moment.mul_(_BETA1).addcdiv_(buffers.scratch, divisor.index_select(0, buffers.owner).unsqueeze(1))
-
     update = buffers.moment_views
     if keep is not None:
-        keep_block = keep.index_select(0, buffers.owner).unsqueeze(1)
-        torch.where(keep_block, buffers.moment, before, out=buffers.moment)
-        torch.mul(buffers.moment, keep_block, out=buffers.scratch)
+        torch.where(keep, buffers.moment, before, out=buffers.moment)
+        torch.mul(buffers.moment, keep, out=buffers.scratch)
         update = buffers.scratch_views
-    torch._foreach_add_(parameters, [update[i] for i in index], alpha=-lr)
-
-
-def _parameters_to_update(buffers: _GroupBuffers, found_inf: Tensor | None) -> Tensor | None:
-    """Return which parameters this step changes, [P] bool on the device; None where it changes all of them."""
-    pattern = [parameter.grad is not None for parameter in buffers.parameters]
-    if pattern != buffers.pattern:
-        buffers.pattern = pattern
-        buffers.present = torch.tensor(pattern).to(buffers.second.device, non_blocking=True)
-    if found_inf is None:
-        return None if all(pattern) else buffers.present
-    return buffers.present & (found_inf == 0)
+    torch._foreach_add_(buffers.parameters, update, alpha=-lr)
 
 
 def _update_second_moments(buffers: _GroupBuffers, grad_scale: Tensor | None, keep: Tensor | None) -> Tensor:
@@ -211,23 +147,15 @@ def _update_second_moments(buffers: _GroupBuffers, grad_scale: Tensor | None, ke
 
 
 def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-    """Return an optimizer for these parameters.
-
-    Args:
-        name: "novograd" (ours), "monai_novograd" (the guide's), "adam" (torch's defaults) or "sgd" (see Source).
-        parameters: the network's parameters.
-        lr: learning rate at the start, at least 0.
-
-    Raises:
-        ValueError: the learning rate is negative.
+    """Return an optimizer for a network's parameters, with the learning rate to start with.
 
     Source:
         SGD's momentum 0.9 and weight decay 4e-5: the MONAI fast training tutorial since May 2022.
     """
-    build: dict[OptimizerName, Callable[[], torch.optim.Optimizer]] = {
-        "novograd": lambda: Novograd(parameters, lr=lr),
-        "monai_novograd": lambda: monai.optimizers.Novograd(parameters, lr=lr),
-        "adam": lambda: torch.optim.Adam(parameters, lr=lr),
-        "sgd": lambda: torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=4e-5),
-    }
-    return build[name]()
+    if name == "novograd":
+        return Novograd(parameters, lr)
+    if name == "monai_novograd":
+        return monai.optimizers.Novograd(parameters, lr)
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr)
+    return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=4e-5)
