@@ -18,13 +18,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from common.clock import synchronise
+from common.clock import keep_freed_memory, synchronise
 from common.data.batches import Batch, Batches
 from common.files import write_json
 from common.inference.model import save_weights
 from common.inference.options import Precision
 from common.inference.predictors import computes_bf16
-from common.run import keep_freed_memory
 from common.training.fit import train_step
 from common.training.losses import Loss
 from common.training.optimizers import build_optimizer

@@ -20,6 +20,7 @@ from monai.transforms import Compose
 from torch import nn
 
 from benchmarks.harness import Options, Row, Sides, endless, fast_step, row, save_start, step_rows, timed
+from common.clock import peak_memory
 from common.data.batches import KeyedBatches, crop_batches
 from common.data.cache import fill_cache
 from common.data.crops import Tier
@@ -32,7 +33,6 @@ from common.inference.model import VolumeModel, import_weights, load_model, load
 from common.inference.options import InferConfig, Precision
 from common.inference.scan_files import find_scans
 from common.inference.scans import open_segmenter
-from common.run import peak_memory
 from common.training.losses import build_loss
 from common.training.setup import choose_precision
 

@@ -126,12 +126,6 @@ def _path(kind: type, value: Any) -> Any:  # noqa: ANN401 - what msgspec has no 
     raise TypeError(f"expected {kind}, found {value!r}")
 
 
-def append_json_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one record to a JSON-lines file."""
-    with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record, allow_nan=False) + "\n")
-
-
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read a JSON-lines file; a last line that a crash cut short is left out."""
     if not path.is_file():

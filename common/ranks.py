@@ -14,30 +14,130 @@ With `--rdzv-backend c10d` instead, torchrun itself (not the training, which end
 """
 
 import os
-import re
+import socket
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not listed
 from torch.nn.parallel import DistributedDataParallel
-
-from common.watch import SILENT_SECONDS, Phase, Watch, store_of
 
 T = TypeVar("T")
 
-# The watch judges whether a rank is dead; these limits only have to be longer than any honest work.
-_STEP_LIMIT = timedelta(minutes=30)  # gradients, sums: the ranks differ by a checkpoint at most
-_CONTROL_LIMIT = timedelta(hours=24)  # waiting for what one rank does alone: preparing cases, exporting
+BEAT_SECONDS = 2.0
+# Without a sign of life. A library may hold Python's lock, and with it the beats, for a while. Not more: torchrun gives
+# the other ranks up to 30 seconds to end, and the whole has to be over in 60.
+SILENT_SECONDS = 16.0
+HUNG_SECONDS, HUNG_STEPS = 40.0, 4  # without a move within a step, and so many times the longest step before
 
-# What gloo says when another rank is gone; it has no error of its own for that.
-_LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "timeout")
+
+@dataclass
+class _Heard:
+    """What was last heard of another rank, and for how many of our beats it, and the place it tells, was the same."""
+
+    beat: str = ""
+    place: tuple[int, int] = (0, 0)  # moves, step
+    host: str = ""
+    silent: int = 0
+    stood: int = 0
+
+    def hear(self, text: str) -> None:
+        beat, moves, step, self.host = text.split(" ", 3)
+        place = int(moves), int(step)
+        self.silent = self.silent + 1 if beat == self.beat else 0
+        self.stood = self.stood + 1 if place == self.place else 0
+        self.beat, self.place = beat, place
+
+
+class Watch:
+    """Whether the other ranks live: one that is killed, stopped, cut off or hung in a step ends all within a minute.
+
+    A collective waits for a silent rank as long as its time limit says, and that limit must allow for honest long work.
+    So a thread of each rank tells the others every two seconds that it lives and where it stands, and judges what it
+    hears. It counts by its own beats: a machine that slept has missed none, and clocks need not agree.
+
+    Args:
+        store: a connection of its own, since the main thread may be blocked within another.
+        rank: this process.
+        world: number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self.run_directory: Path | None = None
+        self._store, self._rank, self._world = store, rank, world
+        self._others = {other: _Heard() for other in range(world) if other != rank}
+        self._beats, self._stood, self._place, self._longest = 0, 0, (0, 0), 0.0
+        self._moved = self._replied = time.monotonic()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat_on, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; every rank must do so at about the same time."""
+        self._stopped.set()
+        self._thread.join(timeout=BEAT_SECONDS)
+
+    def at_step(self, step: int) -> None:
+        """Note a move to a step, counted from 1, in which to stand for long is to hang; 0 is any other work.
+
+        Every rank must make the same moves to steps.
+        """
+        now, (moves, before) = time.monotonic(), self._place
+        if before and step and moves > 1:  # the first step compiles and fills caches
+            self._longest = max(self._longest, now - self._moved)
+        self._place, self._moved, self._stood = (moves + bool(step), step), now, 0
+
+    def hint(self) -> str:
+        """Return how to go on from the last checkpoint."""
+        if self.run_directory is None:
+            return "there is no checkpoint of this run yet"
+        last = self.run_directory / "checkpoints" / "last"
+        found = f"the last checkpoint is {last} -> {last.readlink()}; " if last.is_symlink() else ""
+        return f"{found}resume with --resume {self.run_directory}"
+
+    def beat(self) -> str | None:
+        """Tell the others where this rank stands and hear where they do; return why they cannot go on together."""
+        self._beats, self._stood = self._beats + 1, self._stood + 1
+        moves, step = self._place
+        try:
+            self._store.set(str(self._rank), f"{self._beats} {moves} {step} {socket.gethostname()}")
+            told = self._store.multi_get([str(rank) for rank in self._others])
+        except RuntimeError:
+            silent = time.monotonic() - self._replied
+            gone = f"no word from the other ranks for {silent:.0f} s (the link, or the host of rank 0, is gone)"
+            return gone if silent >= SILENT_SECONDS else None
+        self._replied = time.monotonic()
+        for heard, text in zip(self._others.values(), told, strict=True):
+            heard.hear(text.decode())
+        for rank, heard in sorted(self._others.items(), key=lambda item: item[1].place):  # the last one first
+            if reason := self._judge(heard):
+                return f"rank {rank} (host {heard.host}) {reason}"
+        return None
+
+    def _judge(self, heard: _Heard) -> str | None:
+        """Return what is wrong with another rank, or None."""
+        if heard.silent * BEAT_SECONDS >= SILENT_SECONDS:
+            return f"has given no sign of life for {heard.silent * BEAT_SECONDS:.0f} s"
+        (moves, step), (mine, here) = heard.place, self._place
+        stood = min(heard.stood, self._stood) * BEAT_SECONDS
+        hung = step and here and moves <= mine and self._longest
+        if hung and stood >= max(HUNG_SECONDS, HUNG_STEPS * self._longest):
+            return f"hangs: it has stood in step {step} for {stood:.0f} s, while this rank waits in {here}"
+        return None
+
+    def _beat_on(self) -> None:
+        while not self._stopped.is_set():
+            if (reason := self.beat()) and not self._stopped.is_set():
+                os.write(2, f"\nrank {self._rank} of {self._world}: {reason}; {self.hint()}\n".encode())
+                os._exit(1)  # at once: the main thread may be blocked for good
+            self._stopped.wait(BEAT_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -63,6 +163,12 @@ class Ranks:
         """Whether this process is the one that writes."""
         return self.rank == 0
 
+    @torch.no_grad()
+    def _total(self, tensor: Tensor) -> Tensor:
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks, with a gradient that is exact after DDP's mean.
 
@@ -71,8 +177,7 @@ class Ranks:
         """
         if self.world == 1:
             return tensor
-        result: Tensor = _Sum.apply(tensor, self.world)  # type: ignore[no-untyped-call]
-        return result
+        return self._total(tensor) + self.world * (tensor - tensor.detach())
 
     def shard(self, items: Sequence[T]) -> list[T]:
         """Return this rank's part of a list that is the same on every rank: every `world`-th item; may be empty."""
@@ -84,11 +189,7 @@ class Ranks:
             return list(items)
         parts: list[list[T]] = [[] for _ in range(self.world)]
         dist.all_gather_object(parts, list(items), group=self.control)
-        total = sum(len(part) for part in parts)
-        assert [len(part) for part in parts] == [len(range(r, total, self.world)) for r in range(self.world)], (
-            f"{[len(part) for part in parts]} items: not the parts of one list"
-        )
-        return [parts[index % self.world][index // self.world] for index in range(total)]
+        return [parts[index % self.world][index // self.world] for index in range(sum(map(len, parts)))]
 
     def from_leader(self, value: T) -> T:
         """Return the leader's value on every rank; what can be pickled, tensors on the CPU."""
@@ -104,21 +205,15 @@ class Ranks:
         Raises:
             SystemExit: `make` failed; the leader raises the error itself, the others end quietly with status 1.
         """
-        if self.world == 1:
-            return make()
-        if not self.leader:
-            made, value = self.from_leader((False, None))
-            if not made:
-                raise SystemExit(1)
-            return value  # type: ignore[return-value]
-        made = False
+        found: list[T] = []
         try:
-            value = make()
-            made = True
+            if self.leader:
+                found = [make()]
         finally:
-            if not made:
-                self.from_leader((False, None))
-        return self.from_leader((True, value))[1]
+            found = self.from_leader(found)
+        if not found:
+            raise SystemExit(1)
+        return found[0]
 
     def parallel(self, network: nn.Module) -> nn.Module:
         """Return the network to train: its backward pass averages the gradients over the ranks.
@@ -137,11 +232,9 @@ class Ranks:
         with warnings.catch_warnings():
             # torch 2.13 renames broadcast_buffers; its new name is not known to the versions before.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            devices = [device.index] if device.type == "cuda" else None
             return DistributedDataParallel(
-                network,
-                device_ids=[device.index] if device.type == "cuda" else None,
-                broadcast_buffers=False,
-                gradient_as_bucket_view=True,
+                network, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
             )
 
     @torch.no_grad()
@@ -151,29 +244,20 @@ class Ranks:
         if self.world == 1 or not buffers:
             return
         flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers])
-        dist.all_reduce(flat)
-        parts = torch.split(flat / self.world, [buffer.numel() for buffer in buffers])
+        parts = torch.split(self._total(flat) / self.world, [buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view_as(buffer))
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        if self.world > 1:
+    def leave(self) -> None:
+        """Wait until every rank is here to leave: the first to go might have the others killed at their work."""
+        if self.watch is not None:
             dist.barrier(group=self.control)
+            self.watch.stop()
 
     def at_step(self, step: int) -> None:
-        """Tell the watch that the training loop moves; `step` is counted from 1."""
+        """Tell the watch that the training moves; see `Watch.at_step`."""
         if self.watch is not None:
             self.watch.at_step(step)
-
-    def phase(self, name: Phase) -> AbstractContextManager[None]:
-        """Tell the watch what a block does."""
-        return self.watch.phase(name) if self.watch is not None else nullcontext()
-
-    def saves_in(self, directory: Path) -> None:
-        """Tell the watch which run it names when it ends this process."""
-        if self.watch is not None:
-            self.watch.run_directory = directory
 
 
 SINGLE = Ranks()
@@ -182,21 +266,10 @@ SINGLE = Ranks()
 def torchrun_place() -> tuple[int, int, int | None]:
     """Return this process's number, how many there are, and its number on its host, as torchrun says; 0, 1, None alone.
 
-    For work that is only shared out; who must talk to the others joins them (`common.ranks`).
+    For work that is only shared out; who must talk to the others joins them (`common.run.join_ranks`).
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return (int(os.environ["RANK"]), world, int(os.environ["LOCAL_RANK"])) if world > 1 else (0, 1, None)
-
-
-def wait_for_all() -> None:
-    """Under torchrun wait until every process has come here, for a day at most; else do nothing.
-
-    torchrun ends all processes when one of them ends with an error: none may do so while others are still at work.
-    """
-    if torchrun_place()[1] > 1:
-        torch.distributed.init_process_group("gloo", timeout=timedelta(days=1))
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 def choose_device(name: str, local_rank: int | None = None) -> torch.device:
@@ -224,77 +297,3 @@ def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     if kind == "cuda":
         torch.cuda.set_device(int(number or 0))  # what asks for "the" GPU, as a synchronisation does, means this one
     return torch.device(name)
-
-
-@contextmanager
-def join_ranks(device: str) -> Iterator[Ranks]:
-    """Join the processes that torchrun started, for as long as the block runs; without torchrun there is one.
-
-    On CUDA, rank n of a host computes on the device cuda:n and talks over NCCL; on the CPU all is gloo.
-
-    Args:
-        device: "auto", "cpu" or "cuda", as for `open_run`.
-
-    Raises:
-        ValueError: the device is not there, or a numbered one was asked for.
-        ConnectionError: another rank was lost.
-    """
-    rank, world, local_rank = torchrun_place()
-    if local_rank is None:
-        yield SINGLE
-        return
-    chosen = choose_device(device, local_rank)
-    watch, left = None, False
-    try:
-        if chosen.type == "cuda":
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=_STEP_LIMIT, device_id=chosen)
-        else:
-            dist.init_process_group("gloo", timeout=_STEP_LIMIT)
-        control = dist.new_group(backend="gloo", timeout=_CONTROL_LIMIT)
-        watch = Watch(store_of(world, timedelta(seconds=SILENT_SECONDS)), rank, world)
-        watch.start()
-        ranks = Ranks(rank, world, local_rank, control, watch)
-        yield ranks
-        ranks.barrier()
-        left = True
-    except SystemExit:  # a stop on which the ranks agreed
-        left = True
-        raise
-    except RuntimeError as error:
-        if not _is_lost(error):
-            raise
-        hint = watch.hint() if watch is not None else "the ranks had not come together yet"
-        raise ConnectionError(f"lost the other ranks ({_brief(error)}); {hint}") from error
-    finally:
-        if watch is not None:
-            watch.stop(left)
-    dist.destroy_process_group()
-
-
-def _brief(error: RuntimeError) -> str:
-    """Return the first line of an error without gloo's place in its source and its advice."""
-    line = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", str(error).strip().split("\n")[0])
-    return line.split(". This is typically")[0]
-
-
-def _is_lost(error: RuntimeError) -> bool:
-    """Return whether an error says that another rank is gone."""
-    if isinstance(error, dist.DistError):
-        return True
-    return any(sign in str(error) for sign in _LOST)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over ranks; backward needs no communication, since every rank has the gradient of the same loss."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, world: int) -> Tensor:  # noqa: ANN401 - torch's context has no type
-        ctx.world = world
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return gradient * ctx.world, None

@@ -1,10 +1,9 @@
-"""The ground floor of every program: the folder of a run, its environment and errors, and the memory of the host."""
+"""The ground floor of every program: its processes, the folder, environment and errors of a run."""
 
-import ctypes
 import logging
 import os
 import platform
-import resource
+import re
 import signal
 import subprocess
 import sys
@@ -13,26 +12,26 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, though not listed
 from tqdm import tqdm
 
 from common.clock import Clock
 from common.files import write_json, write_text
-from common.ranks import SINGLE, Ranks, choose_device
+from common.ranks import SILENT_SECONDS, SINGLE, Ranks, Watch, choose_device, torchrun_place
 
-T = TypeVar("T")
-
-# mallopt's parameters (malloc.h of the GNU C library).
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_NEVER_TRIM = 2**31 - 1
-_GROW_BY = 2**28
-_MMAP_MAX_DEFAULT, _TRIM_DEFAULT, _PAD_DEFAULT = 65536, 128 * 1024, 128 * 1024
+# The watch judges whether a rank is dead; these limits only have to be longer than any honest work.
+_STEP_LIMIT = timedelta(minutes=30)  # gradients, sums: the ranks differ by a checkpoint at most
+_CONTROL_LIMIT = timedelta(hours=24)  # waiting for what one rank does alone: preparing cases, exporting
+# What gloo says when another rank is gone; it has no error of its own for that.
+_LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "timeout")
 
 _PACKAGES = ("torch", "monai", "numpy", "nibabel", "onnx", "onnxruntime", "tensorrt", "tensorrt-rtx", "isal")
 
@@ -68,6 +67,64 @@ class Run:
         tqdm.write(line)
         with (self.directory / "run.log").open("a", encoding="utf-8") as log:
             log.write(line + "\n")
+
+
+@contextmanager
+def join_ranks(device: str) -> Iterator[Ranks]:
+    """Join the processes that torchrun started, for as long as the block runs; without torchrun there is one.
+
+    On CUDA, rank n of a host computes on the device cuda:n and talks over NCCL; on the CPU all is gloo.
+
+    Args:
+        device: "auto", "cpu" or "cuda", as for `open_run`.
+
+    Raises:
+        ValueError: the device is not there, or a numbered one was asked for.
+        ConnectionError: another rank was lost.
+    """
+    rank, world, local_rank = torchrun_place()
+    if local_rank is None:
+        yield SINGLE
+        return
+    chosen = choose_device(device, local_rank)
+    watch = None
+    try:
+        backend, own = ("cpu:gloo,cuda:nccl", chosen) if chosen.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, timeout=_STEP_LIMIT, device_id=own)
+        control = dist.new_group(backend="gloo", timeout=_CONTROL_LIMIT)
+        store = TCPStore(  # its own connection
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            world,
+            is_master=False,
+            timeout=timedelta(seconds=SILENT_SECONDS),
+            wait_for_workers=False,
+        )
+        watch = Watch(PrefixStore("medspeed-watch", store), rank, world)
+        ranks = Ranks(rank, world, local_rank, control, watch)
+        yield ranks
+        ranks.leave()
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST)):
+            raise
+        reason = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", str(error).split("\n")[0])  # without gloo's place in its source
+        hint = watch.hint() if watch is not None else "the ranks had not come together yet"
+        raise ConnectionError(f"lost the other ranks ({reason}); {hint}") from error
+    finally:
+        if watch is not None:
+            watch.stop()
+    dist.destroy_process_group()
+
+
+def wait_for_all() -> None:
+    """Under torchrun wait until every process has come here, for a day at most; else do nothing.
+
+    torchrun ends all processes when one of them ends with an error: none may do so while others are still at work.
+    """
+    if torchrun_place()[1] > 1:
+        dist.init_process_group("gloo", timeout=_CONTROL_LIMIT)
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def open_run(
@@ -106,8 +163,10 @@ def open_run(
         return folder
 
     folder = ranks.once(make)
+    if ranks.watch is not None:
+        ranks.watch.run_directory = folder
     torch.manual_seed(seed)
-    signal.signal(signal.SIGTERM, _exit_by_signal)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     _log_warnings_as_lines()
     return Run(folder, chosen, Clock(), resume is not None, ranks)
 
@@ -169,81 +228,14 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def git_revision() -> str | None:
     """Return the commit of the code, with "+changes" where files differ from it, or None outside a repository."""
-    here = Path(__file__).parent
-    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
     try:
-        revision, changes = (
-            subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-            for command in commands
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=10
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return revision + ("+changes" if changes else "")
-
-
-def keep_freed_memory(keep: bool = True) -> bool:
-    """Let the C library keep freed memory instead of giving it back; return whether it could.
-
-    By default each large tensor is mapped anew from the operating system, which fills it with zeros page by page when
-    it is first touched: a fifth to a third of a SegResNet's training step on two CPU cores. With this, a process never
-    shrinks below its peak. Only the GNU C library knows it; elsewhere nothing happens.
-
-    Args:
-        keep: False goes back to the library's defaults.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    values = {
-        _M_MMAP_MAX: 0 if keep else _MMAP_MAX_DEFAULT,
-        _M_TRIM_THRESHOLD: _NEVER_TRIM if keep else _TRIM_DEFAULT,
-        _M_TOP_PAD: _GROW_BY if keep else _PAD_DEFAULT,
-    }
-    return all(mallopt(name, value) == 1 for name, value in values.items())
-
-
-def peak_memory() -> int:
-    """Return the most memory that this process has had at once, bytes (its resident set).
-
-    Linux hands getrusage's figure on to children, which would begin with the peak of the process that started them.
-    """
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.is_file() else ():  # a sandbox may leave VmHWM out
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def free_memory() -> int:
-    """Return the bytes that this process may still take: of the machine, and of a container around it."""
-    return min([psutil.virtual_memory().available, *cgroup_free()])
-
-
-def cgroup_free(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return the bytes that each memory limit on this process, or on a container around it, leaves; v2 and v1.
-
-    Cached file pages count as used there, but give way when memory is needed.
-    """
-    if not membership.is_file():
-        return []
-    free = []
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, names, page_cache = root, ("memory.max", "memory.current"), "inactive_file"
-        elif "memory" in controllers.split(","):
-            top, page_cache = root / "memory", "total_inactive_file"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        folder = top / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            free += _left_in(group, names, page_cache)
-            if group == top:
-                break
-    return free
+    return done.stdout.strip()
 
 
 def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path:
@@ -262,12 +254,8 @@ def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def _exit_by_signal(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
+    return found[1].strip() if found else platform.processor()
 
 
 def _log_warnings_as_lines() -> None:
@@ -280,16 +268,3 @@ def _log_warnings_as_lines() -> None:
 class _TqdmHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
-
-
-def _left_in(group: Path, names: tuple[str, str], page_cache: str) -> list[int]:
-    limit, used = (group / name for name in names)
-    if not (limit.is_file() and used.is_file()):
-        return []
-    most = limit.read_text().strip()
-    if most == "max":
-        return []
-    statistics = group / "memory.stat"
-    lines = statistics.read_text().splitlines() if statistics.is_file() else []
-    cached = next((int(line.split()[1]) for line in lines if line.split()[0] == page_cache), 0)
-    return [max(0, int(most) - int(used.read_text()) + cached)]

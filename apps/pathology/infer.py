@@ -26,12 +26,13 @@ from apps.pathology.scan.scan import ProbabilityMap, View, choose_view, dense_sc
 from apps.pathology.slides.camelyon import SUFFIXES, is_slide
 from apps.pathology.slides.masks import SlideMask, tissue_mask
 from apps.pathology.slides.reader import SlidePool
+from common.clock import keep_freed_memory, peak_memory
 from common.files import sha256_of
 from common.inference.folder_job import FolderJob, Item, Record
 from common.inference.open_predictor import OpenedPredictor, open_predictor
 from common.observe.plots import Timeline
 from common.ranks import choose_device, torchrun_place
-from common.run import keep_freed_memory, one_line_errors, peak_memory
+from common.run import one_line_errors
 
 
 @dataclass(frozen=True)

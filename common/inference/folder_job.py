@@ -16,7 +16,8 @@ import torch
 from tqdm import tqdm
 
 from common.files import locked, write_json
-from common.ranks import torchrun_place, wait_for_all
+from common.ranks import torchrun_place
+from common.run import wait_for_all
 
 Source = TypeVar("Source")
 Read = TypeVar("Read")

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from common.clock import free_memory
 from common.data.dicom import DicomSeries, find_series, read_series
 from common.data.volumes import Volume, read_header, read_volume
 from common.inference.folder_job import BAD_INPUT, IN_FLIGHT
 from common.inference.model import VolumeModel
-from common.run import free_memory
 
 Scan = Path | DicomSeries
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from common.clock import keep_freed_memory, peak_memory
 from common.data.dicom import DicomSeries
 from common.data.preparation import prepare_volume
 from common.data.volumes import Volume, write_label
@@ -23,7 +24,6 @@ from common.inference.scan_files import Scan, find_scans, read_scan, say_plan, s
 from common.observe.overlays import draw_overlay
 from common.observe.plots import Timeline, draw_timeline
 from common.ranks import choose_device, torchrun_place
-from common.run import keep_freed_memory, peak_memory
 
 ScanItem = Item[Scan]
 ScanJob = FolderJob[Scan, Volume, tuple[Volume, np.ndarray]]

@@ -1,13 +1,16 @@
 """The only training loop."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,17 +19,15 @@ from common.data.batches import Batch, Batches
 from common.inference.model import load_weights, save_weights
 from common.inference.options import Precision
 from common.observe.roofline import distance_to_limit
+from common.ranks import Ranks
 from common.run import Run
 from common.training.config import TrainingConfig, decided
-from common.training.log import FileLog, Log
 from common.training.setup import OneStep, autocast, lr_factor, nan_as_zero
-from common.training.signals import GracefulStop, StopRequested
-from common.training.state import TrainingState
+from common.training.state import Log, TrainingState
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # From the network, and a function to call between cases (it raises when the run is to stop), to the metric.
 Validate = Callable[[nn.Module, Callable[[], None]], float]
-
 
 _CHECKPOINT_SECONDS = 30.0  # at least between two checkpoints; a variable sets it for tests and benchmarks
 
@@ -102,40 +103,32 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     batches = OneStep(setup.batches) if config.fast_dev_run else setup.batches
     network, optimizer, precision = setup.network, setup.optimizer, setup.precision
     epochs, validate_every = decided(config.epochs), decided(config.validate_every)
-    parts, ranks, target, metric, timer = (
-        config.parallel.accumulate,
-        run.ranks,
-        config.target(),
-        config.METRIC.lower(),
-        StepTimer(run.device),
-    )
+    parts, ranks, target, metric = config.parallel.accumulate, run.ranks, config.target(), config.METRIC.lower()
     save_every = float(os.environ.get("MEDSPEED_CHECKPOINT_SECONDS", _CHECKPOINT_SECONDS))
     shape: Sequence[int] = ()
     per_epoch, total = batches.steps_per_epoch, epochs * batches.steps_per_epoch
     scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16")
-    state = TrainingState(run, network, optimizer, scaler, per_epoch)
-    ranks.saves_in(run.directory)
-    if run.resumed:
-        state.restore()
+    state, timer = TrainingState(run, network, optimizer, scaler, per_epoch), StepTimer(run.device)
+    state.restore()
     parallel = ranks.parallel(network)
-    log = FileLog(run, config, total, state.steps_done, state.epoch) if ranks.leader else Log()
+    log = Log(run, config, total, state) if ranks.leader else None
     marked = spans_to("nvtx") if config.profile == "nvtx" else nullcontext()
-    with GracefulStop(ranks) as stop, ranks.phase("step"), marked, log:
+    with GracefulStop(ranks, state.save) as stop, marked, closing(log) if log else nullcontext():
         for epoch in range(state.epoch, epochs):
             if state.holds(target):
                 break
             began, first_step = time.perf_counter(), state.step
             parallel.train()
-            ranks.at_step(state.steps_done + 1)
-            for step, batch in enumerate(_loaded(batches.epoch(epoch, first_step), run, timer), first_step):
+            for step, batch in enumerate(timer.waited(batches.epoch(epoch, first_step)), first_step):
                 ranks.at_step(epoch * per_epoch + step + 1)  # the batch is there
                 rate = config.learning_rate * lr_factor(config.schedule, epoch * per_epoch + step, total)
                 shape = batch.image.shape
                 with timer.computing():
                     loss = train_step(parallel, batch, setup.loss_function, optimizer, scaler, precision, rate, parts)
                 state.note_step(step, loss, batch.cases)
-                with timer.host("logged"):
-                    log.step(len(batch.cases) * ranks.world)
+                if log:
+                    with timer.host("logged"):
+                        log.step(len(batch.cases) * ranks.world)
                 stop.after_step()
                 if stop.requested or state.seconds_since_save() >= save_every:
                     if batches.resumes_within_epoch or state.step == per_epoch:
@@ -145,13 +138,15 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                 ranks.at_step(epoch * per_epoch + step + 2)  # the next batch is awaited
             record: dict[str, Any] = {"epoch": epoch + 1, "step": (epoch + 1) * per_epoch, "losses": state.checked()}
             record |= timer.read()
+            ranks.at_step(0)  # validating, saving and the first batch take their time
             seconds = time.perf_counter() - began
             run.clock.add("train", seconds)
             if (epoch + 1) % validate_every == 0 or epoch + 1 == epochs:
                 record[metric] = _validated(setup, config, state, stop, run)
                 stop.agree()
-            with timer.host("logged"):
-                log.epoch(record, seconds)
+            if log:
+                with timer.host("logged"):
+                    log.epoch(record, seconds)
             state.epoch, state.step = epoch + 1, 0
             if stop.requested or not batches.resumes_within_epoch or epoch + 1 == epochs or state.holds(target):
                 with timer.host("saved"):
@@ -163,19 +158,15 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     return Fitted(best, state.best, state.best_epoch, state.last, state.steps_done, held, total_seconds, limit)
 
 
-def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop: GracefulStop, run: Run) -> float:
+def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop: "GracefulStop", run: Run) -> float:
     """Validate after an epoch, keep the weights if they are the best so far, and return the metric."""
     ranks = run.ranks
     if ranks.world > 1:  # nothing stops their validation, and torchrun may not wait
         state.save()
-    try:
-        with run.clock.stage("validate"), ranks.phase("validating"), span("validate"):
-            ranks.average_buffers(setup.network)
-            validate = nan_as_zero(setup.validate) if config.fast_dev_run else setup.validate
-            value = ranks.from_leader(validate(setup.network, stop.check))
-    except StopRequested:
-        state.save()
-        stop.exit_if_requested()
+    with run.clock.stage("validate"), span("validate"):
+        ranks.average_buffers(setup.network)
+        validate = nan_as_zero(setup.validate) if config.fast_dev_run else setup.validate
+        value = ranks.from_leader(validate(setup.network, stop.check))
     epoch = state.epoch + 1
     if state.note_validation(value, epoch) and ranks.leader:
         note = {config.METRIC.lower(): str(value), "epoch": str(epoch)}
@@ -183,14 +174,77 @@ def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop:
     return value
 
 
-def _loaded(batches: Iterator[Batch], run: Run, timer: StepTimer) -> Iterator[Batch]:
-    """Yield an epoch's batches; before the first, cases may have to be loaded: no rank is called hung for that."""
-    with run.ranks.phase("loading"), timer.host("waited"):
-        batch = next(batches, None)
-    while batch is not None:
-        yield batch
-        with timer.host("waited"):
-            batch = next(batches, None)
+class GracefulStop:
+    """A context in which the first SIGTERM or SIGINT is a wish to stop after the step, and the second acts as usual.
+
+    With several ranks the signal reaches each at another step, or only one of them. They then agree: what one was told
+    counts for all at the step after, and further signals change nothing, so that the leader can save in peace
+    (torchrun kills what has not ended 30 seconds later).
+
+    Args:
+        ranks: the processes that must stop at the same step.
+        save: what is done before a validation is broken off.
+    """
+
+    def __init__(self, ranks: Ranks, save: Callable[[], None]) -> None:
+        self._ranks, self._save = ranks, save
+        self._number, self._agreed = 0, 0  # the signal that came to this process, and the one that counts for all
+        self._asked: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Take over the two signals."""
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come; with several ranks, whether all know of it."""
+        return bool(self._number if self._ranks.world == 1 else self._agreed)
+
+    def after_step(self) -> None:
+        """Take over what the ranks knew a step ago, and tell them what this one knows now; called at every step.
+
+        The answer travels while the next step runs, on the CPU, so neither host nor device waits for it.
+        """
+        if self._ranks.world > 1:
+            self._hear()
+            known = torch.tensor(self._number, dtype=torch.int32)
+            self._asked = known, dist.all_reduce(known, dist.ReduceOp.MAX, group=self._ranks.control, async_op=True)
+
+    def agree(self) -> None:
+        """Take over what the ranks know now; waits for them."""
+        self.after_step()
+        self._hear()
+
+    def exit_if_requested(self) -> None:
+        """End the program, if a signal has come, with the status that says which: 143 for SIGTERM, 130 for SIGINT."""
+        if self.requested:
+            self._ranks.leave()
+            raise SystemExit(128 + (self._agreed or self._number))
+
+    def check(self) -> None:
+        """Save and end the program, if a signal has come, in the midst of work: a rank that is alone may."""
+        if self.requested and self._ranks.world == 1:
+            self._save()
+            self.exit_if_requested()
+
+    def _hear(self) -> None:
+        if self._asked is not None:
+            known, work = self._asked
+            assert work is not None
+            work.wait()
+            self._agreed, self._asked = max(self._agreed, int(known)), None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._number = self._number or number
+        if self._ranks.world == 1:
+            self.__exit__()
 
 
 def train_step(

@@ -155,7 +155,7 @@ def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor], lr: float
     if name == "novograd":
         return Novograd(parameters, lr)
     if name == "monai_novograd":
-        return monai.optimizers.Novograd(parameters, lr)
+        return monai.optimizers.Novograd(parameters, lr)  # type: ignore[no-any-return]
     if name == "adam":
         return torch.optim.Adam(parameters, lr)
     return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=4e-5)

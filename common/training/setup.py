@@ -11,14 +11,14 @@ from typing import Literal
 import torch
 from torch import nn
 
+from common.clock import keep_freed_memory
 from common.config import config_to_yaml
 from common.data.batches import Batch, Batches
 from common.data.dataset import Split
 from common.inference.model import VolumeModel
 from common.inference.options import Precision
 from common.inference.predictors import computes_bf16
-from common.ranks import join_ranks
-from common.run import Run, keep_freed_memory, open_run
+from common.run import Run, join_ranks, open_run
 from common.training.config import SegmentationConfig, TrainingConfig, decided
 
 DEV_RUN = "FAST DEV RUN: two steps on a few cases; no figure of this run means anything"

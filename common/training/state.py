@@ -1,25 +1,34 @@
-"""Where a training run stands, and how that is saved and found again: checkpoints that are whole or absent."""
+"""Where a training run stands: checkpoints that are whole or absent, and what the user sees of it."""
 
+import json
 import math
 import os
 import shutil
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
-from common.files import flush_to_disk
+from common.files import flush_to_disk, read_json_lines, write_text
 from common.inference.model import UNREADABLE, contiguous, first_line, load_weights
+from common.observe.monitor import Monitor
+from common.observe.plots import draw_progress
+from common.observe.profiler import StepProfiler
 from common.run import Run
+from common.training.config import TrainingConfig
 
 VALIDATIONS_HELD = 3
 """Validations in a row that must reach a target: one may be luck."""
 _WEIGHTS, _STATE = "weights.safetensors", "state.pt"
 _PREFIX = "epoch-"
+_DRAW_SECONDS = 30.0
 _KEPT = ("epoch", "step", "best", "best_epoch", "last", "recent")  # attributes that a checkpoint holds as they are
 
 
@@ -108,16 +117,16 @@ class TrainingState:
     def save(self) -> None:
         """Write a checkpoint, after a look at the losses; only the leader does, and the others need not be told."""
         if self._run.leader:
-            with self._run.ranks.phase("saving"):
-                state = {name: getattr(self, name) for name in _KEPT} | {
-                    "per_epoch": len(self._losses),
-                    "losses": self.checked(),
-                    "optimizer": self._optimizer.state_dict(),
-                    "scaler": self._scaler.state_dict(),
-                    "random": torch.get_rng_state(),
-                    "seconds": self._run.clock.seconds(),
-                }
-                save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), state)
+            self._run.ranks.at_step(0)  # it may take long
+            state = {name: getattr(self, name) for name in _KEPT} | {
+                "per_epoch": len(self._losses),
+                "losses": self.checked(),
+                "optimizer": self._optimizer.state_dict(),
+                "scaler": self._scaler.state_dict(),
+                "random": torch.get_rng_state(),
+                "seconds": self._run.clock.seconds(),
+            }
+            save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), state)
         self._saved = time.monotonic()
 
     def restore(self) -> None:
@@ -174,7 +183,11 @@ def save_checkpoint(
             part.rename(final)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    _point_last_at(folder, final.name)
+    link = folder / ".part-last"
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.name)
+    link.replace(folder / "last")
+    flush_to_disk(folder)
     for older in _complete(folder):
         if older != final:
             shutil.rmtree(older)
@@ -211,9 +224,66 @@ def _complete(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
 
 
-def _point_last_at(folder: Path, name: str) -> None:
-    part = folder / f".part-{os.getpid()}"
-    part.unlink(missing_ok=True)
-    part.symlink_to(name)
-    part.replace(folder / "last")
-    flush_to_disk(folder)
+class Log:
+    """What the user sees while training: the bar, `metrics.jsonl`, TensorBoard, `progress.png` and the machine's load.
+
+    Args:
+        run: whose folder gets them.
+        config: names the metric, and what is recorded.
+        total: steps of the whole training.
+        state: where the run stands; the records of epochs that it does again are dropped.
+    """
+
+    def __init__(self, run: Run, config: TrainingConfig, total: int, state: TrainingState) -> None:
+        self._run, self._metric, self._path = run, config.METRIC, run.directory / "metrics.jsonl"
+        if records := read_json_lines(self._path):
+            kept = [record for record in records if record["epoch"] <= state.epoch]
+            write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=state.steps_done)
+        self._bar = tqdm(total=total, initial=state.steps_done, unit="step", desc="train")
+        self._shown: dict[str, str] = {}
+        self._left, self._steps, self._samples = total - state.steps_done, 0, 0
+        self._forecast, self._drawn = False, time.monotonic()
+        self._watching, self._profiler = ExitStack(), None
+        if seconds := float(os.environ.get("MEDSPEED_MONITOR_SECONDS", "1")):  # tests and benchmarks do without
+            self._watching.enter_context(Monitor(run.directory, run.device, seconds))
+        if config.profile == "torch":
+            self._profiler = self._watching.enter_context(StepProfiler(run.directory / "profile", run.device))
+
+    def close(self) -> None:
+        """Close the bar and the files, and draw the curves a last time."""
+        self._watching.close()
+        self._bar.close()
+        self._writer.close()
+        self._draw()
+
+    def step(self, samples: int) -> None:
+        """Count one step of so many crops."""
+        self._samples += samples
+        self._steps += 1
+        self._bar.update()
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def epoch(self, record: dict[str, Any], seconds: float) -> None:
+        """Write one epoch's record; `losses` of its steps, and the metric where it was validated."""
+        rate, left, losses = self._samples / seconds, self._left - self._steps, record["losses"]
+        if not self._forecast and left > 0 and self._steps:  # a resumed run may do a part of its first epoch, or none
+            each, self._forecast = seconds / self._steps, True
+            self._run.say(f"forecast: {left} more steps of {each:.3g} s: about {left * each / 60:.1f} min")
+        self._samples = 0
+        record |= {"loss": sum(losses) / len(losses), "seconds": round(seconds, 4)}
+        record |= {"samples_per_second": round(rate, 2)}
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record, allow_nan=False) + "\n")
+        shown = [name for name in ("loss", self._metric.lower()) if name in record]
+        for name in (*shown, "samples_per_second"):
+            self._writer.add_scalar(name, record[name], record["step"])
+        self._shown |= {name: f"{record[name]:.4f}" for name in shown}
+        self._bar.set_postfix({**self._shown, "samples/s": f"{rate:.1f}"}, refresh=False)
+        if time.monotonic() - self._drawn > _DRAW_SECONDS:
+            self._draw()
+
+    def _draw(self) -> None:
+        draw_progress(self._run.directory / "progress.png", read_json_lines(self._path), self._metric)
+        self._drawn = time.monotonic()

@@ -19,7 +19,7 @@ from apps.spleen import guide
 from apps.spleen import train as spleen_train
 from apps.spleen.config import RECIPES, SpleenConfig
 from common.training.config import Windows
-from common.training.log import FileLog
+from common.training.state import Log
 from data_scripts.make_slides import make_slides
 
 TINY: dict[str, Any] = {
@@ -147,7 +147,7 @@ def test_a_slow_validation(fast, monkeypatch):
 
 @pytest.mark.slow
 def test_heavy_logging(fast, monkeypatch):
-    slowed(monkeypatch, FileLog, "step", 0.3)
+    slowed(monkeypatch, Log, "step", 0.3)
     assert bound(fast) == "logging"
 
 

@@ -1,4 +1,4 @@
-"""Freed memory is kept, and given back where asked: counted in page faults, in a process of its own."""
+"""Freed memory is kept: counted in page faults, in a process of its own."""
 
 import platform
 import subprocess
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from common.run import cgroup_free
+from common.clock import cgroup_free
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only the GNU C library keeps memory")
 
 FAULTS = """
 import resource
 import torch
-from common.run import keep_freed_memory
+from common.clock import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -23,10 +23,9 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 given_back = faults()
-assert keep_freed_memory(True)
+assert keep_freed_memory()
 faults()
 print(faults(), given_back)
-assert keep_freed_memory(False)
 """
 
 
@@ -37,7 +36,7 @@ def test_kept_memory_costs_no_page_faults():
 
 
 CHILD = """
-from common.run import peak_memory
+from common.clock import peak_memory
 
 before = peak_memory()
 held = bytearray(2**28)

@@ -1,11 +1,16 @@
 """That several ranks compute what one process would, and that an error of one is seen and ends all."""
 
 import json
+import socket
+import threading
+import time
 
 import pytest
 import torch
 
-from common.ranks import SINGLE, _brief, _is_lost, join_ranks
+from common.ranks import BEAT_SECONDS, SILENT_SECONDS, SINGLE, Watch
+from common.run import join_ranks
+from tests.common.rank_programs import free_port
 from tests.common.training.exact_worker import everything, twenty_steps
 from tests.common.training.fit_worker import train
 
@@ -107,7 +112,7 @@ def test_one_process_needs_no_group(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with join_ranks("cpu") as ranks:
         assert ranks is SINGLE
-        ranks.barrier()
+        ranks.leave()
         assert ranks.leader
         assert ranks.shard([1, 2, 3]) == ranks.gather([1, 2, 3]) == [1, 2, 3]
 
@@ -122,23 +127,140 @@ def test_a_leaders_error_before_training_is_one_line_and_ends_all(start_ranks, t
     assert texts[1] == ""
 
 
-GLOO = "[/__w/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:31646: Connection reset by peer"
-
-
 @pytest.mark.parametrize(
-    ("error", "lost"),
+    ("error", "said"),
     [
-        (RuntimeError(f"{GLOO}. This is typically caused by a remote worker hanging."), True),
-        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True),
-        (torch.distributed.DistNetworkError("The client socket has failed"), True),
-        (RuntimeError("[enforce fail at pair.cc:473] op.preamble.length <= op.nbytes. 8 vs 4"), False),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (
+            RuntimeError("[/__w/gloo/pair.cc:537] Read error [::1]:316: Connection reset by peer\nadvice"),
+            r"lost the other ranks \(Read error \[::1\]:316: Connection reset by peer\); there is no checkpoint",
+        ),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation"), r"lost the other ranks \(Timed out waiting"),
+        (torch.distributed.DistNetworkError("The client socket has failed"), "lost the other ranks"),
+        (RuntimeError("[enforce fail at pair.cc:473] op.preamble.length <= op.nbytes. 8 vs 4"), "^.enforce fail"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "^mat1"),
     ],
 )
-def test_a_lost_rank_is_told_from_a_programmers_error(error, lost):
-    assert _is_lost(error) is lost
+def test_a_lost_rank_is_told_from_a_programmers_error(error, said, monkeypatch):
+    for name, value in {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setattr("common.run.torchrun_place", lambda: (0, 1, 0))
+    with pytest.raises((RuntimeError, ConnectionError), match=said), join_ranks("cpu"):
+        raise error
+    torch.distributed.destroy_process_group()
 
 
-def test_an_error_of_gloo_is_shortened():
-    error = RuntimeError(f"{GLOO}. This is typically caused by a remote worker hanging.")
-    assert _brief(error) == "Read error [127.0.0.1]:31646: Connection reset by peer"
+class Store:
+    """What the watch needs of a store; `cut` says whether the link is gone."""
+
+    def __init__(self):
+        self.values: dict[str, bytes] = {}
+        self.cut = False
+
+    def set(self, key, value):
+        assert not self.cut or self.fail()
+        self.values[key] = value.encode()
+
+    def multi_get(self, keys):
+        assert not self.cut or self.fail()
+        return [self.values[key] for key in keys]
+
+    def fail(self):
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.fixture
+def watches(monkeypatch):
+    """Some watches around one store, whose own threads do nothing: `beat_all` is their time."""
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    store = Store()
+
+    def make(world):
+        made = [Watch(store, rank, world) for rank in range(world)]  # type: ignore[arg-type]
+        for rank in range(world):
+            store.values[str(rank)] = b"0 0 0 somewhere"
+        return made, store
+
+    return make
+
+
+def beat_all(watches, seconds, beating=(0, 1)):
+    """Let time pass; return the first verdict of each rank, and after how many seconds it came."""
+    verdicts = {}
+    for number in range(1, int(seconds / BEAT_SECONDS) + 1):
+        for rank in beating:
+            verdict = watches[rank].beat()
+            if verdict and rank not in verdicts:
+                verdicts[rank] = (number * BEAT_SECONDS, verdict)
+    return verdicts
+
+
+def step_all(watches, count):
+    for number in range(1, count + 1):
+        for watch in watches:
+            watch.at_step(number)
+        assert not beat_all(watches, BEAT_SECONDS, range(len(watches)))
+
+
+def test_a_rank_without_beats_is_dead(watches):
+    made, _ = watches(2)
+    assert not beat_all(made, 10)
+    when, why = beat_all(made, 30, beating=[0])[0]
+    assert when <= SILENT_SECONDS + BEAT_SECONDS  # rank 0 hears before rank 1 speaks
+    assert why == f"rank 1 (host {socket.gethostname()}) has given no sign of life for 16 s"
+
+
+def test_a_cut_link_ends_every_rank(watches, monkeypatch):
+    made, store = watches(2)
+    step_all(made, 3)
+    store.cut, now = True, time.monotonic()
+    assert not beat_all(made, 10)
+    monkeypatch.setattr(time, "monotonic", lambda: now + SILENT_SECONDS + 1)
+    verdicts = beat_all(made, BEAT_SECONDS)
+    assert verdicts.keys() == {0, 1}
+    assert verdicts[0][1].startswith("no word from the other ranks for 17 s")
+
+
+def test_a_main_thread_that_hangs_is_found_by_those_that_wait(watches):
+    made, _ = watches(3)
+    step_all(made, 4)
+    for rank in (0, 2):
+        made[rank].at_step(5)  # rank 1 stays in step 4
+    verdicts = beat_all(made, 60, beating=[0, 1, 2])
+    assert verdicts.keys() == {0, 2}
+    for rank in (0, 2):
+        assert verdicts[rank][1].startswith("rank 1 (host ")
+        assert "hangs: it has stood in step 4 for 40 s, while this rank waits in 5" in verdicts[rank][1]
+
+
+def test_the_longest_step_before_stretches_what_counts_as_hung(watches):
+    made, _ = watches(2)
+    step_all(made, 4)
+    made[0]._longest = 30.0
+    made[0].at_step(5)
+    assert beat_all(made, 200)[0][0] >= 4 * 30
+
+
+def test_long_honest_work_and_the_first_step_are_never_hung(watches):
+    made, _ = watches(2)
+    made[0].at_step(1)
+    made[1].at_step(1)
+    made[0].at_step(1)
+    assert not beat_all(made, 600)
+    step_all(made, 4)
+    made[0].at_step(0)  # it saves
+    made[1].at_step(5)
+    assert not beat_all(made, 600)
+    made[0].at_step(5)
+    assert not beat_all(made, 38)  # and back in the loop it has time to catch up
+
+
+def test_the_hint_names_the_last_checkpoint(watches, tmp_path):
+    watch = watches(2)[0][0]
+    assert watch.hint() == "there is no checkpoint of this run yet"
+    watch.run_directory = tmp_path
+    assert watch.hint() == f"resume with --resume {tmp_path}"
+    last = tmp_path / "checkpoints" / "last"
+    last.parent.mkdir()
+    last.symlink_to("epoch-000001-step-000002")
+    assert watch.hint() == f"the last checkpoint is {last} -> epoch-000001-step-000002; resume with --resume {tmp_path}"

@@ -138,7 +138,7 @@ from common.inference.open_predictor import OpenedPredictor
 from common.inference.predictors import torch_predictor
 from common.inference.scan_files import find_scans, most_bytes
 from common.inference.scans import Segmenter
-from common.run import peak_memory
+from common.clock import peak_memory
 from common.observe.plots import Timeline
 from tests.support import unet_model
 model = unet_model((2.0, 2.0, 2.0), (4, 8), (64, 64, 32))

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.ranks import SINGLE, Ranks, join_ranks
+from common.ranks import SINGLE, Ranks
+from common.run import join_ranks
 from common.training.fit import train_step
 from common.training.optimizers import build_optimizer
 from tests.common.training.fit_worker import TinyBatches, batch_dice, sample_mean, tiny_network

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from common.data.batches import Batch
-from common.ranks import SINGLE, Ranks, join_ranks
-from common.run import one_line_errors, open_run
+from common.ranks import SINGLE, Ranks
+from common.run import join_ranks, one_line_errors, open_run
 from common.training.config import Parallel, TrainingConfig
 from common.training.fit import Fitted, Setup, fit
 from common.training.optimizers import build_optimizer
