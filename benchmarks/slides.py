@@ -22,8 +22,7 @@ from apps.pathology.config import EvaluateConfig, PathologyConfig
 from apps.pathology.evaluate import main as evaluate
 from apps.pathology.model import PathologyModel, choose, model_of
 from apps.pathology.patches.draw import sample_patches
-from apps.pathology.patches.sources import patch_batches
-from apps.pathology.patches.store import stored_patches
+from apps.pathology.patches.store import patch_batches, stored_patches
 from apps.pathology.patches.table import PatchTable
 from apps.pathology.scan.outputs import find_detections, write_detections_csv
 from apps.pathology.scan.scan import ProbabilityMap, choose_view, dense_scan
@@ -31,6 +30,7 @@ from apps.pathology.slides.camelyon import SlideEntry, SlideSet, read_slide_set
 from apps.pathology.slides.masks import tissue_mask
 from apps.pathology.slides.reader import SlidePool, open_slide
 from benchmarks.harness import Options, Row, Sides, Values, fast_step, row, save_start, step_rows, timed
+from common.config import replaced
 from common.data.batches import Batches
 from common.files import read_object, write_json
 from common.inference.open_predictor import folded
@@ -137,7 +137,8 @@ def held(task: Task, table: PatchTable, batch: int, pool: SlidePool | None = Non
     device = task.device
     patches = stored_patches(table, task.folder / "patches", pool or SlidePool(), None, progress=False)
     near = patches.near(np.arange(len(table)), "gpu" if device.type == "cuda" else "ram", device)
-    return patch_batches(near, range(1), 1, batch, _FAST.augmentation, 0, device)
+    config = replaced(_FAST, {"batch_size": batch, "parallel.partitions": 1})
+    return patch_batches(near, range(1), config, device)
 
 
 def step(task: Task) -> list[Row]:

@@ -25,7 +25,7 @@ import torch
 from scipy.stats import mannwhitneyu
 
 from apps.pathology.config import PathologyConfig
-from apps.pathology.patches.sources import decoded
+from apps.pathology.patches.store import decoded
 from apps.pathology.patches.tables import find_tables
 from benchmarks.harness import GUIDES, tell
 from benchmarks.volumes import dices

@@ -6,6 +6,7 @@ from common.config import parse_config
 if __name__ == "__main__":
     CONFIG = parse_config(PathologyExport, {}, description=__doc__)  # before torch: --help answers at once
 
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,11 @@ from pathlib import Path
 from torch import nn
 
 from apps.pathology.model import PathologyModel, load_model
-from apps.pathology.patches.sources import decoded
+from apps.pathology.patches.store import decoded
 from apps.pathology.patches.tables import find_tables
 from apps.pathology.quality import export_patches, judge_on, tiles
-from apps.pathology.weights import TWIN, our_name, resnet_weights
 from common.clock import Clock
-from common.export.bundle import write_bundle
+from common.export.bundle import NetworkConfig, write_bundle
 from common.export.deploy import must_export, write_table
 from common.export.int8 import quantiser
 from common.export.model_card import model_card
@@ -29,6 +29,21 @@ from common.ranks import choose_device
 from common.run import Run, one_line_errors
 
 TASK = "Classification of patches of whole-slide images as tumour or normal"
+# Places of the parts of TorchVision's ResNet in MONAI's `TorchVisionFCModel.features`.
+_NUMBERED = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
+# MONAI's class and arguments that compute on one patch what `resnet18_fcn` does.
+_TWIN: NetworkConfig = {
+    "_target_": "ResNet",
+    "block": "basic",
+    "layers": [2, 2, 2, 2],
+    "block_inplanes": [64, 128, 256, 512],
+    "spatial_dims": 2,
+    "n_input_channels": 3,
+    "conv1_t_size": 7,
+    "conv1_t_stride": 2,
+    "num_classes": 1,
+    "bias_downsample": False,
+}
 
 
 def main(config: PathologyExport) -> Path:
@@ -64,9 +79,19 @@ def write_patch_bundle(folder: Path, run: Path, network: nn.Module, patch_size: 
         network: with the run's weights, from [B, 3, Y, X] in [-1, 1] to one logit a patch.
         patch_size: side of a patch in pixels.
     """
-    values = {"network": TWIN, "patch_size": patch_size, "task": "Classification of patches as tumour or normal"}
+    values = {"network": _TWIN, "patch_size": patch_size, "task": "Classification of patches as tumour or normal"}
     templates, shape = Path(__file__).with_name("bundle"), (1, 3, patch_size, patch_size)
-    return write_bundle(folder, run, TASK, templates, values, network, shape, resnet_weights(network))
+    weights = {
+        name.removeprefix("features.").replace("head.", "fc."): value for name, value in network.state_dict().items()
+    }
+    weights["fc.weight"] = weights["fc.weight"].flatten(1)  # MONAI's last layer is linear
+    return write_bundle(folder, run, TASK, templates, values, network, shape, weights)
+
+
+def our_name(name: str) -> str:
+    """Return our name of a weight of MONAI's `TorchVisionFCModel`, whose features are numbered; others stay."""
+    name = re.sub(r"^fc\.", "head.", name)
+    return re.sub(r"^features\.(\d)\.", lambda found: f"features.{_NUMBERED.get(found[1], found[1])}.", name)
 
 
 def _export(config: PathologyExport, model: PathologyModel, run: Run, scratch: Path) -> None:

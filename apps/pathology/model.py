@@ -9,7 +9,7 @@ from torch import nn
 from apps.pathology.config import DEFAULTS, PathologyConfig
 from common.config import replaced
 from common.files import from_json
-from common.inference.model import load_weights, read_model
+from common.inference.model import initialise, load_weights, read_model
 from common.inference.options import Precision
 from common.training.config import decided
 from common.training.setup import choose_precision
@@ -122,6 +122,31 @@ def model_of(config: PathologyConfig, device: torch.device) -> PathologyModel:
     assert config.precision != "auto", "the configuration is not decided"
     sizes = decided(config.patch_size), config.mpp, decided(config.tile_size)
     return PathologyModel(*sizes, _TILE_BATCH[device.type], config.precision)
+
+
+def initialise_from(network: nn.Module, path: Path) -> str:
+    """Load weights into a `resnet18_fcn`, in place, and say in a line which.
+
+    They are a .safetensors of ours, which must fit whole, or a .pth of TorchVision's ResNet-18, whose last layer has no
+    place here. ImageNet's weights are for research: its licence forbids commercial use.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: names and shapes are not those of a ResNet-18.
+    """
+    if path.suffix == ".safetensors":
+        initialise(network, path)
+        return f"weights: all from {path}"
+    features = network.get_submodule("features")
+    own = features.state_dict().items()
+    counters = {name: value for name, value in own if name.endswith("num_batches_tracked")}  # old files lack them
+    given = {name: value for name, value in load_weights(path).items() if not name.startswith("fc.")}
+    try:
+        features.load_state_dict({**counters, **given})
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path}: not the weights of TorchVision's ResNet-18 ({problem})") from error
+    return f"weights: the features from {path}, the head drawn anew"
 
 
 def _margin(patch_size: int) -> int:

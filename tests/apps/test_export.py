@@ -13,9 +13,9 @@ from apps.brats.export import imported_model as imported_brats
 from apps.brats.export import main as export_brats
 from apps.pathology.config import PathologyExport
 from apps.pathology.export import main as export_pathology
+from apps.pathology.export import our_name
 from apps.pathology.model import PathologyModel
 from apps.pathology.model import load_model as load_pathology
-from apps.pathology.weights import our_name
 from apps.spleen.config import SpleenExport
 from apps.spleen.export import imported_model, network_config
 from apps.spleen.export import main as export_spleen

@@ -16,7 +16,6 @@ BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 GREY = (0.2989, 0.587, 0.114)
 FLIP_SHARE = ZOOM_SHARE = 0.5  # of the patches. Source: MONAI tutorials, pathology/tumor_detection
 _NEUTRAL = np.array([1, 1, 1, 0], np.float32)  # factors that change nothing
-_NO_HUE = 4  # the place of the hue among the operations where it is not turned
 _JITTER, _MOVES = 1, 2  # what sets the draws of colours and of places apart for the same sample
 # Red, green and blue at hue h, in sextants, are high + start * chroma + sign * chroma * clamp(|h - centre|, 1, 2).
 _HEXCONE = ((3, -2, 1), (2, 1, -1), (4, 1, -1))
@@ -112,21 +111,19 @@ def jitter_(images: torch.Tensor, factors: np.ndarray, order: np.ndarray) -> Non
     for place in range(4):
         _turn_some_(images, np.flatnonzero(places == place), weights[:, 9, 0])
         if place < 3:
-            needs_grey, needs_mean = bool(grey[:, place].any()), bool(mean[:, place].any())
-            _blend_(images, weights[:, 3 * place : 3 * place + 3], needs_grey, needs_mean)
+            needed = bool(grey[:, place].any()), bool(mean[:, place].any())
+            _blend_(images, weights[:, 3 * place : 3 * place + 3], *needed)
 
 
 def _hue_places(factors: np.ndarray, order: np.ndarray) -> np.ndarray:
     """Return before which blend (0 to 2) or behind them (3) the hue of each image is turned, 4 where it is not."""
-    return np.where(factors[:, HUE] != 0, np.argmax(order == HUE, axis=1), _NO_HUE)
+    return np.where(factors[:, HUE] != 0, np.argmax(order == HUE, axis=1), 4)
 
 
 def _blend_(images: torch.Tensor, weights: torch.Tensor, needs_grey: bool, needs_mean: bool) -> None:
     """Make each image w0 * image + w1 * its grey + w2 * the grey's mean, clamped to [0, 1]; weights [N, 3, ...]."""
     own, grey, mean = weights.unbind(1)
-    parts = []
-    if needs_grey:
-        parts.append(_grey(images).mul_(grey))
+    parts = [_grey(images).mul_(grey)] if needs_grey else []
     if needs_mean:
         parts.append(_grey(images.mean((2, 3), keepdim=True)).mul_(mean))
     images.mul_(own)
@@ -218,8 +215,7 @@ def _zoom_some_(images: torch.Tensor, zooms: np.ndarray) -> None:
 def _sources(size: int, resized: np.ndarray) -> np.ndarray:
     """Return where along a side each pixel comes from when it is resized to `resized` [M], cropped or padded.
 
-    Returns:
-        [M, size] float32; -1 and 1 are the outer edges of the first and the last pixel.
+    They are [M, size] float32; -1 and 1 are the outer edges of the first and the last pixel.
     """
     first = np.where(resized > size, resized // 2 - size // 2, -((size - resized) // 2))
     pixels = np.clip(np.arange(size) + first[:, None], 0, resized[:, None] - 1)

@@ -56,18 +56,15 @@ def sample_patches(
         with pool.use(entry.path) as slide:
             return _draw(entry, slide, per_slide, size, seed)
 
-    drawn = map_in_threads(draw, ordered, "drawing patches", workers, progress)
-    parts = [
-        (file, label, corners) for file, pair in enumerate(drawn) for label, corners in zip((1, 0), pair, strict=True)
-    ]
-    counts = [len(corners) for _, _, corners in parts]
-    if not sum(counts):
+    parts = [each for pair in map_in_threads(draw, ordered, "drawing patches", workers, progress) for each in pair]
+    place = np.repeat(np.arange(len(parts)), [len(corners) for corners in parts])
+    if not len(place):
         raise ValueError(f"{len(entries)} slides: no room for a patch of {size} pixels; choose a smaller --patch_size")
     return PatchTable(
         files=tuple(entry.path for entry in ordered),
-        file=np.repeat(np.array([file for file, _, _ in parts], np.int32), counts),
-        corner=np.concatenate([corners for _, _, corners in parts]).astype(np.int32),
-        label=np.repeat(np.array([label for _, label, _ in parts], np.uint8), counts),
+        file=(place // 2).astype(np.int32),
+        corner=np.concatenate(parts).astype(np.int32),
+        label=(1 - place % 2).astype(np.uint8),
         size=size,
     )
 
@@ -82,10 +79,11 @@ def _draw(entry: SlideEntry, slide: Slide, per_slide: int, size: int, seed: int)
     """Return the corners of a slide's tumour and of its normal patches, each [M, 2] int64."""
     named = int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:8])
     generator = np.random.default_rng([seed, named])
-    tumour = _tumour(entry, slide, size) if entry.tumour else None
-    wanted = per_slide // 2 if tumour is not None else 0
+    base, wanted = slide.levels[0], per_slide // 2 if entry.tumour else 0
     positive = negative = np.empty((0, 2), np.int64)
-    if tumour is not None:
+    if entry.tumour:
+        finest = max(1.0, size / _PIXELS_PER_PATCH, math.sqrt(base.width * base.height / _MASK_PIXELS))
+        tumour = tumour_mask(entry, base.width, base.height, finest)
         sums = _sums(tumour.mask)
         centres = _centres(tumour)
         fitting = centres[_shares(sums, tumour.downsample, centres, size) >= TUMOUR_SHARE]
@@ -93,7 +91,7 @@ def _draw(entry: SlideEntry, slide: Slide, per_slide: int, size: int, seed: int)
     if not entry.part:
         tissue = tissue_mask(slide, assumed_mpp=ASSUMED_MPP)
         centres = _centres(tissue)
-        if tumour is not None:
+        if entry.tumour:
             # A patch, a patch's side around it, and the mask pixel within which `_pick` moves the centre.
             centres = centres[_shares(sums, tumour.downsample, centres, 3 * size + tissue.downsample) == 0]
         negative = _pick(centres, tissue.downsample, slide, size, per_slide - wanted, generator)
@@ -109,13 +107,9 @@ def _sums(mask: np.ndarray) -> np.ndarray:
 
 
 def _shares(sums: np.ndarray, downsample: float, centres: np.ndarray, side: float) -> np.ndarray:
-    """Return which share of each square about a centre a mask covers, 0 to 1.
+    """Return which share of each square a mask covers, 0 to 1: squares, widened to whole pixels of the mask.
 
-    Args:
-        sums: of the mask, see `_sums`.
-        downsample: level-0 pixels per mask pixel.
-        centres: [N, 2] (x, y) in pixels of level 0.
-        side: of the squares, likewise; they are widened to whole pixels of the mask.
+    Centres [N, 2] (x, y) and sides are in pixels of level 0, `downsample` of which are one of the mask's.
     """
     first = np.floor((centres - side / 2) / downsample).astype(np.int64)
     behind = np.ceil((centres + side / 2) / downsample).astype(np.int64)
@@ -123,12 +117,6 @@ def _shares(sums: np.ndarray, downsample: float, centres: np.ndarray, side: floa
     (left, top), (right, bottom) = np.clip(first, 0, most).T, np.clip(behind, 0, most).T
     inside = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
     return np.asarray(inside / (behind - first).prod(1))
-
-
-def _tumour(entry: SlideEntry, slide: Slide, size: int) -> SlideMask:
-    base = slide.levels[0]
-    finest = max(1.0, size / _PIXELS_PER_PATCH, math.sqrt(base.width * base.height / _MASK_PIXELS))
-    return tumour_mask(entry, base.width, base.height, finest)
 
 
 def _centres(where: SlideMask) -> np.ndarray:
@@ -141,15 +129,9 @@ def _centres(where: SlideMask) -> np.ndarray:
 def _pick(
     centres: np.ndarray, downsample: float, slide: Slide, size: int, count: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Return the corners of `count` different patches, or of as many as there are, [M, 2] int64.
+    """Return the corners of `count` different patches within a slide, or of as many as there are, [M, 2] int64.
 
-    Args:
-        centres: [N, 2] of the mask pixels in which a patch may have its centre, in pixels of level 0.
-        downsample: of the mask.
-        slide: no patch leaves it.
-        size: of a patch.
-        count: patches wanted.
-        generator: draws.
+    A patch has its centre anywhere in a mask pixel whose own centre is in `centres` [N, 2], in pixels of level 0.
     """
     side = max(1, int(downsample))
     origins = np.floor(centres - downsample / 2).astype(np.int64) - size // 2

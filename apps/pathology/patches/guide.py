@@ -27,12 +27,14 @@ from monai.transforms import (
     ScaleIntensityRanged,
 )
 
-from apps.pathology.config import Augmentation
+from apps.pathology.config import Augmentation, PathologyConfig
 from apps.pathology.patches.augment import jitter_
 from apps.pathology.patches.store import IMAGES
 from apps.pathology.patches.table import PatchTable
 from common.data.batches import Batch
 from common.data.monai_batches import MonaiBatches, plain
+from common.run import Run
+from common.training.config import decided
 
 
 class ColourJitterd(RandomizableTransform):  # type: ignore[misc]
@@ -56,70 +58,55 @@ class ColourJitterd(RandomizableTransform):  # type: ignore[misc]
         return {**data, "image": image * 255}
 
 
-def random_transforms(augmentation: Augmentation) -> list[Any]:
-    """Return the script's random transforms of images in [0, 255]."""
+def cpu_transforms(augmentation: Augmentation) -> list[Any]:
+    """Return the script's random transforms of images in [0, 255], and its scaling from there to [-1, 1]."""
     return [
         ColourJitterd(augmentation.jitter),
         RandFlipd("image", spatial_axis=-1, prob=0.5),
         RandRotate90d("image", prob=0.5),
         CastToTyped("image", dtype=np.float32),
         RandZoomd("image", prob=0.5, min_zoom=augmentation.zoom[0], max_zoom=augmentation.zoom[1]),
-    ]
-
-
-def scaling() -> list[Any]:
-    """Return the script's scaling from [0, 255] to [-1, 1]."""
-    return [
         CastToTyped("image", dtype=np.float32),
         ScaleIntensityRanged("image", a_min=0.0, a_max=255.0, b_min=-1.0, b_max=1.0),
         EnsureTyped("image"),
     ]
 
 
-def monai_patches(
-    table: PatchTable,
-    transforms: Sequence[Any],
-    reader: str,
-    batch_size: int,
-    workers: int | None,
-    seed: int,
-    device: torch.device,
-    on_device: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
-) -> MonaiBatches:
-    """Return batches read and augmented by MONAI, each patch anew in each epoch.
+def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> MonaiBatches:
+    """Return this rank's batches of a decided configuration, each patch read and augmented by MONAI in each epoch.
 
-    Args:
-        table: the training patches of this rank.
-        transforms: of each patch, in the loader.
-        reader: of the slides, "cucim", "openslide" or "tifffile".
-        batch_size: patches in one step of this rank.
-        workers: loader processes.
-        seed: of the order and of MONAI's random transforms; must differ between ranks.
-        device: where batches go.
-        on_device: transforms of a whole batch there, where the loader's leave it in [0, 255].
+    The guide's are augmented on the GPU where cuCIM can.
 
     Raises:
         ValueError: there are fewer patches than a batch has.
     """
+    rank, world = run.ranks.rank, run.ranks.world
+    table = table.take(np.arange(rank, len(table) // world * world, world))
+    batch_size = decided(config.batch_size) // world
     if len(table) < batch_size:
         raise ValueError(f"batch_size {batch_size}: there are {len(table)} training patches; choose a smaller one")
+    reader = "cucim" if config.reader == "auto" else config.reader
+    against = why_not_cucim(run.device) if config.recipe == "guide" else f"the recipe is {config.recipe}"
+    how = f"patch by patch on the CPU, since {against}" if against else "cuCIM on the GPU, whose draws nobody can seed"
+    run.say(f"patches: read by {reader}, each anew in each epoch\naugmentation: {how}")
+    on_cpu = cpu_transforms(config.augmentation) if against else []
+    on_device = cucim_transform(config.augmentation) if not against else plain
 
     def to_batch(items: dict[str, Any]) -> Batch:
-        image = plain(items["image"]).to(device, torch.float32, non_blocking=True)
-        for transform in on_device:
-            image = transform(image)
-        label = plain(items["label"]).to(device, torch.float32, non_blocking=True).flatten()
-        return Batch(image, label, tuple(items["name"]))
+        image, label = (
+            plain(items[name]).to(run.device, torch.float32, non_blocking=True) for name in ("image", "label")
+        )
+        return Batch(on_device(image), label.flatten(), tuple(items["name"]))
 
     loader = DataLoader(
-        monai_dataset(table, transforms, reader),
-        num_workers=workers or 0,
+        monai_dataset(table, on_cpu, reader),
+        num_workers=config.workers or 0,
         batch_size=batch_size,
         shuffle=True,
         drop_last=True,
         generator=torch.Generator(),
     )
-    return MonaiBatches(loader, to_batch, seed)
+    return MonaiBatches(loader, to_batch, config.seed * world + rank)
 
 
 def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> Any:  # noqa: ANN401 - MONAI's

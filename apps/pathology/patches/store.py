@@ -1,9 +1,12 @@
-"""Patches decoded once: one uint8 array in a file, checked and memory-mapped on every later start."""
+"""Patches decoded once: one uint8 array in a file, checked, memory-mapped, held near the device and augmented on it."""
 
-import json
+import math
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,18 +16,27 @@ from isal import isal_zlib
 from PIL import Image
 from tqdm import tqdm
 
+from apps.pathology.config import PathologyConfig
+from apps.pathology.patches.augment import augment, draw_patches
 from apps.pathology.patches.table import PatchTable
 from apps.pathology.slides.reader import SlidePool
+from common.data.batches import Batch, KeyedBatches, Take, keyed_uniforms, partition_cases
+from common.data.cache import measure_budgets
 from common.data.crops import upload
+from common.data.store import store_folder
 from common.data.threads import map_in_threads
-from common.files import atomic_path, write_json
+from common.files import atomic_path, read_object, write_json
+from common.run import Run
+from common.training.config import decided
 
 Tier = Literal["gpu", "ram", "disk"]
 
+IMAGES = {".png", ".jpg", ".jpeg", ".bmp"}
+_PLACES: dict[Tier, str] = {"gpu": "GPU memory", "ram": "host memory", "disk": "the store's pages on disk"}
 _VERSION = 1
 _AT_ONCE = 256  # patches in memory while a store is written
 _CHECKED_AT_ONCE = 2**24  # bytes
-IMAGES = {".png", ".jpg", ".jpeg", ".bmp"}
+_ORDER = 2**61  # in the place of a stream number, so that the order and the augmentation never share random numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +68,17 @@ class Patches:
         return Patches(self.table, pixels.to(device) if tier == "gpu" else pixels.numpy(), rows)
 
 
+def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
+    """Return patches from the store, decoded now where it lacks them; the leader decodes, the others wait."""
+    folder = store_folder(config.store / "patches", table.files[0].parent)
+    found: list[Patches] = []
+    with run.clock.stage("prepare"), closing(SlidePool(config.reader)) as pool:
+        run.ranks.once(lambda: found.append(stored_patches(table, folder, pool, config.workers, run.leader)))
+        for path, tiles in pool.damaged.items():
+            run.say(f"{path.name}: {len(tiles)} DAMAGED TILES taken as white")
+        return found[0] if found else stored_patches(table, folder, pool, config.workers, False)
+
+
 def stored_patches(table: PatchTable, folder: Path, pool: SlidePool, workers: int | None, progress: bool) -> Patches:
     """Return the patches of a table from the folder where they lie there and are sound, else decoded now and kept.
 
@@ -70,81 +93,62 @@ def stored_patches(table: PatchTable, folder: Path, pool: SlidePool, workers: in
         OSError: the folder cannot be written, or has no room.
         ValueError: a file is damaged, or an image is not a square of the table's size.
     """
-    path = folder / f"patches-{table.digest()[:16]}.npy"
+    digest, shape = table.digest(), (len(table), 3, table.size, table.size)
+    path = folder / f"patches-{digest[:16]}.npy"
     note = path.with_suffix(".json")
-    if not _is_sound(path, note, table, progress):
+    if not _is_sound(path, note, shape, progress):
         folder.mkdir(parents=True, exist_ok=True)
-        _check_space(folder, table)
-        crc = _write(path, table, pool, workers, progress)
-        write_json(note, {"version": _VERSION, "table": table.digest(), "crc32": crc})
+        needed, free = math.prod(shape), shutil.disk_usage(folder).free
+        if needed > free:
+            raise OSError(
+                f"{folder}: {len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB and "
+                f"{free / 2**30:.1f} GiB are free; make room, choose another --store, or fewer --patches_per_slide"
+            )
+        with atomic_path(path) as part:
+            pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
+            with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=not progress) as bar:
+                for rows, read in _decode(table, pool, workers):
+                    pixels[rows] = read
+                    bar.update(len(rows))
+            pixels.flush()
+            crc = _crc32(pixels, progress=False)
+        write_json(note, {"version": _VERSION, "table": digest, "crc32": crc})
     return Patches(table, np.load(path, mmap_mode="r"))
 
 
-def _is_sound(path: Path, note: Path, table: PatchTable, progress: bool) -> bool:
-    """Return whether the file is what was written for this table, every byte of it."""
-    if not (path.is_file() and note.is_file()):
-        return False
+def _is_sound(path: Path, note: Path, shape: tuple[int, ...], progress: bool) -> bool:
+    """Return whether the file is what was written, every byte of it; its name and note say for which table."""
     try:
-        kept = json.loads(note.read_text(encoding="utf-8"))
-        pixels = np.load(path, mmap_mode="r")
-    except ValueError:
+        kept, pixels = read_object(note), np.load(path, mmap_mode="r")
+    except (FileNotFoundError, ValueError, EOFError):
         return False
-    if (kept.get("version"), kept.get("table")) != (_VERSION, table.digest()) or pixels.shape != _shape(table):
-        return False
-    return bool(kept.get("crc32") == _crc32(pixels, progress))
+    fits = (kept.get("version"), pixels.shape) == (_VERSION, shape)
+    return fits and bool(kept.get("crc32") == _crc32(pixels, progress))
 
 
 def _crc32(pixels: np.ndarray, progress: bool) -> int:
     crc, flat = 0, pixels.reshape(-1)
     blocks = range(0, flat.size, _CHECKED_AT_ONCE)
-    for start in tqdm(blocks, "checking patches", unit="block", disable=not progress or len(blocks) < 64):
+    for start in tqdm(blocks, "checking patches", unit="block", disable=not progress, delay=2):
         crc = isal_zlib.crc32(flat[start : start + _CHECKED_AT_ONCE].data, crc)
     return crc
 
 
-def _shape(table: PatchTable) -> tuple[int, int, int, int]:
-    return len(table), 3, table.size, table.size
-
-
-def _check_space(folder: Path, table: PatchTable) -> None:
-    needed, free = int(np.prod(_shape(table), dtype=np.int64)), shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(
-            f"{folder}: {len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB and "
-            f"{free / 2**30:.1f} GiB are free; make room, choose another --store, or fewer --patches_per_slide"
-        )
-
-
-def _write(path: Path, table: PatchTable, pool: SlidePool, workers: int | None, progress: bool) -> int:
-    """Decode all patches into one file; return its CRC-32. Patches of one slide are read together, in file order."""
-    with atomic_path(path) as part:
-        pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=_shape(table))
-        with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=not progress) as bar:
-            for rows in _reads(table):
-                pixels[rows] = _read(table, rows, pool, workers)
-                bar.update(len(rows))
-        pixels.flush()
-        return _crc32(pixels, progress=False)
-
-
-def _reads(table: PatchTable) -> Iterator[np.ndarray]:
-    """Yield the rows to read at a time: of one slide, or of several images."""
+def _decode(table: PatchTable, pool: SlidePool, workers: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield rows, of one slide or of several images, and their patches [M, 3, S, S] uint8, in the files' order."""
     order = np.argsort(table.file, kind="stable")
-    is_image = np.array([file.suffix.lower() in IMAGES for file in table.files])[table.file[order]]
-    ends = np.flatnonzero((np.diff(table.file[order]) != 0) & ~(is_image[1:] & is_image[:-1])) + 1
-    for rows in np.split(order, ends):
-        yield from np.split(rows, range(_AT_ONCE, len(rows), _AT_ONCE))
-
-
-def _read(table: PatchTable, rows: np.ndarray, pool: SlidePool, workers: int | None) -> np.ndarray:
-    """Return patches, of one slide or of images, as [M, 3, S, S] uint8."""
-    files = [table.files[file] for file in table.file[rows]]
-    if files[0].suffix.lower() in IMAGES:
-        read = map_in_threads(lambda file: _read_image(file, table.size), files, "images", workers, progress=False)
-        return np.stack(read).transpose(0, 3, 1, 2)
-    with pool.use(files[0]) as slide:
-        corners = table.corner[rows].astype(np.int64)
-        return slide.read_many(corners, (table.size, table.size), workers=workers).transpose(0, 3, 1, 2)
+    images = table.files[0].suffix.lower() in IMAGES  # then all are
+    groups = [order] if images else np.split(order, np.flatnonzero(np.diff(table.file[order])) + 1)
+    for rows in (part for group in groups for part in np.split(group, range(_AT_ONCE, len(group), _AT_ONCE))):
+        files = [table.files[file] for file in table.file[rows]]
+        if images:
+            read = partial(_read_image, size=table.size)
+            pixels = np.stack(map_in_threads(read, files, "images", workers, progress=False))
+        else:
+            with pool.use(files[0]) as slide:
+                corners = table.corner[rows].astype(np.int64)
+                pixels = slide.read_many(corners, (table.size, table.size), workers=workers)
+        yield rows, pixels.transpose(0, 3, 1, 2)
 
 
 def _read_image(file: Path, size: int) -> np.ndarray:
@@ -159,3 +163,60 @@ def _read_image(file: Path, size: int) -> np.ndarray:
             "and all must be alike"
         )
     return pixels
+
+
+def resident_batches(table: PatchTable, config: PathologyConfig, run: Run) -> KeyedBatches:
+    """Return this rank's batches of a decided configuration, its patches held as near the device as they fit."""
+    patches, partitions = decoded(table, config, run), decided(config.parallel.partitions)
+    here = range(run.ranks.rank, partitions, run.ranks.world)
+    rows = np.sort(np.concatenate([partition_cases(len(table), partitions, number) for number in here]))
+    needed = len(rows) * 3 * table.size**2
+    budgets = measure_budgets(run.device, config.store, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    tier: Tier = "gpu" if needed <= budgets.get("gpu", -1) else "ram" if needed <= budgets["ram"] else "disk"
+    run.say(f"cache: {len(rows)} patches, {needed / 2**20:.0f} MiB, in {_PLACES[tier]}")
+    with run.clock.stage("cache"):
+        held = patches.near(rows, tier, run.device)
+    return patch_batches(held, here, config, run.device)
+
+
+def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig, device: torch.device) -> KeyedBatches:
+    """Return batches of random order; an epoch leaves out what fills no batch.
+
+    They are image [B, 3, S, S] float32 in [-1, 1] and label [B] float32.
+
+    Args:
+        patches: hold those of the partitions here.
+        here: the partitions of this process.
+        config: decided: partitions in all, the batch over all of them, by which it divides, augmentation and seed.
+        device: where the batches are wanted.
+
+    Raises:
+        ValueError: the set is smaller than a batch.
+    """
+    count, partitions = len(patches.table), decided(config.parallel.partitions)
+    each = decided(config.batch_size) // partitions
+    steps = count // partitions // each
+    if not steps:
+        raise ValueError(
+            f"batch_size {config.batch_size}: {count} training patches in {partitions} partitions do not fill one "
+            "batch; choose a smaller one, or more patches"
+        )
+    rows = [partition_cases(count, partitions, number) for number in here]
+    return KeyedBatches([partial(_shuffled, patches, part, config, device) for part in rows], steps, each)
+
+
+@contextmanager
+def _shuffled(
+    patches: Patches, rows: np.ndarray, config: PathologyConfig, device: torch.device, epoch: int
+) -> Iterator[Take]:
+    """Yield what takes and augments patches of some rows, in the order of this epoch."""
+    draws = keyed_uniforms(config.seed, epoch, rows, np.full(len(rows), _ORDER), 1)[:, 0]
+    order, table = rows[np.argsort(draws, kind="stable")], patches.table
+
+    def take(part: slice) -> Batch:
+        some = order[part]
+        image = augment(patches.take(some, device), draw_patches(config.augmentation, config.seed, epoch, some))
+        label = upload(table.label[some].astype(np.float32), device)
+        return Batch(image, label, tuple(table.files[file].stem for file in table.file[some]))
+
+    yield take

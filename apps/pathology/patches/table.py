@@ -1,11 +1,24 @@
-"""Which patches there are: where each lies and what it shows, before any is decoded."""
+"""Which patches there are, before any is decoded: tables of them, and those that labels.csv, NCRF or MONAI list."""
 
+import csv
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
+from PIL import Image
+
+from apps.pathology.slides.camelyon import is_slide, slide_name
+
+_PARTS = {"train": "training", "val": "validation", "valid": "validation", "test": "testing"}
+_PARTS |= {part: part for part in _PARTS.values()}
+_LABELS = {"0": 0, "1": 1}
+# MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py: regions, grid and patches.
+REGION, GRID, PATCH_SIZE = 768, 3, 224
+_Region = tuple[str, int, int, list[int]]
+"""A slide, x and y of a region's centre at level 0, and the labels of its patches row by row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +43,8 @@ class PatchTable:
         """Check shapes and types."""
         assert self.file.dtype == self.corner.dtype == np.int32, (self.file.dtype, self.corner.dtype)
         assert self.label.dtype == np.uint8, self.label.dtype
-        assert self.corner.shape == (len(self.file), 2), self.corner.shape
-        assert self.label.shape == self.file.shape == (len(self.file),), (self.label.shape, self.file.shape)
+        shapes = self.file.shape, self.corner.shape, self.label.shape
+        assert shapes == ((len(self),), (len(self), 2), (len(self),)), shapes
 
     def __len__(self) -> int:
         return len(self.file)
@@ -57,29 +70,136 @@ class PatchTable:
         return found.hexdigest()
 
 
-def hold_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
-    """Return which slides or patches validate, [N] bool: a share of those with tumour, and of those without.
+def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
+    """Read the patches that labels.csv lists: a header with image, label and, where they are divided, split.
 
-    It depends on the seed and on the names, not on their order. Where there are two or more of a kind, each side gets
-    one at least; a single one trains.
+    An image is named relative to the folder or to its `images`; its label is 1 for tumour, else 0; its split is train,
+    val (or valid, validation) or test. All images are squares as large as the first; whoever decodes them checks it.
 
-    Args:
-        labels: [N], 1 for tumour.
-        names: of the N, each its own.
-        fraction: that validates, above 0 and below 1.
-        seed: of the choice.
+    Returns:
+        The tables "training", "validation" and "testing", those that have patches; all are training without a split.
 
     Raises:
-        ValueError: there are fewer than two of either kind.
+        FileNotFoundError: labels.csv or an image is missing.
+        ValueError: the header lacks a column, a label or a split is another, an image is listed twice or lies
+            elsewhere, or no image trains; the message names the line.
+        OSError: the first image is none.
     """
-    assert 0 < fraction < 1, fraction
-    held = np.zeros(len(names), bool)
-    keys = [hashlib.sha256(f"{seed}:{name}".encode()).digest() for name in names]
-    for label in (0, 1):
-        rows = sorted(np.flatnonzero(labels == label).tolist(), key=keys.__getitem__)
-        held[rows[: min(max(round(fraction * len(rows)), 1), len(rows) - 1)] if rows else []] = True
-    if not held.any():
+    path = folder / "labels.csv"
+    listed: dict[Path, tuple[str, int]] = {}
+    with path.open(newline="", encoding="utf-8-sig") as stream:
+        reader = csv.DictReader(stream)
+        if missing := {"image", "label"} - set(reader.fieldnames or ()):
+            raise ValueError(f"{path}: the header lacks {', '.join(sorted(missing))}; expected image,label,split")
+        for row in reader:
+            image, part, label = _labelled_image(row, folder, f"{path}, line {reader.line_num}")
+            if image in listed:
+                raise ValueError(f"{path}, line {reader.line_num}: {image.name} is listed before; list it once")
+            listed[image] = (part, label)
+    parts = {part: [image for image in listed if listed[image][0] == part] for part in dict.fromkeys(_PARTS.values())}
+    if not parts["training"]:
+        raise ValueError(f"{path}: no image trains; expected some with the split train, or no column split")
+    with Image.open(parts["training"][0]) as first:
+        width, height = first.size
+    if width != height:
+        raise ValueError(f"{parts['training'][0]}: {width} x {height} pixels; patches are squares")
+
+    def table(images: list[Path]) -> PatchTable:
+        file, label = np.arange(len(images), dtype=np.int32), [listed[image][1] for image in images]
+        return PatchTable(tuple(images), file, np.zeros((len(images), 2), np.int32), np.array(label, np.uint8), width)
+
+    return {part: table(images) for part, images in parts.items() if images}
+
+
+def _labelled_image(row: dict[str, str], folder: Path, where: str) -> tuple[Path, str, int]:
+    name, label, split = ((row.get(key) or "").strip() for key in ("image", "label", "split"))
+    if label not in _LABELS:
+        raise ValueError(f"{where}: label {label!r}: expected 0 or 1 (tumour)")
+    if "split" in row and split.lower() not in _PARTS:
+        raise ValueError(f"{where}: split {split!r}: expected one of {', '.join(_PARTS)}")
+    if not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"{where}: image {name!r}: expected a path within the folder")
+    image = next((path for path in (folder / name, folder / "images" / name) if path.is_file()), None)
+    if image is None:
+        raise FileNotFoundError(f"{where}: {name} is missing in {folder} and in its folder images")
+    return image, _PARTS[split.lower()] if "split" in row else "training", _LABELS[label]
+
+
+def read_coordinates(path: Path, images: Path, part: str) -> PatchTable:
+    """Read regions of slides by their centres, each cut into 3 x 3 patches of 224 pixels as MONAI's GridSplit does.
+
+    Two forms are known, told apart by the suffix:
+    - CSV without a header (NCRF's lists as MONAI's guide has them): slide, x and y of the centre at level 0, then the
+      flags of the patches, 1 for tumour, column by column: the guide reads them transposed.
+    - .json (MONAI's lists for decathlon loaders): {"training": [...], "validation": [...]} of {"image": slide,
+      "location": [row, column] of the centre at level 0, "label": flags row by row, flat or nested}.
+
+    A slide is named with or without folder and suffix; upper and lower case are the same.
+
+    Args:
+        path: the list.
+        images: the folder in which, or anywhere below which, the slides lie.
+        part: which list of a JSON file.
+
+    Raises:
+        FileNotFoundError: slides of the list are missing; the message names them.
+        ValueError: the list is empty or a line of it (an item) is damaged; the message names it.
+    """
+    regions = list(_from_json(path, part) if path.suffix.lower() == ".json" else _from_csv(path))
+    if not regions:
+        raise ValueError(f"{path}: lists no regions")
+    names = list(dict.fromkeys(name for name, *_ in regions))
+    step = (REGION - PATCH_SIZE) // (GRID - 1)
+    offsets = np.array([(column * step, row * step) for row in range(GRID) for column in range(GRID)])
+    centres = np.array([(x, y) for _, x, y, _ in regions])
+    return PatchTable(
+        files=_find(names, images, path),
+        file=np.repeat(np.array([names.index(name) for name, *_ in regions], np.int32), GRID**2),
+        corner=(centres[:, None] - REGION // 2 + offsets).reshape(-1, 2).astype(np.int32),
+        label=np.array([flags for *_, flags in regions], np.uint8).reshape(-1),
+        size=PATCH_SIZE,
+    )
+
+
+def _from_csv(path: Path) -> Iterator[_Region]:
+    with path.open(newline="", encoding="utf-8-sig") as stream:
+        for line, row in enumerate(csv.reader(stream), 1):
+            if row and len(row) != 3 + GRID**2:
+                raise ValueError(f"{path}, line {line}: {len(row)} columns; expected {3 + GRID**2}: slide,x,y,flags")
+            if row:
+                name, x, y, *flags = row  # flags go column by column in the file, row by row from here on
+                yield _region(name, x, y, np.reshape(flags, (GRID, GRID)).T.ravel(), f"{path}, line {line}")
+
+
+def _from_json(path: Path, part: str) -> Iterator[_Region]:
+    try:
+        items = json.loads(path.read_text(encoding="utf-8"))[part]
+        rows = [(str(item["image"]), *item["location"], np.ravel(item["label"])) for item in items]
+        if any(len(row) != 4 or len(row[3]) != GRID**2 for row in rows):
+            raise ValueError(f"a location of other than 2 numbers, or a label of other than {GRID**2} flags")
+    except (ValueError, LookupError, TypeError) as error:
+        expected = f'{{"{part}": [{{"image": ..., "location": [row, column], "label": [{GRID**2} flags]}}]}}'
+        raise ValueError(f"{path}: expected {expected} ({type(error).__name__}: {error})") from error
+    for index, (name, y, x, flags) in enumerate(rows):
+        yield _region(name, x, y, flags, f"{path}, {part}[{index}]")
+
+
+def _region(name: str, x: str | int, y: str | int, flags: np.ndarray, where: str) -> _Region:
+    try:
+        return slide_name(name), int(x), int(y), [_LABELS[str(flag).strip()] for flag in flags.tolist()]
+    except (KeyError, ValueError) as error:
         raise ValueError(
-            f"{len(names)} to train on: to hold one out for validation, two with tumour or two without are needed"
-        )
-    return held
+            f"{where}: expected whole numbers for the centre and flags of 0 or 1, found {error}"
+        ) from error
+
+
+def _find(names: list[str], images: Path, path: Path) -> tuple[Path, ...]:
+    """Return the file of each slide, looked for in a folder and below."""
+    there: dict[str, Path] = {}
+    for file in sorted(images.rglob("*")):
+        if is_slide(file) and there.setdefault(file.stem.lower(), file) is not file and file.stem.lower() in names:
+            raise ValueError(f"{images}: {there[file.stem.lower()]} and {file} are named alike; keep one of them")
+    if missing := [name for name in names if name not in there]:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise FileNotFoundError(f"{path}: {len(missing)} of {len(names)} slides are not in {images}: {shown}")
+    return tuple(there[name] for name in names)

@@ -1,17 +1,16 @@
 """Which patches the pathology app trains on, validates on and is judged on."""
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from apps.pathology.config import DEFAULTS, PathologyConfig
 from apps.pathology.patches.draw import sample_patches, shortages
-from apps.pathology.patches.lists import read_coordinates, read_patch_folder
-from apps.pathology.patches.table import PatchTable, hold_out
+from apps.pathology.patches.table import PatchTable, read_coordinates, read_patch_folder
 from apps.pathology.scan.scan import ASSUMED_MPP, MPP_TOLERANCE
 from apps.pathology.slides.camelyon import SlideEntry, read_slide_set
 from apps.pathology.slides.reader import SlidePool
@@ -73,8 +72,9 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
     tables = replace(tables, mpp=config.mpp or tables.mpp)
     if config.fast_dev_run:
         run.say(DEV_RUN)
-        few: dict[str, Any] = {name: _few_patches(table, config) for name, table in tables.parts().items()}
-        tables = replace(tables, **few)
+        count = max(_FEW, config.batch_size or 0)
+        few = {name: table.take(_of_each_kind(table.label, count)) for name, table in tables.parts().items()}
+        tables = replace(tables, **few)  # type: ignore[arg-type]
     shown = ", ".join(f"{len(table)} {name}" for name, table in tables.parts().items())
     size = f"{tables.training.size} pixels" + (f" of {tables.mpp:g} um" if tables.mpp else "")
     run.say(f"data: {tables.folder} ({tables.name}; patches of {size}: {shown})")
@@ -87,13 +87,53 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
     return tables
 
 
+def keep_digests(tables: Tables, run: Run) -> None:
+    """Keep the digests of the patches that a run trains on and validates by.
+
+    Raises:
+        ValueError: a resumed run began with others.
+    """
+    path = run.directory / "patches.json"
+    digests = {"training": tables.training.digest(), "validation": tables.validation.digest()}
+    if run.resumed and path.is_file() and read_object(path) != digests:
+        raise ValueError(
+            f"{path}: the run began with other patches than --data now gives, so it cannot go on; restore the files, "
+            "or start a new run from its weights with --init"
+        )
+    write_json(path, digests)
+
+
+def hold_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
+    """Return which slides or patches validate, [N] bool: a share of those with tumour, and of those without.
+
+    It depends on the seed and on the N names, not on their order. Where there are two or more of a kind, each side
+    gets one at least; a single one trains. `labels` [N] are 1 for tumour; the fraction is above 0 and below 1.
+
+    Raises:
+        ValueError: there are fewer than two of either kind.
+    """
+    held = np.zeros(len(names), bool)
+    keys = [hashlib.sha256(f"{seed}:{name}".encode()).digest() for name in names]
+    for label in (0, 1):
+        rows = sorted(np.flatnonzero(labels == label).tolist(), key=keys.__getitem__)
+        held[rows[: min(max(round(fraction * len(rows)), 1), len(rows) - 1)] if rows else []] = True
+    if not held.any():
+        raise ValueError(
+            f"{len(names)} to train on: to hold one out for validation, two with tumour or two without are needed"
+        )
+    return held
+
+
 def _read(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     if config.lists is None and (folder / "labels.csv").is_file():
         return _labelled(config, folder)
     with closing(SlidePool(config.reader)) as pool:
-        if config.lists is not None:
-            return _listed(folder, config.lists, run, pool)
-        return _sampled(config, folder, run, pool)
+        if config.lists is None:
+            return _sampled(config, folder, run, pool)
+        training = read_coordinates(config.lists[0], folder, "training")
+        validation = read_coordinates(config.lists[1], folder, "validation")
+        mpp = _pixel_size(sorted({*training.files, *validation.files}), run, pool)
+        return Tables(folder, config.lists[0].stem, False, mpp, training, validation, None)
 
 
 def _of_both_kinds(tables: Tables, run: Run) -> Tables:
@@ -116,19 +156,12 @@ def _of_both_kinds(tables: Tables, run: Run) -> Tables:
     return tables
 
 
-def _listed(folder: Path, lists: tuple[Path, Path], run: Run, pool: SlidePool) -> Tables:
-    training, validation = read_coordinates(lists[0], folder), read_coordinates(lists[1], folder, part="validation")
-    mpp = _pixel_size(sorted({*training.files, *validation.files}), run, pool)
-    return Tables(folder, lists[0].stem, False, mpp, training, validation, None)
-
-
 def _labelled(config: PathologyConfig, folder: Path) -> Tables:
     parts = read_patch_folder(folder)
     training, validation = parts["training"], parts.get("validation")
     if validation is None:
         # Patches of one slide may come on both sides: whose names say which slide they are from has a split of its own.
-        places = zip(training.file.tolist(), training.corner.tolist(), strict=True)
-        names = [f"{training.files[file].name}:{corner}" for file, corner in places]
+        names = [f"{file.name}:[0, 0]" for file in training.files]
         held = hold_out(training.label, names, config.held_out, config.seed)
         training, validation = training.take(~held), training.take(held)
     return Tables(folder, folder.name, False, None, training, validation, parts.get("testing"))
@@ -137,7 +170,7 @@ def _labelled(config: PathologyConfig, folder: Path) -> Tables:
 def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -> Tables:
     usual = DEFAULTS[run.device.type]
     size = config.patch_size or usual["patch_size"]
-    per_slide = wanted = config.patches_per_slide or usual["patches_per_slide"]
+    per_slide = config.patches_per_slide or usual["patches_per_slide"]
     slides = read_slide_set(folder)
     labels = np.array([entry.tumour for entry in slides.training])
     held = hold_out(labels, [entry.name for entry in slides.training], config.held_out, config.seed)
@@ -145,9 +178,12 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -
         [entry for entry, out in zip(slides.training, held, strict=True) if out == side] for side in (False, True)
     )
     testing = [entry for entry in slides.testing if not entry.tumour or entry.annotation or entry.mask]
-    if config.fast_dev_run:
-        training, validation, testing = _few_slides(training), _few_slides(validation), []
-        per_slide = min(per_slide, max(_FEW, config.batch_size or 0))
+    if config.fast_dev_run:  # the first slide with and the first without tumour
+        training, validation = (
+            [part[place] for place in _of_each_kind(np.array([entry.tumour for entry in part]), 1)]
+            for part in (training, validation)
+        )
+        testing = []
 
     def drawn(entries: Sequence[SlideEntry]) -> PatchTable:
         table = sample_patches(entries, per_slide, size, config.seed, pool, config.workers, run.leader)
@@ -158,7 +194,7 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -
 
     tables = drawn(training), drawn(validation), drawn(testing) if testing else None
     mpp = _pixel_size([entry.path for entry in (*training, *validation)], run, pool)
-    return Tables(slides.folder, slides.name, slides.synthetic, mpp, *tables, per_slide=wanted)
+    return Tables(slides.folder, slides.name, slides.synthetic, mpp, *tables, per_slide=per_slide)
 
 
 def _pixel_size(files: Sequence[Path], run: Run, pool: SlidePool) -> float | None:
@@ -179,32 +215,6 @@ def _pixel_size(files: Sequence[Path], run: Run, pool: SlidePool) -> float | Non
         )
     run.say(text)
     return known[len(known) // 2] if known else None
-
-
-def keep_digests(tables: Tables, run: Run) -> None:
-    """Keep the digests of the patches that a run trains on and validates by.
-
-    Raises:
-        ValueError: a resumed run began with others.
-    """
-    path = run.directory / "patches.json"
-    digests = {"training": tables.training.digest(), "validation": tables.validation.digest()}
-    if run.resumed and path.is_file() and read_object(path) != digests:
-        raise ValueError(
-            f"{path}: the run began with other patches than --data now gives, so it cannot go on; restore the files, "
-            "or start a new run from its weights with --init"
-        )
-    write_json(path, digests)
-
-
-def _few_slides(slides: Sequence[SlideEntry]) -> list[SlideEntry]:
-    """Return the first slide with and the first without tumour."""
-    return [slides[place] for place in _of_each_kind(np.array([entry.tumour for entry in slides]), 1)]
-
-
-def _few_patches(table: PatchTable, config: PathologyConfig) -> PatchTable:
-    """Return a few patches of each kind, and a batch at least."""
-    return table.take(_of_each_kind(table.label, max(_FEW, config.batch_size or 0)))
 
 
 def _of_each_kind(labels: np.ndarray, count: int) -> np.ndarray:

@@ -1,22 +1,23 @@
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from apps.pathology.config import Augmentation
+from apps.pathology.config import Augmentation, PathologyConfig
 from apps.pathology.patches import guide
-from apps.pathology.patches.guide import cucim_transform, monai_patches, random_transforms, scaling, why_not_cucim
+from apps.pathology.patches.guide import cucim_transform, monai_dataset, monai_patches, why_not_cucim
 from apps.pathology.patches.table import PatchTable
 from common.data.monai_batches import MonaiBatches
+from common.ranks import Ranks
 from tests.apps.pathology.scan_runs import write_slide
 
 CPU = torch.device("cpu")
 # MONAI makes tensors of the reader's arrays as they are.
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 AUGMENTATION = Augmentation((64 / 255, 0.75, 0.25, 0.04), (0.9, 1.1))
-TRANSFORMS = [*random_transforms(AUGMENTATION), *scaling()]
 
 
 @pytest.fixture
@@ -27,51 +28,74 @@ def table(tmp_path: Path) -> PatchTable:
     return PatchTable((slide,), np.zeros(10, np.int32), corner, np.arange(10, dtype=np.uint8) % 2, 64)
 
 
-def batches_of(table: PatchTable, transforms: list[Any], seed: int = 0, **options) -> MonaiBatches:
-    return monai_patches(table, transforms, "openslide", 4, 0, seed, CPU, **options)
+def batches_of(table: PatchTable, seed: int = 0, ranks: Ranks = Ranks()) -> MonaiBatches:  # noqa: B008
+    config = PathologyConfig(
+        recipe="guide", reader="openslide", batch_size=4, workers=None, seed=seed, augmentation=AUGMENTATION
+    )
+    run: Any = SimpleNamespace(device=CPU, ranks=ranks, say=print)
+    return monai_patches(table, config, run)
 
 
-def test_pixels_are_the_slides_scaled_to_one(table):
+def test_pixels_are_the_slides(table):
     import tifffile
 
-    slide = tifffile.imread(table.files[0])
-    (batch, *_) = batches_of(table, scaling()).epoch(0)
-    assert batch.image.shape == (4, 3, 64, 64)
-    expected = [slide[y : y + 64, x : x + 64].transpose(2, 0, 1) / 127.5 - 1 for x, y in table.corner]
-    for image, label in zip(batch.image.numpy(), batch.label, strict=True):
-        places = [n for n, each in enumerate(expected) if np.abs(each - image).max() < 1e-5]
-        assert places
-        assert float(label) in {float(table.label[n]) for n in places}
+    slide, dataset = tifffile.imread(table.files[0]), monai_dataset(table, [], "openslide")
+    assert len(dataset) == 10
+    for item, (x, y), label in zip(dataset, table.corner, table.label, strict=True):
+        assert np.array_equal(item["image"].numpy(), slide[y : y + 64, x : x + 64].transpose(2, 0, 1))
+        assert (item["label"], item["name"]) == (label, "a")
+
+
+def test_ranks_read_different_patches(table, monkeypatch):
+    taken = []
+
+    def noting(table: PatchTable, *rest: Any) -> list[int]:
+        taken.append(table.corner.tolist())
+        return [0] * len(table)
+
+    monkeypatch.setattr(guide, "monai_dataset", noting)
+    for rank in (0, 1):
+        assert batches_of(table, ranks=Ranks(rank, 2)).steps_per_epoch == 2  # of 2 patches each
+    assert taken == [table.corner[0::2].tolist(), table.corner[1::2].tolist()]
 
 
 def test_an_epoch_is_drawn_from_seed_and_number_alone(table):
-    batches = batches_of(table, TRANSFORMS)
+    batches = batches_of(table)
     assert batches.steps_per_epoch == 2
+    assert next(batches.epoch(0)).image.shape == (4, 3, 64, 64)
     first, again, other = (
         torch.cat([batch.image for batch in batches.epoch(number)]) for number in (3, 3, 4)
     )  # fmt: skip
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    assert not torch.equal(
-        first,
-        torch.cat([each.image for each in batches_of(table, TRANSFORMS, 1).epoch(3)]),
-    )
+    assert not torch.equal(first, torch.cat([each.image for each in batches_of(table, seed=1).epoch(3)]))
     assert first.min() >= -1
     assert first.max() <= 1
 
 
-def test_what_the_device_does_comes_last(table):
-    batches = batches_of(table, [], on_device=[lambda images: images * 0 + 7])
-    assert all((batch.image == 7).all() for batch in batches.epoch(0))
+def test_cucim_gets_whole_batches_as_they_were_read(table, monkeypatch, capsys):
+    given = []
+
+    def sevens(images: torch.Tensor) -> torch.Tensor:
+        given.append(images)
+        return images * 0 + 7
+
+    monkeypatch.setattr(guide, "why_not_cucim", lambda device: None)
+    monkeypatch.setattr(guide, "cucim_transform", lambda augmentation: sevens)
+    assert all((batch.image == 7).all() for batch in batches_of(table).epoch(0))
+    assert given[0].shape == (4, 3, 64, 64)
+    assert (given[0] == given[0].round()).all()
+    assert given[0].max() > 1
+    assert "cuCIM on the GPU" in capsys.readouterr().out
 
 
 def test_too_few_patches_are_refused(table):
     with pytest.raises(ValueError, match="batch_size 4: there are 3 training patches"):
-        batches_of(table.take(np.arange(3)), [])
+        batches_of(table.take(np.arange(3)))
 
 
 def test_a_source_that_cannot_go_on_within_an_epoch_yields_nothing_at_its_end(table):
-    batches = batches_of(table, [])
+    batches = batches_of(table)
     assert not batches.resumes_within_epoch
     assert list(batches.epoch(0, 2)) == []
 

@@ -4,36 +4,44 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+import torch
 from PIL import Image
 
+from apps.pathology.config import Augmentation, PathologyConfig
 from apps.pathology.patches import store as patch_store
-from apps.pathology.patches.store import stored_patches
+from apps.pathology.patches.store import Patches, Tier, patch_batches, stored_patches
 from apps.pathology.patches.table import PatchTable
 from apps.pathology.slides.reader import SlidePool
+from common.data.batches import KeyedBatches
+from common.training.config import Parallel
+from tests.support import refuse_host_sync
+
+CPU = torch.device("cpu")
+COUNT = 23
+MOVES = Augmentation((0, 0, 0, 0), (1.0, 1.0))  # flips and quarter turns
+
+
+def noise(*shape: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (*shape, 3), np.uint8)
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> PatchTable:
-    """Two images and a slide of noise, each patch of it within the slide."""
-    rng = np.random.default_rng(0)
-    files = []
-    for name in ("a.png", "b.png"):
-        Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(tmp_path / name)
-        files.append(tmp_path / name)
-    tifffile.imwrite(
-        tmp_path / "s.tif", rng.integers(0, 256, (256, 320, 3), np.uint8), tile=(64, 64), photometric="rgb"
-    )
-    files.append(tmp_path / "s.tif")
-    file = np.array([2, 0, 2, 1], np.int32)
-    corner = np.array([[100, 50], [0, 0], [3, 200], [0, 0]], np.int32)
-    return PatchTable(tuple(files), file, corner, np.array([1, 0, 0, 1], np.uint8), 32)
+def images(tmp_path: Path) -> PatchTable:
+    """Two images, the second one first."""
+    files = tuple(tmp_path / name for name in ("a.png", "b.png"))
+    for number, file in enumerate(files):
+        Image.fromarray(noise(32, 32, seed=number)).save(file)
+    return PatchTable(files, np.array([1, 0], np.int32), np.zeros((2, 2), np.int32), np.array([1, 0], np.uint8), 32)
 
 
-def expected(table: PatchTable) -> np.ndarray:
-    slide = tifffile.imread(table.files[2])
-    images = [np.asarray(Image.open(file)) for file in table.files[:2]]
-    pixels = [slide[50:82, 100:132], images[0], slide[200:232, 3:35], images[1]]
-    return np.stack(pixels).transpose(0, 3, 1, 2)
+@pytest.fixture
+def squares(tmp_path: Path) -> PatchTable:
+    """Squares of two slides in turn."""
+    files = tuple(tmp_path / name for name in ("s.tif", "t.tif"))
+    for number, file in enumerate(files):
+        tifffile.imwrite(file, noise(256, 320, seed=number), tile=(64, 64), photometric="rgb")
+    corner = np.array([[100, 50], [0, 0], [3, 200]], np.int32)
+    return PatchTable(files, np.array([1, 0, 1], np.int32), corner, np.array([1, 0, 0], np.uint8), 32)
 
 
 def stored(table: PatchTable, folder: Path) -> np.ndarray:
@@ -44,58 +52,149 @@ def stored(table: PatchTable, folder: Path) -> np.ndarray:
         pool.close()
 
 
-def test_patches_are_those_of_their_files_in_the_tables_order(tmp_path: Path, table: PatchTable):
-    found = stored(table, tmp_path / "store")
+def test_patches_are_those_of_their_files_in_the_tables_order(tmp_path: Path, images: PatchTable, squares: PatchTable):
+    found = stored(images, tmp_path / "store")
     assert found.dtype == np.uint8
-    assert np.array_equal(found, expected(table))
+    assert np.array_equal(found, [np.asarray(Image.open(file)).transpose(2, 0, 1) for file in images.files[::-1]])
+    slides = [tifffile.imread(squares.files[file]) for file in squares.file]
+    due = [each[y : y + 32, x : x + 32].transpose(2, 0, 1) for each, (x, y) in zip(slides, squares.corner, strict=True)]
+    assert np.array_equal(stored(squares, tmp_path / "store"), due)
 
 
 def test_a_sound_store_is_read_and_a_damaged_one_made_anew(
-    tmp_path: Path, table: PatchTable, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, squares: PatchTable, monkeypatch: pytest.MonkeyPatch
 ):
-    stored(table, tmp_path / "store")
-    decoded = []
-    read = patch_store._read
+    whole = stored(squares, tmp_path / "store")
+    read: list[list[int]] = []
+    decode = patch_store._decode
 
-    def noting(table: PatchTable, rows: Any, *rest: Any) -> Any:
-        decoded.append(rows.tolist())
-        return read(table, rows, *rest)
+    def noting(*given: Any) -> Any:
+        for rows, pixels in decode(*given):
+            read.append(rows.tolist())
+            yield rows, pixels
 
-    monkeypatch.setattr(patch_store, "_read", noting)
-    stored(table, tmp_path / "store")
-    assert decoded == []
+    monkeypatch.setattr(patch_store, "_decode", noting)
+    stored(squares, tmp_path / "store")
+    assert read == []
     (path,) = (tmp_path / "store").glob("*.npy")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert np.array_equal(stored(table, tmp_path / "store"), expected(table))
-    assert decoded == [[1, 3], [0, 2]]  # the images together, then the slide
-    path.write_bytes(content[:-100])  # torn
-    assert np.array_equal(stored(table, tmp_path / "store"), expected(table))
+    assert np.array_equal(stored(squares, tmp_path / "store"), whole)
+    assert read == [[1], [0, 2]]  # slide by slide
+    for torn in (content[:-100], b""):
+        path.write_bytes(torn)
+        assert np.array_equal(stored(squares, tmp_path / "store"), whole)
 
 
-def test_another_file_gives_another_store(tmp_path: Path, table: PatchTable):
-    stored(table, tmp_path / "store")
-    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(table.files[0])
-    assert stored(table, tmp_path / "store")[1].max() == 0
+def test_another_file_gives_another_store(tmp_path: Path, images: PatchTable):
+    stored(images, tmp_path / "store")
+    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(images.files[0])
+    assert stored(images, tmp_path / "store")[1].max() == 0
 
 
-def test_images_must_be_alike_and_whole(tmp_path: Path, table: PatchTable):
-    Image.fromarray(np.zeros((32, 40, 3), np.uint8)).save(table.files[1])
+def test_images_must_be_alike_and_whole(tmp_path: Path, images: PatchTable):
+    Image.fromarray(np.zeros((32, 40, 3), np.uint8)).save(images.files[1])
     with pytest.raises(ValueError, match=r"b\.png: 40 x 32 pixels; the first patch of the set has 32 x 32"):
-        stored(table, tmp_path / "store")
-    table.files[1].write_bytes(table.files[0].read_bytes()[:200])
+        stored(images, tmp_path / "store")
+    images.files[1].write_bytes(images.files[0].read_bytes()[:200])
     with pytest.raises(ValueError, match=r"b\.png: cannot be read as an image"):
-        stored(table, tmp_path / "store")
+        stored(images, tmp_path / "store")
     assert not list((tmp_path / "store").glob("*.npy"))
 
 
 def test_a_full_disk_is_told_before_anything_is_written(
-    tmp_path: Path, table: PatchTable, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, images: PatchTable, monkeypatch: pytest.MonkeyPatch
 ):
     class Usage:
         free = 100
 
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(OSError, match=r"4 patches of 32 pixels need .* are free; make room"):
-        stored(table, tmp_path / "store")
+    with pytest.raises(OSError, match=r"2 patches of 32 pixels need .* are free; make room"):
+        stored(images, tmp_path / "store")
+
+
+@pytest.fixture
+def patches() -> Patches:
+    """Patches that carry their own number in every pixel."""
+    label = np.arange(COUNT, dtype=np.uint8) % 2
+    table = PatchTable((Path("a.tif"),), np.zeros(COUNT, np.int32), np.zeros((COUNT, 2), np.int32), label, 32)
+    pixels = np.random.default_rng(0).integers(0, 256, (COUNT, 3, 32, 32)).astype(np.uint8)
+    pixels[:, :, 0, 0] = np.arange(COUNT)[:, None]
+    return Patches(table, pixels)
+
+
+def batches_of(
+    patches: Patches, size: int, partitions: int = 1, mine: tuple[int, ...] | None = None, tier: Tier = "ram"
+) -> KeyedBatches:
+    here = range(partitions) if mine is None else mine
+    rows = np.flatnonzero(np.isin(np.arange(COUNT) % partitions, here))
+    config = PathologyConfig(batch_size=size, parallel=Parallel(partitions=partitions), seed=3)
+    return patch_batches(patches.near(rows, tier, CPU), here, config, CPU)
+
+
+def test_an_epoch_takes_each_patch_once_at_most_with_its_label(patches: Patches):
+    config = PathologyConfig(batch_size=5, parallel=Parallel(partitions=1), augmentation=MOVES)
+    batches = patch_batches(patches, range(1), config, CPU)
+    assert batches.steps_per_epoch == 4
+    numbers = {}
+    for epoch in range(2):
+        found = []
+        for batch in batches.epoch(epoch):
+            assert batch.image.shape == (5, 3, 32, 32)
+            # a turned patch has its number in another corner
+            corners = ((batch.image[:, 0, [0, 0, -1, -1], [0, -1, 0, -1]] + 1) * 127.5).round().int()
+            mine = [
+                next(
+                    n
+                    for n in range(COUNT)
+                    if n in corner and sorted(np.asarray(patches.pixels)[n, 0].ravel()) == sorted(pixels)
+                )
+                for corner, pixels in zip(
+                    corners.tolist(),
+                    ((batch.image[:, 0] + 1) * 127.5).round().int().flatten(1).tolist(),
+                    strict=True,
+                )
+            ]
+            assert batch.label.tolist() == [float(n % 2) for n in mine]
+            found += mine
+        assert len(set(found)) == len(found) == 20
+        numbers[epoch] = found
+    assert numbers[0] != numbers[1]
+
+
+def test_an_epoch_can_be_entered_at_any_step_and_repeats(patches: Patches):
+    batches = batches_of(patches, 5)
+    whole = list(batches.epoch(2))
+    later = list(batches_of(patches, 5).epoch(2, 2))
+    assert len(later) == 2
+    for one, other in zip(whole[2:], later, strict=True):
+        assert torch.equal(one.image, other.image)
+        assert torch.equal(one.label, other.label)
+
+
+def test_two_processes_with_a_partition_each_hold_the_batch_of_one_with_two(patches: Patches):
+    one = next(batches_of(patches, 6, partitions=2).epoch(1))
+    two = [next(batches_of(patches, 6, partitions=2, mine=(number,)).epoch(1)) for number in (0, 1)]
+    assert [len(part.image) for part in two] == [3, 3]
+    assert torch.equal(one.image, torch.cat([part.image for part in two]))
+    assert torch.equal(one.label, torch.cat([part.label for part in two]))
+
+
+@pytest.mark.parametrize("tier", ["gpu", "disk"])
+def test_the_tier_changes_nothing(patches: Patches, tier: Tier):
+    tiers: tuple[Tier, Tier] = ("ram", tier)
+    one, other = (next(batches_of(patches, 6, 2, (1,), tier=each).epoch(0)) for each in tiers)
+    assert torch.equal(one.image, other.image)
+    assert torch.equal(one.label, other.label)
+
+
+def test_a_batch_waits_for_nothing(patches: Patches):
+    batches = batches_of(patches, 5, tier="gpu")
+    with refuse_host_sync():
+        assert len(list(batches.epoch(0))) == 4
+
+
+def test_a_batch_larger_than_the_set_is_refused(patches: Patches):
+    with pytest.raises(ValueError, match="batch_size 24: 23 training patches in 1 partitions do not fill one batch"):
+        batches_of(patches, 24)

@@ -1,10 +1,13 @@
+import json
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from monai.transforms import GridSplit
+from PIL import Image
 
-from apps.pathology.patches.table import PatchTable, hold_out
+from apps.pathology.patches.table import PatchTable, read_coordinates, read_patch_folder
 
 
 def table(folder: Path, labels: list[int], files: int = 2, size: int = 32) -> PatchTable:
@@ -56,23 +59,185 @@ def test_wrong_types_are_the_callers_mistake(tmp_path, wrong):
         PatchTable(whole.files, size=32, **arrays)
 
 
+ROWS = ["image,label,split", "a.png,1,train", "b.png,0,train", "c.png,1,val", "d.png,0,test"]
+
+
+def folder_of(folder: Path, rows: list[str], side: tuple[int, int] = (96, 96), below: str = "images") -> Path:
+    (folder / below).mkdir(exist_ok=True)
+    for name in "abcd":
+        Image.new("RGB", side).save(folder / below / f"{name}.png")
+    (folder / "labels.csv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("below", ["images", "."])
+def test_parts_of_a_labelled_folder(tmp_path, below):
+    found = read_patch_folder(folder_of(tmp_path, ROWS, below=below))
+    assert list(found) == ["training", "validation", "testing"]
+    assert [path.name for path in found["training"].files] == ["a.png", "b.png"]
+    assert found["training"].label.tolist() == [1, 0]
+    assert found["training"].file.tolist() == [0, 1]
+    assert found["validation"].files == (tmp_path / below / "c.png",)
+    assert found["testing"].label.tolist() == [0]
+    assert all(part.size == 96 and not part.corner.any() for part in found.values())
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "Validation"])
+def test_names_of_the_validation_split(tmp_path, name):
+    assert len(read_patch_folder(folder_of(tmp_path, [*ROWS[:3], f"c.png,1,{name}"]))["validation"]) == 1
+
+
+def test_all_train_without_a_split(tmp_path):
+    found = read_patch_folder(folder_of(tmp_path, ["label,image", "1,a.png", "0,b.png"]))
+    assert list(found) == ["training"]
+    assert found["training"].label.tolist() == [1, 0]
+
+
 @pytest.mark.parametrize(
-    ("tumour", "normal", "held"), [(4, 4, (1, 1)), (8, 20, (2, 5)), (2, 3, (1, 1)), (1, 3, (0, 1)), (3, 0, (1, 0))]
+    ("row", "message"),
+    [
+        ("c.png,2,train", "line 4: label '2'"),
+        ("c.png,,train", "line 4: label ''"),
+        ("c.png,1,dev", "line 4: split 'dev': expected one of train"),
+        ("c.png,1", "line 4: split ''"),
+        ("a.png,1,val", r"line 4: a\.png is listed before"),
+        ("../c.png,1,val", r"line 4: image '\.\./c\.png'"),
+    ],
 )
-def test_a_share_of_each_kind_is_held_out(tumour, normal, held):
-    labels, names = np.array([1] * tumour + [0] * normal), [f"slide_{n}" for n in range(tumour + normal)]
-    out = hold_out(labels, names, 0.25, 0)
-    assert (int(labels[out].sum()), int((1 - labels[out]).sum())) == held
+def test_damaged_lines_are_named(tmp_path, row, message):
+    with pytest.raises(ValueError, match=rf"labels\.csv, {message}"):
+        read_patch_folder(folder_of(tmp_path, [*ROWS[:3], row]))
 
 
-def test_what_is_held_out_depends_on_seed_and_names_alone():
-    labels, names = np.array([0, 1] * 20), [f"slide_{n}" for n in range(40)]
-    out = hold_out(labels, names, 0.3, 5)
-    assert np.array_equal(hold_out(labels, names[::-1], 0.3, 5)[::-1], hold_out(labels[::-1], names, 0.3, 5))
-    assert not np.array_equal(out, hold_out(labels, names, 0.3, 6))
-    assert out[np.argsort(names)].tolist() == hold_out(labels[np.argsort(names)], sorted(names), 0.3, 5).tolist()
+def test_folders_that_cannot_train(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"labels\.csv, line 4: e\.png is missing"):
+        read_patch_folder(folder_of(tmp_path, [*ROWS[:3], "e.png,1,val"]))
+    with pytest.raises(ValueError, match="the header lacks label"):
+        read_patch_folder(folder_of(tmp_path, ["image,class", "a.png,1"]))
+    with pytest.raises(ValueError, match="no image trains"):
+        read_patch_folder(folder_of(tmp_path, [ROWS[0], ROWS[3]]))
+    with pytest.raises(ValueError, match=r"a\.png: 96 x 64 pixels; patches are squares"):
+        read_patch_folder(folder_of(tmp_path, ROWS, side=(96, 64)))
+    (tmp_path / "images" / "a.png").write_bytes(b"no image")
+    with pytest.raises(OSError, match=r"cannot identify image file .*a\.png"):
+        read_patch_folder(tmp_path)
 
 
-def test_nothing_to_hold_out():
-    with pytest.raises(ValueError, match="2 to train on: to hold one out"):
-        hold_out(np.array([1, 0]), ["a", "b"], 0.5, 0)
+@pytest.mark.real_data
+def test_real_patches(real_data):
+    found = read_patch_folder(real_data / "pcam_real")
+    assert {part: len(table) for part, table in found.items()} == {"training": 527, "validation": 173}
+    assert found["training"].size == 96
+
+
+def slides(folder: Path, *names: str) -> Path:
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    return folder
+
+
+def test_region_by_hand(tmp_path):
+    """A flag by itself: the file goes column by column, so that its second flag is the patch below the first."""
+    images = slides(tmp_path / "images", "tumor_001.tif", "normal_001.tif")
+    path = tmp_path / "list.csv"
+    for flag, (column, row) in enumerate([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]):
+        flags = ",".join("1" if number == flag else "0" for number in range(9))
+        path.write_text(f"tumor_001,25417,127565,{flags}\n")
+        table = read_coordinates(path, images, "training")
+        assert len(table) == 9
+        assert table.label.sum() == 1
+        expected = [25417 - 384 + 272 * column, 127565 - 384 + 272 * row]
+        assert table.corner[table.label == 1].tolist() == [expected]
+    assert (table.size, table.files) == (224, (images / "tumor_001.tif",))
+
+
+def test_labels_are_in_the_order_in_which_the_guide_reads_them(tmp_path):
+    images = slides(tmp_path / "images", "a.tif")
+    for flags in ("1,1,0,0,1,0,0,0,1", "0,1,1,0,0,0,1,0,0"):
+        (tmp_path / "list.csv").write_text(f"a,500,600,{flags}\n")
+        columns = ["a", "500", "600", *flags.split(",")]
+        guide = [int(columns[column]) for column in (3, 6, 9, 4, 7, 10, 5, 8, 11)]
+        assert read_coordinates(tmp_path / "list.csv", images, "training").label.tolist() == guide
+
+
+def test_patches_are_those_of_monais_grid_split(tmp_path):
+    images = slides(tmp_path / "images", "a.tif")
+    (tmp_path / "list.csv").write_text(f"a,384,384{',0' * 9}\n")
+    table = read_coordinates(tmp_path / "list.csv", images, "training")
+    numbered = np.arange(768**2).reshape(1, 768, 768)
+    split = GridSplit((3, 3), 224)(numbered)
+    assert len(split) == len(table)
+    for patch, (x, y) in zip(split, table.corner.tolist(), strict=True):
+        assert np.array_equal(patch[0], numbered[0, y : y + 224, x : x + 224])
+
+
+def test_slides_are_found_below_the_folder_whatever_their_case(tmp_path):
+    (tmp_path / "data" / "training").mkdir(parents=True)
+    images = slides(tmp_path / "data" / "training" / "images", "tumor_001.tif", "normal_002.tif", "tumor_001_mask.tif")
+    (tmp_path / "list.csv").write_text(
+        f"Tumor_001,500,600{',1' * 9}\nnormal_002,900,800{',0' * 9}\n\ntumor_001,0,0{',0' * 9}\n"
+    )
+    table = read_coordinates(tmp_path / "list.csv", tmp_path / "data", "training")
+    assert table.files == (images / "tumor_001.tif", images / "normal_002.tif")
+    assert table.file.tolist() == [0] * 9 + [1] * 9 + [0] * 9
+    assert table.corner[18].tolist() == [-384, -384]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_json_form(tmp_path, nested):
+    images = slides(tmp_path / "images", "tumor_001.tif", "tumor_101.tif")
+    flags = [[0, 1, 0], [0, 0, 0], [0, 0, 1]]
+    label = flags if nested else [flag for row in flags for flag in row]
+    content = {
+        "training": [{"image": "training/images/tumor_001.tif", "location": [600, 500], "label": label}],
+        "validation": [{"image": "tumor_101", "location": [700, 800], "label": [0] * 9}],
+    }
+    path = tmp_path / "dataset_0.json"
+    path.write_text(json.dumps(content))
+    table = read_coordinates(path, images, "training")
+    assert table.corner[table.label == 1].tolist() == [[500 - 384 + 272, 600 - 384], [500 - 384 + 544, 600 - 384 + 544]]
+    table = read_coordinates(path, images, "validation")
+    assert table.files == (images / "tumor_101.tif",)
+    assert table.corner[0].tolist() == [800 - 384, 700 - 384]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"a,1,2{',0' * 8}", r"list\.csv, line 1: 11 columns; expected 12"),
+        (f"a,1,2{',0' * 9}\na,1,x{',0' * 9}", r"list\.csv, line 2: expected whole numbers .*'x'"),
+        (f"a,1,2{',0' * 8},2", r"list\.csv, line 1: .*flags of 0 or 1, found '2'"),
+        ("", r"list\.csv: lists no regions"),
+    ],
+)
+def test_damaged_lists_are_named(tmp_path, text, message):
+    (tmp_path / "list.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_coordinates(tmp_path / "list.csv", slides(tmp_path / "images", "a.tif"), "training")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "Expecting"),
+        ("{}", "KeyError: 'training'"),
+        ('{"training": [{"image": "a", "location": [1, 2], "label": [1, 0]}]}', "label of other than 9"),
+        ('{"training": [{"image": "a", "location": [1], "label": [0,0,0,0,0,0,0,0,0]}]}', "location of other than 2"),
+        ('{"training": [{"image": "a", "location": [1, "y"], "label": [0,0,0,0,0,0,0,0,0]}]}', r"training\[0\]: .*'y'"),
+    ],
+)
+def test_damaged_json_is_named(tmp_path, content, message):
+    (tmp_path / "list.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"list\.json.*{message}"):
+        read_coordinates(tmp_path / "list.json", slides(tmp_path / "images", "a.tif"), "training")
+
+
+def test_missing_and_doubled_slides_are_named(tmp_path):
+    (tmp_path / "list.csv").write_text("".join(f"tumor_{n},1,2{',0' * 9}\n" for n in range(7)))
+    images = slides(tmp_path / "images", "tumor_0.tif")
+    with pytest.raises(FileNotFoundError, match=r"6 of 7 slides are not in .*: tumor_1, .*tumor_5 and 1 more"):
+        read_coordinates(tmp_path / "list.csv", images, "training")
+    slides(images / "more", "Tumor_0.tif")
+    with pytest.raises(ValueError, match="named alike"):
+        read_coordinates(tmp_path / "list.csv", images, "training")

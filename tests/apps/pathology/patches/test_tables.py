@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from apps.pathology.config import PathologyConfig
-from apps.pathology.patches.tables import Tables, find_tables, keep_digests
+from apps.pathology.patches.tables import Tables, find_tables, hold_out, keep_digests
 from common.ranks import Ranks
 from data_scripts.make_slides import SLIDES_VERSION, make_slides
 from tests.apps.pathology.scan_runs import write_slide
@@ -127,3 +127,25 @@ def test_a_resumed_run_refuses_other_patches(slides, tmp_path):
     keep_digests(tables, run)
     with pytest.raises(ValueError, match="the run began with other patches"):
         keep_digests(replace(tables, validation=tables.training), run)
+
+
+@pytest.mark.parametrize(
+    ("tumour", "normal", "held"), [(4, 4, (1, 1)), (8, 20, (2, 5)), (2, 3, (1, 1)), (1, 3, (0, 1)), (3, 0, (1, 0))]
+)
+def test_a_share_of_each_kind_is_held_out(tumour, normal, held):
+    labels, names = np.array([1] * tumour + [0] * normal), [f"slide_{n}" for n in range(tumour + normal)]
+    out = hold_out(labels, names, 0.25, 0)
+    assert (int(labels[out].sum()), int((1 - labels[out]).sum())) == held
+
+
+def test_what_is_held_out_depends_on_seed_and_names_alone():
+    labels, names = np.array([0, 1] * 20), [f"slide_{n}" for n in range(40)]
+    out = hold_out(labels, names, 0.3, 5)
+    assert np.array_equal(hold_out(labels, names[::-1], 0.3, 5)[::-1], hold_out(labels[::-1], names, 0.3, 5))
+    assert not np.array_equal(out, hold_out(labels, names, 0.3, 6))
+    assert out[np.argsort(names)].tolist() == hold_out(labels[np.argsort(names)], sorted(names), 0.3, 5).tolist()
+
+
+def test_nothing_to_hold_out():
+    with pytest.raises(ValueError, match="2 to train on: to hold one out"):
+        hold_out(np.array([1, 0]), ["a", "b"], 0.5, 0)
