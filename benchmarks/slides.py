@@ -25,7 +25,7 @@ from apps.pathology.patches.draw import sample_patches
 from apps.pathology.patches.store import patch_batches, stored_patches
 from apps.pathology.patches.table import PatchTable
 from apps.pathology.scan.outputs import find_detections, write_detections_csv
-from apps.pathology.scan.scan import ProbabilityMap, choose_view, dense_scan
+from apps.pathology.scan.scan import ProbabilityMap, choose_view, scan_slide
 from apps.pathology.slides.camelyon import SlideEntry, SlideSet, read_slide_set
 from apps.pathology.slides.masks import tissue_mask
 from apps.pathology.slides.reader import SlidePool, open_slide
@@ -216,7 +216,7 @@ def fast_inference(task: Task) -> Sides:
                 with open_slide(entry.path) as slide:
                     view = choose_view(slide, task.model.mpp)
                     tissue = tissue_mask(slide, assumed_mpp=view.base_mpp)
-                    found = dense_scan(slide, task.model, predictor, task.device, tissue, view, progress=False)
+                    found = scan_slide(slide, task.model, predictor, task.device, tissue, view)
                 save_map(task.map_path(precision, entry), found.values)
 
         return scan_all

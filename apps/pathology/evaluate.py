@@ -9,22 +9,12 @@ if __name__ == "__main__":
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from apps.pathology.scan.froc import (
-    Detections,
-    FrocResult,
-    LesionMap,
-    auc,
-    draw_froc,
-    find_lesions,
-    froc,
-    write_froc_csv,
-)
+from apps.pathology.scan.froc import Detections, LesionMap, auc, draw_froc, find_lesions, froc, write_froc_csv
 from apps.pathology.scan.outputs import read_detections_csv
 from apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_slide_set
 from apps.pathology.slides.masks import tumour_mask
@@ -59,12 +49,12 @@ def main(config: EvaluateConfig) -> int:
     judged, left_out = _judge_all(config)
     for name, reason in left_out.items():
         tqdm.write(f"{name}: left out, {reason}")
-    result = _froc_of([each for each in judged if each.entry.scored])
+    result = froc([(each.lesions, each.detections) for each in judged if each.entry.scored])
     labels = np.array([each.entry.tumour for each in judged])
     # Slides are told apart where there are some of both kinds.
     slide_auc = auc(labels, np.array([each.probability for each in judged])) if 0 < labels.sum() < len(labels) else None
     sizes = sorted({round(each.mask_mpp, 4) for each in judged if each.mask_mpp is not None})
-    content: dict[str, Any] = {
+    content = {
         "froc": None if result is None else result.score,
         "sensitivities": None if result is None else list(result.at_rates),
         "lesions": 0 if result is None else result.lesions,
@@ -93,49 +83,31 @@ def _judge_all(config: EvaluateConfig) -> tuple[list[Judged], dict[str, str]]:
     records = sorted(config.scans.glob("*/slide.json"))
     if not records:
         raise FileNotFoundError(f"{config.scans}: holds no finished scans (NAME/slide.json): scan slides into it first")
-    scans = {record: json.loads(record.read_text(encoding="utf-8")) for record in records}
-    _refuse_mixture(scans)
-    judged, left_out = [], {}
-    for record, scan in tqdm(scans.items(), unit="slide", desc="reference", leave=False):
-        entry = entries.get(scan["name"])
-        reason = _why_not(entry, scan)
-        if entry is None or reason is not None:
-            left_out[scan["name"]] = str(reason)
+    scans = [json.loads(record.read_text(encoding="utf-8")) for record in records]
+    marks = [{**scan.get("mark", {}), "input": None} for scan in scans]
+    other = next((record for record, mark in zip(records, marks, strict=True) if mark != marks[0]), None)
+    if other is not None:  # their scores would be of no network
+        raise ValueError(
+            f"{records[0]} and {other} are of different weights or options; scan all anew, or into folders of their own"
+        )
+    left_out = {entry.name: "it has not been scanned" for entry in slides.testing}
+    judged = []
+    for record, scan in tqdm(list(zip(records, scans, strict=True)), unit="slide", desc="reference", leave=False):
+        name = scan["name"]
+        if (entry := entries.get(name)) is None:
+            left_out[name] = "it is not in the set of slides"
+        elif name.lower() == DUPLICATE:
+            left_out[name] = "Camelyon16 does not score it, a duplicate"
+        elif entry.tumour and entry.mask is None and entry.annotation is None:
+            left_out[name] = f"it has tumour, but neither a mask ({name}_mask.tif) nor an annotation ({name}.xml)"
+        elif entry.tumour and scan["mpp"] is None:
+            left_out[name] = "the slide gives no pixel size, and lesions are measured in um"
         else:
+            left_out.pop(name, None)
             judged.append(_judge(entry, scan, read_detections_csv(record.with_name("detections.csv"))))
-    here = {scan["name"] for scan in scans.values()}
-    left_out |= {entry.name: "it has not been scanned" for entry in slides.testing if entry.name not in here}
     if not judged:
         raise ValueError(f"{config.scans}: none of its {len(records)} scans has a reference in {config.data}")
     return judged, left_out
-
-
-def _refuse_mixture(scans: dict[Path, dict[str, Any]]) -> None:
-    """Refuse scans by different weights or options: their scores would be of no network.
-
-    Raises:
-        ValueError: names one of each.
-    """
-    first, *others = scans
-    marks = {path: {**scan.get("mark", {}), "input": None} for path, scan in scans.items()}
-    other = next((path for path in others if marks[path] != marks[first]), None)
-    if other is not None:
-        raise ValueError(
-            f"{first} and {other} are of different weights or options; scan all anew, or into folders of their own"
-        )
-
-
-def _why_not(entry: SlideEntry | None, scan: dict[str, Any]) -> str | None:
-    """Return why a scan cannot be judged, or None where it can."""
-    if entry is None:
-        return "it is not in the set of slides"
-    if entry.name.lower() == DUPLICATE:
-        return "Camelyon16 does not score it, a duplicate"
-    if entry.tumour and entry.mask is None and entry.annotation is None:
-        return f"it has tumour, but neither a mask ({entry.name}_mask.tif) nor an annotation ({entry.name}.xml)"
-    if entry.tumour and scan["mpp"] is None:
-        return "the slide gives no pixel size, and lesions are measured in um"
-    return None
 
 
 def _judge(entry: SlideEntry, scan: dict[str, Any], found: Detections) -> Judged:
@@ -149,14 +121,6 @@ def _judge(entry: SlideEntry, scan: dict[str, Any], found: Detections) -> Judged
     # A cell's centre may lie beyond the slide's edge, and so beyond the mask's.
     y, x = np.minimum((np.stack([found.y, found.x]) // truth.downsample).astype(np.int64), sides[:, None])
     return Judged(entry, scan["probability"], Detections(x, y, found.scores), find_lesions(truth.mask, mpp), mpp)
-
-
-def _froc_of(judged: list[Judged]) -> FrocResult | None:
-    """Return the free-response curve, or None where there is no lesion to be found."""
-    maps = [each.lesions for each in judged if each.lesions is not None]
-    if not any(set(range(1, int(each.labels.max()) + 1)) - set(each.isolated) for each in maps):
-        return None
-    return froc([(each.lesions, each.detections) for each in judged])
 
 
 if __name__ == "__main__":

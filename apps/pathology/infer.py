@@ -7,14 +7,13 @@ if __name__ == "__main__":
     CONFIG = parse_config(ScanConfig, {}, description=__doc__)  # before torch: --help answers at once
 
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
-from apps.pathology.model import PathologyModel, load_model
+from apps.pathology.model import load_model
 from apps.pathology.scan.outputs import (
     draw_heatmap,
     find_detections,
@@ -22,29 +21,31 @@ from apps.pathology.scan.outputs import (
     write_geojson,
     write_probability_tif,
 )
-from apps.pathology.scan.scan import ProbabilityMap, View, choose_view, dense_scan, patch_scan
+from apps.pathology.scan.scan import ProbabilityMap, View, choose_view, scan_slide
 from apps.pathology.slides.camelyon import SUFFIXES, is_slide
 from apps.pathology.slides.masks import SlideMask, tissue_mask
 from apps.pathology.slides.reader import SlidePool
 from common.clock import keep_freed_memory, peak_memory
 from common.files import sha256_of
 from common.inference.folder_job import FolderJob, Item, Record
-from common.inference.open_predictor import OpenedPredictor, open_predictor
+from common.inference.open_predictor import open_predictor
 from common.observe.plots import Timeline
 from common.ranks import choose_device, torchrun_place
 from common.run import one_line_errors
 
 
-@dataclass(frozen=True)
 class Scanner:
-    """What all slides are scanned with."""
+    """What all slides are scanned with: a run's network, opened on the device."""
 
-    config: ScanConfig
-    model: PathologyModel
-    opened: OpenedPredictor
-    device: torch.device
-    pool: SlidePool
-    timeline: Timeline
+    def __init__(self, config: ScanConfig, pool: SlidePool) -> None:
+        self.config, self.pool, self.timeline = config, pool, Timeline()
+        self.model, self.device = load_model(config.model), choose_device(config.device, torchrun_place()[2])
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self.stride = config.stride if config.mode == "patches" else None
+        self.opened = open_predictor(
+            config.model, self.model, backend=config.backend, precision=config.precision, device=self.device
+        )
 
     def item(self, file: Path) -> Item[Path]:
         """Return a slide with the files that come out of it; its record is written last."""
@@ -55,16 +56,16 @@ class Scanner:
 
     def identity(self) -> Record:
         """Return all but the slide that decides what comes out."""
-        config, ran = self.config, self.opened.file
         options = {
-            "mode": config.mode,
-            "stride": config.stride if config.mode == "patches" else None,
+            "mode": self.config.mode,
+            "stride": self.stride,
             "backend": self.opened.backend,
             "precision": self.opened.precision,
-            "reader": config.reader,
-            "overlays": config.overlays,
+            "reader": self.config.reader,
+            "overlays": self.config.overlays,
         }
-        return {"weights": {ran.name: sha256_of(ran)}, "model": asdict(self.model), "options": options}
+        file = self.opened.file
+        return {"weights": {file.name: sha256_of(file)}, "model": asdict(self.model), "options": options}
 
     def read(self, item: Item[Path]) -> tuple[View, SlideMask]:
         """Return how the network sees a slide, and where it holds tissue."""
@@ -74,17 +75,14 @@ class Scanner:
 
     def scan(self, item: Item[Path], given: tuple[View, SlideMask]) -> tuple[View, ProbabilityMap]:
         """Bring the tissue of a slide through the network."""
-        (view, tissue), model, predict = given, self.model, self.opened.predict
-        # As many pixels as a batch of tiles has; an engine takes no more images than it was built for.
-        batch = model.tile_batch
-        if self.opened.backend != "tensorrt":
-            batch *= (model.tile_size // model.patch_size) ** 2
-        stage = self.timeline.stage(item.name, "compute", "scan", waits=True)
-        with self.pool.use(item.source) as slide, stage:
-            if self.config.mode == "dense":
-                return view, dense_scan(slide, model, predict, self.device, tissue, view)
-            stride = self.config.stride
-            return view, patch_scan(slide, model, predict, self.device, tissue, view, stride=stride, batch=batch)
+        view, tissue = given
+        batch = self.model.tile_batch
+        if self.stride and self.opened.backend != "tensorrt":
+            # As many pixels as a batch of tiles has; an engine takes no more images than it was built for.
+            batch *= (self.model.tile_size // self.model.patch_size) ** 2
+        predict = self.opened.predict
+        with self.pool.use(item.source) as slide, self.timeline.stage(item.name, "compute", "scan", waits=True):
+            return view, scan_slide(slide, self.model, predict, self.device, tissue, view, self.stride, batch)
 
     def write(self, item: Item[Path], scanned: tuple[View, ProbabilityMap]) -> Record:
         """Write what was found in a slide, and return what its record is to hold."""
@@ -124,10 +122,10 @@ def main(config: ScanConfig) -> int:
     Under torchrun each process takes its share of the slides.
     """
     with closing(SlidePool(config.reader)) as pool:
-        scanner = open_scanner(config, pool)
+        scanner = Scanner(config, pool)
         items = [scanner.item(file) for file in find_slides(config.input)]
         identity, opened = scanner.identity(), scanner.opened
-        job = FolderJob("slide", config.output, items, identity, scanner.read, scanner.scan, scanner.write, describe)
+        job = FolderJob("slide", config.output, items, identity, scanner.read, scanner.scan, scanner.write, _line)
         share = len(job.share())
         tqdm.write(f"{share} slides, {opened.backend} {opened.precision} on {scanner.device}: {opened.reason}")
         return job.run(job.unfinished())
@@ -152,17 +150,8 @@ def find_slides(path: Path) -> list[Path]:
     return files
 
 
-def open_scanner(config: ScanConfig, pool: SlidePool) -> Scanner:
-    """Read the model and open it on the device."""
-    model, device = load_model(config.model), choose_device(config.device, torchrun_place()[2])
-    if device.type == "cpu":
-        keep_freed_memory()
-    opened = open_predictor(config.model, model, backend=config.backend, precision=config.precision, device=device)
-    return Scanner(config, model, opened, device, pool, Timeline())
-
-
-def describe(record: Record) -> str:
-    """Return what the record of a slide says, in one line."""
+def _line(record: Record) -> str:
+    """Return what the record of a slide says."""
     damaged = len(record["damaged_tiles"])
     parts = [
         f"{record['reader']}, {record['view']}, probability {record['probability']:.3f}",

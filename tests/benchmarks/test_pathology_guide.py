@@ -9,7 +9,7 @@ import torch
 
 from apps.pathology.model import PathologyModel
 from apps.pathology.patches.augment import jitter_
-from apps.pathology.scan.scan import choose_view, patch_scan
+from apps.pathology.scan.scan import choose_view, scan_slide
 from apps.pathology.slides.masks import SlideMask
 from apps.pathology.slides.reader import open_slide
 from benchmarks.peers import pathology_guide
@@ -66,7 +66,7 @@ def test_the_scan_is_the_apps_patch_mode_where_both_look(folder):
     with open_slide(slide, "openslide") as opened:
         everywhere = SlideMask(np.ones((64, 64), bool), 16.0)
         view = choose_view(opened, None)
-        ours = patch_scan(opened, model, Redness(), CPU, everywhere, view, False, stride=32, batch=64).values
+        ours = scan_slide(opened, model, Redness(), CPU, everywhere, view, stride=32, batch=64).values
     assert found.shape == (64, 64)
     assert (found > 0).sum() > 500
     # Centres at 16 n + 8 there and at 32 n + 16 here: none is shared, but a mean over 64 pixels hardly moves in 8.

@@ -1,7 +1,4 @@
-"""Camelyon16's scores: how many lesions are found at how many false positives, and how well slides are told apart.
-
-Files are written atomically; OSError says that the folder cannot be written, or that the disk is full.
-"""
+"""Camelyon16's scores: how many lesions are found at how many false positives, and how well slides are told apart."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from numpy.typing import NDArray
 from scipy.ndimage import binary_fill_holes, distance_transform_edt, label
-from scipy.stats import rankdata
+from scipy.stats import mannwhitneyu
 from skimage.measure import regionprops
 
 from common.files import write_text
-from common.observe.plots import save_png
+from common.observe.plots import save_png, style
 
 # The challenge's evaluation code, which MONAI's LesionFROC follows (monai.apps.pathology), has all these numbers.
 GROWTH_UM = 75.0  # lesions this close belong together: the width of five tumour cells
@@ -63,7 +59,6 @@ class FrocResult:
         false_positives: [K] float64 per slide, falling.
         sensitivities: [K] float64, the share of lesions found.
         at_rates: sensitivity at each of FALSE_POSITIVE_RATES.
-        score: mean of `at_rates`.
         slides: slides scored.
         lesions: lesions to be found in them.
     """
@@ -71,9 +66,13 @@ class FrocResult:
     false_positives: NDArray[np.float64]
     sensitivities: NDArray[np.float64]
     at_rates: tuple[float, ...]
-    score: float
     slides: int
     lesions: int
+
+    @property
+    def score(self) -> float:
+        """Return Camelyon16's score, the mean sensitivity at its rates."""
+        return float(np.mean(self.at_rates))
 
 
 def find_lesions(mask: np.ndarray, mpp: float) -> LesionMap:
@@ -81,23 +80,17 @@ def find_lesions(mask: np.ndarray, mpp: float) -> LesionMap:
 
     The tumour grows by half of GROWTH_UM, its holes are filled, and what touches, also corner to corner, is one
     lesion. A mask without tumour has no lesions (MONAI's function does not allow for it).
-
-    Raises:
-        ValueError: the mask does not have two axes, or mpp is not above 0.
     """
-    if mask.ndim != 2 or not mpp > 0:
-        raise ValueError(f"mask {mask.shape} at {mpp} um a pixel: must be [H, W], and the pixel larger than 0")
     if not mask.any():
         return LesionMap(np.zeros(mask.shape, np.int32), ())
     grown = distance_transform_edt(mask == 0) < GROWTH_UM / (2 * mpp)
     labels = np.empty(mask.shape, np.int32)
     label(binary_fill_holes(grown), np.ones((3, 3)), output=labels)
     longest = (ITC_UM + GROWTH_UM) / mpp
-    isolated = tuple(lesion.label for lesion in regionprops(labels) if lesion.axis_major_length < longest)
-    return LesionMap(labels, isolated)
+    return LesionMap(labels, tuple(each.label for each in regionprops(labels) if each.axis_major_length < longest))
 
 
-def detect(probability: np.ndarray, threshold: float = DETECTION_THRESHOLD, box: int = DETECTION_BOX) -> Detections:
+def detect(probability: np.ndarray, box: int = DETECTION_BOX) -> Detections:
     """Return the peaks of a probability map [H, W]: the highest, then the highest outside the box around it, and so on.
 
     Equal to MONAI's PathologyProbNMS, also where probabilities are equal (the first, row by row, wins), in one sort
@@ -105,14 +98,12 @@ def detect(probability: np.ndarray, threshold: float = DETECTION_THRESHOLD, box:
     its filter leaves a map of two axes as it is.
 
     Raises:
-        ValueError: the map does not have two axes, is not finite, or the threshold or the box make no sense.
+        ValueError: the map is not finite.
     """
-    if probability.ndim != 2 or not np.isfinite(probability).all():
-        raise ValueError(f"probability map {probability.shape}: must be [H, W] and finite")
-    if threshold < 0 or box < 1:
-        raise ValueError(f"threshold {threshold} and box {box}: must be at least 0, and at least 1 pixel")
+    if not np.isfinite(probability).all():
+        raise ValueError("the probability map is not finite: scan again in fp32 (--precision fp32)")
     width, before, after = probability.shape[1], box // 2, box - box // 2
-    candidates = np.flatnonzero(probability > threshold)
+    candidates = np.flatnonzero(probability > DETECTION_THRESHOLD)
     candidates = candidates[np.argsort(-probability.ravel()[candidates], kind="stable")]
     taken = np.zeros(probability.shape, bool)
     flat = taken.data.cast("B")  # a view that Python reads faster, one pixel at a time, than NumPy does
@@ -126,34 +117,37 @@ def detect(probability: np.ndarray, threshold: float = DETECTION_THRESHOLD, box:
     return Detections(x, y, probability[y, x].astype(np.float32))
 
 
-def froc(slides: Sequence[tuple[LesionMap | None, Detections]]) -> FrocResult:
-    """Return the free-response curve over slides, and Camelyon16's score.
+def froc(slides: Sequence[tuple[LesionMap | None, Detections]]) -> FrocResult | None:
+    """Return the free-response curve over slides; None where they hold no lesion larger than isolated tumour cells.
 
     A lesion is found with the score of its surest detection; a detection outside all lesions is a false positive.
     As in the challenge's code, the lowest of all scores (0 where a lesion was missed) is no point of the curve.
 
     Args:
         slides: lesions (None in a slide without tumour) and detections of each, on one grid.
-
-    Raises:
-        ValueError: a detection lies outside its map, or there is no lesion to be found.
     """
-    outcomes = [_outcome(lesions, detections) for lesions, detections in slides]
-    false = np.concatenate([np.empty(0, np.float32), *(false for false, _, _ in outcomes)])
-    found = np.concatenate([np.empty(0, np.float32), *(found for _, found, _ in outcomes)])
-    targets = sum(count for _, _, count in outcomes)
-    if not targets:
-        raise ValueError(
-            f"{len(slides)} slides hold no lesion larger than isolated tumour cells: there is no sensitivity; "
-            "score slides with tumour among them"
-        )
-    thresholds = np.unique(np.concatenate([false, found]))[1:]
+    false, found, lesions = [], [np.empty(0, np.float32)], 0
+    for reference, detections in slides:
+        if reference is None:
+            false.append(detections.scores)
+            continue
+        hit = reference.labels[detections.y, detections.x]
+        best = np.zeros(reference.labels.max() + 1, np.float32)
+        np.maximum.at(best, hit, detections.scores)
+        best[list(reference.isolated)] = 0  # the challenge's code keeps a score of 0 for each of them
+        false.append(detections.scores[hit == 0])
+        found.append(best[1:])
+        lesions += len(best) - 1 - len(reference.isolated)
+    if not lesions:
+        return None
+    wrong, right = np.sort(np.concatenate(false)), np.sort(np.concatenate(found))
+    thresholds = np.unique(np.concatenate([wrong, right]))[1:]
     rates, shares = (
-        np.append(len(scores) - np.searchsorted(np.sort(scores), thresholds), 0) / count
-        for scores, count in ((false, len(slides)), (found, targets))
+        np.append(len(scores) - np.searchsorted(scores, thresholds), 0) / count
+        for scores, count in ((wrong, len(slides)), (right, lesions))
     )
     at_rates = np.interp(FALSE_POSITIVE_RATES, rates[::-1], shares[::-1])
-    return FrocResult(rates, shares, tuple(at_rates.tolist()), float(at_rates.mean()), len(slides), targets)
+    return FrocResult(rates, shares, tuple(at_rates.tolist()), len(slides), lesions)
 
 
 def auc(labels: np.ndarray, scores: np.ndarray) -> float:
@@ -164,37 +158,29 @@ def auc(labels: np.ndarray, scores: np.ndarray) -> float:
     Raises:
         ValueError: there is no positive or no negative label [N].
     """
-    positive = np.asarray(labels, bool)
+    positive, scores = np.asarray(labels, bool), np.asarray(scores, np.float64)
     count, others = int(positive.sum()), int((~positive).sum())
     if not count or not others:
         raise ValueError(f"{count} positive and {others} negative labels: the AUC needs both")
-    return float((rankdata(scores)[positive].sum() - count * (count + 1) / 2) / (count * others))
+    return float(mannwhitneyu(scores[positive], scores[~positive], method="asymptotic").statistic / (count * others))
 
 
 def draw_froc(path: Path, result: FrocResult) -> None:
     """Draw the curve over false positives per slide (logarithmic), and the six points of the score, as a PNG."""
-    figure = Figure(figsize=(7, 5), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    figure = Figure(figsize=(7, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
+    style(axes, "sensitivity, lesions", _CURVE)
     rates = np.geomspace(FALSE_POSITIVE_RATES[0] / 2, FALSE_POSITIVE_RATES[-1] * 2, 400)
-    curve = np.interp(rates, result.false_positives[::-1], result.sensitivities[::-1])
-    axes.plot(rates, curve, color=_CURVE, linewidth=1.8)
-    axes.plot(FALSE_POSITIVE_RATES, result.at_rates, "o", color=_SCORE, markersize=6, clip_on=False, zorder=3)
+    axes.plot(rates, np.interp(rates, result.false_positives[::-1], result.sensitivities[::-1]), color=_CURVE)
+    axes.plot(FALSE_POSITIVE_RATES, result.at_rates, "o", color=_SCORE, clip_on=False)
     for rate, share in zip(FALSE_POSITIVE_RATES, result.at_rates, strict=True):
-        below = share > 0.9
-        place = (0, -14) if below else (0, 8)
-        axes.annotate(f"{share:.2f}", (rate, share), place, textcoords="offset points", ha="center", fontsize=9)
+        axes.annotate(f"{share:.2f}", (rate, share), (0, 8), textcoords="offset points", ha="center", fontsize=9)
     axes.set_xscale("log", base=2)
     axes.set_xticks(FALSE_POSITIVE_RATES, [f"{rate:g}" for rate in FALSE_POSITIVE_RATES])
     axes.set_xlim(rates[0], rates[-1])
-    axes.set_ylim(0, 1.02)
+    axes.set_ylim(0, 1.08)
     axes.set_xlabel("false positives per slide")
-    axes.set_ylabel("sensitivity, lesions")
-    axes.set_title(
-        f"FROC score {result.score:.3f}: {result.lesions} lesions, {result.slides} slides", loc="left", fontsize=11
-    )
-    axes.grid(color="0.9")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.set_title(f"FROC score {result.score:.3f}: {result.lesions} lesions, {result.slides} slides", loc="left")
     save_png(path, figure)
 
 
@@ -203,20 +189,3 @@ def write_froc_csv(path: Path, result: FrocResult) -> None:
     points = zip(result.false_positives.tolist(), result.sensitivities.tolist(), strict=True)
     rows = "".join(f"{false!r},{share!r}\n" for false, share in points)
     write_text(path, "false_positives_per_slide,sensitivity\n" + rows)
-
-
-def _outcome(lesions: LesionMap | None, detections: Detections) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the scores of false positives [F], of lesions [L] (0: missed), and how many lesions are to be found."""
-    if lesions is None:
-        return detections.scores, np.empty(0, np.float32), 0
-    height, width = lesions.labels.shape
-    if ((detections.y >= height) | (detections.x >= width)).any():
-        raise ValueError(
-            f"detections reach row {detections.y.max()} and column {detections.x.max()}, their lesion map has "
-            f"{height} x {width} pixels: mask and probability map must lie on one grid"
-        )
-    hit = lesions.labels[detections.y, detections.x]
-    found = np.zeros(lesions.labels.max() + 1, np.float32)
-    np.maximum.at(found, hit, detections.scores)
-    found[list(lesions.isolated)] = 0  # the challenge's code keeps a score of 0 for each of them
-    return detections.scores[hit == 0], found[1:], len(found) - 1 - len(lesions.isolated)

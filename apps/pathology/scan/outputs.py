@@ -1,18 +1,16 @@
-"""What a scan leaves of a slide: the map as TIFF, what was detected as CSV and GeoJSON, and a picture.
-
-Files are written atomically; OSError says that the folder cannot be written, or that the disk is full.
-"""
+"""What a scan leaves of a slide: the map as TIFF, what was detected as CSV and GeoJSON, and a picture."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import tifffile
+from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
-from scipy.ndimage import find_objects, label
+from scipy.ndimage import label
+from skimage.measure import regionprops
 
-from apps.pathology.scan.froc import DETECTION_BOX, DETECTION_THRESHOLD, Detections, detect
+from apps.pathology.scan.froc import DETECTION_BOX, Detections, detect
 from apps.pathology.scan.scan import ProbabilityMap
 from apps.pathology.slides.masks import low_power
 from apps.pathology.slides.reader import Slide
@@ -21,8 +19,6 @@ from common.observe.plots import one_line, save_png
 
 Ring = list[tuple[int, int]]
 """Corners (x, y) in cells, the first not repeated; along x the inside lies below (y runs down)."""
-_Step = tuple[int, int]
-_Side = tuple[tuple[int, int], _Step]
 
 REGION_THRESHOLD = 0.5
 BOX_UM = DETECTION_BOX * 64 * 0.243  # MONAI's box is in pixels of level 6 of Camelyon16's slides of 0.243 um
@@ -30,7 +26,6 @@ _TUMOUR = {"name": "Tumor", "color": [200, 0, 0]}  # QuPath's own colour for the
 _DPI = 100
 _LONGEST = 1600  # pixels of the slide in the picture, which with title and colour bar stays below 2000
 _LEAST, _MOST = 0.1, 0.85  # opacity at probability 0 and 1: tissue shows through, and where was looked is seen
-_LEFT, _RIGHT, _TOP, _BOTTOM = 0.15, 1.1, 0.45, 0.15  # inches around the slide
 
 
 def write_probability_tif(path: Path, found: ProbabilityMap, mpp: float | None, slide: str) -> None:
@@ -72,8 +67,7 @@ def find_detections(found: ProbabilityMap, base_mpp: float) -> Detections:
         found: the map.
         base_mpp: um per pixel of level 0.
     """
-    box = max(1, round(BOX_UM / (found.stride * base_mpp)))
-    peaks = detect(found.values, DETECTION_THRESHOLD, box)
+    peaks = detect(found.values, max(1, round(BOX_UM / (found.stride * base_mpp))))
     x, y = (np.floor(found.offset + found.stride * cells).astype(np.int64) for cells in (peaks.x, peaks.y))
     return Detections(x, y, peaks.scores)
 
@@ -100,8 +94,8 @@ def read_detections_csv(path: Path) -> Detections:
     return Detections(np.array(x, np.int64), np.array(y, np.int64), np.array(scores, np.float32))
 
 
-def write_geojson(path: Path, found: ProbabilityMap, size: tuple[int, int]) -> int:
-    """Write the regions of probability 0.5 and more as QuPath's GeoJSON; return how many there are.
+def write_geojson(path: Path, found: ProbabilityMap, size: tuple[int, int]) -> None:
+    """Write the regions of probability 0.5 and more as QuPath's GeoJSON.
 
     Polygons run along the borders of cells, in pixels of level 0. Cells that touch only at a corner are apart.
 
@@ -110,19 +104,19 @@ def write_geojson(path: Path, found: ProbabilityMap, size: tuple[int, int]) -> i
         found: the map.
         size: (width, height) of level 0, which cells at the right and lower edge reach beyond.
     """
-    labels, count = label(found.values >= REGION_THRESHOLD)
+    labels, _ = label(found.values >= REGION_THRESHOLD)
     borders = outline(labels)
     features = []
-    for number, place in enumerate(find_objects(labels), 1):
-        inside = found.values[place][labels[place] == number]
-        rings = [_level_0(ring, found, size) for ring in borders[number]]
-        measured = {"max probability": float(inside.max()), "mean probability": float(inside.mean())}
-        measured = {name: round(value, 6) for name, value in measured.items()}
+    for region in regionprops(labels, found.values):
+        # In pixels of level 0, within the slide, the first point again as the last.
+        closed = [np.array([*ring, ring[0]]) * found.stride for ring in borders[region.label]]
+        rings = [np.minimum(ring, size).round(2).tolist() for ring in closed]
+        values = {"max probability": region.intensity_max, "mean probability": region.intensity_mean}
+        measured = {name: round(float(value), 6) for name, value in values.items()}
         properties = {"objectType": "annotation", "classification": _TUMOUR, "measurements": measured}
         geometry = {"type": "Polygon", "coordinates": rings}
         features.append({"type": "Feature", "geometry": geometry, "properties": properties})
     write_text(path, json.dumps({"type": "FeatureCollection", "features": features}, allow_nan=False) + "\n")
-    return int(count)
 
 
 def draw_heatmap(path: Path, slide: Slide, found: ProbabilityMap) -> None:
@@ -130,28 +124,27 @@ def draw_heatmap(path: Path, slide: Slide, found: ProbabilityMap) -> None:
     level = slide.levels[0]
     longest = max(level.width, level.height)
     image, downsample = low_power(slide, max(1.0, longest / _LONGEST))
-    scale = min(1.0, _LONGEST / max(image.shape))  # a level between may be larger than asked for
-    width, height = (max(side * scale / _DPI, 2.0) for side in (image.shape[1], image.shape[0]))
-    total = (width + _LEFT + _RIGHT, height + _TOP + _BOTTOM)
-    figure = Figure(figsize=total, dpi=_DPI)
-    axes = figure.add_axes((_LEFT / total[0], _BOTTOM / total[1], width / total[0], height / total[1]))
+    scale = min(1 / downsample, _LONGEST / longest) / _DPI  # a level between may be larger than asked for
+    width, height = max(level.width * scale, 2.0), max(level.height * scale, 2.0)  # inches
+    figure = Figure(figsize=(width + 1.5, height + 0.5), dpi=_DPI, layout="constrained")
+    axes = figure.subplots()
     axes.imshow(image, extent=(0, image.shape[1] * downsample, image.shape[0] * downsample, 0))
     rows, columns = found.values.shape
-    extent = (0, columns * found.stride, rows * found.stride, 0)
-    opacity = np.where(found.scanned, _LEAST + (_MOST - _LEAST) * found.values, 0)
     drawn = axes.imshow(
-        found.values, extent=extent, cmap="viridis", vmin=0, vmax=1, alpha=opacity, interpolation="nearest"
+        found.values,
+        extent=(0, columns * found.stride, rows * found.stride, 0),
+        cmap="viridis",
+        vmin=0,
+        vmax=1,
+        alpha=np.where(found.scanned, _LEAST + (_MOST - _LEAST) * found.values, 0),
+        interpolation="nearest",
     )
-    axes.set_xlim(0, level.width)
-    axes.set_ylim(level.height, 0)
+    axes.set(xlim=(0, level.width), ylim=(level.height, 0))
     axes.set_axis_off()
-    bar_axes = figure.add_axes((1 - 0.9 / total[0], _BOTTOM / total[1], 0.2 / total[0], height / total[1]))
-    bar = figure.colorbar(drawn, cax=bar_axes)
-    if bar.solids is not None:
-        bar.solids.set_alpha(1)
-    bar.set_label("probability of tumour", fontsize=9)
+    opaque = ScalarMappable(drawn.norm, drawn.cmap)
+    figure.colorbar(opaque, ax=axes, label="probability of tumour", fraction=0.2 / width, pad=0.1 / width, aspect=30)
     title = f"{one_line(slide.name, 60)}   greatest {found.values.max(initial=0):.3f}"
-    figure.text(_LEFT / total[0], 1 - 0.3 / total[1], title, fontsize=10, weight="bold", parse_math=False)
+    axes.set_title(title, loc="left", fontsize=10, parse_math=False)
     save_png(path, figure, full_colour=True)
 
 
@@ -161,55 +154,35 @@ def outline(labels: np.ndarray) -> dict[int, list[Ring]]:
     Args:
         labels: [H, W], 0 outside; regions are numbered from 1, and their cells share sides.
     """
+    sides = _sides(labels > 0)
+    left = set(sides)
     borders: dict[int, list[Ring]] = {}
-    for ring, cell in _rings(labels > 0):
-        of_region = borders.setdefault(int(labels[cell]), [])
-        x, y = np.array(ring).T
-        outer = (x * np.roll(y, -1) - y * np.roll(x, -1)).sum() > 0
-        of_region.insert(0 if outer else len(of_region), ring)
+    # Each border has a side along x: its first begins a straight line, and of a region's borders the outer's is first.
+    for corner, step in sides:
+        if (corner, step) not in left:
+            continue
+        of_region = borders.setdefault(int(labels[int(corner.imag), int(corner.real)]), [])
+        ring: Ring = []
+        before = 0j
+        while (corner, step) in left:
+            left.remove((corner, step))
+            if step != before:
+                ring.append((int(corner.real), int(corner.imag)))
+            before, corner = step, corner + step
+            # Right first: where two cells meet corner to corner, the border stays with its own.
+            step = next(turn for turn in (step * 1j, step, step * -1j) if (corner, turn) in sides)
+        of_region.append(ring)
     return borders
 
 
-def _rings(mask: np.ndarray) -> Iterator[tuple[Ring, tuple[int, int]]]:
-    """Yield each closed border, and one cell (row, column) inside it."""
-    sides = _sides(mask)
-    done: set[_Side] = set()
-    for start, cell in sides.items():
-        if start in done:
-            continue
-        corner, step = start
-        ring: Ring = []
-        before: _Step | None = None
-        while (corner, step) not in done:
-            done.add((corner, step))
-            if step != before:
-                ring.append(corner)
-            before, corner = step, (corner[0] + step[0], corner[1] + step[1])
-            # Right first: where two cells meet corner to corner, the border stays with its own.
-            turns = ((-step[1], step[0]), step, (step[1], -step[0]))
-            step = next(turn for turn in turns if (corner, turn) in sides)
-        if before == start[1]:
-            ring.pop(0)  # it began in the middle of a straight line
-        yield ring, cell
-
-
-def _sides(mask: np.ndarray) -> dict[_Side, tuple[int, int]]:
-    """Return the sides of cells between inside and outside: start (x, y) and step, and the cell (row, column)."""
+def _sides(mask: np.ndarray) -> dict[tuple[complex, complex], None]:
+    """Return the sides of cells between inside and outside, as start and step (x + yi), those along x first."""
     padded = np.pad(mask, 1)
-    sides = {}
-    for (down, right), start, step in (
-        ((-1, 0), (0, 0), (1, 0)),  # above: along x, from the upper left corner
-        ((0, 1), (1, 0), (0, 1)),
-        ((1, 0), (1, 1), (-1, 0)),
-        ((0, -1), (0, 1), (0, -1)),
-    ):
-        beside = padded[1 + down : padded.shape[0] - 1 + down, 1 + right : padded.shape[1] - 1 + right]
-        for row, column in np.argwhere(mask & ~beside).tolist():
-            sides[(column + start[0], row + start[1]), step] = (row, column)
+    sides: dict[tuple[complex, complex], None] = {}
+    for step in (1 + 0j, 1j, -1 + 0j, -1j):
+        out = step * -1j  # the inside lies right of the step
+        beside = np.roll(padded, (-int(out.imag), -int(out.real)), (0, 1))
+        rows, columns = np.nonzero(padded & ~beside)
+        starts = columns - 1 + 1j * (rows - 1) + (1 + 1j + out - step) / 2
+        sides.update(dict.fromkeys((start, step) for start in starts.tolist()))
     return sides
-
-
-def _level_0(ring: Ring, found: ProbabilityMap, size: tuple[int, int]) -> list[list[float]]:
-    """Return a ring as GeoJSON has it: in pixels of level 0, within the slide, the first point again as the last."""
-    places = np.minimum(np.array([*ring, ring[0]]) * found.stride, size)
-    return [[round(float(x), 2), round(float(y), 2)] for x, y in places]

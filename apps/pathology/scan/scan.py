@@ -18,7 +18,6 @@ from common.data.threads import prefetch
 from common.inference.predictors import Predictor
 from models.resnet18_fcn import STRIDE
 
-PATCH_STRIDE = 64  # Source: MONAI's bundle pathology_tumor_detection, one patch per pixel of level 6
 MPP_TOLERANCE = 0.2  # by which a level's pixel may differ from the network's before it is resized
 ASSUMED_MPP = 0.25  # um, where neither slide nor network knows: an objective of 40x, as most of Camelyon16
 
@@ -123,19 +122,22 @@ def choose_view(slide: Slide, mpp: float | None) -> View:
     return View(level, (place.width, place.height), place.downsample, pitch, base_mpp, reason)
 
 
-def dense_scan(
+def scan_slide(
     slide: Slide,
     model: PathologyModel,
     predictor: Predictor,
     device: torch.device,
     tissue: SlideMask,
     view: View,
-    progress: bool = True,
+    stride: int | None = None,
+    batch: int | None = None,
 ) -> ProbabilityMap:
-    """Scan patches, one every 32 pixels, whose centre lies on tissue, many at a time: shared features are made once.
+    """Scan the patches whose centre lies on tissue, under a bar of tiles on a terminal.
 
-    A tile gives the logits that the whole slide in white surroundings would give: those that its own border changes
-    are thrown away. Two batches of `model.tile_batch` tiles are in memory, one in the network and one being read.
+    A dense scan takes one patch every 32 pixels, many at a time, whose shared features are made once: a tile gives the
+    logits that the whole slide in white surroundings would give, those that its own border changes are thrown away.
+    With a stride the network is called for each patch by itself, as MONAI's bundle does (MONAI model zoo,
+    pathology_tumor_detection, configs/inference.json).
 
     Args:
         slide: to be scanned.
@@ -144,60 +146,24 @@ def dense_scan(
         device: where it computes.
         tissue: where to look.
         view: how the slide is seen.
-        progress: show a bar of tiles with the time left.
+        stride: pixels of the network between two patches, a multiple of 32; None: a dense scan.
+        batch: tiles or patches in one call, by default the model's tiles; twice as many are in memory.
     """
-    scanned = view.on_tissue(tissue, STRIDE)
-    side, halo = model.core // STRIDE, HALO // STRIDE  # cells
-    tiles = np.argwhere(_any_in_squares(scanned, side)) * side
-    corners = view.corners(tiles - halo, model.patch_size, STRIDE)
+    # Cells of a tile along its side, cells around them, and the tile's side in pixels of the network.
+    side, halo, pixels = model.core // STRIDE, HALO // STRIDE, model.tile_size
+    if stride is not None:
+        side, halo, pixels = 1, 0, model.patch_size
+    scanned = view.on_tissue(tissue, stride or STRIDE)
+    starts = [np.arange(0, length, side) for length in scanned.shape]
+    occupied = np.logical_or.reduceat(np.logical_or.reduceat(scanned, starts[0], 0), starts[1], 1)
+    tiles = np.argwhere(occupied) * side
+    corners = view.corners(tiles - halo, model.patch_size, stride or STRIDE)
     values = np.zeros(scanned.shape, np.float32)
-    found = _probabilities(slide, view, corners, model.tile_size, predictor, device, model.tile_batch, progress)
+    found = _probabilities(slide, view, corners, pixels, predictor, device, batch or model.tile_batch)
     for (row, column), probabilities in zip(tiles.tolist(), found, strict=True):
         cells = values[row : row + side, column : column + side]
         cells[...] = probabilities[halo : halo + cells.shape[0], halo : halo + cells.shape[1]]
-    return ProbabilityMap(values * scanned, view.span(STRIDE) * view.downsample, scanned, len(tiles))
-
-
-def patch_scan(
-    slide: Slide,
-    model: PathologyModel,
-    predictor: Predictor,
-    device: torch.device,
-    tissue: SlideMask,
-    view: View,
-    progress: bool = True,
-    *,
-    stride: int = PATCH_STRIDE,
-    batch: int,
-) -> ProbabilityMap:
-    """Scan patch by patch, as MONAI's bundle does: one call of the network for each centre that lies on tissue.
-
-    Args:
-        slide: to be scanned.
-        model: size of the patches.
-        predictor: of the network.
-        device: where it computes.
-        tissue: where to look.
-        view: how the slide is seen.
-        progress: show a bar of patches with the time left.
-        stride: pixels of the network between two patches, a multiple of 32.
-        batch: patches in one call; twice as many are in memory.
-
-    Source:
-        MONAI model zoo, pathology_tumor_detection, configs/inference.json.
-    """
-    scanned = view.on_tissue(tissue, stride)
-    corners = view.corners(np.argwhere(scanned), model.patch_size, stride)
-    found = _probabilities(slide, view, corners, model.patch_size, predictor, device, batch, progress)
-    values = np.zeros(scanned.shape, np.float32)
-    values[scanned] = [float(each[0, 0]) for each in found]
-    return ProbabilityMap(values, view.span(stride) * view.downsample, scanned, len(corners))
-
-
-def _any_in_squares(mask: np.ndarray, side: int) -> np.ndarray:
-    """Return which squares of `side` x `side` hold something, [ceil(H / side), ceil(W / side)] bool."""
-    starts = [np.arange(0, length, side) for length in mask.shape]
-    return np.asarray(np.logical_or.reduceat(np.logical_or.reduceat(mask, starts[0], 0), starts[1], 1))
+    return ProbabilityMap(values * scanned, view.span(stride or STRIDE) * view.downsample, scanned, len(tiles))
 
 
 def _probabilities(
@@ -208,30 +174,20 @@ def _probabilities(
     predictor: Predictor,
     device: torch.device,
     batch: int,
-    progress: bool,
 ) -> Iterator[np.ndarray]:
     """Yield the probabilities, [h, w] float32, of each region, `side` network pixels wide, at corners of the level."""
-    batches = _regions(slide, view, corners, view.span(side), batch)
+    base = np.ceil(corners * view.downsample).astype(np.int64)  # reading takes the level's pixel to the left
+    size = (view.span(side), view.span(side))
+    starts = range(0, len(base), batch)
+    batches = (slide.read_many(base[start : start + batch], size, view.level) for start in starts)
     # Closed on the way out: no thread may read from the slide when its caller closes it after an error.
     ahead = cast(Generator[np.ndarray, None, None], prefetch(batches, device))
-    bar = tqdm(total=len(corners), desc=slide.name, unit="tile", leave=False, disable=not progress)
+    bar = tqdm(total=len(corners), desc=slide.name, unit="tile", leave=False, disable=None)
     with bar, closing(ahead) as regions:
         for pixels in regions:
-            images = normalised(_resized(torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2), side))
-            yield from torch.sigmoid(predictor(images)[:, 0]).cpu().numpy()
+            images = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2)
+            if size[0] != side:  # averaged where they become fewer
+                images = F.interpolate(images.float(), (side, side), mode="bilinear", antialias=True)
+                images = images.round_().clamp_(0, 255).byte()
+            yield from torch.sigmoid(predictor(normalised(images))[:, 0]).cpu().numpy()
             bar.update(len(pixels))
-
-
-def _regions(slide: Slide, view: View, corners: np.ndarray, side: int, batch: int) -> Generator[np.ndarray, None, None]:
-    """Yield the pixels, [B, side, side, 3] uint8, at corners [N, 2] in the view's level, `batch` regions at a time."""
-    base = np.ceil(corners * view.downsample).astype(np.int64)  # reading takes the level's pixel to the left
-    for start in range(0, len(base), batch):
-        yield slide.read_many(base[start : start + batch], (side, side), view.level)
-
-
-def _resized(pixels: torch.Tensor, side: int) -> torch.Tensor:
-    """Return images [B, 3, Y, X] uint8 with another side; pixels are averaged where they become fewer."""
-    if pixels.shape[2] == side:
-        return pixels
-    images = F.interpolate(pixels.float(), (side, side), mode="bilinear", antialias=True)
-    return images.round_().clamp_(0, 255).byte()

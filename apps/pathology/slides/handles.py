@@ -18,6 +18,7 @@ gives tiles that were never scanned as black, takes a thumbnail for a level, and
 
 import math
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -123,7 +124,8 @@ class TifffileHandle:
         import imagecodecs  # noqa: F401 - tifffile decodes with it, and asks for it only at the first tile
 
         self.levels, self.mpp = layout.levels, layout.mpp
-        self._file = path.open("rb", buffering=0)
+        self._file = os.open(path, os.O_RDONLY)
+        self.close = weakref.finalize(self, os.close, self._file)
 
     def read(self, box: Box, level: int) -> np.ndarray:
         """Return the region, as `open_handle` says."""
@@ -132,7 +134,7 @@ class TifffileHandle:
         region = np.empty((*box.size[::-1], 3), np.uint8)
         for row, column, part in place.parts(box):
             number = row * place.grid[1] + column
-            stored = os.pread(self._file.fileno(), int(place.counts[number]), int(place.offsets[number]))
+            stored = os.pread(self._file, int(place.counts[number]), int(place.offsets[number]))
             # imagecodecs' errors are RuntimeErrors; ValueError: decoded bytes that do not fill a tile.
             try:
                 decoded, _, shape = place.decode(stored, number)
@@ -142,10 +144,6 @@ class TifffileHandle:
             here = part.within(column * place.tile_width, row * place.tile_height)
             region[part.within(box.left, box.top)] = tile[here]
         return region
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 Handle: TypeAlias = CucimHandle | OpenSlideHandle | TifffileHandle

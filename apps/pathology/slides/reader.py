@@ -3,6 +3,7 @@
 import math
 import os
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,8 @@ class Slide:
         self.damaged: set[Tile] = set()
         self._handle = handle
         self._sound = [np.zeros(level.grid, bool) for level in self.levels]  # tiles seen to be
-        self._file = path.open("rb", buffering=0)
+        self._file = os.open(path, os.O_RDONLY)
+        self._close = weakref.finalize(self, os.close, self._file)
 
     def read(self, x: int, y: int, width: int, height: int, level: int = 0) -> np.ndarray:
         """Return a region as [height, width, 3] uint8 RGB.
@@ -87,9 +89,9 @@ class Slide:
 
     def close(self) -> None:
         """Close the file; closing twice does no harm."""
-        if not self._file.closed:
+        if self._close.alive:
             self._handle.close()
-            self._file.close()
+            self._close()
 
     def __enter__(self) -> "Slide":
         return self
@@ -129,7 +131,7 @@ class Slide:
             number = tile.row * level.grid[1] + tile.column
             if len(level.counts) and not level.counts[number]:
                 return False
-            if looks_whole(level, number, self._file.fileno()):
+            if looks_whole(level, number, self._file):
                 sound[tile.row, tile.column] = True
             else:
                 self.damaged.add(tile)

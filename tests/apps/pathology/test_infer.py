@@ -125,7 +125,7 @@ def test_an_interrupted_scan_goes_on_to_the_same_outputs(config, tmp_path, where
     whole = replace(config, output=tmp_path / "whole")
     infer.main(whole)
     infer.main(replace(config, mode="patches"))  # an earlier scan, whose record must not outlive what it records
-    name = {"scan": "dense_scan", "write": "write_geojson"}[where]
+    name = {"scan": "scan_slide", "write": "write_geojson"}[where]
     original, calls = getattr(infer, name), []
 
     def fail(*arguments, **words):

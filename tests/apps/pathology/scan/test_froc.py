@@ -57,7 +57,7 @@ def test_detections_equal_monais_ties_included():
         for steps in (3, 20, 10**6):  # few steps: many ties
             probability = np.floor(rng.random((40, 61)) * steps).astype(np.float32) / np.float32(steps)
             expected = PathologyProbNMS(prob_threshold=0.5, box_size=box)(probability.copy())
-            found = detect(probability, 0.5, box)
+            found = detect(probability, box)
             ours = zip(found.scores.tolist(), found.y.tolist(), found.x.tolist(), strict=True)
             assert list(ours) == [(float(score), y, x) for score, y, x in expected]
 
@@ -85,6 +85,7 @@ def test_scores_equal_monais():
             continue
         rates, shares = compute_froc_curve_data(np.array(false), np.array(found), targets, len(slides))
         result = froc(slides)
+        assert result is not None
         assert np.array_equal(result.false_positives, rates)
         assert np.array_equal(result.sensitivities, shares)
         assert result.score == compute_froc_score(rates, shares)
@@ -96,6 +97,7 @@ def test_two_lesions_by_hand():
     # Lesion 1 is hit twice and counts once, at 0.9; lesion 2 is missed; a false positive at 0.8, one elsewhere at 0.95.
     first = detections((0, 0, 0.9), (2, 1, 0.6), (9, 0, 0.8))
     result = froc([(LesionMap(labels, ()), first), (None, detections((4, 4, 0.95)))])
+    assert result is not None
     assert result.false_positives.tolist() == [1.0, 0.5, 0.5, 0]  # at 0.8, 0.9, 0.95, above
     assert result.sensitivities.tolist() == [0.5, 0.5, 0, 0]
     assert result.lesions == 2
@@ -107,6 +109,7 @@ def test_isolated_tumour_cells_are_neither_hits_nor_false_positives():
     labels = np.zeros((10, 10), np.int32)
     labels[0, 0], labels[5:8, 5:8] = 1, 2
     result = froc([(LesionMap(labels, (1,)), detections((0, 0, 0.9), (6, 6, 0.8)))])
+    assert result is not None
     assert result.lesions == 1
     assert result.sensitivities.tolist() == [1.0, 0]
     assert result.false_positives.tolist() == [0, 0]
@@ -140,23 +143,17 @@ def test_a_long_lesion_is_not_isolated_cells_and_a_hole_is_filled():
 def test_no_lesion_and_no_detection():
     empty = find_lesions(np.zeros((9, 9), bool), 10.0)
     assert not empty.labels.any()
-    with pytest.raises(ValueError, match="2 slides hold no lesion"):
-        froc([(empty, detections((1, 1, 0.9))), (None, detections())])
-    lesions = LesionMap(np.ones((9, 9), np.int32), ())
-    assert froc([(lesions, detections()), (None, detections())]).score == 0
+    assert froc([(empty, detections((1, 1, 0.9))), (None, detections())]) is None
+    missed = froc([(LesionMap(np.ones((9, 9), np.int32), ()), detections()), (None, detections())])
+    assert missed is not None
+    assert missed.score == 0
     nothing = detect(np.full((9, 9), 0.5))
     assert (len(nothing.x), len(nothing.y), len(nothing.scores)) == (0, 0, 0)
 
 
-def test_what_cannot_be_scored_is_refused():
-    with pytest.raises(ValueError, match="row 3 and column 9, their lesion map has 9 x 9"):
-        froc([(LesionMap(np.ones((9, 9), np.int32), ()), detections((9, 3, 0.9)))])
-    with pytest.raises(ValueError, match="finite"):
+def test_a_map_that_is_not_finite_is_refused():
+    with pytest.raises(ValueError, match="not finite: scan again in fp32"):
         detect(np.array([[np.nan, 1.0]]))
-    with pytest.raises(ValueError, match="box 0"):
-        detect(np.ones((2, 2)), box=0)
-    with pytest.raises(ValueError, match="at 0 um"):
-        find_lesions(np.ones((2, 2)), 0)
 
 
 def test_the_score_is_taken_at_the_challenges_rates():

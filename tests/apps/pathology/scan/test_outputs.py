@@ -81,7 +81,7 @@ def test_geojson_outlines_regions_for_qupath(tmp_path):
     values = np.zeros((4, 5))
     values[1, 1], values[1, 2], values[3, 4] = 0.5, 1.0, 0.75
     values[2, 1] = 0.49
-    assert write_geojson(tmp_path / "d.geojson", map_of(values), (150, 120)) == 2
+    write_geojson(tmp_path / "d.geojson", map_of(values), (150, 120))
     content = json.loads((tmp_path / "d.geojson").read_text())
     assert content["type"] == "FeatureCollection"
     first, second = content["features"]
@@ -95,7 +95,7 @@ def test_geojson_outlines_regions_for_qupath(tmp_path):
 
 
 def test_geojson_of_an_empty_map_has_no_features(tmp_path):
-    assert write_geojson(tmp_path / "d.geojson", map_of(np.zeros((4, 5))), (150, 120)) == 0
+    write_geojson(tmp_path / "d.geojson", map_of(np.zeros((4, 5))), (150, 120))
     assert json.loads((tmp_path / "d.geojson").read_text())["features"] == []
 
 

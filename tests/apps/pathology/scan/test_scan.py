@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apps.pathology.model import HALO, PathologyModel, normalised
-from apps.pathology.scan.scan import choose_view, dense_scan, patch_scan
+from apps.pathology.scan.scan import choose_view, scan_slide
 from apps.pathology.slides.masks import SlideMask
 from apps.pathology.slides.reader import open_slide
 from models.resnet18_fcn import resnet18_fcn
@@ -65,14 +65,13 @@ def whole(image: np.ndarray, network: nn.Module, pitch: int = 32) -> np.ndarray:
 def test_tiles_give_what_one_pass_over_the_whole_slide_gives(tmp_path, network):
     (image,) = write_pyramid(tmp_path / "a.tif", (1,), (314, 210))
     with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        found = dense_scan(
+        found = scan_slide(
             slide,
             MODEL,
             predictor_of(network),
             CPU,
             everywhere(314, 210),
             choose_view(slide, MODEL.mpp),
-            progress=False,
         )
     expected = whole(image, network)
     assert found.values.shape == (7, 10)
@@ -85,14 +84,13 @@ def test_tiles_give_what_one_pass_over_the_whole_slide_gives(tmp_path, network):
 def test_patches_give_what_the_network_gives_for_each(tmp_path, network):
     (image,) = write_pyramid(tmp_path / "a.tif", (1,), (300, 210))
     with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        found = patch_scan(
+        found = scan_slide(
             slide,
             MODEL,
             predictor_of(network),
             CPU,
             everywhere(300, 210),
             choose_view(slide, MODEL.mpp),
-            progress=False,
             stride=64,
             batch=3,
         )
@@ -140,15 +138,14 @@ def test_a_spot_lights_the_cell_that_lies_on_it_at_any_level(tmp_path, mpp):
             )
     with open_slide(tmp_path / "a.tif", "tifffile") as slide:
         model = PathologyModel(32, mpp, 576, 2, "fp32")
-        found = dense_scan(slide, model, spot, CPU, everywhere(960, 640), choose_view(slide, model.mpp), progress=False)
-        sparse = patch_scan(
+        found = scan_slide(slide, model, spot, CPU, everywhere(960, 640), choose_view(slide, model.mpp))
+        sparse = scan_slide(
             slide,
             model,
             spot,
             CPU,
             everywhere(960, 640),
             choose_view(slide, model.mpp),
-            progress=False,
             stride=32,
             batch=50,
         )
@@ -169,8 +166,7 @@ def test_resized_tiles_fit_together(tmp_path):
     with open_slide(tmp_path / "a.tif", "tifffile") as slide:
         tissue = everywhere(700, 500)
         many, one = (
-            dense_scan(slide, model, redness, CPU, tissue, choose_view(slide, model.mpp), progress=False)
-            for model in (small, large)
+            scan_slide(slide, model, redness, CPU, tissue, choose_view(slide, model.mpp)) for model in (small, large)
         )
     assert one.tiles == 1 < many.tiles
     assert one.values.std() > 0.005
@@ -183,10 +179,8 @@ def test_only_cells_whose_centre_is_on_tissue_are_scanned(tmp_path):
     mask[18, 50] = mask[17, 54] = True  # x 400..407 and y 144..151; x 432..439 and y 136..143
     with open_slide(tmp_path / "a.tif", "tifffile") as slide:
         tissue, view = SlideMask(mask, 8.0), choose_view(slide, MODEL.mpp)
-        dense = dense_scan(slide, MODEL, redness, CPU, tissue, view, progress=False)
-        sparse = patch_scan(
-            slide, MODEL, redness, CPU, tissue, choose_view(slide, MODEL.mpp), progress=False, stride=64, batch=4
-        )
+        dense = scan_slide(slide, MODEL, redness, CPU, tissue, view)
+        sparse = scan_slide(slide, MODEL, redness, CPU, tissue, choose_view(slide, MODEL.mpp), stride=64, batch=4)
     # The centre of cell c is at 32 c + 16: x 400 and 432, y 144, which is above the second pixel's.
     assert np.argwhere(dense.scanned).tolist() == [[4, 12]]
     assert (dense.values > 0).tolist() == dense.scanned.tolist()
@@ -199,8 +193,8 @@ def test_a_slide_without_tissue_gives_an_empty_map(tmp_path):
     with open_slide(tmp_path / "a.tif", "tifffile") as slide:
         nothing = SlideMask(np.zeros((210, 300), bool), 1.0)
         for found in (
-            dense_scan(slide, MODEL, redness, CPU, nothing, choose_view(slide, MODEL.mpp), progress=False),
-            patch_scan(slide, MODEL, redness, CPU, nothing, choose_view(slide, MODEL.mpp), progress=False, batch=2),
+            scan_slide(slide, MODEL, redness, CPU, nothing, choose_view(slide, MODEL.mpp)),
+            scan_slide(slide, MODEL, redness, CPU, nothing, choose_view(slide, MODEL.mpp), stride=64, batch=2),
         ):
             assert not found.values.any()
             assert found.tiles == 0
@@ -222,9 +216,7 @@ def test_reading_stays_one_batch_ahead_whatever_the_size_of_the_slide(tmp_path, 
             return redness(images)
 
         monkeypatch.setattr(slide, "read_many", read_many)
-        found = dense_scan(
-            slide, MODEL, predict, CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp), progress=False
-        )
+        found = scan_slide(slide, MODEL, predict, CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp))
     assert sum(reads) == found.tiles == 24
     assert max(reads) == MODEL.tile_batch
     assert 1 <= min(ahead) <= max(ahead) <= 2
@@ -239,5 +231,5 @@ def test_after_an_error_no_thread_reads_any_more(tmp_path):
     with open_slide(tmp_path / "a.tif", "tifffile") as slide:
         # What pytest holds of the error keeps the frames alive, as a debugger would.
         with pytest.raises(ValueError, match="no such luck"):
-            dense_scan(slide, MODEL, fail, CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp), progress=False)
+            scan_slide(slide, MODEL, fail, CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp))
         assert not [thread for thread in threading.enumerate() if thread.name.startswith(("prefetch", "slide"))]
