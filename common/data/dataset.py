@@ -2,16 +2,18 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NotRequired, TypedDict, TypeVar
+
+import msgspec
 
 from common.files import read_object
 
 SUFFIXES = (".nii.gz", ".nii")
-MOST_NAMES_LISTED = 5
-_MOST_LABELS = 256  # label maps are uint8
+_MOST_NAMED = 5
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,32 @@ class Split:
         }
 
 
+class _Entry(TypedDict):
+    """A labelled scan as `dataset.json` lists it."""
+
+    image: str
+    label: str
+
+
+class _Listed(TypedDict):
+    """What is read of `dataset.json`; whatever else it holds does not matter."""
+
+    name: str
+    modality: dict[str, str]
+    labels: dict[str, str]
+    training: list[_Entry]
+    test: NotRequired[list[str | dict[str, str]]]
+    synthetic: NotRequired[bool]
+
+
+class _Names(TypedDict):
+    """What is read of a file that splits the cases."""
+
+    training: list[str]
+    validation: list[str]
+    held_out: NotRequired[bool]
+
+
 def read_dataset(folder: Path) -> Dataset:
     """Read `dataset.json` and check that every training image and label it lists is there.
 
@@ -89,24 +117,22 @@ def read_dataset(folder: Path) -> Dataset:
             f"{path}: not found; a dataset folder holds dataset.json, imagesTr and labelsTr (the layout of the "
             "Medical Segmentation Decathlon)"
         )
-    content = read_object(path)
-    labels = _label_names(_required(content, "labels", dict, path), path)
-    synthetic = content.get("synthetic", False)
-    if not isinstance(synthetic, bool):
-        raise ValueError(f"{path}: synthetic: expected true or false, found {synthetic!r}")
-    cases = _cases(_required(content, "training", list, path), folder, path, labelled=True)
+    content = _read(path, _Listed)
+    modality, labels = (_by_number(content[key], key, path) for key in ("modality", "labels"))
+    if "" in modality or len(labels) < 2:
+        raise ValueError(
+            f"{path}: expected each channel of {modality} named, and the background and a structure in {labels}"
+        )
+    cases = _cases(((entry["image"], entry["label"]) for entry in content["training"]), path)
     if not cases:
         raise ValueError(f"{path}: training: expected at least one image with its label, found none")
-    _check_files_exist(cases, path)
-    return Dataset(
-        folder=folder,
-        name=_required(content, "name", str, path),
-        modality=_names_by_number(_required(content, "modality", dict, path), "modality", path),
-        labels=labels,
-        cases=cases,
-        test_cases=_cases(content.get("test", []), folder, path, labelled=False),
-        synthetic=synthetic,
-    )
+    files = [file for case in cases for file in (case.image, case.label) if file is not None]
+    missing = [str(file.relative_to(folder)) for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(f"{path}: {len(missing)} of {len(files)} listed files are missing: {_listed(missing)}")
+    test = (entry if isinstance(entry, str) else entry.get("image", "") for entry in content.get("test", []))
+    test_cases = _cases(((image, None) for image in test), path)
+    return Dataset(folder, content["name"], modality, labels, cases, test_cases, content.get("synthetic", False))
 
 
 def split_cases(dataset: Dataset, split: str) -> Split:
@@ -121,136 +147,97 @@ def split_cases(dataset: Dataset, split: str) -> Split:
         FileNotFoundError: `split` is neither a fraction nor "all", and no such file exists.
         ValueError: the fraction is not between 0 and 1, the dataset is too small, the file names a case wrongly.
     """
+    total = len(dataset.cases)
     if split == "all":
-        return Split(dataset.cases, dataset.cases, False, f"all {len(dataset.cases)} cases train and validate")
-    fraction, colon, seed = split.partition(":")
+        return Split(dataset.cases, dataset.cases, False, f"all {total} cases train and validate")
+    first, colon, last = split.partition(":")
     try:
-        share, seed_number = float(fraction), int(seed) if colon else 0
+        fraction, seed = float(first), int(last) if colon else 0
     except ValueError:
-        return _split_from_file(dataset, Path(split))
-    return _split_by_fraction(dataset, share, seed_number)
-
-
-def _split_by_fraction(dataset: Dataset, fraction: float, seed: int) -> Split:
+        return read_split(dataset, Path(split))
     if not 0 < fraction < 1:
         raise ValueError(
             f"split {fraction:g}: the fraction of validation cases must lie between 0 and 1, both excluded"
         )
-    total = len(dataset.cases)
     if total < 2:
         raise ValueError(
             f"split {fraction:g}: expected at least 2 labelled cases, one to train and one to validate, found {total} "
             f"in {dataset.folder}; use the split 'all' to validate on the training case"
         )
-    held_out = min(max(round(fraction * total), 1), total - 1)
+    count = min(max(round(fraction * total), 1), total - 1)
     # Ordered by a digest of seed and name: the same on every platform and version, whatever random generators do.
     shuffled = sorted(dataset.cases, key=lambda case: hashlib.sha256(f"{seed}:{case.name}".encode()).digest())
-    description = f"{held_out} of {total} cases held out for validation: fraction {fraction:g}, seed {seed}"
-    return Split(_by_name(shuffled[held_out:]), _by_name(shuffled[:held_out]), True, description)
+    description = f"{count} of {total} cases held out for validation: fraction {fraction:g}, seed {seed}"
+    return Split(_by_name(shuffled[count:]), _by_name(shuffled[:count]), True, description)
 
 
-def _split_from_file(dataset: Dataset, path: Path) -> Split:
+def read_split(dataset: Dataset, path: Path) -> Split:
+    """Return the split in a JSON file, such as one of `Split.to_json`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a case is named wrongly, twice, or on both sides.
+    """
     if not path.is_file():
         raise FileNotFoundError(
             f"split {str(path)!r}: no such file; expected a fraction such as 0.2, a fraction and a seed such as 0.2:7, "
             "'all', or a JSON file with the lists training and validation"
         )
-    return split_of(dataset, read_object(path), path)
-
-
-def split_of(dataset: Dataset, content: Mapping[str, Any], path: Path) -> Split:
-    """Return the split that `Split.to_json` gave; `path` is the file that errors name.
-
-    Raises:
-        ValueError: a case is named wrongly, twice, or on both sides.
-    """
-    training = _chosen_cases(dataset, _required(content, "training", list, path), path)
-    validation = _chosen_cases(dataset, _required(content, "validation", list, path), path)
-    both = sorted({case.name for case in training} & {case.name for case in validation})
-    if both and content.get("held_out", True) is not False:
+    content = _read(path, _Names)
+    by_name = {case.name: case for case in dataset.cases}
+    sides = content["training"], content["validation"]
+    for names in sides:
+        if unknown := [name for name in names if name not in by_name]:
+            raise ValueError(f"{path}: {_listed(unknown)} are no labelled cases of {dataset.folder / 'dataset.json'}")
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"{path}: expected at least one training and one validation case, and each only once")
+    both = sorted(set(sides[0]) & set(sides[1]))
+    if both and content.get("held_out", True):
         raise ValueError(
             f"{path}: {_listed(both)} train and validate; to measure quality on training cases, say "
             "\"held_out\": false in the file or use the split 'all'"
         )
-    unused = len(dataset.cases) - len(training) - len(validation) + len(both)
+    training, validation = (_by_name(by_name[name] for name in names) for names in sides)
+    unused = len(by_name) - len(training) - len(validation) + len(both)
     description = f"{len(training)} training and {len(validation)} validation cases ({unused} unused) named in {path}"
     return Split(training, validation, not both, description)
 
 
-def _chosen_cases(dataset: Dataset, names: Sequence[object], path: Path) -> tuple[Case, ...]:
-    by_name = {case.name: case for case in dataset.cases}
-    unknown = [str(name) for name in names if not isinstance(name, str) or name not in by_name]
-    if unknown:
-        raise ValueError(f"{path}: {_listed(unknown)} are no labelled cases of {dataset.folder / 'dataset.json'}")
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"{path}: expected at least one training and one validation case, and each only once")
-    return _by_name(by_name[str(name)] for name in names)
+def _read(path: Path, kind: type[T]) -> T:
+    """Return what a JSON file holds, its types checked."""
+    try:
+        return msgspec.convert(read_object(path), kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _cases(entries: object, folder: Path, path: Path, labelled: bool) -> tuple[Case, ...]:
-    if not isinstance(entries, list):
-        raise ValueError(f"{path}: test: expected a list of images, found {entries!r}")
+def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case, ...]:
+    """Return the cases of image and label files, as relative to the folder of `path`."""
     cases = []
     for entry in entries:
-        if labelled and not (isinstance(entry, dict) and {"image", "label"} <= entry.keys()):
-            raise ValueError(f'{path}: training: expected {{"image": ..., "label": ...}}, found {entry!r}')
-        image = _inside(folder, entry.get("image") if isinstance(entry, dict) else entry, path)
-        label = _inside(folder, entry["label"], path) if labelled else None
-        if not image.name.startswith("._"):  # macOS leaves such a file beside each that it packs; MSD lists some
-            cases.append(Case(_case_name(image, path), image, label))
+        for file in map(PurePosixPath, filter(None, entry)):
+            if file.is_absolute() or ".." in file.parts:
+                raise ValueError(
+                    f"{path}: {str(file)!r} leaves the dataset's folder; expected a relative path without '..'"
+                )
+        image, label = (None if file is None else path.parent / file for file in entry)
+        assert image is not None
+        name = next((image.name.removesuffix(suffix) for suffix in SUFFIXES if image.name.endswith(suffix)), "")
+        if not name:
+            raise ValueError(f"{path}: {image.name}: expected an image file named NAME{' or NAME'.join(SUFFIXES)}")
+        if not name.startswith("._"):  # macOS leaves such a file beside each that it packs; MSD lists some
+            cases.append(Case(name, image, label))
     twice = [name for name, count in Counter(case.name for case in cases).items() if count > 1]
     if twice:
         raise ValueError(f"{path}: {_listed(sorted(twice))}: listed more than once; expected one image per case name")
     return _by_name(cases)
 
 
-def _inside(folder: Path, entry: object, path: Path) -> Path:
-    if not isinstance(entry, str):
-        raise ValueError(f"{path}: expected the path of an image, found {entry!r}")
-    relative = PurePosixPath(entry)
-    if relative.is_absolute() or ".." in relative.parts:
-        raise ValueError(f"{path}: {entry!r} leaves the dataset's folder; expected a relative path without '..'")
-    return folder / relative
-
-
-def _case_name(image: Path, path: Path) -> str:
-    for suffix in SUFFIXES:
-        if image.name.endswith(suffix) and image.name != suffix:
-            return image.name.removesuffix(suffix)
-    raise ValueError(f"{path}: {image.name}: expected an image file named {' or '.join('NAME' + s for s in SUFFIXES)}")
-
-
-def _check_files_exist(cases: Sequence[Case], path: Path) -> None:
-    files = [file for case in cases for file in (case.image, case.label) if file is not None]
-    missing = [str(file.relative_to(path.parent)) for file in files if not file.is_file()]
-    if missing:
-        raise FileNotFoundError(f"{path}: {len(missing)} of {len(files)} listed files are missing: {_listed(missing)}")
-
-
-def _required(content: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:  # noqa: ANN401 - `kind`, checked
-    if key not in content:
-        raise ValueError(f"{path}: the key {key!r} is missing; found {sorted(content)}")
-    if not isinstance(content[key], kind):
-        raise ValueError(f"{path}: {key}: expected a {kind.__name__}, found {content[key]!r}")
-    return content[key]
-
-
-def _label_names(names: dict[str, object], path: Path) -> tuple[str, ...]:
-    """Return the name of each label number; the names of those that are left out are ""."""
-    if "0" in names and all(number.isdecimal() and int(number) < _MOST_LABELS for number in names):
-        names = {str(number): "" for number in range(max(map(int, names)))} | names
-    labels = _names_by_number(names, "labels", path)
-    if len(labels) < 2:
-        raise ValueError(f"{path}: labels {list(labels)}: expected the background and at least one structure")
-    return labels
-
-
-def _names_by_number(names: dict[str, object], key: str, path: Path) -> tuple[str, ...]:
-    expected = [str(number) for number in range(len(names))]
-    found = [names.get(number) for number in expected]
-    if not names or not all(isinstance(name, str) for name in found):
+def _by_number(names: dict[str, str], key: str, path: Path) -> tuple[str, ...]:
+    """Return the name of each number from 0, "" for one that is left out."""
+    if "0" not in names or not all(number.isdecimal() and int(number) < 256 for number in names):  # maps are uint8
         raise ValueError(f'{path}: {key}: expected {{"0": name, "1": name, ...}} from 0, found {names}')
-    return tuple(map(str, found))
+    return tuple(names.get(str(number), "") for number in range(max(map(int, names)) + 1))
 
 
 def _by_name(cases: Iterable[Case]) -> tuple[Case, ...]:
@@ -258,5 +245,5 @@ def _by_name(cases: Iterable[Case]) -> tuple[Case, ...]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MOST_NAMES_LISTED
-    return ", ".join(names[:MOST_NAMES_LISTED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

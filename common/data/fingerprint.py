@@ -1,6 +1,5 @@
 """What a dataset's training cases look like, and the preparation that follows from it."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 
 from common.data.dataset import Case, Dataset
 from common.data.geometry import Shape, Spacing, box_above
-from common.data.preparation import Preparation
+from common.data.preparation import Preparation, label_map
 from common.data.store import SourceDigests, read_kept
 from common.data.threads import map_in_threads
 from common.data.volumes import check_same_grid, read_header, read_volume
@@ -136,36 +135,28 @@ def plan_preparation(
     elif spacing is None:
         right, anterior, superior = (round(size, 2) for size in figures.spacing)
         spacing, source = (right, anterior, superior), f"the median of {figures.cases} training cases"
-    chosen, line = _window(dataset, figures, window, known)
-    lines = f"spacing ({', '.join(f'{size:g}' for size in spacing)}) mm: {source}", line
-    return Preparation(spacing, "window" if chosen else "zscore", chosen, len(dataset.modality)), lines
+    line = f"spacing ({', '.join(f'{size:g}' for size in spacing)}) mm: {source}"
+    modality = ", ".join(dataset.modality)
+    if not is_ct(dataset):
+        if window is not None:
+            raise ValueError(f"window {window}: only CT has one, and the modality is {modality}; leave it out")
+        said = f"z-score per channel over the voxels that are not 0: the modality is {modality}, not CT"
+        return Preparation(spacing, "zscore", None, len(dataset.modality)), (line, said)
+    source = "as asked"
+    if window is None and known is not None:
+        window, source = known.window, f"known for {dataset.name}"
+    if window is None:
+        assert figures.intensity is not None, "only headers were read"
+        low = min(channel.percentile_0_5 for channel in figures.intensity)
+        window = float(round(low)), float(round(max(channel.percentile_99_5 for channel in figures.intensity)))
+        source = f"0.5 and 99.5 percentiles of the foreground of {figures.cases} training cases"
+    said = f"window ({window[0]:g}, {window[1]:g}) HU: {source}"
+    return Preparation(spacing, "window", window, len(dataset.modality)), (line, said)
 
 
 def is_ct(dataset: Dataset) -> bool:
     """Return whether every channel of a dataset is CT."""
     return all(channel.strip().upper() == "CT" for channel in dataset.modality)
-
-
-def _window(
-    dataset: Dataset, figures: Fingerprint, window: Window | None, known: Preparation | None
-) -> tuple[Window | None, str]:
-    modality, source = ", ".join(dataset.modality), "as asked"
-    if not is_ct(dataset):
-        if window is not None:
-            raise ValueError(f"window {window}: only CT has one, and the modality is {modality}; leave it out")
-        return None, f"z-score per channel over the voxels that are not 0: the modality is {modality}, not CT"
-    if window is None and known is not None:
-        window, source = known.window, f"known for {dataset.name}"
-    if window is None:
-        assert figures.intensity is not None, "only headers were read"
-        low = float(round(min(channel.percentile_0_5 for channel in figures.intensity)))
-        high = float(round(max(channel.percentile_99_5 for channel in figures.intensity)))
-        window = low, high
-        source = f"0.5 and 99.5 percentiles of the foreground of {figures.cases} training cases"
-    text = f"window ({window[0]:g}, {window[1]:g}) HU"
-    if not (all(map(math.isfinite, window)) and window[0] < window[1]):
-        raise ValueError(f"{text}: the lower bound must lie below the upper one ({source})")
-    return window, f"{text}: {source}"
 
 
 def _measure(cases: Sequence[Case], dataset: Dataset, workers: int | None, progress: bool) -> Fingerprint:
@@ -206,20 +197,14 @@ def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, np.n
     label = read_volume(case.label)
     check_same_grid(image, label)
     # Voxels in the order of the file, so that flattening copies nothing.
-    numbers = label.voxels.ravel(order="F")
-    places = np.flatnonzero(numbers != 0)
-    values, counts = np.unique(numbers[places], return_counts=True)
-    label_counts = dict(zip(values.tolist(), counts.tolist(), strict=True)) | {0: numbers.size - len(places)}
-    named = {number: name for number, name in enumerate(dataset.labels) if name}
-    unlisted = sorted(number for number in set(label_counts) - set(named) if label_counts[number])
-    if unlisted:
-        listed = ", ".join(f"{number} {name}" for number, name in named.items())
-        raise ValueError(f"{case.label}: found the labels {unlisted}; dataset.json lists {listed}")
+    numbers = label_map(label, [number for number, name in enumerate(dataset.labels) if name]).ravel(order="F")
+    places = np.flatnonzero(numbers)
+    per_label = np.bincount(numbers[places], minlength=len(dataset.labels))
+    per_label[0] = numbers.size - len(places)
     chosen = places[np.linspace(0, len(places) - 1, min(len(places), VOXELS_PER_CASE)).astype(int)]
     spacing, shape = _ras_grid(image.voxels.shape, image.affine)
     _, extent = _ras_grid(_extent(image.voxels), image.affine)
     samples = image.voxels.reshape(numbers.size, -1, order="F")[chosen].astype(np.float64)
-    per_label = np.array([label_counts.get(number, 0) for number in range(len(dataset.labels))])
     return (spacing, shape, extent), per_label, samples
 
 

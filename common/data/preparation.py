@@ -6,9 +6,9 @@ CropForegroundd(allow_smaller=True), in a small part of their time: the file is 
 lies in the foreground's box is resampled, each axis alone, and float64 is kept for coordinates and sheared affines.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Literal
 
 import numpy as np
@@ -43,17 +43,11 @@ class Preparation:
 
     def __post_init__(self) -> None:
         """Refuse figures that cannot be meant."""
-        if not all(0 < value < float("inf") for value in self.spacing):
+        assert (self.window is not None) == (self.normalisation == "window"), self
+        if not all(0 < value < math.inf for value in self.spacing):
             raise ValueError(f"spacing {self.spacing}: three lengths in mm, each above 0")
-        if (self.window is not None) != (self.normalisation == "window"):
-            raise ValueError(
-                f"window {self.window} with normalisation {self.normalisation!r}: give a window for 'window'"
-                " and none for 'zscore'"
-            )
-        if self.window is not None and not self.window[0] < self.window[1]:
-            raise ValueError(f"window {self.window}: the lower bound must lie below the upper one")
-        if self.channels < 1:
-            raise ValueError(f"channels {self.channels}: at least 1")
+        if self.window is not None and not -math.inf < self.window[0] < self.window[1] < math.inf:
+            raise ValueError(f"window {self.window}: the lower bound must lie below the upper one; set both in HU")
 
 
 @dataclass(frozen=True)
@@ -91,9 +85,7 @@ def prepare_case(case: Case, preparation: Preparation, allowed: Collection[int] 
         return prepared
     label = read_volume(case.label)
     check_same_grid(volume, label)
-    check_values(label, allowed)
-    voxels = _in_memory_order(label.voxels.astype(np.uint8, order="K", copy=False))
-    resampled = to_working(voxels, prepared.grid, nearest=True)
+    resampled = to_working(_in_memory_order(label_map(label, allowed)), prepared.grid, nearest=True)
     return replace(prepared, label=_written(resampled, torch.uint8, lambda plane: plane)[0])
 
 
@@ -146,12 +138,7 @@ def _foreground_box(image: torch.Tensor, preparation: Preparation) -> Box | None
     """Return the box of the voxels of [C, n0, n1, n2] above the window's lower bound, or other than 0."""
     if preparation.window:
         return box_above(image, preparation.window[0])
-    anywhere = torch.empty(image.shape[1:], dtype=torch.bool, device=image.device)
-    depth = max(1, SLAB_VOXELS // max(1, anywhere[0].numel()))
-    for part, out in zip(torch.split(image, depth, 1), torch.split(anywhere, depth), strict=True):
-        bits = (part != 0) if part.is_floating_point() else part
-        torch.ne(reduce(torch.bitwise_or, bits), 0, out=out)
-    return box_above(anywhere.view(torch.uint8)[None], 0)
+    return box_above((image != 0).view(torch.uint8), 0)
 
 
 def _reachable(grid: WorkingGrid, native_box: Box) -> WorkingGrid:
@@ -178,24 +165,23 @@ def _reachable(grid: WorkingGrid, native_box: Box) -> WorkingGrid:
     return grid.cropped(start, shape)
 
 
-def check_values(label: Volume, allowed: Collection[int]) -> None:
-    """Refuse label values that are not among those allowed.
+def label_map(label: Volume, allowed: Collection[int]) -> np.ndarray:
+    """Return the label values, [X, Y, Z] uint8 in the order of the file.
 
     Raises:
-        ValueError: names the file, the allowed values and those found.
+        ValueError: one is not among those allowed; names the file, the allowed values and those found.
     """
-    voxels = label.voxels
-    if max(allowed) + 1 == len(allowed):  # no gaps: the ends tell
-        whole = voxels.dtype.kind in "iu" or bool((voxels == np.rint(voxels)).all())
-        if whole and voxels.min() >= 0 and voxels.max() < len(allowed):
-            return
-    found = np.unique(voxels)
-    if not set(found.tolist()) <= set(allowed):
+    with np.errstate(invalid="ignore"):  # a value that uint8 cannot hold is seen below
+        values = label.voxels.astype(np.uint8, order="K", copy=False)
+    listed = np.isin(np.arange(256), list(allowed))
+    if not (np.array_equal(values, label.voxels) and listed[values.ravel(order="K")].all()):
+        found = np.unique(label.voxels)
         shown = ", ".join(f"{value:g}" for value in found[:12]) + (", ..." if len(found) > 12 else "")
         raise ValueError(
             f"{label.path}: expected label values {', '.join(map(str, sorted(allowed)))}, found {shown}: correct the "
             "file, or the labels in dataset.json"
         )
+    return values
 
 
 # What follows writes each voxel once, into contiguous memory of the dtype that is wanted. On a CPU a plane at a time,

@@ -35,17 +35,12 @@ def to_working(voxels: torch.Tensor, grid: WorkingGrid, *, nearest: bool) -> tor
         chosen = np.rint(positions) if nearest else positions  # ties to even, as grid_sample has them
         by_file_axis[axis] = size - 1 - chosen if flipped else chosen
     first = resample(voxels[0], by_file_axis[::-1])
-    if shares_memory(first, voxels):  # nothing but the extent changes, in all channels alike
+    if first.untyped_storage().data_ptr() == voxels.untyped_storage().data_ptr():  # a view: only the extent changes
         strides = (voxels.stride(0), *first.stride())
         resampled = voxels.as_strided((len(voxels), *first.shape), strides, first.storage_offset())
     else:
         resampled = torch.stack([first, *(resample(channel, by_file_axis[::-1]) for channel in voxels[1:])])
     return resampled.permute(0, *(3 - axis for axis in grid.file_axes))
-
-
-def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors lie in the same memory, so that one is a view of the other."""
-    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def resample(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> torch.Tensor:

@@ -61,7 +61,8 @@ def prefetch(items: Generator[Item, None, None], device: torch.device) -> Iterat
         items: made one after the other.
         device: of the items, with its index where there are several: a thread does not inherit the current device.
     """
-    pool = ThreadPoolExecutor(1, "prefetch", initializer=_use, initargs=(device,))
+    known = device.type == "cuda" and device.index is not None
+    pool = ThreadPoolExecutor(1, "prefetch", *((torch.cuda.set_device, (device,)) if known else ()))
     try:
         coming = pool.submit(next, items, None)
         while (item := coming.result()) is not None:
@@ -70,8 +71,3 @@ def prefetch(items: Generator[Item, None, None], device: torch.device) -> Iterat
     finally:
         pool.shutdown(cancel_futures=True)
         items.close()
-
-
-def _use(device: torch.device) -> None:
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)

@@ -26,6 +26,7 @@ Stream = io.RawIOBase | io.BufferedIOBase
 # What reading a damaged gzip stream raises; isal's type stub takes its own class for an instance.
 DAMAGED = cast(tuple[type[Exception], ...], (EOFError, gzip.BadGzipFile, isal_zlib.error))
 MAX_GRID_DISTANCE = 0.1  # of the smallest spacing: how far image and label may lie apart at a corner
+_DATATYPES = (2, 4, 8, 16, 64, 256, 512, 768, 1024, 1280)  # integers and floats of 1 to 8 bytes. Source: nifti1.h
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,20 @@ def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volu
     with _open(path) as stream:
         header = _parse_header(stream, path)
         shape = _shape_of(header, path)
-        _check_channels(shape, channels, path)
+        if (shape[3] if len(shape) == 4 else 1) != channels:
+            due = "3-D, one channel" if channels == 1 else f"4-D, {channels} channels last"
+            raise ValueError(
+                f"{path}: expected {due}, found shape {shape}: split or stack the volumes, or correct `modality` in "
+                "dataset.json"
+            )
         affine = _affine_of(header, path)
         voxels = _read_voxels(stream, header, shape, path, first_only and len(shape) == 4)
     voxels = _scaled(voxels, header, path)
-    _check_finite(voxels, path)
+    if voxels.dtype.kind == "f" and not (finite := np.isfinite(voxels)).all():
+        count = voxels.size - np.count_nonzero(finite)
+        raise ValueError(
+            f"{path}: {count} of {voxels.size} voxels are not a number or infinite: repair or drop the file"
+        )
     return Volume(voxels, affine, path)
 
 
@@ -182,17 +192,6 @@ def _shape_of(header: nibabel.Nifti1Header, path: Path) -> tuple[int, ...]:
     return shape
 
 
-def _check_channels(shape: tuple[int, ...], channels: int, path: Path) -> None:
-    found = shape[3] if len(shape) == 4 else 1
-    if found == channels:
-        return
-    due = "3-D, one channel" if channels == 1 else f"4-D, {channels} channels last"
-    raise ValueError(
-        f"{path}: expected {due}, found shape {shape}: split or stack the volumes, or correct `modality` in "
-        "dataset.json"
-    )
-
-
 def _affine_of(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
     if header["pixdim"][0] not in (-1, 1):
         header["pixdim"][0] = 1  # the standard: 0 reads as 1
@@ -200,13 +199,11 @@ def _affine_of(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
         affine = np.asarray(header.get_best_affine(), np.float64)
     except (HeaderDataError, ValueError) as error:
         raise ValueError(f"{path}: its header gives no affine ({error}): correct it with nibabel") from error
-    if not np.isfinite(affine).all():
-        raise ValueError(f"{path}: the affine is not finite, {affine.tolist()}: correct the header with nibabel")
     spacing = np.linalg.norm(affine[:3, :3], axis=0)
-    if spacing.min() == 0:
-        raise ValueError(f"{path}: spacing {spacing.tolist()} mm has a zero: correct pixdim and sform in its header")
-    if abs(np.linalg.det(affine[:3, :3] / spacing)) < 1e-6:
-        raise ValueError(f"{path}: the affine is singular, {affine.tolist()}: correct the header with nibabel")
+    if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) <= 1e-6 * spacing.prod():
+        raise ValueError(
+            f"{path}: the affine is not finite or singular, {affine.tolist()}: correct pixdim and sform with nibabel"
+        )
     return affine
 
 
@@ -214,7 +211,12 @@ def _read_voxels(
     stream: Stream, header: nibabel.Nifti1Header, shape: tuple[int, ...], path: Path, first_only: bool
 ) -> np.ndarray:
     """Read the voxels into one new array; what the header asks for is checked before memory is taken."""
-    dtype = _dtype_of(header, path)
+    if header["datatype"] not in _DATATYPES:
+        raise ValueError(
+            f"{path}: expected integer or real voxels of 1 to 8 bytes, found NIfTI's type {header['datatype']}: "
+            "convert it to int16 or float32"
+        )
+    dtype: np.dtype = np.dtype(header.get_data_dtype())
     needed = int(np.prod(shape, dtype=object)) * dtype.itemsize
     bound = path.stat().st_size * (MAX_GZIP_RATIO if path.suffix.lower() == ".gz" else 1)
     if needed > min(bound, MAX_VOXEL_BYTES):
@@ -242,19 +244,6 @@ def _read_voxels(
     return voxels if dtype.isnative else voxels.astype(dtype.newbyteorder("="), order="K")
 
 
-def _dtype_of(header: nibabel.Nifti1Header, path: Path) -> np.dtype:
-    try:
-        dtype: np.dtype | None = np.dtype(header.get_data_dtype())
-    except KeyError:
-        dtype = None
-    if dtype is None or dtype.kind not in "iuf" or dtype.itemsize > 8:
-        raise ValueError(
-            f"{path}: expected integer or real voxels of 1 to 8 bytes, found {dtype or 'an unknown type'} "
-            f"(NIfTI code {header['datatype']}): convert it to int16 or float32"
-        )
-    return dtype
-
-
 def _scaled(voxels: np.ndarray, header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
     """Apply scl_slope and scl_inter; a slope of 0 or not-a-number means that there are none."""
     try:
@@ -264,14 +253,3 @@ def _scaled(voxels: np.ndarray, header: nibabel.Nifti1Header, path: Path) -> np.
     if slope is None or (slope, inter) == (1.0, 0.0):
         return voxels
     return np.asarray(apply_read_scaling(voxels, slope, inter), np.float32)
-
-
-def _check_finite(voxels: np.ndarray, path: Path) -> None:
-    if voxels.dtype.kind != "f":
-        return
-    finite = np.isfinite(voxels)
-    if not finite.all():
-        count = int(voxels.size - np.count_nonzero(finite))
-        raise ValueError(
-            f"{path}: {count} of {voxels.size} voxels are not a number or infinite: repair or drop the file"
-        )

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from common.config import config_content, flat, replaced
-from common.data.dataset import Dataset, Split, read_dataset, split_cases, split_of
+from common.data.dataset import Dataset, Split, read_dataset, read_split, split_cases
 from common.data.fingerprint import Fingerprint, fingerprint, is_ct, plan_preparation
 from common.data.preparation import Preparation
 from common.data.store import store_folder
 from common.data.synthetic import make_synthetic
-from common.files import read_as, read_object, write_json
+from common.files import read_as, write_json
 from common.inference.labels import LabelScheme
 from common.inference.model import VolumeModel, write_model
 from common.run import Run, point_latest
@@ -111,7 +111,7 @@ def _divided(
 ) -> tuple[Split, Fingerprint]:
     kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
     if run.resumed and (run.directory / "plan.json").is_file():
-        return split_of(dataset, read_object(kept), kept), read_as(measured, Fingerprint)
+        return read_split(dataset, kept), read_as(measured, Fingerprint)
     split = split_cases(dataset, config.split)
     if config.fast_dev_run:
         split = few_cases(split, config.parallel.partitions or run.ranks.world, run)

@@ -23,7 +23,7 @@ from common.data.cache import CacheMode, CachePlan, CaseCache, fill_cache, measu
 from common.data.crops import CachedCase, Tier, place_cases
 from common.data.dataset import Case
 from common.data.monai_batches import MonaiSource, Transforms, monai_crops, monai_items, plain
-from common.data.preparation import Preparation, PreparedCase, check_values, prepare_case
+from common.data.preparation import Preparation, PreparedCase, label_map, prepare_case
 from common.data.store import prepared_bytes, prepared_cases, store_folder
 from common.data.threads import map_in_threads
 from common.data.volumes import check_same_grid, read_volume
@@ -185,7 +185,7 @@ def check_case(case: Case, model: VolumeModel) -> None:
     assert case.label is not None
     image, label = read_volume(case.image, model.preparation.channels), read_volume(case.label)
     check_same_grid(image, label)
-    check_values(label, model.labelling.numbers)
+    label_map(label, model.labelling.numbers)
 
 
 def shared_validation(counts: Callable[..., list[torch.Tensor]], ranks: Ranks) -> Validate:

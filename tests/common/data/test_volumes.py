@@ -134,9 +134,9 @@ def rotten(kind: str, path: Path) -> None:
         ("text", "not a single-file NIfTI-1"),
         ("pair", "magic b'ni1'"),
         ("version 2", "header size 540"),
-        ("rgb", "found.*NIfTI code 128"),
-        ("complex", "found complex64"),
-        ("unknown type", "found an unknown type .NIfTI code 999"),
+        ("rgb", "found NIfTI's type 128"),
+        ("complex", "found NIfTI's type 32"),
+        ("unknown type", "found NIfTI's type 999"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, kind, said):
@@ -167,10 +167,10 @@ def test_other_names_are_refused(tmp_path):
         ({"vox_offset": 2.0**30}, "begin at byte 1073741824"),
         ({"vox_offset": 12}, "begin at byte 12"),
         ({"scl_slope": 1, "scl_inter": np.nan}, "scl_slope is valid but scl_inter is not"),
-        ({"srow_x": [np.nan, 0, 0, 0]}, "affine is not finite"),
-        ({"srow_x": [0, 0, 0, 0]}, r"spacing \[0.0, 1.25, 3.0\] mm has a zero"),
-        ({"srow_x": [1, 1, 0, 0], "srow_y": [1, 1, 0, 0]}, "affine is singular"),
-        ({"sform_code": 0, "qform_code": 0, "pixdim": [1, 1, 0, 1, 1, 1, 1, 1]}, "mm has a zero"),
+        ({"srow_x": [np.nan, 0, 0, 0]}, "affine is not finite or singular"),
+        ({"srow_x": [0, 0, 0, 0]}, "affine is not finite or singular"),
+        ({"srow_x": [1, 1, 0, 0], "srow_y": [1, 1, 0, 0]}, "affine is not finite or singular"),
+        ({"sform_code": 0, "qform_code": 0, "pixdim": [1, 1, 0, 1, 1, 1, 1, 1]}, "affine is not finite or singular"),
         ({"sform_code": 0, "qform_code": 1, "pixdim": [1, -1, 1, 1, 1, 1, 1, 1]}, "gives no affine"),
     ],
 )
