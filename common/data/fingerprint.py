@@ -1,6 +1,7 @@
 """What a dataset's training cases look like, and the preparation that follows from it."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,14 +12,14 @@ import torch
 from common.data.dataset import Case, Dataset
 from common.data.geometry import Shape, Spacing, box_above
 from common.data.preparation import Preparation, label_map
-from common.data.store import SourceDigests, read_kept
+from common.data.store import file_state
 from common.data.threads import map_in_threads
 from common.data.volumes import check_same_grid, read_header, read_volume
-from common.files import from_json, write_json
+from common.files import from_json, read_object, write_json
 
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
 VOXELS_PER_CASE = 10_000
-_FINGERPRINT_VERSION = 3
+_FINGERPRINT_VERSION = 4
 
 Window = tuple[float, float]  # lower and upper HU
 _Grid = tuple[np.ndarray, np.ndarray, np.ndarray]  # [3] each, along R, A, S: spacing in mm, shape and extent in voxels
@@ -89,20 +90,15 @@ def fingerprint(
         return _summary(dataset, [(spacing, shape, shape) for spacing, shape in grids], None, None)
     if store is None:
         return _measure(cases, dataset, workers, progress)
-    digests = SourceDigests(store)
     files = [file for case in cases for file in (case.image, case.label) if file is not None]
-    key = {
-        "version": _FINGERPRINT_VERSION,
-        "modality": list(dataset.modality),
-        "labels": list(dataset.labels),
-        "sources": map_in_threads(digests.sha256, files, "sources", workers, progress=False),
-    }
+    sources = [[str(file.absolute()), *file_state(file)] for file in files]
+    key = [_FINGERPRINT_VERSION, list(dataset.modality), list(dataset.labels), sources]
     path = store / "fingerprint.json"
-    kept = read_kept(path)
-    if kept.get("key") == key:
-        return from_json(Fingerprint, kept["fingerprint"])
+    with suppress(FileNotFoundError, ValueError):  # what is damaged is made again
+        kept = read_object(path)
+        if kept.get("key") == key:
+            return from_json(Fingerprint, kept["fingerprint"])
     measured = _measure(cases, dataset, workers, progress)
-    digests.save()
     write_json(path, {"key": key, "fingerprint": asdict(measured)}, flush=False)
     return measured
 
@@ -178,15 +174,9 @@ def _summary(
     label_fractions: tuple[float, ...] | None,
 ) -> Fingerprint:
     spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
-    return Fingerprint(
-        modality=dataset.modality,
-        cases=len(grids),
-        spacing=tuple(spacing.tolist()),
-        shape=tuple(shape.round().astype(int).tolist()),
-        extent=tuple(extent.round().astype(int).tolist()),
-        intensity=intensity,
-        label_fractions=label_fractions,
-    )
+    rounded = [tuple(sides.round().astype(int).tolist()) for sides in (shape, extent)]
+    kept = dataset.modality, len(grids), tuple(spacing.tolist())
+    return Fingerprint(*kept, rounded[0], rounded[1], intensity, label_fractions)
 
 
 def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, np.ndarray]:

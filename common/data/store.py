@@ -1,7 +1,7 @@
 """Prepared cases on disk: made once, checked and memory-mapped on every later start.
 
-An entry is a safetensors file with a checksum over all that matters, and with a key: the content of its source files,
-the preparation, the version of the code and the allowed labels.
+An entry is a safetensors file with a checksum over all that matters, and with a key: the state of its source files, the
+preparation, the version of the code and the allowed labels.
 """
 
 import errno
@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from isal import isal_zlib
@@ -26,7 +25,7 @@ from common.data.geometry import WorkingGrid, working_grid
 from common.data.preparation import PREPARATION_VERSION, Preparation, PreparedCase, prepare_case
 from common.data.threads import map_in_threads
 from common.data.volumes import read_header
-from common.files import atomic_path, from_json, locked, sha256_of, write_json
+from common.files import atomic_path, from_json, locked
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"image": "F16", "label": "U8"}
@@ -66,13 +65,10 @@ def prepared_cases(
         OSError: the folder cannot be written, or has no room; the entries already there are kept.
         ValueError: a source file is damaged or does not fit its label (see `prepare_case`).
     """
-    wanted, digests = list(dict.fromkeys(cases)), SourceDigests(folder)
+    wanted = list(dict.fromkeys(cases))
     _check_space(folder, [case for case in wanted if not _path(folder, case).exists()], preparation)
-    try:
-        one = partial(_prepared_case, preparation=preparation, allowed=allowed, folder=folder, digests=digests)
-        entries = dict(zip(wanted, map_in_threads(one, wanted, "prepared cases", workers, progress), strict=True))
-    finally:
-        digests.save()
+    one = partial(_prepared_case, preparation=preparation, allowed=allowed, folder=folder)
+    entries = dict(zip(wanted, map_in_threads(one, wanted, "prepared cases", workers, progress), strict=True))
     return [entries[case] for case in cases]
 
 
@@ -147,70 +143,24 @@ def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedC
     return PreparedCase(name, tensors["image"], tensors.get("label"), from_json(WorkingGrid, json.loads(grid)))
 
 
-class SourceDigests:
-    """The SHA-256 of each file asked for, kept in `sources.json` of a folder beside what identifies the file's state.
+def file_state(file: Path) -> tuple[int, int, int]:
+    """Return size and times (ns) of a file, which change with its content.
 
-    A file whose size, times or inode have changed is read again. Threads may share one object.
-
-    Args:
-        folder: where `sources.json` lies or will lie.
+    The time of change comes on top of the time of modification: copying tools set the latter back.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "sources.json"
-        self._known = read_kept(self._path)
-        self._new: dict[str, list[object]] = {}
-
-    def sha256(self, file: Path) -> str:
-        """Return the SHA-256 of a file's content as 64 hexadecimal digits, read only if the file is new or changed.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
-        name, status = str(file.absolute()), file.stat()
-        # The time of change comes on top of the time of modification: copying tools set the latter back.
-        state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-        match self._known.get(name):
-            case [*known, str(digest)] if known == state:
-                return digest
-        digest = sha256_of(file)
-        self._known[name] = self._new[name] = [*state, digest]
-        return digest
-
-    def save(self) -> None:
-        """Add what was learnt to `sources.json`; if that cannot be written, log that all is to be read again."""
-        if not self._new:
-            return
-        try:
-            # Read anew: another process may have added its own since. What two write at once is lost, and read again.
-            write_json(self._path, read_kept(self._path) | self._new, flush=False)
-        except OSError as error:
-            _log.warning("%s: not written, so the next start reads the sources again: %s", self._path, error)
-
-
-def read_kept(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file that can be made again: empty if it is missing or damaged (which is logged)."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        _log.warning("%s: damaged, made again: %s", path, error)
-        return {}
-    return content if isinstance(content, dict) else {}
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _path(folder: Path, case: Case) -> Path:
     return folder / f"{case.name}.safetensors"
 
 
-def _prepared_case(
-    case: Case, preparation: Preparation, allowed: Collection[int], folder: Path, digests: SourceDigests
-) -> PreparedCase:
+def _prepared_case(case: Case, preparation: Preparation, allowed: Collection[int], folder: Path) -> PreparedCase:
     """Return the entry if it is sound; else prepare the case, unless another process does so at the same time."""
     decisive = {
-        "image": digests.sha256(case.image),
-        "label": digests.sha256(case.label) if case.label is not None else None,
+        "image": file_state(case.image),
+        "label": case.label and file_state(case.label),
         "classes": sorted(allowed),
         "version": PREPARATION_VERSION,
         **asdict(preparation),

@@ -149,7 +149,7 @@ def test_a_known_dataset_is_not_read(three, monkeypatch, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-def test_figures_are_kept_until_a_file_or_a_list_changes(three, monkeypatch, tmp_path, caplog):
+def test_figures_are_kept_until_a_file_or_a_list_changes(three, monkeypatch, tmp_path):
     store = tmp_path / "store"
     read: list[Path] = []
 
@@ -170,11 +170,9 @@ def test_figures_are_kept_until_a_file_or_a_list_changes(three, monkeypatch, tmp
     changed = fingerprint(three, CT, store, progress=False)
     assert len(read) == 20
     assert changed != first
-    assert caplog.records == []
     (store / "fingerprint.json").write_text("{")
     assert fingerprint(three, CT, store, progress=False) == changed
     assert len(read) == 26
-    assert "fingerprint.json: damaged" in caplog.text
 
 
 @pytest.mark.parametrize("changes", [{}, {"intensity": None, "label_fractions": None}])

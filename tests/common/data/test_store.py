@@ -1,6 +1,4 @@
-import hashlib
 import json
-import logging
 import os
 import resource
 import shutil
@@ -18,7 +16,7 @@ import torch
 from common.data import store
 from common.data.dataset import Case
 from common.data.preparation import Preparation, PreparedCase, prepare_case
-from common.data.store import SourceDigests, prepared_cases, read_kept
+from common.data.store import file_state, prepared_cases
 
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = Preparation(spacing=(2.0, 2.0, 3.0), normalisation="window", window=(-100.0, 200.0))
@@ -75,15 +73,12 @@ def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob("*") if path.name.startswith(".part-")]
 
 
-def test_cold_then_warm(cases, folder, made, monkeypatch, caplog):
+def test_cold_then_warm(cases, folder, made, caplog):
     cold = get(cases, folder)
     assert sorted(made) == ["a", "b", "c"]
     made.clear()
-    read: list[Path] = []
-    monkeypatch.setattr(store, "sha256_of", read.append)
     warm = get(cases, folder)
     assert made == []
-    assert read == []
     for entries in (cold, warm):
         assert [entry.name for entry in entries] == ["c", "a", "b"]
         assert all(is_right(entry, case) for entry, case in zip(entries, cases, strict=True))
@@ -152,13 +147,6 @@ def test_a_changed_source_is_seen(cases, folder, made, caplog, which):
     assert is_right(entries[1], cases[1])
     assert [record.name for record in caplog.records] == ["common.data.store"]
     assert f"a.safetensors: prepared again: stale: {which} " in caplog.text
-
-
-def test_a_touched_source_is_read_but_not_prepared_again(cases, folder, made):
-    get(cases, folder)
-    os.utime(cases[1].image, ns=(0, 0))
-    get(cases, folder)
-    assert sorted(made) == ["a", "b", "c"]
 
 
 def flip(position: float) -> Callable[[bytes], bytes]:
@@ -332,95 +320,14 @@ def test_progress_is_shown(cases, folder, capsys):
     assert "prepared cases: 100%" in capsys.readouterr().err
 
 
-@pytest.fixture
-def hashed(monkeypatch) -> list[Path]:
-    """Return the list of files whose content has been read so far."""
-    files: list[Path] = []
-
-    def spy(path: Path) -> str:
-        files.append(path)
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-
-    monkeypatch.setattr(store, "sha256_of", spy)
-    return files
-
-
-def digest_anew(folder: Path, file: Path) -> str:
-    digests = SourceDigests(folder)
-    digest = digests.sha256(file)
-    digests.save()
-    return digest
-
-
-def test_an_unchanged_file_is_read_once(tmp_path, hashed):
+def test_changed_content_of_equal_size_and_time_is_seen(tmp_path):
     file = tmp_path / "scan"
     file.write_bytes(b"voxels")
-    expected = hashlib.sha256(b"voxels").hexdigest()
-    assert digest_anew(tmp_path / "store", file) == expected
-    assert digest_anew(tmp_path / "store", file) == expected
-    assert hashed == [file]
-
-
-def test_changed_content_of_equal_size_and_time_is_seen(tmp_path, hashed):
-    file = tmp_path / "scan"
-    file.write_bytes(b"voxels")
-    first = digest_anew(tmp_path / "store", file)
-    status = file.stat()
+    first, status = file_state(file), file.stat()
     file.write_bytes(b"VOXELS")
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert digest_anew(tmp_path / "store", file) != first
-    assert len(hashed) == 2
-
-
-def test_a_replaced_file_is_read_again(tmp_path, hashed):
-    file, other = tmp_path / "scan", tmp_path / "other"
-    for path in (file, other):
-        path.write_bytes(b"voxels")
-        os.utime(path, ns=(0, 0))
-    first = digest_anew(tmp_path / "store", file)
-    other.replace(file)
-    assert digest_anew(tmp_path / "store", file) == first
-    assert len(hashed) == 2
-
-
-def test_two_that_save_keep_both(tmp_path, hashed):
-    a, b = tmp_path / "a", tmp_path / "b"
-    a.write_bytes(b"a")
-    b.write_bytes(b"b")
-    one, two = SourceDigests(tmp_path), SourceDigests(tmp_path)
-    one.sha256(a)
-    two.sha256(b)
-    one.save()
-    two.save()
-    digests = SourceDigests(tmp_path)
-    digests.sha256(a)
-    digests.sha256(b)
-    assert hashed == [a, b]
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"FILE": "ab"}', '{"FILE": [1, 2]}'])
-def test_a_damaged_list_is_made_again(tmp_path, hashed, content):
-    file = tmp_path / "scan"
-    file.write_bytes(b"voxels")
-    (tmp_path / "sources.json").write_text(content.replace("FILE", str(file)))
-    assert digest_anew(tmp_path, file) == hashlib.sha256(b"voxels").hexdigest()
-    digest_anew(tmp_path, file)
-    assert len(hashed) == 1
-
-
-def test_damage_is_logged(tmp_path, caplog):
-    (tmp_path / "kept.json").write_text("{")
-    assert read_kept(tmp_path / "kept.json") == {}
-    assert "kept.json: damaged" in caplog.text
-    assert read_kept(tmp_path / "nowhere.json") == {}
-
-
-def test_a_list_that_cannot_be_written_is_logged(tmp_path, caplog):
-    file = tmp_path / "scan"
-    file.write_bytes(b"voxels")
-    with caplog.at_level(logging.WARNING):
-        digest_anew(file / "store", file)
-    assert "sources.json: not written" in caplog.text
+    assert file_state(file)[:2] == first[:2]
+    assert file_state(file) != first
 
 
 @pytest.mark.real_data
