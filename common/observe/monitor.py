@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from common.files import write_text
-from common.observe.plots import save_png
+from common.observe.plots import draw_curve, save_png, style
 
 _log = logging.getLogger(__name__)
 
@@ -158,17 +158,14 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
     figure = Figure(figsize=(8, 1.3 * len(panels) + 0.3), dpi=120, layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True)
     for axis, (title, names) in zip(axes, panels.items(), strict=True):
+        style(axis)
         for name, colour in zip(names, ("#0072B2", "#D55E00"), strict=False):
-            marker = "o" if len(rows) <= 10 else ""  # a line of one point cannot be seen
-            line = _thinned(values[SECONDS]), _thinned(values[name])
-            axis.plot(*line, color=colour, linewidth=1, marker=marker, markersize=3, label=name)
+            draw_curve(axis, _thinned(values[SECONDS]), _thinned(values[name]), color=colour, label=name)
         if len(names) > 1:
             axis.legend(frameon=False, fontsize=8)
         means = ", ".join(f"{np.nanmean(values[name]):.4g}" for name in names)
         axis.set_title(f"{title}: mean {means}", loc="left", fontsize=9)
         axis.set_ylim(bottom=0)
-        axis.grid(color="0.9")
-        axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("seconds", fontsize=9)
     save_png(png_path, figure)
 

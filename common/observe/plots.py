@@ -3,9 +3,8 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,7 +18,7 @@ from common.clock import synchronise
 from common.files import atomic_path
 
 Values = NDArray[np.float64]
-_LOSS, _METRIC, _TIME = "#0072B2", "#D55E00", "#555555"
+_LOSS, _METRIC, _GREY = "#0072B2", "#D55E00", "#555555"
 _STAGES = ("#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#0072B2", "#F0E442", "#999999")  # Okabe and Ito
 _MOST_CASES = 40  # in the picture of a pipeline
 
@@ -69,14 +68,26 @@ def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str 
     epochs, loss, values, seconds = (_column(records, name) for name in ("epoch", "loss", metric.lower(), "seconds"))
     figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    marker = "o" if len(epochs) <= 10 else ""  # a line of one point cannot be seen
     style(upper, "loss", _LOSS)
-    upper.plot(epochs, loss, color=_LOSS, linewidth=1.2, label="loss", marker=marker, markersize=3)
-    handles = [*upper.get_lines(), *_draw_metric(upper, epochs, values, metric)]
+    handles = draw_curve(upper, epochs, loss, color=_LOSS, label="loss")
+    validated = np.isfinite(values)
+    if validated.any():
+        right, best = upper.twinx(), int(np.nanargmax(values))
+        style(right, f"validation {metric}", _METRIC)
+        right.grid(visible=False)
+        right.set_ylim(0, 1.02)
+        size, named = (
+            4 if validated.sum() <= 60 else 1.5,
+            f"best {metric} {values[best]:.4f} (epoch {epochs[best]:.0f})",
+        )
+        line = {"color": _METRIC, "linewidth": 1, "markersize": size, "label": metric}
+        star = {"color": _METRIC, "markersize": 12, "markeredgecolor": "black", "label": named}
+        handles += right.plot(epochs[validated], values[validated], "o-", **line)
+        handles += right.plot(epochs[best], values[best], "*", **star)
     # Above the axes, where the curves cannot run under it.
     upper.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=9)
-    style(lower, "epoch time (s)", _TIME)
-    lower.plot(epochs, seconds, color=_TIME, linewidth=1, marker=marker, markersize=3)
+    style(lower, "epoch time (s)", _GREY)
+    draw_curve(lower, epochs, seconds, color=_GREY)
     lower.set_ylim(bottom=0, top=1.15 * max(seconds[np.isfinite(seconds)], default=1.0))
     lower.set_xlabel("epoch")
     lower.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
@@ -84,7 +95,7 @@ def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str 
     save_png(path, figure)
 
 
-def style(axes: Axes, label: str, colour: str) -> None:
+def style(axes: Axes, label: str = "", colour: str = _GREY) -> None:
     """Give axes a grey grid, no frame, and their label in the colour of their curve."""
     axes.set_ylabel(label, color=colour)
     axes.tick_params(axis="y", colors=colour)
@@ -92,23 +103,10 @@ def style(axes: Axes, label: str, colour: str) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _draw_metric(axes: Axes, epochs: Values, values: Values, metric: str) -> list[Any]:
-    """Draw what validations measured on an axis of its own at the right; return the handles for the legend."""
-    validated = np.isfinite(values)
-    if not validated.any():
-        return []
-    right = axes.twinx()
-    style(right, f"validation {metric}", _METRIC)
-    right.grid(visible=False)
-    right.set_ylim(0, 1.02)
-    size, best = 4 if validated.sum() <= 60 else 1.5, int(np.nanargmax(values))
-    named = f"best {metric} {values[best]:.4f} (epoch {epochs[best]:.0f})"
-    line: dict[str, Any] = {"color": _METRIC, "linewidth": 1, "marker": "o", "markersize": size, "label": metric}
-    star: dict[str, Any] = {"color": _METRIC, "markersize": 12, "markeredgecolor": "black", "label": named}
-    return [
-        *right.plot(epochs[validated], values[validated], **line),
-        *right.plot(epochs[best], values[best], "*", **star),
-    ]
+def draw_curve(axes: Axes, x: Values, y: Values, **options: Any) -> list[Any]:  # noqa: ANN401 - matplotlib's
+    """Draw a thin line, with marks where it is of few points (one of a single point cannot be seen); return it."""
+    found: list[Any] = axes.plot(x, y, linewidth=1, marker="o" if len(x) <= 10 else "", markersize=3, **options)
+    return found
 
 
 def _column(records: Sequence[Mapping[str, Any]], name: str) -> Values:
@@ -118,17 +116,8 @@ def _column(records: Sequence[Mapping[str, Any]], name: str) -> Values:
     return values
 
 
-@dataclass(frozen=True)
-class Span:
-    """A stage of a case in a pipeline.
-
-    Attributes:
-        case: its name.
-        lane: who did it, "read" or "write".
-        stage: what was done.
-        begin: seconds since the timeline began.
-        end: the same.
-    """
+class Span(NamedTuple):
+    """A stage of a case in a pipeline, done by a lane ("read" or "write"); times are seconds since it began."""
 
     case: str
     lane: str
@@ -182,21 +171,19 @@ def draw_timeline(path: Path, spans: Sequence[Span]) -> None:
     Raises:
         OSError: the folder cannot be written or the disk is full.
     """
-    in_order = sorted(spans, key=lambda span: span.begin)
-    cases = list(dict.fromkeys(span.case for span in in_order))[:_MOST_CASES]
-    shown = [span for span in in_order if span.case in cases]
+    cases = list(dict.fromkeys(span.case for span in sorted(spans, key=lambda span: span.begin)))[:_MOST_CASES]
+    shown = sorted((span for span in spans if span.case in cases), key=lambda span: span.begin)
     lanes, stages = (list(dict.fromkeys(names)) for names in zip(*((s.lane, s.stage) for s in shown), strict=True))
     figure = Figure(figsize=(11, 1.4 + 0.55 * len(lanes)), dpi=120, layout="constrained")
     axes = figure.subplots()
     for number, stage in enumerate(stages):
-        row, width, left = zip(
-            *((lanes.index(s.lane), s.end - s.begin, s.begin) for s in shown if s.stage == stage), strict=True
-        )
+        parts = [(lanes.index(s.lane), s.end - s.begin, s.begin) for s in shown if s.stage == stage]
+        rows, widths, lefts = zip(*parts, strict=True)
         colour = _STAGES[number % len(_STAGES)]
-        axes.barh(row, width, 0.8, left, color=colour, label=stage, edgecolor="white", linewidth=0.4)
+        axes.barh(rows, widths, 0.8, lefts, color=colour, label=stage, edgecolor="white", linewidth=0.4)
     for case, lane in dict.fromkeys((span.case, span.lane) for span in shown):
-        parts = [span for span in shown if (span.case, span.lane) == (case, lane)]
-        middle = (parts[0].begin + max(span.end for span in parts)) / 2
+        times = [time for span in shown if (span.case, span.lane) == (case, lane) for time in (span.begin, span.end)]
+        middle = (min(times) + max(times)) / 2
         axes.text(middle, lanes.index(lane), str(cases.index(case) + 1), ha="center", va="center", fontsize=7)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()

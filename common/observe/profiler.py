@@ -17,7 +17,6 @@ STAGES = ("wait for batch", "forward", "loss", "backward", "optimizer")
 WAIT_FOR_DEVICE = "wait for device"  # what it still had to compute after the recorded steps; on CUDA only
 REST = "none of these"
 SKIPPED, RECORDED = 2, 6  # steps; the profiler itself warms up in the last of the first
-_ROWS = 25
 
 
 class StepProfiler:
@@ -43,14 +42,11 @@ class StepProfiler:
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_cuda else [])],
             schedule=schedule(wait=SKIPPED - 1, warmup=1, active=RECORDED, repeat=1),
         )
-        self._done = 0
-        self._open = ExitStack()
+        self._done, self._open = 0, ExitStack()
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            stack.enter_context(spans_to("profiler"))
-            stack.enter_context(self._profile)
-            self._open = stack.pop_all()
+        self._open.enter_context(spans_to("profiler"))
+        self._open.enter_context(self._profile)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -63,11 +59,17 @@ class StepProfiler:
             ended = "" if error is None else f" (it ended by {type(error).__name__}: {error})"
             write_text(self._folder / "operations.txt", f"{why}{ended}.\n")
             return
-        found = self._measure(recorded)
+        seconds, shares = self._measure(recorded)
         with atomic_path(self._folder / "trace.json") as part:
             self._profile.export_chrome_trace(str(part))
-        write_json(self._folder / "shares.json", found)
-        write_text(self._folder / "operations.txt", f"{_in_words(found)}\n{self._table()}")
+        write_json(self._folder / "shares.json", {"steps": recorded, "seconds": seconds, "shares": shares})
+        each = 1e3 * seconds / recorded
+        lines = [
+            f"{recorded} steps after the first {SKIPPED}: {seconds:.4g} s of wall clock, {each:.4g} ms each.",
+            "Of this the host spent in",
+            *(f"  {name:<16}{100 * share:6.1f} %" for name, share in shares.items()),
+        ]
+        write_text(self._folder / "operations.txt", "\n".join([*lines, "", self._table()]))
 
     def step(self) -> None:
         """Note that a training step is done; after the last recorded one this does nothing."""
@@ -81,8 +83,8 @@ class StepProfiler:
                 synchronise()
         self._profile.step()
 
-    def _measure(self, recorded: int) -> dict[str, Any]:
-        """Return the shares of the whole steps; one that an exception cut short is in the trace alone."""
+    def _measure(self, recorded: int) -> tuple[float, dict[str, float]]:
+        """Return seconds and shares of the whole steps; one that an exception cut short is in the trace alone."""
         # A range also shows on the device, there from its first kernel to its last.
         ranges = [
             (event.name, event.time_range.start, event.time_range.end)
@@ -96,7 +98,7 @@ class StepProfiler:
             if name in shares and begin <= start and end <= finish:
                 shares[name] += (end - start) / (finish - begin)
         shares[REST] = max(0.0, 1 - sum(shares.values()))
-        return {"steps": recorded, "seconds": (finish - begin) / 1e6, "shares": shares}
+        return (finish - begin) / 1e6, shares
 
     def _table(self) -> str:
         # Spans are no operations; on a device they would even come first, with the time of all that runs in them.
@@ -106,15 +108,5 @@ class StepProfiler:
             use_device="cuda" if self._on_cuda else None,
         )
         key = "self_device_time_total" if self._on_cuda else "self_cpu_time_total"
-        table: str = operations.table(sort_by=key, row_limit=_ROWS)
+        table: str = operations.table(sort_by=key, row_limit=25)
         return f"The operations with the most self time on the {'device' if self._on_cuda else 'CPU'}:\n{table}"
-
-
-def _in_words(found: dict[str, Any]) -> str:
-    steps, seconds = found["steps"], found["seconds"]
-    lines = [
-        f"{steps} steps after the first {SKIPPED}: {seconds:.4g} s of wall clock, {1e3 * seconds / steps:.4g} ms each.",
-        "Of this the host spent in",
-        *(f"  {name:<16}{100 * share:6.1f} %" for name, share in found["shares"].items()),
-    ]
-    return "\n".join(lines) + "\n"

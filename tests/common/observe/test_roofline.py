@@ -4,7 +4,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.observe import roofline
-from common.observe.roofline import count_work, distance_to_limit, measure_ceilings
+from common.observe.roofline import count_flops, distance_to_limit, measure_ceiling
 from common.run import open_run
 from models.resnet18_fcn import resnet18_fcn
 from models.segresnet3d import segresnet3d
@@ -19,12 +19,9 @@ NETWORKS = {
 
 def test_a_convolution_by_hand():
     network = nn.Conv2d(3, 5, 3, padding=1, bias=False)
-    flops, traffic = count_work(network, (2, 3, 8, 8))
     forward = 2 * (2 * 8 * 8) * 5 * (3 * 3 * 3)  # multiply and add, for each output, over its 3 x 3 x 3 inputs
-    assert flops == 2 * forward  # backward: the weights' gradient alone, since no image needs one
-    image, weight, output = 2 * 3 * 64 * 4, 5 * 27 * 4, 2 * 5 * 64 * 4
-    assert traffic >= 2 * (image + weight + output)
-    assert traffic <= 4 * (image + weight + output)
+    # Backward: the weights' gradient alone, since no image needs one.
+    assert count_flops(network, (2, 3, 8, 8)) == 2 * forward
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -34,30 +31,21 @@ def test_the_count_is_torchs_own_of_a_step_that_is_computed(name):
     with FlopCounterMode(display=False) as counter:
         torch.autograd.backward(network(torch.randn(shape)).sum())
     before = {key: value.clone() for key, value in network.state_dict().items()}
-    assert count_work(network, shape)[0] == counter.get_total_flops() > 0
+    assert count_flops(network, shape) == counter.get_total_flops() > 0
     assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
     assert next(network.parameters()).device.type == "cpu"
 
 
-def test_twice_the_batch_is_twice_the_work_and_more_than_the_weights_traffic():
-    network = unet3d(1, 2, (8, 16), 1)
-    one, two = count_work(network, (1, 1, 16, 16, 16)), count_work(network, (2, 1, 16, 16, 16))
-    assert two[0] == 2 * one[0]
-    assert one[1] < two[1] < 2 * one[1]  # the weights are read once either way
-
-
 def test_a_compiled_network_is_counted_as_it_was():
     network = nn.Conv2d(3, 5, 3)
-    expected = count_work(network, (1, 3, 8, 8))
+    expected = count_flops(network, (1, 3, 8, 8))
     network._compiled_call_impl = compiled = lambda image: 1 / 0  # what `compile` sets, which must not run
-    assert count_work(network, (1, 3, 8, 8)) == expected
+    assert count_flops(network, (1, 3, 8, 8)) == expected
     assert network._compiled_call_impl is compiled
 
 
-def test_ceilings_are_above_what_the_same_product_reaches_alone():
-    flops, traffic = measure_ceilings(torch.device("cpu"), torch.float32)
-    assert 1e9 < flops < 1e14
-    assert 1e8 < traffic < 1e13
+def test_the_ceiling_is_within_reason():
+    assert 1e9 < measure_ceiling(torch.device("cpu"), torch.float32) < 1e14
 
 
 @pytest.fixture
@@ -66,12 +54,11 @@ def run(tmp_path):
 
 
 def test_the_distance_by_hand(run, monkeypatch, capsys):
-    monkeypatch.setattr(roofline, "count_work", lambda network, shape: (4 * 10**12, 10**10))
-    monkeypatch.setattr(roofline, "measure_ceilings", lambda device, dtype: (8e12, 2e10))
+    monkeypatch.setattr(roofline, "count_flops", lambda network, shape: 4 * 10**12)
+    monkeypatch.setattr(roofline, "measure_ceiling", lambda device, dtype: 8e12)
     found = distance_to_limit(nn.Identity(), (1, 1, 8), 2.0, "fp32", run)
     assert found is not None
-    assert (found["tflops"], found["percent"], found["memory_percent"]) == (2.0, 25.0, 25.0)
-    assert (found["flops_per_step"], found["bytes_per_step"]) == (4 * 10**12, 10**10)
+    assert (found["tflops"], found["percent"], found["flops_per_step"]) == (2.0, 25.0, 4 * 10**12)
     assert "limit: 4000.0 GFLOP in 2 s a step, 2 TFLOP/s: 25 percent of what" in capsys.readouterr().out
     assert "limit" in run.clock.seconds()
     assert distance_to_limit(nn.Identity(), (1, 1, 8), None, "fp32", run) is None
