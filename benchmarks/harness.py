@@ -1,7 +1,10 @@
 """Fair timing: sides in processes of their own run in turn, and what they took becomes rows of guide and fast."""
 
 import multiprocessing
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,14 +30,15 @@ from common.inference.predictors import computes_bf16
 from common.training.fit import train_step
 from common.training.losses import Loss
 from common.training.optimizers import build_optimizer
-from common.training.setup import ScheduleName, choose_precision, lr_factor
+from common.training.setup import choose_precision, lr_factor
 
 Sides = Mapping[str, Callable[[], object]]
 Maker = Callable[..., Sides]
 Values = dict[str, list[float]]
 Row = dict[str, Any]
 
-GUIDES = sorted(path.stem for path in (Path(__file__).parent / "guides").glob("[a-z]*.py"))
+ROOT = Path(__file__).resolve().parents[1]
+GUIDES = sorted(path.stem for path in (ROOT / "benchmarks" / "guides").glob("[a-z]*.py"))
 """The apps that have a guide to be compared with: the modules of `benchmarks/guides`."""
 
 RATE = 0.01  # of our steps
@@ -78,9 +82,7 @@ class Options:
     @property
     def half(self) -> str | None:
         """The guide's half precision; None where the processor would only emulate it."""
-        if self.device.type == "cuda":
-            return "fp16"
-        return "bf16" if computes_bf16(self.device) else None
+        return "fp16" if self.device.type == "cuda" else "bf16" if computes_bf16(self.device) else None
 
     @property
     def guide_precisions(self) -> list[str]:
@@ -124,21 +126,16 @@ def endless(batches: Batches) -> Generator[Batch, None, None]:
 
 
 def save_start(
-    options: Options,
-    network: nn.Module,
-    step: Callable[..., object],
-    make_batches: Callable[[], Batches],
-    steps: int,
-    schedule: ScheduleName,
+    options: Options, network: nn.Module, step: Callable[..., object], batches: Callable[[], Batches], steps: int
 ) -> None:
     """Keep the weights that both sides of the inference begin with, of a network that has learned something.
 
     Fast alone has nothing to compare its answers with: its network stays as it begins.
     """
     if options.both:
-        with closing(endless(make_batches())) as batches:
+        with closing(endless(batches())) as drawn:
             for number in tqdm(range(steps), desc="training before inference", leave=False):
-                step(next(batches), RATE * lr_factor(schedule, number, steps))
+                step(next(drawn), RATE * lr_factor("cosine", number, steps))
     save_weights(options.weights, network.state_dict(), {})
 
 
@@ -152,15 +149,8 @@ def timed(
 ) -> tuple[Values, dict[str, Any]]:
     """Run the guide's sides and ours in turn, each maker's in a process of its own.
 
-    On a CPU ours keep freed memory, as our runs do, and the guide's do not.
-
-    Args:
-        options: how it is measured.
-        guide: a module's function that returns the guide's sides by name.
-        fast: functions that return ours.
-        *arguments: of all of them; they must pickle, as must what the sides return.
-        rounds: instead of the options'.
-        warm_up: see `in_turn`, as for what is returned.
+    The makers are functions of modules and return sides by name; their arguments, and what sides return, must pickle.
+    On a CPU ours keep freed memory, as our runs do, and the guide's do not. See `in_turn` for the rest.
     """
     sides: dict[str, Callable[[], object]] = {}
     with ExitStack() as stack:
@@ -269,10 +259,7 @@ def show(row: Row) -> str:
 def step_rows(what: str, seconds: Values, options: Options) -> list[Row]:
     """Return the rows of a training step: each pair of precisions that was measured, and with the making of the batch.
 
-    Args:
-        what: batch and size.
-        seconds: of the sides "guide PRECISION", "fast PRECISION", "guide with its batch" and "fast with its batch".
-        options: how it was measured.
+    The seconds are of the sides "guide PRECISION", "fast PRECISION", "guide with its batch" and "fast with its batch".
     """
     pairs = [(options.usual, options.chosen), ("fp32", "fp32"), (options.half, "bf16")]
     if not options.both:
@@ -280,12 +267,23 @@ def step_rows(what: str, seconds: Values, options: Options) -> list[Row]:
     rows = []
     for guide, fast in dict.fromkeys(pairs):
         if f"fast {fast}" in seconds:
-            label = f"both {fast}" if guide == fast else f"guide {guide}, fast {fast}"
-            label = label if options.both else f"fast {fast}"
-            name = f"training step, {what}, {label}"
+            sides = f"both {fast}" if guide == fast else f"guide {guide}, fast {fast}"
+            name = f"training step, {what}, {sides if options.both else f'fast {fast}'}"
             rows.append(row(name, "s", seconds.get(f"guide {guide}", []), seconds[f"fast {fast}"]))
     batches = [seconds.get(f"{side} with its batch", []) for side in ("guide", "fast")]
     return [*rows, row(f"training step, {what}, with the making of the batch", "s", *batches)]
+
+
+def call(*words: object, **environ: str) -> None:
+    """Run a script of this repository, with such variables of the environment, and wait for its end.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
 
 
 def tell(record: dict[str, Any], output: Path | None) -> None:

@@ -11,18 +11,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import median, tell
+from benchmarks.harness import fast_step, median, tell
 from common.clock import StepTimer, spans_to, synchronise
 from common.data.batches import Batch
 from common.observe.monitor import Monitor
 from common.run import environment
-from common.training.fit import train_step
 from common.training.losses import build_loss
-from common.training.optimizers import build_optimizer
 from common.training.setup import choose_precision
 from models.unet3d import unet3d
 
@@ -56,11 +55,7 @@ def make_step(device: torch.device) -> Callable[[], object]:
     network = unet3d(1, 2, _CHANNELS, 2).to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     image = torch.rand(_BATCH, 1, *_CROP, device=device)
     batch = Batch(image, (image > 0.7).to(torch.uint8), ("case",) * _BATCH)
-    optimizer = build_optimizer("novograd", network.parameters(), 0.01)
-    precision = choose_precision("auto", device)
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    loss = build_loss("dice_ce")
-    return lambda: train_step(network, batch, loss, optimizer, scaler, precision, 0.01)
+    return partial(fast_step(network, build_loss("dice_ce"), choose_precision("auto", device), device), batch)
 
 
 def pair(step: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:

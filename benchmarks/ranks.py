@@ -7,20 +7,16 @@ It trains the app on its small synthetic data with torchrun, the same global bat
 """
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness import GUIDES, guide_of, median, ratio, tell
+from benchmarks.harness import GUIDES, call, guide_of, median, ratio, tell
 from common.files import read_json_lines
 from common.run import environment
 
-_ROOT = Path(__file__).resolve().parents[1]
 _SETTINGS = ["--device", "cpu", "--epochs", "2", "--batch_size", "4", "--engine", "none", "--validate_every", "2"]
 
 
@@ -56,11 +52,9 @@ def main() -> None:
 
 def train(app: str, ranks: int, partitions: int, data: Path, run: Path) -> list[dict[str, Any]]:
     """Train with so many ranks of one thread; return the records of the epochs."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--"]
-    given = ["--data", str(data), "--store", str(run.parent / "store"), "--run", str(run)]
-    command = [*launch, f"apps/{app}/train.py", *given, "--parallel.partitions", str(partitions), *_SETTINGS]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=_ROOT, env=environ, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--", f"apps/{app}/train.py"]
+    given = ["--data", data, "--store", run.parent / "store", "--run", run, "--parallel.partitions", partitions]
+    call(*launch, *given, *_SETTINGS, OMP_NUM_THREADS="1")
     return read_json_lines(run / "metrics.jsonl")
 
 

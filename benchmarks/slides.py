@@ -6,6 +6,7 @@ nine, processes or a thread) the fastest counts, and its rows name it.
 
 import shutil
 import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -119,17 +120,13 @@ def preparation(task: Task) -> list[Row]:
 
 def fast_preparation(task: Task, table: PatchTable, batch: int) -> Sides:
     """Return our first epoch, decoding included, and a later one."""
-    pool, later, numbers = SlidePool(), held(task, table, batch), count(1)
-
-    def epoch(batches: Batches, number: int) -> None:
-        for _ in batches.epoch(number):
-            pass
 
     def first_epoch() -> None:
         shutil.rmtree(task.folder / "patches", ignore_errors=True)
-        epoch(held(task, table, batch, pool), 0)
+        deque(held(task, table, batch, pool).epoch(0), maxlen=0)
 
-    return {"first epoch": first_epoch, "later epochs": lambda: epoch(later, next(numbers))}
+    pool, later, numbers = SlidePool(), held(task, table, batch), count(1)
+    return {"first epoch": first_epoch, "later epochs": lambda: deque(later.epoch(next(numbers)), maxlen=0)}
 
 
 def held(task: Task, table: PatchTable, batch: int, pool: SlidePool | None = None) -> Batches:
@@ -191,7 +188,7 @@ def inference(task: Task) -> list[Row]:
     def batches() -> Batches:
         return held(task, draw_patches(task.slides.training, wanted, task.own.PATCH), batch)
 
-    save_start(task, network, one_step, batches, steps, "cosine")
+    save_start(task, network, one_step, batches, steps)
     seconds, _ = timed(task, task.own.guide_inference, [fast_inference], task, warm_up=False)
     each = {name: [value / len(task.slides.testing) for value in values] for name, values in seconds.items()}
     way, guide = quickest(each)

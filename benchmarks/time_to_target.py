@@ -10,8 +10,6 @@ patches, and their ranks give the AUC). The run's own clock is checked against t
 
 import argparse
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +25,7 @@ from scipy.stats import mannwhitneyu
 from apps.pathology.config import PathologyConfig
 from apps.pathology.patches.store import decoded
 from apps.pathology.patches.tables import find_tables
-from benchmarks.harness import GUIDES, tell
+from benchmarks.harness import GUIDES, call, tell
 from benchmarks.volumes import dices
 from common.clock import Clock
 from common.data.dataset import read_dataset
@@ -37,8 +35,6 @@ from common.ranks import Ranks
 from common.run import Run, environment
 from models.segresnet3d import segresnet3d
 from models.unet3d import unet3d
-
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -72,9 +68,8 @@ def main() -> None:
 def one_run(app: str, given: list[str], folder: Path) -> dict[str, Any]:
     """Train in a new process with an empty store; return what it claims, and what other code finds."""
     run = folder / "run"
-    command = [sys.executable, f"apps/{app}/train.py", *given, "--run", str(run), "--store", str(folder / "store")]
     began = time.perf_counter()
-    _call(command)
+    call(f"apps/{app}/train.py", *given, "--run", run, "--store", folder / "store")
     wall = time.perf_counter() - began
     summary = read_object(run / "summary.json")
     metric, _, value = summary["target"]["until"].partition("=")
@@ -105,32 +100,22 @@ def summary_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _call(command: list[str]) -> None:
-    done = subprocess.run(command, cwd=_ROOT, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-
-
 def judge_segmentation(app: str, run: Path) -> float:
     """Return the mean Dice of the validation cases on their own grids, from files that `infer.py` writes."""
-    names = read_object(run / "split.json")["validation"]
     regions = [region.members for region in load_model(run, app, unet3d, segresnet3d).labelling.regions]
-    folder = Path(read_object(run / "summary.json")["data"]["folder"])
-    cases = {case.name: case for case in read_dataset(folder.resolve()).cases}
+    data = read_dataset(Path(read_object(run / "summary.json")["data"]["folder"]).resolve())
+    cases = [case for case in data.cases if case.name in read_object(run / "split.json")["validation"]]
+    found = []
     with tempfile.TemporaryDirectory(prefix="judged-") as made:
         images, masks = Path(made) / "images", Path(made) / "masks"
         images.mkdir()
-        for name in names:
-            (images / cases[name].image.name).symlink_to(cases[name].image)
-        flags = ["--model", str(run), "--input", str(images), "--output", str(masks), "--overlays", "false"]
-        _call([sys.executable, f"apps/{app}/infer.py", *flags])
-        found = []
-        for name in names:
-            label = cases[name].label
-            assert label is not None
-            each = dices([masks / cases[name].image.name], [label], regions)
-            there = [value for value in each if not np.isnan(value)]
-            found.append(float(np.mean(there or [1.0])))
+        for case in cases:
+            (images / case.image.name).symlink_to(case.image)
+        call(f"apps/{app}/infer.py", "--model", run, "--input", images, "--output", masks, "--overlays", "false")
+        for case in cases:
+            assert case.label is not None
+            each = dices([masks / case.image.name], [case.label], regions)
+            found.append(np.nanmean(each) if np.isfinite(each).any() else 1.0)
     return float(np.mean(found))
 
 

@@ -182,7 +182,7 @@ def lay_out(task: Task, scanned: Sequence[Case]) -> None:
     crop, batch, steps = task.own.WARM
     deepest = [side // 2**task.own.HALVINGS for side in crop]
     network, one_step = _fast(task, choose_precision("auto", task.device, deepest))
-    save_start(task, network, one_step, lambda: task.batches(crop, batch), steps, "constant")
+    save_start(task, network, one_step, lambda: task.batches(crop, batch), steps)
     run, inputs, model = task.folder / "run", task.folder / "scans", task.model
     import_weights(run, task.app, model, task.weights)
     (run / "exports").mkdir()

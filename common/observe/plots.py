@@ -182,7 +182,7 @@ def draw_timeline(path: Path, spans: Sequence[Span]) -> None:
         colour = _STAGES[number % len(_STAGES)]
         axes.barh(rows, widths, 0.8, lefts, color=colour, label=stage, edgecolor="white", linewidth=0.4)
     for case, lane in dict.fromkeys((span.case, span.lane) for span in shown):
-        times = [time for span in shown if (span.case, span.lane) == (case, lane) for time in (span.begin, span.end)]
+        times = [each for span in shown if (span.case, span.lane) == (case, lane) for each in (span.begin, span.end)]
         middle = (min(times) + max(times)) / 2
         axes.text(middle, lanes.index(lane), str(cases.index(case) + 1), ha="center", va="center", fontsize=7)
     axes.set_yticks(range(len(lanes)), lanes)

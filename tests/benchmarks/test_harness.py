@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import Options, apart, row, show, step_rows, timed
+from benchmarks.harness import Options, apart, call, row, show, step_rows, timed
 
 
 def test_a_side_runs_elsewhere_each_time_in_the_same_process():
@@ -102,3 +102,8 @@ def test_what_the_processor_only_emulates_is_not_measured(monkeypatch):
     given = options(monkeypatch, bf16=False)
     assert given.half is None
     assert given.precisions == ["fp32"]
+
+
+def test_a_script_that_fails_says_why():
+    with pytest.raises(RuntimeError, match=r"ended with status 3:\nno data 7"):
+        call("-c", "import os, sys; print('no data', os.environ['NUMBER'], file=sys.stderr); sys.exit(3)", NUMBER="7")

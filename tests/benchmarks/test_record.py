@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.harness import GUIDES, guide_of, row
-from benchmarks.record import ROOT, record_of, results_table, with_record
+from benchmarks.harness import GUIDES, ROOT, guide_of, row
+from benchmarks.record import record_of, results_table, with_record
 from common.files import write_json
 
 RECORDS = ROOT / "benchmarks" / "records"
