@@ -123,16 +123,17 @@ def fast_preparation(task: Task, table: PatchTable, batch: int) -> Sides:
 
     def first_epoch() -> None:
         shutil.rmtree(task.folder / "patches", ignore_errors=True)
-        deque(held(task, table, batch, pool).epoch(0), maxlen=0)
+        deque(held(task, table, batch).epoch(0), maxlen=0)
 
-    pool, later, numbers = SlidePool(), held(task, table, batch), count(1)
+    later, numbers = held(task, table, batch), count(1)
     return {"first epoch": first_epoch, "later epochs": lambda: deque(later.epoch(next(numbers)), maxlen=0)}
 
 
-def held(task: Task, table: PatchTable, batch: int, pool: SlidePool | None = None) -> Batches:
+def held(task: Task, table: PatchTable, batch: int) -> Batches:
     """Return batches of decoded patches, from where a run on this device holds them."""
     device = task.device
-    patches = stored_patches(table, task.folder / "patches", pool or SlidePool(), None, progress=False)
+    with closing(SlidePool()) as pool:
+        patches = stored_patches(table, task.folder / "patches", pool, None, progress=False)
     near = patches.near(np.arange(len(table)), "gpu" if device.type == "cuda" else "ram", device)
     config = replaced(_FAST, {"batch_size": batch, "parallel.partitions": 1})
     return patch_batches(near, range(1), config, device)
