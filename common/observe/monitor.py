@@ -34,7 +34,7 @@ PANELS = {
     "GPU power (W)": ("gpu_power_w",),
 }
 COLUMNS = (SECONDS, *(name for names in PANELS.values() for name in names))
-_SHORTEST, _JOIN_SECONDS, _MOST_POINTS = 0.1, 10.0, 500  # CPU times come in hundredths of a second: none shorter
+_SHORTEST, _JOIN_SECONDS = 0.1, 10.0  # CPU times come in hundredths of a second: none shorter
 
 
 class Monitor:
@@ -140,7 +140,7 @@ def _read_gpu(device: torch.device) -> dict[str, float]:
 
 
 def draw_monitor(csv_path: Path, png_path: Path) -> None:
-    """Draw a `monitor.csv` as a PNG: a panel for each quantity, with its mean; long runs are drawn by means of rows.
+    """Draw a `monitor.csv` as a PNG: a panel for each quantity, with its mean.
 
     A table without rows, of a run that was over at once, gives none.
 
@@ -160,7 +160,7 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
     for axis, (title, names) in zip(axes, panels.items(), strict=True):
         style(axis)
         for name, colour in zip(names, ("#0072B2", "#D55E00"), strict=False):
-            draw_curve(axis, _thinned(values[SECONDS]), _thinned(values[name]), color=colour, label=name)
+            draw_curve(axis, values[SECONDS], values[name], color=colour, label=name)
         if len(names) > 1:
             axis.legend(frameon=False, fontsize=8)
         means = ", ".join(f"{np.nanmean(values[name]):.4g}" for name in names)
@@ -168,11 +168,6 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
         axis.set_ylim(bottom=0)
     axes[-1].set_xlabel("seconds", fontsize=9)
     save_png(png_path, figure)
-
-
-def _thinned(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return at most 500 points of a curve: means of stretches."""
-    return np.array([stretch.mean() for stretch in np.array_split(values, min(len(values), _MOST_POINTS) or 1)])
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_rgba_array
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -24,13 +24,9 @@ Array = NDArray[Any]
 LABEL_COLOURS = ("#E69F00", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00", "#0072B2")
 """Of the labels 1, 2, ..., in turn (Okabe and Ito)."""
 _PLANES = ("sagittal, x", "coronal, y", "axial, z")  # by the axis they cut
-_EDGES = (("A", "P", "S", "I"), ("R", "L", "S", "I"), ("R", "L", "A", "P"))  # left, right, top, bottom
-_EDGE_PLACES = (
-    (0.02, 0.5, "left", "center"),
-    (0.98, 0.5, "right", "center"),
-    (0.5, 0.98, "center", "top"),
-    (0.5, 0.02, "center", "bottom"),
-)
+_EDGES = ("APSI", "RLSI", "RLAP")  # which side of the patient is at the left, right, top and bottom of each
+_EDGE_PLACES = ((0.02, 0.5, "left", "center"), (0.98, 0.5, "right", "center"))
+_EDGE_PLACES += ((0.5, 0.98, "center", "top"), (0.5, 0.02, "center", "bottom"))
 _STROKE = [withStroke(linewidth=2, foreground="black")]
 _ON_IMAGE: dict[str, Any] = {"color": "white", "fontsize": 8, "path_effects": _STROKE}
 _WIDTH, _MARGIN, _GAP = 9.0, 0.12, 0.08  # inches
@@ -133,9 +129,7 @@ def draw_overlay(
     for part, shown, scale, height in rows:
         _draw_row(figure, part, shown, scale, top)
         top -= height + _GAP
-    drawn = figure.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0, 0), ncols=_LEGEND_COLUMNS, frameon=False, fontsize=8
-    )
+    drawn = figure.legend(handles=handles, loc="lower left", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=8)
     for text in drawn.get_texts():
         text.set_parse_math(False)
     save_png(path, figure)
@@ -216,8 +210,7 @@ def _draw_row(figure: Figure, scan: Scan, shown: Sequence[tuple[int, int]], scal
         if number == 0:
             _draw_scale_bar(axes, scan.size(plane)[0])
         if number == 0 or plane != 2:
-            # Which side of the patient the edges are; a low slice has room for two.
-            letters = _EDGES[plane][: 4 if up > 0.6 else 2]
+            letters = _EDGES[plane][: 4 if up > 0.6 else 2]  # a low slice has room for two
             for letter, (x, y, horizontal, vertical) in zip(letters, _EDGE_PLACES, strict=False):
                 axes.text(x, y, letter, ha=horizontal, va=vertical, transform=axes.transAxes, **_ON_IMAGE)
         left += max(across, _NARROWEST) + _GAP
@@ -230,10 +223,8 @@ def _draw_slice(axes: Axes, scan: Scan, plane: int, index: int) -> None:
     grey = picture(scan.image, plane, index).astype(np.float32)
     axes.imshow(grey, cmap="gray", vmin=scan.window[0], vmax=scan.window[1], interpolation="bilinear", **place)
     labels = picture(scan.labels, plane, index)
-    fill = np.zeros((*labels.shape, 4))
-    for label in _labels_in(labels):
-        fill[labels == label] = (*to_rgb(_colour(label)), 0.45)
-    axes.imshow(fill, interpolation="nearest", **place)
+    fill = to_rgba_array(LABEL_COLOURS, 0.45)[(labels.astype(int) - 1) % len(LABEL_COLOURS)]
+    axes.imshow(np.where(labels[..., None] > 0, fill, 0), interpolation="nearest", **place)
     if scan.truth is not None:
         truth = picture(scan.truth, plane, index)
         # A frame of background closes the outlines at the panel's edge.
@@ -255,8 +246,7 @@ def _draw_scale_bar(axes: Axes, width: float) -> None:
 
 def _legend_handles(scan: Scan, names: Sequence[str]) -> list[Patch | Line2D]:
     """Return one colour patch for each label that occurs, and what filled and outlined mean."""
-    volumes = [scan.labels, *([] if scan.truth is None else [scan.truth])]
-    occurring = {label for volume in volumes for label in _labels_in(volume)}
+    occurring = {*_labels_in(scan.labels), *([] if scan.truth is None else _labels_in(scan.truth))}
     handles: list[Patch | Line2D] = []
     for label in sorted(occurring):
         name = names[label] if label < len(names) else f"label {label}"

@@ -88,7 +88,7 @@ def write_report_case(
     *,
     names: Sequence[str],
     window: tuple[float, float] | None = None,
-) -> Path:
+) -> None:
     """Write `report_case.json` into a run folder: the case that its report lets the reader look through.
 
     It is small (at most 96 voxels a side; means of the image, middles of the labels), turned to R, A, S, and in words
@@ -110,10 +110,8 @@ def write_report_case(
     assert image.shape == labels.shape == truth.shape, (image.shape, labels.shape, truth.shape)
     scan = oriented_scan(image, labels, truth, affine, window)
     assert scan.truth is not None
-    sides = scan.image.shape
-    x, y, z = (min(side, _LARGEST_SIDE) for side in sides)
-    shape = (x, y, z)
-    black, white = scan.window
+    sides, (black, white) = scan.image.shape, scan.window
+    shape = [min(side, _LARGEST_SIDE) for side in sides]
     voxels = torch.from_numpy(np.ascontiguousarray(scan.image, np.float32))
     grey = (functional.adaptive_avg_pool3d(voxels[None], shape)[0].numpy() - black) / (white - black)
     middles = np.ix_(*((2 * np.arange(few) + 1) * side // (2 * few) for few, side in zip(shape, sides, strict=True)))
@@ -129,9 +127,7 @@ def write_report_case(
         "prediction": _base64(found),
         "truth": _base64(true),
     }
-    path = directory / "report_case.json"
-    write_json(path, content)
-    return path
+    write_json(directory / "report_case.json", content)
 
 
 def _read(path: Path, problems: list[str], loss: str) -> Json:

@@ -336,6 +336,12 @@ def test_a_large_run_stays_below_the_promised_size(tmp_path: Path):
     assert LIMIT / 2 < len(page) < LIMIT
 
 
+def written_case(folder: Path, *given: Any, **options: Any) -> dict[str, Any]:
+    write_report_case(folder, *given, **options)
+    content: dict[str, Any] = json.loads((folder / "report_case.json").read_text())
+    return content
+
+
 def unpacked(case: dict[str, Any], name: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(case[name]), np.uint8).reshape(case["shape"])
 
@@ -347,10 +353,9 @@ def test_a_case_is_made_small_by_means_and_middles(tmp_path: Path):
     truth[100:104, 1, 0] = 2
     found = np.zeros_like(image)
     found[101, 1, 0] = 5  # the middle of the pair (100, 101) is 101
-    path = write_report_case(
+    case = written_case(
         tmp_path, "one", image, found, truth, np.diag([1.0, 2.0, 3.0, 1.0]), names=("", "a", "b"), window=(0, 255)
     )
-    case = json.loads(path.read_text())
     assert case["shape"] == [96, 3, 2]
     assert case["spacing"] == [2.0, 2.0, 3.0]
     assert case["start"] == [50, 1, 0]
@@ -367,8 +372,7 @@ def test_a_case_is_turned_to_the_patient_and_windowed(tmp_path: Path):
     truth[0, 1, 2] = 1
     affine = np.array([[0, -2.0, 0, 0], [3.0, 0, 0, 0], [0, 0, 4.0, 0], [0, 0, 0, 1]])  # first axis A, second axis L
     names = ("background", "organ")
-    path = write_report_case(tmp_path, "one", image, 0 * truth, truth, affine, names=names, window=(-100, 300))
-    case = json.loads(path.read_text())
+    case = written_case(tmp_path, "one", image, 0 * truth, truth, affine, names=names, window=(-100, 300))
     assert case["name"] == "one"
     assert case["spacing"] == [2.0, 3.0, 4.0]
     assert case["labels"] == {"1": "organ"}
@@ -384,8 +388,7 @@ def test_a_case_is_turned_to_the_patient_and_windowed(tmp_path: Path):
 def test_any_side_shrinks_to_at_most_96_and_keeps_its_length_and_mean(tmp_path: Path, side: int):
     image = np.full((side, 1, 1), 7, np.uint8)
     affine = np.diag([0.5, 1.0, 1.0, 1.0])
-    path = write_report_case(tmp_path, "one", image, image, image, affine, names=(), window=(0, 255))
-    case = json.loads(path.read_text())
+    case = written_case(tmp_path, "one", image, image, image, affine, names=(), window=(0, 255))
     kept = min(side, 96)
     assert case["shape"] == [kept, 1, 1]
     assert case["spacing"][0] * kept == pytest.approx(0.5 * side)
