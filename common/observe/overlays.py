@@ -25,8 +25,10 @@ LABEL_COLOURS = ("#E69F00", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00
 """Of the labels 1, 2, ..., in turn (Okabe and Ito)."""
 _PLANES = ("sagittal, x", "coronal, y", "axial, z")  # by the axis they cut
 _EDGES = ("APSI", "RLSI", "RLAP")  # which side of the patient is at the left, right, top and bottom of each
-_EDGE_PLACES = ((0.02, 0.5, "left", "center"), (0.98, 0.5, "right", "center"))
-_EDGE_PLACES += ((0.5, 0.98, "center", "top"), (0.5, 0.02, "center", "bottom"))
+_EDGE_PLACES = (
+    (0.02, 0.5, "left", "center"), (0.98, 0.5, "right", "center"), (0.5, 0.98, "center", "top"),
+    (0.5, 0.02, "center", "bottom"),
+)  # fmt: skip
 _STROKE = [withStroke(linewidth=2, foreground="black")]
 _ON_IMAGE: dict[str, Any] = {"color": "white", "fontsize": 8, "path_effects": _STROKE}
 _WIDTH, _MARGIN, _GAP = 9.0, 0.12, 0.08  # inches

@@ -111,7 +111,8 @@ def write_report_case(
     scan = oriented_scan(image, labels, truth, affine, window)
     assert scan.truth is not None
     sides, (black, white) = scan.image.shape, scan.window
-    shape = [min(side, _LARGEST_SIDE) for side in sides]
+    x, y, z = (min(side, _LARGEST_SIDE) for side in sides)
+    shape = (x, y, z)
     voxels = torch.from_numpy(np.ascontiguousarray(scan.image, np.float32))
     grey = (functional.adaptive_avg_pool3d(voxels[None], shape)[0].numpy() - black) / (white - black)
     middles = np.ix_(*((2 * np.arange(few) + 1) * side // (2 * few) for few, side in zip(shape, sides, strict=True)))
