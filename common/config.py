@@ -200,7 +200,7 @@ def _flags(kind: type, prefix: str = "--") -> Iterator[str]:
 
 def _plain_words(message: str, kind: type) -> str:
     """Return what jsonargparse says of a value of the wrong type as a line that a user understands."""
-    found = re.search(r'Parser key "([\w.]+)".*?(?:Given|Got) value: (.*)', " ".join(message.split()))
+    found = re.search(r'Parser key "([\w.]+)".*(?:Given|Got) value:\s*(.*)', " ".join(message.split()))
     if found is None:
         return message
     name, value = found.groups()

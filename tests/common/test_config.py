@@ -71,6 +71,7 @@ def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
         (["--epoch", "5"], ["--epoch", "did you mean --epochs"]),
         (["--epochs", "many"], ["--epochs many: expected a whole number;"]),
         (["--spacing", "[1,2]"], ["--spacing [1, 2]: expected 3 numbers in brackets, such as [1.5,1.5,2.0] or null;"]),
+        (["--spacing", ""], ["--spacing : expected 3 numbers"]),
         (["--window.side", "x"], ["--window.side x: expected a whole number;"]),
         (["--epochs", "0"], ["epochs 0", "at least 1"]),
         (["--recipe", "medium"], ["--recipe medium", "fast, slow"]),
