@@ -1,9 +1,11 @@
 """What a run decides before it starts: its cases, and every field that its configuration left open."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from common.config import config_content, flat, replaced
@@ -15,7 +17,7 @@ from common.data.synthetic import make_synthetic
 from common.files import read_as, write_json
 from common.inference.labels import LabelScheme
 from common.inference.model import VolumeModel, write_model
-from common.run import Run, point_latest
+from common.run import Run, free_memory, point_latest
 from common.training.config import SegmentationConfig, Size, TrainingConfig, decided
 from common.training.setup import choose_precision, few_cases
 
@@ -205,6 +207,7 @@ def choose_volumes(
         },
     )
     check_partitions(config, run.ranks.world)
+    _check_memory(config, len(data.dataset.modality), run)
     per_epoch = -(-len(data.split.training) * decided(config.crops.per_case) // decided(config.batch_size))
     epochs, validate_every = config.plan_epochs(usual.steps, per_epoch, usual.validations)
     return replaced(config, {"epochs": epochs, "validate_every": validate_every})
@@ -271,6 +274,24 @@ def check_partitions(config: TrainingConfig, ranks: int) -> None:
             f"batch_size {batch_size}: must be a multiple of {partitions * accumulate} ({partitions} partitions, each "
             f"computed in {accumulate} parts)"
         )
+
+
+def _check_memory(config: SegmentationConfig, channels: int, run: Run) -> None:
+    """Check, before anything is allocated, that what goes into the network fits into the memory that is free.
+
+    Raises:
+        ValueError: names the field, what it would take, and what there is.
+    """
+    crop, window, batch = decided(config.crop_size), decided(config.windows.size), decided(config.batch_size)
+    parts = run.ranks.world * config.parallel.accumulate
+    free = torch.cuda.mem_get_info(run.device)[0] if run.device.type == "cuda" else free_memory()
+    wishes = ("crop_size", crop, math.prod(crop)), ("windows.size", window, math.prod(window))
+    for name, value, voxels in (*wishes, ("batch_size", batch, math.prod(crop) * batch // parts)):
+        if 4 * channels * voxels > free:
+            raise ValueError(
+                f"{name} {value}: takes {4 * channels * voxels / 2**30:.1f} GiB as the network's input alone, and "
+                f"{free / 2**30:.1f} GiB are free; take less"
+            )
 
 
 def _working(size: Sequence[int], figures: Fingerprint, preparation: Preparation) -> list[int]:

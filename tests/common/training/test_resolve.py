@@ -12,7 +12,7 @@ from common.clock import Clock
 from common.data.preparation import Preparation
 from common.ranks import Ranks
 from common.run import Run
-from common.training.config import Crops, Parallel, SegmentationConfig, TrainingConfig
+from common.training.config import Crops, Parallel, SegmentationConfig, TrainingConfig, Windows
 from common.training.resolve import Defaults, check_partitions, choose_volumes, keep_plan, read_volumes
 
 PLAIN = TrainingConfig(batch_size=4, parallel=Parallel(partitions=2))
@@ -84,6 +84,18 @@ def test_every_open_field_is_decided_and_what_was_given_wins(scans, tmp_path, ru
     assert (chosen.batch_size, chosen.parallel.partitions) == (4, 1)
     assert (chosen.epochs, chosen.validate_every) == (6, 2)  # two cases of three crops are two steps
     assert chosen.precision in ("bf16", "fp32")
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"crop_size": (4096, 4096, 4096)}, {"batch_size": 10**9}, {"windows": Windows(size=(100_000, 100_000, 100_000))}],
+)
+def test_what_cannot_fit_into_memory_is_refused_before_it_is_allocated(wish, scans, tmp_path, run):
+    config, data = read(scans, tmp_path, run, **wish)
+    with pytest.raises(
+        ValueError, match=r"^(crop_size|batch_size|windows.size) .*: takes \d+\.\d GiB as .* GiB are free"
+    ):
+        choose_volumes(config, data, USUAL, run)
 
 
 def test_a_plan_is_said_and_kept_and_found_again(run, capsys):
