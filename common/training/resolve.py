@@ -20,7 +20,7 @@ from common.inference.labels import LabelScheme
 from common.inference.model import VolumeModel, write_model
 from common.run import Run, point_latest
 from common.training.config import SegmentationConfig, Size, TrainingConfig, decided
-from common.training.setup import choose_precision, few_cases
+from common.training.setup import check_partitions, choose_precision, few_cases
 
 C = TypeVar("C", bound=TrainingConfig)
 S = TypeVar("S", bound=SegmentationConfig)
@@ -249,32 +249,6 @@ def volume_model(
     )
     run.ranks.once(lambda: write_model(run.directory, config.APP, model))
     return model
-
-
-def check_partitions(config: TrainingConfig, ranks: int) -> None:
-    """Check that the partitions of a decided configuration can be shared by so many ranks, and its batch divided.
-
-    Raises:
-        ValueError: names the numbers that do not divide each other, and what would.
-    """
-    partitions, batch_size = decided(config.parallel.partitions), decided(config.batch_size)
-    accumulate = config.parallel.accumulate
-    if not config.alike() and partitions != ranks:
-        raise ValueError(
-            f"parallel.partitions {partitions}: {ranks} ranks would not compute the same with MONAI's sources or "
-            f"losses, which go by rank, so this run cannot go on exactly; use {partitions} ranks, or begin a new run"
-        )
-    if partitions % ranks:
-        fitting = ", ".join(str(n) for n in range(1, partitions + 1) if partitions % n == 0)
-        raise ValueError(
-            f"parallel.partitions {partitions}: {ranks} ranks cannot share them evenly, so this run cannot go on "
-            f"exactly; use {fitting} ranks, or begin a new run with --parallel.partitions {ranks}"
-        )
-    if batch_size % (partitions * accumulate):
-        raise ValueError(
-            f"batch_size {batch_size}: must be a multiple of {partitions * accumulate} ({partitions} partitions, each "
-            f"computed in {accumulate} parts)"
-        )
 
 
 def _check_memory(config: SegmentationConfig, channels: int, run: Run) -> None:

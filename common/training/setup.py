@@ -101,6 +101,32 @@ def choose_precision(wish: Literal["auto", Precision], device: torch.device, dee
     return "fp16" if device.type == "cuda" else "fp32"
 
 
+def check_partitions(config: TrainingConfig, ranks: int) -> None:
+    """Check that the partitions of a decided configuration can be shared by so many ranks, and its batch divided.
+
+    Raises:
+        ValueError: names the numbers that do not divide each other, and what would.
+    """
+    partitions, batch_size = decided(config.parallel.partitions), decided(config.batch_size)
+    accumulate = config.parallel.accumulate
+    if not config.alike() and partitions != ranks:
+        raise ValueError(
+            f"parallel.partitions {partitions}: {ranks} ranks would not compute the same with MONAI's sources or "
+            f"losses, which go by rank, so this run cannot go on exactly; use {partitions} ranks, or begin a new run"
+        )
+    if partitions % ranks:
+        fitting = ", ".join(str(n) for n in range(1, partitions + 1) if partitions % n == 0)
+        raise ValueError(
+            f"parallel.partitions {partitions}: {ranks} ranks cannot share them evenly, so this run cannot go on "
+            f"exactly; use {fitting} ranks, or begin a new run with --parallel.partitions {ranks}"
+        )
+    if batch_size % (partitions * accumulate):
+        raise ValueError(
+            f"batch_size {batch_size}: must be a multiple of {partitions * accumulate} ({partitions} partitions, each "
+            f"computed in {accumulate} parts)"
+        )
+
+
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """Return the context in which the forward pass and the loss run."""
     return torch.autocast(device.type, dtype=_DTYPES.get(precision, torch.bfloat16), enabled=precision != "fp32")

@@ -8,7 +8,7 @@ from apps.pathology.config import GUIDE, PathologyConfig
 from apps.pathology.model import choose, initialise_from, model_of
 from common.inference.model import save_weights
 from common.training.config import Parallel, decided
-from common.training.resolve import check_partitions
+from common.training.setup import check_partitions
 from models.resnet18_fcn import resnet18_fcn
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -13,7 +13,8 @@ from common.data.preparation import Preparation
 from common.ranks import Ranks
 from common.run import Run
 from common.training.config import Crops, Parallel, SegmentationConfig, TrainingConfig, Windows
-from common.training.resolve import Defaults, check_partitions, choose_volumes, keep_plan, read_volumes
+from common.training.resolve import Defaults, choose_volumes, keep_plan, read_volumes
+from common.training.setup import check_partitions
 
 PLAIN = TrainingConfig(batch_size=4, parallel=Parallel(partitions=2))
 USUAL = Defaults(
