@@ -31,8 +31,7 @@ from common.data.store import prepared_cases
 from common.export.onnx_model import export_onnx
 from common.inference.model import VolumeModel, import_weights, load_model, load_weights
 from common.inference.options import InferConfig, Precision
-from common.inference.scan_files import find_scans
-from common.inference.scans import open_segmenter
+from common.inference.scans import find_scans, open_segmenter
 from common.training.losses import build_loss
 from common.training.setup import choose_precision
 

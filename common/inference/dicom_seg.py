@@ -17,7 +17,7 @@ from common.data.dicom import BROKEN, DicomSeries, quiet_dicom
 from common.files import atomic_path
 from common.inference.labels import Region
 
-SERIES_NUMBER = 9000  # any will do; beyond those that scanners give
+ALGORITHM = "medspeed"
 # What a SEG needs of its source images: where they lie and what they are called, nothing of the patient.
 REFERENCES = (
     "SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID", "FrameOfReferenceUID", "Modality", "Rows",
@@ -46,7 +46,6 @@ def write_seg(
     series: DicomSeries,
     structures: Sequence[Region],
     *,
-    algorithm: str,
     version: str,
     keep_patient: bool = False,
 ) -> None:
@@ -60,8 +59,7 @@ def write_seg(
         labels: [X, Y, Z] uint8, on the grid that `read_series` gives.
         series: where the labels were found; the headers of its files are read again.
         structures: at least one; a voxel may belong to several.
-        algorithm: what found them, up to 64 characters, as is `version`.
-        version: of the algorithm.
+        version: of what found them, up to 64 characters.
         keep_patient: copy the attributes of patient, study and equipment, for filing into an archive; else those are
             empty, and only the UIDs lead back to the patient.
 
@@ -70,19 +68,26 @@ def write_seg(
     """
     assert labels.dtype == np.uint8, labels.dtype
     assert labels.shape == series.shape, (labels.shape, series.shape)
-    assert structures
-    content = io.BytesIO()
     quiet_dicom()
+    due = (*REFERENCES, *BLANK) if keep_patient else REFERENCES
+    refusal = ValueError(
+        f"{series.name}: no DICOM segmentation can be written: a header cannot be read, or lacks or holds in "
+        f"a wrong form one of {', '.join(due)}: correct the headers, or write NIfTI"
+    )
     try:
         sources = [_source(file, keep_patient) for file in series.files]
-        _segmentation(labels, sources, structures, algorithm, version).save_as(content)
-    except BROKEN:
-        # The cause may quote the patient: it is not chained.
-        due = (*REFERENCES, *BLANK) if keep_patient else REFERENCES
-        raise ValueError(
-            f"{series.name}: no DICOM segmentation can be written: a header cannot be read, or lacks or holds in "
-            f"a wrong form one of {', '.join(due)}: correct the headers, or write NIfTI"
-        ) from None
+    except BROKEN:  # pydicom's; it may quote the patient, as highdicom's below: neither is chained
+        raise refusal from None
+    found_by = AlgorithmIdentificationSequence(ALGORITHM, codes.cid7162.ArtificialIntelligence, version)
+    segments = [_described(number, each.name, found_by) for number, each in enumerate(structures, 1)]
+    masks = np.stack([np.isin(labels.T, region.members) for region in structures], axis=-1)  # [Z, Y, X, S]
+    try:
+        image = _segmentation(masks, sources, segments, version)
+    except (AttributeError, TypeError, ValueError):  # highdicom's, of what a header lacks or holds
+        raise refusal from None
+    _set_distance(image, sources)
+    content = io.BytesIO()
+    image.save_as(content)
     with atomic_path(path) as part:
         part.write_bytes(content.getbuffer())
 
@@ -100,33 +105,30 @@ def _source(file: Path, keep_patient: bool) -> pydicom.Dataset:
 
 
 def _segmentation(
-    labels: np.ndarray, sources: list[pydicom.Dataset], structures: Sequence[Region], algorithm: str, version: str
+    masks: np.ndarray,
+    sources: Sequence[pydicom.Dataset],
+    segments: Sequence[SegmentDescription],
+    version: str,
 ) -> Segmentation:
-    masks = np.stack([np.isin(labels.T, region.members) for region in structures], axis=-1)  # [Z, Y, X, S]
-    found_by = AlgorithmIdentificationSequence(algorithm, codes.cid7162.ArtificialIntelligence, version)
-    image = Segmentation(  # frames without voxels are left out, unless all are
+    return Segmentation(  # frames without voxels are left out, unless all are
         source_images=sources,
         pixel_array=masks,
         segmentation_type="BINARY",
-        segment_descriptions=[_described(number, each.name, found_by) for number, each in enumerate(structures, 1)],
+        segment_descriptions=segments,
         series_instance_uid=generate_uid(),
-        series_number=SERIES_NUMBER,
+        series_number=9000,  # any will do; beyond those that scanners give
         sop_instance_uid=generate_uid(),
         instance_number=1,
-        manufacturer="medspeed",
-        manufacturer_model_name=algorithm,
+        manufacturer=ALGORITHM,
+        manufacturer_model_name=ALGORITHM,
         software_versions=version,
         device_serial_number="none",  # must not be empty (type 1), and must not name a host
-        content_label="SEGMENTATION",
-        content_description=f"Segmentation by {algorithm}"[:64],
-        series_description=f"Segmentation by {algorithm}"[:64],
+        series_description=f"Segmentation by {ALGORITHM}",
         specific_character_set="ISO_IR 192",  # UTF-8 holds whatever the source's character set does
     )
-    _set_distance(image, sources)
-    return image
 
 
-def _set_distance(image: Segmentation, sources: list[pydicom.Dataset]) -> None:
+def _set_distance(image: Segmentation, sources: Sequence[pydicom.Dataset]) -> None:
     """Store the distance of the slices' planes, which highdicom leaves out where they are tilted."""
     first, last = (np.array(one.ImagePositionPatient, np.float64) for one in (sources[0], sources[-1]))
     turn = np.array(sources[0].ImageOrientationPatient, np.float64)
@@ -145,8 +147,6 @@ def _described(number: int, name: str, found_by: AlgorithmIdentificationSequence
         segmented_property_type=kind,
         algorithm_type="AUTOMATIC",
         algorithm_identification=found_by,
-        tracking_uid=generate_uid(),
-        tracking_id=f"{name} {number}",
     )
 
 

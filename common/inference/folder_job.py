@@ -7,7 +7,6 @@ whole, after its last one. It vouches for the outputs of its own weights, option
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -107,12 +106,10 @@ class FolderJob(Generic[Source, Read, Computed]):
             OSError: the output folder cannot be written.
         """
         share = self.share()
-        with self._locked():  # a folder that cannot be written is told now
+        with locked(self.folder / ".lock"):  # a folder that cannot be written is told now
             left = [item for item in share if self.finished(item) is None]
-        if len(left) < len(share):
-            tqdm.write(
-                f"{len(share) - len(left)} {self.kind}s kept: they were finished with the same weights and options"
-            )
+        if kept := len(share) - len(left):
+            tqdm.write(f"{kept} {self.kind}s kept: they were finished with the same weights and options")
         return left
 
     def run(self, items: Sequence[Item[Source]]) -> int:
@@ -129,9 +126,8 @@ class FolderJob(Generic[Source, Read, Computed]):
             failed = self.work(items)
         finally:
             if self.tables is not None:
-                with self._locked():
-                    found = {item.name: record for item in self.items if (record := self.finished(item)) is not None}
-                    self.tables(found)
+                with locked(self.folder / ".lock"):
+                    self.tables({item.name: record for item in self.items if (record := self.finished(item))})
         if failed:
             tqdm.write(f"{len(failed)} of {len(self.share())} {self.kind}s were set aside: {', '.join(failed)}")
         wait_for_all()
@@ -165,26 +161,20 @@ class FolderJob(Generic[Source, Read, Computed]):
         return mark
 
     def _read(self, item: Item[Source]) -> tuple[Record, Read]:
-        mark = self._mark(item)  # before the files are read: what changes from now on shows
-        return mark, self.read(item)
+        return self._mark(item), self.read(item)  # in this order: what changes from now on shows
 
     def _compute(self, item: Item[Source], given: tuple[Record, Read]) -> tuple[Record, Computed]:
-        mark, read = given
         try:
-            return mark, self.compute(item, read)
+            return given[0], self.compute(item, given[1])
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise ValueError(f"{item.name}: {error}") from error
 
     def _write(self, item: Item[Source], given: tuple[Record, Computed]) -> Record:
-        mark, computed = given
         write_json(item.record, {"name": item.name, "begun": True})
-        record = {"name": item.name, **self.write(item, computed), "mark": mark}
+        record = {"name": item.name, **self.write(item, given[1]), "mark": given[0]}
         write_json(item.record, record)
         return record
-
-    def _locked(self) -> AbstractContextManager[None]:
-        return locked(self.folder / ".lock")
 
 
 def _clear(items: Sequence[Item[Source]]) -> None:
@@ -197,7 +187,7 @@ def _clear(items: Sequence[Item[Source]]) -> None:
             )
     own = {path for item in items for path in item.leavings}
     for part in [part for folder in {path.parent for path in own} for part in folder.glob(".part-*")]:
-        if part.parent / part.name.split("-", 2)[-1] in own:  # .part-RANDOM-NAME, of a process that was killed
+        if part.with_name(part.name.split("-", 2)[-1]) in own:  # .part-RANDOM-NAME, of a process that was killed
             part.unlink(missing_ok=True)
     for item in items:
         if item.record.is_file():
@@ -217,12 +207,6 @@ def streamed(
     so that memory is bounded whichever of them is slow. A bad input (ValueError or OSError of reading or computing,
     ValueError of writing) costs its item alone. All other errors are raised, a full disk among them; what was written
     until then is whole.
-
-    Args:
-        items: in the order in which they are done.
-        read: from an item to what is computed on.
-        compute: from that to what is written.
-        write: returns what is to be yielded.
     """
     with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer:
         behind: tuple[Source, Future[Written | Exception]] | None = None

@@ -2,15 +2,17 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import cc3d
 import nibabel
 import numpy as np
 import torch
-from scipy.spatial import ConvexHull, QhullError
+from scipy.ndimage import find_objects
+from scipy.spatial import ConvexHull
 from scipy.spatial.distance import pdist, squareform
 
 from common.data.geometry import box_above
@@ -96,14 +98,13 @@ def measure(labels: np.ndarray, affine: np.ndarray, regions: Sequence[Region]) -
     return tuple(_measure(region.name, np.isin(labels, region.members), affine) for region in regions)
 
 
-def write_measures(path: Path, scans: Iterable[tuple[str, Sequence[Measures]]]) -> None:
-    """Write a CSV with a row for each structure of each scan, atomically."""
-    names = [field.name for field in fields(Measures)]
+def write_measures(path: Path, scans: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Write a CSV with a row for each structure of each scan, atomically; the structures are `Measures` as JSON."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["scan", *names])
-    for scan, found in scans:
-        writer.writerows([_not_a_formula(scan), *asdict(each).values()] for each in found)
+    writer = csv.DictWriter(text, ["scan", *(each.name for each in fields(Measures))], lineterminator="\n")
+    writer.writeheader()
+    for scan, found in scans.items():
+        writer.writerows({"scan": _not_a_formula(scan), **each} for each in found)
     write_text(path, text.getvalue())
 
 
@@ -116,24 +117,15 @@ def _measure(name: str, mask: np.ndarray, affine: np.ndarray) -> Measures:
     voxels = int(np.count_nonzero(mask))
     if not voxels:
         return Measures(name, 0, 0.0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    axes = [np.flatnonzero(mask.any(axis=tuple({0, 1, 2} - {axis}))) for axis in range(3)]
-    mask = mask[tuple(slice(found[0], found[-1] + 1) for found in axes)]
+    mask = mask[find_objects(mask.view(np.uint8))[0]]
     # Which axis of the file runs along right-left, posterior-anterior, inferior-superior.
-    order = [int(axis) for axis in np.argsort(nibabel.io_orientation(affine)[:, 0])]
-    vectors = affine[:3, :3]
-    extents = [round(float(mask.shape[axis] * np.linalg.norm(vectors[:, axis])), 2) for axis in order]
-    longest, short = _axial_diameters(np.moveaxis(mask, order, (0, 1, 2)), vectors[:, order[:2]])
-    return Measures(
-        structure=name,
-        voxels=voxels,
-        volume_ml=round(voxels * abs(float(np.linalg.det(vectors))) / 1000, 3),
-        parts=int(cc3d.connected_components(mask, connectivity=_CONNECTIVITY).max()),
-        longest_axial_mm=round(longest, 2),
-        short_axial_mm=round(short, 2),
-        extent_rl_mm=extents[0],
-        extent_pa_mm=extents[1],
-        extent_is_mm=extents[2],
-    )
+    order = np.argsort(nibabel.io_orientation(affine)[:, 0])
+    vectors, mask = affine[:3, order], mask.transpose(order)
+    extents = mask.shape * np.linalg.norm(vectors, axis=0)
+    lengths = [round(float(each), 2) for each in (*_axial_diameters(mask, vectors[:, :2]), *extents)]
+    parts = int(cc3d.connected_components(mask, connectivity=_CONNECTIVITY).max())
+    volume_ml = round(voxels * abs(float(np.linalg.det(vectors))) / 1000, 3)
+    return Measures(name, voxels, volume_ml, parts, *lengths)
 
 
 def _axial_diameters(mask: np.ndarray, plane: np.ndarray) -> tuple[float, float]:
@@ -166,10 +158,7 @@ def _edge_points(mask: np.ndarray, pixels: np.ndarray) -> np.ndarray:
 
 def _diameters(points: np.ndarray) -> tuple[float, float]:
     """Return the largest distance of two points of [N, 2], and the extent of all across that line."""
-    try:
-        corners = points[ConvexHull(points).vertices]
-    except QhullError:  # all on one line
-        corners = points
+    corners = points[ConvexHull(points).vertices]
     distances = squareform(pdist(corners))
     one, other = np.unravel_index(distances.argmax(), distances.shape)
     along = (corners[other] - corners[one]) / distances[one, other]

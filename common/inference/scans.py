@@ -1,32 +1,50 @@
 """Segment scans: NIfTI or DICOM in, label maps on the input's own grid out, streamed, measured, and resumed."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.clock import keep_freed_memory, peak_memory
-from common.data.dicom import DicomSeries
+from common.clock import free_memory, keep_freed_memory, peak_memory
+from common.data.dicom import DicomSeries, find_series, read_series
 from common.data.preparation import prepare_volume
-from common.data.volumes import Volume, write_label
+from common.data.volumes import Volume, read_header, read_volume, write_label
 from common.files import sha256_of, write_json
-from common.inference.folder_job import FolderJob, Item, Record
-from common.inference.measure import Measures, clean_labels, measure, write_measures
+from common.inference.folder_job import BAD_INPUT, IN_FLIGHT, FolderJob, Item, Record
+from common.inference.measure import clean_labels, measure, write_measures
 from common.inference.model import VolumeModel, model_content
 from common.inference.open_predictor import OpenedPredictor, open_predictor
 from common.inference.options import InferConfig
 from common.inference.predict import predict_labels
-from common.inference.scan_files import Scan, find_scans, read_scan, say_plan, stem_of
 from common.observe.overlays import draw_overlay
 from common.observe.plots import Timeline, draw_timeline
 from common.ranks import choose_device, torchrun_place
 
+Scan = Path | DicomSeries
 ScanItem = Item[Scan]
 ScanJob = FolderJob[Scan, Volume, tuple[Volume, np.ndarray]]
+
+# They change what comes out.
+_OPTIONS = (
+    "flips",
+    "fit_windows",
+    "largest_component",
+    "smallest_ml",
+    "overlays",
+    "keep_patient",
+)
+# Of the memory that a scan takes, in bytes:
+_DECODED = 8  # a voxel and channel of the file: as float32, and the file's own numbers that it is made from
+_NATIVE = 20  # a voxel of the file: labels, masks and numbered parts, interpolated logits
+_STRUCTURE = 2  # a voxel of the file and structure: the masks of a DICOM-SEG
+_WORKING = 12  # a voxel and channel of the working grid: resampled, normalised, padded
+_LOGITS = 8  # a voxel and channel of the output: the sum over windows, and what is interpolated from it
 
 
 def segment_scans(config: InferConfig, model: VolumeModel) -> int:
@@ -54,6 +72,95 @@ def segment_scans(config: InferConfig, model: VolumeModel) -> int:
     return job.run(left)
 
 
+def find_scans(path: Path) -> list[Scan]:
+    """Return a NIfTI file; or those of a folder: its NIfTI files, or the DICOM series in and below it.
+
+    What lies beside the volumes of a DICOM study (scouts, single images, screen captures) is left out with a word.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: two files have one name but for the suffix, or the folder holds both kinds.
+    """
+    if path.is_file():
+        return [path]
+    files = sorted(
+        file for file in path.glob("*.nii*") if file.name.endswith((".nii", ".nii.gz")) and file.name[0] != "."
+    )
+    stems = Counter(map(stem_of, files))
+    if twice := [file.name for file in files if stems[stem_of(file)] > 1]:
+        raise ValueError(f"{path}: {' and '.join(twice[:4])} would share their outputs: rename or remove one")
+    found = find_series(path) if path.is_dir() else ()
+    for series in found:
+        if not series.is_volume:
+            tqdm.write(f"{series.name}: left out, no volume: {series.problem or series.modality}")
+    volumes = [series for series in found if series.is_volume]
+    if files and volumes:  # without the path: folders of DICOM studies are often named after patients
+        raise ValueError(f"--input: {len(files)} NIfTI files and {len(volumes)} DICOM series: must be of one kind")
+    if not files and not volumes:
+        raise FileNotFoundError(f"{path}: no such file, or a folder without .nii.gz, .nii and DICOM series")
+    return [*files, *volumes]
+
+
+def stem_of(scan: Scan) -> str:
+    """Return the name without the suffix of a NIfTI file."""
+    return scan.name.removesuffix(".gz").removesuffix(".nii")
+
+
+def read_scan(scan: Scan, channels: int) -> Volume:
+    """Read the voxels of a scan, [X, Y, Z] or, of several channels, [X, Y, Z, C].
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_volume` and `read_series`; a series has one channel.
+    """
+    if isinstance(scan, Path):
+        return read_volume(scan, channels)
+    if channels > 1:
+        raise ValueError(
+            f"{scan.name}: a DICOM series has one channel, the model takes {channels}: put its series into one 4-D "
+            "NIfTI file"
+        )
+    try:
+        return read_series(scan)
+    except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
+        raise ValueError(f"{scan.name}: a file cannot be read ({error.strerror}): copy it again") from None
+
+
+def say_plan(scans: Sequence[Scan], model: VolumeModel, device: torch.device) -> None:
+    """Say how much memory the scans will take at most, as many in flight as there are; warn where there is less."""
+    host, working = most_bytes(scans, model)
+    gpu = device.type == "cuda"
+    needs = {"host": (host if gpu else host + working, free_memory())}
+    if gpu:
+        needs[str(device)] = working, torch.cuda.mem_get_info(device)[0]
+    words = [f"{need / 2**30:.1f} of {free / 2**30:.1f} GiB free on the {name}" for name, (need, free) in needs.items()]
+    tqdm.write(f"plan: at most {IN_FLIGHT} scans in memory: {', '.join(words)}, besides what a batch of windows takes")
+    if any(need > free for need, free in needs.values()):
+        tqdm.write("WARNING: that may be more than there is; segment the largest scans one by one, or on another host")
+
+
+def most_bytes(scans: Sequence[Scan], model: VolumeModel) -> tuple[int, int]:
+    """Return the bytes on the host of the largest scans in flight at once, and those on the device of one.
+
+    They are upper bounds from the headers, without what the network takes for a batch of windows. Scans that cannot be
+    read count as nothing: they will be set aside.
+    """
+    host, working = [], [0]
+    for scan in scans:
+        try:
+            if isinstance(scan, DicomSeries):
+                shape, voxel = list(scan.shape), scan.voxel
+            else:
+                sides, affine = read_header(scan)
+                shape, voxel = list(sides), abs(float(np.linalg.det(affine[:3, :3])))
+            voxels, channels = math.prod(shape[:3]), math.prod(shape[3:])
+            fine = max(int(voxels * voxel / math.prod(model.preparation.spacing)), math.prod(model.window_size))
+        except BAD_INPUT:
+            continue
+        host.append(voxels * (_DECODED * channels + _NATIVE + _STRUCTURE * len(model.labelling.regions)))
+        working.append(fine * (_WORKING * channels + _LOGITS * model.labelling.channels))
+    return sum(sorted(host)[-IN_FLIGHT:]), max(working)
+
+
 @dataclass(frozen=True)
 class Segmenter:
     """What all scans are segmented with.
@@ -63,7 +170,6 @@ class Segmenter:
         model: the network's.
         opened: what runs it.
         device: where windows are computed.
-        identity: weights, model and options: all but the scan that decides what comes out.
         timeline: who did what when.
     """
 
@@ -71,16 +177,26 @@ class Segmenter:
     model: VolumeModel
     opened: OpenedPredictor
     device: torch.device
-    identity: Record
-    timeline: Timeline
+    timeline: Timeline = field(default_factory=Timeline)
+
+    @cached_property
+    def weights(self) -> str:
+        """SHA-256 of the file whose numbers are computed with."""
+        return sha256_of(self.opened.file)
 
     def job(self, scans: Sequence[Scan]) -> ScanJob:
         """Return the job of segmenting the scans into the output folder."""
+        options = {name: getattr(self.config, name) for name in _OPTIONS}
+        identity = {
+            "weights": {self.opened.file.name: self.weights},
+            "model": model_content(self.model),
+            "options": {**options, "backend": self.opened.backend, "precision": self.opened.precision},
+        }
         return FolderJob(
             "scan",
             self.config.output,
             [self.item(scan) for scan in scans],
-            self.identity,
+            identity,
             self.read,
             self.compute,
             self.write,
@@ -91,12 +207,13 @@ class Segmenter:
     def item(self, scan: Scan) -> ScanItem:
         """Return a scan with the files that come out of it: its label map, DICOM-SEG and picture."""
         name, output = scan.name, self.config.output
-        picture, record = output / f"{stem_of(scan)}.png", output / "records" / f"{name}.json"
-        pictures = (picture,) if self.config.overlays else ()
-        if isinstance(scan, Path):
-            return Item(name, scan, (scan,), (output / name, *pictures), record, (picture,))
-        outputs = (output / f"{name}.nii.gz", output / f"{name}.dcm", *pictures)
-        return Item(name, scan, scan.files, outputs, record, (picture,))
+        picture = (output / f"{stem_of(scan)}.png",)
+        outputs: tuple[Path, ...] = (output / name,)
+        if isinstance(scan, DicomSeries):
+            outputs = (output / f"{name}.nii.gz", output / f"{name}.dcm")
+        files = scan.files if isinstance(scan, DicomSeries) else (scan,)
+        pictures = picture if self.config.overlays else ()
+        return Item(name, scan, files, (*outputs, *pictures), output / "records" / f"{name}.json", picture)
 
     def read(self, item: ScanItem) -> Volume:
         """Read a scan, if it is of the kind that the model was trained on."""
@@ -128,7 +245,10 @@ class Segmenter:
         with stage("write"):
             write_label(item.outputs[0], labels, volume.affine)
             if isinstance(item.source, DicomSeries):
-                self._write_seg(item.outputs[1], item.source, labels)
+                from common.inference.dicom_seg import write_seg  # here: few need it, and it takes a second to load
+
+                version, keep = self.weights[:12], config.keep_patient
+                write_seg(item.outputs[1], labels, item.source, labelling.regions, version=version, keep_patient=keep)
         with stage("measure"):
             measures = measure(labels, volume.affine, labelling.regions)
         if config.overlays:
@@ -144,8 +264,7 @@ class Segmenter:
         """Write `measurements.csv` and the seconds of all finished scans, and the picture of what this process did."""
         rank, ranks, _ = torchrun_place()
         process, spans, output = "" if ranks == 1 else f"-{rank}", self.timeline.spans(), self.config.output
-        rows = [(name, [Measures(**each) for each in record["measures"]]) for name, record in records.items()]
-        write_measures(output / "measurements.csv", rows)
+        write_measures(output / "measurements.csv", {name: record["measures"] for name, record in records.items()})
         write_json(
             output / f"timings{process}.json",
             {
@@ -160,28 +279,9 @@ class Segmenter:
         if len({span.case for span in spans}) > 1:
             draw_timeline(output / f"timeline{process}.png", spans)
 
-    def _write_seg(self, path: Path, series: DicomSeries, labels: np.ndarray) -> None:
-        from common.inference.dicom_seg import write_seg  # here, since few need it and it takes a second to load
-
-        (digest,) = self.identity["weights"].values()
-        write_seg(
-            path,
-            labels,
-            series,
-            self.model.labelling.regions,
-            algorithm="medspeed",
-            version=digest[:12],
-            keep_patient=self.config.keep_patient,
-        )
-
 
 def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
-    """Open the model on the device, and note what decides what comes out.
-
-    Raises:
-        FileNotFoundError: the run lacks what is to run it.
-        ValueError: an option does not fit the run or this host.
-    """
+    """Open the model on the device; for the errors see `segment_scans`."""
     device = choose_device(config.device, torchrun_place()[2])
     if device.type == "cpu":
         keep_freed_memory()
@@ -190,11 +290,4 @@ def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
         raise ValueError(
             f"fit_windows: {opened.backend} takes windows of one size; use --backend torch, or leave it out"
         )
-    names = ("flips", "fit_windows", "largest_component", "smallest_ml", "overlays", "keep_patient")
-    options = {name: getattr(config, name) for name in names}
-    identity = {
-        "weights": {opened.file.name: sha256_of(opened.file)},
-        "model": model_content(model),
-        "options": {**options, "backend": opened.backend, "precision": opened.precision},
-    }
-    return Segmenter(config, model, opened, device, identity, Timeline())
+    return Segmenter(config, model, opened, device)

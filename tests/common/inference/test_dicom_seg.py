@@ -18,7 +18,7 @@ def segment(folder, labels, structures, **options):
     """Write a series and its segmentation; return series, file and what pydicom reads."""
     (series,) = find_series(folder)
     path = folder.parent / "seg.dcm"
-    write_seg(path, labels, series, structures, algorithm="medspeed spleen", version="0.1.0", **options)
+    write_seg(path, labels, series, structures, version="0.1.0", **options)
     return series, path, pydicom.dcmread(path)
 
 
@@ -92,7 +92,7 @@ def test_what_a_viewer_asks_for_is_there(tmp_path):
     assert [one.CodeValue for one in kinds] == ["78961009", "64033007", "108369006", "85756007"]
     assert [one.SegmentLabel for one in image.SegmentSequence] == ["spleen", "left kidney", "liver tumour", "thing"]
     found_by = image.SegmentSequence[0].SegmentationAlgorithmIdentificationSequence[0]
-    assert (found_by.AlgorithmName, found_by.AlgorithmVersion) == ("medspeed spleen", "0.1.0")
+    assert (found_by.AlgorithmName, found_by.AlgorithmVersion) == ("medspeed", "0.1.0")
     assert image.SegmentSequence[0].SegmentAlgorithmType == "AUTOMATIC"
     measures = image.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
     assert (measures.PixelSpacing, measures.SpacingBetweenSlices) == ([0.8, 0.7], 2.5)
@@ -159,7 +159,7 @@ def test_a_header_that_cannot_be_referred_to_is_refused_without_names(tmp_path, 
     (series,) = find_series(tmp_path / "in")
     path = tmp_path / "seg.dcm"
     with pytest.raises(ValueError, match=f"^{series.name}: no DICOM segmentation can be written") as refused:
-        write_seg(path, labels_of(), series, [SPLEEN], algorithm="a", version="1", keep_patient=keep_patient)
+        write_seg(path, labels_of(), series, [SPLEEN], version="1", keep_patient=keep_patient)
     assert not [trace for trace in [*traces(), str(tmp_path)] if trace in str(refused.value)]
     assert refused.value.__suppress_context__
     assert not path.exists()
@@ -182,7 +182,7 @@ def test_a_real_series_and_its_segmentation_agree(real_data, tmp_path):
     volume = read_series(series)
     labels = np.asfortranarray((volume.voxels > 200).astype(np.uint8))
     path = tmp_path / "seg.dcm"
-    write_seg(path, labels, series, [Region("bone", (1,), 1)], algorithm="threshold", version="1")
+    write_seg(path, labels, series, [Region("bone", (1,), 1)], version="1")
     again = highdicom.seg.segread(path).get_volume(combine_segments=True)
     affine = np.diag([-1.0, -1.0, 1.0, 1.0]) @ again.affine  # highdicom's axes: slice, row, column, in LPS
     places = np.argwhere(np.asarray(again.array))

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import asdict
 
 import cc3d
 import numpy as np
@@ -97,8 +98,8 @@ def test_what_is_not_there_measures_nothing_and_overlapping_regions_count_twice(
 
 
 def test_the_table_has_a_row_for_each_structure_and_no_formula(tmp_path):
-    found = measure(box((2, 2, 2)), np.eye(4), SPLEEN)
-    write_measures(tmp_path / "m.csv", [("a.nii.gz", found), ("=HYPERLINK(1).nii", found)])
+    found = [asdict(each) for each in measure(box((2, 2, 2)), np.eye(4), SPLEEN)]
+    write_measures(tmp_path / "m.csv", {"a.nii.gz": found, "=HYPERLINK(1).nii": found})
     rows = list(csv.DictReader((tmp_path / "m.csv").read_text().splitlines()))
     assert [row["scan"] for row in rows] == ["a.nii.gz", "'=HYPERLINK(1).nii"]
     assert (rows[0]["structure"], rows[0]["voxels"], rows[0]["volume_ml"]) == ("spleen", "8", "0.008")
