@@ -23,6 +23,10 @@ DEFAULTS = {
 }
 
 
+def _on_stride(side: int) -> bool:
+    return side > 0 and side % _STRIDE == 0
+
+
 @dataclass(frozen=True)
 class Augmentation:
     """How patches are changed: all jittered and turned by quarters, half of them flipped, half of them zoomed.
@@ -79,9 +83,7 @@ class PathologyConfig(TrainingConfig):
 
     def checks(self) -> Sequence[Check]:
         """Return the checks of single fields."""
-        jitter, zoom = self.augmentation.jitter, self.augmentation.zoom
-        sides = {"patch_size": self.patch_size, "tile_size": self.tile_size}
-        multiples = [(name, side is None or (side > 0 and side % _STRIDE == 0)) for name, side in sides.items()]
+        jitter, zoom, stride = self.augmentation.jitter, self.augmentation.zoom, f"a multiple of {_STRIDE}, above 0"
         return (
             *super().checks(),
             ("lists", self.lists is None or self.data is not None, "given together with data"),
@@ -94,7 +96,8 @@ class PathologyConfig(TrainingConfig):
                 "brightness, contrast, saturation (0 or more each) and hue (in [0, 0.5], half a turn)",
             ),
             ("augmentation.zoom", 0.5 <= zoom[0] <= zoom[1] <= 2, "smallest and greatest, between 0.5 and 2"),
-            *((name, holds, f"a multiple of {_STRIDE}") for name, holds in multiples),
+            ("patch_size", self.patch_size is None or _on_stride(self.patch_size), stride),
+            ("tile_size", self.tile_size is None or _on_stride(self.tile_size), stride),
         )
 
     def alike(self) -> bool:
@@ -163,12 +166,8 @@ class ScanConfig:
     overlays: bool = True
 
     def __post_init__(self) -> None:
-        """Check the stride.
-
-        Raises:
-            ValueError: it is not a multiple of 32 above 0.
-        """
-        if self.stride < 1 or self.stride % _STRIDE:
+        """Raise a ValueError where the stride is no multiple of 32."""
+        if not _on_stride(self.stride):
             raise ValueError(f"stride {self.stride}: must be a multiple of {_STRIDE} above 0")
 
 

@@ -29,6 +29,7 @@ from common.ranks import choose_device
 from common.run import Run, one_line_errors
 
 TASK = "Classification of patches of whole-slide images as tumour or normal"
+_CALIBRATION_TILES = 4
 # Places of the parts of TorchVision's ResNet in MONAI's `TorchVisionFCModel.features`.
 _NUMBERED = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
 # MONAI's class and arguments that compute on one patch what `resnet18_fcn` does.
@@ -97,14 +98,13 @@ def our_name(name: str) -> str:
 def _export(config: PathologyExport, model: PathologyModel, run: Run, scratch: Path) -> None:
     """Export behind the gate, on the patches that validated the run, or on synthetic ones."""
     own = run.directory / "plan.json"
-    if own.is_file():
-        trained = read_as(own, PathologyConfig)
-    else:
-        trained = PathologyConfig(patch_size=model.patch_size, store=scratch)
+    synthetic = PathologyConfig(patch_size=model.patch_size, store=scratch)
+    trained = read_as(own, PathologyConfig) if own.is_file() else synthetic
     trained = replace(trained, data=config.data or trained.data, init=None)
     tables = find_tables(trained, run)
-    validation = decoded(tables.validation, trained, run)
-    quantise = quantiser(tiles(decoded(tables.training, trained, run), model)) if config.makes_int8() else None
+    validation, quantise = decoded(tables.validation, trained, run), None
+    if config.makes_int8():
+        quantise = quantiser(tiles(decoded(tables.training, trained, run), model, _CALIBRATION_TILES))
     best = model.build(run.directory / "best.safetensors").to(run.device).eval()
     engine = config.engine if config.to == "engine" else "none"
     judge = judge_on(validation, model, run, tables.name)

@@ -71,16 +71,10 @@ def choose(
     device: torch.device,
     ranks: int = 1,
 ) -> PathologyConfig:
-    """Return the configuration with every field decided; what it says always wins.
+    """Return the configuration with every field decided; what the user gave always wins.
 
-    Args:
-        config: as the user gave it.
-        patch_size: of the patches.
-        mpp: of their pixels, um; None where the data do not say.
-        count: training patches.
-        per_slide: patches wanted of each slide; None where they are listed.
-        device: a CPU gets smaller batches and tiles.
-        ranks: processes that train together.
+    There are `count` training patches with sides of `patch_size` pixels of `mpp` um (None where the data do not say),
+    `per_slide` of each slide (None where they are listed). A CPU gets smaller batches and tiles.
 
     Raises:
         ValueError: what was asked for does not fit the data or the device.

@@ -15,28 +15,27 @@ from common.training.evaluate import Quality
 
 _AT_ONCE = 256  # patches in one call
 _GATE_PATCHES = 1024  # the gate scores so many validation patches with each export
-_GATE_TILES = 1
-_TILES = 4
 
 
-def patch_scores(patches: Patches, predictor: Predictor, device: torch.device, rows: np.ndarray) -> torch.Tensor:
-    """Return the tumour probability of the patches of some rows ([M] int), [M] float32 on the device."""
-    scores = []
-    for start in range(0, len(rows), _AT_ONCE):
-        images = normalised(patches.take(rows[start : start + _AT_ONCE], device))
-        scores.append(torch.sigmoid(predictor(images)).flatten())
-    return torch.cat(scores)
+def patch_scores(
+    patches: Patches, predictor: Predictor, rows: np.ndarray, device: torch.device, at_once: int = _AT_ONCE
+) -> list[float]:
+    """Return the tumour probability of the patches of some rows ([M] int), computed so many at once."""
+    parts = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
+    scores = [torch.sigmoid(predictor(normalised(patches.take(part, device)))).flatten() for part in parts]
+    return torch.cat(scores).tolist()
 
 
-def all_scores(patches: Patches, predictor: Predictor, run: Run) -> np.ndarray:
+def all_scores(patches: Patches, network: nn.Module, run: Run) -> np.ndarray:
     """Return the tumour probability of all patches, [N] float32; each rank computes its share."""
     mine = np.arange(run.ranks.rank, len(patches.table), run.ranks.world)
-    return np.array(run.ranks.gather(patch_scores(patches, predictor, run.device, mine).tolist()), np.float32)
+    scores = patch_scores(patches, torch_predictor(network.eval()), mine, run.device)
+    return np.array(run.ranks.gather(scores), np.float32)
 
 
 def validation_auc(patches: Patches, run: Run, network: nn.Module, check: object) -> float:
-    """Return the AUC of a network on all patches, of which each rank computes its share."""
-    return auc(patches.table.label, all_scores(patches, torch_predictor(network.eval()), run))
+    """Return the AUC of a network on all patches."""
+    return auc(patches.table.label, all_scores(patches, network, run))
 
 
 def evaluate(best: nn.Module, validation: Patches, testing: Patches | None, run: Run) -> Quality:
@@ -45,7 +44,7 @@ def evaluate(best: nn.Module, validation: Patches, testing: Patches | None, run:
     with run.clock.stage("validate"):
         for name, patches in (("validation", validation), ("testing", testing)):
             if patches is not None:
-                label, scores = patches.table.label, all_scores(patches, torch_predictor(best), run)
+                label, scores = patches.table.label, all_scores(patches, best, run)
                 found[f"{name} AUC"] = auc(label, scores)
                 found[f"{name} accuracy"] = float(np.mean((scores >= 0.5) == label.astype(bool)))
     judged = "validation" if testing is None else "testing"
@@ -55,23 +54,17 @@ def evaluate(best: nn.Module, validation: Patches, testing: Patches | None, run:
 
 
 def judge_on(validation: Patches, model: PathologyModel, run: Run, name: str) -> Judge:
-    """Return what the gate judges exports on: the logits of tiles, and the AUC of validation patches.
+    """Return what the gate judges exports on: the logits of a tile, and the AUC of validation patches of a named set.
 
-    Args:
-        validation: patches; the gate takes the first of them, tumour and normal in turn.
-        model: the network's.
-        run: what computes.
-        name: of the patches' dataset.
+    The gate takes the first patches, tumour and normal in turn, and scores them one by one.
     """
     label = validation.table.label
     rows = _alternating(label)[:_GATE_PATCHES]
 
-    def evaluate_one_by_one(predictor: Predictor) -> float:
-        scores = [patch_scores(validation, predictor, run.device, row[None]) for row in rows]
-        return auc(label[rows], torch.cat(scores).cpu().numpy())
+    def gate_auc(predictor: Predictor) -> float:
+        return auc(label[rows], np.array(patch_scores(validation, predictor, rows, run.device, at_once=1), np.float32))
 
-    origin = f"patch AUC on {len(rows)} validation patches of {name}"
-    return Judge(tiles(validation, model)[:_GATE_TILES], evaluate_one_by_one, origin)
+    return Judge(tiles(validation, model, 1), gate_auc, f"patch AUC on {len(rows)} validation patches of {name}")
 
 
 def export_patches(
@@ -95,13 +88,12 @@ def export_patches(
     )
 
 
-def tiles(patches: Patches, model: PathologyModel) -> torch.Tensor:
-    """Return a few tiles [N, 3, T, T] float32 of real patches side by side."""
-    side = -(-model.tile_size // model.patch_size)
-    rows = np.resize(_alternating(patches.table.label), _TILES * side * side)
-    images = normalised(patches.take(rows, torch.device("cpu")))
-    grid = images.reshape(_TILES, side, side, 3, model.patch_size, model.patch_size)
-    whole = grid.permute(0, 3, 1, 4, 2, 5).reshape(_TILES, 3, side * model.patch_size, side * model.patch_size)
+def tiles(patches: Patches, model: PathologyModel, count: int) -> torch.Tensor:
+    """Return tiles [N, 3, T, T] float32 of real patches side by side."""
+    size, side = model.patch_size, -(-model.tile_size // model.patch_size)
+    rows = np.resize(_alternating(patches.table.label), count * side * side)
+    grid = normalised(patches.take(rows, torch.device("cpu"))).reshape(count, side, side, 3, size, size)
+    whole = grid.permute(0, 3, 1, 4, 2, 5).reshape(count, 3, side * size, side * size)
     return whole[:, :, : model.tile_size, : model.tile_size].contiguous()
 
 

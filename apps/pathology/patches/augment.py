@@ -205,18 +205,11 @@ def _zoom_some_(images: torch.Tensor, zooms: np.ndarray) -> None:
     rows = np.flatnonzero(resized != size)
     if not len(rows):
         return
-    places = upload(rows, images.device)
-    along = upload(_sources(size, resized[rows]), images.device)
+    places, resized = upload(rows, images.device), resized[rows, None]
+    # Where along a side each pixel comes from, [M, S]; -1 and 1 are the outer edges of the first and the last pixel.
+    first = np.where(resized > size, resized // 2 - size // 2, -((size - resized) // 2))
+    pixels = np.clip(np.arange(size) + first, 0, resized - 1)
+    along = upload(np.asarray((2 * pixels + 1) / resized - 1, np.float32), images.device)
     grid = torch.stack([along[:, None, :].expand(-1, size, -1), along[:, :, None].expand(-1, -1, size)], dim=3)
     picked = grid_sample(images.index_select(0, places), grid, "bilinear", "border", align_corners=False)
     images.index_copy_(0, places, picked)
-
-
-def _sources(size: int, resized: np.ndarray) -> np.ndarray:
-    """Return where along a side each pixel comes from when it is resized to `resized` [M], cropped or padded.
-
-    They are [M, size] float32; -1 and 1 are the outer edges of the first and the last pixel.
-    """
-    first = np.where(resized > size, resized // 2 - size // 2, -((size - resized) // 2))
-    pixels = np.clip(np.arange(size) + first[:, None], 0, resized[:, None] - 1)
-    return np.asarray((2 * pixels + 1) / resized[:, None] - 1, np.float32)

@@ -12,20 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from monai import transforms as mt
 from monai.data import DataLoader, Dataset, PatchWSIDataset
-from monai.transforms import (
-    CastToTyped,
-    Compose,
-    CuCIM,
-    EnsureTyped,
-    LoadImaged,
-    RandCuCIM,
-    RandFlipd,
-    RandomizableTransform,
-    RandRotate90d,
-    RandZoomd,
-    ScaleIntensityRanged,
-)
 
 from apps.pathology.config import Augmentation, PathologyConfig
 from apps.pathology.patches.augment import jitter_
@@ -37,11 +25,10 @@ from common.run import Run
 from common.training.config import decided
 
 
-class ColourJitterd(RandomizableTransform):  # type: ignore[misc]
+class ColourJitterd(mt.RandomizableTransform):  # type: ignore[misc]
     """The colour jitter of one image by itself, as TorchVision's ColorJitter on a tensor in [0, 255].
 
-    Args:
-        spreads: the largest changes of brightness, contrast, saturation and hue.
+    `spreads` are the largest changes of brightness, contrast, saturation and hue.
     """
 
     def __init__(self, spreads: tuple[float, float, float, float]) -> None:
@@ -62,13 +49,13 @@ def cpu_transforms(augmentation: Augmentation) -> list[Any]:
     """Return the script's random transforms of images in [0, 255], and its scaling from there to [-1, 1]."""
     return [
         ColourJitterd(augmentation.jitter),
-        RandFlipd("image", spatial_axis=-1, prob=0.5),
-        RandRotate90d("image", prob=0.5),
-        CastToTyped("image", dtype=np.float32),
-        RandZoomd("image", prob=0.5, min_zoom=augmentation.zoom[0], max_zoom=augmentation.zoom[1]),
-        CastToTyped("image", dtype=np.float32),
-        ScaleIntensityRanged("image", a_min=0.0, a_max=255.0, b_min=-1.0, b_max=1.0),
-        EnsureTyped("image"),
+        mt.RandFlipd("image", spatial_axis=-1, prob=0.5),
+        mt.RandRotate90d("image", prob=0.5),
+        mt.CastToTyped("image", dtype=np.float32),
+        mt.RandZoomd("image", prob=0.5, min_zoom=augmentation.zoom[0], max_zoom=augmentation.zoom[1]),
+        mt.CastToTyped("image", dtype=np.float32),
+        mt.ScaleIntensityRanged("image", a_min=0.0, a_max=255.0, b_min=-1.0, b_max=1.0),
+        mt.EnsureTyped("image"),
     ]
 
 
@@ -114,8 +101,8 @@ def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> 
     rows = list(zip((table.files[file] for file in table.file), table.corner.tolist(), table.label, strict=True))
     if table.files[0].suffix.lower() in IMAGES:
         items = [{"image": str(file), "label": float(label), "name": file.stem} for file, _, label in rows]
-        load = LoadImaged("image", reader="PILReader", ensure_channel_first=True, reverse_indexing=False)
-        return Dataset(items, Compose([load, *transforms]))
+        load = mt.LoadImaged("image", reader="PILReader", ensure_channel_first=True, reverse_indexing=False)
+        return Dataset(items, mt.Compose([load, *transforms]))
     regions = [{"image": str(file), "location": [y, x], "label": float(label)} for file, (x, y), label in rows]
     return PatchWSIDataset(
         regions,
@@ -127,7 +114,7 @@ def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> 
     )
 
 
-class _Chain(Compose):  # type: ignore[misc]
+class _Chain(mt.Compose):  # type: ignore[misc]
     """A Compose that is true without being counted.
 
     PatchWSIDataset asks for each patch whether it has a transform; MONAI 1.6's Compose counts itself to answer, for
@@ -162,12 +149,12 @@ def cucim_transform(augmentation: Augmentation) -> Callable[[torch.Tensor], torc
     """
     jitter = dict(zip(("brightness", "contrast", "saturation", "hue"), augmentation.jitter, strict=True))
     on_bytes = (
-        RandCuCIM(name="rand_color_jitter", prob=1.0, **jitter),
-        RandCuCIM(name="rand_image_flip", prob=0.5, spatial_axis=-1),
-        RandCuCIM(name="rand_image_rotate_90", prob=0.5, max_k=3, spatial_axis=(-2, -1)),
+        mt.RandCuCIM(name="rand_color_jitter", prob=1.0, **jitter),
+        mt.RandCuCIM(name="rand_image_flip", prob=0.5, spatial_axis=-1),
+        mt.RandCuCIM(name="rand_image_rotate_90", prob=0.5, max_k=3, spatial_axis=(-2, -1)),
     )
-    zooming = RandCuCIM(name="rand_zoom", prob=0.5, min_zoom=augmentation.zoom[0], max_zoom=augmentation.zoom[1])
-    in_range = CuCIM(name="scale_intensity_range", a_min=0.0, a_max=255.0, b_min=-1.0, b_max=1.0)
+    zooming = mt.RandCuCIM(name="rand_zoom", prob=0.5, min_zoom=augmentation.zoom[0], max_zoom=augmentation.zoom[1])
+    in_range = mt.CuCIM(name="scale_intensity_range", a_min=0.0, a_max=255.0, b_min=-1.0, b_max=1.0)
 
     def transform(images: torch.Tensor) -> torch.Tensor:
         import cupy
