@@ -1,30 +1,28 @@
 """MONAI bundles of trained networks: they run with MONAI alone and give the same label maps, or probabilities.
 
-A bundle's configuration is a file of ours in which each "{{name}}" is filled in: `bundle/inference.json` and
-`bundle/metadata.json` for volumes. Our preparation, windows and way back equal MONAI's own transforms and inferer (see
-`common.data.preparation`, `common.inference.windows`, `common.inference.predict`), so that it is all that a bundle
-needs, and no code. Two of its transforms want a reason. Lambdad: on a plane that both grids share, MONAI's resampling
-takes 1e-15 of the neighbour too, and 0 would be foreground. CropForegroundd stands before NormalizeIntensityd, since
-after it what lies below the mean is negative, and 0 no longer only the background.
+A bundle's configuration is a file of ours that Jinja fills in: `bundle/inference.json` and `bundle/metadata.json` for
+volumes. Our preparation, windows and way back equal MONAI's own transforms and inferer (see `common.data.preparation`,
+`common.inference.windows`, `common.inference.restore`), so that it is all that a bundle needs, and no code. Two of its
+transforms want a reason. Lambdad: on a plane that both grids share, MONAI's resampling takes 1e-15 of the neighbour
+too, and 0 would be foreground. CropForegroundd stands before NormalizeIntensityd, since after it what lies below the
+mean is negative, and 0 no longer only the background.
 
 Source: MONAI bundle specification (docs.monai.io, mb_specification); configurations of the MONAI model zoo.
 """
 
 import io
 import json
-import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 from torch import nn
 
-from common.export.model_card import is_synthetic, model_card
-from common.export.package import write_package
-from common.files import read_object
+from common.export.model_card import is_synthetic, model_card, write_package
 from common.inference.labels import LabelScheme, painting_order
 from common.inference.model import VolumeModel
 
@@ -32,8 +30,8 @@ NetworkConfig = Mapping[str, Any]
 """A MONAI class as a bundle names it: "_target_" and every argument, such as {"_target_": "UNet", "in_channels": 1}."""
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 _VOLUMES = Path(__file__).with_name("bundle")
-_PACKAGES = ("monai", "numpy", "nibabel", "pillow")
-_KIND = {None: "not recorded", True: "SYNTHETIC phantoms, no patient was scanned", False: "see docs/README.md"}
+_JSON = jinja2.Environment(undefined=jinja2.StrictUndefined)
+_JSON.policies["json.dumps_kwargs"] = {}  # in the order that we give
 _ROUNDING = 1e-4  # of the largest logit: what the order of sums may change
 
 
@@ -47,26 +45,15 @@ def write_volume_bundle(folder: Path, run: Path, task: str, model: VolumeModel, 
         model: the run's.
         network: the network as MONAI's own class and arguments; the run's weights must fit it.
     """
-    labelling, window = model.labelling, model.preparation.window
-    names = [region.name for region in labelling.regions]
+    labelling = model.labelling
+    regions = [region.name for region in labelling.regions]
     values = {
         "network": dict(network),
-        "spacing": list(model.preparation.spacing),
-        "lowest": window and window[0],
-        "highest": window and window[1],
-        "window_size": list(model.window_size),
-        "window_batch": model.window_batch,
-        "overlap": model.overlap,
-        "normalisation": model.preparation.normalisation,
-        "classes": "exclusive" if labelling.exclusive else "overlapping",
+        "model": model,
         "painting": f"$lambda logits: {painting(labelling)}",
-        "task": f"Segmentation of {', '.join(names)}",
-        "image_format": "hounsfield" if window else "magnitude",
-        "image_range": [0, 1] if window else [],
-        "image_channels": model.preparation.channels,
-        "image_names": _numbered([f"channel {number} of the file" for number in range(model.preparation.channels)]),
-        "logit_channels": labelling.channels,
-        "logit_names": _numbered(["background", *labelling.labels[1:]] if labelling.exclusive else names),
+        "task": f"Segmentation of {', '.join(regions)}",
+        "image_names": {number: f"channel {number} of the file" for number in range(model.preparation.channels)},
+        "logit_names": dict(enumerate(["background", *labelling.labels[1:]] if labelling.exclusive else regions)),
     }
     shape = (1, model.preparation.channels, *model.window_size)
     return write_bundle(folder, run, task, _VOLUMES, values, model.build(run / "best.safetensors"), shape)
@@ -92,7 +79,7 @@ def write_bundle(
         run: folder of the run, with model.json.
         task: what the network does, in a sentence for the model card.
         templates: folder of inference.json, metadata.json and usage.md.
-        values: what stands for each "{{name}}" of the two; "network" is MONAI's own class and arguments.
+        values: what the two name; "network" is MONAI's own class and arguments.
         network: ours with the run's weights.
         shape: [1, C, *sides] of the input on which ours and MONAI's are compared.
         weights: the run's, by the names that MONAI's class gives them; by default they are ours.
@@ -105,44 +92,23 @@ def write_bundle(
         FileNotFoundError: the run has no weights or no model.json.
         ValueError: the weights do not fit MONAI's class, or that computes something else.
     """
-    versions = {package: metadata.version(package) for package in _PACKAGES}
-    described = {"description": f"{values['task']}; trained with medspeed. Not a medical device."}
-    known = {**versions, **described, **values, "torch": torch.__version__.split("+")[0]}
-    known["data_source"] = _KIND[is_synthetic(run)]
-    configs = {name: filled(read_object(templates / f"{name}.json"), known) for name in ("inference", "metadata")}
-    plain = twin_weights(network, values["network"], shape, weights)
+    known = {**values, "synthetic": is_synthetic(run), "version": metadata.version}
+    files: dict[str, str | bytes] = {}
+    for name in ("inference", "metadata"):
+        template = _JSON.from_string((templates / f"{name}.json").read_text(encoding="utf-8"))
+        files[f"configs/{name}.json"] = json.dumps(json.loads(template.render(known)), indent=2) + "\n"
     stored = io.BytesIO()  # torch.save would write the temporary name of a file into it
-    torch.save(plain, stored)
-    files = {f"configs/{name}.json": json.dumps(config, indent=2) + "\n" for name, config in configs.items()}
-    readme = f"{model_card(run, task)}\n{(templates / 'usage.md').read_text(encoding='utf-8')}"
-    licence = LICENCE.read_text(encoding="utf-8")
-    return write_package(
-        folder, {**files, "models/model.pt": stored.getvalue(), "docs/README.md": readme, "LICENSE": licence}
-    )
-
-
-def filled(template: Any, values: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """Return a JSON template with each "{{name}}" replaced, and each {"{{choose}}": name, ...} by the part it names."""
-    if isinstance(template, dict) and "{{choose}}" in template:
-        return filled(template[values[template["{{choose}}"]]], values)
-    if isinstance(template, dict):
-        return {key: filled(value, values) for key, value in template.items()}
-    if isinstance(template, list):
-        return [filled(value, values) for value in template]
-    named = re.fullmatch(r"\{\{(\w+)\}\}", template) if isinstance(template, str) else None
-    return values[named[1]] if named else template
+    torch.save(twin_weights(network, values["network"], shape, weights), stored)
+    files["models/model.pt"] = stored.getvalue()
+    files["docs/README.md"] = f"{model_card(run, task)}\n{(templates / 'usage.md').read_text(encoding='utf-8')}"
+    files["LICENSE"] = LICENCE.read_text(encoding="utf-8")
+    return write_package(folder, files)
 
 
 def twin_weights(
-    ours: nn.Module, network: NetworkConfig, shape: Sequence[int], weights: Mapping[str, torch.Tensor] | None = None
+    ours: nn.Module, network: NetworkConfig, shape: Sequence[int], weights: Mapping[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """Return the weights as plain tensors, once MONAI's network computes with them what ours does.
-
-    Args:
-        ours: with the run's weights.
-        network: what the bundle names.
-        shape: [1, C, *sides] of the input on which both are compared.
-        weights: by MONAI's names, where ours are called otherwise.
+    """Return the weights as plain tensors, once MONAI's network computes with them what ours does; see `write_bundle`.
 
     Raises:
         ValueError: the weights do not fit `network`, or it computes something else.
@@ -185,7 +151,3 @@ def painting(labelling: LabelScheme) -> str:
             paint = f"torch.tensor({paints}, device=logits.device)[logits[{rivals}].argmax(0, keepdim=True)]"
         expression = f"torch.where({found} > 0, {paint}, {expression})"
     return expression
-
-
-def _numbered(names: Sequence[str]) -> dict[str, str]:
-    return {str(number): name for number, name in enumerate(names)}

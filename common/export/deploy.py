@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from common.clock import Clock, repeated
 from common.data.dataset import Case, read_dataset
@@ -16,10 +15,10 @@ from common.export.bundle import NetworkConfig, write_volume_bundle
 from common.export.export import GATE_CASES, ExportedEngine, ExportRecord, export_volumes, judge_on
 from common.export.gate import Judge
 from common.export.int8 import quantiser
-from common.export.model_card import model_card
+from common.export.model_card import model_card, read_if_there
 from common.export.options import ExportConfig
 from common.export.triton import write_triton
-from common.files import read_object, sha256_of, write_json
+from common.files import sha256_of, write_json
 from common.inference.model import VolumeModel
 from common.inference.predict import sample_windows
 from common.inference.predictors import onnxruntime_predictor, read_onnx_metadata
@@ -111,18 +110,15 @@ def precision_table(record: ExportRecord, seconds: Mapping[str, float]) -> str:
         engine = engines.get(model.precision, ExportedEngine(model.precision))
         verdict = model.reason or (f"kept; engine: {engine.reason}" if engine.reason else "kept")
         figures = (
-            _number(model.bytes and model.bytes / 2**20, ".1f"),
-            _number(engine.bytes and engine.bytes / 2**20, ".1f"),
-            _number(seconds.get(model.precision), ".3f"),
-            _number(model.max_abs_diff, ".2g"),
-            _number(model.quality_delta, ".4f"),
+            (model.bytes and model.bytes / 2**20, ".1f"),
+            (engine.bytes and engine.bytes / 2**20, ".1f"),
+            (seconds.get(model.precision), ".3f"),
+            (model.max_abs_diff, ".2g"),
+            (model.quality_delta, ".4f"),
         )
-        rows.append((model.precision, *figures, " ".join(verdict.replace("|", "\\|").split())))
+        numbers = ("—" if value is None else format(value, form) for value, form in figures)
+        rows.append((model.precision, *numbers, " ".join(verdict.replace("|", "\\|").split())))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "—" if value is None else format(value, form)
 
 
 def _find_cases(config: ExportConfig, phantoms: str, scratch: Path) -> tuple[tuple[Case, ...], tuple[Case, ...], str]:
@@ -133,7 +129,7 @@ def _find_cases(config: ExportConfig, phantoms: str, scratch: Path) -> tuple[tup
     Raises:
         FileNotFoundError, ValueError: the dataset cannot be read, or has no labelled case.
     """
-    summary, split = (_recorded(config.model / f"{name}.json") for name in ("summary", "split"))
+    summary, split = (read_if_there(config.model / f"{name}.json") for name in ("summary", "split"))
     trained_on = Path(summary["data"]["folder"]) if summary and split else None
     folder = config.data or trained_on
     if folder is None or not (folder / "dataset.json").is_file():
@@ -153,11 +149,6 @@ def _find_cases(config: ExportConfig, phantoms: str, scratch: Path) -> tuple[tup
     gate = tuple(validation or cases)[:GATE_CASES]
     others = [case for case in (training if own else cases) if case not in gate]
     return gate, tuple(others[:_CALIBRATION_CASES]), f"cases of {folder}"
-
-
-def _recorded(path: Path) -> dict[str, Any]:
-    """Return what a training wrote; nothing of a run of imported weights."""
-    return read_object(path) if path.is_file() else {}
 
 
 def _prepared(cases: Sequence[Case], model: VolumeModel) -> list[PreparedCase]:

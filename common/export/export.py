@@ -21,14 +21,21 @@ from common.export.gate import (
     take_reference,
 )
 from common.export.onnx_model import Window, export_onnx
-from common.export.tensorrt_engine import FlavourChoice, build_engine, choose_flavour, why_no_engine
+from common.export.tensorrt_engine import build_engine, choose_flavour
 from common.files import sha256_of
 from common.inference.labels import case_dice, dice_counts
 from common.inference.model import VolumeModel
 from common.inference.options import ModelPrecision
 from common.inference.predict import predict_labels, read_truth, sample_windows
 from common.inference.predictors import Predictor, onnxruntime_predictor
-from common.inference.tensorrt_runtime import EngineError, EnginePredictor, host_problem, manifest_path
+from common.inference.tensorrt_runtime import (
+    EngineError,
+    EnginePredictor,
+    EngineUnavailableError,
+    Flavour,
+    host_problem,
+    manifest_path,
+)
 from common.inference.windows import window_starts
 from common.run import Run
 
@@ -143,12 +150,14 @@ def export(
         precisions: list[ModelPrecision] = ["fp32", "fp16"] if quantise is None else ["fp32", "fp16", "int8"]
         folder = run.directory / "exports"
         models = tuple(_checked_onnx(folder / f"model_{each}.onnx", each, write, reference) for each in precisions)
-        no_engine = "switched off" if engine == "none" else why_no_engine(engine)
-        engines: tuple[ExportedEngine, ...] = ()
-        if engine != "none" and no_engine is None:
-            device = next(network.parameters()).device
-            kept = [Path(model.path) for model in models if model.path]
-            engines = tuple(_checked_engine(path, reference, engine, device) for path in kept)
+        flavour, no_engine = None, "switched off" if engine == "none" else None
+        try:
+            flavour = None if engine == "none" else choose_flavour(engine)
+        except EngineUnavailableError as error:
+            no_engine = str(error)
+        kept = [Path(model.path) for model in models if model.path]
+        device = next(network.parameters()).device
+        engines = tuple(_checked_engine(path, reference, flavour, device) for path in kept if flavour)
     record = ExportRecord(models, engines, no_engine)
     _say(record, run)
     return record
@@ -235,9 +244,9 @@ def _checked_onnx(
     return ExportedModel(precision, str(path), sha256_of(path), path.stat().st_size, difference, change, note=note)
 
 
-def _checked_engine(onnx: Path, reference: Reference, flavour: FlavourChoice, device: torch.device) -> ExportedEngine:
+def _checked_engine(onnx: Path, reference: Reference, flavour: Flavour, device: torch.device) -> ExportedEngine:
     plan = onnx.with_suffix(".plan")
-    refused = ExportedEngine(onnx.stem.removeprefix("model_"), flavour=choose_flavour(flavour))
+    refused = ExportedEngine(onnx.stem.removeprefix("model_"), flavour=flavour)
     try:
         manifest = build_engine(onnx, plan, flavour)
     except EngineError as error:

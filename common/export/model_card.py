@@ -1,12 +1,13 @@
-"""The model card of a run: what it is, what it was trained and judged on, its limits, its digests; in Markdown."""
+"""The papers of what is handed over: the model card of a run, in Markdown, and the digests of all files."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from common.files import read_object, sha256_of
+from common.files import atomic_path, read_object, sha256_of, write_text
 
 _PACKAGES = ("torch", "monai", "numpy", "onnx", "onnxruntime", "tensorrt", "tensorrt-rtx")
 
@@ -28,30 +29,8 @@ def model_card(run: Path, task: str) -> str:
     """
     if not (run / "model.json").is_file():
         raise FileNotFoundError(f"{run / 'model.json'}: no such file; a model card is made of a training run's folder")
-    files = {name: _read(run / f"{name}.json") for name in ("model", "summary", "split", "environment")}
+    files = {name: read_if_there(run / f"{name}.json") for name in ("model", "summary", "split", "environment")}
     folder, quality = files["summary"].get("data", {}).get("folder"), files["summary"].get("quality")
-    return _template().render(
-        files,
-        task=task,
-        synthetic=is_synthetic(run),
-        figures=_figures(quality) if quality else {},
-        dataset=_read(Path(folder) / "dataset.json") if folder else {},
-        digests=_digests(run),
-        packages=_PACKAGES,
-    )
-
-
-def is_synthetic(run: Path) -> bool | None:
-    """Return whether a run was trained on phantoms; None where it does not say."""
-    found: bool | None = _read(run / "summary.json").get("data", {}).get("synthetic")
-    return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_object(path, "restore it, or remove it from the run") if path.is_file() else {}
-
-
-def _template() -> jinja2.Template:
     environment = jinja2.Environment(  # it is Markdown: `_plain` makes values safe, not HTML's escapes
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.ChainableUndefined,
@@ -60,7 +39,41 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template("model_card.md.j2")
+    return environment.get_template("model_card.md.j2").render(
+        files,
+        task=task,
+        synthetic=is_synthetic(run),
+        figures=_figures(quality) if quality else {},
+        dataset=read_if_there(Path(folder) / "dataset.json") if folder else {},
+        digests=_digests(run),
+        packages=_PACKAGES,
+    )
+
+
+def write_package(folder: Path, files: Mapping[str, str | bytes]) -> Path:
+    """Write files, by their paths in the folder, and last SHA256SUMS, for `sha256sum --check`; return the folder.
+
+    Raises:
+        FileExistsError: the folder holds something, which would be mixed with what is handed over.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: is not empty; remove it, or choose another folder")
+    for name, content in files.items():
+        with atomic_path(folder / name) as part:
+            part.write_bytes(content.encode() if isinstance(content, str) else content)
+    write_text(folder / "SHA256SUMS", "".join(f"{sha256_of(folder / name)}  {name}\n" for name in sorted(files)))
+    return folder
+
+
+def is_synthetic(run: Path) -> bool | None:
+    """Return whether a run was trained on phantoms; None where it does not say."""
+    found: bool | None = read_if_there(run / "summary.json").get("data", {}).get("synthetic")
+    return found
+
+
+def read_if_there(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a run holds; an empty one where it has no such file."""
+    return read_object(path, "restore it, or remove it from the run") if path.is_file() else {}
 
 
 def _plain(value: object) -> object:

@@ -3,8 +3,7 @@
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +75,10 @@ def export_onnx(
     example = torch.zeros(2, *window)  # two, since torch would take a batch of one for a constant
     sides = zip(smallest or window, window, strict=True)
     free = {axis: torch.export.Dim(f"side{axis}") for axis, (least, most) in enumerate(sides, 1) if least != most}
-    with _quiet(), torch.no_grad():
+    # What the exporter says on every export and nobody can act on: no torchvision here; its own deprecated LeafSpec.
+    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
         program = torch.onnx.export(
             module,
             (example,),
@@ -123,21 +125,3 @@ def _strip(model: Any) -> None:  # noqa: ANN401 - a class of an untyped module
     for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
         del part.metadata_props[:]
         part.doc_string = ""
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Drop what the exporter says on every export and nobody can act on, and nothing else."""
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return "torchvision is not installed" not in record.getMessage()
-
-    registry = logging.getLogger("torch.onnx._internal.exporter._registration")
-    registry.addFilter(is_news)
-    try:
-        with warnings.catch_warnings():
-            # torch 2.13 copies its own deprecated LeafSpec while it decomposes the graph.
-            warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
-            yield
-    finally:
-        registry.removeFilter(is_news)

@@ -64,15 +64,6 @@ def choose_flavour(choice: FlavourChoice = "auto") -> Flavour:
     raise EngineUnavailableError(reason)
 
 
-def why_no_engine(choice: FlavourChoice = "auto") -> str | None:
-    """Return one line saying why no engine can be built here, with the remedy, or None where one can."""
-    try:
-        choose_flavour(choice)
-    except EngineUnavailableError as error:
-        return str(error)
-    return None
-
-
 def build_engine(onnx_path: Path, engine_path: Path, flavour: FlavourChoice = "auto") -> EngineManifest:
     """Build a TensorRT engine with its manifest beside it.
 

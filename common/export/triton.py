@@ -6,12 +6,11 @@ and its published protobuf model_config.proto; the tests parse what is written h
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.export.model_card import write_package
 from common.export.onnx_model import OPSET, numbers, read_metadata
-from common.export.package import write_package
 from common.inference.predictors import with_exact_norms
 
 QUEUE_MICROSECONDS = 2000  # a window takes a GPU tens of milliseconds: waiting a few percent of it costs nothing
@@ -28,7 +27,7 @@ def write_triton(repository: Path, name: str, model: Path, card: str, overlap: f
 
     Args:
         repository: folder that `tritonserver --model-repository` is given; it may hold other models.
-        name: of the model there.
+        name: of the model there, a folder and part of a URL.
         model: a run's exports/model_*.onnx.
         card: the model card, for MODEL_CARD.md.
         overlap: of sliding windows, in the README's example.
@@ -39,10 +38,8 @@ def write_triton(repository: Path, name: str, model: Path, card: str, overlap: f
     Raises:
         FileNotFoundError: there is no such model.
         FileExistsError: `repository`/`name` holds something.
-        ValueError: the name cannot be one, or the model is none that `export_onnx` wrote.
+        ValueError: the model is none that `export_onnx` wrote.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise ValueError(f"name {name!r}: letters, digits, `_`, `.` and `-` only: it is a folder and part of a URL")
     if not model.is_file():
         raise FileNotFoundError(f"{model}: no such file; where the gate refused it, serve another --precision")
     metadata, content = read_metadata(model), with_exact_norms(model)

@@ -102,12 +102,6 @@ def test_group_normalisation_is_served_exactly(tmp_path: Path):
     assert np.abs(own.run(["logits"], {"image": window.numpy()})[0] - due.numpy()).max() > 1e-2
 
 
-@pytest.mark.parametrize("name", ["../up", "", "a b"])
-def test_names_that_are_no_folder_are_refused(tmp_path, exported, name):
-    with pytest.raises(ValueError, match=f"name '{name}': letters"):
-        write_triton(tmp_path, name, exported / "model_fp32.onnx", "card")
-
-
 def test_models_that_cannot_be_served_are_refused(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="gate refused it, serve another --precision"):
         write_triton(tmp_path, "m", tmp_path / "model_fp32.onnx", "card")

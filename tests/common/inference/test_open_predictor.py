@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from common.export.onnx_model import export_onnx
-from common.export.tensorrt_engine import build_engine, why_no_engine
+from common.export.tensorrt_engine import build_engine, choose_flavour
 from common.inference.open_predictor import SubpixelUpsampling, fits, folded, open_predictor, use_subpixel_upsampling
 from common.inference.options import Backend, Precision
 from common.inference.predictors import torch_predictor
@@ -200,8 +200,10 @@ def test_an_asked_backend_that_is_not_there_is_an_error(run: Path, exported: Pat
 
 @pytest.mark.gpu
 def test_a_real_engine_equals_torch(run: Path, network: nn.Module, windows: torch.Tensor):
-    if why_no_engine() is not None:
-        pytest.skip(str(why_no_engine()))
+    try:
+        choose_flavour()
+    except EngineUnavailableError as error:
+        pytest.skip(str(error))
     cuda = torch.device("cuda")
     with torch.no_grad():
         expected = network(windows)
