@@ -48,7 +48,7 @@ def export_onnx(
 ) -> Path:
     """Write a network as an ONNX model from `image` [batch, C, *sides] to `logits` [batch, K, *sides], both float32.
 
-    The network itself is left as it is, its device and mode too: a copy is exported, on the CPU, in evaluation mode.
+    Returns `path`. The network is left as it is, its device and mode too: a copy is exported, in evaluation mode.
     The same weights give the same bytes, and no path of this machine is in them.
 
     Args:
@@ -61,9 +61,6 @@ def export_onnx(
             default all sides are fixed.
         batch: windows in one call that an engine is to be tuned for; the file says 1, this many, and at most 4 or this
             many. ONNX Runtime takes any number.
-
-    Returns:
-        `path`.
 
     Raises:
         onnx.checker.ValidationError: the model is no valid ONNX.
