@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from apps.pathology.scan.froc import Detections, LesionMap, auc, draw_froc, find_lesions, froc, write_froc_csv
+from apps.pathology.scan.froc import auc, draw_froc, find_lesions, froc, write_froc_csv
 from apps.pathology.scan.outputs import read_detections_csv
 from apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_slide_set
 from apps.pathology.slides.masks import tumour_mask
@@ -32,15 +32,15 @@ class Judged:
     Attributes:
         entry: the slide.
         probability: greatest of its map.
-        detections: in pixels of `lesions`.
-        lesions: at about 15.6 um per pixel; None without tumour.
+        detections: [D, 3] float64 rows (score, x, y) in pixels of `lesions`.
+        lesions: of `find_lesions`, [H, W] at about 15.6 um per pixel; None without tumour.
         mask_mpp: um per pixel of `lesions`; None without tumour.
     """
 
     entry: SlideEntry
     probability: float
-    detections: Detections
-    lesions: LesionMap | None = None
+    detections: np.ndarray
+    lesions: np.ndarray | None = None
     mask_mpp: float | None = None
 
 
@@ -110,17 +110,17 @@ def _judge_all(config: EvaluateConfig) -> tuple[list[Judged], dict[str, str]]:
     return judged, left_out
 
 
-def _judge(entry: SlideEntry, scan: dict[str, Any], found: Detections) -> Judged:
+def _judge(entry: SlideEntry, scan: dict[str, Any], found: np.ndarray) -> Judged:
     if not entry.tumour:
         return Judged(entry, scan["probability"], found)
     # Levels lie a factor of two apart: the coarsest within a half-step of the wanted one is the nearest.
     coarsest = max(1.0, MASK_MPP * math.sqrt(2) / scan["mpp"])
     width, height = scan["size"]
     truth = tumour_mask(entry, width, height, coarsest)
-    mpp, sides = scan["mpp"] * truth.downsample, np.array(truth.mask.shape) - 1
+    mpp, (height, width) = scan["mpp"] * truth.downsample, truth.mask.shape
     # A cell's centre may lie beyond the slide's edge, and so beyond the mask's.
-    y, x = np.minimum((np.stack([found.y, found.x]) // truth.downsample).astype(np.int64), sides[:, None])
-    return Judged(entry, scan["probability"], Detections(x, y, found.scores), find_lesions(truth.mask, mpp), mpp)
+    found[:, 1:] = np.minimum(found[:, 1:] // truth.downsample, (width - 1, height - 1))
+    return Judged(entry, scan["probability"], found, find_lesions(truth.mask, mpp), mpp)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class Scanner:
                     draw_heatmap(path, slide, found)
         return {
             "probability": float(found.values.max(initial=0)),
-            "detections": len(detections.scores),
+            "detections": len(detections),
             "tiles": found.tiles,
             "damaged_tiles": [list(tile) for tile in self.pool.damaged.get(item.source, ())],  # level, column, row
             "reader": slide.reader,

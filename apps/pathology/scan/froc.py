@@ -24,34 +24,6 @@ _CURVE, _SCORE = "#0072B2", "#D55E00"
 
 
 @dataclass(frozen=True)
-class LesionMap:
-    """The lesions of one slide.
-
-    Args:
-        labels: [H, W] int32, 0 outside, lesions from 1.
-        isolated: labels of isolated tumour cells, which are neither to be found nor wrong to find.
-    """
-
-    labels: NDArray[np.int32]
-    isolated: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Detections:
-    """What was found in one slide, the surest first.
-
-    Args:
-        x: [D] int64, column in the probability map.
-        y: [D] int64, row.
-        scores: [D] float32 probabilities.
-    """
-
-    x: NDArray[np.int64]
-    y: NDArray[np.int64]
-    scores: NDArray[np.float32]
-
-
-@dataclass(frozen=True)
 class FrocResult:
     """The free-response curve: one point for each score at which something is gained or lost, then (0, 0).
 
@@ -75,27 +47,28 @@ class FrocResult:
         return float(np.mean(self.at_rates))
 
 
-def find_lesions(mask: np.ndarray, mpp: float) -> LesionMap:
-    """Return the lesions of a tumour mask [H, W] (not 0: tumour) of `mpp` micrometres a pixel.
+def find_lesions(mask: np.ndarray, mpp: float) -> NDArray[np.int32]:
+    """Return the lesions of a tumour mask [H, W] (not 0: tumour) of `mpp` micrometres a pixel: [H, W], 0 outside.
 
+    Lesions are numbered from 1; isolated tumour cells, neither to be found nor wrong to find, have negative numbers.
     The tumour grows by half of GROWTH_UM, its holes are filled, and what touches, also corner to corner, is one
     lesion. A mask without tumour has no lesions (MONAI's function does not allow for it).
     """
-    if not mask.any():
-        return LesionMap(np.zeros(mask.shape, np.int32), ())
-    grown = distance_transform_edt(mask == 0) < GROWTH_UM / (2 * mpp)
-    labels = np.empty(mask.shape, np.int32)
-    label(binary_fill_holes(grown), np.ones((3, 3)), output=labels)
+    labels = np.zeros(mask.shape, np.int32)
+    if mask.any():
+        grown = distance_transform_edt(mask == 0) < GROWTH_UM / (2 * mpp)
+        label(binary_fill_holes(grown), np.ones((3, 3)), output=labels)
     longest = (ITC_UM + GROWTH_UM) / mpp
-    return LesionMap(labels, tuple(each.label for each in regionprops(labels) if each.axis_major_length < longest))
+    isolated = [each.label for each in regionprops(labels) if each.axis_major_length < longest]
+    return np.where(np.isin(labels, isolated), -labels, labels)
 
 
-def detect(probability: np.ndarray, box: int = DETECTION_BOX) -> Detections:
+def detect(probability: np.ndarray, box: int = DETECTION_BOX) -> np.ndarray:
     """Return the peaks of a probability map [H, W]: the highest, then the highest outside the box around it, and so on.
 
-    Equal to MONAI's PathologyProbNMS, also where probabilities are equal (the first, row by row, wins), in one sort
-    instead of a search of the whole map for each peak. The map is not smoothed: MONAI's sigma is 0 by default, and
-    its filter leaves a map of two axes as it is.
+    A peak is a row (probability, column, row) of [D, 3] float64. Equal to MONAI's PathologyProbNMS, also where
+    probabilities are equal (the first, row by row, wins), in one sort instead of a search of the whole map for each
+    peak. The map is not smoothed: MONAI's sigma is 0 by default, and its filter leaves a map of two axes as it is.
 
     Raises:
         ValueError: the map is not finite.
@@ -114,30 +87,30 @@ def detect(probability: np.ndarray, box: int = DETECTION_BOX) -> Detections:
             row, column = divmod(place, width)
             taken[max(row - before, 0) : row + after, max(column - before, 0) : column + after] = True
     y, x = divmod(np.array(peaks, np.int64), width)
-    return Detections(x, y, probability[y, x].astype(np.float32))
+    return np.stack([probability[y, x], x, y], 1, dtype=np.float64)
 
 
-def froc(slides: Sequence[tuple[LesionMap | None, Detections]]) -> FrocResult | None:
+def froc(slides: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> FrocResult | None:
     """Return the free-response curve over slides; None where they hold no lesion larger than isolated tumour cells.
 
     A lesion is found with the score of its surest detection; a detection outside all lesions is a false positive.
     As in the challenge's code, the lowest of all scores (0 where a lesion was missed) is no point of the curve.
 
     Args:
-        slides: lesions (None in a slide without tumour) and detections of each, on one grid.
+        slides: of each `find_lesions` (None without tumour), and detections on its grid, [D, 3] rows (score, x, y).
     """
-    false, found, lesions = [], [np.empty(0, np.float32)], 0
-    for reference, detections in slides:
-        if reference is None:
-            false.append(detections.scores)
+    false, found, lesions = [], [np.empty(0)], 0
+    for labels, detections in slides:
+        scores, (x, y) = detections[:, 0], detections[:, 1:].T.astype(np.int64)
+        if labels is None:
+            false.append(scores)
             continue
-        hit = reference.labels[detections.y, detections.x]
-        best = np.zeros(reference.labels.max() + 1, np.float32)
-        np.maximum.at(best, hit, detections.scores)
-        best[list(reference.isolated)] = 0  # the challenge's code keeps a score of 0 for each of them
-        false.append(detections.scores[hit == 0])
+        hit = labels[y, x]
+        best = np.zeros(np.abs(labels).max() + 1)  # the challenge's code keeps a score of 0 for isolated cells
+        np.maximum.at(best, hit[hit > 0], scores[hit > 0])
+        false.append(scores[hit == 0])
         found.append(best[1:])
-        lesions += len(best) - 1 - len(reference.isolated)
+        lesions += len(np.unique(labels[labels > 0]))
     if not lesions:
         return None
     wrong, right = np.sort(np.concatenate(false)), np.sort(np.concatenate(found))

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from scipy.ndimage import label
 from skimage.measure import regionprops
 
-from apps.pathology.scan.froc import DETECTION_BOX, Detections, detect
+from apps.pathology.scan.froc import DETECTION_BOX, detect
 from apps.pathology.scan.scan import ProbabilityMap
 from apps.pathology.slides.masks import low_power
 from apps.pathology.slides.reader import Slide
@@ -32,15 +32,10 @@ def write_probability_tif(path: Path, found: ProbabilityMap, mpp: float | None, 
     """Write the map as a tiled TIFF of uint8 (255: probability 1), one pixel a cell.
 
     Its upper left corner is the slide's, and its resolution tags say the size of a cell, so that QuPath and OpenSlide
-    lay it over the slide. Stride, offset and scale stand as JSON in its description.
-
-    Args:
-        path: the file.
-        found: the map.
-        mpp: um per pixel of the slide's level 0; None leaves the resolution open.
-        slide: the slide's name.
+    lay it over the slide; where `mpp`, um per pixel of level 0, is unknown they are left open. Stride, offset and scale
+    stand as JSON in its description.
     """
-    place = {"slide": slide, "stride_px": found.stride, "offset_px": found.offset, "mpp": mpp}
+    place = {"slide": slide, "stride_px": found.stride, "offset_px": found.stride / 2, "mpp": mpp}
     density = None if mpp is None else 1e4 / (mpp * found.stride)
     with atomic_path(path) as part:
         tifffile.imwrite(
@@ -57,28 +52,23 @@ def write_probability_tif(path: Path, found: ProbabilityMap, mpp: float | None, 
         )
 
 
-def find_detections(found: ProbabilityMap, base_mpp: float) -> Detections:
-    """Return the peaks of a map in pixels of level 0, the surest first.
+def find_detections(found: ProbabilityMap, base_mpp: float) -> np.ndarray:
+    """Return the peaks of a map, the surest first: [D, 3] float64 rows (score, x, y) in pixels of level 0.
 
-    A peak suppresses others in a box of 746 um around it, which on Camelyon16's slides scanned every 64 pixels is
-    MONAI's box of 48 cells; of a finer map the box takes more cells.
-
-    Args:
-        found: the map.
-        base_mpp: um per pixel of level 0.
+    A peak suppresses others in a box of 746 um around it (`base_mpp`: um per pixel of level 0), which on Camelyon16's
+    slides scanned every 64 pixels is MONAI's box of 48 cells; of a finer map the box takes more cells.
     """
     peaks = detect(found.values, max(1, round(BOX_UM / (found.stride * base_mpp))))
-    x, y = (np.floor(found.offset + found.stride * cells).astype(np.int64) for cells in (peaks.x, peaks.y))
-    return Detections(x, y, peaks.scores)
+    peaks[:, 1:] = np.floor((peaks[:, 1:] + 0.5) * found.stride)
+    return peaks
 
 
-def write_detections_csv(path: Path, detections: Detections) -> None:
+def write_detections_csv(path: Path, detections: np.ndarray) -> None:
     """Write detections as Camelyon16 asks for them: rows `score,x,y` in pixels of level 0, no header."""
-    rows = zip(detections.scores.tolist(), detections.x.tolist(), detections.y.tolist(), strict=True)
-    write_text(path, "".join(f"{score:.6f},{x},{y}\n" for score, x, y in rows))
+    write_text(path, "".join(f"{score:.6f},{x:.0f},{y:.0f}\n" for score, x, y in detections))
 
 
-def read_detections_csv(path: Path) -> Detections:
+def read_detections_csv(path: Path) -> np.ndarray:
     """Read what `write_detections_csv` wrote.
 
     Raises:
@@ -87,22 +77,16 @@ def read_detections_csv(path: Path) -> Detections:
     """
     rows = [line.split(",") for line in path.read_text(encoding="utf-8").splitlines()]
     try:
-        values = [(float(score), int(x), int(y)) for score, x, y in rows]
+        return np.array([(float(score), int(x), int(y)) for score, x, y in rows], np.float64).reshape(-1, 3)
     except ValueError as error:
         raise ValueError(f"{path}: rows must be score,x,y ({error}): scan the slide again") from error
-    scores, x, y = zip(*values, strict=True) if values else ((), (), ())
-    return Detections(np.array(x, np.int64), np.array(y, np.int64), np.array(scores, np.float32))
 
 
 def write_geojson(path: Path, found: ProbabilityMap, size: tuple[int, int]) -> None:
     """Write the regions of probability 0.5 and more as QuPath's GeoJSON.
 
-    Polygons run along the borders of cells, in pixels of level 0. Cells that touch only at a corner are apart.
-
-    Args:
-        path: the file.
-        found: the map.
-        size: (width, height) of level 0, which cells at the right and lower edge reach beyond.
+    Polygons run along the borders of cells, in pixels of level 0, and end at its `size` (width, height). Cells that
+    touch only at a corner are apart.
     """
     labels, _ = label(found.values >= REGION_THRESHOLD)
     borders = outline(labels)
@@ -149,11 +133,7 @@ def draw_heatmap(path: Path, slide: Slide, found: ProbabilityMap) -> None:
 
 
 def outline(labels: np.ndarray) -> dict[int, list[Ring]]:
-    """Return the borders of each region, along its cells: the outer one, then those of its holes.
-
-    Args:
-        labels: [H, W], 0 outside; regions are numbered from 1, and their cells share sides.
-    """
+    """Return the borders of each region of labels [H, W] (0: outside): the outer one, then those of its holes."""
     sides = _sides(labels > 0)
     left = set(sides)
     borders: dict[int, list[Ring]] = {}

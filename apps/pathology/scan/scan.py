@@ -91,11 +91,6 @@ class ProbabilityMap:
     scanned: np.ndarray
     tiles: int
 
-    @property
-    def offset(self) -> float:
-        """Return how far the centre of cell (0, 0) lies from the slide's left and upper edge, in pixels of level 0."""
-        return self.stride / 2
-
 
 def choose_view(slide: Slide, mpp: float | None) -> View:
     """Return the level whose pixel is nearest to the network's, resized where it is more than 20 percent off.

@@ -6,23 +6,21 @@
 """
 
 import csv
-import json
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+from common.files import read_object
 
 SUFFIXES = (".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
 MASK_ENDING = "_mask"  # of a mask's name, behind its slide's
 # Source: the README of the CAMELYON16 data. The first is a duplicate, the second is marked in part.
-DUPLICATE, UNSCORED = "test_049", ("test_049", "test_114")
+DUPLICATE, _TEST_MARKED_IN_PART = "test_049", "test_114"
 # Slides with tumour that is not marked, as two public pipelines list them; the release's own list was not at hand.
 MARKED_IN_PART = frozenset(
     f"tumor_{number:03d}"
     for number in (10, 15, 18, 20, 25, 29, 33, 34, 44, 46, 51, 54, 55, 56, 67, 79, 85, 92, 95, 110)
 )
-_PLACES = {
-    "training": ("training/images", "training/normal", "training/tumor", "images"),
-    "testing": ("testing/images", "images"),
-}
+_PLACES = {"training": ("training/images", "training/normal", "training/tumor"), "testing": ("testing/images",)}
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class SlideEntry:
     @property
     def scored(self) -> bool:
         """Whether its lesions count in Camelyon16's FROC."""
-        return self.name.lower() not in UNSCORED and not self.part
+        return self.name.lower() not in (DUPLICATE, _TEST_MARKED_IN_PART) and not self.part
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,8 @@ def read_slide_set(folder: Path) -> SlideSet:
             f"and training/tumor, or images/*.tif (the layouts of Camelyon16; slides end in {', '.join(SUFFIXES)})"
         )
     reference = _reference(folder)
-    name, synthetic = _about(folder)
+    about = read_object(folder / "slides.json", "remove it") if (folder / "slides.json").is_file() else {}
+    name, synthetic = str(about.get("name", folder.resolve().name)), bool(about.get("synthetic"))
     tests = tuple(_test_entry(path, folder, reference) for path in testing)
     known = reference is not None or any(entry.annotation for entry in tests)
     entries = tuple(_training_entry(path, folder, synthetic) for path in training)
@@ -106,11 +105,9 @@ def read_slide_set(folder: Path) -> SlideSet:
 def _slides(folder: Path, half: str) -> list[Path]:
     """Return the slides to train on, or to test on: where all lie side by side, the latter are named test_..."""
     found = [path for place in _PLACES[half] for path in (folder / place).glob("*") if is_slide(path)]
-    beside = folder / "images"
-    mine = [
-        path for path in found if path.parent != beside or path.stem.lower().startswith("test_") == (half == "testing")
-    ]
-    return sorted(mine, key=lambda path: path.stem)
+    beside = [path for path in (folder / "images").glob("*") if is_slide(path)]
+    found += [path for path in beside if path.stem.lower().startswith("test_") == (half == "testing")]
+    return sorted(found, key=lambda path: path.stem)
 
 
 def _training_entry(path: Path, folder: Path, synthetic: bool) -> SlideEntry:
@@ -160,17 +157,3 @@ def _reference(folder: Path) -> dict[str, bool] | None:
             if row:
                 found[slide_name(row[0])] = kind == "tumor"
     return found
-
-
-def _about(folder: Path) -> tuple[str, bool]:
-    """Return the set's name, and whether its slides are drawn, from slides.json where there is one."""
-    path = folder / "slides.json"
-    if not path.is_file():
-        return folder.resolve().name, False
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return str(content["name"]), bool(content["synthetic"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{path}: expected a name and whether the slides are synthetic ({error}); remove it"
-        ) from error

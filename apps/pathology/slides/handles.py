@@ -55,6 +55,7 @@ class CucimHandle:
             raise ValueError(f"cuCIM sees levels {sizes}, the file has {due}")
         self.levels, self.mpp = layout.levels, layout.mpp
         self._downsamples: list[float] = list(self._image.resolutions["level_downsamples"])
+        self.close: Callable[[], None] = self._image.close
 
     def read(self, box: Box, level: int) -> np.ndarray:
         """Return the region, as `open_handle` says."""
@@ -66,10 +67,6 @@ class CucimHandle:
             return np.asarray(self._image.read_region(corner, box.size, level))
         except (RuntimeError, ValueError) as error:
             raise UnreadableError(str(error)) from error
-
-    def close(self) -> None:
-        """Close the file."""
-        self._image.close()
 
 
 class OpenSlideHandle:

@@ -110,11 +110,9 @@ def read_layout(path: Path) -> Layout:
     it is; labels, macro images and thumbnails are left out.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        OSError: there is no such file.
         ValueError: it is empty, damaged or cut short, holds no 8-bit RGB image, or its pixels are not square.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
     size = path.stat().st_size
     if not size:
         raise ValueError(f"{path} is empty (0 bytes): copy it again")
@@ -158,12 +156,8 @@ def read_layout(path: Path) -> Layout:
 def looks_whole(level: Level, tile: int, file: int) -> bool:
     """Return False where the bytes of a JPEG tile cannot be one: no start mark, or zeros in place of its end.
 
-    Native decoders give such tiles as noise or grey without a word. Damage within a tile is not seen here.
-
-    Args:
-        level: of the slide.
-        tile: number of the tile, row-major.
-        file: descriptor of the open slide.
+    Native decoders give such tiles as noise or grey without a word. Damage within a tile is not seen here. Tiles are
+    numbered row by row; `file` is the descriptor of the open slide.
     """
     if level.compression != JPEG:
         return True

@@ -4,7 +4,6 @@ import math
 import os
 import threading
 import weakref
-from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ _MOST_OPEN = 16  # slides in a pool: each holds two or three file descriptors, w
 
 
 class Slide:
-    """An open slide; threads may read from it at the same time.
+    """An open slide, closed at the latest when it is let go; threads may read from it at the same time.
 
     Attributes:
         path: the file.
@@ -178,9 +177,9 @@ def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
 
 
 class SlidePool:
-    """Slides that stay open between reads; of more than 16, the ones not used for longest are closed.
+    """Slides that stay open between reads; of more than 16, the ones not used for longest are let go.
 
-    Threads may share a pool. Slides in use are never closed: there may be more than 16 of them meanwhile.
+    Threads may share a pool. A slide that is let go closes when nobody uses it any more: there may be more than 16.
 
     Args:
         reader: as `open_slide`.
@@ -188,8 +187,7 @@ class SlidePool:
 
     def __init__(self, reader: Reader = "auto") -> None:
         self._reader = reader
-        self._open: OrderedDict[Path, Slide] = OrderedDict()  # least recently used first
-        self._users: Counter[Path] = Counter()
+        self._open: dict[Path, Slide] = {}  # least recently used first
         self._damaged: dict[Path, set[Tile]] = {}  # of slides closed since, too
         self._lock = threading.Lock()
 
@@ -201,18 +199,12 @@ class SlidePool:
             FileNotFoundError, ModuleNotFoundError, ValueError: as `open_slide`.
         """
         with self._lock:
-            if path not in self._open:
-                self._open[path] = slide = open_slide(path, self._reader)
-                slide.damaged = self._damaged.setdefault(path, slide.damaged)
-            slide = self._open[path]
-            self._open.move_to_end(path)
-            self._users[path] += 1
-        try:
-            yield slide
-        finally:
-            with self._lock:
-                self._users[path] -= 1
-                self._close_idle(_MOST_OPEN)
+            slide = self._open.pop(path, None) or open_slide(path, self._reader)
+            slide.damaged = self._damaged.setdefault(path, slide.damaged)
+            self._open[path] = slide
+            for oldest in list(self._open)[:-_MOST_OPEN]:
+                del self._open[oldest]
+        yield slide
 
     @property
     def damaged(self) -> dict[Path, tuple[Tile, ...]]:
@@ -221,11 +213,5 @@ class SlidePool:
             return {path: tuple(sorted(tiles)) for path, tiles in self._damaged.items() if tiles}
 
     def close(self) -> None:
-        """Close all slides that are not in use."""
-        with self._lock:
-            self._close_idle(0)
-
-    def _close_idle(self, most: int) -> None:
-        idle = [path for path in self._open if not self._users[path]]
-        for path in idle[: max(0, len(self._open) - most)]:
-            self._open.pop(path).close()
+        """Let go of all slides."""
+        self._open.clear()

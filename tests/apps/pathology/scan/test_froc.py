@@ -6,8 +6,6 @@ from PIL import Image
 
 from apps.pathology.scan.froc import (
     FALSE_POSITIVE_RATES,
-    Detections,
-    LesionMap,
     auc,
     detect,
     draw_froc,
@@ -19,8 +17,7 @@ from apps.pathology.scan.froc import (
 
 def detections(*found):
     """Build detections from (x, y, score)."""
-    columns = np.array(found, np.float64).reshape(-1, 3).T
-    return Detections(columns[0].astype(np.int64), columns[1].astype(np.int64), columns[2].astype(np.float32))
+    return np.array([(score, x, y) for x, y, score in found], np.float64).reshape(-1, 3)
 
 
 def blobs(rng, size=80):
@@ -42,9 +39,9 @@ def test_lesions_equal_monais():
         mask, mpp = blobs(rng), rng.uniform(8, 30)
         lesions = find_lesions(mask, mpp)
         expected = compute_multi_instance_mask(mask.astype(np.uint8), 75 / (2 * mpp))
-        assert np.array_equal(lesions.labels, expected)
+        assert np.array_equal(np.abs(lesions), expected)
         itc = compute_isolated_tumor_cells(expected, 275 / mpp)
-        assert list(lesions.isolated) == itc
+        assert sorted(-np.unique(lesions[lesions < 0])) == sorted(itc)
         isolated += len(itc)
     assert isolated > 5
 
@@ -58,8 +55,7 @@ def test_detections_equal_monais_ties_included():
             probability = np.floor(rng.random((40, 61)) * steps).astype(np.float32) / np.float32(steps)
             expected = PathologyProbNMS(prob_threshold=0.5, box_size=box)(probability.copy())
             found = detect(probability, box)
-            ours = zip(found.scores.tolist(), found.y.tolist(), found.x.tolist(), strict=True)
-            assert list(ours) == [(float(score), y, x) for score, y, x in expected]
+            assert found.tolist() == [[float(score), x, y] for score, y, x in expected]
 
 
 def test_scores_equal_monais():
@@ -67,19 +63,20 @@ def test_scores_equal_monais():
 
     rng = np.random.default_rng(2)
     for _ in range(20):
-        slides: list[tuple[LesionMap | None, Detections]] = []
+        slides: list[tuple[np.ndarray | None, np.ndarray]] = []
         false, found, targets = [], [], 0
         for _ in range(6):
             lesions = find_lesions(blobs(rng), 20.0)
             many = rng.integers(0, 40)
             x, y = rng.integers(0, 87, many), rng.integers(0, 80, many)
-            some = Detections(x, y, np.round(rng.random(many), 2).astype(np.float32))
-            slides.append((lesions, some))
-            scored = compute_fp_tp_probs(some.scores, y, x, lesions.labels, list(lesions.isolated))
+            scores = np.round(rng.random(many), 2).astype(np.float32)
+            slides.append((lesions, np.stack([scores, x, y], 1)))
+            isolated = [-number for number in np.unique(lesions) if number < 0]
+            scored = compute_fp_tp_probs(scores, y, x, np.abs(lesions), isolated)
             false.extend(scored[0])
             found.extend(scored[1])
             targets += scored[2]
-        slides.append((None, detections((3, 4, 0.7))))
+        slides.append((None, detections((3, 4, np.float32(0.7)))))
         false.append(np.float32(0.7))
         if not targets:
             continue
@@ -96,7 +93,7 @@ def test_two_lesions_by_hand():
     labels[0:3, 0:3], labels[5:8, 5:8] = 1, 2
     # Lesion 1 is hit twice and counts once, at 0.9; lesion 2 is missed; a false positive at 0.8, one elsewhere at 0.95.
     first = detections((0, 0, 0.9), (2, 1, 0.6), (9, 0, 0.8))
-    result = froc([(LesionMap(labels, ()), first), (None, detections((4, 4, 0.95)))])
+    result = froc([(labels, first), (None, detections((4, 4, 0.95)))])
     assert result is not None
     assert result.false_positives.tolist() == [1.0, 0.5, 0.5, 0]  # at 0.8, 0.9, 0.95, above
     assert result.sensitivities.tolist() == [0.5, 0.5, 0, 0]
@@ -107,8 +104,8 @@ def test_two_lesions_by_hand():
 
 def test_isolated_tumour_cells_are_neither_hits_nor_false_positives():
     labels = np.zeros((10, 10), np.int32)
-    labels[0, 0], labels[5:8, 5:8] = 1, 2
-    result = froc([(LesionMap(labels, (1,)), detections((0, 0, 0.9), (6, 6, 0.8)))])
+    labels[0, 0], labels[5:8, 5:8] = -1, 2
+    result = froc([(labels, detections((0, 0, 0.9), (6, 6, 0.8)))])
     assert result is not None
     assert result.lesions == 1
     assert result.sensitivities.tolist() == [1.0, 0]
@@ -120,12 +117,9 @@ def test_growth_joins_what_is_near_and_leaves_what_is_far():
     mask = np.zeros((60, 60), bool)
     mask[20, 10], mask[20, 16], mask[20, 40] = True, True, True
     lesions = find_lesions(mask, 10.0)  # grows by less than 3.75 pixels; the gap of 5 pixels closes
-    assert lesions.labels[20, 10] == lesions.labels[20, 16] == 1
-    assert lesions.labels[20, 13] == 1
-    assert lesions.labels[20, 40] == 2
-    assert lesions.labels[20, 43] == 2
-    assert lesions.labels[20, 44] == 0
-    assert lesions.isolated == (1, 2)
+    assert lesions[20, 10] == lesions[20, 13] == lesions[20, 16] == -1  # isolated cells
+    assert lesions[20, 40] == lesions[20, 43] == -2
+    assert lesions[20, 44] == 0
 
 
 def test_a_long_lesion_is_not_isolated_cells_and_a_hole_is_filled():
@@ -133,22 +127,21 @@ def test_a_long_lesion_is_not_isolated_cells_and_a_hole_is_filled():
     mask[10:40, 10:40] = True
     mask[20:32, 20:32] = False
     lesions = find_lesions(mask, 10.0)
-    assert lesions.isolated == ()
-    assert lesions.labels[26, 26] == 1
+    assert lesions[26, 26] == lesions.max() == 1
     # The square of side 30 grows to 36, long axis 4 * sqrt(36 ** 2 / 12) = 41.6 pixels less a little for its corners:
     # shorter than 275 um where a pixel is 5 um.
-    assert find_lesions(mask[5:45, 5:45], 5.0).isolated == (1,)
+    assert find_lesions(mask[5:45, 5:45], 5.0).min() == -1
 
 
 def test_no_lesion_and_no_detection():
     empty = find_lesions(np.zeros((9, 9), bool), 10.0)
-    assert not empty.labels.any()
+    assert not empty.any()
     assert froc([(empty, detections((1, 1, 0.9))), (None, detections())]) is None
-    missed = froc([(LesionMap(np.ones((9, 9), np.int32), ()), detections()), (None, detections())])
+    missed = froc([(np.ones((9, 9), np.int32), detections()), (None, detections())])
     assert missed is not None
     assert missed.score == 0
     nothing = detect(np.full((9, 9), 0.5))
-    assert (len(nothing.x), len(nothing.y), len(nothing.scores)) == (0, 0, 0)
+    assert nothing.shape == (0, 3)
 
 
 def test_a_map_that_is_not_finite_is_refused():
@@ -180,7 +173,7 @@ def result():
         labels[5:25, 5:25], labels[30:50, 30:50] = 1, 2
         x, y = rng.integers(0, 60, (2, 12))
         scores = np.clip(0.3 * rng.random(12) + 0.5 * (labels[y, x] > 0) + 0.2, 0, 1)
-        slides.append((LesionMap(labels, ()), Detections(x, y, scores.astype(np.float32))))
+        slides.append((labels, np.stack([scores, x, y], 1)))
     return froc(slides)
 
 

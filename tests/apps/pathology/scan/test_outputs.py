@@ -54,21 +54,20 @@ def test_detections_are_score_x_y_in_pixels_of_level_0(tmp_path):
     write_detections_csv(tmp_path / "d.csv", found)
     assert (tmp_path / "d.csv").read_text() == "0.900000,8016,4816\n0.750000,656,336\n"
     back = read_detections_csv(tmp_path / "d.csv")
-    assert (back.x.tolist(), back.y.tolist()) == ([8016, 656], [4816, 336])
-    assert back.scores == pytest.approx([0.9, 0.75])
+    assert back.tolist() == [[0.9, 8016, 4816], [0.75, 656, 336]]
 
 
 def test_the_box_around_a_peak_has_one_size_in_um():
     values = np.zeros((100, 100))
     values[50, 20], values[50, 60] = 0.9, 0.8  # 40 cells apart; the box of 746 um reaches 373 to each side
-    assert len(find_detections(map_of(values, 32), 0.25).scores) == 1  # 320 um
-    assert len(find_detections(map_of(values, 64), 0.25).scores) == 2  # 640 um
+    assert len(find_detections(map_of(values, 32), 0.25)) == 1  # 320 um
+    assert len(find_detections(map_of(values, 64), 0.25)) == 2  # 640 um
 
 
 def test_no_detections_are_an_empty_file(tmp_path):
     write_detections_csv(tmp_path / "d.csv", find_detections(map_of(np.zeros((3, 3))), 0.5))
     assert (tmp_path / "d.csv").read_text() == ""
-    assert len(read_detections_csv(tmp_path / "d.csv").scores) == 0
+    assert len(read_detections_csv(tmp_path / "d.csv")) == 0
 
 
 def test_a_damaged_csv_is_named(tmp_path):

@@ -95,7 +95,7 @@ def test_patches_give_what_the_network_gives_for_each(tmp_path, network):
             batch=3,
         )
     assert found.values.shape == (4, 5)
-    assert (found.stride, found.offset, found.tiles) == (64, 32, 15)  # the last row's and column's centres are outside
+    assert (found.stride, found.tiles) == (64, 15)  # the last row's and column's centres are outside
     patch = normalised(torch.from_numpy(image[64:128, 128:192])[None].permute(0, 3, 1, 2))
     with torch.no_grad():
         assert found.values[1, 2] == pytest.approx(torch.sigmoid(network(patch)).item(), abs=1e-5)
@@ -150,8 +150,8 @@ def test_a_spot_lights_the_cell_that_lies_on_it_at_any_level(tmp_path, mpp):
             batch=50,
         )
     row, column = np.unravel_index(found.values.argmax(), found.values.shape)
-    assert abs(found.offset + column * found.stride - 710) <= found.stride / 2 + 10
-    assert abs(found.offset + row * found.stride - 390) <= found.stride / 2 + 10
+    assert abs((column + 0.5) * found.stride - 710) <= found.stride / 2 + 10
+    assert abs((row + 0.5) * found.stride - 390) <= found.stride / 2 + 10
     # Cells have no halo in a patch; a resized patch has its own borders, of a pixel.
     assert np.abs(found.values - sparse.values)[sparse.scanned].max() < (1e-6 if mpp != 0.7 else 0.05)
 

