@@ -63,8 +63,8 @@ class View:
             for count in counts
         )
         height, width = tissue.mask.shape
-        inside = (row < height)[:, None] & (column < width)[None]
-        return np.asarray(tissue.mask[np.minimum(row, height - 1)[:, None], np.minimum(column, width - 1)] & inside)
+        beyond = np.pad(tissue.mask, ((0, 1), (0, 1)))
+        return np.asarray(beyond[np.minimum(row, height)[:, None], np.minimum(column, width)])
 
     def corners(self, cells: np.ndarray, patch_size: int, stride: int) -> np.ndarray:
         """Return the upper left corners, [N, 2] int64 (x, y) in the level, of the patches of cells (row, column).
@@ -95,12 +95,8 @@ class ProbabilityMap:
 def choose_view(slide: Slide, mpp: float | None) -> View:
     """Return the level whose pixel is nearest to the network's, resized where it is more than 20 percent off.
 
-    The resized side of 32 pixels is a whole number of the level's pixels, so that tiles fit together exactly; the
-    network's own pixel size is met to half a pixel in 32.
-
-    Args:
-        slide: to be scanned.
-        mpp: um per pixel that the network was trained on; None where its data did not say.
+    The network's is `mpp` um, None where its data did not say. The resized side of 32 pixels is a whole number of the
+    level's pixels, so that tiles fit together exactly; the network's own pixel size is met to half a pixel in 32.
     """
     level, pitch = 0, STRIDE
     if slide.mpp is None or mpp is None:

@@ -57,11 +57,8 @@ def tissue_mask(slide: Slide, assumed_mpp: float | None = None) -> SlideMask:
 
     Tissue is what is more saturated than Otsu's threshold. Blue, green and black ink is left out (red ink looks like
     eosin and stays), so are pieces smaller than a square of 100 um; holes smaller than that are filled. It is looked
-    for at about 8 um per pixel, the nearest whole multiple of a level's pixel.
-
-    Args:
-        slide: of any number of levels; with few of them a large one is read whole, block by block.
-        assumed_mpp: um per pixel of level 0 where the file does not say.
+    for at about 8 um per pixel, the nearest whole multiple of a level's pixel. With few levels a large one is read
+    whole, block by block. `assumed_mpp` is um per pixel of level 0 where the file does not say.
 
     Raises:
         ValueError: the pixel size is known from neither.
@@ -140,11 +137,8 @@ def _without_small(mask: np.ndarray, least: float) -> np.ndarray:
 def tumour_mask(entry: SlideEntry, width: int, height: int, most_downsample: float) -> SlideMask:
     """Return where the tumour of a slide lies, from its mask where there is one, else from its outlines.
 
-    Args:
-        entry: of the slide; its mask is a TIFF pyramid of uint8 in which 1 (or 255) is tumour.
-        width: of the slide, in pixels of level 0.
-        height: likewise.
-        most_downsample: the mask's coarsest level that is at least this fine is read; 1 or more.
+    A mask is a TIFF pyramid of uint8 in which 1 (or 255) is tumour; of the levels that are at least as fine as
+    `most_downsample` (1 or more) the coarsest is read. Width and height of the slide are in pixels of level 0.
 
     Raises:
         FileNotFoundError: the file is missing.

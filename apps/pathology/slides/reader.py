@@ -46,15 +46,9 @@ class Slide:
         """Return a region as [height, width, 3] uint8 RGB.
 
         White where it lies outside the slide and where a tile was never scanned or cannot be decoded; the latter
-        tiles are remembered in `damaged`. cuCIM notices less damage than the others: see `handles`.
-
-        Args:
-            x: left edge in pixels of level 0, negative or beyond the slide too; between two pixels of `level`, the one
-                to the left counts.
-            y: upper edge, likewise.
-            width: in pixels of `level`.
-            height: in pixels of `level`.
-            level: index into `levels`.
+        tiles are remembered in `damaged`. cuCIM notices less damage than the others: see `handles`. The upper left
+        corner (x, y) is in pixels of level 0, negative or beyond the slide too, the size in pixels of `level`; between
+        two pixels of that the left or upper one counts.
         """
         region = np.empty((height, width, 3), np.uint8)
         self._read_into(region, x, y, level)
