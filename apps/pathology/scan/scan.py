@@ -99,10 +99,9 @@ def choose_view(slide: Slide, mpp: float | None) -> View:
     level's pixels, so that tiles fit together exactly; the network's own pixel size is met to half a pixel in 32.
     """
     level, pitch = 0, STRIDE
-    if slide.mpp is None or mpp is None:
-        who = "slide and network give" if slide.mpp is mpp else ("slide gives" if slide.mpp is None else "network has")
-        reason = f"level 0 as it is, since the {who} no pixel size"
-    else:
+    unknown = [name for name, size in (("slide", slide.mpp), ("network", mpp)) if size is None]
+    reason = f"level 0 as it is, no pixel size known of {' and '.join(unknown)}"
+    if slide.mpp is not None and mpp is not None:
         sizes = [slide.mpp * level.downsample for level in slide.levels]
         level = min(range(len(sizes)), key=lambda each: abs(math.log(sizes[each] / mpp)))
         far = abs(sizes[level] - mpp) > MPP_TOLERANCE * mpp
@@ -158,13 +157,7 @@ def scan_slide(
 
 
 def _probabilities(
-    slide: Slide,
-    view: View,
-    corners: np.ndarray,
-    side: int,
-    predictor: Predictor,
-    device: torch.device,
-    batch: int,
+    slide: Slide, view: View, corners: np.ndarray, side: int, predictor: Predictor, device: torch.device, batch: int
 ) -> Iterator[np.ndarray]:
     """Yield the probabilities, [h, w] float32, of each region, `side` network pixels wide, at corners of the level."""
     base = np.ceil(corners * view.downsample).astype(np.int64)  # reading takes the level's pixel to the left

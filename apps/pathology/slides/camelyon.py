@@ -96,9 +96,9 @@ def read_slide_set(folder: Path) -> SlideSet:
     reference = _reference(folder)
     about = read_object(folder / "slides.json", "remove it") if (folder / "slides.json").is_file() else {}
     name, synthetic = str(about.get("name", folder.resolve().name)), bool(about.get("synthetic"))
-    tests = tuple(_test_entry(path, folder, reference) for path in testing)
+    tests = tuple(_entry(path, folder, "testing", synthetic, reference) for path in testing)
     known = reference is not None or any(entry.annotation for entry in tests)
-    entries = tuple(_training_entry(path, folder, synthetic) for path in training)
+    entries = tuple(_entry(path, folder, "training", synthetic, None) for path in training)
     return SlideSet(folder, name, synthetic, entries, tests if known else ())
 
 
@@ -110,36 +110,26 @@ def _slides(folder: Path, half: str) -> list[Path]:
     return sorted(found, key=lambda path: path.stem)
 
 
-def _training_entry(path: Path, folder: Path, synthetic: bool) -> SlideEntry:
-    name = path.stem.lower()
+def _entry(path: Path, folder: Path, half: str, synthetic: bool, reference: dict[str, bool] | None) -> SlideEntry:
+    """Return a slide with its annotation and its mask, each None where it is missing."""
+    name, bases = path.stem.lower(), (folder / half, folder)
+    outlines = (base / place / f"{path.stem}.xml" for base in bases for place in ("annotations", "lesion_annotations"))
+    masks = (base / "masks" / f"{path.stem}{MASK_ENDING}.tif" for base in bases)
+    annotation, mask = next(filter(Path.is_file, outlines), None), next(filter(Path.is_file, masks), None)
+    if half == "testing":
+        if reference is not None and name not in reference:
+            raise ValueError(f"{folder}: reference.csv does not name {path.stem}; complete it, or move the slide away")
+        tumour = annotation is not None if reference is None else reference[name]
+        return SlideEntry(path.stem, path, tumour, annotation, mask)
     tumour = name.startswith("tumor_")
     if not tumour and not name.startswith("normal_"):
         raise ValueError(f"{path}: a training slide is named tumor_... if it has tumour, else normal_...")
-    annotation, mask = _truth(path, folder, "training")
     if tumour and annotation is None and mask is None:
         raise ValueError(
             f"{path}: neither an annotation ({path.stem}.xml) nor a mask ({path.stem}{MASK_ENDING}.tif) says where its "
             "tumour lies; fetch one, or move the slide away"
         )
     return SlideEntry(path.stem, path, tumour, annotation, mask, part=not synthetic and name in MARKED_IN_PART)
-
-
-def _test_entry(path: Path, folder: Path, reference: dict[str, bool] | None) -> SlideEntry:
-    annotation, mask = _truth(path, folder, "testing")
-    if reference is not None and path.stem.lower() not in reference:
-        raise ValueError(f"{folder}: reference.csv does not name {path.stem}; complete it, or move the slide away")
-    tumour = annotation is not None if reference is None else reference[path.stem.lower()]
-    return SlideEntry(path.stem, path, tumour, annotation, mask)
-
-
-def _truth(path: Path, folder: Path, half: str) -> tuple[Path | None, Path | None]:
-    """Return the annotation and the mask of a slide, each None where it is missing."""
-    places = [
-        base / place for base in (folder / half, folder) for place in ("annotations", "lesion_annotations", "masks")
-    ]
-    files = {suffix: [place / f"{path.stem}{suffix}" for place in places] for suffix in (".xml", f"{MASK_ENDING}.tif")}
-    annotation, mask = (next(filter(Path.is_file, each), None) for each in files.values())
-    return annotation, mask
 
 
 def _reference(folder: Path) -> dict[str, bool] | None:

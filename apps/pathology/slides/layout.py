@@ -197,11 +197,11 @@ def _level(page: Any, base: Any) -> Level:  # noqa: ANN401 - tifffile's
         height,
         downsample_of(base.imagewidth, base.imagelength, width, height),
         *tile,
-        offsets=np.array(page.dataoffsets, np.int64),
-        counts=np.array(page.databytecounts, np.int64),
-        compression=int(page.compression),
-        tiled=page.is_tiled,
-        decode=partial(page.decode, _fullsize=page.is_tiled, **jpeg),
+        np.array(page.dataoffsets, np.int64),
+        np.array(page.databytecounts, np.int64),
+        int(page.compression),
+        page.is_tiled,
+        partial(page.decode, _fullsize=page.is_tiled, **jpeg),
     )
 
 

@@ -116,10 +116,10 @@ def test_without_a_pixel_size_level_0_is_taken_and_it_is_said(tmp_path):
     with open_slide(tmp_path / "a.tif", "tifffile") as slide:
         view = choose_view(slide, None)
         assert (view.level, view.pitch, view.base_mpp) == (0, 32, 0.25)
-        assert "network has no pixel size" in view.reason
+        assert "no pixel size known of network" in view.reason
         slide.mpp = None
         assert choose_view(slide, 0.7).base_mpp == 0.7
-        assert "slide and network give no pixel size" in choose_view(slide, None).reason
+        assert "no pixel size known of slide and network" in choose_view(slide, None).reason
 
 
 @pytest.mark.parametrize("mpp", [0.25, 0.5, 0.7])
