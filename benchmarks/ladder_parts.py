@@ -112,7 +112,7 @@ def _monai_epochs(name: str, config: TrainingConfig) -> Figures | str:
         return "needs the package lmdb: pip install lmdb"
     with tempfile.TemporaryDirectory(prefix="dataset-") as folder, _opened(config) as (_, setup, _):
         plain: Any = setup.batches
-        dataset, began = plain.dataset, time.perf_counter()
+        dataset, began = plain.loader.dataset, time.perf_counter()
         if isinstance(dataset, md.PatchWSIDataset) and name != "Dataset":
             return "MONAI reads slides by PatchWSIDataset, patch by patch, and caches none"
         cases = len(dataset)
@@ -155,7 +155,7 @@ def loaders(cached: TrainingConfig, fast: TrainingConfig) -> Figures:
     """Return the seconds of an epoch by each loader over cached cases, while a step of 50 ms runs elsewhere."""
     with _opened(cached) as (_, setup, _), _opened(fast) as (_, ours, _):
         plain: Any = setup.batches
-        dataset, given = plain.dataset, {"batch_size": plain.loader.batch_size, "shuffle": True}
+        dataset, given = plain.loader.dataset, {"batch_size": plain.loader.batch_size, "shuffle": True}
         if isinstance(dataset, md.PatchWSIDataset):
             return {"all": "these load volumes; benchmarks/compare.py compares the loaders of patches"}
         kept = md.DataLoader(dataset, num_workers=2, persistent_workers=True, **given)

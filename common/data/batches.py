@@ -191,12 +191,7 @@ def partition_cases(count: int, partitions: int, number: int, seed: int = 0, rou
     Round 0 deals in turn: number, number + partitions, ... A later round permutes all cases first, with a permutation
     that depends on (seed, round) alone: with `round = epoch // E`, the cases are reshuffled globally every E epochs.
 
-    Args:
-        count: cases of the dataset.
-        partitions: in all; their sizes differ by one at most.
-        number: the partition wanted, from 0.
-        seed: of the permutations.
-        round: how many times the cases have been dealt before.
+    Sizes differ by one at most; `number` counts from 0.
 
     Raises:
         ValueError: there are more partitions than cases.

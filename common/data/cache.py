@@ -139,12 +139,7 @@ def fill_cache(
 ) -> CaseCache:
     """Put prepared, labelled cases in their tiers, as `plan_cache` says; every epoch trains on all of them.
 
-    Args:
-        cases: in CPU memory or mapped files.
-        tiers: of each case.
-        crop_size: X, Y, Z in voxels.
-        device: where crops are wanted.
-        numbers: of the cases in the dataset, the key of their random draws; by default 0, 1, 2, ...
+    Their numbers in the dataset, int64, are the key of their random draws; by default 0, 1, 2, ...
     """
     known = np.arange(len(cases)) if numbers is None else numbers
     placed: dict[int, CachedCase] = {}
@@ -158,10 +153,7 @@ def fill_cache(
 def measure_budgets(device: torch.device, folder: Path, processes: int = 1) -> dict[Tier, int]:
     """Return the bytes that the cache may take: half of the free memory, and the disk's free space.
 
-    Args:
-        device: of the batches; without a GPU there is no tier "gpu".
-        folder: of the prepared store, which need not exist yet; entries already there count as free.
-        processes: on this machine, that share its host memory.
+    The processes on this machine share its host memory; entries that are in the store's folder already count as free.
     """
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     entries = sum(entry.stat().st_size for entry in folder.glob("[!.]*.safetensors"))

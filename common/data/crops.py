@@ -37,13 +37,9 @@ class CachedCase:
 
 
 def place_cases(cases: Sequence[PreparedCase], tier: Tier, crop_size: Shape, device: torch.device) -> list[CachedCase]:
-    """Put prepared, labelled cases in a tier.
+    """Put prepared, labelled cases in a tier; crops of `crop_size` X, Y, Z will be cut from them.
 
-    Args:
-        cases: in CPU memory or mapped files.
-        tier: "gpu" copies them to `device`, "ram" to CPU memory; "disk" and "none" leave them as they are.
-        crop_size: X, Y, Z in voxels.
-        device: of the batches.
+    "gpu" copies them to `device`, "ram" to CPU memory; "disk" and "none" leave them where they are.
     """
     labels = [case.label for case in cases if case.label is not None]
     known = [_foreground(label.numpy(), crop_size) for label in labels]

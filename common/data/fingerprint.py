@@ -26,16 +26,6 @@ _Grid = tuple[np.ndarray, np.ndarray, np.ndarray]  # [3] each, along R, A, S: sp
 
 
 @dataclass(frozen=True)
-class Intensity:
-    """One channel's voxels with a label above 0, in the file's unit (CT: HU), pooled over the cases."""
-
-    percentile_0_5: float
-    percentile_99_5: float
-    mean: float
-    std: float
-
-
-@dataclass(frozen=True)
 class Fingerprint:
     """What the training cases have in common.
 
@@ -46,9 +36,9 @@ class Fingerprint:
         shape: the median per axis R, A, S, voxels of the file.
         extent: the same of the box around what is not 0, by the first channel where it is no CT; the shape where only
             headers were read.
-        intensity: of the foreground, one per channel that was read (of CT all, else the first); None where only headers
-            were read.
-        label_fractions: of all voxels, one per label number; None where only headers were read.
+        foreground: percentiles 0.5 and 99.5 of the voxels with a label above 0, pooled over the cases, the lowest and
+            the highest of the channels that were read (of CT all, else the first), in the file's unit (CT: HU); None
+            where only headers were read.
     """
 
     modality: tuple[str, ...]
@@ -56,8 +46,7 @@ class Fingerprint:
     spacing: Spacing
     shape: Shape
     extent: Shape
-    intensity: tuple[Intensity, ...] | None
-    label_fractions: tuple[float, ...] | None
+    foreground: Window | None
 
 
 def fingerprint(
@@ -69,7 +58,7 @@ def fingerprint(
     workers: int | None = None,
     progress: bool = True,
 ) -> Fingerprint:
-    """Measure the training cases: spacing, shape, foreground intensity, share of each label.
+    """Measure the training cases: spacing, shape, foreground intensity.
 
     Image and label must share a grid, and labels be of the dataset's list. Where the preparation is known only headers
     are read; the rest is then checked when the cases are prepared.
@@ -79,7 +68,7 @@ def fingerprint(
         dataset: gives modality and labels.
         store: a folder that keeps the figures; they are measured again when a file or a list has changed.
         known: the published preparation of this dataset, where there is one.
-        workers: cases in work at the same time; by default one per core that this process may use.
+        workers: see `map_in_threads`.
         progress: show a progress bar.
 
     Raises:
@@ -87,7 +76,7 @@ def fingerprint(
     """
     if known is not None:
         grids = map_in_threads(lambda case: _ras_grid(*read_header(case.image)), cases, "headers", workers, progress)
-        return _summary(dataset, [(spacing, shape, shape) for spacing, shape in grids], None, None)
+        return _summary(dataset, [(spacing, shape, shape) for spacing, shape in grids], None)
     if store is None:
         return _measure(cases, dataset, workers, progress)
     files = [file for case in cases for file in (case.image, case.label) if file is not None]
@@ -142,9 +131,8 @@ def plan_preparation(
     if window is None and known is not None:
         window, source = known.window, f"known for {dataset.name}"
     if window is None:
-        assert figures.intensity is not None, "only headers were read"
-        low = min(channel.percentile_0_5 for channel in figures.intensity)
-        window = float(round(low)), float(round(max(channel.percentile_99_5 for channel in figures.intensity)))
+        assert figures.foreground is not None, "only headers were read"
+        window = float(round(figures.foreground[0])), float(round(figures.foreground[1]))
         source = f"0.5 and 99.5 percentiles of the foreground of {figures.cases} training cases"
     said = f"window ({window[0]:g}, {window[1]:g}) HU: {source}"
     return Preparation(spacing, "window", window, len(dataset.modality)), (line, said)
@@ -157,30 +145,22 @@ def is_ct(dataset: Dataset) -> bool:
 
 def _measure(cases: Sequence[Case], dataset: Dataset, workers: int | None, progress: bool) -> Fingerprint:
     measured = map_in_threads(lambda case: _case_figures(case, dataset), cases, "fingerprint", workers, progress)
-    grids, counts_each, samples_each = zip(*measured, strict=True)
-    samples, counts = np.concatenate(samples_each), np.sum(counts_each, axis=0)
+    grids, samples_each = zip(*measured, strict=True)
+    samples = np.concatenate(samples_each)
     if not len(samples):
         raise ValueError(f"{dataset.folder}: no voxel of {len(cases)} training cases has a label above 0")
     low, high = np.percentile(samples, [0.5, 99.5], axis=0)
-    channels = zip(low.tolist(), high.tolist(), samples.mean(0).tolist(), samples.std(0).tolist(), strict=True)
-    intensity = tuple(Intensity(*channel) for channel in channels)
-    return _summary(dataset, grids, intensity, tuple((counts / counts.sum()).tolist()))
+    return _summary(dataset, grids, (float(low.min()), float(high.max())))
 
 
-def _summary(
-    dataset: Dataset,
-    grids: Sequence[_Grid],
-    intensity: tuple[Intensity, ...] | None,
-    label_fractions: tuple[float, ...] | None,
-) -> Fingerprint:
+def _summary(dataset: Dataset, grids: Sequence[_Grid], foreground: Window | None) -> Fingerprint:
     spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
     rounded = [tuple(sides.round().astype(int).tolist()) for sides in (shape, extent)]
-    kept = dataset.modality, len(grids), tuple(spacing.tolist())
-    return Fingerprint(*kept, rounded[0], rounded[1], intensity, label_fractions)
+    return Fingerprint(dataset.modality, len(grids), tuple(spacing.tolist()), rounded[0], rounded[1], foreground)
 
 
-def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, np.ndarray]:
-    """Return a case's grid, its voxels per label number [K], and intensities [N, C] of some foreground voxels."""
+def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray]:
+    """Return a case's grid, and intensities [N, C] of some foreground voxels."""
     assert case.label is not None, "training cases have labels"
     # Intensities choose the window of CT alone; of others the box around the first channel is enough.
     image = read_volume(case.image, len(dataset.modality), first_only=not is_ct(dataset))
@@ -189,13 +169,11 @@ def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, np.n
     # Voxels in the order of the file, so that flattening copies nothing.
     numbers = label_map(label, [number for number, name in enumerate(dataset.labels) if name]).ravel(order="F")
     places = np.flatnonzero(numbers)
-    per_label = np.bincount(numbers[places], minlength=len(dataset.labels))
-    per_label[0] = numbers.size - len(places)
     chosen = places[np.linspace(0, len(places) - 1, min(len(places), VOXELS_PER_CASE)).astype(int)]
     spacing, shape = _ras_grid(image.voxels.shape, image.affine)
     _, extent = _ras_grid(_extent(image.voxels), image.affine)
     samples = image.voxels.reshape(numbers.size, -1, order="F")[chosen].astype(np.float64)
-    return (spacing, shape, extent), per_label, samples
+    return (spacing, shape, extent), samples
 
 
 def _extent(voxels: np.ndarray) -> tuple[int, ...]:

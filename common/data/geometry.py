@@ -96,13 +96,7 @@ class WorkingGrid:
 
 
 def working_grid(shape: Sequence[int], affine: np.ndarray, spacing: Sequence[float]) -> WorkingGrid:
-    """Return the working grid of a file, not cropped yet.
-
-    Args:
-        shape: [X, Y, Z] of the file.
-        affine: [4, 4] voxel index of the file to RAS mm.
-        spacing: Working spacing along R, A, S, mm, > 0.
-    """
+    """Return the uncropped grid at a spacing (mm along R, A, S) of a file of this shape [X, Y, Z] and affine [4, 4]."""
     native = tuple(tuple(float(value) for value in row) for row in affine)
     right, anterior, superior = (float(value) for value in spacing)
     nowhere = (0, 0, 0)
@@ -112,13 +106,9 @@ def working_grid(shape: Sequence[int], affine: np.ndarray, spacing: Sequence[flo
 
 
 def box_above(volume: torch.Tensor, bound: float) -> Box | None:
-    """Return the box of the voxels above a bound in any channel, None where there are none.
+    """Return the box of the voxels of [C, n0, n1, n2] that exceed a bound in any channel, None where there are none.
 
     Two passes in the order in which the voxels lie in memory: the maximum over planes, and the maximum of each plane.
-
-    Args:
-        volume: [C, n0, n1, n2] of any real dtype.
-        bound: What a voxel must exceed.
     """
     order = sorted((1, 2, 3), key=volume.stride, reverse=True)
     volume = volume.permute(0, *order)

@@ -32,11 +32,6 @@ class MonaiBatches:
     resumes_within_epoch = False
 
     @property
-    def dataset(self) -> Any:  # noqa: ANN401 - MONAI's
-        """MONAI's dataset."""
-        return self.loader.dataset
-
-    @property
     def steps_per_epoch(self) -> int:
         """Batches in each epoch; the last one may be smaller."""
         return len(self.loader)

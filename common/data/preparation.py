@@ -68,12 +68,7 @@ class PreparedCase:
 
 
 def prepare_case(case: Case, preparation: Preparation, allowed: Collection[int] = ()) -> PreparedCase:
-    """Read and prepare one case.
-
-    Args:
-        case: its scan, and its label map on the same grid where it has one.
-        preparation: what to make of it.
-        allowed: the label numbers that its label map may hold.
+    """Read and prepare one case; its label map, if it has one, may hold the label numbers `allowed`.
 
     Raises:
         FileNotFoundError, ValueError: from reading; nothing of the image counts as foreground; the label lies on
@@ -142,13 +137,9 @@ def _foreground_box(image: torch.Tensor, preparation: Preparation) -> Box | None
 
 
 def _reachable(grid: WorkingGrid, native_box: Box) -> WorkingGrid:
-    """Crop the grid to the voxels that a foreground voxel of the file can reach.
+    """Crop the whole grid to the voxels that the foreground of the file, its box in the order [z, y, x], can reach.
 
     Outside, every voxel interpolates between background voxels and is background: the foreground crop will not miss it.
-
-    Args:
-        grid: The whole working grid.
-        native_box: The foreground's box in memory order [z, y, x].
     """
     if not grid.separable:
         return grid

@@ -14,16 +14,11 @@ SLAB_VOXELS = 2**18  # on a CPU as much is worked on at once as stays in its cac
 
 
 def to_working(voxels: torch.Tensor, grid: WorkingGrid, *, nearest: bool) -> torch.Tensor:
-    """Carry voxels from the file's grid to the crop of the working grid.
-
-    Args:
-        voxels: [C, z, y, x], the file's axes in reverse: the order in which a NIfTI file lies in memory.
-        grid: The working grid; what its crop needs is all that is read.
-        nearest: Take the nearest voxel (labels) instead of interpolating linearly (images).
+    """Carry voxels [C, z, y, x] (the order in which a NIfTI file lies in memory) to the crop of the working grid.
 
     Returns:
-        [C, X, Y, Z] along R, A, S: float32, or the dtype of `voxels` where no value had to be interpolated. A view:
-        memory still lies in the file's order.
+        [C, X, Y, Z] along R, A, S: float32, or the dtype of `voxels` where no value had to be interpolated, as where
+        the `nearest` one is taken. A view: memory still lies in the file's order.
     """
     if not grid.separable:
         matrix = np.linalg.solve(np.asarray(grid.native_affine), grid.affine)

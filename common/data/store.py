@@ -4,12 +4,10 @@ An entry is a safetensors file with a checksum over all that matters, and with a
 preparation, the version of the code and the allowed labels.
 """
 
-import errno
 import hashlib
 import json
 import logging
 import math
-import shutil
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -51,22 +49,18 @@ def prepared_cases(
     the same time, had better have folders of their own.
 
     Args:
-        cases: what to prepare; labels, where there are any, travel with the images.
-        preparation: spacing, normalisation, window.
+        cases: with label maps or without.
+        preparation: of all of them.
         allowed: the label numbers that label maps may hold.
-        folder: made if needed; holds NAME.safetensors for each case.
-        workers: cases in work at the same time; by default one per core that this process may use.
-        progress: show progress bars.
-
-    Returns:
-        One prepared case each, in the order of `cases`; the tensors are memory-mapped files.
+        folder: made if needed; holds NAME.safetensors, memory-mapped, for each case.
+        workers: see `map_in_threads`.
+        progress: show a progress bar.
 
     Raises:
-        OSError: the folder cannot be written, or has no room; the entries already there are kept.
+        OSError: the folder cannot be written, or is full; the entries already there are kept.
         ValueError: a source file is damaged or does not fit its label (see `prepare_case`).
     """
     wanted = list(dict.fromkeys(cases))
-    _check_space(folder, [case for case in wanted if not _path(folder, case).exists()], preparation)
     one = partial(_prepared_case, preparation=preparation, allowed=allowed, folder=folder)
     entries = dict(zip(wanted, map_in_threads(one, wanted, "prepared cases", workers, progress), strict=True))
     return [entries[case] for case in cases]
@@ -86,12 +80,7 @@ def store_folder(root: Path, dataset: Path, preparation: Preparation | None = No
 
 
 def write_entry(path: Path, case: PreparedCase, key: str) -> None:
-    """Write a prepared case atomically.
-
-    Args:
-        path: the entry, NAME.safetensors.
-        case: image [C, X, Y, Z] float16 and label [X, Y, Z] uint8 or None, on the CPU.
-        key: a JSON object of all that decided the voxels; `read_entry` wants the same.
+    """Write a prepared case atomically, with a key: a JSON object of all that decided the voxels.
 
     Raises:
         OSError: the folder cannot be written or the disk is full; an older entry is then as it was.
@@ -116,12 +105,7 @@ def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedC
     """Map a prepared case into memory and check it against its checksum.
 
     Nothing is copied: the tensors are pages of the file, read when touched; writing to them never reaches the file.
-
-    Args:
-        path: the entry.
-        name: of the case.
-        key: what `write_entry` was given.
-        check: read every byte; False for an entry that this process has just written.
+    Without `check`, for an entry that this process has just written, not every byte is read.
 
     Raises:
         FileNotFoundError: there is no such entry.
@@ -152,10 +136,6 @@ def file_state(file: Path) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _path(folder: Path, case: Case) -> Path:
-    return folder / f"{case.name}.safetensors"
-
-
 def _prepared_case(case: Case, preparation: Preparation, allowed: Collection[int], folder: Path) -> PreparedCase:
     """Return the entry if it is sound; else prepare the case, unless another process does so at the same time."""
     decisive = {
@@ -165,7 +145,7 @@ def _prepared_case(case: Case, preparation: Preparation, allowed: Collection[int
         "version": PREPARATION_VERSION,
         **asdict(preparation),
     }
-    path, key = _path(folder, case), json.dumps(decisive, sort_keys=True)  # JSON, so that it can say what has changed
+    path, key = folder / f"{case.name}.safetensors", json.dumps(decisive, sort_keys=True)
     with suppress(FileNotFoundError, UnusableEntryError):
         return read_entry(path, case.name, key)
     with locked(folder / "locks" / f"{case.name}.lock"):
@@ -183,20 +163,6 @@ def _prepared_case(case: Case, preparation: Preparation, allowed: Collection[int
             raise OSError(error.errno, said) from error
         # Read back, not passed on: mapped pages are the disk's, so that a set larger than memory can be prepared.
         return read_entry(path, case.name, key, check=False)
-
-
-def _check_space(folder: Path, missing: Sequence[Case], preparation: Preparation) -> None:
-    """Refuse to begin what the disk cannot hold; an upper bound, since the foreground crop is not known yet."""
-    if not missing:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    needed, free = sum(prepared_bytes(case, preparation) for case in missing), shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"{folder}: {len(missing)} prepared cases need up to {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB "
-            "are free; make room or choose another folder",
-        )
 
 
 def _checksum(key: str, grid: str, tensors: dict[str, torch.Tensor]) -> str:

@@ -26,12 +26,8 @@ def map_in_threads(
 
     The first error, or Ctrl-C, cancels what has not begun, waits for what has, and is raised.
 
-    Args:
-        function: called in a thread; torch runs single-threaded there, since the cases keep the cores busy.
-        items: one argument each.
-        title: what the progress bar calls it.
-        workers: threads; by default one per core that this process may use, the cores divided among the ranks.
-        progress: show the bar.
+    torch runs single-threaded there, since the items keep the cores busy: by default, one worker for each core that
+    this process may use, the cores divided among the ranks.
     """
     if not items:
         return []
@@ -55,11 +51,8 @@ def prefetch(items: Generator[Item, None, None], device: torch.device) -> Iterat
 
     What goes wrong in the thread is raised here, with the traceback that it had there. However the iterator ends, the
     item in work is waited for, `items` is closed and the thread has ended. On a GPU the thread uses the default stream,
-    as the reader must: what it has launched is then done before what is launched on its item.
-
-    Args:
-        items: made one after the other.
-        device: of the items, with its index where there are several: a thread does not inherit the current device.
+    as the reader must: what it has launched is then done before what is launched on its item. The device has its index
+    where there are several: a thread does not inherit the current one.
     """
     known = device.type == "cuda" and device.index is not None
     pool = ThreadPoolExecutor(1, "prefetch", *((torch.cuda.set_device, (device,)) if known else ()))

@@ -91,12 +91,9 @@ def read_header(path: Path) -> tuple[tuple[int, ...], np.ndarray]:
 
 
 def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
-    """Write a label map as .nii.gz (or .nii), atomically.
+    """Write a label map [X, Y, Z] uint8 as .nii.gz (or .nii), atomically; Fortran order is written fastest.
 
-    Args:
-        path: The file to write.
-        labels: [X, Y, Z] uint8, in the axes that `affine` speaks of; Fortran order is written fastest.
-        affine: [4, 4] voxel index to RAS mm, stored as sform, and as qform where a qform can hold it (no shear).
+    The affine [4, 4], voxel index to RAS mm, is stored as sform, and as qform where a qform can hold it (no shear).
     """
     assert labels.dtype == np.uint8, labels.dtype
     header = nibabel.Nifti1Image(labels, affine).header
@@ -229,8 +226,7 @@ def _read_voxels(
         raise ValueError(f"{path}: voxels are said to begin at byte {offset}, expected 352 or a little more")
     _read_exactly(stream, np.empty(offset - HEADER_BYTES, np.uint8))
     if first_only:
-        shape = (*shape[:3], 1)
-        needed = int(np.prod(shape)) * dtype.itemsize
+        shape, needed = (*shape[:3], 1), needed // shape[3]
     content = np.empty(needed, np.uint8)
     found = _read_exactly(stream, content)
     if found < needed:

@@ -171,7 +171,7 @@ def test_the_guides_cache_stays_as_it_was(heads):
     batches = monai_crops(
         cases, chain, "cached", crops_per_case=1, batch_size=2, workers=1, seed=0, device=torch.device("cpu")
     )
-    cached = [torch.as_tensor(item["image"]) for item in batches.dataset._cache]
+    cached = [torch.as_tensor(item["image"]) for item in batches.loader.dataset._cache]
     before = [image.clone() for image in cached]
     for epoch in range(4):
         assert [batch.image.shape for batch in batches.epoch(epoch)] == [(2, 4, 8, 8, 8)]

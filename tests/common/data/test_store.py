@@ -262,17 +262,6 @@ def test_two_processes_on_one_folder(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_a_disk_without_room_is_seen_before_it_is_filled(cases, folder, made, monkeypatch):
-    get(cases[:1], folder)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 5000, 5000))
-    made.clear()
-    with pytest.raises(OSError, match=rf"{folder}: 2 prepared cases need up to .* GiB .* are free; make room") as error:
-        get(cases, folder)
-    assert error.value.errno == 28
-    assert made == []
-    assert [entry.name for entry in get(cases[:1], folder)] == ["c"]  # what is there needs no room
-
-
 def test_the_room_needed_is_an_upper_bound(cases, folder):
     get(cases, folder)
     for case in cases:

@@ -65,7 +65,7 @@ def read(scans, tmp_path, run, known=None, **fields):
 def test_labels_may_have_gaps_and_a_name_alone_is_no_reason_to_skip_the_fingerprint(scans, tmp_path, run):
     _, data = read(scans, tmp_path, run)
     assert data.dataset.labels == ("background", "spleen", "", "cyst")
-    assert data.figures.intensity is not None
+    assert data.figures.foreground is not None
     assert data.known is None
     assert len(data.split.training) == 2
 
@@ -73,7 +73,7 @@ def test_labels_may_have_gaps_and_a_name_alone_is_no_reason_to_skip_the_fingerpr
 def test_what_the_app_knows_spares_reading_the_voxels(scans, tmp_path, run):
     known = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
     config, data = read(scans, tmp_path, run, {"Spleen": known})
-    assert data.figures.intensity is None
+    assert data.figures.foreground is None
     assert choose_volumes(config, data, USUAL, run).spacing == (1.5, 1.5, 2.0)
 
 
