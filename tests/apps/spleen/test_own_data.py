@@ -100,7 +100,7 @@ def test_what_is_asked_for_wins_over_the_fingerprint(tmp_path, capsys):
     ("spoil", "words"),
     [
         (lambda image, label: (image, label[:-1]), ["labelsTr", "(39, 40, 24)", "(40, 40, 24)"]),
-        (lambda image, label: (image, label * 3), ["labelsTr", "[3]", "0 background, 1 lung"]),
+        (lambda image, label: (image, label * 3), ["labelsTr", "expected label values 0, 1, found 0, 3"]),
         (
             lambda image, label: (np.where(label > 0, np.nan, image).astype(np.float32), label),
             ["imagesTr", "of 38400 voxels are not a number"],
