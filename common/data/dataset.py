@@ -16,7 +16,7 @@ _MOST_NAMED = 5
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Case:
     """One patient's scan: its name (the file name without suffix), image file and, where there is one, label file."""
 
@@ -168,7 +168,7 @@ def split_cases(dataset: Dataset, split: str) -> Split:
     # Ordered by a digest of seed and name: the same on every platform and version, whatever random generators do.
     shuffled = sorted(dataset.cases, key=lambda case: hashlib.sha256(f"{seed}:{case.name}".encode()).digest())
     description = f"{count} of {total} cases held out for validation: fraction {fraction:g}, seed {seed}"
-    return Split(_by_name(shuffled[count:]), _by_name(shuffled[:count]), True, description)
+    return Split(tuple(sorted(shuffled[count:])), tuple(sorted(shuffled[:count])), True, description)
 
 
 def read_split(dataset: Dataset, path: Path) -> Split:
@@ -197,7 +197,7 @@ def read_split(dataset: Dataset, path: Path) -> Split:
             f"{path}: {_listed(both)} train and validate; to measure quality on training cases, say "
             "\"held_out\": false in the file or use the split 'all'"
         )
-    training, validation = (_by_name(by_name[name] for name in names) for names in sides)
+    training, validation = (tuple(by_name[name] for name in sorted(names)) for names in sides)
     unused = len(by_name) - len(training) - len(validation) + len(both)
     description = f"{len(training)} training and {len(validation)} validation cases ({unused} unused) named in {path}"
     return Split(training, validation, not both, description)
@@ -230,7 +230,7 @@ def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case,
     twice = [name for name, count in Counter(case.name for case in cases).items() if count > 1]
     if twice:
         raise ValueError(f"{path}: {_listed(sorted(twice))}: listed more than once; expected one image per case name")
-    return _by_name(cases)
+    return tuple(sorted(cases))
 
 
 def _by_number(names: dict[str, str], key: str, path: Path) -> tuple[str, ...]:
@@ -238,10 +238,6 @@ def _by_number(names: dict[str, str], key: str, path: Path) -> tuple[str, ...]:
     if "0" not in names or not all(number.isdecimal() and int(number) < 256 for number in names):  # maps are uint8
         raise ValueError(f'{path}: {key}: expected {{"0": name, "1": name, ...}} from 0, found {names}')
     return tuple(names.get(str(number), "") for number in range(max(map(int, names)) + 1))
-
-
-def _by_name(cases: Iterable[Case]) -> tuple[Case, ...]:
-    return tuple(sorted(cases, key=lambda case: case.name))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from common.data.dataset import Case
-from common.data.geometry import Box, Spacing, WorkingGrid, box_above, working_grid
-from common.data.resample import SLAB_VOXELS, to_working
+from common.data.geometry import SLAB_VOXELS, Box, Spacing, WorkingGrid, box_above, to_working, working_grid
 from common.data.volumes import Volume, check_same_grid, read_volume
 
 CPU = torch.device("cpu")
@@ -103,13 +102,9 @@ def prepare_volume(
     if native_box is None:
         bound = f"at or below {preparation.window[0]:g}, the lower bound of the window" if preparation.window else "0"
         raise ValueError(f"{volume.path}: every voxel is {bound}: no foreground; check the intensities and the window")
-    whole = working_grid(volume.voxels.shape[:3], volume.affine, preparation.spacing)
-    grid = _reachable(whole, native_box)
+    grid = _reachable(working_grid(volume.voxels.shape[:3], volume.affine, preparation.spacing), native_box)
     resampled = to_working(voxels, grid, nearest=False)
-    inside = voxels[(slice(None), *(slice(first, stop) for first, stop in native_box))]
-    inside = inside.permute(0, *(3 - axis for axis in grid.file_axes))
-    found = resampled.data_ptr() == inside.data_ptr() and resampled.shape == inside.shape
-    box = tuple((0, size) for size in inside.shape[1:]) if found else _foreground_box(resampled, preparation)
+    box = _foreground_box(resampled, preparation)
     if box is None:
         raise ValueError(
             f"{volume.path}: its foreground is lost at spacing {preparation.spacing} mm: choose a finer one"

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.data.dataset import Case
-from common.data.geometry import Box, WorkingGrid, box_above
+from common.data.geometry import Box, WorkingGrid, box_above, resample, resample_sheared
 from common.data.preparation import PreparedCase
-from common.data.resample import resample, resample_sheared
 from common.data.volumes import read_volume
 from common.inference.labels import Region, dice_counts, painted
 from common.inference.model import VolumeModel

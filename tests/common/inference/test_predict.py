@@ -7,8 +7,7 @@ import torch
 from monai.data import MetaTensor
 from monai.transforms import Compose, CropForegroundd, Invertd, Orientationd, Spacingd
 
-from common.data.geometry import Shape, WorkingGrid, working_grid
-from common.data.resample import to_working
+from common.data.geometry import Shape, WorkingGrid, to_working, working_grid
 from common.data.volumes import read_volume
 from common.inference.predict import restore_labels
 
