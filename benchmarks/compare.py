@@ -53,7 +53,7 @@ def quality(options: Options) -> list[Row]:
         for name, config in {"guide": guide, "fast": fast}.items():
             if name == "fast" or options.both:
                 summary = train(replace(config, seed=seed, run=options.folder / f"{name}-{seed}"))
-                scores[name].append(summary.quality.value)
+                scores[name].append(summary["quality"]["value"])
     return [row(f"{own.JUDGED}, {options.rounds} seeds, equal epochs", "", scores["guide"], scores["fast"])]
 
 

@@ -30,7 +30,7 @@ def main(config: BratsConfig) -> RunSummary | None:
         if not run.leader:
             return None
         exported = export_best(model, fitted, data, config, run)  # ONNX, the gate, TensorRT
-        return finish(config, data, fitted, quality, exported, run)  # summary.json, the report
+        return finish(config, data.about(), fitted, quality, exported, run)  # summary.json, the report
 
 
 def read_data(config: BratsConfig, run: Run) -> Data:

@@ -16,7 +16,7 @@ from apps.pathology.patches.tables import Tables, find_tables, keep_digests
 from apps.pathology.quality import evaluate, export_patches, judge_on, validation_auc
 from common.inference.model import write_model
 from common.run import Run, one_line_errors
-from common.training.evaluate import RunSummary, best_network, write_summary
+from common.training.evaluate import RunSummary, best_network, finish
 from common.training.fit import Setup, fit
 from common.training.losses import binary_cross_entropy
 from common.training.optimizers import build_optimizer
@@ -37,7 +37,7 @@ def main(config: PathologyConfig) -> RunSummary | None:
             return None
         judge = judge_on(validation, model, run, data.name)
         exported = export_patches(best, model, judge, config.engine, run)  # ONNX, the gate, TensorRT
-        return write_summary(config, *data.about(), True, fitted, quality, exported, run)
+        return finish(config, data.about(), fitted, quality, exported, run)
 
 
 def read_data(config: PathologyConfig, run: Run) -> Tables:

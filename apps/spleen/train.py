@@ -42,7 +42,7 @@ def main(config: SpleenConfig) -> RunSummary | None:
         if not run.leader:
             return None
         exported = export_best(model, fitted, data, config, run)  # ONNX, the gate, TensorRT
-        return finish(config, data, fitted, quality, exported, run)  # summary.json, the report
+        return finish(config, data.about(), fitted, quality, exported, run)  # summary.json, the report
 
 
 def read_data(config: SpleenConfig, run: Run) -> Data:

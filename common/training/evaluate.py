@@ -1,7 +1,7 @@
 """The end of a training run: the figure it is judged by, its exports, and its summary."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from common.data.dataset import Case
-from common.data.preparation import PreparedCase
 from common.data.volumes import read_volume
 from common.export.export import GATE_CASES, ExportRecord, by_precision, export_volumes, judge_training
 from common.files import write_json
 from common.inference.labels import case_dice, dice_counts, dice_of_counts
 from common.inference.model import Trained, VolumeModel
 from common.inference.predict import predict_labels, read_truth
-from common.inference.predictors import Predictor, torch_predictor
+from common.inference.predictors import torch_predictor
 from common.observe.overlays import draw_overlay
 from common.observe.report import write_report, write_report_case
 from common.run import Run
@@ -48,49 +47,7 @@ class Quality:
     per_region: dict[str, float | None]
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """The content of `summary.json`.
-
-    Args:
-        app: name of the app.
-        recipe: recipe of the run.
-        data: folder of the dataset, and whether it is synthetic.
-        held_out: whether no validation case was trained on.
-        device: what computed.
-        ranks: processes that trained together.
-        precision: of the training steps.
-        seed: of the run.
-        cases: number of training and validation cases.
-        steps: training steps done.
-        target: what `until` asked for, whether it held, on the working grid and in `quality`, and the seconds until the
-            training ended; None where nothing was asked for.
-        limit: how far a training step is from what the device can do; None where none was done.
-        quality: the figure, on the native grid, by the best weights.
-        working_grid: Dice on the working grid of the best and of the last validation.
-        seconds: per stage, and in all since the process started.
-        onnx: the fp32 model (path, sha256, max_abs_diff, quality_delta) and, under "fp16", the same of the other.
-        engine: the fp32 engine (flavour, version, precision, path, sha256, ran, reason) and, under "fp16", the other;
-            where there is none, `reason` says why.
-    """
-
-    app: str
-    recipe: str
-    data: dict[str, Any]
-    held_out: bool
-    device: str
-    ranks: int
-    precision: str
-    seed: int
-    cases: dict[str, int]
-    steps: int
-    target: dict[str, Any] | None
-    limit: dict[str, Any] | None
-    quality: Quality
-    working_grid: dict[str, float]
-    seconds: dict[str, float]
-    onnx: dict[str, Any]
-    engine: dict[str, Any]
+RunSummary = dict[str, Any]  # the content of summary.json
 
 
 def best_network(model: Trained, fitted: Fitted, run: Run) -> nn.Module:
@@ -117,10 +74,17 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     with run.clock.stage("prepare"):  # already there, unless MONAI prepared for the training
         prepared = stored_cases(cases, model, config, run)
     with run.clock.stage("validate"):
+        predictor, counts = torch_predictor(best_network(model, fitted, run)), []
+        hardest: tuple[float, Case, np.ndarray, np.ndarray] | None = None
         draws = run.directory.is_dir()  # another host's ranks draw nothing
-        predictor = torch_predictor(best_network(model, fitted, run))
-        own, hardest = _judged(predictor, cases, prepared, model, run, draws)
-        counts = ranks.gather(own)
+        for case, voxels in zip(cases, prepared, strict=True):
+            labels, truth = predict_labels(voxels, predictor, model, run.device), read_truth(case)
+            counts.append(dice_counts(torch.from_numpy(labels), truth, model.labelling.regions))
+            judged = case_dice(counts[-1]), case, labels, truth.numpy()
+            hardest = judged if hardest is None or judged[0] < hardest[0] else hardest
+            if draws:
+                _draw(*judged, model, run)
+        counts = ranks.gather(counts)
     dice = {case.name: case_dice(each) for case, each in zip(split.validation, counts, strict=True)}
     mean = sum(dice.values()) / len(dice)
     means = dice_of_counts(torch.stack(counts)).nanmean(dim=0).tolist()
@@ -131,9 +95,10 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     shown = ", ".join(f"{name} {value:.4f}" for name, value in by_region.items() if value is not None)
     worst = min(dice, key=dice.__getitem__)
     run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({worst})")
-    if draws and hardest is not None and hardest.case.name == worst:  # of the ranks the one that has it
+    if draws and hardest is not None and hardest[1].name == worst:  # of the ranks the one that has it
         with run.clock.stage("validate"), _said(run, "the report goes without its viewer"):
-            hardest.keep(run, model)
+            image, affine = _image(hardest[1], model)
+            write_report_case(run.directory, worst, image, *hardest[2:], affine, **_shown(model))
     if not split.held_out:
         run.say(
             "NOT HELD OUT: these cases were trained on; the Dice says that the run works, not how good the model is"
@@ -142,54 +107,21 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     return Quality("foreground Dice, native grid, best weights", mean, dice, selected_on=selected, per_region=by_region)
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """A case, its Dice, and its label maps found and true, [X, Y, Z] uint8 on the grid of its file."""
-
-    case: Case
-    dice: float
-    labels: np.ndarray
-    truth: np.ndarray
-
-    def draw(self, run: Run, model: VolumeModel) -> None:
-        """Draw its overlay; of several channels the first."""
-        path, title = run.directory / "overlays" / f"{self.case.name}.png", f"{self.case.name}: Dice {self.dice:.3f}"
-        (image, affine), names, window = self._image(model), model.labelling.labels, model.preparation.window
-        draw_overlay(path, image, self.labels, affine, truth=self.truth, names=names, window=window, title=title)
-
-    def keep(self, run: Run, model: VolumeModel) -> None:
-        """Write it, small, for the run's report to look through."""
-        (image, affine), names, window = self._image(model), model.labelling.labels, model.preparation.window
-        write_report_case(
-            run.directory, self.case.name, image, self.labels, self.truth, affine, names=names, window=window
-        )
-
-    def _image(self, model: VolumeModel) -> tuple[np.ndarray, np.ndarray]:
-        channels = model.preparation.channels
-        volume = read_volume(self.case.image, channels, first_only=channels > 1)
-        return volume.voxels.reshape(volume.voxels.shape[:3], order="F"), volume.affine
+def _draw(dice: float, case: Case, labels: np.ndarray, truth: np.ndarray, model: VolumeModel, run: Run) -> None:
+    """Draw what was found in a case, [X, Y, Z] uint8 on the grid of its file, over its image."""
+    (image, affine), path = _image(case, model), run.directory / "overlays" / f"{case.name}.png"
+    draw_overlay(path, image, labels, affine, truth=truth, title=f"{case.name}: Dice {dice:.3f}", **_shown(model))
 
 
-def _judged(
-    predictor: Predictor,
-    cases: Sequence[Case],
-    prepared: Sequence[PreparedCase],
-    model: VolumeModel,
-    run: Run,
-    draws: bool,
-) -> tuple[list[torch.Tensor], _Judged | None]:
-    """Return the counts of Dice [R, 2] of each case on its own grid, and the case of the lowest; draw each."""
-    counts: list[torch.Tensor] = []
-    hardest: _Judged | None = None
-    for case, voxels in zip(cases, prepared, strict=True):
-        labels, truth = predict_labels(voxels, predictor, model, run.device), read_truth(case)
-        counts.append(dice_counts(torch.from_numpy(labels), truth, model.labelling.regions))
-        found = _Judged(case, case_dice(counts[-1]), labels, truth.numpy())
-        if draws:
-            found.draw(run, model)
-        if hardest is None or found.dice < hardest.dice:
-            hardest = found
-    return counts, hardest
+def _image(case: Case, model: VolumeModel) -> tuple[np.ndarray, np.ndarray]:
+    """Return the image [X, Y, Z], of several channels the first, and its affine."""
+    channels = model.preparation.channels
+    volume = read_volume(case.image, channels, first_only=channels > 1)
+    return volume.voxels.reshape(volume.voxels.shape[:3], order="F"), volume.affine
+
+
+def _shown(model: VolumeModel) -> dict[str, Any]:
+    return {"names": model.labelling.labels, "window": model.preparation.window}
 
 
 def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: SegmentationConfig, run: Run) -> ExportRecord:
@@ -202,58 +134,40 @@ def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: Segmenta
 
 
 def finish(
-    config: SegmentationConfig, data: Data, fitted: Fitted, quality: Quality, exported: ExportRecord, run: Run
-) -> RunSummary:
-    """Write the summary of a run on a dataset's cases; see `write_summary`."""
-    dataset, split = data.dataset, data.split
-    named: dict[str, str | bool] = {"folder": str(dataset.folder), "name": dataset.name, "synthetic": dataset.synthetic}
-    cases = {"training": len(split.training), "validation": len(split.validation)}
-    return write_summary(config, named, cases, split.held_out, fitted, quality, exported, run)
-
-
-def write_summary(
-    config: TrainingConfig,
-    data: dict[str, str | bool],
-    cases: dict[str, int],
-    held_out: bool,
-    fitted: Fitted,
-    quality: Quality,
-    exported: ExportRecord,
-    run: Run,
+    config: TrainingConfig, about: dict[str, Any], fitted: Fitted, quality: Quality, exported: ExportRecord, run: Run
 ) -> RunSummary:
     """Write `summary.json` and the report, and say where everything lies.
 
     Args:
         config: decided.
-        data: folder and name of the data, and whether they are synthetic.
-        cases: number of training and validation cases.
-        held_out: whether no validation case was trained on.
+        about: under "data" folder and name of the data, and whether they are synthetic; under "cases" the number of
+            those that trained and validated.
         fitted: what training left.
         quality: the figure the run is judged by.
         exported: models and engines.
         run: where it is written.
     """
-    summary = RunSummary(
-        app=config.APP,
-        recipe=config.recipe,
-        data=data,
-        held_out=held_out,
-        device=str(run.device),
-        ranks=run.ranks.world,
-        precision=config.precision,
-        seed=config.seed,
-        cases=cases,
-        steps=fitted.steps,
-        target=_target(config, fitted, quality, run),
-        limit=fitted.limit,
-        quality=quality,
-        working_grid={"best": fitted.best, "last": fitted.last, "best_epoch": fitted.best_epoch},
-        seconds=run.clock.seconds(),
-        onnx=by_precision(exported.onnx),
-        engine=by_precision(exported.engines) if exported.engines else {"ran": False, "reason": exported.no_engine},
-    )
-    write_json(run.directory / "summary.json", asdict(summary))
-    seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary.seconds.items())
+    summary: RunSummary = {
+        "app": config.APP,
+        "recipe": config.recipe,
+        "data": about["data"],
+        "held_out": quality.selected_on != "training",
+        "device": str(run.device),
+        "ranks": run.ranks.world,
+        "precision": config.precision,
+        "seed": config.seed,
+        "cases": about["cases"],
+        "steps": fitted.steps,
+        "target": _target(config, fitted, quality, run),
+        "limit": fitted.limit,  # how far a training step is from what the device can do
+        "quality": asdict(quality),
+        "working_grid": {"best": fitted.best, "last": fitted.last, "best_epoch": fitted.best_epoch},
+        "seconds": run.clock.seconds(),
+        "onnx": by_precision(exported.onnx),
+        "engine": by_precision(exported.engines) if exported.engines else {"ran": False, "reason": exported.no_engine},
+    }
+    write_json(run.directory / "summary.json", summary)
+    seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds"].items())
     run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}")
     with _said(run, "no report"):
         run.say(f"report: {write_report(run.directory)}")

@@ -44,6 +44,12 @@ class Data:
     figures: Fingerprint
     known: Preparation | None = None
 
+    def about(self) -> dict[str, Any]:
+        """Return what the summary of a run says of its data, and how many cases trained and validated it."""
+        known, split = self.dataset, self.split
+        data = {"folder": str(known.folder), "name": known.name, "synthetic": known.synthetic}
+        return {"data": data, "cases": {"training": len(split.training), "validation": len(split.validation)}}
+
 
 @dataclass(frozen=True)
 class Defaults:

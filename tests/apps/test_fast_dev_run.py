@@ -57,7 +57,7 @@ def test_two_steps_go_through_everything(app, flags, data, store, tmp_path):
     config = parse_flags(app, [*given, "--engine", "none", "--fast_dev_run", "true", *SMALL[app], *flags])
     summary = MAINS[app](config)
     assert summary is not None
-    assert summary.steps == 2
+    assert summary["steps"] == 2
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [len(record["losses"]) for record in records] == [1, 1]
     assert all(config.METRIC.lower() in record for record in records)

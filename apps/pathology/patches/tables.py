@@ -47,10 +47,10 @@ class Tables:
     testing: PatchTable | None
     per_slide: int | None = None
 
-    def about(self) -> tuple[dict[str, str | bool], dict[str, int]]:
+    def about(self) -> dict[str, Any]:
         """Return what the summary of a run says of its data, and how many patches trained and validated it."""
-        data: dict[str, str | bool] = {"folder": str(self.folder), "name": self.name, "synthetic": self.synthetic}
-        return data, {"training": len(self.training), "validation": len(self.validation)}
+        data = {"folder": str(self.folder), "name": self.name, "synthetic": self.synthetic}
+        return {"data": data, "cases": {"training": len(self.training), "validation": len(self.validation)}}
 
     def parts(self) -> dict[str, PatchTable]:
         """Return the tables that there are, by name."""

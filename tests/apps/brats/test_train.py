@@ -142,7 +142,7 @@ def test_a_case_that_cannot_be_prepared_in_the_background_ends_the_run_by_name(h
         broken.write_bytes(cut)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("apps.brats.train.say_inexact", cut_the_file)  # after all was checked, before the first step
+        patch.setattr("common.training.sources.say_inexact", cut_the_file)  # after all was checked, before the first step
         patch.setattr("common.training.sources.stored_cases", _prepares_again)
         with pytest.raises(ValueError, match=broken.name):
             main(config)
@@ -160,8 +160,8 @@ def test_the_monai_recipes_run(recipe, heads, store, tmp_path):
     }
     summary = main(replace(RECIPES[recipe], data=heads, store=store, run=tmp_path / "run", **tiny))
     assert summary is not None
-    assert summary.recipe == recipe
-    assert summary.steps == 2
+    assert summary["recipe"] == recipe
+    assert summary["steps"] == 2
 
 
 def test_the_guides_cache_stays_as_it_was(heads):
@@ -209,7 +209,7 @@ def test_real_brains_go_from_file_to_file(real_data, tmp_path):
     tiny = {**TINY, "split": "all", "epochs": 1, "engine": "none"}
     summary = main(BratsConfig(data=data, store=tmp_path / "store", run=tmp_path / "run", **tiny))
     assert summary is not None
-    assert summary.held_out is False
+    assert summary["held_out"] is False
     image = sorted((data / "imagesTr").iterdir())[0]
     assert infer.main(InferConfig(tmp_path / "run", image, tmp_path / "out", device="cpu", overlays=False)) == 0
     assert read_volume(tmp_path / "out" / image.name).voxels.shape == nib.load(image).shape[:3]

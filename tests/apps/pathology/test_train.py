@@ -82,7 +82,7 @@ def test_the_guide_runs_and_resumes_at_epoch_boundaries(slides, store, tmp_path,
     config = replace(RECIPES["guide"], data=slides, store=store, **TINY)
     whole = main(replace(config, run=tmp_path / "whole"))
     assert whole is not None
-    assert whole.recipe == "guide"
+    assert whole["recipe"] == "guide"
     assert "patch by patch on the CPU, since the device is cpu" in (tmp_path / "whole" / "run.log").read_text()
     monkeypatch.setattr("common.training.fit.train_step", _fails_after(4))
     with pytest.raises(RuntimeError, match="power cut"):
@@ -109,8 +109,8 @@ def test_a_folder_of_patches_trains_with_the_same_program(store, tmp_path):
     )
     summary = main(config)
     assert summary is not None
-    assert summary.quality.name == "patch AUC, validation patches, best weights"
-    assert summary.quality.value == 1.0
+    assert summary["quality"]["name"] == "patch AUC, validation patches, best weights"
+    assert summary["quality"]["value"] == 1.0
 
 
 def test_the_run_scans_slides(run, slides, tmp_path):

@@ -132,7 +132,7 @@ def test_the_monai_recipes_run_and_resume_at_epoch_boundaries(recipe, phantoms, 
     config = replace(RECIPES[recipe], data=phantoms, store=store, **tiny)
     whole = main(replace(config, run=tmp_path / "whole"))
     assert whole is not None
-    assert whole.recipe == recipe
+    assert whole["recipe"] == recipe
     monkeypatch.setattr("common.training.fit.train_step", _fails_after(3))
     with pytest.raises(RuntimeError, match="power cut"):
         main(replace(config, run=tmp_path / "cut"))
