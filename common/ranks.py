@@ -35,6 +35,7 @@ BEAT_SECONDS = 2.0
 # Without a sign of life. A library may hold Python's lock, and with it the beats, for a while. Not more: torchrun gives
 # the other ranks up to 30 seconds to end, and the whole has to be over in 60.
 SILENT_SECONDS = 16.0
+_GONE = f"no word from the other ranks for {SILENT_SECONDS:.0f} s (the link, or the host of rank 0, is gone)"
 HUNG_SECONDS, HUNG_STEPS = 40.0, 4  # without a move within a step, and so many times the longest step before
 
 
@@ -61,20 +62,16 @@ class Watch:
 
     A collective waits for a silent rank as long as its time limit says, and that limit must allow for honest long work.
     So a thread of each rank tells the others every two seconds that it lives and where it stands, and judges what it
-    hears. It counts by its own beats: a machine that slept has missed none, and clocks need not agree.
-
-    Args:
-        store: a connection of its own, since the main thread may be blocked within another.
-        rank: this process.
-        world: number of ranks.
+    hears. It counts by its own beats: a machine that slept has missed none, and clocks need not agree. Its store is a
+    connection of its own, since the main thread may be blocked within another.
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self.run_directory: Path | None = None
         self._store, self._rank, self._world = store, rank, world
         self._others = {other: _Heard() for other in range(world) if other != rank}
-        self._beats, self._stood, self._place, self._longest = 0, 0, (0, 0), 0.0
-        self._moved = self._replied = time.monotonic()
+        self._beats, self._failed, self._stood, self._place, self._longest = 0, 0, 0, (0, 0), 0.0
+        self._moved = time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, daemon=True)
         self._thread.start()
@@ -110,10 +107,9 @@ class Watch:
             self._store.set(str(self._rank), f"{self._beats} {moves} {step} {socket.gethostname()}")
             told = self._store.multi_get([str(rank) for rank in self._others])
         except RuntimeError:
-            silent = time.monotonic() - self._replied
-            gone = f"no word from the other ranks for {silent:.0f} s (the link, or the host of rank 0, is gone)"
-            return gone if silent >= SILENT_SECONDS else None
-        self._replied = time.monotonic()
+            self._failed += 1
+            return _GONE if self._failed * BEAT_SECONDS >= SILENT_SECONDS else None
+        self._failed = 0
         for heard, text in zip(self._others.values(), told, strict=True):
             heard.hear(text.decode())
         for rank, heard in sorted(self._others.items(), key=lambda item: item[1].place):  # the last one first
@@ -134,10 +130,19 @@ class Watch:
 
     def _beat_on(self) -> None:
         while not self._stopped.is_set():
-            if (reason := self.beat()) and not self._stopped.is_set():
-                os.write(2, f"\nrank {self._rank} of {self._world}: {reason}; {self.hint()}\n".encode())
-                os._exit(1)  # at once: the main thread may be blocked for good
+            late = threading.Timer(SILENT_SECONDS, self._end, [_GONE])  # on a cut link the store blocks for good
+            late.daemon = True
+            late.start()
+            if reason := self.beat():
+                self._end(reason)
+            late.cancel()
             self._stopped.wait(BEAT_SECONDS)
+
+    def _end(self, reason: str) -> None:
+        """End the process, at once: the main thread may be blocked for good."""
+        if not self._stopped.is_set():
+            os.write(2, f"\nrank {self._rank} of {self._world}: {reason}; {self.hint()}\n".encode())
+            os._exit(1)
 
 
 @dataclass(frozen=True)
@@ -264,19 +269,16 @@ SINGLE = Ranks()
 
 
 def torchrun_place() -> tuple[int, int, int | None]:
-    """Return this process's number, how many there are, and its number on its host, as torchrun says; 0, 1, None alone.
-
-    For work that is only shared out; who must talk to the others joins them (`common.run.join_ranks`).
-    """
+    """Return this process's number, how many there are, and its number on its host, as torchrun says; 0, 1, None alone."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return (int(os.environ["RANK"]), world, int(os.environ["LOCAL_RANK"])) if world > 1 else (0, 1, None)
 
 
 def choose_device(name: str, local_rank: int | None = None) -> torch.device:
-    """Return the torch device of a name, where "auto" is the first CUDA device if there is one.
+    """Return the torch device of a name: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
 
     Args:
-        name: "auto", "cpu", "cuda" or "cuda:N".
+        name: the name.
         local_rank: number of this process among several on its host; it gets the CUDA device of that number.
 
     Raises:

@@ -97,7 +97,7 @@ def join_ranks(device: str) -> Iterator[Ranks]:
             int(os.environ["MASTER_PORT"]),
             world,
             is_master=False,
-            timeout=timedelta(seconds=SILENT_SECONDS),
+            timeout=timedelta(seconds=2 * SILENT_SECONDS),
             wait_for_workers=False,
         )
         watch = Watch(PrefixStore("medspeed-watch", store), rank, world)

@@ -142,7 +142,7 @@ def test_a_case_that_cannot_be_prepared_in_the_background_ends_the_run_by_name(h
         broken.write_bytes(cut)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.training.sources.say_inexact", cut_the_file)  # after all was checked, before the first step
+        patch.setattr("common.training.sources.say_inexact", cut_the_file)  # after all checks, before step 1
         patch.setattr("common.training.sources.stored_cases", _prepares_again)
         with pytest.raises(ValueError, match=broken.name):
             main(config)
