@@ -269,7 +269,7 @@ SINGLE = Ranks()
 
 
 def torchrun_place() -> tuple[int, int, int | None]:
-    """Return this process's number, how many there are, and its number on its host, as torchrun says; 0, 1, None alone."""
+    """Return this process's number, how many there are, and its number on its host; 0, 1, None without torchrun."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return (int(os.environ["RANK"]), world, int(os.environ["LOCAL_RANK"])) if world > 1 else (0, 1, None)
 
@@ -277,9 +277,7 @@ def torchrun_place() -> tuple[int, int, int | None]:
 def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     """Return the torch device of a name: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
 
-    Args:
-        name: the name.
-        local_rank: number of this process among several on its host; it gets the CUDA device of that number.
+    Of several processes on a host, each gets the CUDA device of its `local_rank`.
 
     Raises:
         ValueError: the name is no device, or the device is not there.
