@@ -32,25 +32,18 @@ _HOST: dict[HostTime, str] = {"waited": "wait for batch", "saved": "save", "logg
 
 
 class Clock:
-    """Seconds per stage since the process started; no step of the system's clock moves them.
-
-    Source: the rules of the project's README, "What the clock covers".
-    """
+    """Seconds per stage since the process started; no step of the system's clock moves them."""
 
     def __init__(self) -> None:
         """Start counting; what the process did until now is the stage `start`."""
         before = time.time() - psutil.Process().create_time()
         self._began = time.perf_counter() - before
         self._stages: dict[str, float] = {"start": before}
-        self._earlier = 0.0
 
     def carry_on(self, earlier: dict[str, float]) -> None:
         """Add what an earlier process spent on the same run."""
         for name, seconds in earlier.items():
-            if name == "total":
-                self._earlier += seconds
-            else:
-                self.add(name, seconds)
+            self.add(name, seconds)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -68,23 +61,23 @@ class Clock:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage and, under `total`, all since the process started."""
-        total = self._earlier + time.perf_counter() - self._began
-        return {**{name: round(value, 3) for name, value in self._stages.items()}, "total": round(total, 3)}
+        found = dict(self._stages)
+        found["total"] = found.pop("total", 0.0) + time.perf_counter() - self._began
+        return {name: round(value, 3) for name, value in found.items()}
 
 
 class StepTimer:
-    """Where the time of an epoch's steps goes; nothing is waited for to know it.
-
-    Args:
-        device: what computes; on a CUDA device events are left in its stream and read later.
-    """
+    """Where the time of an epoch's steps goes; on CUDA, events in the stream tell it later: nothing waits for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda, self._typical = device.type == "cuda", list[float]()
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._begin()
+
+    def _begin(self) -> None:
         self._host: dict[HostTime, float] = dict.fromkeys(_HOST, 0.0)
         self._computed, self._steps = 0.0, 0
-        self._typical: list[float] = []
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events.clear()
 
     @contextmanager
     def host(self, name: HostTime) -> Iterator[None]:
@@ -124,9 +117,7 @@ class StepTimer:
         read = {str(name): round(value, 4) for name, value in self._host.items()} | {"computed": round(computed, 4)}
         if self._steps:
             self._typical.append(computed / self._steps)
-        self._host = dict.fromkeys(_HOST, 0.0)
-        self._computed, self._steps = 0.0, 0
-        self._events.clear()
+        self._begin()
         return read
 
     def typical(self) -> float | None:

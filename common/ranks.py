@@ -234,13 +234,10 @@ class Ranks:
         device = next(network.parameters()).device
         # The strides of a 1 x 1 x 1 kernel have no meaning where channels come last; a few bytes are copied once more.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
-        with warnings.catch_warnings():
-            # torch 2.13 renames broadcast_buffers; its new name is not known to the versions before.
-            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            devices = [device.index] if device.type == "cuda" else None
-            return DistributedDataParallel(
-                network, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+        # torch 2.13 renames broadcast_buffers; its new name is not known to the versions before.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        devices = [device.index] if device.type == "cuda" else None
+        return DistributedDataParallel(network, devices, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     @torch.no_grad()
     def average_buffers(self, network: nn.Module) -> None:

@@ -73,10 +73,8 @@ class Run:
 def join_ranks(device: str) -> Iterator[Ranks]:
     """Join the processes that torchrun started, for as long as the block runs; without torchrun there is one.
 
-    On CUDA, rank n of a host computes on the device cuda:n and talks over NCCL; on the CPU all is gloo.
-
-    Args:
-        device: "auto", "cpu" or "cuda", as for `open_run`.
+    On CUDA ("cuda", or "auto" where there is a GPU), rank n of a host computes on the device cuda:n and talks over
+    NCCL; on the CPU all is gloo.
 
     Raises:
         ValueError: the device is not there, or a numbered one was asked for.

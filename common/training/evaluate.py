@@ -60,14 +60,8 @@ def best_network(model: Trained, fitted: Fitted, run: Run) -> nn.Module:
 def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: SegmentationConfig, run: Run) -> Quality:
     """Return the Dice of the best weights on the native grid of the validation cases, and draw each case.
 
-    The ranks share the cases. The worst case is kept for the report's viewer.
-
-    Args:
-        model: the network's.
-        fitted: its weights.
-        data: whose validation cases are judged.
-        config: where the prepared cases lie.
-        run: where the pictures go, and what computes.
+    The ranks share the cases, whose prepared forms lie in the store of `config`. The worst case is kept for the
+    report's viewer.
     """
     split, ranks = data.split, run.ranks
     cases = ranks.shard(split.validation)

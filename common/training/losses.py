@@ -50,8 +50,7 @@ def dice_ce(logits: Tensor, label: Tensor, *, ranks: Ranks = SINGLE) -> Tensor:
     classes = logits.shape[1]
     assert classes >= 2, f"{classes} channel: background and foreground need one each"
     assert label.shape == (len(logits), 1, *logits.shape[2:]), f"logits {logits.shape}, label {label.shape}"
-    each = _two_class_sums(logits, label) if classes == 2 else _class_sums(logits, label)
-    sums = _over_batch(each, ranks)
+    sums = _over_batch((_two_class_sums if classes == 2 else _class_sums)(logits, label), ranks)
     return _dice(sums).mean() + sums.penalty.sum() / (label.numel() * ranks.world)
 
 

@@ -235,15 +235,16 @@ class Log:
     """
 
     def __init__(self, run: Run, config: TrainingConfig, total: int, state: TrainingState) -> None:
-        self._run, self._metric, self._path = run, config.METRIC, run.directory / "metrics.jsonl"
+        self._metric, folder = config.METRIC, run.directory
+        self._path, self._picture = folder / "metrics.jsonl", folder / "progress.png"
         if records := read_json_lines(self._path):
             kept = [record for record in records if record["epoch"] <= state.epoch]
             write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=state.steps_done)
         self._bar = tqdm(total=total, initial=state.steps_done, unit="step", desc="train")
         self._shown: dict[str, str] = {}
-        self._left, self._steps, self._samples = total - state.steps_done, 0, 0
-        self._forecast, self._drawn = False, time.monotonic()
+        self._samples = 0
+        self._drawn = time.monotonic()
         self._watching, self._profiler = ExitStack(), None
         if seconds := float(os.environ.get("MEDSPEED_MONITOR_SECONDS", "1")):  # tests and benchmarks do without
             self._watching.enter_context(Monitor(run.directory, run.device, seconds))
@@ -260,20 +261,15 @@ class Log:
     def step(self, samples: int) -> None:
         """Count one step of so many crops."""
         self._samples += samples
-        self._steps += 1
         self._bar.update()
         if self._profiler is not None:
             self._profiler.step()
 
     def epoch(self, record: dict[str, Any], seconds: float) -> None:
         """Write one epoch's record; `losses` of its steps, and the metric where it was validated."""
-        rate, left, losses = self._samples / seconds, self._left - self._steps, record["losses"]
-        if not self._forecast and left > 0 and self._steps:  # a resumed run may do a part of its first epoch, or none
-            each, self._forecast = seconds / self._steps, True
-            self._run.say(f"forecast: {left} more steps of {each:.3g} s: about {left * each / 60:.1f} min")
-        self._samples = 0
-        record |= {"loss": sum(losses) / len(losses), "seconds": round(seconds, 4)}
-        record |= {"samples_per_second": round(rate, 2)}
+        rate, losses, self._samples = self._samples / seconds, record["losses"], 0
+        mean = sum(losses) / len(losses)
+        record |= {"loss": mean, "seconds": round(seconds, 4), "samples_per_second": round(rate, 2)}
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record, allow_nan=False) + "\n")
         shown = [name for name in ("loss", self._metric.lower()) if name in record]
@@ -285,5 +281,5 @@ class Log:
             self._draw()
 
     def _draw(self) -> None:
-        draw_progress(self._run.directory / "progress.png", read_json_lines(self._path), self._metric)
+        draw_progress(self._picture, read_json_lines(self._path), self._metric)
         self._drawn = time.monotonic()

@@ -1,4 +1,4 @@
-"""What several ranks compute, stored for `test_distributed` to compare: `main(FOLDER)`, once per rank."""
+"""What several ranks compute, stored for `test_ranks` to compare: `main(FOLDER)`, once per rank."""
 
 from pathlib import Path
 from typing import Any
