@@ -38,7 +38,7 @@ def sample_patches(
 
     Args:
         entries: the slides; the table lists their patches by name.
-        per_slide: patches of each; where a slide has less room it gives fewer (see `shortages`).
+        per_slide: patches of each; where a slide has less room it gives fewer.
         size: side of a patch in pixels of level 0.
         seed: of the draw.
         pool: reads the slides.
@@ -67,12 +67,6 @@ def sample_patches(
         label=(1 - place % 2).astype(np.uint8),
         size=size,
     )
-
-
-def shortages(table: PatchTable, per_slide: int) -> dict[str, int]:
-    """Return how many patches each slide gave less than `per_slide`, by name; those that gave all are left out."""
-    missing = per_slide - np.bincount(table.file, minlength=len(table.files))
-    return {path.stem: int(count) for path, count in zip(table.files, missing, strict=True) if count > 0}
 
 
 def _draw(entry: SlideEntry, slide: Slide, per_slide: int, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

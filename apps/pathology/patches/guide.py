@@ -104,14 +104,8 @@ def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> 
         load = mt.LoadImaged("image", reader="PILReader", ensure_channel_first=True, reverse_indexing=False)
         return Dataset(items, mt.Compose([load, *transforms]))
     regions = [{"image": str(file), "location": [y, x], "label": float(label)} for file, (x, y), label in rows]
-    return PatchWSIDataset(
-        regions,
-        patch_size=table.size,
-        patch_level=0,
-        center_location=False,
-        reader=reader,
-        transform=_Chain([_named, *transforms]),
-    )
+    chain = _Chain([_named, *transforms])
+    return PatchWSIDataset(regions, table.size, 0, reader=reader, transform=chain, center_location=False)
 
 
 class _Chain(mt.Compose):  # type: ignore[misc]
@@ -144,8 +138,7 @@ def why_not_cucim(device: torch.device) -> str | None:
 def cucim_transform(augmentation: Augmentation) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the script's transforms of a batch on a GPU, drawn from cuCIM's generators, which nobody can seed.
 
-    Returns:
-        From images [B, 3, Y, X] in [0, 255] on a GPU to float32 in [-1, 1].
+    They make images [B, 3, Y, X] in [0, 255] float32 in [-1, 1].
     """
     jitter = dict(zip(("brightness", "contrast", "saturation", "hue"), augmentation.jitter, strict=True))
     on_bytes = (

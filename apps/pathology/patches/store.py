@@ -32,7 +32,7 @@ from common.training.config import decided
 Tier = Literal["gpu", "ram", "disk"]
 
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp"}
-_PLACES: dict[Tier, str] = {"gpu": "GPU memory", "ram": "host memory", "disk": "the store's pages on disk"}
+_PLACES = {"gpu": "GPU memory", "ram": "host memory", "disk": "the store's pages on disk"}
 _VERSION = 1
 _AT_ONCE = 256  # patches in memory while a store is written
 _CHECKED_AT_ONCE = 2**24  # bytes
@@ -82,12 +82,8 @@ def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
 def stored_patches(table: PatchTable, folder: Path, pool: SlidePool, workers: int | None, progress: bool) -> Patches:
     """Return the patches of a table from the folder where they lie there and are sound, else decoded now and kept.
 
-    Args:
-        table: which patches.
-        folder: is made where it is missing; holds NAME.npy and NAME.json for each table.
-        pool: reads the slides.
-        workers: reading threads.
-        progress: show a bar.
+    The folder, made where it is missing, gets NAME.npy and NAME.json for each table. The pool reads the slides, in so
+    many threads.
 
     Raises:
         OSError: the folder cannot be written, or has no room.

@@ -188,13 +188,10 @@ def _region(name: str, x: str | int, y: str | int, flags: np.ndarray, where: str
     try:
         return slide_name(name), int(x), int(y), [_LABELS[str(flag).strip()] for flag in flags.tolist()]
     except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"{where}: expected whole numbers for the centre and flags of 0 or 1, found {error}"
-        ) from error
+        raise ValueError(f"{where}: expected whole numbers and flags of 0 or 1, found {error}") from error
 
 
 def _find(names: list[str], images: Path, path: Path) -> tuple[Path, ...]:
-    """Return the file of each slide, looked for in a folder and below."""
     there: dict[str, Path] = {}
     for file in sorted(images.rglob("*")):
         if is_slide(file) and there.setdefault(file.stem.lower(), file) is not file and file.stem.lower() in names:

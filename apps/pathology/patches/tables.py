@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from apps.pathology.config import DEFAULTS, PathologyConfig
-from apps.pathology.patches.draw import sample_patches, shortages
+from apps.pathology.patches.draw import sample_patches
 from apps.pathology.patches.table import PatchTable, read_coordinates, read_patch_folder
 from apps.pathology.scan.scan import ASSUMED_MPP, MPP_TOLERANCE
 from apps.pathology.slides.camelyon import SlideEntry, read_slide_set
@@ -60,11 +60,7 @@ class Tables:
 
 
 def find_tables(config: PathologyConfig, run: Run) -> Tables:
-    """Return the patches of --data; without it, make synthetic slides once and say loudly that they are.
-
-    Raises:
-        FileNotFoundError, ValueError: as from reading them.
-    """
+    """Return the patches of --data; without it, make synthetic slides once and say loudly that they are."""
     folder = config.data
     if folder is None:
         made = config.store / "phantoms" / _SYNTHETIC
@@ -138,11 +134,7 @@ def _read(config: PathologyConfig, folder: Path, run: Run) -> Tables:
 
 
 def _of_both_kinds(tables: Tables, run: Run) -> Tables:
-    """Refuse to train on, or to validate by, patches of one kind; leave testing by them out, and say so.
-
-    Raises:
-        ValueError: names the set and what it lacks.
-    """
+    """Refuse to train on, or to validate by, patches of one kind; leave testing by them out, and say so."""
     for name, table in tables.parts().items():
         if table.label.min() != table.label.max():
             continue
@@ -188,9 +180,9 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -
 
     def drawn(entries: Sequence[SlideEntry]) -> PatchTable:
         table = sample_patches(entries, per_slide, size, config.seed, pool, config.workers, run.leader)
-        if missing := shortages(table, per_slide):
-            lacking = ", ".join(f"{name} {count}" for name, count in missing.items())
-            run.say(f"room for fewer patches than {per_slide} on some slides; missing: {lacking}")
+        given = zip(table.files, np.bincount(table.file, minlength=len(table.files)), strict=True)
+        if lacking := [f"{path.stem} {per_slide - count}" for path, count in given if count < per_slide]:
+            run.say(f"room for fewer patches than {per_slide} on some slides; missing: {', '.join(lacking)}")
         return table
 
     tables = drawn(training), drawn(validation), drawn(testing) if testing else None
