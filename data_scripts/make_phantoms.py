@@ -16,35 +16,17 @@ from isal import igzip
 from common.data.volumes import read_volume
 from common.files import atomic_path, read_object, sha256_of
 from data_scripts import phantoms_ct, phantoms_mr
-from data_scripts.painting import Scan
-from data_scripts.phantoms_ct import Size
+from data_scripts.painting import Scan, Size, read_anatomy
 from data_scripts.set_folder import Parameters, fill
 
 CT_VERSION = 2  # raised when the same parameters give other scans
 MRI_VERSION = 2  # likewise
 _MOST_AT_ONCE = 16  # a case of MSD's size takes about half a gigabyte while it is made
-_ABOUT_CT = {
-    "name": "SpleenPhantoms",
-    "description": "Synthetic abdominal CT phantoms with a labelled spleen; no patient was scanned",
-    "reference": "medspeed, data_scripts/make_phantoms.py",
-    "licence": "Apache-2.0, as the program that drew them; not for clinical use",
-    "modality": {"0": "CT"},
-    "labels": {"0": "background", "1": "spleen"},
-}
-_ABOUT_MRI = {
-    **_ABOUT_CT,
-    "name": "BrainTumourPhantoms",
-    "description": "Synthetic head MRI phantoms with labelled brain tumours; no patient was scanned",
-    "modality": {str(number): name for number, name in enumerate(phantoms_mr.CHANNELS)},
-    "labels": {str(number): name for number, name in enumerate(phantoms_mr.LABELS)},
-}
-_KINDS = {  # what they are, and their sizes in voxels
-    "ct": ("abdominal CT with a labelled spleen", "96x96x64", "512x512x50..168, as MSD Task09"),
-    "mri": (
-        f"head MRI ({', '.join(phantoms_mr.CHANNELS)}) with labelled brain tumours",
-        "72x88x64",
-        "240x240x155, as MSD Task01",
-    ),
+_REFERENCE = "medspeed, data_scripts/make_phantoms.py"
+_LICENCE = "Apache-2.0, as the program that drew them; not for clinical use"
+_KINDS = {
+    "ct": (read_anatomy("abdomen.yaml"), phantoms_ct.draw_scan, CT_VERSION),
+    "mri": (read_anatomy("head.yaml"), phantoms_mr.draw_scan, MRI_VERSION),
 }
 _EXAMPLES = """examples:
   python data_scripts/make_phantoms.py ct --to data/phantoms --cases 20
@@ -81,81 +63,66 @@ def make_ct_phantoms(
         ValueError: fewer than one case, more cases than labels, a label volume that cannot be used, or `folder` holds
             something else.
     """
-    _check(cases, seed)
     if labels is not None:
         return _around_labels(folder, cases, labels, seed, progress)
     if cases is None:
         raise ValueError("--cases is missing: say how many phantoms to make, such as --cases 20")
-    parameters: Parameters = {"kind": "ct", "version": CT_VERSION, "cases": cases, "size": size, "seed": seed}
-
-    def draw(index: int) -> Scan:
-        return phantoms_ct.draw_scan(size, np.random.default_rng([seed, index]))
-
-    return _write_set(folder, _names(cases), draw, _ABOUT_CT, parameters, progress)
+    return _drawn("ct", folder, cases, size, seed, progress)
 
 
 def make_mri_phantoms(folder: Path, cases: int, size: Size = "small", seed: int = 0, progress: bool = True) -> Path:
-    """Make a set of synthetic head MRI scans with labelled brain tumours, in MSD layout; return its folder.
+    """Make a set of synthetic head MRI scans with labelled brain tumours, as `make_ct_phantoms` does of CT.
 
     Images are [X, Y, Z, 4] int16 (FLAIR, T1w, t1gd, T2w), skull-stripped: 0 outside the brain, above 0 inside. Labels
-    are those of MSD Task01: 1 edema, 2 non-enhancing tumour, 3 enhancing tumour. The same parameters give the same
-    bytes, as with `make_ct_phantoms`.
-
-    Args:
-        folder: where the set goes.
-        cases: how many.
-        size: "small" (about 72 x 88 x 64 voxels of 2.3 mm) or "msd" (240 x 240 x 155 of 1 mm, as in MSD Task01).
-        seed: draws everything.
-        progress: whether to show a progress bar.
-
-    Raises:
-        ValueError: fewer than one case, a negative seed, or `folder` holds something else.
+    are those of MSD Task01: 1 edema, 2 non-enhancing tumour, 3 enhancing tumour. Sizes: "small" (about 72 x 88 x 64
+    voxels of 2.3 mm) or "msd" (240 x 240 x 155 of 1 mm, as in MSD Task01).
     """
-    _check(cases, seed)
-    parameters: Parameters = {"kind": "mri", "version": MRI_VERSION, "cases": cases, "size": size, "seed": seed}
-
-    def draw(index: int) -> Scan:
-        return phantoms_mr.draw_scan(size, np.random.default_rng([seed, index]))
-
-    return _write_set(folder, _names(cases), draw, _ABOUT_MRI, parameters, progress)
+    return _drawn("mri", folder, cases, size, seed, progress)
 
 
-def _check(cases: int | None, seed: int) -> None:
-    if cases is not None and cases < 1:
-        raise ValueError(f"--cases {cases}: at least 1 phantom has to be made")
-    if seed < 0:
-        raise ValueError(f"--seed {seed}: must be 0 or more")
-
-
-def _names(cases: int) -> list[str]:
-    return [f"phantom_{index:03d}" for index in range(cases)]
+def _drawn(kind: str, folder: Path, cases: int, size: Size, seed: int, progress: bool) -> Path:
+    about, draw, version = _KINDS[kind]
+    listing = {
+        "name": about["name"],
+        "description": f"Synthetic phantoms: {about['what']}; no patient was scanned",
+        "reference": _REFERENCE,
+        "licence": _LICENCE,
+        "modality": about["modality"],
+        "labels": about["labels"],
+    }
+    parameters: Parameters = {"kind": kind, "version": version, "cases": cases, "size": size, "seed": seed}
+    names = [f"phantom_{index:03d}" for index in range(cases)]
+    return _write_set(folder, names, lambda rng, _: draw(size, rng), listing, parameters, seed, progress)
 
 
 def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int, progress: bool) -> Path:
     """Make a CT around each of the first label volumes of a folder, under the name and licence of the labels."""
     files = _label_files(labels)
-    if cases is not None and cases > len(files):
+    cases = len(files) if cases is None else cases
+    if cases > len(files):
         raise ValueError(f"--cases {cases}: {labels} holds {len(files)} label volumes; ask for that many at most")
-    files = files[:cases]
+    files = files[: max(cases, 0)]
     digest = hashlib.sha256("".join(f"{path.name} {sha256_of(path)}\n" for path in files).encode()).hexdigest()
-    parameters: Parameters = {"kind": "ct", "version": CT_VERSION, "cases": len(files), "labels_sha256": digest}
     own = labels / "dataset.json"
     given = read_object(own, "mend it or take it out") if own.is_file() else {}
     name = given.get("name", labels.name)
     about = {
         "name": name,
         "description": f"Synthetic CT drawn around real labels; no patient was scanned, results are none of {name}",
-        "reference": f"labels: {given.get('reference', labels.name)}; images: {_ABOUT_CT['reference']}",
+        "reference": f"labels: {given.get('reference', labels.name)}; images: {_REFERENCE}",
         "licence": f"that of the labels ({given.get('licence', 'see their source')}); not for clinical use",
         "modality": {"0": "CT"},
         "labels": given["labels"] if "labels" in given else _numbered(files),
     }
-
-    def draw(index: int) -> Scan:
-        return phantoms_ct.scan_around(*_read_label(files[index]), np.random.default_rng([seed, index]))
-
-    names = [path.name.removesuffix(".nii.gz") for path in files]
-    return _write_set(folder, names, draw, about, {**parameters, "seed": seed}, progress)
+    return _write_set(
+        folder,
+        [path.name.removesuffix(".nii.gz") for path in files],
+        lambda rng, index: phantoms_ct.scan_around(*_read_label(files[index]), rng),
+        about,
+        {"kind": "ct", "version": CT_VERSION, "cases": cases, "labels_sha256": digest, "seed": seed},
+        seed,
+        progress,
+    )
 
 
 def _label_files(labels: Path) -> list[Path]:
@@ -164,7 +131,7 @@ def _label_files(labels: Path) -> list[Path]:
         raise FileNotFoundError(f"--labels {labels}: no such folder; name one that holds labelsTr or .nii.gz labels")
     folder = labels / "labelsTr" if (labels / "labelsTr").is_dir() else labels
     # MSD's archives hold a hidden twin of each file, written by a desktop
-    files = sorted(path for path in folder.glob("*.nii.gz") if not path.name.startswith("."))
+    files = sorted(folder.glob("[!.]*.nii.gz"))
     if not files:
         raise FileNotFoundError(f"--labels {labels}: no .nii.gz files in {folder}; name the folder that has them")
     return files
@@ -172,7 +139,7 @@ def _label_files(labels: Path) -> list[Path]:
 
 def _numbered(files: Sequence[Path]) -> dict[str, str]:
     """Name the label numbers that the volumes hold, for labels that come without a list of names."""
-    highest = max(int(_read_label(path)[0].max()) for path in files)
+    highest = max((int(_read_label(path)[0].max()) for path in files), default=1)
     return {"0": "background", "1": "spleen"} | {str(n): f"label_{n}" for n in range(2, highest + 1)}
 
 
@@ -188,19 +155,24 @@ def _read_label(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float
 def _write_set(
     folder: Path,
     names: Sequence[str],
-    draw: Callable[[int], Scan],
+    draw: Callable[[np.random.Generator, int], Scan],
     about: dict[str, Any],
     parameters: Parameters,
+    seed: int,
     progress: bool,
 ) -> Path:
     """Write the cases that are missing, each as `draw` makes the one of its index, then `dataset.json`."""
+    if not names:
+        raise ValueError(f"--cases {parameters['cases']}: at least 1 phantom has to be made")
+    if seed < 0:
+        raise ValueError(f"--seed {seed}: must be 0 or more")
     pairs = [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in names]
     files = [(folder / pair["image"], folder / pair["label"]) for pair in pairs]
     axes = "4D" if len(about["modality"]) > 1 else "3D"
     lists = {"numTraining": len(pairs), "numTest": 0, "training": pairs, "test": []}
 
     def make(index: int) -> None:
-        scan = draw(index)
+        scan = draw(np.random.default_rng([seed, index]), index)
         for path, voxels in zip(files[index], (scan.image, scan.label), strict=True):
             image = nib.Nifti1Image(voxels, scan.affine)
             image.header.set_xyzt_units("mm")
@@ -209,7 +181,7 @@ def _write_set(
                 part.write_bytes(igzip.compress(image.to_bytes(), 1, mtime=0))
 
     listing = {**about, "tensorImageSize": axes, **lists}
-    return fill(folder, "dataset.json", parameters, files, make, lambda: listing, _MOST_AT_ONCE, progress)
+    return fill(folder / "dataset.json", parameters, files, make, lambda: listing, _MOST_AT_ONCE, progress)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -221,13 +193,16 @@ def make_parser() -> argparse.ArgumentParser:
     }
     parser = argparse.ArgumentParser(description=__doc__, **style)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    for kind, (what, small, msd) in _KINDS.items():
-        add = kinds.add_parser(
-            kind, help=what, description=f"Make {what}. Same seed, same bytes.", **style
-        ).add_argument
+    for kind, (about, *_) in _KINDS.items():
+        text = f"Make {about['what']}. Same seed, same bytes."
+        add = kinds.add_parser(kind, help=about["what"], description=text, **style).add_argument
         add("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the data set")
         add("--cases", type=int, required=kind == "mri", metavar="N", help="how many scans to make")
-        add("--size", choices=get_args(Size), help=f"small: about {small} voxels (default); msd: {msd}")
+        add(
+            "--size",
+            choices=get_args(Size),
+            help=f"small: {about['small']} (default); msd: {about['msd']}",
+        )
         add("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
         if kind == "ct":
             around = (

@@ -5,7 +5,6 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,38 +38,31 @@ what is written (the layout of Camelyon16; tiled TIFF pyramids of 256 px tiles, 
 """
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A slide of a set: its name, its half ("training" or "testing"), its number there, and whether it has tumour."""
+def entries(training: int, testing: int) -> list[tuple[str, int, bool]]:
+    """Return the slides of a set: "normal", "tumor" or "test", the number there, and whether they have tumour.
 
-    stem: str
-    half: str
-    number: int
-    tumour: bool
-
-    def paths(self, folder: Path) -> tuple[Path, ...]:
-        """Return its files: the image and, where it has tumour, its annotation and its mask."""
-        half = folder / self.half
-        image = half / "images" / f"{self.stem}.tif"
-        truth = half / "annotations" / f"{self.stem}.xml", half / "masks" / f"{self.stem}_mask.tif"
-        return (image, *truth) if self.tumour else (image,)
-
-    def write(self, folder: Path, size: int, seed: int) -> None:
-        """Draw and write its files, the same whatever else is drawn; every third image is compressed without loss."""
-        kind = 2 if self.half == "testing" else int(self.tumour)
-        slide = draw_slide(size, self.tumour, np.random.default_rng([seed, kind, self.number]))
-        image, *truth = self.paths(folder)
-        write_pyramid(image, slide.image, "jpeg" if self.number % 3 else "deflate")
-        if truth:
-            write_annotations(truth[0], slide.lesions)
-            write_pyramid(truth[1], slide.mask, "deflate")
+    Half of the training slides (rounded up) and every other test slide have.
+    """
+    normal = [("normal", number, False) for number in range(1, training // 2 + 1)]
+    tumour = [("tumor", number, True) for number in range(1, training - training // 2 + 1)]
+    return [*normal, *tumour, *(("test", number, number % 2 == 1) for number in range(1, testing + 1))]
 
 
-def entries(training: int, testing: int) -> list[Entry]:
-    """Return the slides of a set: half of the training slides (rounded up) and every other test slide have tumour."""
-    normal = [Entry(f"normal_{n:03d}", "training", n, False) for n in range(1, training // 2 + 1)]
-    tumour = [Entry(f"tumor_{n:03d}", "training", n, True) for n in range(1, training - training // 2 + 1)]
-    return [*normal, *tumour, *(Entry(f"test_{n:03d}", "testing", n, n % 2 == 1) for n in range(1, testing + 1))]
+def _files(folder: Path, group: str, number: int, tumour: bool) -> list[Path]:
+    """Return the files of a slide: its image and, where it has tumour, its annotation and its mask."""
+    half, stem = folder / ("testing" if group == "test" else "training"), f"{group}_{number:03d}"
+    truth = [half / "annotations" / f"{stem}.xml", half / "masks" / f"{stem}_mask.tif"]
+    return [half / "images" / f"{stem}.tif", *(truth if tumour else [])]
+
+
+def _write_slide(files: Sequence[Path], group: str, number: int, tumour: bool, size: int, seed: int) -> None:
+    """Draw a slide, the same whatever else is drawn, and write it; every third image is compressed without loss."""
+    kind = ("normal", "tumor", "test").index(group)
+    slide = draw_slide(size, tumour, np.random.default_rng([seed, kind, number]))
+    write_pyramid(files[0], slide.image, "jpeg" if number % 3 else "deflate")
+    if tumour:
+        write_annotations(files[1], slide.lesions)
+        write_pyramid(files[2], slide.mask, "deflate")
 
 
 def make_slides(
@@ -109,40 +101,39 @@ def make_slides(
     if seed < 0:
         raise ValueError(f"--seed {seed}: must be 0 or more")
     slides = entries(training, testing)
-    numbers: Parameters = {"training": training, "testing": testing, "size": size, "seed": seed}
+    files = [_files(folder, *slide) for slide in slides]
+
+    def make(index: int) -> None:
+        _write_slide(files[index], *slides[index], size, seed)
 
     def listing() -> dict[str, Any]:
-        rows = [_reference(folder, entry) for entry in slides if entry.half == "testing"]
+        rows = [_reference(*paths) for (group, *_), paths in zip(slides, files, strict=True) if group == "test"]
         write_text(folder / "testing" / "reference.csv", "".join(rows))
+        stems = [paths[0].stem for paths in files]
         return {
             "name": "LymphNodePhantoms",
             "description": "Synthetic slides of lymph nodes with outlined metastases; no patient was biopsied",
             "reference": "medspeed, data_scripts/make_slides.py",
             "licence": "Apache-2.0, as the program that drew them; synthetic, not for clinical use",
-            **{half: [entry.stem for entry in slides if entry.half == half] for half in ("training", "testing")},
+            "training": stems[:training],
+            "testing": stems[training:],
         }
 
-    return fill(
-        folder,
-        "slides.json",
-        {"kind": "slides", "version": SLIDES_VERSION, **numbers},
-        [entry.paths(folder) for entry in slides],
-        lambda index: slides[index].write(folder, size, seed),
-        listing,
-        max(1, _MOST_BYTES // (BYTES_PER_PIXEL * size**2)),
-        progress,
-    )
+    numbers: Parameters = {"training": training, "testing": testing, "size": size, "seed": seed}
+    parameters: Parameters = {"kind": "slides", "version": SLIDES_VERSION, **numbers}
+    most = max(1, _MOST_BYTES // (BYTES_PER_PIXEL * size**2))
+    return fill(folder / "slides.json", parameters, files, make, listing, most, progress)
 
 
-def _reference(folder: Path, entry: Entry) -> str:
+def _reference(image: Path, annotation: Path | None = None, _: Path | None = None) -> str:
     """Return a slide's line of `reference.csv`: stem, Tumor or Normal, type, and the size of the largest metastasis."""
-    if not entry.tumour:
-        return f"{entry.stem},Normal,None,None\n"
+    if annotation is None:
+        return f"{image.stem},Normal,None,None\n"
     axes = []
-    for annotation in ElementTree.parse(entry.paths(folder)[1]).iter("Annotation"):
-        points = [(float(point.attrib["X"]), float(point.attrib["Y"])) for point in annotation.iter("Coordinate")]
+    for polygon in ElementTree.parse(annotation).iter("Annotation"):
+        points = [(float(point.attrib["X"]), float(point.attrib["Y"])) for point in polygon.iter("Coordinate")]
         axes.append(long_axis(np.array(points)))
-    return f"{entry.stem},Tumor,synthetic,{'macro' if max(axes) > MACRO_UM else 'micro'}\n"
+    return f"{image.stem},Tumor,synthetic,{'macro' if max(axes) > MACRO_UM else 'micro'}\n"
 
 
 def pyramid(base: Bytes) -> Iterator[Bytes]:
@@ -155,10 +146,8 @@ def pyramid(base: Bytes) -> Iterator[Bytes]:
     yield level
     while min(level.shape[:2]) // 2 >= _SMALLEST_LEVEL:
         height, width = (side // 2 * 2 for side in level.shape[:2])
-        total = np.full((height // 2, width // 2, *level.shape[2:]), 2, np.uint16)
-        for row, column in np.ndindex(2, 2):
-            total += level[row:height:2, column:width:2]
-        level = (total >> 2).astype(np.uint8)
+        rows = level[0:height:2].astype(np.uint16) + level[1:height:2]
+        level = ((rows[:, 0:width:2] + rows[:, 1:width:2] + 2) >> 2).astype(np.uint8)
         yield level
 
 
@@ -192,7 +181,6 @@ def write_annotations(path: Path, lesions: Lesions) -> None:
     """Write the outlines of lesions, and of islands of normal tissue in them, as ASAP's XML; level-0 pixels."""
     root = ElementTree.Element("ASAP_Annotations")
     annotations = ElementTree.SubElement(root, "Annotations")
-    colour = {ISLAND: "#64FE2E"}
     for number, (group, outline) in enumerate(lesions):
         about = {"Name": f"Annotation {number}", "Type": "Polygon", "PartOfGroup": group, "Color": "#F4FA58"}
         coordinates = ElementTree.SubElement(ElementTree.SubElement(annotations, "Annotation", about), "Coordinates")
@@ -200,7 +188,7 @@ def write_annotations(path: Path, lesions: Lesions) -> None:
             ElementTree.SubElement(coordinates, "Coordinate", Order=str(order), X=f"{x:.2f}", Y=f"{y:.2f}")
     groups = ElementTree.SubElement(root, "AnnotationGroups")
     for name in sorted({group for group, _ in lesions}):
-        about = {"Name": name, "PartOfGroup": "None", "Color": colour.get(name, "#F4FA58")}
+        about = {"Name": name, "PartOfGroup": "None", "Color": "#64FE2E" if name == ISLAND else "#F4FA58"}
         ElementTree.SubElement(ElementTree.SubElement(groups, "Group", about), "Attributes")
     ElementTree.indent(root, "\t")
     with atomic_path(path) as part:

@@ -1,27 +1,34 @@
-"""Anatomy as tables of organs, and the painter that lays them on a voxel grid: what every phantom scan is made with.
+"""The painter of all phantom scans: it reads an anatomy, varies it into a patient, and lays that on a voxel grid.
 
-An anatomy is a list of organs, painted in turn, in the patient's frame: millimetres along right, anterior and superior.
-Organs are ellipsoids, which vary from patient to patient and are then carried to voxel indices. Their borders are
-anti-aliased (partial volume): how far a voxel lies from a surface says how much of it they cover.
+An anatomy (`abdomen.yaml`, `head.yaml`) is a table of organs, painted in turn, in the patient's frame: millimetres
+along right, anterior and superior. Organs are ellipsoids. Their borders are anti-aliased (partial volume): how far a
+voxel lies from a surface says how much of it they cover.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cache, cached_property, reduce
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
 
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
+import yaml
+from nibabel.affines import from_matvec
+from scipy.linalg import null_space
+from scipy.spatial.transform import Rotation
 
+Size = Literal["small", "msd"]
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.uint8]
 Matrix = npt.NDArray[np.float64]
 Box = tuple[slice, slice, slice]  # voxels, each side with start and stop
-Point = tuple[float, float, float] | Matrix  # mm along right, anterior, superior
+Amount = float | Sequence[float]  # a number, or from and to
 
-LONG = 1e6  # mm: the half axis of a cylinder, far beyond any field of view
-FLAT = 1e3  # mm: the half axis of what has a flat side in the field of view
-_NO_CURVATURE = 1e-9  # 1/voxel^2: below this a surface is flat along that direction, and the axis drops out of the sums
+FLAT = 1e3  # mm: the radius of what has a flat side in the field of view
+_MIRROR = np.diag([-1.0, 1, 1, 1])
 _SLAB_VOXELS = 400_000  # painted at a time: the intermediate arrays then stay in the processor's cache
 
 
@@ -44,83 +51,62 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class Ellipsoid:
-    """The points `centre + axes @ u` with |u| <= 1; `axes` [3, 3] holds the half axes as its columns.
+class Solid:
+    """An ellipsoid: what the affine map `frame` [4, 4] makes of the unit ball.
 
-    `lumps` is how far the surface strays, as a share of the half axes, with the bumps of the case's relief.
+    `lumps`: how far the surface strays, as a share of the half axes, with the bumps of the case's relief.
+    `hollow`: all but the ellipsoid.
     """
 
-    centre: Matrix
-    axes: Matrix
+    frame: Matrix
     lumps: float = 0.0
+    hollow: bool = False
 
-    def moved(self, affine: Matrix) -> "Ellipsoid":
-        """Return the ellipsoid under an affine map [4, 4]."""
-        return replace(self, centre=affine[:3, :3] @ self.centre + affine[:3, 3], axes=affine[:3, :3] @ self.axes)
+    def moved(self, affine: Matrix) -> "Solid":
+        """Return the solid under an affine map [4, 4]."""
+        return replace(self, frame=affine.dot(self.frame))
 
-    def grown(self, length: float) -> "Ellipsoid":
-        """Return the ellipsoid with each half axis longer by so much (shorter where negative)."""
-        half = np.linalg.norm(self.axes, axis=0)
-        return replace(self, axes=self.axes * np.maximum(0.1, (half + length) / half))
+    def grown(self, length: float) -> "Solid":
+        """Return the solid with each half axis longer by so much (shorter where negative)."""
+        half = np.linalg.norm(self.frame[:3, :3], axis=0)
+        return replace(self, frame=self.frame * np.append(np.maximum(0.1, (half + length) / half), 1))
 
-    def bounds(self) -> tuple[Matrix, Matrix]:
-        """Return the lowest and the highest corner [3] that the lumpy solid can reach."""
-        half = np.linalg.norm(self.axes, axis=1) * (1 + 4 * self.lumps)
-        return self.centre - half, self.centre + half
+    def bounds(self) -> Matrix:
+        """Return the lowest and the highest corner [2, 3] that the lumpy ellipsoid can reach."""
+        half = np.linalg.norm(self.frame[:3, :3], axis=1) * (1 + 4 * self.lumps)
+        return np.stack([self.frame[:3, 3] - half, self.frame[:3, 3] + half])
 
     def distance(self, box: Box, bumps: Floats | float = 0.0) -> Floats:
         """Return the signed distance of voxels to the surface along its normal, negative inside, to first order.
 
         float32, in voxels, of a shape that broadcasts to the box's (a cylinder needs no [X, Y, Z] array).
         """
-        bend = np.linalg.inv(self.axes @ self.axes.T)
-        axes = [(line - c).astype(np.float32) for line, c in zip(np.ogrid[box], self.centre, strict=True)]
-        curved = [[j for j in range(3) if abs(bend[i, j]) > _NO_CURVATURE] for i in range(3)]
-        slopes: list[Any] = [sum(float(bend[i, j]) * axes[j] for j in curved[i]) for i in range(3)]
-        square: Any = sum(axes[i] * slopes[i] for i in range(3) if curved[i])
-        steep: Any = sum(slopes[i] ** 2 for i in range(3) if curved[i])
+        bend = np.linalg.inv(self.frame[:3, :3] @ self.frame[:3, :3].T)
+        bend[np.abs(bend) < 1e-9] = 0  # flat along that direction: the axis drops out of the sums
+        lines = [(line - c).astype(np.float32) for line, c in zip(np.ogrid[box], self.frame[:3, 3], strict=True)]
+        slopes: list[Any] = [sum(b * line for b, line in zip(row, lines, strict=True) if b) for row in bend.tolist()]
+        square: Any = sum(line * slope for line, slope in zip(lines, slopes, strict=True) if np.ndim(slope))
+        steep: Any = sum(slope**2 for slope in slopes)
         radius = np.sqrt(np.maximum(square, np.float32(1e-6)))
-        level = radius - np.float32(1.0)
-        if self.lumps:
-            level = level + np.float32(self.lumps) * bumps
-        result: Floats = level * radius / np.sqrt(np.maximum(steep, np.float32(1e-12)))
-        return result
+        level = radius - np.float32(1) + np.float32(self.lumps) * bumps if self.lumps else radius - np.float32(1)
+        gap: Floats = level * radius / np.sqrt(np.maximum(steep, np.float32(1e-12)))
+        return -gap if self.hollow else gap
 
 
-def ball(centre: Point, radii: Point, turn: Matrix | None = None) -> Ellipsoid:
-    """Return an ellipsoid with half axes `radii`, mm, along the patient's axes or, with `turn`, along its columns."""
-    axes = np.diag(np.asarray(radii, dtype=np.float64))
-    return Ellipsoid(np.asarray(centre, dtype=np.float64), axes if turn is None else turn @ axes)
+def rotation(degrees: Sequence[float] | Matrix) -> Matrix:
+    """Return the rotation [3, 3] by three angles about right, anterior and superior, in that order."""
+    return Rotation.from_euler("xyz", np.asarray(degrees, np.float64), degrees=True).as_matrix()
 
 
-def tube(start: Point, stop: Point, radius: float) -> Ellipsoid:
+def ball(centre: npt.ArrayLike, radii: npt.ArrayLike, turn: Sequence[float] = (0, 0, 0)) -> Solid:
+    """Return an ellipsoid with half axes `radii`, mm, along the patient's axes, then turned as by `rotation`."""
+    return Solid(from_matvec(rotation(turn) * np.asarray(radii, np.float64), centre))
+
+
+def tube(start: npt.ArrayLike, stop: npt.ArrayLike, radius: float) -> Solid:
     """Return an ellipsoid of thickness `radius`, mm, stretched from one point to another."""
-    first, last = np.asarray(start, dtype=np.float64), np.asarray(stop, dtype=np.float64)
-    along = (last - first) / 2
-    # any two directions across will do: the tube is round
-    across = np.cross(along, np.eye(3)[np.argmin(np.abs(along))])
-    across *= radius / np.linalg.norm(across)
-    other = np.cross(along, across) / np.linalg.norm(along)
-    return Ellipsoid((first + last) / 2, np.stack([along, across, other], axis=1))
-
-
-def chain(points: Sequence[Point], radius: float) -> tuple[Ellipsoid, ...]:
-    """Return overlapping tubes along a line of points, each from one point to the next but one."""
-    return tuple(tube(start, stop, radius) for start, stop in zip(points[:-2], points[2:], strict=True))
-
-
-def both(*solids: Ellipsoid) -> tuple[Ellipsoid, ...]:
-    """Return solids of one side of the patient, and their mirror images."""
-    return (*solids, *(solid.moved(np.diag([-1.0, 1.0, 1.0, 1.0])) for solid in solids))
-
-
-def rotation(axis: int, degrees: float) -> Matrix:
-    """Return the rotation [3, 3] about a patient axis (0 right, 1 anterior, 2 superior)."""
-    turn = np.eye(3)
-    i, j = [a for a in range(3) if a != axis]
-    c, s = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
-    turn[[i, i, j, j], [i, j, i, j]] = c, -s, s, c
-    return turn
+    middle, along = np.add(start, stop) / 2, np.subtract(stop, start) / 2
+    return Solid(from_matvec(np.column_stack([along, radius * null_space(along[None])]), middle))
 
 
 @dataclass(frozen=True)
@@ -129,35 +115,52 @@ class Organ:
 
     `layers`: tissues painted in turn, each with how far (mm) the solids are grown first; without any, the organ is but
     a shape for others.
-    `solids`: their union is the organ.
+    `balls`, `tubes`: the solids whose union it is, as the arguments of those functions in a row; `turn` is that of the
+    balls, `lumps` as in `Solid`, `mirrored` repeats them on the other side.
+    `repeat`: offsets along each axis, mm; there is an organ for each combination of them.
     `shift`, `sized`, `tilt`: how far each solid may move (mm), its half axes change (a share), and it turn (degrees).
-    `lumps`: as in `Ellipsoid`.
     `inside`, `carved`: former organs of which this one lies in all solids, or leaves all free, grown by so many mm.
     `gas`: chance of a bubble in the innermost layer.
     """
 
     name: str
-    layers: Mapping[str, float]
-    solids: tuple[Ellipsoid, ...]
+    layers: Mapping[str, float] = field(default_factory=dict)
+    balls: Sequence[Sequence[float]] = ()
+    tubes: Sequence[Sequence[float]] = ()
+    turn: Sequence[float] = (0, 0, 0)
+    lumps: float = 0.0
+    mirrored: bool = False
+    repeat: Sequence[Sequence[float]] = ((0,), (0,), (0,))
     shift: float = 0.0
     sized: float = 0.0
-    lumps: float = 0.0
     tilt: float = 0.0
-    inside: Mapping[str, float] = field(default_factory=dict)
-    carved: Mapping[str, float] = field(default_factory=dict)
+    inside: Mapping[str, Amount] = field(default_factory=dict)
+    carved: Mapping[str, Amount] = field(default_factory=dict)
     gas: float = 0.0
 
-    def varied(self, solid: Ellipsoid, rng: np.random.Generator) -> Ellipsoid:
-        """Return one of the solids as a patient has it."""
-        axes = solid.axes * rng.uniform(1 - self.sized, 1 + self.sized, 3)
-        for axis in range(3) if self.tilt else ():
-            axes = rotation(axis, rng.uniform(-self.tilt, self.tilt)) @ axes
-        return Ellipsoid(solid.centre + rng.uniform(-self.shift, self.shift, 3), axes, self.lumps)
+    def solids(self, rng: np.random.Generator, offset: Sequence[float] = (0, 0, 0)) -> list[Solid]:
+        """Return the solids as a patient has them."""
+        solids = [ball(row[:3], row[3:], self.turn) for row in self.balls]
+        solids += [tube(row[:3], row[3:6], row[6]) for row in self.tubes]
+        solids += [solid.moved(_MIRROR) for solid in solids if self.mirrored]
+        return [self._varied(solid.frame, offset, rng) for solid in solids]
+
+    def _varied(self, frame: Matrix, offset: Sequence[float], rng: np.random.Generator) -> Solid:
+        axes = frame[:3, :3] * rng.uniform(1 - self.sized, 1 + self.sized, 3)
+        axes = rotation(rng.uniform(-self.tilt, self.tilt, 3)) @ axes
+        return Solid(from_matvec(axes, frame[:3, 3] + offset + rng.uniform(-self.shift, self.shift, 3)), self.lumps)
+
+
+@cache
+def read_anatomy(name: str) -> dict[str, Any]:
+    """Return the tables of an anatomy file beside this one: "tissues", "organs" as they are painted, and what it is."""
+    tables = yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
+    return {**tables, "organs": [Organ(name, **row) for name, row in tables["organs"].items()]}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A solid of one value among the voxels, cut to all `inside` solids, less the `carved` ones.
+    """What several solids have in common, of one value.
 
     `value`: a number or, for images of several channels, an array [C].
     `label`: that of the voxels that are at least half covered; parts painted later take voxels back.
@@ -165,17 +168,17 @@ class Part:
 
     value: Any
     label: int
-    solid: Ellipsoid
-    inside: tuple[Ellipsoid, ...] = ()
-    carved: tuple[Ellipsoid, ...] = ()
+    solids: Sequence[Solid]
+
+    @cached_property
+    def reach(self) -> npt.NDArray[np.intp]:
+        """The first voxel and the end [2, 3] of what the part can cover, with a voxel to spare."""
+        bounds = np.array([solid.bounds() for solid in self.solids if not solid.hollow])
+        return np.stack([bounds[:, 0].max(axis=0) - 1, bounds[:, 1].min(axis=0) + 2]).astype(np.intp)
 
     def cover(self, box: Box, bumps: Floats) -> Floats:
         """Return the share of each voxel of a box that the part covers, [X, Y, Z] float32 in [0, 1]."""
-        gap = self.solid.distance(box, bumps)
-        for solid in self.inside:
-            gap = np.maximum(gap, solid.distance(box, bumps))
-        for solid in self.carved:
-            gap = np.maximum(gap, -solid.distance(box, bumps))
+        gap: Floats = reduce(np.maximum, (solid.distance(box, bumps) for solid in self.solids))
         return np.broadcast_to(np.clip(np.float32(0.5) - gap, 0, 1), bumps.shape)
 
 
@@ -188,69 +191,53 @@ def draw(
 ) -> list[Part]:
     """Draw one patient's parts from an anatomy, in the order they are painted.
 
-    Args:
-        organs: the anatomy.
-        tissues: lowest and highest value of each tissue, drawn anew for each organ.
-        labels: the labels of tissues that have one.
-        to_voxels: affine map [4, 4] from the reference patient's mm to voxel indices.
-        rng: draws everything.
+    `tissues`: lowest and highest value of each, drawn anew for each organ; `labels`: those of the tissues that have
+    one; `to_voxels`: affine map [4, 4] from the reference patient's mm to voxel indices.
     """
     parts: list[Part] = []
-    drawn: dict[str, list[Ellipsoid]] = {}
+    drawn: dict[str, list[Solid]] = {}
 
-    def grown(others: Mapping[str, float]) -> tuple[Ellipsoid, ...]:
-        return tuple(solid.grown(by).moved(to_voxels) for name, by in others.items() for solid in drawn[name])
+    def grown(others: Mapping[str, Amount]) -> list[Solid]:
+        lengths = {name: rng.uniform(*np.broadcast_to(by, 2)) for name, by in others.items()}
+        return [solid.grown(by).moved(to_voxels) for name, by in lengths.items() for solid in drawn[name]]
 
-    for organ in organs:
-        drawn[organ.name] = [organ.varied(solid, rng) for solid in organ.solids]
-        inside, carved = grown(organ.inside), grown(organ.carved)
-        layers = [(tissue, by, inside) for tissue, by in organ.layers.items()]
+    for organ, offset in ((row, offset) for row in organs for offset in product(*row.repeat)):
+        drawn[organ.name] = organ.solids(rng, offset)
+        cuts = grown(organ.inside) + [replace(solid, hollow=True) for solid in grown(organ.carved)]
+        layers = [(tissue, by, cuts) for tissue, by in organ.layers.items()]
         if rng.random() < organ.gas:
             # over the fluid of a patient on the back: in a solid so large that it is flat there
-            half = drawn[organ.name][0].centre + np.array([0, FLAT + rng.uniform(-12, 18), 0])
-            layers.append(("gas", layers[-1][1], (*inside, ball(half, (FLAT, FLAT, FLAT)).moved(to_voxels))))
+            above = drawn[organ.name][0].frame[:3, 3] + (0, FLAT + rng.uniform(-12, 18), 0)
+            layers.append(("gas", layers[-1][1], [*cuts, ball(above, [FLAT] * 3).moved(to_voxels)]))
         for tissue, by, within in layers:
             value, label = rng.uniform(*tissues[tissue]), labels.get(tissue, 0)
-            parts += [Part(value, label, solid, within, carved) for solid in grown({organ.name: by})]
+            parts += [Part(value, label, [solid, *within]) for solid in grown({organ.name: by})]
     return parts
 
 
-def painted(
-    shape: tuple[int, int, int],
-    parts: Sequence[Part],
-    under: Callable[[Box], Floats],
-    relief: "ValueNoise",
-) -> Iterator[tuple[Box, Floats, Labels]]:
-    """Paint the parts in turn, slab after slab of the voxels.
-
-    Args:
-        shape: voxels along right, anterior and superior.
-        parts: the scene, what is painted last on top.
-        under: returns the values of a slab before anything is painted, [X, Y, Z] or, with channels, [C, X, Y, Z].
-        relief: the bumps of lumpy surfaces.
-
-    Yields:
-        Each slab, its values float32 and its labels [X, Y, Z] uint8.
-    """
-    # what a part can reach: in all its `inside` solids, and a voxel more
-    corners = [[solid.bounds() for solid in (part.solid, *part.inside)] for part in parts]
-    lows = np.array([np.max([low for low, _ in each], axis=0) for each in corners]).reshape(-1, 3) - 1
-    highs = np.array([np.min([high for _, high in each], axis=0) for each in corners]).reshape(-1, 3) + 2
+def slabs(shape: Sequence[int]) -> Iterator[Box]:
+    """Yield the boxes that a volume [X, Y, Z] is painted in, one after another along X."""
     thick = max(1, _SLAB_VOXELS // (shape[1] * shape[2]))
     for start in range(0, shape[0], thick):
-        stop = min(start + thick, shape[0])
-        slab = slice(start, stop), slice(0, shape[1]), slice(0, shape[2])
-        values, labels, bumps = under(slab), np.zeros((stop - start, *shape[1:]), np.uint8), relief.sample(slab)
-        first = np.clip(lows, (start, 0, 0), (stop, *shape[1:])).astype(int)
-        last = np.clip(highs, (start, 0, 0), (stop, *shape[1:])).astype(int)
-        for number in np.flatnonzero((first < last).all(axis=1)).tolist():
-            part, (x, y, z) = parts[number], map(slice, first[number].tolist(), last[number].tolist())
-            local = slice(x.start - start, x.stop - start), y, z
-            cover = part.cover((x, y, z), bumps[local])
-            np.putmask(labels[local], cover >= 0.5, part.label)
-            beneath = values[..., *local]
-            beneath += cover * (np.asarray(part.value, dtype=np.float32)[..., None, None, None] - beneath)
-        yield slab, values, labels
+        yield slice(start, min(start + thick, shape[0])), slice(0, shape[1]), slice(0, shape[2])
+
+
+def paint(values: Floats, slab: Box, parts: Iterable[Part], bumps: Floats) -> Labels:
+    """Paint the parts, the last on top, over a slab's values [X, Y, Z] or [C, X, Y, Z]; return its labels [X, Y, Z].
+
+    `bumps` [X, Y, Z] are those of lumpy surfaces.
+    """
+    labels = np.zeros(bumps.shape, np.uint8)
+    corner, end = np.array([[side.start for side in slab], [side.stop for side in slab]])
+    for part in parts:
+        low, high = np.maximum(part.reach[0], corner), np.minimum(part.reach[1], end)
+        if (low < high).all():
+            (x, y, z), (i, j, k) = map(slice, low, high), map(slice, low - corner, high - corner)
+            cover = part.cover((x, y, z), bumps[i, j, k])
+            np.putmask(labels[i, j, k], cover >= 0.5, part.label)
+            beneath = values[..., i, j, k]
+            beneath += cover * (np.asarray(part.value, np.float32)[..., None, None, None] - beneath)
+    return labels
 
 
 class ValueNoise:

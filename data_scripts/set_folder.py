@@ -20,8 +20,7 @@ MARKER = "unfinished.json"
 
 
 def fill(
-    folder: Path,
-    whole: str,
+    whole: Path,
     parameters: Parameters,
     items: Sequence[Sequence[Path]],
     make: Callable[[int], None],
@@ -29,11 +28,10 @@ def fill(
     most: int,
     progress: bool,
 ) -> Path:
-    """Make the items whose files are missing, then the list; return the folder.
+    """Make the items whose files are missing, on all cores, then the list; return the folder.
 
     Args:
-        folder: new, empty, or holding this very set, whole or unfinished.
-        whole: name of the JSON file that a whole set has.
+        whole: the JSON file that a whole set has, in a folder that is new, empty, or holds this very set.
         parameters: all that decides the set's bytes; kept in the list under "phantom".
         items: the files of each item.
         make: writes the files of the item of an index, the same each time; called from several threads.
@@ -44,45 +42,38 @@ def fill(
     Raises:
         ValueError: the folder is a file, or holds something else.
     """
-    _claim(folder, whole, parameters)
+    _claim(whole, parameters)
     todo = [item for item, files in enumerate(items) if not all(path.exists() for path in files)]
-    if todo:
-        on_all_cores(make, todo, most, f"making phantoms ({parameters['kind']})", "case", progress)
-    if todo or not (folder / whole).exists():
-        write_json(folder / whole, {**listing(), "synthetic": True, "phantom": parameters})
-    (folder / MARKER).unlink(missing_ok=True)
-    return folder
-
-
-def on_all_cores(
-    make: Callable[[int], None], indices: Sequence[int], most: int, description: str, unit: str, progress: bool
-) -> None:
-    """Call `make` for each index on all cores, `most` at a time; the first failure stops the rest and is raised."""
-    with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, len(indices), most))) as pool:
-        jobs = [pool.submit(make, index) for index in indices]
+    with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, len(todo), most))) as pool:
+        jobs = [pool.submit(make, item) for item in todo]
+        title = f"making phantoms ({parameters['kind']})"
         try:
-            for job in tqdm(as_completed(jobs), description, len(jobs), unit=unit, disable=not progress):
+            for job in tqdm(as_completed(jobs), title, len(jobs), unit="case", disable=not (progress and todo)):
                 job.result()
-        finally:
-            for job in jobs:
-                job.cancel()
+        finally:  # the first failure stops the rest
+            pool.shutdown(cancel_futures=True)
+    if todo or not whole.exists():
+        write_json(whole, {**listing(), "synthetic": True, "phantom": parameters})
+    whole.with_name(MARKER).unlink(missing_ok=True)
+    return whole.parent
 
 
-def _claim(folder: Path, whole: str, parameters: Parameters) -> None:
+def _claim(whole: Path, parameters: Parameters) -> None:
     """Mark a folder as the place of the set with these parameters; ValueError where it holds something else."""
+    folder, marker = whole.parent, whole.with_name(MARKER)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: name a folder to write the set to")
-    held = _object(folder / whole).get("phantom") if (folder / whole).exists() else _object(folder / MARKER)
+    held = _object(whole).get("phantom") if whole.exists() else _object(marker)
     if held == parameters:
         return
     if isinstance(held, dict) and held:
         changed = ", ".join(f"{k} {held.get(k)!r} instead of {v!r}" for k, v in parameters.items() if held.get(k) != v)
         raise ValueError(f"{folder} holds another set ({changed}): name another folder, or delete that one")
     # hidden files are no content: a killed run may leave the part it was writing, a desktop its own notes
-    others = sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")) if folder.exists() else []
+    others = sorted(p.name for p in folder.glob("[!.]*"))
     if others:
         raise ValueError(f"{folder} holds other files ({others[0]}): name a new or empty folder")
-    write_json(folder / MARKER, parameters)
+    write_json(marker, parameters)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """One synthetic slide of a lymph node, with or without metastases: its cells, its dyes, and the scanner's eye.
 
-Tumour is told by its cells, not by its colour. Sizes are those of textbooks: a lymphocyte's nucleus 6 to 7.5 um across,
-a germinal centre's 8 to 9.5 um, a carcinoma's 11 to 16 um, vesicular (pale, with a dark rim) and with nucleoli.
+Tumour is told by its cells, not by its colour.
 """
 
 import math
@@ -13,24 +12,23 @@ import numpy.typing as npt
 from scipy import ndimage
 
 from data_scripts.slides_tissue import (
-    ISOLATED_UM,
     MARGIN,
     MPP,
     NODE,
     Bytes,
+    Fields,
     Floats,
     Lesions,
-    Tissue,
+    draw_ink,
     draw_lesions,
-    draw_tissue,
+    draw_node,
     long_axis,
     mask_of,
     ramp,
-    scatter,
     values_at,
-    waves,
 )
 
+ISOLATED_UM = 200.0  # below: isolated tumour cells. Source: AJCC staging manual, as used in Camelyon16
 # Optical density per unit of stain in R, G, B. Source: Ruifrok and Johnston, Quantification of histochemical staining
 # by colour deconvolution, Anal Quant Cytol Histol 2001
 _HAEMATOXYLIN, _EOSIN = (0.65, 0.70, 0.29), (0.07, 0.99, 0.11)
@@ -43,7 +41,11 @@ _TRIES = 40  # tissues drawn until one has room for a lesion
 
 @dataclass(frozen=True)
 class Look:
-    """How the cells of a kind look and lie; lengths in um, dyes in units of the stain."""
+    """How the cells of a kind look and lie; lengths in um, dyes in units of the stain.
+
+    Sizes are those of textbooks: a lymphocyte's nucleus 6 to 7.5 um across, a germinal centre's 8 to 9.5 um, a
+    carcinoma's 11 to 16 um, vesicular (pale, with a dark rim) and with nucleoli.
+    """
 
     spacing: float  # between cells where their share is 1
     diameter: tuple[float, float]  # of a disc as large as the nucleus, from and to
@@ -85,60 +87,43 @@ def draw_stamps(look: Look, rng: np.random.Generator) -> tuple[Floats, Floats]:
     """Draw the pictures of a kind of cell, haematoxylin and eosin [VARIANTS, S, S], turned evenly; no two alike."""
     longest = math.sqrt(look.elongation[1]) * (1 + 3 * look.lumps) * look.reach
     half = math.ceil(look.diameter[1] / MPP / 2 * longest) + 2
-    radii = rng.uniform(*look.diameter, VARIANTS) / MPP / 2
-    angles = np.arange(VARIANTS) * math.pi / VARIANTS
-    pictures = [_picture(look, half, radius, angle, rng) for radius, angle in zip(radii, angles, strict=True)]
-    haematoxylin, eosin = (np.stack(dye) for dye in zip(*pictures, strict=True))
-    return haematoxylin, eosin
-
-
-def _picture(look: Look, half: int, radius: float, angle: float, rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """Draw one cell of `radius` px: its dyes [2 half + 1, 2 half + 1]."""
     y, x = np.mgrid[-half : half + 1, -half : half + 1].astype(np.float32)
-    stretch = math.sqrt(rng.uniform(*look.elongation))
-    along = (x * math.cos(angle) + y * math.sin(angle)) / stretch
-    across = (y * math.cos(angle) - x * math.sin(angle)) * stretch
+
+    def each(low: float, high: float, shape: tuple[int, ...] = ()) -> Floats:
+        return rng.uniform(low, high, (*shape, VARIANTS, 1, 1)).astype(np.float32)
+
+    angle = (np.arange(VARIANTS, dtype=np.float32) * np.float32(math.pi / VARIANTS))[:, None, None]
+    radius, stretch = each(*look.diameter) / np.float32(2 * MPP), np.sqrt(each(*look.elongation))
+    along, across = (x * np.cos(angle) + y * np.sin(angle)) / stretch, (y * np.cos(angle) - x * np.sin(angle)) * stretch
     theta, off_centre = np.arctan2(across, along), np.hypot(along, across)
-    outline = np.full_like(x, radius)
+    outline = np.broadcast_to(radius, theta.shape).copy()
     for order in (2, 3, 4, 5, 6):
-        outline += radius * look.lumps * rng.normal() / order * 1.6 * np.cos(order * theta + rng.uniform(0, 6.3))
+        lump = rng.standard_normal((VARIANTS, 1, 1), np.float32) * np.float32(1.6 * look.lumps / order)
+        outline += radius * lump * np.cos(order * theta + each(0, 6.3))
     depth = outline - off_centre  # px below the membrane, about
-    grain = ndimage.gaussian_filter(rng.standard_normal(x.shape), 0.6 / MPP)
+    grain = ndimage.gaussian_filter(rng.standard_normal(theta.shape, np.float32), 0.6 / MPP, axes=(1, 2))
     dye = look.chromatin * (1 + look.clumps * grain / grain.std()) + look.rim * np.exp(-((depth / 1.6) ** 2))
-    for _ in range(rng.integers(1, look.nucleoli + 1) if look.nucleoli else 0):
-        at, turn = rng.uniform(0, 0.5) * radius, rng.uniform(0, 2 * np.pi)
-        distance = np.hypot(along - at * math.cos(turn), across - at * math.sin(turn))
-        dye += rng.uniform(0.5, 0.9) * np.exp(-((distance * MPP / rng.uniform(0.8, 1.3)) ** 2))
-    cell = np.clip((outline * look.reach - off_centre) / 5 + 0.5, 0, 1)
-    nucleus = np.clip(depth + 0.5, 0, 1) * np.maximum(dye, 0)
-    return nucleus.astype(np.float32), (cell * look.cytoplasm).astype(np.float32)
+    number = rng.integers(1, look.nucleoli + 1, (VARIANTS, 1, 1)) if look.nucleoli else 0
+    for nucleolus in range(look.nucleoli):
+        at, turn, width = each(0, 0.5) * radius, each(0, 2 * math.pi), each(0.8, 1.3) / np.float32(MPP)
+        distance = np.hypot(along - at * np.cos(turn), across - at * np.sin(turn))
+        dye += (nucleolus < number) * each(0.5, 0.9) * np.exp(-((distance / width) ** 2))
+    cell = np.clip((outline * np.float32(look.reach) - off_centre) / 5 + 0.5, 0, 1)
+    return np.clip(depth + 0.5, 0, 1) * np.maximum(dye, 0), cell * np.float32(look.cytoplasm)
 
 
-def sow(
-    kind: str,
-    share: npt.NDArray[np.floating[Any]],
-    extent: float,
-    rng: np.random.Generator,
-    along: Floats | None = None,
-) -> Cells:
-    """Return cells of a kind all over a slide, as many as their share, darker or paler from place to place.
+def sow(kind: str, share: npt.NDArray[np.floating[Any]], fields: Fields, along: Floats | None = None) -> Cells:
+    """Return cells of a kind all over a slide, darker or paler from place to place.
 
-    Args:
-        kind: one of LOOKS.
-        share: a field from 0 to 1: of the places that are taken.
-        extent: side of the slide, um.
-        rng: draws the pictures too.
-        along: a field of radians: where the long axes point; anywhere if not given.
+    Fields: `share` of the places that are taken, 0 to 1; `along`, where the long axes point, radians, else anywhere.
     """
-    places = scatter(extent, LOOKS[kind].spacing, rng)
-    places = places[rng.random(len(places)) < values_at(share, places)]
+    rng, places = fields.rng, fields.scatter(share, LOOKS[kind].spacing)
     variants = rng.integers(0, VARIANTS, len(places))
     if along is not None:
         angles = values_at(along, places) + rng.normal(0, 0.15, len(places))
         variants = np.rint(angles / math.pi * VARIANTS).astype(np.intp) % VARIANTS
-    strength = rng.normal(1, 0.12, len(places)) * values_at(1 + 0.14 * waves(len(share), 300, rng), places)
-    stamps = draw_stamps(LOOKS[kind], rng)
-    return Cells(*stamps, places, variants, np.clip(strength, 0.5, 1.6).astype(np.float32))
+    strength = rng.normal(1, 0.12, len(places)) * values_at(1 + 0.14 * fields.waves(300), places)
+    return Cells(*draw_stamps(LOOKS[kind], rng), places, variants, np.clip(strength, 0.5, 1.6).astype(np.float32))
 
 
 def stamp(cells: Cells, haematoxylin: Floats, eosin: Floats, top: int, left: int) -> None:
@@ -190,12 +175,7 @@ def draw_stain(rng: np.random.Generator) -> Stain:
 def develop(haematoxylin: Floats, eosin: Floats, ink: Floats, stain: Stain, rng: np.random.Generator) -> Bytes:
     """Return the bytes [H, W, 3] that the scanner makes of dyes and ink [H, W] (Beer and Lambert), focus and noise too.
 
-    Args:
-        haematoxylin: units of the dye, 1 about a dark nucleus.
-        eosin: units of the dye, 1 about a red blood cell.
-        ink: 0 none to 1 a full stroke.
-        stain: the slide's.
-        rng: draws the noise.
+    One unit of haematoxylin is about a dark nucleus, of eosin a red blood cell; ink is 0 for none to 1 for a stroke.
     """
     dyes = [ndimage.gaussian_filter(dye, stain.blur, truncate=3.0) for dye in (haematoxylin, eosin)]
     light = rng.standard_normal((*ink.shape, 3), dtype=np.float32) * np.float32(stain.noise)
@@ -219,18 +199,18 @@ def draw_slide(size: int, tumour: bool, rng: np.random.Generator) -> Slide:
 
     Takes about 4 bytes a pixel for what it returns, and 2 more for fields and cells while it draws.
     """
-    extent = size * MPP
-    least = min(ISOLATED_UM, extent / 2.5)  # small slides have no room for more
+    fields = Fields(size * MPP, rng)
+    least = min(ISOLATED_UM, fields.extent / 2.5)  # small slides have no room for more
     for _ in range(_TRIES):
-        tissue = draw_tissue(extent, rng)
-        lesions = draw_lesions(tissue.node_depth, extent, rng) if tumour else []
+        depth, node_depth = draw_node(fields)
+        lesions = draw_lesions(node_depth, fields) if tumour else []
         if not tumour or max((long_axis(outline) for _, outline in lesions), default=0.0) > least:
             break
     else:
         raise ValueError(f"slides of {size} px: {_TRIES} drawn ones had no room for a lesion; take a larger --size")
     mask = mask_of(lesions, size)
-    haze, eosin, cells = _fill(tissue, mask, extent, rng)
-    section = ramp(tissue.depth, -1, 1)
+    haze, eosin, cells = _fill(node_depth, mask, fields)
+    section, ink = ramp(depth, -1, 1), draw_ink(depth, fields)
     noise = ndimage.gaussian_filter(rng.standard_normal((_TEXTURE, _TEXTURE), dtype=np.float32), 3, mode="wrap")
     mottle, stain = noise / noise.std(), draw_stain(rng)
     image = np.empty((size, size, 3), np.uint8)
@@ -244,7 +224,7 @@ def draw_slide(size: int, tumour: bool, rng: np.random.Generator) -> Slide:
             for kind in cells:
                 stamp(kind, *dyes, int(y[0]), int(x[0]))
             blue, pink = (np.maximum(dye, 0) * enlarge(section, y, x) for dye in dyes)
-            part[...] = develop(blue, pink, enlarge(tissue.ink, y, x), stain, rng)[_HALO:-_HALO, _HALO:-_HALO]
+            part[...] = develop(blue, pink, enlarge(ink, y, x), stain, rng)[_HALO:-_HALO, _HALO:-_HALO]
     return Slide(image, mask, lesions)
 
 
@@ -258,33 +238,43 @@ def enlarge(field: Floats, rows: npt.NDArray[np.intp], columns: npt.NDArray[np.i
     return field
 
 
-def _fill(tissue: Tissue, mask: Bytes, extent: float, rng: np.random.Generator) -> tuple[Floats, Floats, list[Cells]]:
-    """Return the fields of haematoxylin between the nuclei and of eosin, and the cells, each where its tissue is."""
-    nodes, step = len(tissue.depth), round(NODE / MPP)
-    tumour = np.zeros((nodes, nodes), np.float32)
+def _fill(depth: Floats, mask: Bytes, fields: Fields) -> tuple[Floats, Floats, list[Cells]]:
+    """Return the fields of haematoxylin between the nuclei and of eosin, and the cells, each where its tissue is.
+
+    Lymphoid density, germinal centres, sinuses and stroma vary as much as tumour differs from them in mean colour.
+    `depth` is that in the lymph node, um.
+    """
+    rng, waves, step = fields.rng, fields.waves, round(NODE / MPP)
     seen = mask[::step, ::step]
+    tumour = np.zeros_like(depth)
     tumour[MARGIN : MARGIN + len(seen), MARGIN : MARGIN + len(seen)] = seen
+    normal, fat = ramp(depth, -4, 0) * (1 - tumour), ramp(depth, -3, -9)
     # the stroma that a tumour has around its nests, narrow or broad, scarred in places, and the lumina of its glands
-    width = rng.uniform(0.05, 0.15) + 0.05 * waves(nodes, 300, rng)
-    scars = ramp(waves(nodes, 240, rng) + 0.3 * waves(nodes, 60, rng), 1.3, 1.5)
-    septa = np.maximum(ramp(np.abs(waves(nodes, 130, rng)) - width, 0.07, 0), scars) * tumour
-    lumina = ramp(waves(nodes, 75, rng) - rng.uniform(0.9, 1.8), 0, 0.15) * (tumour - septa)
-    nests, normal = tumour - septa - lumina, ramp(tissue.node_depth, -4, 0) * (1 - tumour)
-    stroma = np.maximum(tissue.stroma * (1 - tumour), septa)
-    follicle, sinus = tissue.follicle * normal, tissue.sinus * normal
+    width = rng.uniform(0.05, 0.15) + 0.05 * waves(300)
+    scars = ramp(waves(240) + 0.3 * waves(60), 1.3, 1.5)
+    septa = np.maximum(ramp(np.abs(waves(130)) - width, 0.07, 0), scars) * tumour
+    lumina = ramp(waves(75) - rng.uniform(0.9, 1.8), 0, 0.15) * (tumour - septa)
+    nests = tumour - septa - lumina
+    # the node's own: its capsule with septa and scars, sinuses, and follicles with germinal centres
+    walls = np.maximum(ramp(depth + 8 * waves(200), 36, 24), ramp(np.abs(waves(420)) - 0.05 * waves(150), 0.08, 0.05))
+    walls = np.maximum(walls, ramp(waves(380) + 0.3 * waves(70), 0.95, 1.1)) * ramp(depth, -14, -8)
+    channels = np.abs(waves(180) + 0.15 * waves(40)) + ramp(waves(500), 0.1, -0.3)
+    sinus = ramp(channels, 0.16, 0.10) * ramp(depth, 0, 8) * (1 - walls) * normal
+    follicle = ramp(waves(260) + 0.08 * waves(60), 0.95, 1.05) * ramp(depth, 60, 90) * (normal - sinus) * (1 - walls)
+    stroma = np.maximum(walls * (1 - tumour), septa)
     lymphoid = normal * (1 - stroma) * (1 - sinus) * (1 - follicle)
-    fat = ramp(tissue.node_depth, -3, -9)
-    pink = (rng.uniform(0.26, 0.42) + 0.09 * waves(nodes, 260, rng)) * (1 - stroma)
-    eosin = pink * (1 - 0.65 * sinus - 0.9 * lumina - 0.4 * nests) + stroma * (0.62 + 0.1 * waves(nodes, 200, rng))
-    walls = 0.4 * ramp(np.abs(waves(nodes, 75, rng)), 0.12, 0.04)
-    haze = 0.10 + 0.05 * waves(nodes, 200, rng) + 0.06 * follicle - 0.08 * sinus - 0.05 * stroma - 0.08 * lumina
-    along: Floats = np.float32(math.pi) * waves(nodes, 400, rng)
-    packed = lymphoid * tissue.density + 0.22 * (sinus + follicle) + 0.06 * stroma + 0.35 * septa + 0.04 * nests
+    density = np.clip(0.8 + rng.normal(0, 0.06) + 0.22 * waves(350) + 0.08 * waves(90), 0.2, 0.98)
+    pink = (rng.uniform(0.26, 0.42) + 0.09 * waves(260)) * (1 - stroma)
+    eosin = pink * (1 - 0.65 * sinus - 0.9 * lumina - 0.4 * nests) + stroma * (0.62 + 0.1 * waves(200))
+    eosin = np.maximum(eosin, 0.03) * (1 - fat) + 0.4 * ramp(np.abs(waves(75)), 0.12, 0.04) * fat
+    haze = 0.10 + 0.05 * waves(200) + 0.06 * follicle - 0.08 * sinus - 0.05 * stroma - 0.08 * lumina
+    along: Floats = np.float32(math.pi) * waves(400)
+    packed = lymphoid * density + 0.22 * (sinus + follicle) + 0.06 * stroma + 0.35 * septa + 0.04 * nests
     cells = [
-        sow("histiocyte", 0.7 * sinus + 0.06 * lymphoid, extent, rng),
-        sow("centre", 0.92 * follicle, extent, rng),
-        sow("spindle", 0.75 * stroma + 0.12 * lymphoid, extent, rng, along),
-        sow("lymphocyte", packed, extent, rng),
-        sow("tumour", nests * ramp(waves(nodes, 250, rng), -4, 1.1), extent, rng),
+        sow("histiocyte", 0.7 * sinus + 0.06 * lymphoid, fields),
+        sow("centre", 0.92 * follicle, fields),
+        sow("spindle", 0.75 * stroma + 0.12 * lymphoid, fields, along),
+        sow("lymphocyte", packed, fields),
+        sow("tumour", nests * ramp(waves(250), -4, 1.1), fields),
     ]
-    return np.maximum(haze, 0.02) * (1 - fat), np.maximum(eosin, 0.03) * (1 - fat) + walls * fat, cells
+    return np.maximum(haze, 0.02) * (1 - fat), eosin, cells

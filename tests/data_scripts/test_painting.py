@@ -1,5 +1,7 @@
 """The painter: volumes, borders and order of what it paints, by hand and by property."""
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -7,51 +9,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_scripts import painting
-from data_scripts.painting import (
-    LONG,
-    Box,
-    Ellipsoid,
-    Organ,
-    Part,
-    Scan,
-    ValueNoise,
-    ball,
-    both,
-    chain,
-    draw,
-    painted,
-    rotation,
-    tube,
-)
+from data_scripts.painting import Organ, Part, Scan, Solid, ValueNoise, ball, draw, paint, rotation, slabs, tube
 
+LONG = 1e5  # mm: the half axis of a cylinder, far beyond any field of view
 SHAPE = (40, 36, 30)
 BOX = (slice(0, 40), slice(0, 36), slice(0, 30))
 MIDDLE = np.array([19.5, 17.5, 14.5])
-HERE = np.eye(4)
 
 
 def laid(
     *parts: Part, shape: tuple[int, int, int] = SHAPE, channels: tuple[int, ...] = ()
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
     """Return the values, over 0, and the labels that parts leave."""
-    values, labels = np.empty((*channels, *shape), np.float32), np.empty(shape, np.uint8)
-
-    def under(slab: Box) -> npt.NDArray[np.float32]:
-        return np.zeros((*channels, *(side.stop - side.start for side in slab)), np.float32)
-
-    for slab, here, found in painted(shape, parts, under, ValueNoise(shape, (1, 1, 1), 9, np.random.default_rng(0))):
-        values[..., *slab], labels[slab] = here, found
+    values, labels = np.zeros((*channels, *shape), np.float32), np.empty(shape, np.uint8)
+    relief = ValueNoise(shape, (1, 1, 1), 9, np.random.default_rng(0))
+    for slab in slabs(shape):
+        labels[slab] = paint(values[..., *slab], slab, parts, relief.sample(slab))
     return values, labels
 
 
-def part(value: float, solid: Ellipsoid, label: int = 0, **more: tuple[Ellipsoid, ...]) -> Part:
-    return Part(value, label, solid, **more)
+def part(value: float, *solids: Solid, label: int = 0) -> Part:
+    return Part(value, label, solids)
+
+
+def hollow(solid: Solid) -> Solid:
+    return replace(solid, hollow=True)
 
 
 @settings(deadline=None, max_examples=25)
 @given(radii=st.tuples(*[st.floats(6, 10)] * 3), degrees=st.floats(-90, 90), axis=st.sampled_from([0, 1, 2]))
 def test_an_ellipsoid_covers_its_volume(radii: tuple[float, float, float], degrees: float, axis: int) -> None:
-    values, _ = laid(part(1, ball(MIDDLE + 0.3, radii, rotation(axis, degrees))))
+    values, _ = laid(part(1, ball(MIDDLE + 0.3, radii, degrees * np.eye(3)[axis])))
     assert values.sum(dtype=float) == pytest.approx(4 / 3 * np.pi * np.prod(radii), rel=0.02)
 
 
@@ -68,22 +56,22 @@ def test_a_cylinder_needs_no_volume() -> None:
 
 def test_a_voxel_cut_in_half_is_half_painted_and_labelled() -> None:
     # a slab whose surface passes through the middle of the voxels at x = 25
-    values, labels = laid(part(100.0, ball((-75, 0, 0), (100, LONG, LONG)), 3))
+    values, labels = laid(part(100.0, ball((-75, 0, 0), (100, LONG, LONG)), label=3))
     assert values[:, 0, 0].tolist() == [100] * 25 + [50] + [0] * 14
     assert labels[:, 0, 0].tolist() == [3] * 26 + [0] * 14
 
 
 def test_later_parts_lie_on_top_and_take_labels_back() -> None:
     solid = ball(MIDDLE, (10, 10, 10))
-    values, labels = laid(part(100.0, solid, 1), part(50.0, solid.grown(-5.0)))
+    values, labels = laid(part(100.0, solid, label=1), part(50.0, solid.grown(-5.0)))
     assert (values[20, 18, 14], labels[20, 18, 14]) == (50, 0)
     assert (values[27, 18, 14], labels[27, 18, 14]) == (100, 1)
 
 
-def test_inside_and_carved_cut_a_part() -> None:
+def test_a_part_lies_in_all_its_solids_and_out_of_hollow_ones() -> None:
     solid, left = ball(MIDDLE, (12, 12, 12)), ball((-80.5, 0, 0), (100, LONG, LONG))
     below = ball((0, 0, -85.5), (LONG, LONG, 100))
-    values, _ = laid(part(100.0, solid, inside=(left,), carved=(below,)))
+    values, _ = laid(part(100.0, solid, left, hollow(below)))
     whole, _ = laid(part(100.0, solid))
     x, _, z = np.broadcast_arrays(*np.ogrid[BOX])
     keep, gone = (x < 18) & (z > 16), (x > 21) | (z < 13)
@@ -94,7 +82,7 @@ def test_inside_and_carved_cut_a_part() -> None:
 
 def test_a_value_for_each_channel_is_laid_over_each_by_the_same_share() -> None:
     values, labels = laid(
-        Part(np.array([10.0, -2.0]), 2, ball((4, 4, 4), (3.5, 3.5, 3.5))), shape=(9, 9, 9), channels=(2,)
+        Part(np.array([10.0, -2.0]), 2, [ball((4, 4, 4), (3.5, 3.5, 3.5))]), shape=(9, 9, 9), channels=(2,)
     )
     # along x the surface lies 3.5 voxels out: voxel 7 is just inside, voxel 8 outside
     assert values[0, 4:, 4, 4].tolist() == pytest.approx([10, 10, 10, 10, 0], abs=1e-5)
@@ -104,76 +92,94 @@ def test_a_value_for_each_channel_is_laid_over_each_by_the_same_share() -> None:
 
 def test_a_tube_runs_from_end_to_end() -> None:
     solid = tube((-9.5, -8.25, -9.0), (6.5, 9.75, 13.0), 4.0)
-    along = np.array([16.0, 18.0, 22.0])
-    u = np.linalg.solve(solid.axes, np.array([6.5, 9.75, 13.0]) - solid.centre)
-    assert np.linalg.norm(u) == pytest.approx(1.0)
+    axes, along = solid.frame[:3, :3], np.array([16.0, 18.0, 22.0])
+    u = np.linalg.solve(solid.frame, [6.5, 9.75, 13.0, 1])
+    assert np.linalg.norm(u[:3]) == pytest.approx(1.0)
     across = np.cross(along, [1.0, 2.0, 3.0])
-    u = np.linalg.solve(solid.axes, across / np.linalg.norm(across) * 4.0)
+    u = np.linalg.solve(axes, across / np.linalg.norm(across) * 4.0)
     assert np.linalg.norm(u) == pytest.approx(1.0)
-    assert solid.axes.T @ solid.axes == pytest.approx(np.diag([266.0, 16.0, 16.0]))
+    assert axes.T @ axes == pytest.approx(np.diag([266.0, 16.0, 16.0]))
 
 
-def test_a_chain_overlaps_from_the_first_point_to_the_last() -> None:
-    first, second = chain([(0, 0, 0), (0, 0, 4), (0, 0, 8), (0, 0, 12)], 1.0)
-    assert (first.centre[2], second.centre[2]) == (4, 8)
-    assert first.bounds()[1][2] == pytest.approx(8)
+def half_axes(solid: Solid) -> npt.NDArray[np.float64]:
+    lengths: npt.NDArray[np.float64] = np.linalg.norm(solid.frame[:3, :3], axis=0)
+    return lengths
 
 
 def test_growing_changes_half_axes_and_never_turns_inside_out() -> None:
-    solid = ball((0, 0, 0), (8, 9, 3), turn=rotation(2, 30))
-    assert np.linalg.norm(solid.grown(2.0).axes, axis=0) == pytest.approx([10, 11, 5])
-    assert np.linalg.norm(solid.grown(-4.0).axes, axis=0) == pytest.approx([4, 5, 0.3])
+    solid = ball((0, 0, 0), (8, 9, 3), turn=(0, 0, 30))
+    assert half_axes(solid.grown(2.0)) == pytest.approx([10, 11, 5])
+    assert half_axes(solid.grown(-4.0)) == pytest.approx([4, 5, 0.3])
 
 
-def test_both_sides_are_mirror_images_and_a_rotation_turns_right_to_anterior() -> None:
-    right, left = both(ball((6, 3, 2), (6, 10, 7), turn=rotation(2, 25)))
-    assert left.centre.tolist() == [-6, 3, 2]
+def test_mirrored_solids_are_mirror_images_and_a_rotation_turns_right_to_anterior() -> None:
+    row = Organ("x", balls=[(6, 3, 2, 6, 10, 7)], turn=(0, 0, 25), mirrored=True)
+    right, left = row.solids(np.random.default_rng(0))
+    assert left.frame[:3, 3].tolist() == [-6, 3, 2]
     at = np.eye(4)
     at[:3, 3] = MIDDLE
     assert laid(part(9, left.moved(at)))[0] == pytest.approx(laid(part(9, right.moved(at)))[0][::-1], abs=1e-4)
-    assert rotation(2, 90) @ [1.0, 0, 0] == pytest.approx([0, 1, 0])
+    assert rotation((0, 0, 90)) @ [1.0, 0, 0] == pytest.approx([0, 1, 0])
+    assert rotation((90, 0, 90)) @ [0, 1.0, 0] == pytest.approx([0, 0, 1])  # first about right, last about superior
 
 
 def test_what_lies_outside_the_field_of_view_changes_nothing() -> None:
     far, near = ball((500, 0, 0), (9, 9, 9)), ball((20, 18, 15), (9, 9, 9))
-    values, labels = laid(part(100.0, far, 1), part(100.0, near, 1, inside=(far,)))
+    values, labels = laid(part(100.0, far, label=1), part(100.0, near, far, label=1))
     assert not values.any()
     assert not labels.any()
 
 
 def test_the_slabs_leave_no_seams(monkeypatch: pytest.MonkeyPatch) -> None:
-    solid = Ellipsoid(MIDDLE, np.diag([15.0, 20, 25]), lumps=0.1)
-    whole = laid(part(100.0, solid, 1))
+    solid = replace(ball(MIDDLE, (15.0, 20, 25)), lumps=0.1)
+    whole = laid(part(100.0, solid, label=1))
     monkeypatch.setattr(painting, "_SLAB_VOXELS", 36 * 30 * 3)
-    thin = laid(part(100.0, solid, 1))
+    thin = laid(part(100.0, solid, label=1))
     assert thin[0] == pytest.approx(whole[0], abs=1e-2)
     assert np.array_equal(whole[1], thin[1])
 
 
 def test_an_organ_is_drawn_in_layers_within_and_beside_others() -> None:
-    shell = Organ("shell", {"wall": 0, "content": -2}, (ball((0, 0, 0), (10, 10, 10)),), gas=1.0)
-    hole = Organ("hole", {}, (ball((5, 0, 0), (3, 3, 3)),))
-    core = Organ("core", {"wall": 0}, (ball((0, 0, 0), (5, 5, 5)),), inside={"shell": -1}, carved={"hole": 2})
+    shell = Organ("shell", {"wall": 0, "content": -2}, [(0, 0, 0, 10, 10, 10)], gas=1.0)
+    hole = Organ("hole", balls=[(5, 0, 0, 3, 3, 3)])
+    core = Organ("core", {"wall": 0}, [(0, 0, 0, 5, 5, 5)], inside={"shell": -1}, carved={"hole": (2, 2)})
     to_voxels = np.diag([0.5, 1.0, 2.0, 1.0])
     tissues = {"wall": (1.0, 1.0), "content": (2.0, 3.0), "gas": (-9.0, -9.0)}
     wall, content, gas, last = draw([shell, hole, core], tissues, {"wall": 4}, to_voxels, np.random.default_rng(0))
     assert (wall.value, wall.label, content.label, gas.value) == (1.0, 4, 0, -9.0)
     assert 2 <= content.value <= 3
-    assert np.diag(content.solid.axes).tolist() == [4, 8, 16]  # grown in mm, then carried to voxels
-    assert [np.diag(solid.axes).tolist() for solid in (*last.inside, *last.carved)] == [[4.5, 9, 18], [2.5, 5, 10]]
+    assert half_axes(content.solids[0]).tolist() == [4, 8, 16]  # grown in mm, then carried to voxels
+    assert [half_axes(solid).tolist() for solid in last.solids] == [[2.5, 5, 10], [4.5, 9, 18], [2.5, 5, 10]]
+    assert [solid.hollow for solid in last.solids] == [False, False, True]
     # the bubble lies anterior of a level near the middle
-    assert gas.solid.axes.tolist() == content.solid.axes.tolist()
-    assert -12 <= gas.inside[0].bounds()[0][1] <= 18
+    assert half_axes(gas.solids[0]).tolist() == half_axes(content.solids[0]).tolist()
+    assert -12 <= gas.solids[1].bounds()[0][1] <= 18
+
+
+def test_a_repeated_organ_is_drawn_at_each_combination_of_its_offsets() -> None:
+    row = Organ("x", {"wall": 0}, [(1, 2, 3, 4, 4, 4)], repeat=((0, 10), (0,), (0, 20, 40)))
+    parts = draw([row], {"wall": (0.0, 1.0)}, {}, np.eye(4), np.random.default_rng(0))
+    centres = [part.solids[0].frame[:3, 3].tolist() for part in parts]
+    assert centres == [[x, 2, z] for x in (1, 11) for z in (3, 23, 43)]
+    assert len({part.value for part in parts}) == 6
+
+
+def test_distances_to_others_may_be_drawn() -> None:
+    row = Organ("x", {"wall": 0}, [(0, 0, 0, 9, 9, 9)], carved={"y": (1, 3)})
+    rows, tissues = [Organ("y", balls=[(0, 0, 0, 5, 5, 5)]), row], {"wall": (0.0, 1.0)}
+    halves = [half_axes(draw(rows, tissues, {}, np.eye(4), np.random.default_rng(s))[0].solids[1])[0] for s in range(9)]
+    assert 6 <= min(halves) < 7 < max(halves) <= 8
 
 
 def test_organs_vary_as_far_as_they_are_said_to() -> None:
-    organ = Organ("x", {}, (), shift=3.0, sized=0.2, tilt=10.0)
-    solids = [organ.varied(ball((1, 2, 3), (10, 20, 30)), np.random.default_rng(seed)) for seed in range(60)]
-    centres = np.array([solid.centre for solid in solids]) - (1, 2, 3)
-    sizes = np.array([np.linalg.norm(solid.axes, axis=0) for solid in solids]) / (10, 20, 30)
+    row = Organ("x", balls=[(1, 2, 3, 10, 20, 30)], shift=3.0, sized=0.2, tilt=10.0, lumps=0.1)
+    solids = [row.solids(np.random.default_rng(seed))[0] for seed in range(60)]
+    centres = np.array([solid.frame[:3, 3] for solid in solids]) - (1, 2, 3)
+    sizes = np.array([half_axes(solid) for solid in solids]) / (10, 20, 30)
     assert 2.5 < np.abs(centres).max() <= 3.0
     assert 0.8 <= sizes.min() < 0.85 < 1.15 < sizes.max() <= 1.2
-    assert max(np.degrees(np.arccos(s.axes[2, 2] / np.linalg.norm(s.axes[:, 2]))) for s in solids) > 8
+    assert max(np.degrees(np.arccos(s.frame[2, 2] / half_axes(s)[2])) for s in solids) > 8
+    assert {solid.lumps for solid in solids} == {0.1}
 
 
 def test_bumps_of_a_part_are_those_of_the_whole() -> None:

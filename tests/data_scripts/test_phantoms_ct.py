@@ -8,9 +8,8 @@ import numpy.typing as npt
 import pytest
 from scipy import ndimage
 
-from data_scripts.anatomy_ct import CAVITY, SPLEEN_CENTRE, abdomen, draw_tissues
 from data_scripts.painting import Scan, draw
-from data_scripts.phantoms_ct import draw_scan, scan_around
+from data_scripts.phantoms_ct import CAVITY, SPLEEN_CENTRE, abdomen, draw_scan, draw_tissues, scan_around
 
 RAS = np.diag([2.0, 2.0, 4.0, 1.0])
 
@@ -41,7 +40,7 @@ def test_neighbours_are_like_the_spleen_in_hounsfield_units(seed: int) -> None:
 
 def test_only_the_spleen_is_labelled_and_it_is_painted_last() -> None:
     rng = np.random.default_rng(0)
-    parts = draw(abdomen(20, rng), draw_tissues(rng), {"spleen": 1}, np.eye(4), rng)
+    parts = draw(abdomen(20), draw_tissues(rng), {"spleen": 1}, np.eye(4), rng)
     assert [part.label for part in parts[-2:]] == [0, 1]
     assert sum(part.label for part in parts) == 1
 

@@ -2,12 +2,13 @@
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_scripts.set_folder import MARKER, Parameters, fill, on_all_cores
+from data_scripts.set_folder import MARKER, Parameters, fill
 
 PARAMETERS: Parameters = {"kind": "blocks", "seed": 0}
 NAMES = ["a", "b", "c", "d"]
@@ -33,7 +34,7 @@ def write(
         assert all(path.exists() for pair in files for path in pair)
         return {"names": NAMES}
 
-    return fill(folder, "list.json", parameters, files, make, listing, 2, progress)
+    return fill(folder / "list.json", parameters, files, make, listing, 2, progress)
 
 
 def test_a_set_has_its_items_its_list_and_nothing_else(tmp_path: Path) -> None:
@@ -97,7 +98,13 @@ def test_progress_is_shown_where_asked(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""
 
 
-def test_each_index_is_made_once_and_no_more_than_allowed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def numbered(folder: Path, items: int, make: Callable[[int], None], most: int) -> None:
+    fill(folder / "list.json", PARAMETERS, [(folder / str(n),) for n in range(items)], make, dict, most, False)
+
+
+def test_each_index_is_made_once_and_no_more_than_allowed_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     lock, now, most, made = threading.Lock(), [0], [0], []
 
@@ -110,12 +117,12 @@ def test_each_index_is_made_once_and_no_more_than_allowed_at_a_time(monkeypatch:
             now[0] -= 1
             made.append(index)
 
-    on_all_cores(make, range(12), 3, "making", "thing", progress=False)
+    numbered(tmp_path, 12, make, 3)
     assert sorted(made) == list(range(12))
     assert most[0] == 3
 
 
-def test_the_first_failure_is_raised_and_the_rest_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_failure_is_raised_and_the_rest_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     made = []
 
@@ -125,5 +132,5 @@ def test_the_first_failure_is_raised_and_the_rest_is_left(monkeypatch: pytest.Mo
         made.append(index)
 
     with pytest.raises(OSError, match="disk full"):
-        on_all_cores(make, range(1000), 1, "making", "thing", progress=False)
+        numbered(tmp_path, 1000, make, 1)
     assert len(made) < 1000

@@ -19,7 +19,7 @@ from data_scripts.slides_paint import (
     enlarge,
     stamp,
 )
-from data_scripts.slides_tissue import draw_tissue, grid, long_axis, mask_of, nodes_for
+from data_scripts.slides_tissue import Fields, draw_node, long_axis, mask_of, values_at
 
 STAIN = Stain(
     haematoxylin=np.array([0.65, 0.70, 0.29], np.float32),
@@ -32,8 +32,8 @@ STAIN = Stain(
 
 
 def test_a_linear_field_is_enlarged_exactly_and_tiles_meet() -> None:
-    rows, columns = grid(nodes_for(128))
-    field = (2 * rows + 3 * columns).astype(np.float32)
+    nodes = Fields(128, np.random.default_rng(0))
+    field = (2 * nodes.y + 3 * nodes.x).astype(np.float32)
     y, x = np.arange(16, 96), np.arange(-8, 56)
     assert np.allclose(enlarge(field, y, x), 0.5 * (2 * y[:, None] + 3 * x), atol=1e-3)
     noise = np.random.default_rng(0).standard_normal(field.shape).astype(np.float32)
@@ -140,7 +140,7 @@ def test_a_slide_is_its_picture_its_lesions_and_their_mask() -> None:
 @pytest.mark.parametrize("size", [512, 1024])
 def test_each_slide_with_tumour_has_a_lesion_that_counts(size, monkeypatch) -> None:
     """Some of the first tissues have no room for it: then another is drawn."""
-    nothing = np.zeros((nodes_for(size / 2),) * 2, np.float32)
+    nothing = np.zeros((len(Fields(size / 2, np.random.default_rng(0)).y),) * 2, np.float32)
     monkeypatch.setattr(slides_paint, "_fill", lambda *_: (nothing, nothing, []))
     for seed in range(12):
         slide = draw_slide(size, True, np.random.default_rng(seed))
@@ -149,9 +149,23 @@ def test_each_slide_with_tumour_has_a_lesion_that_counts(size, monkeypatch) -> N
 
 def test_no_room_at_all_is_told(monkeypatch) -> None:
     monkeypatch.setattr(slides_paint, "draw_lesions", lambda *_: [])
-    monkeypatch.setattr(slides_paint, "draw_tissue", lambda extent, rng: TISSUE)
     with pytest.raises(ValueError, match=r"slides of 512 px: 40 drawn ones had no room for a lesion; take a larger"):
         draw_slide(512, True, np.random.default_rng(0))
 
 
-TISSUE = draw_tissue(256, np.random.default_rng(0))
+@pytest.mark.parametrize("seed", range(6))
+def test_each_kind_of_cell_lies_in_its_own_tissue(seed: int) -> None:
+    fields = Fields(768, np.random.default_rng(seed))
+    _, node_depth = draw_node(fields)
+    mask = np.zeros((1536, 1536), np.uint8)
+    mask[600:900, 500:800] = 1
+    haze, eosin, cells = slides_paint._fill(node_depth, mask, fields)
+    assert min(haze.min(), eosin.min()) >= 0
+    for kind, at in zip(("histiocyte", "centre", "spindle", "lymphocyte", "tumour"), cells, strict=True):
+        pixels = np.clip((at.places / 0.5).astype(int), 0, 1535)
+        inside = mask[pixels[:, 0], pixels[:, 1]] == 1
+        assert len(at.places) > (20 if kind != "centre" else -1)
+        # the rim of a lesion lies between two nodes
+        share = {"tumour": (0.9, 1.0), "lymphocyte": (0, 0.15), "spindle": (0, 0.6)}.get(kind, (0, 0.1))
+        assert not len(inside) or share[0] <= inside.mean() <= share[1], kind
+        assert not len(at.places) or (values_at(node_depth, at.places) > -20).all()

@@ -10,31 +10,30 @@ from data_scripts.slides_tissue import (
     MACRO_UM,
     MARGIN,
     NODE,
+    Fields,
+    draw_ink,
     draw_lesions,
-    draw_tissue,
-    grid,
+    draw_node,
     long_axis,
     mask_of,
-    nodes_for,
     ramp,
-    scatter,
     values_at,
-    waves,
 )
 
-EXTENT = 768.0
-TISSUES = [draw_tissue(EXTENT, np.random.default_rng(seed)) for seed in range(12)]
+
+def fields(extent: float, seed: int = 0) -> Fields:
+    return Fields(extent, np.random.default_rng(seed))
 
 
 def test_a_field_reaches_beyond_the_slide_on_both_sides() -> None:
-    rows, columns = grid(nodes_for(500))
-    assert (rows.shape, columns.shape) == ((nodes_for(500), 1), (1, nodes_for(500)))
-    assert rows[0, 0] == -MARGIN * NODE
-    assert rows[-1, 0] >= 500 + (MARGIN - 1) * NODE
+    nodes = fields(500)
+    assert (nodes.y.shape, nodes.x.shape) == ((136, 1), (1, 136))
+    assert nodes.y[0, 0] == nodes.x[0, 0] == -MARGIN * NODE
+    assert nodes.y[-1, 0] >= 500 + (MARGIN - 1) * NODE
 
 
 def test_values_are_those_of_the_nearest_node_and_of_the_rim_outside() -> None:
-    field = np.arange(nodes_for(32) ** 2, dtype=np.float32).reshape(nodes_for(32), -1)
+    field = np.arange(19**2, dtype=np.float32).reshape(19, 19)
     places = np.array([[0, 0], [1.9, 6.1], [-1000, 1e6]], np.float32)
     assert values_at(field, places).tolist() == [field[MARGIN, MARGIN], field[MARGIN, MARGIN + 2], field[0, -1]]
 
@@ -47,7 +46,7 @@ def test_a_ramp_climbs_or_falls() -> None:
 
 @pytest.mark.parametrize("length", [60, 300])
 def test_waves_have_mean_0_deviation_1_and_bumps_of_their_length(length: float) -> None:
-    field = waves(600, length, np.random.default_rng(0))
+    field = fields(2400).waves(length)
     assert abs(float(field.mean())) < 0.2
     assert 0.6 < float(field.std()) < 1.2
     near = np.corrcoef(field[:, :-1].ravel(), field[:, 1:].ravel())[0, 1]
@@ -58,7 +57,8 @@ def test_waves_have_mean_0_deviation_1_and_bumps_of_their_length(length: float) 
 
 
 def test_places_are_spread_all_over_at_their_spacing() -> None:
-    places = scatter(1000, 20, np.random.default_rng(0))
+    nodes = fields(1000)
+    places = nodes.scatter(np.ones((len(nodes.y),) * 2), 20)
     gaps = np.asarray(cKDTree(places).query(places, k=2)[0])
     assert 12 < np.median(gaps[:, 1]) < 20  # 20 um apart, shaken
     inside = ((places >= 0) & (places < 1000)).all(1)
@@ -67,26 +67,20 @@ def test_places_are_spread_all_over_at_their_spacing() -> None:
     assert quarters == pytest.approx([0.25, 0.5, 0.5], abs=0.02)
 
 
-def test_shares_are_shares_and_kinds_exclude_each_other() -> None:
-    for tissue in TISSUES:
-        for part in (tissue.stroma, tissue.sinus, tissue.follicle, tissue.density):
-            assert part.min() >= 0
-            assert part.max() <= 1
-        assert (tissue.stroma + tissue.sinus + tissue.follicle).max() <= 1 + 1e-5
-
-
 def test_there_is_glass_on_each_slide_and_fat_and_ink_on_some() -> None:
-    shares = [float((tissue.depth > 0).mean()) for tissue in TISSUES]
+    slides = []
+    for nodes in (fields(768, seed) for seed in range(12)):
+        depth, node_depth = draw_node(nodes)
+        slides.append((depth, node_depth, draw_ink(depth, nodes)))
+    shares = [float((depth > 0).mean()) for depth, _, _ in slides]
     assert min(shares) > 0.15
     assert max(shares) < 0.95
-    for tissue in TISSUES:
-        assert (tissue.node_depth[tissue.depth < -10] < 0).all()
-    for found in (
-        [((t.node_depth < -20) & (t.depth > 20)).any() for t in TISSUES],
-        [(t.ink > 0.3).any() for t in TISSUES],
-    ):
-        assert 0 < sum(found) <= len(found)
-    assert not all((t.ink > 0.3).any() for t in TISSUES)
+    for depth, node_depth, _ in slides:
+        assert (node_depth[depth < -10] < 0).all()
+    fat = [((node_depth < -20) & (depth > 20)).any() for depth, node_depth, _ in slides]
+    inked = [(ink > 0.3).any() for _, _, ink in slides]
+    assert 0 < sum(fat) <= len(fat)
+    assert 0 < sum(inked) < len(inked)
 
 
 def test_pixels_whose_centres_lie_inside_are_filled() -> None:
@@ -122,10 +116,9 @@ def test_islands_are_no_tumour() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_lesions_keep_to_their_room_and_apart_and_the_first_is_large(seed: int) -> None:
-    nodes = nodes_for(1024)
-    rows, columns = grid(nodes)
-    depth = np.minimum(np.minimum(rows - 40, columns - 40), np.minimum(920 - rows, 960 - columns))
-    lesions = [lesion for lesion in draw_lesions(depth, 1024, np.random.default_rng(seed)) if lesion[0] != ISLAND]
+    nodes = fields(1024, seed)
+    depth = np.minimum(np.minimum(nodes.y - 40, nodes.x - 40), np.minimum(920 - nodes.y, 960 - nodes.x))
+    lesions = [lesion for lesion in draw_lesions(depth, nodes) if lesion[0] != ISLAND]
     assert 1 <= len(lesions) <= 5
     assert long_axis(lesions[0][1]) > MACRO_UM
     assert len({group for group, _ in lesions}) == 1
