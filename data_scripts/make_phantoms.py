@@ -23,7 +23,6 @@ CT_VERSION = 2  # raised when the same parameters give other scans
 MRI_VERSION = 2  # likewise
 _MOST_AT_ONCE = 16  # a case of MSD's size takes about half a gigabyte while it is made
 _REFERENCE = "medspeed, data_scripts/make_phantoms.py"
-_LICENCE = "Apache-2.0, as the program that drew them; not for clinical use"
 _KINDS = {
     "ct": (read_anatomy("abdomen.yaml"), phantoms_ct.draw_scan, CT_VERSION),
     "mri": (read_anatomy("head.yaml"), phantoms_mr.draw_scan, MRI_VERSION),
@@ -86,9 +85,8 @@ def _drawn(kind: str, folder: Path, cases: int, size: Size, seed: int, progress:
         "name": about["name"],
         "description": f"Synthetic phantoms: {about['what']}; no patient was scanned",
         "reference": _REFERENCE,
-        "licence": _LICENCE,
-        "modality": about["modality"],
-        "labels": about["labels"],
+        "licence": "Apache-2.0, as the program that drew them; not for clinical use",
+        **{key: about[key] for key in ("modality", "labels")},
     }
     parameters: Parameters = {"kind": kind, "version": version, "cases": cases, "size": size, "seed": seed}
     names = [f"phantom_{index:03d}" for index in range(cases)]
@@ -169,7 +167,7 @@ def _write_set(
     pairs = [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in names]
     files = [(folder / pair["image"], folder / pair["label"]) for pair in pairs]
     axes = "4D" if len(about["modality"]) > 1 else "3D"
-    lists = {"numTraining": len(pairs), "numTest": 0, "training": pairs, "test": []}
+    lists = {"tensorImageSize": axes, "numTraining": len(pairs), "numTest": 0, "training": pairs, "test": []}
 
     def make(index: int) -> None:
         scan = draw(np.random.default_rng([seed, index]), index)
@@ -180,8 +178,7 @@ def _write_set(
             with atomic_path(path) as part:  # bytes that depend on no time and no name
                 part.write_bytes(igzip.compress(image.to_bytes(), 1, mtime=0))
 
-    listing = {**about, "tensorImageSize": axes, **lists}
-    return fill(folder / "dataset.json", parameters, files, make, lambda: listing, _MOST_AT_ONCE, progress)
+    return fill(folder / "dataset.json", parameters, files, make, lambda: about | lists, _MOST_AT_ONCE, progress)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -198,11 +195,8 @@ def make_parser() -> argparse.ArgumentParser:
         add = kinds.add_parser(kind, help=about["what"], description=text, **style).add_argument
         add("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the data set")
         add("--cases", type=int, required=kind == "mri", metavar="N", help="how many scans to make")
-        add(
-            "--size",
-            choices=get_args(Size),
-            help=f"small: {about['small']} (default); msd: {about['msd']}",
-        )
+        sizes = f"small: {about['small']} (default); msd: {about['msd']}"
+        add("--size", choices=get_args(Size), help=sizes)
         add("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
         if kind == "ct":
             around = (

@@ -29,13 +29,11 @@ _CHANNELS = 4  # FLAIR, T1w, t1gd, T2w
 NUMBERS = {"edema": 1, "non-enhancing": 2, "enhancing": 3}
 MIDDLE = (0.0, -4.0, 5.0)  # mm: the middle of the field of view; the stem leaves it below
 CORTEX, MENINGES = 3.2, 1.5  # mm of grey matter, and of fluid kept around the brain by skull stripping
-_SULCUS, _SULCUS_DEPTH = 0.8, 13.0  # mm: half width and depth
 _FOLD_PITCHES = (10.0, 14.0)  # mm between the knots of the fields whose sum is zero in the sulci
 _RELIEF_PITCH = 15.0  # mm between the bumps of lumpy lesions
 _BIAS_PITCH, _BIAS = 80.0, 0.12  # mm between knots; standard deviation of the logarithm at them
 _TEXTURE_PITCH, _TEXTURE = 5.0, 0.03  # mm; share of the signal
-_NOISE, _GAIN = (0.025, 0.05), (5.0, 7.1)  # standard deviation, of the signal; and the logarithm of what is 1
-_NO_RIM, _OPEN_RIM, _TWO_LESIONS = 0.12, 0.3, 0.15  # shares of the lesions, and of the cases
+_NO_RIM, _OPEN_RIM = 0.12, 0.3  # shares of the lesions
 _SITES = ((30, 36, 24), (32, -32, 32), (42, -4, -14), (28, -54, 12), (36, 8, 14))  # frontal, parietal, temporal, ...
 
 
@@ -62,7 +60,7 @@ def head(rng: np.random.Generator) -> list[Organ]:
         organs.append(Organ("vein", {"blood": 0}, tubes=[[*np.ravel(up, order="F"), rng.uniform(1.5, 2.6)]]))
     first, second = rng.permutation(np.array(_SITES, np.float64))[:2]
     organs += _lesion(first, rng.uniform(17, 21), rng)
-    return organs + (_lesion(second, rng.uniform(14, 16), rng) if rng.random() < _TWO_LESIONS else [])
+    return organs + (_lesion(second, rng.uniform(14, 16), rng) if rng.random() < 0.15 else [])
 
 
 def _lesion(site: Matrix, radius: float, rng: np.random.Generator) -> list[Organ]:
@@ -111,10 +109,10 @@ def depths(x: Floats, y: Floats, z: Floats, folds: Floats) -> tuple[Floats, Floa
     cerebrum = np.maximum(hemispheres, temporal) + 1.5 * folds
     callosum = np.maximum(_depth(y + 6, z - 4, 0 * z, (46.0, 27.0, 30.0)), 0)
     surface = np.minimum(cerebrum, np.hypot(x - 0.6 * folds, callosum))
-    sulci = 5.0 * np.abs(folds) + 0.8 * np.maximum(surface - _SULCUS_DEPTH, 0)
+    sulci = 5.0 * np.abs(folds) + 0.8 * np.maximum(surface - 13, 0)  # they are 13 mm deep
     insula = np.maximum(np.maximum(38 - side, np.abs(y - 2) - 26), 0)
     sylvian = np.hypot(z + 4 - 0.25 * np.abs(y - 2), insula)
-    cerebral = np.minimum(np.minimum(surface, sulci), sylvian) - _SULCUS
+    cerebral = np.minimum(np.minimum(surface, sulci), sylvian) - 0.8  # half a sulcus
     cerebellum = _depth(x, y + 51, z + 36, (53.0, 36.0, 25.0))
     folia = 2.6 * np.abs(np.sin((z + 0.3 * y) * np.float32(np.pi / 7) + folds)) + np.maximum(cerebellum - 10, 0)
     # the tentorium keeps the two apart
@@ -154,7 +152,7 @@ def draw_scan(size: Size, rng: np.random.Generator) -> Scan:
 
     folds, relief = [noise(pitch) for pitch in _FOLD_PITCHES], noise(_RELIEF_PITCH)
     bias, texture = ([noise(pitch) for _ in range(_CHANNELS)] for pitch in (_BIAS_PITCH, _TEXTURE_PITCH))
-    grain, gain = rng.uniform(*_NOISE, _CHANNELS), np.exp(rng.uniform(*_GAIN, _CHANNELS))
+    grain, gain = rng.uniform(0.025, 0.05, _CHANNELS), np.exp(rng.uniform(5.0, 7.1, _CHANNELS))
     image, label = np.empty((*shape, _CHANNELS), np.int16), np.empty(shape, np.uint8)
     for slab in slabs(shape.tolist()):
         i, j, k = (line.astype(np.float32) for line in np.ogrid[slab])
