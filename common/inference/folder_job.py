@@ -5,7 +5,7 @@ whole, after its last one. It vouches for the outputs of its own weights, option
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from common.run import wait_for_all
 Source = TypeVar("Source")
 Read = TypeVar("Read")
 Computed = TypeVar("Computed")
-Written = TypeVar("Written")
 Record = dict[str, Any]
 
 BAD_INPUT = (ValueError, OSError)
@@ -134,16 +133,27 @@ class FolderJob(Generic[Source, Read, Computed]):
         return 1 if failed else 0
 
     def work(self, items: Sequence[Item[Source]]) -> list[str]:
-        """Do the items, three in flight; return the names of those that could not be done."""
-        failed = []
-        with tqdm(total=len(items), unit=self.kind, disable=len(items) < 2) as bar:
-            for item, done in streamed(items, self._read, self._compute, self._write):
+        """Do the items in order, three in flight; return the names of those that could not be done.
+
+        No more than one item waits between the threads, so that memory is bounded whichever of them is slow. A bad
+        input (ValueError or OSError of reading or computing, ValueError of writing, too little memory) costs its item
+        alone. All other errors are raised, a full disk among them; what was written until then is whole.
+        """
+        failed: list[str] = []
+        writing: list[Future[None]] = []
+        bar = tqdm(total=len(items), unit=self.kind, disable=len(items) < 2)
+        with bar, ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer:
+            coming = [reader.submit(self._read, item) for item in items[:1]]
+            for number, item in enumerate(items):
+                coming += [reader.submit(self._read, following) for following in items[number + 1 : number + 2]]
+                computed = self._compute(item, coming.pop(0))
+                behind, writing = writing, [writer.submit(self._write, item, computed, failed)]
+                del computed  # the thread has it now
+                for done in behind:
+                    done.result()
                 bar.update()
-                if isinstance(done, Exception):
-                    failed.append(item.name)
-                    tqdm.write(f"set aside: {done}")
-                else:
-                    tqdm.write(f"{item.name}: {self.line(done)}")
+            for done in writing:
+                done.result()
         return failed
 
     def finished(self, item: Item[Source]) -> Record | None:
@@ -163,18 +173,28 @@ class FolderJob(Generic[Source, Read, Computed]):
     def _read(self, item: Item[Source]) -> tuple[Record, Read]:
         return self._mark(item), self.read(item)  # in this order: what changes from now on shows
 
-    def _compute(self, item: Item[Source], given: tuple[Record, Read]) -> tuple[Record, Computed]:
+    def _compute(self, item: Item[Source], coming: Future[tuple[Record, Read]]) -> tuple[Record, Computed] | Exception:
         try:
-            return given[0], self.compute(item, given[1])
+            mark, read = coming.result()
+            return mark, self.compute(item, read)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
-            raise ValueError(f"{item.name}: {error}") from error
+            return ValueError(f"{item.name}: {error}")
+        except BAD_INPUT as error:
+            return error
 
-    def _write(self, item: Item[Source], given: tuple[Record, Computed]) -> Record:
-        write_json(item.record, {"name": item.name, "begun": True})
-        record = {"name": item.name, **self.write(item, given[1]), "mark": given[0]}
-        write_json(item.record, record)
-        return record
+    def _write(self, item: Item[Source], computed: tuple[Record, Computed] | Exception, failed: list[str]) -> None:
+        try:
+            if isinstance(computed, Exception):
+                raise ValueError(str(computed))
+            write_json(item.record, {"name": item.name, "begun": True})
+            record = {"name": item.name, **self.write(item, computed[1]), "mark": computed[0]}
+            write_json(item.record, record)
+        except ValueError as error:
+            failed.append(item.name)
+            tqdm.write(f"set aside: {error}")
+        else:
+            tqdm.write(f"{item.name}: {self.line(record)}")
 
 
 def _clear(items: Sequence[Item[Source]]) -> None:
@@ -193,43 +213,3 @@ def _clear(items: Sequence[Item[Source]]) -> None:
         if item.record.is_file():
             for path in item.leavings:  # the record last: until then it says whose the others are
                 path.unlink(missing_ok=True)
-
-
-def streamed(
-    items: Sequence[Source],
-    read: Callable[[Source], Read],
-    compute: Callable[[Source, Read], Computed],
-    write: Callable[[Source, Computed], Written],
-) -> Iterator[tuple[Source, Written | Exception]]:
-    """Yield each item, in order, with what `write` returned for it, or with the error that set it aside.
-
-    `compute` runs in the calling thread, `read` and `write` in a thread each; no more than one item waits between them,
-    so that memory is bounded whichever of them is slow. A bad input (ValueError or OSError of reading or computing,
-    ValueError of writing) costs its item alone. All other errors are raised, a full disk among them; what was written
-    until then is whole.
-    """
-    with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer:
-        behind: tuple[Source, Future[Written | Exception]] | None = None
-        coming = [reader.submit(read, item) for item in items[:1]]
-        for number, item in enumerate(items):
-            coming += [reader.submit(read, following) for following in items[number + 1 : number + 2]]
-            try:
-                computed = compute(item, coming.pop(0).result())
-            except BAD_INPUT as error:
-                done: Future[Written | Exception] = Future()
-                done.set_result(error)
-            else:
-                done = writer.submit(_written, write, item, computed)
-                del computed  # the thread has it now
-            if behind is not None:
-                yield behind[0], behind[1].result()
-            behind = item, done
-        if behind is not None:
-            yield behind[0], behind[1].result()
-
-
-def _written(write: Callable[[Source, Computed], Written], item: Source, computed: Computed) -> Written | Exception:
-    try:
-        return write(item, computed)
-    except ValueError as error:
-        return error

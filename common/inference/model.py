@@ -31,11 +31,9 @@ class Trained(Protocol):
     @property
     def precision(self) -> Precision:
         """What the network was trained in."""
-        ...
 
     def build(self, weights: Path | None = None) -> nn.Module:
         """Return the network on the CPU, with the weights of a file."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -167,19 +165,16 @@ def initialise(
     Raises:
         ValueError: names the first entries that are missing, left over, or of another shape.
     """
-    weights, own = {rename(name): value for name, value in load_weights(path).items()}, network.state_dict()
-    missing, extra = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    shapes = [
-        f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
-        for name in sorted(own.keys() & weights.keys())
-        if own[name].shape != weights[name].shape
-    ]
-    if missing or extra or shapes:
-        own_arguments = ", ".join(f"{name} {value}" for name, value in made_of.items())
-        remedy = f"; it is built with {own_arguments}: give it the weights' own" if made_of else ""
+    weights = {rename(name): value for name, value in load_weights(path).items()}
+    own, given = ({name: tuple(each.shape) for name, each in some.items()} for some in (network.state_dict(), weights))
+    if own != given:
+        missing, extra = sorted(own.keys() - given.keys())[:3], sorted(given.keys() - own.keys())[:3]
+        shared = sorted(name for name in own.keys() & given.keys() if own[name] != given[name])
+        shapes = [f"{name} {given[name]} instead of {own[name]}" for name in shared[:3]]
+        arguments = ", ".join(f"{name} {value}" for name, value in made_of.items())
+        remedy = f"; it is built with {arguments}: give it the weights' own" if made_of else ""
         raise ValueError(
-            f"{path}: does not fit this network; missing {missing[:3]}, left over {extra[:3]}, "
-            f"other shapes {shapes[:3]}{remedy}"
+            f"{path}: does not fit this network; missing {missing}, left over {extra}, other shapes {shapes}{remedy}"
         )
     network.load_state_dict(weights)
 
