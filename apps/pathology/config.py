@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from common.export.options import ExportConfig
+from common.export import ExportConfig
 from common.inference.options import AnyPrecision, Backend
 from common.training.config import Check, TrainingConfig, parse_training
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from common.export.options import ExportConfig
+from common.export import ExportConfig
 from common.training.config import Check, Crops, SegmentationConfig, Windows, parse_training
 
 _DESCRIPTION = (

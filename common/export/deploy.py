@@ -11,12 +11,12 @@ from common.data.dataset import Case, read_dataset
 from common.data.preparation import PreparedCase, prepare_case
 from common.data.synthetic import make_synthetic
 from common.data.threads import map_in_threads
+from common.export import ExportConfig
 from common.export.bundle import NetworkConfig, write_volume_bundle
 from common.export.export import GATE_CASES, ExportedEngine, ExportRecord, export_volumes, judge_on
 from common.export.gate import Judge
 from common.export.int8 import quantiser
 from common.export.model_card import model_card, read_if_there
-from common.export.options import ExportConfig
 from common.export.triton import write_triton
 from common.files import sha256_of, write_json
 from common.inference.model import VolumeModel

@@ -80,6 +80,7 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
     metadata = read_metadata(fp32)
     assert metadata["precision"] == "fp32"
     model: Any = onnx.load(str(fp32))
+    operators = Counter(node.op_type for node in model.graph.node)
     onnx.helper.set_model_props(model, _PREPROCESSED)
     feeds = ({model.graph.input[0].name: window[None].float().cpu().contiguous().numpy()} for window in windows)
     with atomic_path(int8) as part:
@@ -104,17 +105,8 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
         onnx.helper.set_model_props(quantised, {**metadata, "precision": "int8"})
         onnx.save_model(quantised, str(part))
         onnx.checker.check_model(str(part), full_check=True)
-    return _note(quantised.graph)
-
-
-def _note(graph: Any) -> str:  # noqa: ANN401 - a class of an untyped module
-    restored = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
-    taken: Counter[str] = Counter()
-    kept: Counter[str] = Counter()
-    for node in graph.node:
-        if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
-            in_int8 = node.op_type in QUANTISED and restored.issuperset(node.input[:2])
-            (taken if in_int8 else kept)[node.op_type] += 1
+    kept = {operator: count for operator, count in operators.items() if operator not in QUANTISED}
+    taken = {operator: operators[operator] for operator in operators.keys() - kept.keys()}
     return f"INT8: {_listed(taken)}; fp32, as only convolutions are quantised: {_listed(kept)}"
 
 

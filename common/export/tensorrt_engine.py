@@ -82,7 +82,7 @@ def build_engine(onnx_path: Path, engine_path: Path, flavour: FlavourChoice = "a
         EngineError: TensorRT cannot build the engine; the message holds its log.
         ValueError: `onnx_path` is not such a model.
     """
-    chosen = choose_flavour(flavour)
+    chosen, gpu = choose_flavour(flavour), host_gpu()
     trt = cast(ModuleType, tensorrt_module(chosen))
     metadata = read_metadata(onnx_path)
     wanted = EngineManifest(
@@ -91,7 +91,7 @@ def build_engine(onnx_path: Path, engine_path: Path, flavour: FlavourChoice = "a
         plan_sha256="",
         flavour=chosen,
         version=trt.__version__,
-        targets=_targets(chosen),
+        targets=(gpu,) if gpu and (chosen == "tensorrt" or gpu == RTX_TURING) else RTX_TARGETS,
         precision=cast(Any, metadata["precision"]),
         window=numbers(metadata["window"]),
         smallest=numbers(metadata["smallest"]),
@@ -120,15 +120,6 @@ def rebuild_engine(engine_path: Path) -> EngineManifest:
     if engine_path.is_file() and manifest_path(engine_path).is_file():
         verify_onnx(engine_path, read_manifest(engine_path))
     return build_engine(onnx_path, engine_path)
-
-
-def _targets(flavour: Flavour) -> tuple[str, ...]:
-    """Return the compute capabilities that an engine built here serves."""
-    gpu = host_gpu()
-    if flavour == "tensorrt":
-        assert gpu is not None  # else there is no such flavour here
-        return (gpu,)
-    return (RTX_TURING,) if gpu == RTX_TURING else RTX_TARGETS
 
 
 def _serialized(trt: ModuleType, onnx_path: Path, wanted: EngineManifest) -> bytes:
