@@ -255,7 +255,7 @@ class SegmentationConfig(TrainingConfig):
         """Return the checks of single fields; an app adds its own."""
         return (
             *super().checks(),
-            ("spacing", self.spacing is None or min(self.spacing) > 0, "above 0 mm on each axis"),
+            ("spacing", all(0.01 <= side <= 100 for side in self.spacing or ()), "0.01 to 100 mm on each axis"),
             ("crops.flips", set(self.crops.flips or "") <= set("xyz"), "letters of xyz, or empty"),
             ("crops.intensity", 0 <= self.crops.intensity < 1, "in [0, 1)"),
             ("windows.overlap", 0 <= self.windows.overlap < 1, "in [0, 1)"),

@@ -13,7 +13,8 @@ from common.training.config import Cache, Crops
     [
         (["--epochs", "0"], "epochs 0: must be at least 1"),
         (["--learning_rate", "-1"], "learning_rate -1.0: must be above 0"),
-        (["--spacing", "[1,0,2]"], r"spacing (1.0, 0.0, 2.0): must be above 0 mm on each axis"),
+        (["--spacing", "[1,0,2]"], r"spacing (1.0, 0.0, 2.0): must be 0.01 to 100 mm on each axis"),
+        (["--spacing", "[1e-320,1,1]"], "must be 0.01 to 100 mm on each axis"),
         (["--window", "[100,-100]"], "window (100.0, -100.0): must be lower bound first"),
         (["--crops.flips", "xq"], "crops.flips xq: must be letters of xyz"),
         (["--recipe", "guide", "--crop_size", "[90,96,96]"],
