@@ -5,28 +5,20 @@ from typing import Any
 
 import torch
 from monai.transforms import (
-    EnsureChannelFirstd,
     EnsureTyped,
     Lambdad,
-    LoadImaged,
-    NormalizeIntensityd,
-    Orientationd,
     RandFlipd,
     RandScaleIntensityd,
     RandShiftIntensityd,
     RandSpatialCropd,
-    ScaleIntensityRanged,
-    Spacingd,
     SpatialPadd,
-    ToDeviced,
 )
 
 from apps.brats.config import BratsConfig
+from common.data.monai_batches import KEYS, normalise_transforms, read_transforms
 from common.data.preparation import Preparation
 from common.training.config import decided
 
-_KEYS = ("image", "label")
-_AXES = (("L", "R"), ("P", "A"), ("I", "S"))
 _PROBABILITY = 0.5  # the guide's, of each flip and of each change of intensity
 
 Chain = list[Callable[[Any], Any]]
@@ -44,21 +36,13 @@ def deterministic_transforms(preparation: Preparation, device: torch.device | No
 
     The guide makes three masks of the label here; we keep the class numbers, and the loss makes the masks.
     """
-    return [
-        LoadImaged(_KEYS),
-        *([] if device is None else [ToDeviced(_KEYS, device)]),
-        EnsureChannelFirstd(_KEYS),
-        Orientationd(_KEYS, axcodes="RAS", labels=_AXES),
-        Spacingd(_KEYS, pixdim=preparation.spacing, mode=("bilinear", "nearest")),
-    ]
+    return read_transforms(preparation, device)
 
 
 def normalisation(preparation: Preparation) -> Chain:
     """Return the normalisation, which the guide does after the crop, in every step, and in validation on the whole."""
-    if preparation.window is not None:
-        low, high = preparation.window
-        return [ScaleIntensityRanged("image", low, high, 0.0, 1.0, clip=True)]
-    return [NormalizeIntensityd("image", nonzero=True, channel_wise=True), EnsureTyped(_KEYS, track_meta=False)]
+    scaled = normalise_transforms(preparation)
+    return scaled if preparation.window else [*scaled, EnsureTyped(KEYS, track_meta=False)]
 
 
 def random_transforms(
@@ -66,10 +50,10 @@ def random_transforms(
 ) -> Chain:
     """Return the guide's random transforms; volumes smaller than a crop are padded first (our addition)."""
     return [
-        SpatialPadd(_KEYS, crop_size),
-        RandSpatialCropd(_KEYS, roi_size=crop_size, random_size=False),
+        SpatialPadd(KEYS, crop_size),
+        RandSpatialCropd(KEYS, roi_size=crop_size, random_size=False),
         Lambdad("image", torch.clone),  # the crop is a view of the cache, and the normalisation writes into it
-        *(RandFlipd(_KEYS, prob=_PROBABILITY, spatial_axis="xyz".index(axis)) for axis in flip_axes),
+        *(RandFlipd(KEYS, prob=_PROBABILITY, spatial_axis="xyz".index(axis)) for axis in flip_axes),
         *normalisation(preparation),
         RandScaleIntensityd("image", factors=intensity, prob=_PROBABILITY),
         RandShiftIntensityd("image", offsets=intensity, prob=_PROBABILITY),

@@ -7,13 +7,24 @@ from typing import Any, Literal
 import torch
 from monai.data import CacheDataset, DataLoader, Dataset, ThreadBuffer, ThreadDataLoader
 from monai.data.utils import set_rnd
-from monai.transforms import Compose
+from monai.transforms import (
+    Compose,
+    EnsureChannelFirstd,
+    LoadImaged,
+    NormalizeIntensityd,
+    Orientationd,
+    ScaleIntensityRanged,
+    Spacingd,
+    ToDeviced,
+)
 
 from common.data.batches import Batch
 from common.data.dataset import Case
+from common.data.preparation import Preparation
 
 MonaiSource = Literal["uncached", "cached"]
 Transforms = Sequence[Callable[[Any], Any]]
+KEYS = ("image", "label")
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,24 @@ def monai_crops(
         return Batch(plain(image), plain(label), tuple(items["name"]))
 
     return MonaiBatches(loader, to_batch, seed)
+
+
+def read_transforms(preparation: Preparation, device: torch.device | None = None) -> list[Callable[[Any], Any]]:
+    """Return the transforms that read image and label onto the working grid, in the guides' order; on `device`."""
+    return [
+        LoadImaged(KEYS),
+        *([] if device is None else [ToDeviced(KEYS, device)]),
+        EnsureChannelFirstd(KEYS),
+        Orientationd(KEYS, axcodes="RAS", labels=(("L", "R"), ("P", "A"), ("I", "S"))),
+        Spacingd(KEYS, pixdim=preparation.spacing, mode=("bilinear", "nearest")),
+    ]
+
+
+def normalise_transforms(preparation: Preparation) -> list[Callable[[Any], Any]]:
+    """Return what scales the image to [0, 1] in its window, or each channel to its own z-scores."""
+    if preparation.window is not None:
+        return [ScaleIntensityRanged("image", *preparation.window, 0.0, 1.0, clip=True)]
+    return [NormalizeIntensityd("image", nonzero=True, channel_wise=True)]
 
 
 def monai_items(cases: Sequence[Case]) -> list[dict[str, str]]:
