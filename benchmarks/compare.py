@@ -13,7 +13,6 @@ Run: python benchmarks/compare.py APP --data FOLDER [--part preparation step inf
 import argparse
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import GUIDES, Options, Row, Values, row, show
+from common.config import replaced
 from common.files import write_json
 from common.run import environment
 
@@ -42,18 +42,15 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def quality(options: Options) -> list[Row]:
-    """Train the guide and fast over as many seeds as rounds, what the app's module names in `EQUAL` being equal."""
+    """Train the guide and fast over as many seeds as rounds; what the guide's module names in `QUALITY` is equal."""
     own, recipes = options.own, import_module(f"apps.{options.app}.config").RECIPES
     train = import_module(f"apps.{options.app}.train").main
-    given = {"device": str(options.device), "store": options.folder, "precision": options.chosen}
-    fast = replace(own.QUALITY, **given)
-    guide = replace(recipes["guide"], **given, **{name: getattr(fast, name) for name in ("data", *own.EQUAL)})
+    given = {"device": str(options.device), "store": options.folder, "precision": options.chosen, "engine": "none"}
     scores: Values = {"guide": [], "fast": []}
     for seed in range(options.rounds):
-        for name, config in {"guide": guide, "fast": fast}.items():
-            if name == "fast" or options.both:
-                summary = train(replace(config, seed=seed, run=options.folder / f"{name}-{seed}"))
-                scores[name].append(summary["quality"]["value"])
+        for name in ("guide", "fast")[not options.both :]:
+            changes = {**own.QUALITY, **given, "seed": seed, "run": options.folder / f"{name}-{seed}"}
+            scores[name].append(train(replaced(recipes[name], changes))["quality"]["value"])
     return [row(f"{own.JUDGED}, {options.rounds} seeds, equal epochs", "", scores["guide"], scores["fast"])]
 
 

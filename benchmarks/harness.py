@@ -105,12 +105,11 @@ class Options:
         bf16: list[Precision] = ["bf16"] if computes_bf16(self.device) else []
         return list(dict.fromkeys(["fp32", *bf16, self.chosen]))
 
-    def guide_step(self, network: nn.Module, precision: str) -> Callable[[Any, Any], object]:
-        """Return a step of the guide's network, of images and what its loss takes."""
+    def guide_step(self, network: nn.Module, precision: str) -> Any:  # noqa: ANN401 - a function
+        """Return a step of the guide's network: of images and what its loss takes, it returns the loss."""
         network, peer = network.to(self.device), self.own.peer
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
-        step: Callable[[Any, Any], object] = peer.make_step(network, peer.make_optimizer(network), dtype)
-        return step
+        return peer.make_step(network, peer.make_optimizer(network), dtype)
 
 
 def fast_step(network: nn.Module, loss: Loss, precision: Precision, device: torch.device) -> Callable[..., object]:

@@ -5,7 +5,7 @@ Run: python benchmarks/ladder.py APP [--device cpu] [--seeds 1] [--epochs N] [--
 Each rung (benchmarks/rungs.yaml) is a training in a process of its own, on the app's small synthetic data (or --data):
 crop, network, batch and epochs are equal on all rungs of the climb. In each round (seed) the rungs run one after the
 other, so that neighbours are neighbours in time, and a ratio is the median over the rounds. FOLDER gets ladder.json,
-ladder.md and the figures; what cannot run here is listed with its reason. With 16 GiB of memory and two cores it takes
+ladder.md and time.png; what cannot run here is listed with its reason. With 16 GiB of memory and two cores it takes
 12 to 22 minutes.
 """
 
@@ -75,7 +75,7 @@ def main() -> None:
     record |= {"environment": about, "seconds in all": round(time.perf_counter() - began, 1)}
     write_json(output / "ladder.json", record)
     write_text(output / "ladder.md", markdown(record) + "\n")
-    draw_ladder(output, record)
+    draw_ladder(output / "time.png", record)
     print(f"{markdown(record)}\n{record['seconds in all']:.0f} s; {output / 'ladder.json'}", flush=True)
 
 
@@ -254,41 +254,16 @@ def _cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
 
 
-def draw_ladder(folder: Path, record: Figures) -> None:
-    """Write `ladder.png` (time of a step and quality per rung) and `time.png` (quality against time)."""
-    rungs, metric = [rung for rung in record["climb"] if "failed" not in rung], _metric(record["climb"])
-    if rungs:
-        _draw_steps(folder / "ladder.png", rungs, metric)
-        _draw_curves(folder / "time.png", rungs, metric)
-
-
-def _draw_steps(path: Path, rungs: list[Figures], metric: str) -> None:
-    figure = Figure(figsize=(10, 0.5 + 0.45 * len(rungs)), dpi=120, layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
-    places = np.arange(len(rungs))[::-1]
-    whole = np.array([rung["s per step"] for rung in rungs])
-    waiting = whole * [rung["waited, percent"] / 100 for rung in rungs]
-    left.barh(places, whole - waiting, color="#0072B2", label="computing")
-    bars = left.barh(places, waiting, left=whole - waiting, color="#E69F00", label="waiting for batches")
-    left.bar_label(bars, [f" {seconds:.3g} s" for seconds in whole], fontsize=8)
-    left.set_yticks(places, [rung["rung"] for rung in rungs], fontsize=8)
-    left.set_xlabel("seconds per step")
-    left.margins(x=0.15)
-    left.legend(fontsize=8, loc="lower right")
-    right.plot([rung[metric] for rung in rungs], places, "o", color="#D55E00")
-    right.set_xlabel(f"{metric} at the end")
-    right.grid(axis="x", alpha=0.3)
-    save_png(path, figure)
-
-
-def _draw_curves(path: Path, rungs: list[Figures], metric: str) -> None:
+def draw_ladder(path: Path, record: Figures) -> None:
+    """Draw each rung's quality against time, as far as they did not fail."""
+    rungs = [rung for rung in record["climb"] if "failed" not in rung]
     figure = Figure(figsize=(10, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(rungs)))
     for rung, colour in zip(rungs, colours, strict=True):
         seconds, values = np.array(rung["curves"][0]).T
         axes.plot(seconds, values, marker="o", markersize=3, color=colour, label=rung["rung"])
-    axes.set(xscale="log", xlabel="seconds of preparation and training (log)", ylabel=f"validation {metric}")
+    axes.set(xscale="log", xlabel="seconds of preparation and training (log)", ylabel=f"validation {_metric(rungs)}")
     axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.grid(alpha=0.3)
     save_png(path, figure)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import nibabel
 import numpy as np
@@ -122,12 +121,11 @@ def guide_steps(task: Task, crop: Size, batch: int) -> Sides:
     given = same.image, task.own.target(same.label)
     loader = task.own.loader(task.cases, task.model, crop, batch, task.device)
     loaded = ((item["image"], item["label"]) for _ in count() for item in loader)
-
-    def stepping(precision: str) -> Callable[[Any, Any], object]:
-        return task.guide_step(task.own.peer.make_network(task.model.preparation.channels), precision)
-
-    sides: dict[str, Step] = {f"guide {each}": partial(stepping(each), *given) for each in task.guide_precisions}
-    own = stepping(task.usual)
+    make = partial(task.own.peer.make_network, task.model.preparation.channels)
+    sides: dict[str, Step] = {
+        f"guide {each}": partial(task.guide_step(make(), each), *given) for each in task.guide_precisions
+    }
+    own = task.guide_step(make(), task.usual)
     return {**sides, "guide with its batch": lambda: own(*next(loaded))}
 
 

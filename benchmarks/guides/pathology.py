@@ -4,20 +4,22 @@ Patches and batches are multiples of nine, the patches of a region.
 """
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from apps.pathology.config import PathologyConfig
 from apps.pathology.patches.table import PatchTable
 from benchmarks import slides
 from benchmarks.harness import Sides
 from benchmarks.peers import pathology_guide as peer
-from benchmarks.slides import Step, Task, held, save_map
+from benchmarks.slides import Task, held, save_map
 from common.inference.model import load_weights
 from data_scripts.make_slides import make_slides
+
+Step = Callable[[torch.Tensor, torch.Tensor], object]
 
 parts = slides
 
@@ -33,16 +35,11 @@ WARM = (1152, 9, 400)  # patches, batch and steps of the training before the sca
 SCAN_BATCH = 64  # patches in one call of the guide's scan; the bundle has 400
 MASK_LEVEL = peer.MASK_LEVEL  # of the guide's tissue mask; one patch for each of its pixels, every 64 at level 6
 # The app's own figures for a CPU, 300 steps, with our learning rate for both sides: the guide's is made for 40,000.
-QUALITY = PathologyConfig(
-    patch_size=96,
-    patches_per_slide=160,
-    batch_size=32,
-    epochs=10,
-    validate_every=10,
-    engine="none",
-)
+QUALITY = {
+    "patch_size": 96, "patches_per_slide": 160, "batch_size": 32, "learning_rate": 0.01, "epochs": 10,
+    "validate_every": 10,
+}  # fmt: skip
 JUDGED = "patch AUC on synthetic slides"
-EQUAL = ("patch_size", "patches_per_slide", "batch_size", "learning_rate", "epochs", "validate_every", "engine")
 
 
 def make_data(folder: Path, small: bool) -> Path:
@@ -52,12 +49,20 @@ def make_data(folder: Path, small: bool) -> Path:
 
 def guide_preparation(task: Task, table: PatchTable, batch: int) -> Sides:
     """Return an epoch of loading and augmenting by MONAI, by way of each of its loaders."""
+    return _epochs(task, table, batch, lambda: lambda image, label: None)
 
-    def epoch(loader: Any) -> None:  # noqa: ANN401 - MONAI's
+
+def guide_epochs(task: Task, table: PatchTable, batch: int) -> Sides:
+    """Return the guide's epochs over the table, loading included, by way of each of MONAI's loaders."""
+    return _epochs(task, table, batch, lambda: task.guide_step(peer.FullyConvolutional(table.size), task.usual))
+
+
+def _epochs(task: Task, table: PatchTable, batch: int, make_step: Callable[[], Step]) -> Sides:
+    def epoch(loader: Any, step: Step) -> None:  # noqa: ANN401 - MONAI's
         for item in loader:
-            item["image"].to(task.device)
+            step(item["image"].to(task.device), item["label"].to(task.device, torch.float32))
 
-    return {name: partial(epoch, loader) for name, loader in guide_loaders(task, table, batch).items()}
+    return {name: partial(epoch, loader, make_step()) for name, loader in guide_loaders(task, table, batch).items()}
 
 
 def guide_loaders(task: Task, table: PatchTable, batch: int) -> dict[str, Any]:
@@ -89,22 +94,6 @@ def guide_steps(task: Task, table: PatchTable, batch: int) -> Sides:
         f"guide {each}": partial(task.guide_step(peer.FullyConvolutional(table.size), each), same.image, same.label)
         for each in task.guide_precisions
     }
-
-
-def guide_epochs(task: Task, table: PatchTable, batch: int) -> Sides:
-    """Return the guide's epochs over the table, loading included, by way of each of MONAI's loaders."""
-    device = task.device
-
-    def side(loader: Any) -> Step:  # noqa: ANN401 - MONAI's
-        one_step = task.guide_step(peer.FullyConvolutional(table.size), task.usual)
-
-        def epoch() -> None:
-            for item in loader:
-                one_step(item["image"].to(device), item["label"].to(device, torch.float32))
-
-        return epoch
-
-    return {name: side(loader) for name, loader in guide_loaders(task, table, batch).items()}
 
 
 def guide_inference(task: Task) -> Sides:

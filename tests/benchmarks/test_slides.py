@@ -127,7 +127,7 @@ def test_inference_scores_both_maps(folder, tmp_path, guide):
 @pytest.mark.slow  # two whole runs, exports and all
 def test_quality_is_of_equal_runs_of_both_recipes(folder, tmp_path, monkeypatch):
     tiny = {"patch_size": 64, "patches_per_slide": 12, "batch_size": 6, "epochs": 1, "tile_size": 1024}
-    monkeypatch.setattr(pathology, "QUALITY", replaced(pathology.QUALITY, {"data": folder, "held_out": 0.5, **tiny}))
+    monkeypatch.setattr(pathology, "QUALITY", {**pathology.QUALITY, "data": folder, "held_out": 0.5, **tiny})
     (found,) = compare.quality(Options("pathology", CPU, 1, tmp_path, True))
     assert 0 <= found["guide"] <= 1
     assert 0 <= found["fast"] <= 1

@@ -2,8 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
-from typing import Any
 
 import nibabel
 import numpy as np
@@ -119,13 +117,8 @@ def test_regions_other_than_the_guides_are_refused(small_heads, tmp_path):
 @pytest.mark.slow  # two whole runs, exports and all
 @pytest.mark.usefixtures("small")
 def test_quality_is_of_equal_runs_of_both_recipes(small_heads, tmp_path, monkeypatch):
-    tiny: dict[str, Any] = {
-        "split": "all",
-        "epochs": 2,
-        "crop_size": (16, 16, 16),
-        "windows": Windows(size=(24, 24, 24)),
-    }
-    monkeypatch.setattr(brats, "QUALITY", replace(brats.QUALITY, data=small_heads, **tiny))
+    tiny = {"split": "all", "epochs": 2, "crop_size": (16, 16, 16), "windows": Windows(size=(24, 24, 24))}
+    monkeypatch.setattr(brats, "QUALITY", {**brats.QUALITY, "data": small_heads, **tiny})
     (found,) = compare.quality(Options("brats", CPU, 1, tmp_path, True))
     assert found["what"] == "Dice on phantoms, 1 seeds, equal epochs"
     assert 0 <= found["guide"] <= 1
