@@ -12,7 +12,6 @@ Run: python benchmarks/compare.py APP --data FOLDER [--part preparation step inf
 
 import argparse
 import tempfile
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,6 @@ from benchmarks.harness import GUIDES, Options, Row, Values, row, show
 from common.config import replaced
 from common.files import write_json
 from common.run import environment
-
-PARTS = ("preparation", "step", "inference", "quality")
-
-
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("app", choices=GUIDES)
-    parser.add_argument("--data", type=Path, required=True, help="folder in MSD layout, or of slides")
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure; default all")
-    parser.add_argument("--sides", choices=("both", "fast"), default="both", help="fast: ours alone")
-    parser.add_argument("--cases", type=int, default=8, help="cases to prepare; half as many are segmented (scanned)")
-    parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
-    return parser.parse_args(arguments)
 
 
 def quality(options: Options) -> list[Row]:
@@ -56,7 +39,17 @@ def quality(options: Options) -> list[Row]:
 
 def main() -> None:
     """Run the parts that were asked for, print their rows, and write all of it as JSON."""
-    given = parse_options()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("app", choices=GUIDES)
+    parser.add_argument("--data", type=Path, required=True, help="folder in MSD layout, or of slides")
+    parts = ("preparation", "step", "inference", "quality")
+    parser.add_argument("--part", nargs="+", choices=parts, default=parts, help="what to measure; default all")
+    parser.add_argument("--sides", choices=("both", "fast"), default="both", help="fast: ours alone")
+    parser.add_argument("--cases", type=int, default=8, help="cases to prepare; half as many are segmented (scanned)")
+    parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    given = parser.parse_args()
     device = torch.device(given.device)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
@@ -67,10 +60,10 @@ def main() -> None:
             "app": given.app, "environment": environment(device), "data": str(given.data), "cases": given.cases,
             "rounds": given.rounds, "fast chooses": options.chosen, "rows": rows,
         }  # fmt: skip
-        parts = options.own.parts
-        task = parts.open_task(options, given.data, given.cases)
+        measured = options.own.parts
+        task = measured.open_task(options, given.data, given.cases)
         for part in given.part:
-            found = quality(options) if part == "quality" else getattr(parts, part)(task)
+            found = quality(options) if part == "quality" else getattr(measured, part)(task)
             print(f"== {part}", *map(show, found), sep="\n", flush=True)
             rows += found
             if given.output is not None:  # after each part, so that an interrupted run keeps the parts before

@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,33 +26,34 @@ _NUMERALS = {1: "one", 2: "two", 4: "four", 8: "eight", 16: "sixteen"}
 _TABLE = re.compile(r"\| on [^\n]*\| guide \| fast \| ratio \|\n(?:\|[^\n]*\n)+")
 
 
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+def main() -> None:
+    """Measure, write the record, and update the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("app", choices=GUIDES)
     parser.add_argument("--data", type=Path, help="folder of the dataset")
     parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
     parser.add_argument("--today", default=datetime.date.today().isoformat(), help="date in the record's name")
-    return parser.parse_args(arguments)
-
-
-def main() -> None:
-    """Measure, write the record, and update the README."""
-    options = parse_options()
+    given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name().lower().replace(" ", "-") if device == "cuda" else device
     name += "-bf16" if device == "cpu" and computes_bf16(torch.device(device)) else ""
-    folder = ROOT / "benchmarks" / "records" / f"{options.today}_{name}_{options.app}-guide-against-fast"
+    folder = ROOT / "benchmarks" / "records" / f"{given.today}_{name}_{given.app}-guide-against-fast"
     if (folder / "record.json").exists():
         raise SystemExit(f"{folder} is there already: move it, or give another --today")
     with tempfile.TemporaryDirectory(prefix="record-") as made:
-        data = options.data or guide_of(options.app).make_data(Path(made) / "data", small=False)
-        command = [sys.executable, "benchmarks/compare.py", options.app, "--data", str(data)]
-        command += ["--rounds", str(options.rounds), "--output", str(folder / "record.json")]
+        data = given.data or guide_of(given.app).make_data(Path(made) / "data", small=False)
+        command = [sys.executable, "benchmarks/compare.py", given.app, "--data", str(data)]
+        command += ["--rounds", str(given.rounds), "--output", str(folder / "record.json")]
         subprocess.run(command, cwd=ROOT, check=True)
     if not (folder / "README.md").exists():
-        write_text(folder / "README.md", _readme(options))
-    readme = ROOT / guide_of(options.app).README
+        words = [given.app, *(["--data", given.data.name] if given.data else []), "--rounds", str(given.rounds)]
+        write_text(
+            folder / "README.md",
+            f"# {given.app.capitalize()}, guide against fast\n\n"
+            f"```bash\npython benchmarks/record.py {' '.join(words)}\n```\n\n"
+            "Both sides run in turn; figures are medians. `record.json` has machine, versions and commit.\n",
+        )
+    readme = ROOT / guide_of(given.app).README
     write_text(readme, with_record(readme.read_text(encoding="utf-8"), folder))
     print(f"{folder}\n{readme}: its table is this record's now")
 
@@ -90,15 +90,6 @@ def record_of(text: str) -> str:
     if link is None:
         raise ValueError("no table of results with a link to its record")
     return link.group(1)
-
-
-def _readme(options: argparse.Namespace) -> str:
-    data = f" --data {options.data.name}" if options.data else ""
-    return (
-        f"# {options.app.capitalize()}, guide against fast\n\n"
-        f"```bash\npython benchmarks/record.py {options.app}{data} --rounds {options.rounds}\n```\n\n"
-        "Both sides run in turn; figures are medians. `record.json` has the machine, the versions and the commit.\n"
-    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """What the machine does while a run trains: a row per second in `monitor.csv`, and the picture of it."""
 
-import csv
 import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -73,9 +72,9 @@ class Monitor:
             _log.warning(f"{self._path}: the monitor ends: {type(error).__name__}: {error}")
 
     def _sample(self) -> None:
-        rows = _read_rows(self._path) if self._path.is_file() else []
-        write_text(self._path, ",".join(COLUMNS) + "\n" + "".join(map(_line, rows)))  # without what a crash cut short
-        earlier = float(rows[-1][SECONDS]) if rows else 0.0
+        lines = _read_lines(self._path) if self._path.is_file() else []
+        write_text(self._path, "".join(f"{line}\n" for line in (",".join(COLUMNS), *lines)))
+        earlier = float(lines[-1].partition(",")[0]) if lines else 0.0
         host, stopped = _Host(), False
         began = host.read_at
         while not stopped:
@@ -84,7 +83,7 @@ class Monitor:
                 return
             row = {**host.read(), **_read_gpu(self._device), SECONDS: earlier + host.read_at - began}
             with self._path.open("a", encoding="utf-8") as stream:
-                stream.write(_line(row))
+                stream.write(",".join(f"{row[name]:.3f}" if name in row else "" for name in COLUMNS) + "\n")
 
 
 class _Host:
@@ -146,12 +145,11 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
 
     Raises:
         OSError: the table cannot be read or the picture not be written.
-        ValueError: the table holds what is no number.
     """
-    rows = _read_rows(csv_path)
-    if not rows:
+    lines = _read_lines(csv_path)
+    if not lines:
         return
-    values = {name: np.array([float(row.get(name) or "nan") for row in rows]) for name in COLUMNS}
+    values = dict(zip(COLUMNS, np.genfromtxt(lines, delimiter=",", ndmin=2).T, strict=True))
     panels = {
         title: names for title, names in PANELS.items() if "GPU" not in title or np.isfinite(values[names[0]]).any()
     }
@@ -170,12 +168,7 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
     save_png(png_path, figure)
 
 
-def _read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of the table; a last line that a crash cut short is left out."""
+def _read_lines(path: Path) -> list[str]:
+    """Return the lines below the header; a last one that a crash cut short is left out."""
     whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return list(csv.DictReader(whole.splitlines(), restval=""))
-
-
-def _line(row: Mapping[str, float | str]) -> str:
-    cells = (row.get(name, "") for name in COLUMNS)
-    return ",".join(cell if isinstance(cell, str) else f"{cell:.3f}" for cell in cells) + "\n"
+    return whole.splitlines()[1:]
