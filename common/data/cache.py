@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -45,6 +45,7 @@ class CachePlan:
     lines: tuple[str, ...]
 
 
+@dataclass
 class CaseCache:
     """The cases of one partition. A case goes by its number in the dataset.
 
@@ -63,22 +64,16 @@ class CaseCache:
         epochs: of the run; for later ones nothing is loaded ahead.
     """
 
-    def __init__(
-        self,
-        cases_of: Callable[[int], np.ndarray],
-        crop_size: Shape,
-        device: torch.device,
-        on_host: bool,
-        load: Callable[[int], CachedCase],
-        ahead: int | None = None,
-        epochs: int | None = None,
-    ) -> None:
-        """Begin with no case."""
-        self.cases_of, self.crop_size, self.device, self.on_host = cases_of, crop_size, device, on_host
-        self._load, self._ahead, self._epochs = load, ahead, epochs
-        self._here: dict[int, CachedCase] = {}
-        self._coming: dict[int, Future[CachedCase]] = {}
-        self._pool: ThreadPoolExecutor | None = None
+    cases_of: Callable[[int], np.ndarray]
+    crop_size: Shape
+    device: torch.device
+    on_host: bool
+    load: Callable[[int], CachedCase]
+    ahead: int | None = None
+    epochs: int | None = None
+    _here: dict[int, CachedCase] = field(default_factory=dict)
+    _coming: dict[int, Future[CachedCase]] = field(default_factory=dict)
+    _pool: ThreadPoolExecutor | None = None
 
     @contextmanager
     def epoch(self, number: int) -> Iterator[np.ndarray]:
@@ -88,9 +83,9 @@ class CaseCache:
             Exception: what `load` raises, also for what was loaded ahead.
         """
         numbers = self.cases_of(number)
-        if self._ahead is not None:
+        if self.ahead is not None:
             self._bring(numbers.tolist())
-            self._begin_next(number + 1, self._ahead)
+            self._begin_next(number + 1, self.ahead)
         try:
             yield numbers
         except BaseException:  # the epoch is left early, for whatever reason: no thread stays behind
@@ -99,7 +94,7 @@ class CaseCache:
 
     def case(self, number: int) -> CachedCase:
         """Return a case of the present epoch."""
-        return self._load(number) if self._ahead is None else self._here[number]
+        return self.load(number) if self.ahead is None else self._here[number]
 
     def _bring(self, wanted: list[int]) -> None:
         """Have the wanted cases here and no other."""
@@ -110,17 +105,17 @@ class CaseCache:
         finally:
             self._cancel()
         missing = [number for number in wanted if number not in self._here]
-        loaded = map_in_threads(self._load, missing, "loading cases", progress=False)
+        loaded = map_in_threads(self.load, missing, "loading cases", progress=False)
         self._here |= zip(missing, loaded, strict=True)
 
     def _begin_next(self, epoch: int, ahead: int) -> None:
         """Load cases of an epoch that are not here, in a thread that ends when all are."""
-        if self._epochs is not None and epoch >= self._epochs:
+        if self.epochs is not None and epoch >= self.epochs:
             return
         new = [number for number in self.cases_of(epoch).tolist() if number not in self._here][:ahead]
         if new:
             self._pool = ThreadPoolExecutor(1, "cases ahead")
-            self._coming = {number: self._pool.submit(self._load, number) for number in new}
+            self._coming = {number: self._pool.submit(self.load, number) for number in new}
             self._pool.shutdown(wait=False)
 
     def _cancel(self) -> None:

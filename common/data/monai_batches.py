@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from monai.data import CacheDataset, DataLoader, Dataset, ThreadBuffer, ThreadDataLoader
@@ -22,7 +22,6 @@ from common.data.batches import Batch
 from common.data.dataset import Case
 from common.data.preparation import Preparation
 
-MonaiSource = Literal["uncached", "cached"]
 Transforms = Sequence[Callable[[Any], Any]]
 KEYS = ("image", "label")
 
@@ -62,8 +61,8 @@ class MonaiBatches:
 def monai_crops(
     cases: Sequence[Case],
     transforms: Transforms,
-    source: MonaiSource,
     *,
+    cached: bool,
     crops_per_case: int,
     batch_size: int,
     workers: int | None,
@@ -75,8 +74,9 @@ def monai_crops(
     Args:
         cases: labelled training cases of this rank; each rank must have as many.
         transforms: from a case's files to the items "image" [C, X, Y, Z] and "label" [1, X, Y, Z], `crops_per_case` of
-            them; with the source "cached" the deterministic ones at the front are cached, which happens now.
-        source: "uncached" (Dataset, DataLoader) or "cached" (CacheDataset, ThreadDataLoader).
+            them.
+        cached: CacheDataset and ThreadDataLoader, which caches the deterministic transforms at the front now; else
+            Dataset and DataLoader.
         crops_per_case: crops that MONAI takes of a case at once.
         batch_size: crops in one step of this rank.
         workers: loader processes, or threads that fill the cache; None takes MONAI's default.
@@ -88,12 +88,10 @@ def monai_crops(
     """
     cases_per_step, left = divmod(batch_size, crops_per_case)
     if left or not cases_per_step:
-        raise ValueError(
-            f"batch_size {batch_size}: must be a multiple of crops.per_case ({crops_per_case}) (MONAI, {source})"
-        )
+        raise ValueError(f"batch_size {batch_size}: must be a multiple of crops.per_case ({crops_per_case}) with MONAI")
     items, chain = monai_items(cases), Compose(list(transforms))
     given = {"batch_size": cases_per_step, "shuffle": True, "generator": torch.Generator()}
-    if source == "cached":
+    if cached:
         cache = CacheDataset(items, chain, cache_rate=1.0, num_workers=workers, copy_cache=False)
         loader = ForwardingThreadDataLoader(cache, num_workers=0, **given)
     else:

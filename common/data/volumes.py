@@ -60,15 +60,13 @@ def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volu
             it holds not-a-number or infinite voxels. The message names the file, what was due and what was found.
     """
     with _open(path) as stream:
-        header = _parse_header(stream, path)
-        shape = _shape_of(header, path)
+        header, shape, affine = _parse_header(stream, path)
         if (shape[3] if len(shape) == 4 else 1) != channels:
             due = "3-D, one channel" if channels == 1 else f"4-D, {channels} channels last"
             raise ValueError(
                 f"{path}: expected {due}, found shape {shape}: split or stack the volumes, or correct `modality` in "
                 "dataset.json"
             )
-        affine = _affine_of(header, path)
         voxels = _read_voxels(stream, header, shape, path, first_only and len(shape) == 4)
     voxels = _scaled(voxels, header, path)
     if voxels.dtype.kind == "f" and not (finite := np.isfinite(voxels)).all():
@@ -86,8 +84,7 @@ def read_header(path: Path) -> tuple[tuple[int, ...], np.ndarray]:
         FileNotFoundError, ValueError: as `read_volume`, for what the header shows.
     """
     with _open(path) as stream:
-        header = _parse_header(stream, path)
-    return _shape_of(header, path), _affine_of(header, path)
+        return _parse_header(stream, path)[1:]
 
 
 def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
@@ -165,7 +162,8 @@ def _read_exactly(stream: Stream, buffer: np.ndarray) -> int:
     return filled
 
 
-def _parse_header(stream: Stream, path: Path) -> nibabel.Nifti1Header:
+def _parse_header(stream: Stream, path: Path) -> tuple[nibabel.Nifti1Header, tuple[int, ...], np.ndarray]:
+    """Return the header, the shape without axes of length 1 behind the third, and the affine."""
     block = np.empty(HEADER_BYTES, np.uint8)
     found = _read_exactly(stream, block)
     if found < HEADER_BYTES:
@@ -176,20 +174,11 @@ def _parse_header(stream: Stream, path: Path) -> nibabel.Nifti1Header:
             f"{path} is not a single-file NIfTI-1 (header size {header['sizeof_hdr']}, magic "
             f"{header['magic'].item()!r}; expected {HEADER_BYTES} and b'n+1'): convert it to .nii.gz"
         )
-    return header
-
-
-def _shape_of(header: nibabel.Nifti1Header, path: Path) -> tuple[int, ...]:
-    """Return [X, Y, Z] or [X, Y, Z, C]; axes of length 1 behind the third are dropped."""
     shape = tuple(int(size) for size in header["dim"][1 : 1 + min(max(int(header["dim"][0]), 0), 7)])
     while len(shape) > 3 and shape[-1] == 1:
         shape = shape[:-1]
     if len(shape) not in (3, 4) or min(shape) < 1:
         raise ValueError(f"{path}: expected a volume of 3 axes (or 4 with channels), found shape {shape}")
-    return shape
-
-
-def _affine_of(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
     if header["pixdim"][0] not in (-1, 1):
         header["pixdim"][0] = 1  # the standard: 0 reads as 1
     try:
@@ -201,7 +190,7 @@ def _affine_of(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
         raise ValueError(
             f"{path}: the affine is not finite or singular, {affine.tolist()}: correct pixdim and sform with nibabel"
         )
-    return affine
+    return header, shape, affine
 
 
 def _read_voxels(

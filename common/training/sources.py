@@ -22,7 +22,7 @@ from common.data.batches import Batches, crop_batches, partition_cases
 from common.data.cache import CacheMode, CachePlan, CaseCache, fill_cache, measure_budgets, plan_cache, smart_indices
 from common.data.crops import CachedCase, Tier, place_cases
 from common.data.dataset import Case
-from common.data.monai_batches import MonaiSource, Transforms, monai_crops, monai_items, plain
+from common.data.monai_batches import Transforms, monai_crops, monai_items, plain
 from common.data.preparation import Preparation, PreparedCase, label_map, prepare_case
 from common.data.store import prepared_bytes, prepared_cases, store_folder
 from common.data.threads import map_in_threads
@@ -121,7 +121,7 @@ def monai_source(
     long, as in the guide.
     """
     cases, ranks = data.split.training, run.ranks
-    kind: MonaiSource = "cached" if config.cache == "monai" else "uncached"
+    cached = config.cache == "monai"
     even = -(-len(cases) // ranks.world) * ranks.world
     mine = ranks.shard([cases[index % len(cases)] for index in range(even)])
     judged = ranks.shard(data.split.validation)
@@ -132,7 +132,7 @@ def monai_source(
         batches = monai_crops(
             mine,
             transforms[0],
-            kind,
+            cached=cached,
             crops_per_case=decided(config.crops.per_case),
             batch_size=decided(config.batch_size) // ranks.world,
             workers=config.workers,
@@ -140,7 +140,7 @@ def monai_source(
             device=run.device,
         )
         chain, items = Compose(list(transforms[1])), monai_items(judged)
-        dataset = CacheDataset(items, chain, num_workers=config.workers) if kind == "cached" else Dataset(items, chain)
+        dataset = CacheDataset(items, chain, num_workers=config.workers) if cached else Dataset(items, chain)
     return batches, shared_validation(partial(_monai_counts, dataset, model, run.device), ranks)
 
 

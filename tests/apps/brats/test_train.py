@@ -169,7 +169,7 @@ def test_the_guides_cache_stays_as_it_was(heads):
     preparation = Preparation((5.0, 5.0, 5.0), "zscore", None, 4)
     chain = [*deterministic_transforms(preparation, None), *random_transforms(preparation, (8, 8, 8), "", 0.1)]
     batches = monai_crops(
-        cases, chain, "cached", crops_per_case=1, batch_size=2, workers=1, seed=0, device=torch.device("cpu")
+        cases, chain, cached=True, crops_per_case=1, batch_size=2, workers=1, seed=0, device=torch.device("cpu")
     )
     cached = [torch.as_tensor(item["image"]) for item in batches.loader.dataset._cache]
     before = [image.clone() for image in cached]
