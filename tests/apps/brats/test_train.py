@@ -194,7 +194,7 @@ def test_labels_with_a_gap_train_by_the_challenges_numbers(heads, tmp_path):
     assert not (tmp_path / "refused").exists()
     stray = sorted((data / "labelsTr").iterdir())[0]
     whole, label = stray.read_bytes(), nib.load(stray)
-    nib.save(nib.Nifti1Image(np.where(np.asarray(label.dataobj) == 4, 3, 0).astype(np.uint8), label.affine), stray)
+    nib.save(nib.Nifti1Image(np.where(np.asarray(label.dataobj) == 2, 3, 0).astype(np.uint8), label.affine), stray)
     with pytest.raises(ValueError, match=rf"{stray.name}.*3"):  # 3 is in the gap
         main(BratsConfig(data=data, store=tmp_path / "store", run=tmp_path / "gap", regions="brats2018", **tiny))
     stray.write_bytes(whole)
