@@ -8,7 +8,6 @@ from torch import nn
 
 from apps.pathology.config import DEFAULTS, PathologyConfig
 from common.config import replaced
-from common.files import from_json
 from common.inference.model import initialise, load_weights, read_model
 from common.inference.options import Precision
 from common.training.config import decided
@@ -54,7 +53,7 @@ class PathologyModel:
 
 def load_model(run: Path) -> PathologyModel:
     """Read `model.json` of a run; see `read_model` for what it raises."""
-    return read_model(run, PathologyConfig.APP, lambda content: from_json(PathologyModel, content))
+    return read_model(run, PathologyConfig.APP, PathologyModel)
 
 
 def normalised(patches: torch.Tensor) -> torch.Tensor:

@@ -78,8 +78,8 @@ def model_content(model: Any) -> dict[str, Any]:  # noqa: ANN401
     return {name: getattr(value, "__name__", value) for name, value in asdict(model).items()}
 
 
-def read_model(run: Path, app: str, from_content: Callable[[dict[str, Any]], Model]) -> Model:
-    """Read `model.json` from the folder of a run of an app; `from_content` makes the model of what it holds.
+def read_model(run: Path, app: str, kind: type[Model], *networks: Callable[..., nn.Module]) -> Model:
+    """Read `model.json` from the folder of a run of an app, whose networks are built by these functions of `models`.
 
     Raises:
         FileNotFoundError: the folder holds no run.
@@ -92,17 +92,16 @@ def read_model(run: Path, app: str, from_content: Callable[[dict[str, Any]], Mod
         content = read_object(path)
         if content.pop("app") != app:
             raise ValueError("it belongs to another app")
-        return from_content(content)
+        if networks:
+            content["network"] = {network.__name__: network for network in networks}[content["network"]]
+        return from_json(kind, content)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not the model file of a {app} run ({error})") from error
 
 
 def load_model(run: Path, app: str, *networks: Callable[..., nn.Module]) -> VolumeModel:
-    """Read the `model.json` of an app whose networks these functions of `models` build (see `read_model`)."""
-    named = {network.__name__: network for network in networks}
-    return read_model(
-        run, app, lambda content: from_json(VolumeModel, {**content, "network": named[content["network"]]})
-    )
+    """Read the `model.json` of an app of volumes; see `read_model`."""
+    return read_model(run, app, VolumeModel, *networks)
 
 
 def save_weights(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
