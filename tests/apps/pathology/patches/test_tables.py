@@ -41,7 +41,7 @@ def test_slides_give_three_tables_whose_slides_differ(slides):
 
 
 def test_room_for_fewer_patches_is_told(slides):
-    config = PathologyConfig(data=slides, patch_size=480, patches_per_slide=1_000_000, held_out=0.5)
+    config = PathologyConfig(data=slides, patch_size=320, patches_per_slide=1_000_000, held_out=0.5)
     tables, said = tables_of(config)
     assert len(tables.training) < 2_000_000
     assert "room for fewer patches than 1000000 on some slides; missing: " in said
