@@ -20,6 +20,17 @@ os.umask(_UMASK)
 
 
 @contextmanager
+def names_folder(folder: Path) -> Iterator[None]:
+    """Name the folder in an `OSError` of a block that names no file: writing to a full disk says only that it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(folder)) from error
+
+
+@contextmanager
 def atomic_path(path: Path, flush: bool = True) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; on success it is flushed and renamed to `path`, on error removed.
 
@@ -31,14 +42,15 @@ def atomic_path(path: Path, flush: bool = True) -> Iterator[Path]:
         flush: False does not wait for the disk, for what is checked when it is read and can be made again.
 
     Raises:
-        OSError: the folder cannot be written or the disk is full; `path` is then as it was.
+        OSError: the folder, which it names, cannot be written or the disk is full; `path` is then as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=".part-", suffix="-" + path.name, dir=path.parent)
     os.close(descriptor)
     part = Path(name)
     try:
-        yield part
+        with names_folder(path.parent):
+            yield part
         if flush:
             flush_to_disk(part)
         part.chmod(0o666 & ~_UMASK)

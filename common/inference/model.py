@@ -1,5 +1,7 @@
 """A trained network as inference opens it: `model.json`, which says what it is, and its weights beside it."""
 
+import hashlib
+import json
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -8,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import nn
 
 from common.data.preparation import Preparation
@@ -18,6 +20,8 @@ from common.inference.labels import LabelScheme
 from common.inference.options import Precision
 
 Model = TypeVar("Model")
+
+_NOTE = "medspeed"  # name of what stands beside the tensors of a file
 
 # What torch.load raises for a file that holds no tensors, or one that asks to run code.
 UNREADABLE = (
@@ -105,9 +109,29 @@ def load_model(run: Path, app: str, *networks: Callable[..., nn.Module]) -> Volu
 
 
 def save_weights(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a state dict as one safetensors file, atomically; the texts of `metadata` go with it."""
+    """Write a state dict as one safetensors file, atomically; equal tensors and texts of `metadata` give equal bytes.
+
+    A digest goes with it, which `load_weights` checks.
+    """
+    tensors = contiguous(weights)
+    note = json.dumps(metadata | {"sha256": _digest(tensors)}, sort_keys=True)
     with atomic_path(path) as part:
-        save_file(contiguous(weights), part, metadata)
+        part.write_bytes(save(tensors, {_NOTE: note}))  # one entry: safetensors writes several in any order
+
+
+def read_note(path: Path) -> dict[str, str]:
+    """Return the texts that `save_weights` wrote with the weights; none of a file of another program."""
+    with safe_open(path, framework="pt") as stream:
+        note = json.loads((stream.metadata() or {}).get(_NOTE, "{}"))
+    return {str(name): str(value) for name, value in note.items()}
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def contiguous(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -126,9 +150,12 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         raise FileNotFoundError(f"{path}: no such weights file")
     if path.suffix == ".safetensors":
         try:
-            return load_file(path)
-        except SafetensorError as error:
+            weights, recorded = load_file(path), read_note(path).get("sha256")
+        except (SafetensorError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}: not a whole safetensors file ({first_line(error)})") from error
+        if recorded is not None and recorded != _digest(weights):
+            raise ValueError(f"{path}: its bytes have changed since they were written; fetch a copy, or train again")
+        return weights
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except UNREADABLE as error:

@@ -3,33 +3,48 @@
 import json
 import math
 import os
-import shutil
-import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from common.files import flush_to_disk, read_json_lines, write_text
-from common.inference.model import UNREADABLE, contiguous, first_line, load_weights
+from common.files import from_json, read_json_lines, write_text
+from common.inference.model import UNREADABLE, first_line
 from common.observe.monitor import Monitor
 from common.observe.plots import draw_progress
 from common.observe.profiler import StepProfiler
 from common.run import Run
+from common.training.checkpoint import load_checkpoint, save_checkpoint
 from common.training.config import TrainingConfig
 
 VALIDATIONS_HELD = 3
 """Validations in a row that must reach a target: one may be luck."""
-_WEIGHTS, _STATE = "weights.safetensors", "state.pt"
-_PREFIX = "epoch-"
 _DRAW_SECONDS = 30.0
 _KEPT = ("epoch", "step", "best", "best_epoch", "last", "recent")  # attributes that a checkpoint holds as they are
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What a checkpoint holds besides the weights."""
+
+    epoch: int
+    step: int
+    best: float
+    best_epoch: int
+    last: float
+    recent: list[float]
+    per_epoch: int
+    losses: list[float]
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any]
+    random: torch.Tensor
+    seconds: dict[str, float]
 
 
 class TrainingState:
@@ -94,12 +109,14 @@ class TrainingState:
         return target is not None and len(self.recent) == VALIDATIONS_HELD and min(self.recent) >= target
 
     def checked(self) -> list[float]:
-        """Return the losses of the steps done in this epoch; this reads them from the device.
+        """Return the losses of the steps done in this epoch; this reads them from the device, and looks at the weights.
 
         Raises:
-            FloatingPointError: one is not finite.
+            FloatingPointError: one is not finite, or a weight is not.
         """
-        losses: list[float] = self._losses[: self.step].tolist()
+        weights = [value for value in self._network.state_dict().values() if value.is_floating_point()]
+        sound = torch.stack(torch._foreach_norm(weights, math.inf)).isfinite().all()  # NaN where one is
+        *losses, finite = torch.cat([self._losses[: self.step], sound[None]]).tolist()
         for step, loss in enumerate(losses):
             if not math.isfinite(loss):
                 number = self.epoch * len(self._losses) + step + 1
@@ -108,6 +125,12 @@ class TrainingState:
                     f"loss {loss} at step {number} (epoch {self.epoch + 1}), cases {cases}; the last checkpoint in "
                     f"{self._folder} is from before; look at these cases, lower the learning rate, or take fp32"
                 )
+        if not finite:
+            raise FloatingPointError(
+                f"weights that are not finite after step {self.steps_done} (epoch {self.epoch + 1}), though every loss "
+                f"is: a gradient was not; the last checkpoint in {self._folder} is from before; lower the learning "
+                "rate, or take fp32"
+            )
         return losses
 
     def seconds_since_save(self) -> float:
@@ -118,110 +141,53 @@ class TrainingState:
         """Write a checkpoint, after a look at the losses; only the leader does, and the others need not be told."""
         if self._run.leader:
             self._run.ranks.at_step(0)  # it may take long
-            state = {name: getattr(self, name) for name in _KEPT} | {
-                "per_epoch": len(self._losses),
-                "losses": self.checked(),
-                "optimizer": self._optimizer.state_dict(),
-                "scaler": self._scaler.state_dict(),
-                "random": torch.get_rng_state(),
-                "seconds": self._run.clock.seconds(),
-            }
-            save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), state)
+            state = _Saved(
+                **{name: getattr(self, name) for name in _KEPT},
+                per_epoch=len(self._losses),
+                losses=self.checked(),
+                optimizer=self._optimizer.state_dict(),
+                scaler=self._scaler.state_dict(),
+                random=torch.get_rng_state(),
+                seconds=self._run.clock.seconds(),
+            )
+            save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), vars(state))
         self._saved = time.monotonic()
 
     def restore(self) -> None:
         """Take over the newest checkpoint, where there is one; the leader reads it and hands it to the others.
 
         Raises:
-            ValueError: the checkpoint belongs to another number of steps per epoch: other cases or another batch size.
+            ValueError: the checkpoint belongs to another number of steps per epoch: other cases or another batch size;
+                or it is of another network, or not one that this program wrote.
         """
         found = self._run.ranks.once(lambda: load_checkpoint(self._folder))
         if found is None:
             return
-        weights, state = found
-        if state["per_epoch"] != len(self._losses):
+        try:
+            self._take_over(*found)
+        except (*UNREADABLE, OverflowError) as error:
             raise ValueError(
-                f"{self._folder}: the checkpoint has {state['per_epoch']} steps per epoch, this run has "
-                f"{len(self._losses)}; the training cases or the batch size have changed, so it cannot go on exactly"
+                f"{self._folder / 'last'}: does not fit this run ({first_line(error)}); begin a new run, or remove it "
+                "with the folder it leads to, to go on from the one before"
+            ) from error
+
+    def _take_over(self, weights: dict[str, torch.Tensor], content: Mapping[str, Any]) -> None:
+        state, per_epoch = from_json(_Saved, content), len(self._losses)
+        if state.per_epoch != per_epoch:
+            raise ValueError(
+                f"the checkpoint has {state.per_epoch} steps per epoch, this run has {per_epoch}; the training cases "
+                "or the batch size have changed, so it cannot go on exactly"
             )
+        if state.epoch < 0 or not 0 <= state.step == len(state.losses) <= per_epoch:
+            raise ValueError(f"epoch {state.epoch}, step {state.step} with {len(state.losses)} losses")
         self._network.load_state_dict(weights)
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["random"])
+        self._optimizer.load_state_dict(state.optimizer)
+        self._scaler.load_state_dict(state.scaler)
+        torch.set_rng_state(state.random)
         for name in _KEPT:
-            setattr(self, name, state[name])
-        self._losses[: self.step] = torch.tensor(state["losses"], device=self._losses.device)
-        self._run.clock.carry_on(state["seconds"])
-
-
-def save_checkpoint(
-    folder: Path, position: tuple[int, int], weights: dict[str, torch.Tensor], state: dict[str, Any]
-) -> Path:
-    """Write a checkpoint as `folder/epoch-E-step-N`, point `folder/last` at it, then remove the older ones.
-
-    The folder appears by one rename after all bytes have reached the disk, so a process killed at any moment leaves the
-    earlier checkpoint or the new one, each whole.
-
-    Args:
-        folder: of the run's checkpoints.
-        position: the epoch, and the steps done in it.
-        weights: state dict of the network, kept as safetensors.
-        state: step, optimizer, loss scale, record so far: tensors and plain containers only.
-
-    Raises:
-        OSError: the disk is full or read-only; the earlier checkpoint is then still there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    final = folder / "{}{:06d}-step-{:06d}".format(_PREFIX, *position)
-    part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
-    try:
-        save_file(contiguous(weights), part / _WEIGHTS)
-        torch.save(state, part / _STATE)
-        for path in (part / _WEIGHTS, part / _STATE, part):
-            flush_to_disk(path)
-        if not final.exists():  # a resumed run stands where its checkpoint already is
-            part.rename(final)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    link = folder / ".part-last"
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    link.replace(folder / "last")
-    flush_to_disk(folder)
-    for older in _complete(folder):
-        if older != final:
-            shutil.rmtree(older)
-    return final
-
-
-def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-    """Return weights and state of the newest whole checkpoint below `folder`, or None where there is none.
-
-    What a killed process left half-written is removed. Nothing stored is executed: the weights are safetensors, and
-    the state is read with `weights_only=True`.
-
-    Raises:
-        ValueError: a checkpoint cannot be read, for instance a pickle that asks to run code.
-    """
-    for left in folder.glob(".part-*"):
-        # A link that was about to become `last` is a folder too, when asked.
-        left.unlink() if left.is_symlink() or not left.is_dir() else shutil.rmtree(left)
-    complete = _complete(folder)
-    if not complete:
-        return None
-    newest = complete[-1]
-    try:
-        state = torch.load(newest / _STATE, map_location="cpu", weights_only=True)
-    except UNREADABLE as error:
-        raise ValueError(
-            f"{newest / _STATE}: not a training state that can be loaded safely ({first_line(error)}); "
-            f"remove {newest} to start over"
-        ) from error
-    return load_weights(newest / _WEIGHTS), state
-
-
-def _complete(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+            setattr(self, name, getattr(state, name))
+        self._losses[: self.step] = torch.tensor(state.losses, device=self._losses.device)
+        self._run.clock.carry_on(state.seconds)
 
 
 class Log:

@@ -5,11 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from common.inference.labels import LabelScheme, Region
-from common.inference.model import import_weights, initialise, load_model, load_weights, save_weights, write_model
+from common.inference.model import (
+    import_weights,
+    initialise,
+    load_model,
+    load_weights,
+    read_note,
+    save_weights,
+    write_model,
+)
 from models.segresnet3d import segresnet3d
 from models.unet3d import unet3d
 from tests.support import unet_model
@@ -64,8 +72,7 @@ def test_weights_of_another_network_name_what_this_one_is_made_of(model, words, 
 
 def test_weights_with_a_note(tmp_path):
     save_weights(tmp_path / "w.safetensors", WEIGHTS, {"dice": "0.9"})
-    with safe_open(tmp_path / "w.safetensors", "pt") as stream:
-        assert stream.metadata() == {"dice": "0.9"}
+    assert read_note(tmp_path / "w.safetensors")["dice"] == "0.9"
     assert torch.equal(load_weights(tmp_path / "w.safetensors")["a"], WEIGHTS["a"])
 
 
@@ -102,3 +109,27 @@ def test_initialise_copies(tmp_path):
     save_weights(tmp_path / "w.safetensors", source.state_dict(), {})
     initialise(target, tmp_path / "w.safetensors")
     assert torch.equal(source.weight, target.weight)
+
+
+def test_equal_weights_give_equal_bytes_in_every_process(tmp_path):
+    """Several entries beside the tensors would come in any order."""
+    notes = {str(number): "x" for number in range(20)}
+    for name in "ab":
+        save_weights(tmp_path / f"{name}.safetensors", WEIGHTS, notes if name == "a" else dict(reversed(notes.items())))
+    one, other = ((tmp_path / f"{name}.safetensors").read_bytes() for name in "ab")
+    assert one == other
+
+
+def test_weights_with_a_flipped_bit_are_refused(tmp_path):
+    path = tmp_path / "best.safetensors"
+    save_weights(path, {"weight": torch.ones(100)}, {"dice": "0.9"})
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="its bytes have changed"):
+        load_weights(path)
+
+
+def test_weights_of_other_programs_have_no_digest(tmp_path):
+    save_file({"weight": torch.ones(3)}, tmp_path / "other.safetensors", {"format": "pt"})
+    assert torch.equal(load_weights(tmp_path / "other.safetensors")["weight"], torch.ones(3))

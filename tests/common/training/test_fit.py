@@ -11,6 +11,7 @@ from common.data.cache import fill_cache
 from common.data.preparation import PreparedCase
 from common.ranks import SINGLE, Ranks
 from common.run import Run
+from common.training.checkpoint import load_checkpoint, save_checkpoint
 from common.training.fit import GracefulStop, train_step
 from common.training.losses import dice_ce
 from common.training.optimizers import build_optimizer
@@ -133,6 +134,59 @@ def test_a_bad_loss_is_found_before_it_is_saved(tmp_path):
     other = state_of(tmp_path, 3)
     other.restore()
     assert other.step == 0
+
+
+def test_weights_that_a_gradient_made_bad_are_never_saved(tmp_path):
+    """The loss of the step is finite; also where it is the very last one."""
+    state = state_of(tmp_path, 1)
+    state.save()
+    with torch.no_grad():
+        state._network.weight[0, 1] = float("nan")
+    state.note_step(0, torch.tensor(1.0), ("a",))
+    for look in (state.save, state.checked):
+        with pytest.raises(FloatingPointError, match=r"weights that are not finite after step 1 \(epoch 1\)"):
+            look()
+    other = state_of(tmp_path, 1)
+    other.restore()
+    assert other.step == 0
+    assert other.checked() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("losses", "x", "Expected `array`, got `str`"),
+        ("epoch", -5, "epoch -5, step 1 with 1 losses"),
+        ("step", 10**9, "epoch 0, step 1000000000"),
+        ("epoch", "x", "Expected `int`"),
+        ("optimizer", {}, "param_groups"),
+        ("optimizer", 5, "Expected `object`"),
+        ("random", None, "random"),
+        ("random", torch.zeros(3), "RNG state"),
+        ("seconds", {"train": "x"}, "Expected `float`"),
+        ("random", ..., "missing required field `random`"),
+        ("unheard", 1, "no field unheard"),
+    ],
+)
+def test_a_damaged_state_is_one_line(tmp_path, name, value, words):
+    state = state_of(tmp_path, 3)
+    state.note_step(0, torch.tensor(0.5), ("a",))
+    state.save()
+    weights, content = load_checkpoint(tmp_path / "checkpoints") or ({}, {})
+    content[name] = value
+    save_checkpoint(
+        tmp_path / "checkpoints", (9, 9), weights, {name: each for name, each in content.items() if each is not ...}
+    )
+    with pytest.raises(ValueError, match=f"last: does not fit this run .*{words}"):
+        state_of(tmp_path, 3).restore()
+
+
+def test_another_networks_checkpoint_is_one_line(tmp_path):
+    state_of(tmp_path, 3).save()
+    network = nn.Linear(3, 2)
+    other = TrainingState(run_in(tmp_path), network, torch.optim.Adam(network.parameters()), SCALER, 3)
+    with pytest.raises(ValueError, match="does not fit this run"):
+        other.restore()
 
 
 def test_only_a_higher_metric_is_a_new_best(tmp_path):

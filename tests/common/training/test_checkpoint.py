@@ -1,5 +1,8 @@
 import os
 import pickle
+import re
+import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -8,7 +11,7 @@ import pytest
 import torch
 
 from common.inference.model import load_weights
-from common.training.state import load_checkpoint, save_checkpoint
+from common.training.checkpoint import load_checkpoint, save_checkpoint
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}
 
@@ -34,10 +37,11 @@ def test_round_trip(tmp_path):
     assert (tmp_path / "last").resolve() == tmp_path / "epoch-000002-step-000007"
 
 
-def test_only_the_newest_is_kept(tmp_path):
+def test_the_newest_and_the_one_before_are_kept(tmp_path):
     for position in [(0, 1), (0, 2), (1, 0)]:
         save_checkpoint(tmp_path, position, WEIGHTS, {"position": list(position)})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-000001-step-000000", "last"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "epoch-000000-step-000002", "epoch-000001-step-000000", "last"]  # fmt: skip
     found = load_checkpoint(tmp_path)
     assert found is not None
     assert found[1]["position"] == [1, 0]
@@ -47,17 +51,18 @@ def test_nothing_there(tmp_path):
     assert load_checkpoint(tmp_path / "none") is None
 
 
-@pytest.mark.parametrize("function", ["torch.save", "save_file", "flush_to_disk"])
+@pytest.mark.parametrize("function", ["torch.save", "save_weights", "flush_to_disk"])
 def test_a_write_that_fails_keeps_the_checkpoint_before(tmp_path, monkeypatch, function):
     save_checkpoint(tmp_path, (0, 1), WEIGHTS, {"step": 1})
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    target = function if function.startswith("torch") else f"common.training.state.{function}"
+    target = function if function.startswith("torch") else f"common.training.checkpoint.{function}"
     monkeypatch.setattr(target, full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as full_disk:
         save_checkpoint(tmp_path, (0, 2), WEIGHTS, {"step": 2})
+    assert function == "torch.save" or full_disk.value.filename is not None
     monkeypatch.undo()
     found = load_checkpoint(tmp_path)
     assert found is not None
@@ -68,7 +73,7 @@ def test_a_write_that_fails_keeps_the_checkpoint_before(tmp_path, monkeypatch, f
 def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
     program = (
         "import sys, torch\nfrom pathlib import Path\n"
-        "from common.training.state import save_checkpoint\n"
+        "from common.training.checkpoint import save_checkpoint\n"
         "n = 0\n"
         "while True:\n"
         "    n += 1\n"
@@ -113,9 +118,40 @@ def test_a_pickled_bomb_is_named_and_never_runs(tmp_path):
     save_checkpoint(tmp_path, (0, 1), WEIGHTS, {"step": 1})
     marker = tmp_path / "executed"
     (tmp_path / "epoch-000000-step-000001" / "state.pt").write_bytes(pickle.dumps(Bomb(marker), protocol=2))
-    with pytest.raises(ValueError, match=r"state\.pt: not a training state that can be loaded safely"):
+    with pytest.raises(ValueError, match=r"step-000001: not a checkpoint that can be loaded safely .* to start over"):
         load_checkpoint(tmp_path)
     torch.save({"model": Bomb(marker)}, tmp_path / "model.pt")
     with pytest.raises(ValueError, match=r"model\.pt: not a state dict that can be loaded safely"):
         load_weights(tmp_path / "model.pt")
     assert not marker.exists()
+
+
+def test_a_full_disk_is_an_error_of_the_system_that_names_the_folder(tmp_path):
+    """As no error of torch.save is, nor one of safetensors; the checkpoint before stays."""
+    state = {"step": 1, "optimizer": torch.zeros(20_000)}
+    save_checkpoint(tmp_path, (0, 1), WEIGHTS, state)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for weights in (WEIGHTS, {"a": torch.zeros(20_000)}):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        try:
+            with pytest.raises(OSError, match=re.escape(str(tmp_path))):
+                save_checkpoint(tmp_path, (0, 2), weights, state)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    assert found[1]["step"] == 1
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "state.pt"])
+def test_a_flipped_bit_is_refused_and_the_one_before_named(tmp_path, name):
+    for step in (1, 2):
+        save_checkpoint(tmp_path, (0, step), {"a": torch.zeros(1000)}, {"optimizer": torch.zeros(1000)})
+    file = tmp_path / "last" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"bytes have changed .* remove it to go on from epoch-000000-step-000001"):
+        load_checkpoint(tmp_path)
+    shutil.rmtree(tmp_path / "epoch-000000-step-000002")
+    assert load_checkpoint(tmp_path) is not None

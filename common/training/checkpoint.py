@@ -1,0 +1,99 @@
+"""Checkpoints of a training: folders that are whole or absent, and whose bytes are known."""
+
+import hashlib
+import io
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.files import flush_to_disk, names_folder
+from common.inference.model import UNREADABLE, first_line, load_weights, read_note, save_weights
+
+_WEIGHTS, _STATE = "weights.safetensors", "state.pt"
+_PREFIX = "epoch-"
+_KEPT = 2  # the newest, and the one before, until a step from the newest has been seen to be sound
+
+
+def save_checkpoint(
+    folder: Path, position: tuple[int, int], weights: dict[str, torch.Tensor], state: dict[str, Any]
+) -> Path:
+    """Write a checkpoint as `folder/epoch-E-step-N`, point `folder/last` at it, then remove all but the one before.
+
+    The folder appears by one rename after all bytes have reached the disk, so a process killed at any moment leaves the
+    earlier checkpoint or the new one, each whole.
+
+    Args:
+        folder: of the run's checkpoints.
+        position: the epoch, and the steps done in it.
+        weights: state dict of the network, kept as safetensors, with digests of itself and of the state.
+        state: step, optimizer, loss scale, record so far: tensors and plain containers only.
+
+    Raises:
+        OSError: the disk is full or read-only; names the folder; the earlier checkpoint is then still there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / "{}{:06d}-step-{:06d}".format(_PREFIX, *position)
+    stream = io.BytesIO()  # torch.save into a file says nothing of a full disk
+    torch.save(state, stream)
+    with names_folder(folder):
+        part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
+        try:
+            save_weights(part / _WEIGHTS, weights, {"state_sha256": _sha256(stream.getvalue())})
+            (part / _STATE).write_bytes(stream.getvalue())
+            for path in (part / _STATE, part):
+                flush_to_disk(path)
+            if not final.exists():  # a resumed run stands where its checkpoint already is
+                part.rename(final)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        link = folder / ".part-last"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        link.replace(folder / "last")
+        flush_to_disk(folder)
+    complete = _complete(folder)
+    before = [each for each in complete if each < final][1 - _KEPT :]
+    for other in complete:
+        if other not in (final, *before):
+            shutil.rmtree(other)
+    return final
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+    """Return weights and state of the newest whole checkpoint below `folder`, or None where there is none.
+
+    What a killed process left half-written is removed. Nothing stored is executed: the weights are safetensors, and
+    the state is read with `weights_only=True`.
+
+    Raises:
+        ValueError: the checkpoint cannot be read, for instance a pickle that asks to run code, or its bytes have
+            changed.
+    """
+    for left in folder.glob(".part-*"):
+        # A link that was about to become `last` is a folder too, when asked.
+        left.unlink() if left.is_symlink() or not left.is_dir() else shutil.rmtree(left)
+    complete = _complete(folder)
+    if not complete:
+        return None
+    newest = complete[-1]
+    try:
+        weights, content = load_weights(newest / _WEIGHTS), (newest / _STATE).read_bytes()
+        if read_note(newest / _WEIGHTS).get("state_sha256", found := _sha256(content)) != found:
+            raise ValueError("its bytes have changed since they were written")
+        return weights, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (*UNREADABLE, OSError) as error:
+        remedy = f"go on from {complete[-2].name}" if len(complete) > 1 else "start over"
+        raise ValueError(
+            f"{newest}: not a checkpoint that can be loaded safely ({first_line(error)}); remove it to {remedy}"
+        ) from error
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _complete(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
