@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import msgspec
 
 T = TypeVar("T")
 
+_MAX_JSON = 2**28  # bytes
 _UMASK = os.umask(0)  # once, before there are threads: to read it is to set it, for all of them
 os.umask(_UMASK)
 
@@ -86,8 +88,13 @@ def read_object(path: Path, remedy: str = "mend it") -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no JSON, or holds something other than an object; `remedy` says what to do about it.
+        ValueError: it is no regular file, larger than 256 MiB or no JSON, or holds something other than an object;
+            `remedy` says what to do about it.
     """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_JSON:  # a named pipe would wait for ever
+        found = f"{status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "a folder, pipe or device"
+        raise ValueError(f"{path}: expected a regular file of {_MAX_JSON} bytes at most, found {found}; {remedy}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # broken or too deep JSON, or bytes that are no UTF-8

@@ -123,6 +123,10 @@ def read_dataset(folder: Path) -> Dataset:
         raise ValueError(
             f"{path}: expected each channel of {modality} named, and the background and a structure in {labels}"
         )
+    wrong = [name for name, count in Counter(content["labels"].values()).items() if count > 1 or not name.isprintable()]
+    if wrong or not all(map(str.strip, content["labels"].values())):
+        found = _listed([ascii(name) for name in wrong]) or "an empty one"
+        raise ValueError(f"{path}: labels: expected a printable name of its own for each number, found {found}")
     cases = _cases(((entry["image"], entry["label"]) for entry in content["training"]), path)
     if not cases:
         raise ValueError(f"{path}: training: expected at least one image with its label, found none")
@@ -235,8 +239,10 @@ def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case,
 
 def _by_number(names: dict[str, str], key: str, path: Path) -> tuple[str, ...]:
     """Return the name of each number from 0, "" for one that is left out."""
-    if "0" not in names or not all(number.isdecimal() and int(number) < 256 for number in names):  # maps are uint8
-        raise ValueError(f'{path}: {key}: expected {{"0": name, "1": name, ...}} from 0, found {names}')
+    numbers = {str(number) for number in range(256)}  # maps are uint8
+    if "0" not in names or (wrong := sorted(names.keys() - numbers)):
+        found = _listed([ascii(number) for number in wrong]) if "0" in names else "none for 0"
+        raise ValueError(f'{path}: {key}: expected {{"0": name, "1": name, ...}} from 0 to 255, found {found}')
     return tuple(names.get(str(number), "") for number in range(max(map(int, names)) + 1))
 
 

@@ -4,6 +4,7 @@ A series goes by an alias, a slice by its InstanceNumber; what pydicom says of a
 """
 
 import hashlib
+import io
 import logging
 import math
 import os
@@ -23,13 +24,15 @@ from pydicom.encaps import get_frame
 from pydicom.errors import BytesLengthException, InvalidDicomError
 from pydicom.misc import is_dicom
 from pydicom.pixels.decoders.base import get_decoder
-from pydicom.uid import JPEG2000, UID, JPEG2000Lossless
+from pydicom.uid import JPEG2000, UID, DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian, JPEG2000Lossless
 
+from common.clock import free_memory
 from common.data.threads import map_in_threads
-from common.data.volumes import Volume
+from common.data.volumes import ALWAYS_TRIED, Volume, check_affine
 
 MAX_OFF_GRID = 0.1  # of the slice spacing: how far a slice may lie from its place on a regular grid
 MAX_TURN = 1e-3  # by how much direction cosines and mm of PixelSpacing may differ; scanners round them
+MAX_HEADER = 2**24  # bytes of a deflated file before its pixels
 MIN_STEP = 0.01  # mm: slices nearer than this share a place
 GEOMETRY = {"Rows": 1, "Columns": 1, "PixelSpacing": 2, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
 TAGS = [
@@ -129,6 +132,10 @@ def read_series(series: DicomSeries) -> Volume:
         if lost := len(series.files) - len(slices):
             raise ValueError(f"{lost} of {len(series.files)} files cannot be read now: copy them again")
         slices, affine, _ = _stack(slices)
+        x, y, z = series.shape
+        if 8 * x * y * z > max(free := free_memory(), ALWAYS_TRIED):  # stored values of 4 bytes at most, and float32
+            said = f"its {x} x {y} x {z} voxels take {x * y * z / 2**27:.1f} GiB, {free / 2**30:.1f} are free"
+            raise ValueError(f"{said}: export fewer slices, or take a machine with more memory")
         frames = map_in_threads(_decode, slices, "slices", progress=False)
     except ValueError as error:
         raise ValueError(f"{series.name}: {error}") from None
@@ -145,8 +152,9 @@ def quiet_dicom() -> None:
 
 def _files_below(folder: Path) -> Iterator[Path]:
     """Yield all files of a folder, through links to folders too, none of which is entered twice."""
+    os.scandir(folder).close()  # raises OSError where the folder may not be listed, which `os.walk` takes for empty
     entered = set()
-    for place, below, names in os.walk(folder, followlinks=True):
+    for place, below, names in os.walk(folder, onerror=_not_listed, followlinks=True):
         if (real := os.path.realpath(place)) in entered:
             below.clear()
         else:
@@ -154,11 +162,31 @@ def _files_below(folder: Path) -> Iterator[Path]:
             yield from (Path(place) / name for name in names)
 
 
+def _not_listed(error: OSError) -> None:
+    logging.getLogger(__name__).warning("a folder cannot be listed (%s), its files are left out", error.strerror)
+
+
 def _read_slice(path: Path) -> _Slice | None:
     """Return what a header says, nothing where it is damaged; None for a file that is no DICOM."""
-    if not _ask(lambda: is_dicom(path), True):
+    if not path.is_file() or not _ask(lambda: is_dicom(path), True):  # a named pipe would wait for ever
         return None
-    return _Slice(path, _ask(lambda: pydicom.dcmread(path, None, True, specific_tags=TAGS), pydicom.Dataset()))
+    header = _ask(lambda: pydicom.dcmread(_inflated(path, 0), None, True, specific_tags=TAGS), pydicom.Dataset())
+    return _Slice(path, header)
+
+
+def _inflated(path: Path, pixels: int) -> Path | io.BytesIO:
+    """Return what pydicom is to read: a file, or what a deflated one holds up to so many bytes of pixels.
+
+    pydicom would inflate all of it, a thousand times the file's size perhaps, even for a header.
+    """
+    meta = pydicom.filereader.read_file_meta_info(path)
+    deflated = DeflatedExplicitVRLittleEndian.encode()
+    if meta.TransferSyntaxUID.encode() != deflated:
+        return path
+    content = path.read_bytes()
+    start = 144 + meta.FileMetaInformationGroupLength  # behind preamble, "DICM" and that element itself
+    plain = content[:start].replace(deflated, ExplicitVRLittleEndian.encode().ljust(len(deflated), b"\0"))
+    return io.BytesIO(plain + zlib.decompressobj(-zlib.MAX_WBITS).decompress(content[start:], MAX_HEADER + pixels))
 
 
 def _ask(question: Callable[[], T], otherwise: T) -> T:
@@ -221,6 +249,7 @@ def _stack(slices: list[_Slice]) -> tuple[list[_Slice], np.ndarray, tuple[str, .
     thickness = sum(first.numbers("SliceThickness"))
     if thickness and abs(thickness - distance) > MIN_STEP:
         notes.append(f"SliceThickness {thickness:g} mm but slices lie {distance:g} mm apart: the distance counts")
+    check_affine(affine)
     return slices, np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine, tuple(notes)  # DICOM's LPS to RAS
 
 
@@ -276,7 +305,7 @@ def _decode(one: _Slice) -> np.ndarray:
     due = tuple(int(*one.numbers(keyword)) for keyword in ("Rows", "Columns"))
 
     def decoded() -> np.ndarray:
-        image: Any = pydicom.dcmread(one.path)
+        image: Any = pydicom.dcmread(_inflated(one.path, 4 * math.prod(due)))
         if image.file_meta.TransferSyntaxUID in (JPEG2000, JPEG2000Lossless):  # GDCM would hold Python's lock
             pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
             if pixels.shape == due and (pixels.dtype.kind == "i") == bool(image.PixelRepresentation):

@@ -7,19 +7,22 @@ lies in the foreground's box is resampled, each axis alone, and float64 is kept 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
+from common.clock import free_memory
 from common.data.dataset import Case
 from common.data.geometry import SLAB_VOXELS, Box, Spacing, WorkingGrid, box_above, to_working, working_grid
-from common.data.volumes import Volume, check_same_grid, read_volume
+from common.data.volumes import ALWAYS_TRIED, Volume, check_same_grid, read_volume
 
 CPU = torch.device("cpu")
 PREPARATION_VERSION = 1  # raise when the prepared voxels change for the same parameters
+_MOST_FINER = 1000  # times as many voxels as the file: 5 mm slices at 0.5 mm take 10, a PET of 8 mm at 1 mm 512
 _ROUNDING = 1e-6  # a deviation below this share of the mean is float32's own
 
 
@@ -83,6 +86,21 @@ def prepare_case(case: Case, preparation: Preparation, allowed: Collection[int] 
     return replace(prepared, label=_written(resampled, torch.uint8, lambda plane: plane)[0])
 
 
+def case_grid(path: Path, shape: Sequence[int], affine: np.ndarray, spacing: Spacing) -> WorkingGrid:
+    """Return the working grid of a file of this shape [X, Y, Z] and affine [4, 4], uncropped.
+
+    Raises:
+        ValueError: it has so many more voxels than the file that one of the two spacings cannot be meant.
+    """
+    grid = working_grid(shape, affine, spacing)
+    if math.prod(grid.shape) > _MOST_FINER * math.prod(shape):
+        raise ValueError(
+            f"{path}: its {tuple(shape)} voxels would be {grid.shape} at spacing {spacing} mm, more than {_MOST_FINER} "
+            "times as many: correct its header, or train with a coarser --spacing"
+        )
+    return grid
+
+
 def prepare_volume(
     name: str,
     volume: Volume,
@@ -95,14 +113,22 @@ def prepare_volume(
     Inference takes float32, which spares the rounding; what is kept for training takes float16, half the memory.
 
     Raises:
-        ValueError: nothing of the image counts as foreground; the file is named.
+        ValueError: nothing of the image counts as foreground, or its working grid asks for too much memory; the file is
+            named.
     """
     voxels = _in_memory_order(volume.voxels).to(device)
     native_box = _foreground_box(voxels, preparation)
     if native_box is None:
         bound = f"at or below {preparation.window[0]:g}, the lower bound of the window" if preparation.window else "0"
         raise ValueError(f"{volume.path}: every voxel is {bound}: no foreground; check the intensities and the window")
-    grid = _reachable(working_grid(volume.voxels.shape[:3], volume.affine, preparation.spacing), native_box)
+    grid = case_grid(volume.path, volume.voxels.shape[:3], volume.affine, preparation.spacing)
+    grid = _reachable(grid, native_box)
+    needed = 8 * len(voxels) * math.prod(grid.crop_shape)  # float32, twice at a time
+    if device.type == "cpu" and needed > max(volume.voxels.nbytes, ALWAYS_TRIED) and needed > (free := free_memory()):
+        raise ValueError(
+            f"{volume.path}: at spacing {preparation.spacing} mm it takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} "
+            "are free: crop the scan, train with a coarser --spacing, or take a machine with more memory"
+        )
     resampled = to_working(voxels, grid, nearest=False)
     box = _foreground_box(resampled, preparation)
     if box is None:

@@ -19,8 +19,8 @@ from isal import isal_zlib
 from safetensors import SafetensorError, safe_open
 
 from common.data.dataset import Case
-from common.data.geometry import WorkingGrid, working_grid
-from common.data.preparation import PREPARATION_VERSION, Preparation, PreparedCase, prepare_case
+from common.data.geometry import WorkingGrid
+from common.data.preparation import PREPARATION_VERSION, Preparation, PreparedCase, case_grid, prepare_case
 from common.data.threads import map_in_threads
 from common.data.volumes import read_header
 from common.files import atomic_path, from_json, locked
@@ -69,7 +69,7 @@ def prepared_cases(
 def prepared_bytes(case: Case, preparation: Preparation) -> int:
     """Return the most bytes that a case can take once prepared: its working grid, from the header, uncropped."""
     shape, affine = read_header(case.image)
-    voxels = math.prod(working_grid(shape[:3], affine, preparation.spacing).shape)
+    voxels = math.prod(case_grid(case.image, shape[:3], affine, preparation.spacing).shape)
     return voxels * (2 * preparation.channels + (case.label is not None))  # float16 and uint8
 
 

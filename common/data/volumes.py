@@ -2,9 +2,11 @@
 
 import gzip
 import io
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -14,12 +16,16 @@ from isal import igzip, isal_zlib
 from nibabel.spatialimages import HeaderDataError
 from nibabel.volumeutils import apply_read_scaling
 
+from common.clock import free_memory
 from common.files import atomic_path
 
 HEADER_BYTES = 348
 GZIP_MAGIC = b"\x1f\x8b"
 READ_BLOCK = 2**18  # bytes at a time: igzip copies what it decompresses once more, cheaply while it is in the cache
-MAX_VOXEL_BYTES = 2**36  # 64 GiB; a whole-body CT at 0.5 mm takes 2
+ALWAYS_TRIED = 2**30  # bytes: what the process freed and keeps (`clock.keep_freed_memory`) does not count as free
+MIN_SIDE, MAX_SIDE = 0.01, 100  # mm, of a voxel; as of `--spacing`
+MAX_ORIGIN = 1e5  # mm from a scanner's centre
+MAX_DISAGREEMENT = 0.25  # of pixdim; the slices of a tilted gantry lie 15 percent further apart along the shear
 MAX_GZIP_RATIO = 1032  # no deflate stream expands further. Source: zlib.net/zlib_tech.html
 MAX_PADDING = 2**20  # bytes between the header and the voxels, and behind them
 Stream = io.RawIOBase | io.BufferedIOBase
@@ -84,7 +90,31 @@ def read_header(path: Path) -> tuple[tuple[int, ...], np.ndarray]:
         FileNotFoundError, ValueError: as `read_volume`, for what the header shows.
     """
     with _open(path) as stream:
-        return _parse_header(stream, path)[1:]
+        header, shape, affine = _parse_header(stream, path)
+    sides, pixdim = np.linalg.norm(affine[:3, :3], axis=0), header["pixdim"][1:4].astype(np.float64)
+    if not np.allclose(sides, pixdim, rtol=MAX_DISAGREEMENT):
+        _warn_once(f"{path}: voxels of {_mm(sides)} by its affine, which counts, and of {_mm(pixdim)} by its pixdim")
+    return shape, affine
+
+
+def check_affine(affine: np.ndarray, prefix: str = "") -> None:
+    """Refuse an affine [4, 4], voxel index to RAS mm, that no scanner gives.
+
+    Raises:
+        ValueError: it is not finite or singular, or its voxels are too small, too large or too far away; the values and
+            their bounds, behind the prefix.
+    """
+    sides, origin = np.linalg.norm(affine[:3, :3], axis=0), affine[:3, 3]
+    if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) <= 1e-6 * sides.prod():
+        raise ValueError(
+            f"{prefix}the affine is not finite or singular, {affine.tolist()}: correct pixdim and sform with nibabel"
+        )
+    if sides.min().round(6) < MIN_SIDE or sides.max().round(6) > MAX_SIDE:
+        raise ValueError(f"{prefix}voxels of {_mm(sides)}, expected {MIN_SIDE} to {MAX_SIDE} mm: correct the header")
+    if np.abs(origin).max() > MAX_ORIGIN:
+        raise ValueError(
+            f"{prefix}the first voxel lies at {_mm(origin)}, at most {MAX_ORIGIN:g} mm are expected: correct the header"
+        )
 
 
 def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
@@ -124,6 +154,15 @@ def check_same_grid(image: Volume, label: Volume) -> None:
         f"corners up to {distance:.3g} mm apart (at most {MAX_GRID_DISTANCE * smallest:.3g}); affines "
         f"{label.affine.round(4).tolist()} and {image.affine.round(4).tolist()}; resample the label onto the image"
     )
+
+
+def _mm(lengths: np.ndarray) -> str:
+    return " x ".join(f"{length:.4g}" for length in lengths) + " mm"
+
+
+@cache
+def _warn_once(said: str) -> None:
+    logging.getLogger(__name__).warning(said)
 
 
 @contextmanager
@@ -185,11 +224,9 @@ def _parse_header(stream: Stream, path: Path) -> tuple[nibabel.Nifti1Header, tup
         affine = np.asarray(header.get_best_affine(), np.float64)
     except (HeaderDataError, ValueError) as error:
         raise ValueError(f"{path}: its header gives no affine ({error}): correct it with nibabel") from error
-    spacing = np.linalg.norm(affine[:3, :3], axis=0)
-    if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) <= 1e-6 * spacing.prod():
-        raise ValueError(
-            f"{path}: the affine is not finite or singular, {affine.tolist()}: correct pixdim and sform with nibabel"
-        )
+    if unit := {1: "metres", 3: "micrometres"}.get(int(header["xyzt_units"]) & 7):
+        raise ValueError(f"{path}: its header gives lengths in {unit}, expected mm: convert its affine with nibabel")
+    check_affine(affine, f"{path}: ")
     return header, shape, affine
 
 
@@ -205,15 +242,17 @@ def _read_voxels(
     dtype: np.dtype = np.dtype(header.get_data_dtype())
     needed = int(np.prod(shape, dtype=object)) * dtype.itemsize
     bound = path.stat().st_size * (MAX_GZIP_RATIO if path.suffix.lower() == ".gz" else 1)
-    if needed > min(bound, MAX_VOXEL_BYTES):
+    asked = f"{path}: its header asks for {needed} bytes of voxels (shape {shape}, {dtype})"
+    if needed > bound:
         raise ValueError(
-            f"{path}: its header asks for {needed} bytes of voxels (shape {shape}, {dtype}), the file can hold at most "
-            f"{min(bound, MAX_VOXEL_BYTES)}: it is truncated or its header wrong; fetch it again"
+            f"{asked}, the file can hold at most {bound}: it is truncated or its header wrong; fetch it again"
         )
-    offset = int(header["vox_offset"])
+    if needed > max(free := free_memory(), ALWAYS_TRIED):
+        raise ValueError(f"{asked}, {free} bytes of memory are free: crop the scan, or take a machine with more memory")
+    offset = float(header["vox_offset"])  # perhaps not a number
     if not HEADER_BYTES <= offset <= HEADER_BYTES + MAX_PADDING:
-        raise ValueError(f"{path}: voxels are said to begin at byte {offset}, expected 352 or a little more")
-    _read_exactly(stream, np.empty(offset - HEADER_BYTES, np.uint8))
+        raise ValueError(f"{path}: voxels are said to begin at byte {offset:.0f}, expected 352 or a little more")
+    _read_exactly(stream, np.empty(int(offset) - HEADER_BYTES, np.uint8))
     if first_only:
         shape, needed = (*shape[:3], 1), needed // shape[3]
     content = np.empty(needed, np.uint8)
@@ -231,6 +270,8 @@ def _read_voxels(
 
 def _scaled(voxels: np.ndarray, header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
     """Apply scl_slope and scl_inter; a slope of 0 or not-a-number means that there are none."""
+    if np.isinf(header["scl_slope"]):
+        raise ValueError(f"{path}: scl_slope is infinite: correct its header")
     try:
         slope, inter = header.get_slope_inter()
     except HeaderDataError as error:

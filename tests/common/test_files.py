@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common import files
 from common.files import atomic_path, from_json, read_as, read_object, sha256_of, write_json, write_text
 
 
@@ -131,3 +132,18 @@ def test_writing_from_many_threads_leaves_the_umask(tmp_path):
     after = os.umask(before)
     assert after == before
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~before}
+
+
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (tmp_path, tmp_path / "pipe.json"):
+        with pytest.raises(
+            ValueError, match=f"{path}: expected a regular file .*found a folder, pipe or device; copy it"
+        ):
+            read_object(path, "copy it again")
+    monkeypatch.setattr(files, "_MAX_JSON", 4)
+    write_text(tmp_path / "a.json", '{"a": 1}')
+    with pytest.raises(ValueError, match=r"a\.json: expected a regular file of 4 bytes at most, found 8 bytes"):
+        read_object(tmp_path / "a.json")
+    with pytest.raises(FileNotFoundError):
+        read_object(tmp_path / "gone.json")

@@ -112,8 +112,15 @@ def test_names_a_missing_key(tmp_path, key):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"labels": {"1": "background", "2": "spleen"}}, "labels: expected .* from 0, found .*'2': 'spleen'"),
+        ({"labels": {"1": "background", "2": "spleen"}}, "labels: expected .* from 0 to 255, found none for 0"),
         ({"labels": {"background": 0, "spleen": 1}}, r"Expected `str`, got `int` - at `\$\.labels"),
+        ({"labels": {str(n): f"l{n}" for n in range(300)}}, "labels: .* 255, found '256', .*'260' and 39 more"),
+        ({"labels": {"0": "background", "\u0661": "spleen"}}, r"labels: .* found '\\u0661'"),
+        ({"labels": {"0": "background", "01": "spleen"}}, "labels: .* found '01'"),
+        ({"labels": {"0": "a", "1": "ball", "2": "ball"}}, "a printable name of its own for each number, found 'ball'"),
+        ({"labels": {"0": "background", "1": ""}}, "of its own for each number, found an empty one"),
+        ({"labels": {"0": "background", "1": "a\n\x1b[31m"}}, r"each number, found 'a\\n\\x1b\[31m'"),
+        ({"labels": {"0": "background", "1": "\ud800"}}, r"each number, found '\\ud800'"),
         ({"labels": {"0": "background"}}, "the background and a structure in .'background',"),
         ({"labels": ["background", "spleen"]}, r"Expected `object`, got `array` - at `\$\.labels`"),
         ({"modality": {}}, "modality: expected"),

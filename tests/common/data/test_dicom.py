@@ -1,6 +1,7 @@
 import io
 import logging
 import math
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,6 +309,56 @@ def test_missing_slices_are_refused_with_their_place(tmp_path, lost, places):
     message = problem_of(tmp_path)
     assert f"slices are missing between {places}" in message
     assert "others lie 2.50 mm apart" in message
+
+
+def test_slices_too_far_apart_are_refused(tmp_path):
+    write_slices(tmp_path, NOISE, step=(0, 0, 1e6))
+    assert ": voxels of 0.7 x 0.8 x 1e+06 mm, expected 0.01 to 100 mm" in problem_of(tmp_path)
+
+
+def test_more_voxels_than_memory_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
+    write_slices(tmp_path, NOISE)
+    monkeypatch.setattr(dicom, "free_memory", lambda: 900)
+    assert read_only(tmp_path).voxels.size == 120  # little enough to be tried
+    monkeypatch.setattr(dicom, "ALWAYS_TRIED", 0)
+    assert ": its 4 x 6 x 5 voxels take" in problem_of(tmp_path)
+
+
+def test_a_deflated_file_is_inflated_no_further_than_needed(tmp_path):
+    def deflate(number: int, image: Any) -> None:
+        image.file_meta.TransferSyntaxUID = pydicom.uid.DeflatedExplicitVRLittleEndian
+
+    def swell(number: int, image: Any) -> None:
+        deflate(number, image)
+        image.PixelData = bytes(4 * dicom.MAX_HEADER)
+
+    write_slices(tmp_path / "good", NOISE, change=deflate)
+    assert np.array_equal(read_only(tmp_path / "good").voxels, NOISE.T.astype(np.int16) - 1024)
+    write_slices(tmp_path / "bomb", NOISE, change=swell)
+    (series,) = find_series(tmp_path / "bomb")
+    content = dicom._inflated(series.files[0], 48)
+    assert isinstance(content, io.BytesIO)
+    assert len(content.getvalue()) < dicom.MAX_HEADER + 1000
+    assert re.search("the pixel data of slice . are missing, truncated or damaged", problem_of(tmp_path / "bomb"))
+
+
+def test_pipes_are_passed_over_and_folders_that_cannot_be_listed_told(tmp_path, caplog, monkeypatch):
+    write_slices(tmp_path / "a", NOISE)
+    os.mkfifo(tmp_path / "a" / "pipe.dcm")
+    (tmp_path / "Planted").mkdir()
+    list_folder = os.scandir
+
+    def denied(folder: Any) -> Any:
+        if folder == forbidden or os.fspath(folder) == str(forbidden):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return list_folder(folder)
+
+    forbidden = tmp_path / "Planted"
+    monkeypatch.setattr(os, "scandir", denied)
+    assert [series.shape for series in find_series(tmp_path)] == [(4, 6, 5)]
+    assert caplog.messages == ["a folder cannot be listed (Permission denied), its files are left out"]
+    with pytest.raises(PermissionError):
+        find_series(forbidden)
 
 
 def test_one_slice_is_no_volume(tmp_path):

@@ -189,6 +189,20 @@ def test_threads_do_not_disturb_each_other(tmp_path):
             assert torch.equal(found.image, expected.image)
 
 
+def test_a_working_grid_is_judged_before_it_is_made(tmp_path, monkeypatch):
+    path = save(tmp_path / "a.nii.gz", body(), np.diag([90.0, 90, 90, 1]))
+    with pytest.raises(
+        ValueError, match=r"a\.nii\.gz: its \(31, 26, 13\) voxels would be .* more than 1000 times as many"
+    ):
+        prepare("a", path, None, CT)
+    path = save(tmp_path / "b.nii.gz", body(), np.diag([4.0, 4, 4, 1]))
+    monkeypatch.setattr(module, "free_memory", lambda: 10000)
+    assert prepare("b", path, None, CT).image.any()  # little enough to be tried
+    monkeypatch.setattr(module, "ALWAYS_TRIED", 0)
+    with pytest.raises(ValueError, match=r"b\.nii\.gz: at spacing \(1.5, 1.5, 2.0\) mm it takes 0.0 GiB, 0.0 are free"):
+        prepare("b", path, None, CT)
+
+
 @pytest.mark.parametrize(
     ("values", "dtype", "said"),
     [

@@ -166,6 +166,15 @@ def test_other_names_are_refused(tmp_path):
         ({"dim": [5, 5, 4, 1, 3, 2, 1, 1]}, r"found shape \(5, 4, 1, 3, 2\)"),
         ({"vox_offset": 2.0**30}, "begin at byte 1073741824"),
         ({"vox_offset": 12}, "begin at byte 12"),
+        ({"vox_offset": np.inf}, "begin at byte inf"),
+        ({"vox_offset": np.nan}, "begin at byte nan"),
+        ({"scl_slope": np.inf}, "scl_slope is infinite"),
+        ({"xyzt_units": 1}, "lengths in metres, expected mm"),
+        ({"xyzt_units": 3 + 8}, "lengths in micrometres, expected mm"),
+        ({"srow_z": [0, 0, 1e6, 0]}, r"voxels of 1.5 x 1.25 x 1e\+06 mm, expected 0.01 to 100 mm"),
+        ({"srow_x": [2, 1e5, 0, 0]}, r"1e\+05 x 3 mm, expected 0.01 to 100 mm"),
+        ({"srow_y": [0, 0.001, 0, 0]}, "x 0.001 x 3 mm, expected 0.01 to 100 mm"),
+        ({"srow_x": [1, 0, 0, 1e30]}, r"first voxel lies at 1e\+30 x -61.5 x -804.5 mm, at most 100000 mm"),
         ({"scl_slope": 1, "scl_inter": np.nan}, "scl_slope is valid but scl_inter is not"),
         ({"srow_x": [np.nan, 0, 0, 0]}, "affine is not finite or singular"),
         ({"srow_x": [0, 0, 0, 0]}, "affine is not finite or singular"),
@@ -199,9 +208,29 @@ def test_bytes_behind_the_voxels_are_padding_or_an_error(tmp_path):
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(volumes, "MAX_VOXEL_BYTES", 100)
-    with pytest.raises(ValueError, match=r"asks for 120 bytes.*at most 100"):
-        read_volume(write(tmp_path / "a.nii.gz", voxels_of()))
+    path = write(tmp_path / "a.nii.gz", voxels_of())
+    monkeypatch.setattr(volumes, "free_memory", lambda: 100)
+    assert read_volume(path).voxels.nbytes == 120  # little enough to be tried
+    monkeypatch.setattr(volumes, "ALWAYS_TRIED", 0)
+    with pytest.raises(ValueError, match=r"a\.nii\.gz: its header asks for 120 bytes.*, 100 bytes of memory are free"):
+        read_volume(path)
+
+
+def test_the_least_and_the_largest_voxel_are_read(tmp_path):
+    for side in (0.01, 100):
+        assert read_header(write(tmp_path / "a.nii", voxels_of(), np.diag([side, side, side, 1])))[0] == (5, 4, 3)
+
+
+def test_a_pixdim_that_is_not_the_affines_is_told_once(tmp_path, caplog):
+    path = write(tmp_path / "a.nii", voxels_of(), pixdim=[1, 1, 1, 1, 1, 1, 1, 1])
+    for _ in range(2):
+        assert np.array_equal(read_header(path)[1], AFFINE)
+    assert caplog.messages == [
+        f"{path}: voxels of 1.5 x 1.25 x 3 mm by its affine, which counts, and of 1 x 1 x 1 mm by its pixdim"
+    ]
+    tilted = np.array([[1.0, 0, 0, 0], [0, 1.0, 1.0, 0], [0, 0, 2.0, 0], [0, 0, 0, 1]])
+    read_header(write(tmp_path / "tilted.nii", voxels_of(), tilted, pixdim=[1, 1, 1, 2, 1, 1, 1, 1]))
+    assert len(caplog.messages) == 1
 
 
 def test_voxels_that_are_no_numbers_are_counted(tmp_path):
