@@ -4,48 +4,29 @@ A series goes by an alias, a slice by its InstanceNumber; what pydicom says of a
 """
 
 import hashlib
-import io
 import logging
 import math
-import os
 import re
-import struct
-import warnings
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import imagecodecs
 import numpy as np
 import pydicom
 from pydicom.encaps import get_frame
-from pydicom.errors import BytesLengthException, InvalidDicomError
-from pydicom.misc import is_dicom
 from pydicom.pixels.decoders.base import get_decoder
-from pydicom.uid import JPEG2000, UID, DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian, JPEG2000Lossless
+from pydicom.uid import JPEG2000, UID, JPEG2000Lossless
 
 from common.clock import free_memory
+from common.data.dicom_slices import GEOMETRY, Slice, ask, files_below, inflated, quiet_dicom, read_slice
 from common.data.threads import map_in_threads
 from common.data.volumes import ALWAYS_TRIED, Volume, check_affine
 
 MAX_OFF_GRID = 0.1  # of the slice spacing: how far a slice may lie from its place on a regular grid
 MAX_TURN = 1e-3  # by how much direction cosines and mm of PixelSpacing may differ; scanners round them
-MAX_HEADER = 2**24  # bytes of a deflated file before its pixels
 MIN_STEP = 0.01  # mm: slices nearer than this share a place
-GEOMETRY = {"Rows": 1, "Columns": 1, "PixelSpacing": 2, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
-TAGS = [
-    *GEOMETRY, "SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "InstanceNumber", "Modality", "ImageType",
-    "NumberOfFrames", "PhotometricInterpretation", "SliceThickness", "RescaleSlope", "RescaleIntercept",
-    "ModalityLUTSequence",
-]  # fmt: skip
-# What pydicom and its decoders raise on damaged files; caught where they are called, and nowhere else.
-BROKEN = (
-    OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error,
-    zlib.error, BytesLengthException, InvalidDicomError,
-)  # fmt: skip
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,41 +54,20 @@ class DicomSeries:
     is_volume: bool
 
 
-@dataclass(frozen=True)
-class _Slice:
-    """A file of a series, and pydicom's dataset of its `TAGS`."""
-
-    path: Path
-    header: Any
-
-    @property
-    def name(self) -> str:
-        number = self.numbers("InstanceNumber")
-        return f"slice {number[0]:.0f}" if number else "a slice without InstanceNumber"
-
-    def numbers(self, keyword: str) -> tuple[float, ...]:
-        """Return the numbers of a tag; () where it is missing, or does not hold as many finite ones as it should."""
-        numbers: tuple[float, ...] = _ask(lambda: tuple(map(float, np.atleast_1d(self.header.get(keyword)))), ())
-        return numbers if len(numbers) == GEOMETRY.get(keyword, 1) and all(map(math.isfinite, numbers)) else ()
-
-    def text(self, keyword: str) -> str:
-        return _ask(lambda: str(self.header.get(keyword) or ""), "")
-
-
 def find_series(folder: Path) -> tuple[DicomSeries, ...]:
     """Return the image series of a folder and its subfolders, sorted by name; headers are read, pixels are not.
 
     Other files, DICOMDIR and objects that are no images are left out; files with a broken header are counted in a log.
     """
     quiet_dicom()
-    found = map_in_threads(_read_slice, sorted(_files_below(folder)), "headers", progress=False)
+    found = map_in_threads(read_slice, sorted(files_below(folder)), "headers", progress=False)
     slices = [one for one in found if one]
     known = [one for one in slices if one.text("SOPClassUID") and one.text("SeriesInstanceUID")]
     if lost := len(slices) - len(known):
         logging.getLogger(__name__).warning(
             "%d DICOM files left out, broken before they tell their series: copy them again", lost
         )
-    groups: dict[str, list[_Slice]] = {}
+    groups: dict[str, list[Slice]] = {}
     for one in known:
         if "Image Storage" in UID(one.text("SOPClassUID")).name:
             groups.setdefault(one.text("SeriesInstanceUID"), []).append(one)
@@ -125,7 +85,7 @@ def read_series(series: DicomSeries) -> Volume:
     Raises:
         ValueError: it is no regular stack of grey images, or pixel data are broken; alias, slices, values and remedy.
     """
-    slices = [one for one in map(_read_slice, series.files) if one and one.text("SOPClassUID")]
+    slices = [one for one in map(read_slice, series.files) if one and one.text("SOPClassUID")]
     try:
         if series.problem:
             raise ValueError(series.problem)
@@ -137,67 +97,13 @@ def read_series(series: DicomSeries) -> Volume:
             said = f"its {x} x {y} x {z} voxels take {x * y * z / 2**27:.1f} GiB, {free / 2**30:.1f} are free"
             raise ValueError(f"{said}: export fewer slices, or take a machine with more memory")
         frames = map_in_threads(_decode, slices, "slices", progress=False)
+        voxels = _rescaled(frames, [_scale(one) for one in slices])
     except ValueError as error:
         raise ValueError(f"{series.name}: {error}") from None
-    return Volume(_rescaled(frames, [_scale(one) for one in slices]), affine, Path(series.name))
+    return Volume(voxels, affine, Path(series.name))
 
 
-def quiet_dicom() -> None:
-    """Keep pydicom and highdicom from quoting a file in a log or a warning, from now on: they may name the patient."""
-    for library in ("pydicom", "highdicom"):
-        logging.getLogger(library).setLevel(logging.CRITICAL + 1)
-    pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
-    warnings.filterwarnings("ignore", module=r"pydicom|highdicom|common\.(data|inference)\.dicom")
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield all files of a folder, through links to folders too, none of which is entered twice."""
-    os.scandir(folder).close()  # raises OSError where the folder may not be listed, which `os.walk` takes for empty
-    entered = set()
-    for place, below, names in os.walk(folder, onerror=_not_listed, followlinks=True):
-        if (real := os.path.realpath(place)) in entered:
-            below.clear()
-        else:
-            entered.add(real)
-            yield from (Path(place) / name for name in names)
-
-
-def _not_listed(error: OSError) -> None:
-    logging.getLogger(__name__).warning("a folder cannot be listed (%s), its files are left out", error.strerror)
-
-
-def _read_slice(path: Path) -> _Slice | None:
-    """Return what a header says, nothing where it is damaged; None for a file that is no DICOM."""
-    if not path.is_file() or not _ask(lambda: is_dicom(path), True):  # a named pipe would wait for ever
-        return None
-    header = _ask(lambda: pydicom.dcmread(_inflated(path, 0), None, True, specific_tags=TAGS), pydicom.Dataset())
-    return _Slice(path, header)
-
-
-def _inflated(path: Path, pixels: int) -> Path | io.BytesIO:
-    """Return what pydicom is to read: a file, or what a deflated one holds up to so many bytes of pixels.
-
-    pydicom would inflate all of it, a thousand times the file's size perhaps, even for a header.
-    """
-    meta = pydicom.filereader.read_file_meta_info(path)
-    deflated = DeflatedExplicitVRLittleEndian.encode()
-    if meta.TransferSyntaxUID.encode() != deflated:
-        return path
-    content = path.read_bytes()
-    start = 144 + meta.FileMetaInformationGroupLength  # behind preamble, "DICM" and that element itself
-    plain = content[:start].replace(deflated, ExplicitVRLittleEndian.encode().ljust(len(deflated), b"\0"))
-    return io.BytesIO(plain + zlib.decompressobj(-zlib.MAX_WBITS).decompress(content[start:], MAX_HEADER + pixels))
-
-
-def _ask(question: Callable[[], T], otherwise: T) -> T:
-    """Return what pydicom answers, or something else where a damaged file makes it raise."""
-    try:
-        return question()
-    except BROKEN:
-        return otherwise
-
-
-def _describe(uid: str, slices: list[_Slice]) -> DicomSeries:
+def _describe(uid: str, slices: list[Slice]) -> DicomSeries:
     """Return what is to be known of a series before its pixels are read."""
     name = "series-" + hashlib.sha256(uid.encode()).hexdigest()[:12]
     images = [one for one in slices if "LOCALIZER" not in one.text("ImageType")]
@@ -218,7 +124,7 @@ def _describe(uid: str, slices: list[_Slice]) -> DicomSeries:
     return DicomSeries(name, tuple(one.path for one in slices), size, modality, notes, problem, voxel, is_volume)
 
 
-def _stack(slices: list[_Slice]) -> tuple[list[_Slice], np.ndarray, tuple[str, ...]]:
+def _stack(slices: list[Slice]) -> tuple[list[Slice], np.ndarray, tuple[str, ...]]:
     """Return the slices in order, the affine and notes; ValueError where they are no regular stack of grey images."""
     for one in slices:
         _check_image(one)
@@ -253,7 +159,7 @@ def _stack(slices: list[_Slice]) -> tuple[list[_Slice], np.ndarray, tuple[str, .
     return slices, np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine, tuple(notes)  # DICOM's LPS to RAS
 
 
-def _check_image(one: _Slice) -> None:
+def _check_image(one: Slice) -> None:
     """Refuse what is not one grey image with a place in space, values that are known, and a codec that is."""
     name, frames = one.name, sum(one.numbers("NumberOfFrames"))
     if "Enhanced" in UID(one.text("SOPClassUID")).name or frames > 1:
@@ -267,12 +173,12 @@ def _check_image(one: _Slice) -> None:
         raise ValueError(f"{name} has {sizes}, each must be above 0: export it again")
     if not any(_scale(one)[:1]):
         raise ValueError(f"{name} lacks a usable RescaleSlope and RescaleIntercept: export it again")
-    syntax = UID(_ask(lambda: str(one.header.file_meta.TransferSyntaxUID), ""))
-    if not _ask(lambda: get_decoder(syntax).is_available, False):
+    syntax = UID(ask(lambda: str(one.header.file_meta.TransferSyntaxUID), ""))
+    if not ask(lambda: get_decoder(syntax).is_available, False):
         raise ValueError(f"{name} has transfer syntax {syntax.name}, which cannot be decoded: export it uncompressed")
 
 
-def _check_regular(slices: Sequence[_Slice], positions: np.ndarray, along: np.ndarray) -> None:
+def _check_regular(slices: Sequence[Slice], positions: np.ndarray, along: np.ndarray) -> None:
     """Refuse slices at one place, steps that are too wide, and slices off the grid; `along` is mm along the normal."""
     steps = np.diff(along)
     usual = float(np.median(steps[steps > MIN_STEP])) if steps.max() > MIN_STEP else math.inf
@@ -291,7 +197,7 @@ def _check_regular(slices: Sequence[_Slice], positions: np.ndarray, along: np.nd
         raise ValueError(f"{found} (at most {MAX_OFF_GRID * usual:.2f}): export it evenly spaced")
 
 
-def _scale(one: _Slice) -> tuple[float, ...]:
+def _scale(one: Slice) -> tuple[float, ...]:
     """Return RescaleSlope and RescaleIntercept; 1 and 0 where a modality may go without, () where they are unusable."""
     tags = ("RescaleSlope", "RescaleIntercept", "ModalityLUTSequence")
     if one.text("Modality") not in ("CT", "PT") and not any(keyword in one.header for keyword in tags):
@@ -300,19 +206,19 @@ def _scale(one: _Slice) -> tuple[float, ...]:
     return found if len(found) == 2 and tags[2] not in one.header else ()
 
 
-def _decode(one: _Slice) -> np.ndarray:
+def _decode(one: Slice) -> np.ndarray:
     """Return the stored values of a slice, [Y, X], any integer type."""
     due = tuple(int(*one.numbers(keyword)) for keyword in ("Rows", "Columns"))
 
     def decoded() -> np.ndarray:
-        image: Any = pydicom.dcmread(_inflated(one.path, 4 * math.prod(due)))
+        image: Any = pydicom.dcmread(inflated(one.path, 4 * math.prod(due)))
         if image.file_meta.TransferSyntaxUID in (JPEG2000, JPEG2000Lossless):  # GDCM would hold Python's lock
             pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
             if pixels.shape == due and (pixels.dtype.kind == "i") == bool(image.PixelRepresentation):
                 return pixels
         return np.asarray(image.pixel_array)
 
-    pixels = _ask(decoded, np.empty(0))
+    pixels = ask(decoded, np.empty(0))
     if pixels.shape != due:
         raise ValueError(f"the pixel data of {one.name} are missing, truncated or damaged: copy it again")
     return pixels
@@ -322,6 +228,8 @@ def _rescaled(frames: Sequence[np.ndarray], scales: Sequence[tuple[float, ...]])
     """Return stored values [Y, X] times slope plus intercept as [X, Y, Z], Fortran order, int16 if exact or float32."""
     pairs = list(zip(frames, scales, strict=True))
     ends = [float(end) * slope + shift for frame, (slope, shift) in pairs for end in (frame.min(), frame.max())]
+    if max(map(abs, ends)) > np.finfo(np.float32).max:
+        raise ValueError(f"values of up to {max(map(abs, ends)):.3g}: correct RescaleSlope and RescaleIntercept")
     exact = min(ends) >= -(2**15) and max(ends) < 2**15 and all(value.is_integer() for both in scales for value in both)
     voxels = np.empty((*frames[0].shape[::-1], len(frames)), np.int16 if exact else np.float32, order="F")
     for plane, (frame, (slope, shift)) in zip(voxels.T, pairs, strict=True):

@@ -13,7 +13,8 @@ from highdicom.seg import Segmentation, SegmentDescription
 from pydicom.sr.codedict import codes
 from pydicom.uid import generate_uid
 
-from common.data.dicom import BROKEN, DicomSeries, quiet_dicom
+from common.data.dicom import DicomSeries
+from common.data.dicom_slices import BROKEN, quiet_dicom
 from common.files import atomic_path
 from common.inference.labels import Region
 

@@ -26,7 +26,7 @@ from pydicom.uid import (
 )
 from scipy.spatial.transform import Rotation
 
-from common.data import dicom
+from common.data import dicom, dicom_slices
 from common.data.dicom import DicomSeries, find_series, read_series
 from common.data.volumes import Volume, read_volume
 from tests.common.data.dicom_files import Change, traces, write_slices
@@ -252,6 +252,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "zero spacing": (at(ALL, PixelSpacing=[0.8, 0]), r"'PixelSpacing': \(0.8, 0.0\)}, each must be above 0"),
     "no rescale": (at({2}, RescaleIntercept=None), ": slice 3 lacks a usable RescaleSlope and RescaleIntercept"),
     "zero slope": (at({2}, RescaleSlope=0), ": slice 3 lacks a usable RescaleSlope"),
+    "huge slope": (at({2}, RescaleSlope="1e38"), ": values of up to .*e.41: correct RescaleSlope"),
     "localizers": (at(ALL, ImageType=["ORIGINAL", "PRIMARY", "LOCALIZER"]), ": its images are localizers"),
     "no pixels": (at({1}, PixelData=None), ": the pixel data of slice 2 are missing, truncated or damaged"),
     "too few pixels": (at({1}, PixelData=b"\0" * 46), ": the pixel data of slice 2 are missing, truncated"),
@@ -330,15 +331,15 @@ def test_a_deflated_file_is_inflated_no_further_than_needed(tmp_path):
 
     def swell(number: int, image: Any) -> None:
         deflate(number, image)
-        image.PixelData = bytes(4 * dicom.MAX_HEADER)
+        image.PixelData = bytes(4 * dicom_slices.MAX_HEADER)
 
     write_slices(tmp_path / "good", NOISE, change=deflate)
     assert np.array_equal(read_only(tmp_path / "good").voxels, NOISE.T.astype(np.int16) - 1024)
     write_slices(tmp_path / "bomb", NOISE, change=swell)
     (series,) = find_series(tmp_path / "bomb")
-    content = dicom._inflated(series.files[0], 48)
+    content = dicom_slices.inflated(series.files[0], 48)
     assert isinstance(content, io.BytesIO)
-    assert len(content.getvalue()) < dicom.MAX_HEADER + 1000
+    assert len(content.getvalue()) < dicom_slices.MAX_HEADER + 1000
     assert re.search("the pixel data of slice . are missing, truncated or damaged", problem_of(tmp_path / "bomb"))
 
 
@@ -459,7 +460,7 @@ def test_a_mistake_of_ours_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch
     def mistaken(value):
         raise AttributeError("of this program")
 
-    monkeypatch.setattr(dicom, "math", SimpleNamespace(isfinite=mistaken, nan=math.nan))
+    monkeypatch.setattr(dicom_slices, "math", SimpleNamespace(isfinite=mistaken, nan=math.nan))
     with pytest.raises(AttributeError, match="of this program"):
         find_series(tmp_path)
 
