@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from common.clock import keep_freed_memory, synchronise
+from common.clock import synchronise
 from common.data.batches import Batch, Batches
 from common.files import write_json
+from common.host_memory import keep_freed_memory
 from common.inference.model import save_weights
 from common.inference.options import Precision
 from common.inference.predictors import computes_bf16

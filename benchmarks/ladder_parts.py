@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from apps.opening import open_training
 from benchmarks.harness import fast_step, in_turn, median
-from common.clock import peak_memory
 from common.files import read_json_lines
+from common.host_memory import peak_memory
 from common.run import Run
 from common.training.config import TrainingConfig
 from common.training.fit import Setup, fit

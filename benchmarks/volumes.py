@@ -19,7 +19,6 @@ from monai.transforms import Compose
 from torch import nn
 
 from benchmarks.harness import Options, Row, Sides, endless, fast_step, row, save_start, step_rows, timed
-from common.clock import peak_memory
 from common.data.batches import KeyedBatches, crop_batches
 from common.data.cache import fill_cache
 from common.data.crops import Tier
@@ -28,6 +27,7 @@ from common.data.monai_batches import monai_items
 from common.data.preparation import PreparedCase
 from common.data.store import prepared_cases
 from common.export.onnx_model import export_onnx
+from common.host_memory import peak_memory
 from common.inference.model import VolumeModel, import_weights, load_model, load_weights
 from common.inference.options import InferConfig, Precision
 from common.inference.scans import find_scans, open_segmenter

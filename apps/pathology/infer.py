@@ -25,8 +25,8 @@ from apps.pathology.scan.scan import ProbabilityMap, View, choose_view, scan_sli
 from apps.pathology.slides.camelyon import SUFFIXES, is_slide
 from apps.pathology.slides.masks import SlideMask, tissue_mask
 from apps.pathology.slides.reader import SlidePool
-from common.clock import keep_freed_memory, peak_memory
 from common.files import sha256_of
+from common.host_memory import keep_freed_memory, peak_memory
 from common.inference.folder_job import FolderJob, Item, Record
 from common.inference.open_predictor import open_predictor
 from common.observe.plots import Timeline

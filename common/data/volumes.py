@@ -16,13 +16,13 @@ from isal import igzip, isal_zlib
 from nibabel.spatialimages import HeaderDataError
 from nibabel.volumeutils import apply_read_scaling
 
-from common.clock import free_memory
 from common.files import atomic_path
+from common.host_memory import free_memory
 
 HEADER_BYTES = 348
 GZIP_MAGIC = b"\x1f\x8b"
 READ_BLOCK = 2**18  # bytes at a time: igzip copies what it decompresses once more, cheaply while it is in the cache
-ALWAYS_TRIED = 2**30  # bytes: what the process freed and keeps (`clock.keep_freed_memory`) does not count as free
+ALWAYS_TRIED = 2**30  # bytes: what the process freed and keeps (`host_memory.keep_freed_memory`) does not count as free
 MIN_SIDE, MAX_SIDE = 0.01, 100  # mm, of a voxel; as of `--spacing`
 MAX_ORIGIN = 1e5  # mm from a scanner's centre
 MAX_DISAGREEMENT = 0.25  # of pixdim; the slices of a tilted gantry lie 15 percent further apart along the shear

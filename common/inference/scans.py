@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.clock import free_memory, keep_freed_memory, peak_memory
 from common.data.dicom import DicomSeries, find_series, read_series
 from common.data.preparation import prepare_volume
 from common.data.volumes import Volume, read_header, read_volume, write_label
 from common.files import sha256_of, write_json
+from common.host_memory import free_memory, keep_freed_memory, peak_memory
 from common.inference.folder_job import BAD_INPUT, IN_FLIGHT, FolderJob, Item, Record
 from common.inference.measure import clean_labels, measure, write_measures
 from common.inference.model import VolumeModel, model_content

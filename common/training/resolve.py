@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from common.clock import free_memory
 from common.config import config_content, flat, replaced
 from common.data.dataset import Dataset, Split, read_dataset, read_split, split_cases
 from common.data.fingerprint import Fingerprint, fingerprint, is_ct, plan_preparation
@@ -16,6 +15,7 @@ from common.data.preparation import Preparation
 from common.data.store import store_folder
 from common.data.synthetic import make_synthetic
 from common.files import read_as, write_json
+from common.host_memory import free_memory
 from common.inference.labels import LabelScheme
 from common.inference.model import VolumeModel, write_model
 from common.run import Run, point_latest

@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from common.clock import keep_freed_memory
 from common.config import config_to_yaml
 from common.data.batches import Batch, Batches
 from common.data.dataset import Split
+from common.host_memory import keep_freed_memory
 from common.inference.model import VolumeModel
 from common.inference.options import Precision
 from common.inference.predictors import computes_bf16

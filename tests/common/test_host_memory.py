@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import cgroup_free
+from common.host_memory import cgroup_free
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only the GNU C library keeps memory")
 
 FAULTS = """
 import resource
 import torch
-from common.clock import keep_freed_memory
+from common.host_memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -36,7 +36,7 @@ def test_kept_memory_costs_no_page_faults():
 
 
 CHILD = """
-from common.clock import peak_memory
+from common.host_memory import peak_memory
 
 before = peak_memory()
 held = bytearray(2**28)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from monai.data import SmartCacheDataset
 
-from common import clock as host_memory
+from common import host_memory
 from common.data.batches import crop_batches, partition_cases
 from common.data.cache import CachePlan, CaseCache, fill_cache, measure_budgets, plan_cache, smart_indices
 from common.data.crops import CachedCase, Crops, Tier, cut, place_cases

@@ -339,7 +339,7 @@ from common.inference.options import InferConfig
 from common.inference.open_predictor import OpenedPredictor
 from common.inference.predictors import torch_predictor
 from common.inference.scans import Segmenter, find_scans, most_bytes
-from common.clock import peak_memory
+from common.host_memory import peak_memory
 from tests.support import unet_model
 model = unet_model((2.0, 2.0, 2.0), (4, 8), (64, 64, 32))
 torch.manual_seed(0)
