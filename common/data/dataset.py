@@ -1,6 +1,7 @@
 """Which scans there are and which of them train: `dataset.json` in the layout of the Medical Segmentation Decathlon."""
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -209,9 +210,11 @@ def read_split(dataset: Dataset, path: Path) -> Split:
 
 def _read(path: Path, kind: type[T]) -> T:
     """Return what a JSON file holds, its types checked."""
+    content = read_object(path)
     try:
-        return msgspec.convert(read_object(path), kind)
-    except msgspec.ValidationError as error:
+        json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair could not be written anywhere
+        return msgspec.convert(content, kind)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -208,6 +208,7 @@ def test_a_working_grid_is_judged_before_it_is_made(tmp_path, monkeypatch):
     [
         ([0, 1, 3], np.uint8, "expected label values 0, 1, 2, found 0, 1, 3"),
         ([0, -1], np.int16, "found -1, 0"),
+        ([0, 257], np.int16, "found 0, 257"),
         ([0, 0.5], np.float32, "found 0, 0.5"),
         (list(range(300)), np.int16, r"found 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, \.\.\."),
     ],
