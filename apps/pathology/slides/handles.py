@@ -6,8 +6,8 @@ Each is imported when its reader is first asked for. Seen with cuCIM 26.10, Open
 - cuCIM decodes a JPEG tile with damage in its middle as far as it gets and leaves noise for the rest, without an error
   (it prints a line to stdout); damaged deflate and JPEG 2000 raise. OpenSlide and tifffile raise on most damage to
   JPEG too. None of them sees wrong bits that still decode, nor damage to raw tiles; OpenSlide alone passes a deflate
-  tile whose end was overwritten with zeros. Tiles that are no JPEG from start to end are found before any reader
-  (`layout.looks_whole`).
+  tile whose end was overwritten with zeros. Tiles that are no JPEG from start to end, or of another size than the
+  directory says, are found before any reader (`layout.looks_whole`): cuCIM dies of larger ones.
 - After an error OpenSlide's handle fails for good, under all threads; the others go on.
 - OpenSlide interpolates where a level's downsample is no whole number, up to half a pixel off the other two.
 
@@ -44,7 +44,7 @@ class CucimHandle:
     def __init__(self, path: Path, layout: Layout) -> None:
         from cucim.clara import CuImage
 
-        # cuCIM has crashed on no file we know; its errors come as either of these.
+        # Errors come as either of these.
         try:
             self._image: Any = CuImage(str(path))
             sizes = [tuple(size) for size in self._image.resolutions["level_dimensions"]]
@@ -135,7 +135,7 @@ class TifffileHandle:
             # imagecodecs' errors are RuntimeErrors; ValueError: decoded bytes that do not fill a tile.
             try:
                 decoded, _, shape = place.decode(stored, number)
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, MemoryError) as error:
                 raise UnreadableError(str(error)) from error
             tile = np.asarray(decoded).reshape(shape[1:])  # the last strip is shorter
             here = part.within(column * place.tile_width, row * place.tile_height)
@@ -171,6 +171,8 @@ def open_handle(path: Path, layout: Layout, name: ReaderName) -> Handle:
         raise ValueError("reads tiles, this file has strips")
     if name == "cucim" and (strange := {level.compression for level in layout.levels} - _CUCIM_COMPRESSIONS):
         raise ValueError(f"does not decode TIFF compression {sorted(strange)}")
+    if name == "cucim" and layout.predicted:
+        raise ValueError("does not decode deflate with a predictor: it crashes")
     kind, remedy = HANDLES[name]
     try:
         return kind(path, layout)

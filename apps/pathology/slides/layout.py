@@ -19,7 +19,11 @@ TIFF_MAGICS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # classic and BigTIFF, b
 MAX_ANISOTROPY = 0.05  # of the smaller side: patches would be stretched by more
 MAX_MPP = 20.0  # um; an objective of 1x gives 10. More is a printer's resolution (96 per inch: 265)
 ASPECT_TOLERANCE = 0.01  # by which a level's shape may differ from level 0's, beside rounding to whole pixels
-JPEG, _JPEG_START, _JPEG_END = 7, b"\xff\xd8", b"\xff\xd9"  # the first: TIFF's Compression tag
+JPEG, DEFLATE, _JPEG_2000 = 7, (8, 32946), (33003, 33005, 34712)  # TIFF's Compression tags
+_JPEG_START, _JPEG_END, _CODESTREAM = b"\xff\xd8", b"\xff\xd9", b"\xff\x4f\xff\x51"  # the last: JPEG 2000's SOC and SIZ
+_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # the markers that say an image's size
+_JPEG_BARE = frozenset((0, 1, *range(0xD0, 0xDB)))  # of no length, or the end of the header
+_MOST_SEGMENTS = 64  # that a tile has before the one that says its size
 _JPEG_TAIL = 64  # bytes in which the end mark is looked for: some writers pad
 _UM_PER_UNIT = {2: 25400.0, 3: 10000.0}  # TIFF's ResolutionUnit: inch, centimetre
 
@@ -101,6 +105,7 @@ class Layout:
     levels: tuple[Level, ...]
     mpp: float | None
     padded: bool = False  # levels are padded to whole tiles, so that their sizes do not tell how far they are reduced
+    predicted: bool = False  # some of the file, be it a label, is deflate of differences between pixels
 
 
 def read_layout(path: Path) -> Layout:
@@ -125,12 +130,14 @@ def read_layout(path: Path) -> Layout:
     damage = (tifffile.TiffFileError, LookupError, ArithmeticError, TypeError, ValueError, MemoryError, struct.error)
     try:
         with tifffile.TiffFile(path) as tiff:
-            pages = list(tiff.pages)
+            top: list[Any] = list(tiff.pages)
+            pages = top + [sub for page in top if getattr(page, "subifds", None) for sub in page.pages]
             tiff.filehandle.seek(tiff.pages.next_page_offset or 0)
             (following,) = struct.unpack(tiff.tiff.offsetformat, tiff.filehandle.read(tiff.tiff.offsetsize))
             found = _pyramid(pages)
             levels = tuple(_level(page, found[0]) for page in found)
             sides = _pixel_sides(found[0]) if found else None
+            predicted = any(page.compression in DEFLATE and page.predictor != 1 for page in pages)
             padded = bool(found) and str(found[0].tags.valueof("Software", "")).startswith("Philips")
     except damage as error:
         raise ValueError(f"{path} ({size} bytes) has damaged TIFF directories ({error}): copy it again") from error
@@ -147,33 +154,68 @@ def read_layout(path: Path) -> Layout:
                 f"{path}: a level of {level.width} x {level.height} lists {len(level.offsets)} tiles of {tile[0]} x "
                 f"{tile[1]}, which do not fill it: copy it again"
             )
-    if beyond := sum(int(np.count_nonzero(level.offsets + level.counts > size)) for level in levels):
+    if beyond := sum(int(np.count_nonzero(level.offsets > size - level.counts)) for level in levels):
         tiles = sum(len(level.offsets) for level in levels)
         raise ValueError(f"{path} is cut short: {beyond} of {tiles} tiles lie beyond its {size} bytes: copy it again")
-    return Layout(levels, checked_mpp(*sides, path) if sides else None, padded)
+    return Layout(levels, checked_mpp(*sides, path) if sides else None, padded, predicted)
 
 
 def looks_whole(level: Level, tile: int, file: int) -> bool:
-    """Return False where the bytes of a JPEG tile cannot be one: no start mark, or zeros in place of its end.
+    """Return False where a JPEG or JPEG 2000 tile cannot be one: no start, another size than said, no end.
 
-    Native decoders give such tiles as noise or grey without a word. Damage within a tile is not seen here. Tiles are
-    numbered row by row; `file` is the descriptor of the open slide.
+    Native decoders give a tile without end as noise or grey without a word, and write one that is larger than the
+    directory says beyond the memory they keep for it. Damage within a tile is not seen here. Tiles are numbered row by
+    row; `file` is the descriptor of the open slide.
     """
-    if level.compression != JPEG:
+    if level.compression not in (JPEG, *_JPEG_2000):
         return True
     offset, count = int(level.offsets[tile]), int(level.counts[tile])
-    if os.pread(file, 2, offset) != _JPEG_START:
+    height = level.tile_height if level.tiled else min(level.tile_height, level.height - tile * level.tile_height)
+    due = (8, level.tile_width, height, 3)
+    if level.compression != JPEG:
+        return _jpeg_2000_frame(file, offset) == due
+    if jpeg_frame(partial(os.pread, file), offset) != due:
         return False
     tail = os.pread(file, min(_JPEG_TAIL, count), offset + max(0, count - _JPEG_TAIL))
     return _JPEG_END in tail or not tail.endswith(b"\0\0")
 
 
+def jpeg_frame(read: Callable[[int, int], bytes], offset: int) -> tuple[int, ...]:
+    """Return bits, width, height and samples that a JPEG says; () of one of tables alone, (0,) of what is no JPEG.
+
+    `read(count, offset)` returns its bytes.
+    """
+    at = offset + len(_JPEG_START)
+    for _ in range(_MOST_SEGMENTS if read(2, offset) == _JPEG_START else 0):
+        head = read(10, at).ljust(10, b"\0")
+        mark, kind, length, bits, height, width, samples = struct.unpack(">BBHBHHB", head)
+        if mark == 0xFF and kind == _JPEG_END[1]:
+            return ()
+        if mark != 0xFF or kind in _JPEG_BARE or (kind != 0xFF and length < 2):
+            break
+        if kind in _JPEG_FRAMES:
+            return bits, width, height, samples
+        at += 1 if kind == 0xFF else 2 + length  # a mark may be filled up in front
+    return (0,)
+
+
+def _jpeg_2000_frame(file: int, offset: int) -> tuple[int, ...]:
+    """Return bits, width, height and samples that a JPEG 2000 codestream, bare or in boxes, says; else (0,)."""
+    for _ in range(_MOST_SEGMENTS):
+        head = os.pread(file, 43, offset).ljust(43, b"\0")
+        if head.startswith(_CODESTREAM):
+            right, bottom, left, top, samples, bits = struct.unpack(">8x4I16xHB", head)
+            return bits + 1, right - left, bottom - top, samples
+        length, kind = struct.unpack_from(">I4s", head)
+        offset += 8 if kind == b"jp2c" else max(8, length)
+    return (0,)
+
+
 def _pyramid(pages: list[Any]) -> list[Any]:
     """Return the pages of the levels, largest first: the largest 8-bit RGB one, and smaller ones of its shape."""
-    within = [sub for page in pages if getattr(page, "subifds", None) for sub in page.pages]
     images = [
         page
-        for page in (*pages, *within)
+        for page in pages
         if page.dtype == np.uint8 and page.shape == (page.imagelength, page.imagewidth, 3) and page.size
     ]
     images.sort(key=lambda page: page.size, reverse=True)
@@ -190,6 +232,9 @@ def _pyramid(pages: list[Any]) -> list[Any]:
 def _level(page: Any, base: Any) -> Level:  # noqa: ANN401 - tifffile's
     width, height = page.imagewidth, page.imagelength
     tile = (page.tilewidth, page.tilelength) if page.is_tiled else (width, min(page.rowsperstrip, height))
+    tables = page.jpegtables or b""
+    if tables and jpeg_frame(lambda count, at: tables[at : at + count], 0):  # cuCIM gives its pixels for each tile's
+        raise ValueError("its JPEG tables are none")
     # tifffile looks into the file when the decoder and its tables are first asked for: now, while it is open.
     jpeg = {"jpegtables": page.jpegtables, "jpegheader": page.jpegheader} if page.compression == JPEG else {}
     return Level(

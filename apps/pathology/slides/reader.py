@@ -13,11 +13,10 @@ from typing import Literal
 import numpy as np
 
 from apps.pathology.slides.handles import HANDLES, Handle, UnreadableError, open_handle
-from apps.pathology.slides.layout import Box, Tile, looks_whole, read_layout
+from apps.pathology.slides.layout import DEFLATE, Box, Tile, looks_whole, read_layout
 
 Reader = Literal["auto", "cucim", "openslide", "tifffile"]
 WHITE = 255  # what lies outside a slide, was never scanned or cannot be decoded
-_CUCIM_GRUMBLES = {8, 32946}  # deflate: read right, but its libtiff prints an error for each level of each slide
 _MOST_OPEN = 16  # slides in a pool: each holds two or three file descriptors, with OpenSlide a cache of 32 MiB too
 
 
@@ -150,7 +149,8 @@ def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
     layout = read_layout(path)
     refused = []
     for name in HANDLES if reader == "auto" else (reader,):
-        if reader == "auto" and name == "cucim" and any(each.compression in _CUCIM_GRUMBLES for each in layout.levels):
+        # cuCIM reads deflate right, but its libtiff prints an error for each level of each slide.
+        if reader == "auto" and name == "cucim" and any(each.compression in DEFLATE for each in layout.levels):
             continue
         try:
             handle = open_handle(path, layout, name)
