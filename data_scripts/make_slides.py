@@ -18,6 +18,7 @@ from data_scripts.slides_tissue import ISLAND, MACRO_UM, MPP, Bytes, Lesions, lo
 
 SLIDES_VERSION = 2  # raised when the same parameters give other slides
 DEFAULT_SIZE = 3072  # px, 1.5 mm
+MOST = 10_000  # slides of a half
 SMALLEST, LARGEST = 512, 65535  # px: room for a lesion, and the longest side of a JPEG
 BYTES_PER_PIXEL = 7  # held while a slide is drawn and written, measured from 1024 to 3072 px
 TILE_PX, JPEG_QUALITY, DEFLATE_LEVEL = 256, 85, 3
@@ -90,12 +91,14 @@ def make_slides(
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: fewer than two training or test slides, a size out of bounds, a negative seed, or `folder` holds
-            something else.
+        ValueError: fewer than two training or test slides, or more than 10,000, a size out of bounds, a negative seed,
+            or `folder` holds something else.
     """
     for name, number in (("training", training), ("testing", testing)):
         if number < 2:
             raise ValueError(f"--{name} {number}: at least 2 slides have to be made, one with tumour and one without")
+        if number > MOST:
+            raise ValueError(f"--{name} {number}: at most {MOST} slides are made")
     if not SMALLEST <= size <= LARGEST:
         raise ValueError(f"--size {size}: must be {SMALLEST} to {LARGEST} px")
     if seed < 0:

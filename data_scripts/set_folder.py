@@ -4,7 +4,6 @@ The list (a JSON file) is written last, so that a folder that has one is whole. 
 parameters: a second run with the same ones goes on where the first one stopped, others are refused.
 """
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -13,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.files import write_json
+from common.files import read_object, write_json
 
 Parameters = dict[str, str | int | None]
 MARKER = "unfinished.json"
@@ -79,7 +78,6 @@ def _claim(whole: Path, parameters: Parameters) -> None:
 def _object(path: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds; an empty one where it holds none or is not there."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except (FileNotFoundError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}

@@ -7,6 +7,7 @@ if __name__ == "__main__":
     CONFIG = parse_config(EvaluateConfig, {}, description=__doc__)  # before torch: --help answers at once
 
 import math
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +17,68 @@ from tqdm import tqdm
 from apps.pathology.scan.froc import auc, draw_froc, find_lesions, froc, write_froc_csv
 from apps.pathology.scan.outputs import read_detections_csv
 from apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_slide_set
+from apps.pathology.slides.layout import MAX_MPP, MIN_MPP
 from apps.pathology.slides.masks import tumour_mask
-from common.files import read_object, write_json
+from common.files import from_json, read_object, write_json
+from common.observe.plots import one_line
 from common.run import one_line_errors
 
 # Camelyon16's slides of 0.243 um at level 6, at which MONAI's LesionFROC judges (the challenge's own code: level 5).
 MASK_MPP = 0.243 * 64
 
 
+@dataclass(frozen=True)
+class Scan:
+    """What is judged of a scanned slide's record: see `infer.Scanner.write`."""
+
+    name: str
+    probability: float
+    mpp: float | None
+    size: tuple[int, int]
+    stride_px: float = 0.0
+    mark: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError for numbers that no scan gives."""
+        if not 0 <= self.probability <= 1:
+            raise ValueError(f"probability {self.probability}: must be between 0 and 1")
+        if min(self.size) < 1 or not (self.mpp is None or MIN_MPP <= self.mpp <= MAX_MPP):
+            raise ValueError(f"{self.size} pixels of {self.mpp} um: no slide's (between {MIN_MPP} and {MAX_MPP} um)")
+
+
 def main(config: EvaluateConfig) -> int:
-    """Score the scanned slides that have a reference; write froc.json, froc.csv and froc.png beside them."""
+    """Score the scanned slides that have a reference; write froc.json, froc.csv and froc.png beside them.
+
+    Returns:
+        The exit status: 1 where a scan or a reference is damaged (the others are judged all the same), else 0.
+    """
     slides = read_slide_set(config.data)
     entries = {entry.name: entry for entry in (*slides.training, *slides.testing)}
     left_out = {entry.name: "it has not been scanned" for entry in slides.testing}
     judged, for_froc, sizes = {}, [], set()
-    scans = _read_scans(config.scans)
+    scans, broken = _read_scans(config.scans)
     for record, scan in tqdm(scans.items(), unit="slide", desc="reference", leave=False):
-        name, entry = scan["name"], entries.get(scan["name"])
+        entry = entries.get(scan.name)
         reason = _why_not(entry, scan)
         if entry is None or reason:
-            left_out[name] = reason
+            left_out[scan.name] = reason
             continue
-        left_out.pop(name, None)
-        judged[name] = {"tumour": entry.tumour, "probability": scan["probability"]}
-        found, lesions, mpp = _on_one_grid(entry, scan, read_detections_csv(record.with_name("detections.csv")))
+        try:
+            found, lesions, mpp = _on_one_grid(entry, scan, read_detections_csv(record.with_name("detections.csv")))
+        except (ValueError, OSError) as error:
+            broken[scan.name] = str(error)
+            continue
+        left_out.pop(scan.name, None)
+        judged[scan.name] = {"tumour": entry.tumour, "probability": scan.probability}
         sizes |= {round(mpp, 4)} if entry.tumour else set()
         for_froc += [(lesions, found)] if entry.scored else []
-    if not judged:
-        raise ValueError(f"{config.scans}: none of its {len(scans)} scans has a reference in {config.data}")
+    left_out |= broken
     for name, reason in left_out.items():
-        tqdm.write(f"{name}: left out, {reason}")
+        tqdm.write(one_line(f"{name}: left out, {reason}", 1000))
+    if not judged:
+        raise ValueError(
+            f"{config.scans}: none of its {len(scans) + len(broken)} scans has a reference in {config.data}"
+        )
     result = froc(for_froc)
     labels, scores = np.array([[each["tumour"], each["probability"]] for each in judged.values()]).T
     # Slides are told apart where there are some of both kinds.
@@ -69,25 +102,37 @@ def main(config: EvaluateConfig) -> int:
         print(f"FROC: {result.score:.4f}, {result.lesions} lesions in {result.slides} slides, masks at {at} um")
     kinds = f"{labels.sum():.0f} slides with tumour, {len(judged)} in all"
     print(f"slide AUC: {'none, it needs both kinds' if slide_auc is None else f'{slide_auc:.4f}'}, {kinds}")
-    return 0
+    return 1 if broken else 0
 
 
-def _read_scans(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Return the records of finished scans, of the same weights and options: else scores were of no network."""
-    scans = {path: read_object(path, "scan the slide again") for path in sorted(folder.glob("*/slide.json"))}
-    if not scans:
+def _read_scans(folder: Path) -> tuple[dict[Path, Scan], dict[str, str]]:
+    """Return the records of finished scans, and why the others, by name, cannot be read.
+
+    They must be of the same weights and options: else scores were of no network.
+    """
+    scans: dict[Path, Scan] = {}
+    broken: dict[str, str] = {}
+    for path in sorted(folder.glob("*/slide.json")):
+        try:
+            content = read_object(path, "scan the slide again")
+            scan = from_json(Scan, {each.name: content[each.name] for each in fields(Scan) if each.name in content})
+            if scan.name != path.parent.name:
+                raise ValueError(f"it is the record of {scan.name!r}")
+            scans[path] = scan
+        except (ValueError, OSError) as error:
+            broken[path.parent.name] = f"{path}: {error}; scan the slide again"
+    if not scans and not broken:
         raise FileNotFoundError(f"{folder}: holds no finished scans (NAME/slide.json): scan slides into it first")
-    marks = {path: {**scan.get("mark", {}), "input": None} for path, scan in scans.items()}
-    first = next(iter(marks))
-    other = next((path for path in marks if marks[path] != marks[first]), None)
+    marks = {path: {**scan.mark, "input": None} for path, scan in scans.items()}
+    other = next((path for path in marks if marks[path] != marks[min(marks)]), None)
     if other is not None:
         raise ValueError(
-            f"{first} and {other} are of different weights or options; scan all anew, or into folders of their own"
+            f"{min(marks)} and {other} are of different weights or options; scan all anew, or into folders of their own"
         )
-    return scans
+    return scans, broken
 
 
-def _why_not(entry: SlideEntry | None, scan: dict[str, Any]) -> str:
+def _why_not(entry: SlideEntry | None, scan: Scan) -> str:
     """Return why a scan cannot be judged, "" where it can."""
     if entry is None:
         return "it is not in the set of slides"
@@ -95,22 +140,22 @@ def _why_not(entry: SlideEntry | None, scan: dict[str, Any]) -> str:
         return "Camelyon16 does not score it, a duplicate"
     if entry.tumour and entry.mask is None and entry.annotation is None:
         return f"it has tumour, but neither a mask ({entry.name}_mask.tif) nor an annotation ({entry.name}.xml)"
-    if entry.tumour and scan["mpp"] is None:
+    if entry.tumour and scan.mpp is None:
         return "the slide gives no pixel size, and lesions are measured in um"
     return ""
 
 
-def _on_one_grid(
-    entry: SlideEntry, scan: dict[str, Any], found: np.ndarray
-) -> tuple[np.ndarray, np.ndarray | None, float]:
+def _on_one_grid(entry: SlideEntry, scan: Scan, found: np.ndarray) -> tuple[np.ndarray, np.ndarray | None, float]:
     """Return the detections of a slide in pixels of its lesions, these (None without tumour), and um per pixel."""
-    if not entry.tumour:
+    width, height = scan.size
+    if (found[:, 1:] > np.array(scan.size) + scan.stride_px).any():
+        raise ValueError(f"a detection lies beyond the {width} x {height} pixels: scan the slide again")
+    if not entry.tumour or scan.mpp is None:
         return found, None, 0.0
     # Levels lie a factor of two apart: the coarsest within a half-step of the wanted one is the nearest.
-    coarsest = max(1.0, MASK_MPP * math.sqrt(2) / scan["mpp"])
-    width, height = scan["size"]
+    coarsest = max(1.0, MASK_MPP * math.sqrt(2) / scan.mpp)
     truth = tumour_mask(entry, width, height, coarsest)
-    mpp, (height, width) = scan["mpp"] * truth.downsample, truth.mask.shape
+    mpp, (height, width) = scan.mpp * truth.downsample, truth.mask.shape
     # A cell's centre may lie beyond the slide's edge, and so beyond the mask's.
     found[:, 1:] = np.minimum(found[:, 1:] // truth.downsample, (width - 1, height - 1))
     return found, find_lesions(truth.mask, mpp), mpp

@@ -70,7 +70,12 @@ class Scanner:
     def read(self, item: Item[Path]) -> tuple[View, SlideMask]:
         """Return how the network sees a slide, and where it holds tissue."""
         with self.pool.use(item.source) as slide, self.timeline.stage(item.name, "read", "tissue"):
-            view = choose_view(slide, self.model.mpp)
+            view, base = choose_view(slide, self.model.mpp), slide.levels[0]
+            if max(base.width, base.height) <= view.span(self.model.patch_size) * view.downsample:
+                raise ValueError(
+                    f"{item.source}: {base.width} x {base.height} pixels are a patch, and slides are scanned: name the "
+                    "slide that it was cut from"
+                )
             return view, tissue_mask(slide, assumed_mpp=view.base_mpp)
 
     def scan(self, item: Item[Path], given: tuple[View, SlideMask]) -> tuple[View, ProbabilityMap]:
@@ -136,10 +141,18 @@ def find_slides(path: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: two slides have one name, so that their outputs would have one folder.
+        ValueError: two slides have one name, so that their outputs would have one folder; a name is none of a folder;
+            or the folder holds patches.
     """
     if path.is_file():
+        if not path.stem.strip("."):
+            raise ValueError(f"{path}: without its ending the name is {path.stem!r}, which is no folder's: rename it")
         return [path]
+    labels = (path.parent if path.name == "images" else path) / "labels.csv"
+    if labels.is_file():
+        raise ValueError(
+            f"{path}: holds patches ({labels}), and slides are scanned: name those that they were cut from"
+        )
     files = sorted(file for file in path.glob("*") if is_slide(file))
     if not files:
         raise FileNotFoundError(f"{path}: no such file, or a folder without slides ({', '.join(SUFFIXES)})")
@@ -156,6 +169,7 @@ def _line(record: Record) -> str:
     parts = [
         f"{record['reader']}, {record['view']}, probability {record['probability']:.3f}",
         f"{record['detections']} detections, peak memory {record['peak_memory_mib']} MiB",
+        *(["NO TISSUE was found, so nothing was scanned"] if not record["tiles"] else []),
         *([f"{damaged} DAMAGED TILES taken as white"] if damaged else []),
         *(f"{name} {seconds:.2f} s" for name, seconds in record["seconds"].items()),
     ]

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from apps.pathology.config import PathologyConfig
 from apps.pathology.patches.augment import augment, draw_patches
-from apps.pathology.patches.table import PatchTable
+from apps.pathology.patches.table import BAD_IMAGE, PatchTable
 from apps.pathology.slides.reader import SlidePool
 from common.data.batches import Batch, KeyedBatches, Take, keyed_uniforms, partition_cases
 from common.data.cache import measure_budgets
@@ -150,15 +150,14 @@ def _decode(table: PatchTable, pool: SlidePool, workers: int | None) -> Iterator
 def _read_image(file: Path, size: int) -> np.ndarray:
     try:
         with Image.open(file) as image:
-            pixels = np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError) as error:
+            if image.size == (size, size):
+                return np.asarray(image.convert("RGB"))
+            width, height = image.size
+    except BAD_IMAGE as error:
         raise ValueError(f"{file}: cannot be read as an image ({error}); copy it again") from error
-    if pixels.shape != (size, size, 3):
-        raise ValueError(
-            f"{file}: {pixels.shape[1]} x {pixels.shape[0]} pixels; the first patch of the set has {size} x {size}, "
-            "and all must be alike"
-        )
-    return pixels
+    raise ValueError(
+        f"{file}: {width} x {height} pixels; the first patch of the set has {size} x {size}, and all must be alike"
+    )
 
 
 def resident_batches(table: PatchTable, config: PathologyConfig, run: Run) -> KeyedBatches:

@@ -1,8 +1,6 @@
 """Which patches there are, before any is decoded: tables of them, and those that labels.csv, NCRF or MONAI list."""
 
-import csv
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -10,13 +8,17 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from PIL import Image
 
-from apps.pathology.slides.camelyon import is_slide, slide_name
+from apps.pathology.slides.camelyon import is_slide, read_rows, slide_name
+from common.files import read_object
 
 _PARTS = {"train": "training", "val": "validation", "valid": "validation", "test": "testing"}
 _PARTS |= {part: part for part in _PARTS.values()}
 _LABELS = {"0": 0, "1": 1}
+_LONGEST = 4096  # pixels of a patch's side
 # MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py: regions, grid and patches.
 REGION, GRID, PATCH_SIZE = 768, 3, 224
+# What Pillow raises for files that are no images; they may say more pixels than it decodes.
+BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 _Region = tuple[str, int, int, list[int]]
 """A slide, x and y of a region's centre at level 0, and the labels of its patches row by row."""
 
@@ -82,27 +84,32 @@ def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
     Raises:
         FileNotFoundError: labels.csv or an image is missing.
         ValueError: the header lacks a column, a label or a split is another, an image is listed twice or lies
-            elsewhere, or no image trains; the message names the line.
-        OSError: the first image is none.
+            elsewhere, or no image trains; the message names the line. Or the first image is none.
     """
     path = folder / "labels.csv"
     listed: dict[Path, tuple[str, int]] = {}
-    with path.open(newline="", encoding="utf-8-sig") as stream:
-        reader = csv.DictReader(stream)
-        if missing := {"image", "label"} - set(reader.fieldnames or ()):
-            raise ValueError(f"{path}: the header lacks {', '.join(sorted(missing))}; expected image,label,split")
-        for row in reader:
-            image, part, label = _labelled_image(row, folder, f"{path}, line {reader.line_num}")
-            if image in listed:
-                raise ValueError(f"{path}, line {reader.line_num}: {image.name} is listed before; list it once")
-            listed[image] = (part, label)
+    rows = read_rows(path)
+    _, header = next(rows, ("", []))
+    if missing := {"image", "label"} - set(header):
+        raise ValueError(f"{path}: the header lacks {', '.join(sorted(missing))}; expected image,label,split")
+    for where, cells in rows:
+        row = dict(zip(header, [*cells, *[""] * len(header)], strict=False))
+        image, part, label = _labelled_image(row, folder, where)
+        if image in listed:
+            raise ValueError(f"{where}: {image.name} is listed before; list it once")
+        listed[image] = (part, label)
     parts = {part: [image for image in listed if listed[image][0] == part] for part in dict.fromkeys(_PARTS.values())}
     if not parts["training"]:
         raise ValueError(f"{path}: no image trains; expected some with the split train, or no column split")
-    with Image.open(parts["training"][0]) as first:
-        width, height = first.size
-    if width != height:
-        raise ValueError(f"{parts['training'][0]}: {width} x {height} pixels; patches are squares")
+    try:
+        with Image.open(parts["training"][0]) as first:
+            width, height = first.size
+    except BAD_IMAGE as error:
+        raise ValueError(f"{parts['training'][0]}: cannot be read as an image ({error}); copy it again") from error
+    if width != height or width > _LONGEST:
+        raise ValueError(
+            f"{parts['training'][0]}: {width} x {height} pixels; patches are squares, of {_LONGEST} pixels at most"
+        )
 
     def table(images: list[Path]) -> PatchTable:
         file, label = np.arange(len(images), dtype=np.int32), [listed[image][1] for image in images]
@@ -162,18 +169,17 @@ def read_coordinates(path: Path, images: Path, part: str) -> PatchTable:
 
 
 def _from_csv(path: Path) -> Iterator[_Region]:
-    with path.open(newline="", encoding="utf-8-sig") as stream:
-        for line, row in enumerate(csv.reader(stream), 1):
-            if row and len(row) != 3 + GRID**2:
-                raise ValueError(f"{path}, line {line}: {len(row)} columns; expected {3 + GRID**2}: slide,x,y,flags")
-            if row:
-                name, x, y, *flags = row  # flags go column by column in the file, row by row from here on
-                yield _region(name, x, y, np.reshape(flags, (GRID, GRID)).T.ravel(), f"{path}, line {line}")
+    for where, row in read_rows(path):
+        if len(row) != 3 + GRID**2:
+            raise ValueError(f"{where}: {len(row)} columns; expected {3 + GRID**2}: slide,x,y,flags")
+        name, x, y, *flags = row  # flags go column by column in the file, row by row from here on
+        yield _region(name, x, y, np.reshape(flags, (GRID, GRID)).T.ravel(), where)
 
 
 def _from_json(path: Path, part: str) -> Iterator[_Region]:
+    content = read_object(path)
     try:
-        items = json.loads(path.read_text(encoding="utf-8"))[part]
+        items = content[part]
         rows = [(str(item["image"]), *item["location"], np.ravel(item["label"])) for item in items]
         if any(len(row) != 4 or len(row[3]) != GRID**2 for row in rows):
             raise ValueError(f"a location of other than 2 numbers, or a label of other than {GRID**2} flags")
@@ -186,9 +192,12 @@ def _from_json(path: Path, part: str) -> Iterator[_Region]:
 
 def _region(name: str, x: str | int, y: str | int, flags: np.ndarray, where: str) -> _Region:
     try:
-        return slide_name(name), int(x), int(y), [_LABELS[str(flag).strip()] for flag in flags.tolist()]
+        region = slide_name(name), int(str(x)), int(str(y)), [_LABELS[str(flag).strip()] for flag in flags.tolist()]
     except (KeyError, ValueError) as error:
         raise ValueError(f"{where}: expected whole numbers and flags of 0 or 1, found {error}") from error
+    if not 0 <= min(region[1:3]) <= max(region[1:3]) < 2**31 - REGION:
+        raise ValueError(f"{where}: ({x}, {y}) is a place on no slide")
+    return region
 
 
 def _find(names: list[str], images: Path, path: Path) -> tuple[Path, ...]:

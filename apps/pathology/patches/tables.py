@@ -129,8 +129,24 @@ def _read(config: PathologyConfig, folder: Path, run: Run) -> Tables:
             return _sampled(config, folder, run, pool)
         training = read_coordinates(config.lists[0], folder, "training")
         validation = read_coordinates(config.lists[1], folder, "validation")
+        _require_within(training, pool)
+        _require_within(validation, pool)
         mpp = _pixel_size(sorted({*training.files, *validation.files}), run, pool)
         return Tables(folder, config.lists[0].stem, False, mpp, training, validation, None)
+
+
+def _require_within(table: PatchTable, pool: SlidePool) -> None:
+    """Raise a ValueError where a patch lies beyond its slide: it would be white, whatever its label says."""
+    for number, file in enumerate(table.files):
+        with pool.use(file) as slide:
+            sides = slide.levels[0].width, slide.levels[0].height
+        corners = table.corner[table.file == number]
+        beyond = ((corners >= sides) | (corners <= -table.size)).any(1)
+        if beyond.any():
+            raise ValueError(
+                f"{file}: a patch is listed at {tuple(corners[beyond][0].tolist())}, and the slide has {sides[0]} x "
+                f"{sides[1]} pixels: is the list of another slide?"
+            )
 
 
 def _of_both_kinds(tables: Tables, run: Run) -> Tables:

@@ -75,11 +75,14 @@ def read_detections_csv(path: Path) -> np.ndarray:
         FileNotFoundError: there is no such file.
         ValueError: a row is not `score,x,y`.
     """
-    rows = [line.split(",") for line in path.read_text(encoding="utf-8").splitlines()]
     try:
-        return np.array([(float(score), int(x), int(y)) for score, x, y in rows], np.float64).reshape(-1, 3)
-    except ValueError as error:
+        rows = [line.split(",") for line in path.read_text(encoding="utf-8").splitlines()]
+        found = np.array([(float(score), int(x), int(y)) for score, x, y in rows], np.float64).reshape(-1, 3)
+        if not ((found >= 0) & (found <= (1, np.inf, np.inf))).all():
+            raise ValueError("a score outside 0 to 1, or a place below 0")
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{path}: rows must be score,x,y ({error}): scan the slide again") from error
+    return found
 
 
 def write_geojson(path: Path, found: ProbabilityMap, size: tuple[int, int]) -> None:

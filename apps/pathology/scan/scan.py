@@ -19,6 +19,7 @@ from common.inference.predictors import Predictor
 from models.resnet18_fcn import STRIDE
 
 MPP_TOLERANCE = 0.2  # by which a level's pixel may differ from the network's before it is resized
+MOST_COARSE = 4.0  # times the network's pixel that a slide's finest may have: beyond, nuclei are not seen
 ASSUMED_MPP = 0.25  # um, where neither slide nor network knows: an objective of 40x, as most of Camelyon16
 
 
@@ -97,12 +98,20 @@ def choose_view(slide: Slide, mpp: float | None) -> View:
 
     The network's is `mpp` um, None where its data did not say. The resized side of 32 pixels is a whole number of the
     level's pixels, so that tiles fit together exactly; the network's own pixel size is met to half a pixel in 32.
+
+    Raises:
+        ValueError: the slide's finest pixels are more than 4 times as large as the network's.
     """
     level, pitch = 0, STRIDE
     unknown = [name for name, size in (("slide", slide.mpp), ("network", mpp)) if size is None]
     reason = f"level 0 as it is, no pixel size known of {' and '.join(unknown)}"
     if slide.mpp is not None and mpp is not None:
         sizes = [slide.mpp * level.downsample for level in slide.levels]
+        if sizes[0] > MOST_COARSE * mpp:
+            raise ValueError(
+                f"{slide.path}: pixels of {sizes[0]:.4g} um show nothing to a network of {mpp:.4g} um (at most "
+                f"{MOST_COARSE:g} times as large): scan the glass at a higher power, or correct its pixel size"
+            )
         level = min(range(len(sizes)), key=lambda each: abs(math.log(sizes[each] / mpp)))
         far = abs(sizes[level] - mpp) > MPP_TOLERANCE * mpp
         pitch = max(1, round(STRIDE * mpp / sizes[level])) if far else STRIDE
@@ -166,7 +175,7 @@ def _probabilities(
     batches = (slide.read_many(base[start : start + batch], size, view.level) for start in starts)
     # Closed on the way out: no thread may read from the slide when its caller closes it after an error.
     ahead = cast(Generator[np.ndarray, None, None], prefetch(batches, device))
-    bar = tqdm(total=len(corners), desc=slide.name, unit="tile", leave=False, disable=None)
+    bar = tqdm(total=len(corners), desc=repr(slide.name), unit="tile", leave=False, disable=None)
     with bar, closing(ahead) as regions:
         for pixels in regions:
             images = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2)

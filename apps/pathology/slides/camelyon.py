@@ -6,6 +6,7 @@
 """
 
 import csv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -95,7 +96,9 @@ def read_slide_set(folder: Path) -> SlideSet:
         )
     reference = _reference(folder)
     about = read_object(folder / "slides.json", "remove it") if (folder / "slides.json").is_file() else {}
-    name, synthetic = str(about.get("name", folder.resolve().name)), bool(about.get("synthetic"))
+    name, synthetic = about.get("name", folder.resolve().name), about.get("synthetic", False)
+    if not (isinstance(name, str) and isinstance(synthetic, bool)):
+        raise ValueError(f"{folder / 'slides.json'}: name must be a text, synthetic true or false; remove the file")
     tests = tuple(_entry(path, folder, "testing", synthetic, reference) for path in testing)
     known = reference is not None or any(entry.annotation for entry in tests)
     entries = tuple(_entry(path, folder, "training", synthetic, None) for path in training)
@@ -138,12 +141,26 @@ def _reference(folder: Path) -> dict[str, bool] | None:
     path = next(filter(Path.is_file, paths), None)
     if path is None:
         return None
-    found = {}
-    with path.open(newline="", encoding="utf-8-sig") as stream:
-        for line, row in enumerate(csv.reader(stream), 1):
-            kind = row[1].strip().lower() if len(row) > 1 else ""
-            if row and kind not in ("tumor", "normal"):
-                raise ValueError(f"{path}, line {line}: expected NAME,Tumor,... or NAME,Normal,..., found {row}")
-            if row:
-                found[slide_name(row[0])] = kind == "tumor"
+    found: dict[str, bool] = {}
+    for where, row in read_rows(path):
+        kind = row[1].strip().lower() if len(row) > 1 else ""
+        if kind not in ("tumor", "normal"):
+            raise ValueError(f"{where}: expected NAME,Tumor,... or NAME,Normal,..., found {str(row)[:100]}")
+        if found.setdefault(slide_name(row[0]), kind == "tumor") != (kind == "tumor"):
+            raise ValueError(f"{where}: a line before says otherwise of {row[0]!r}; keep one of them")
     return found
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield, of each line of a CSV file that is not empty, where it stands ("FILE, line N") and its cells.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no CSV in UTF-8.
+    """
+    with path.open(newline="", encoding="utf-8-sig") as stream:
+        reader = csv.reader(stream)
+        try:
+            yield from ((f"{path}, line {reader.line_num}", row) for row in reader if row)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, line {reader.line_num}: expected CSV text in UTF-8 ({error})") from error

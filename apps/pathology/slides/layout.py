@@ -17,15 +17,20 @@ import numpy as np
 
 TIFF_MAGICS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # classic and BigTIFF, both byte orders
 MAX_ANISOTROPY = 0.05  # of the smaller side: patches would be stretched by more
-MAX_MPP = 20.0  # um; an objective of 1x gives 10. More is a printer's resolution (96 per inch: 265)
+# um; objectives of 100x and 1x give 0.05 to 0.1 and 10. More is a printer's resolution (96 per inch: 265).
+MIN_MPP, MAX_MPP = 0.02, 20.0
 ASPECT_TOLERANCE = 0.01  # by which a level's shape may differ from level 0's, beside rounding to whole pixels
 JPEG, DEFLATE, _JPEG_2000 = 7, (8, 32946), (33003, 33005, 34712)  # TIFF's Compression tags
 _JPEG_START, _JPEG_END, _CODESTREAM = b"\xff\xd8", b"\xff\xd9", b"\xff\x4f\xff\x51"  # the last: JPEG 2000's SOC and SIZ
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # the markers that say an image's size
 _JPEG_BARE = frozenset((0, 1, *range(0xD0, 0xDB)))  # of no length, or the end of the header
+_MOST_PIXELS = 2**27  # of a tile: each thread holds one
+_MOST_PER_BYTE = 4096  # pixels of level 0 for each byte of the file: blank deflate has 344, blank JPEG 170
 _MOST_SEGMENTS = 64  # that a tile has before the one that says its size
 _JPEG_TAIL = 64  # bytes in which the end mark is looked for: some writers pad
 _UM_PER_UNIT = {2: 25400.0, 3: 10000.0}  # TIFF's ResolutionUnit: inch, centimetre
+# tifffile meets damage with whatever error its parsing runs into: these have been seen. Codecs' are RuntimeErrors.
+DAMAGE = (LookupError, ArithmeticError, TypeError, ValueError, RuntimeError, MemoryError, struct.error)
 
 
 class Tile(NamedTuple):
@@ -116,7 +121,8 @@ def read_layout(path: Path) -> Layout:
 
     Raises:
         OSError: there is no such file.
-        ValueError: it is empty, damaged or cut short, holds no 8-bit RGB image, or its pixels are not square.
+        ValueError: it is empty, damaged or cut short, says more pixels than its bytes hold, has tiles too large for the
+            memory or no 8-bit RGB image, or its pixels are not square.
     """
     size = path.stat().st_size
     if not size:
@@ -126,8 +132,6 @@ def read_layout(path: Path) -> Layout:
             return Layout((), None)
     import tifffile
 
-    # tifffile meets damage in a directory with whatever error its parsing runs into: all of these have been seen.
-    damage = (tifffile.TiffFileError, LookupError, ArithmeticError, TypeError, ValueError, MemoryError, struct.error)
     try:
         with tifffile.TiffFile(path) as tiff:
             top: list[Any] = list(tiff.pages)
@@ -139,7 +143,7 @@ def read_layout(path: Path) -> Layout:
             sides = _pixel_sides(found[0]) if found else None
             predicted = any(page.compression in DEFLATE and page.predictor != 1 for page in pages)
             padded = bool(found) and str(found[0].tags.valueof("Software", "")).startswith("Philips")
-    except damage as error:
+    except DAMAGE as error:
         raise ValueError(f"{path} ({size} bytes) has damaged TIFF directories ({error}): copy it again") from error
     if following:  # to a directory that cannot be read, which tifffile only logs
         raise ValueError(
@@ -147,6 +151,12 @@ def read_layout(path: Path) -> Layout:
         )
     if not levels:
         raise ValueError(f"{path}: holds no 8-bit RGB image (three interleaved samples): convert it to an RGB TIFF")
+    _require_sound(path, size, levels)
+    return Layout(levels, checked_mpp(*sides, path) if sides else None, padded, predicted)
+
+
+def _require_sound(path: Path, size: int, levels: tuple[Level, ...]) -> None:
+    """Raise a ValueError where the levels cannot be those of a file of `size` bytes, or ask for too much memory."""
     for level in levels:
         tile = level.tile_width, level.tile_height
         if min(tile) < 1 or not len(level.offsets) == len(level.counts) == math.prod(level.grid):
@@ -154,10 +164,19 @@ def read_layout(path: Path) -> Layout:
                 f"{path}: a level of {level.width} x {level.height} lists {len(level.offsets)} tiles of {tile[0]} x "
                 f"{tile[1]}, which do not fill it: copy it again"
             )
+        if math.prod(tile) > _MOST_PIXELS:
+            raise ValueError(
+                f"{path}: a tile or strip has {tile[0]} x {tile[1]} pixels, and at most {_MOST_PIXELS} are read: "
+                "convert it to a TIFF of small tiles"
+            )
+    if levels[0].width * levels[0].height > _MOST_PER_BYTE * size:
+        raise ValueError(
+            f"{path}: {size} bytes cannot hold its {levels[0].width} x {levels[0].height} pixels (at most "
+            f"{_MOST_PER_BYTE} to a byte): fetch it again"
+        )
     if beyond := sum(int(np.count_nonzero(level.offsets > size - level.counts)) for level in levels):
         tiles = sum(len(level.offsets) for level in levels)
         raise ValueError(f"{path} is cut short: {beyond} of {tiles} tiles lie beyond its {size} bytes: copy it again")
-    return Layout(levels, checked_mpp(*sides, path) if sides else None, padded, predicted)
 
 
 def looks_whole(level: Level, tile: int, file: int) -> bool:
@@ -270,7 +289,7 @@ def checked_mpp(mpp_x: float, mpp_y: float, path: Path) -> float | None:
     Raises:
         ValueError: the sides differ by more than 5 percent.
     """
-    if not (0 < mpp_x <= MAX_MPP and 0 < mpp_y <= MAX_MPP):
+    if not (MIN_MPP <= mpp_x <= MAX_MPP and MIN_MPP <= mpp_y <= MAX_MPP):
         return None
     if max(mpp_x, mpp_y) > (1 + MAX_ANISOTROPY) * min(mpp_x, mpp_y):
         raise ValueError(

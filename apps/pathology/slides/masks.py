@@ -10,18 +10,23 @@ import math
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import tifffile
 from scipy.ndimage import binary_dilation
 from skimage.filters import threshold_otsu
 from skimage.morphology import remove_small_objects
+from tqdm import tqdm
 
 from apps.pathology.slides.camelyon import SlideEntry
+from apps.pathology.slides.layout import DAMAGE
 from apps.pathology.slides.reader import Slide
 
 MASK_MPP = 8.0  # um: a lymph node section becomes about 2,000 pixels wide, a 224 pixel patch at 0.25 um is 7
 _BLOCK = 2048  # pixels of a level read at a time: 12 MiB
+_BYTES = 32  # that a pixel of the mask takes while tissue is told from glass
 # Glass scatters about grey: its saturation stays below 0.05; pale eosin begins near 0.1, most stain lies above 0.2.
 MIN_CONTRAST = 0.08  # saturation between the means of Otsu's two classes, less is one class
 MAX_THRESHOLD = 0.15  # where tissue fills the field, Otsu would split pale from dark tissue
@@ -82,17 +87,21 @@ def tissue_mask(slide: Slide, assumed_mpp: float | None = None) -> SlideMask:
 def low_power(slide: Slide, downsample: float) -> tuple[np.ndarray, float]:
     """Return the slide about `downsample` times smaller, [H, W, 3] uint8, and by how much it is.
 
-    The smallest level that is large enough is averaged over whole squares of its pixels; at the right and lower edge
-    white is averaged in.
+    The smallest level that is large enough is averaged over whole squares of its pixels, under a bar where that takes
+    long; at the right and lower edge white is averaged in.
+
+    Raises:
+        ValueError: there is not the memory for it.
     """
     fitting = [index for index, level in enumerate(slide.levels) if level.downsample <= downsample * 1.01]
     index = max(fitting, default=0)
     level = slide.levels[index]
     factor = max(1, round(downsample / level.downsample))
     rows, columns = math.ceil(level.height / factor), math.ceil(level.width / factor)
+    require_memory(f"{slide.path}: at {factor * level.downsample:g} times less", columns, rows)
     image = np.empty((rows, columns, 3), np.uint8)
     step = max(1, _BLOCK // factor)
-    for row in range(0, rows, step):
+    for row in tqdm(range(0, rows, step), "low power", unit="row", leave=False, disable=None, delay=2):
         for column in range(0, columns, step):
             x, y = (math.ceil(place * factor * level.downsample) for place in (column, row))
             high, wide = min(step, rows - row), min(step, columns - column)
@@ -100,6 +109,16 @@ def low_power(slide: Slide, downsample: float) -> tuple[np.ndarray, float]:
             squares = block.reshape(high, factor, wide, factor, 3)
             image[row : row + high, column : column + wide] = np.rint(squares.mean((1, 3)))
     return image, factor * level.downsample
+
+
+def require_memory(what: str, width: int, height: int, each: int = _BYTES) -> None:
+    """Raise a ValueError where a mask of so many bytes for each pixel would take more memory than is free."""
+    needed, free = width * height * each, psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"{what} it has {width} x {height} pixels, which take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are "
+            "free: see whether its pixel size is right, or take a machine with more memory"
+        )
 
 
 def split(saturation: np.ndarray) -> float | None:
@@ -142,17 +161,26 @@ def tumour_mask(entry: SlideEntry, width: int, height: int, most_downsample: flo
 
     Raises:
         FileNotFoundError: the file is missing.
-        ValueError: there is neither, or it is damaged or belongs to another slide; the message names the slide.
+        ValueError: there is neither, or it is damaged, marks nothing, or belongs to another slide; the message names
+            the slide.
     """
     assert most_downsample >= 1, most_downsample
     try:
         if entry.mask is not None:
-            return _read_mask(entry.mask, width, height, most_downsample)
-        if entry.annotation is None:
+            found = _read_mask(entry.mask, width, height, most_downsample)
+        elif entry.annotation is not None:
+            downsample = 2 ** int(math.log2(most_downsample))
+            wide, high = math.ceil(width / downsample), math.ceil(height / downsample)
+            require_memory(f"{entry.annotation}: for a pixel of {downsample}", wide, high)
+            found = SlideMask(rasterise(entry.annotation, wide, high, downsample), downsample)
+        else:
             raise ValueError("neither a mask nor an annotation says where the tumour lies")
-        downsample = 2 ** int(math.log2(most_downsample))
-        wide, high = math.ceil(width / downsample), math.ceil(height / downsample)
-        return SlideMask(rasterise(entry.annotation, wide, high, downsample), downsample)
+        if not found.mask.any():
+            raise ValueError(
+                f"{entry.mask or entry.annotation} marks no tumour as large as a pixel of {found.downsample:g}, and "
+                "the slide has some: mend the marks, or move the slide away"
+            )
+        return found
     except ValueError as error:
         raise ValueError(f"{entry.path}: {error}") from error
 
@@ -194,7 +222,7 @@ def read_asap(path: Path) -> list[tuple[np.ndarray, bool]]:
     """
     try:
         root = ElementTree.parse(path).getroot()  # expat refuses entities that expand without end
-    except ElementTree.ParseError as error:
+    except (ElementTree.ParseError, LookupError, ValueError) as error:  # the others: of its encoding
         raise ValueError(f"{path}: expected the XML of ASAP: {error}") from error
     if root.tag != "ASAP_Annotations":
         raise ValueError(f"{path}: expected the element ASAP_Annotations, found {root.tag}")
@@ -249,9 +277,11 @@ def _read_mask(path: Path, width: int, height: int, most_downsample: float) -> S
                 raise ValueError(f"{found} pixels, but the slide has {width} x {height}: it belongs to another slide")
             levels = {round(base.imagewidth / page.imagewidth): page for page in tiff.pages}  # type: ignore[union-attr]
             downsample = max(factor for factor in levels if factor <= most_downsample)
-            values = levels[downsample].asarray()
+            page: Any = levels[downsample]
+            require_memory("its level", page.imagewidth, page.imagelength, 4)
+            values = page.asarray()
         if values.dtype != np.uint8 or values.ndim != 2:
             raise ValueError(f"{values.dtype} of shape {values.shape}; a mask is uint8 [height, width]")
-    except (ValueError, RuntimeError, tifffile.TiffFileError) as error:  # codecs raise RuntimeError
+    except DAMAGE as error:
         raise ValueError(f"{path}: cannot be used as a mask: {error}") from error
     return SlideMask(np.isin(values, TUMOUR_VALUES), downsample)

@@ -131,3 +131,64 @@ def test_a_slide_marked_in_part_counts_for_the_auc_alone(tmp_path):
     write_scan(scans, "test_002", 0.8, "0.800000,511,511\n")
     found = judge(scans, data)
     assert (found["slide_auc"], found["froc"], found["lesions"]) == (1.0, None, 0)
+
+
+def judged_with(scans: Path, data: Path) -> dict[str, Any]:
+    """Return what is left out where one slide is damaged: the others are judged, and the status says so."""
+    assert evaluate.main(EvaluateConfig(scans, data)) == 1
+    left_out: dict[str, Any] = json.loads((scans / "froc.json").read_text())["left_out"]
+    return left_out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"probability": "x"},
+        {"probability": float("nan")},
+        {"probability": 1.5},
+        {"mark": 5},
+        {"mpp": "x"},
+        {"mpp": 1e-9},
+        {"size": [0, 5]},
+        {"name": "test_002"},
+        {"name": None},
+    ],
+)
+def test_a_damaged_record_is_left_out_by_name(tmp_path, change):
+    data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
+    write_scan(scans, "test_001", 0.9, "")
+    write_scan(scans, "test_002", 0.2, "")
+    record = scans / "test_001" / "slide.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), **change}))
+    assert "scan the slide again" in judged_with(scans, data)["test_001"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    ["nan,1,2", "1.5,1,2", "0.5,-5,5", "0.5,99999,5", f"0.5,{'9' * 400},5", "=1+1,1,1", "0.5,1"],
+)
+def test_detections_on_no_slide_are_left_out_by_name(tmp_path, rows):
+    data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
+    write_scan(scans, "test_001", 0.9, "")
+    write_scan(scans, "test_002", 0.2, rows + "\n")
+    assert "scan the slide again" in judged_with(scans, data)["test_002"]
+
+
+def test_a_tumour_slide_whose_marks_enclose_nothing_is_left_out_by_name(tmp_path):
+    data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
+    (data / "testing" / "masks" / "test_001_mask.tif").unlink()
+    (data / "testing" / "annotations").mkdir()
+    (data / "testing" / "annotations" / "test_001.xml").write_text("<ASAP_Annotations/>")
+    write_scan(scans, "test_001", 0.9, "")
+    write_scan(scans, "test_002", 0.2, "")
+    assert "test_001.xml marks no tumour" in judged_with(scans, data)["test_001"]
+
+
+def test_a_name_cannot_forge_a_line(tmp_path, capsys):
+    data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
+    write_scan(scans, "test_002", 0.2, "")
+    write_scan(scans, "x\n\x1b[31mtest_001: judged", 0.9, "")
+    judge(scans, data)
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "\ntest_001: judged" not in said

@@ -165,7 +165,7 @@ def test_a_real_broken_slide_is_refused_in_one_line(config, real_data, capsys):
     assert "broken.svs" in capsys.readouterr().out
 
 
-def test_a_white_slide_gives_an_empty_map(config):
+def test_a_white_slide_gives_an_empty_map(config, capsys):
     tifffile.imwrite(
         config.input / "one.tif",
         np.full((512, 512, 3), 244, np.uint8),
@@ -177,6 +177,7 @@ def test_a_white_slide_gives_an_empty_map(config):
     assert infer.main(replace(config, input=config.input / "one.tif", overlays=True)) == 0
     record = json.loads((config.output / "one" / "slide.json").read_text())
     assert (record["probability"], record["tiles"], record["detections"]) == (0.0, 0, 0)
+    assert "NO TISSUE was found" in capsys.readouterr().out
     assert not tifffile.imread(config.output / "one" / "probability.tif").any()
     assert (config.output / "one" / "heatmap.png").is_file()
 
@@ -185,6 +186,30 @@ def test_slides_that_would_share_a_folder_are_refused(config):
     write_slide(config.input / "one.svs", [])
     with pytest.raises(ValueError, match=r"one\.svs and one\.tif would share a folder"):
         infer.main(config)
+
+
+@pytest.mark.parametrize("name", ["...tif", "..tif"])
+def test_a_name_that_leads_out_of_the_output_is_refused(config, tmp_path, name):
+    slide = write_slide(tmp_path / name, [])
+    with pytest.raises(ValueError, match="which is no folder's: rename it"):
+        infer.main(replace(config, input=slide, output=tmp_path / "o" / "inner"))
+    assert not list(tmp_path.rglob("slide.json"))
+
+
+@pytest.mark.parametrize("place", [".", "images"])
+def test_a_folder_of_patches_is_refused(config, place):
+    write_slide(config.input / "images" / "a.tif", [], side=256)
+    (config.input / "labels.csv").write_text("image,label\na.tif,1\n")
+    with pytest.raises(ValueError, match=r"holds patches .*name those that they were cut from"):
+        infer.main(replace(config, input=config.input / place))
+
+
+def test_a_patch_is_no_slide(config, capsys):
+    write_slide(config.input / "patch.tif", [(32, 32, 32)], side=64)
+    assert infer.main(config) == 1
+    said = capsys.readouterr().out
+    assert "patch.tif: 64 x 64 pixels are a patch" in said
+    assert "1 of 3 slides were set aside: patch" in said
 
 
 def test_a_folder_without_slides_is_named(config, tmp_path):

@@ -1,5 +1,7 @@
 import json
 import os
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +121,7 @@ def test_folders_that_cannot_train(tmp_path):
     with pytest.raises(ValueError, match=r"a\.png: 96 x 64 pixels; patches are squares"):
         read_patch_folder(folder_of(tmp_path, ROWS, side=(96, 64)))
     (tmp_path / "images" / "a.png").write_bytes(b"no image")
-    with pytest.raises(OSError, match=r"cannot identify image file .*a\.png"):
+    with pytest.raises(ValueError, match=r"a\.png: cannot be read as an image .*copy it again"):
         read_patch_folder(tmp_path)
 
 
@@ -241,3 +243,43 @@ def test_missing_and_doubled_slides_are_named(tmp_path):
     slides(images / "more", "Tumor_0.tif")
     with pytest.raises(ValueError, match="named alike"):
         read_coordinates(tmp_path / "list.csv", images, "training")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"image,label,split\n" + b"a" * 200_000 + b",1,train\n", "line 2: expected CSV text in UTF-8 .field larger"),
+        (b"image,label,split\na.png,1,\xff\n", "expected CSV text in UTF-8 "),
+        (b"image,label,split\na.png,1\n", "line 2: split '': expected one of"),
+    ],
+)
+def test_a_damaged_table_is_named_in_one_line(tmp_path, text, said):
+    folder_of(tmp_path, ROWS)
+    (tmp_path / "labels.csv").write_bytes(text)
+    with pytest.raises(ValueError, match=rf"labels\.csv, .*{said}|labels\.csv, {said}"):
+        read_patch_folder(tmp_path)
+
+
+def test_an_image_that_says_more_pixels_than_it_has_is_named(tmp_path):
+    folder_of(tmp_path, ROWS)
+    png = bytearray((tmp_path / "images" / "a.png").read_bytes())
+    png[16:24] = struct.pack(">II", 100_000, 100_000)
+    png[29:33] = struct.pack(">I", zlib.crc32(bytes(png[12:29])))
+    (tmp_path / "images" / "a.png").write_bytes(png)
+    with pytest.raises(ValueError, match=r"a\.png: cannot be read as an image .*decompression bomb"):
+        read_patch_folder(tmp_path)
+
+
+@pytest.mark.parametrize("place", [[5.7, 3], [True, 3], [float("inf"), 3], [-5, 3], [2**31, 3], ["x", 3], 3])
+def test_a_place_that_is_none_is_named(tmp_path, place):
+    content = {"training": [{"image": "a", "location": place, "label": [0] * 9}]}
+    (tmp_path / "list.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"list\.json"):
+        read_coordinates(tmp_path / "list.json", slides(tmp_path / "slides", "a.tif"), "training")
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "5", '{"training": 5}', '{"training": {"a": 1}}', "[" * 100_000])
+def test_a_list_of_another_form_is_named(tmp_path, text):
+    (tmp_path / "list.json").write_text(text)
+    with pytest.raises(ValueError, match=r"list\.json: expected"):
+        read_coordinates(tmp_path / "list.json", slides(tmp_path / "slides", "a.tif"), "training")

@@ -47,6 +47,13 @@ def test_room_for_fewer_patches_is_told(slides):
     assert "room for fewer patches than 1000000 on some slides; missing: " in said
 
 
+def test_a_list_of_another_slide_is_refused(slides, tmp_path):
+    (tmp_path / "list.csv").write_text("tumor_001,512,512,0,0,0,0,1,0,0,0,0\ntumor_001,9999,512,1,1,1,1,1,1,1,1,1\n")
+    config = PathologyConfig(data=slides, lists=(tmp_path / "list.csv", tmp_path / "list.csv"))
+    with pytest.raises(ValueError, match=r"tumor_001\.tif: a patch is listed at .9615, 128., and the slide has 1024 x"):
+        tables_of(config)
+
+
 def test_lists_of_coordinates_are_taken_as_they_are(slides, tmp_path):
     for name, stem in (("training", "tumor_001"), ("validation", "normal_001")):
         (tmp_path / f"{name}.csv").write_text(f"{stem},512,512,0,0,0,0,1,0,0,0,0\n")

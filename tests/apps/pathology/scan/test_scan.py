@@ -111,6 +111,12 @@ def test_the_nearest_level_is_read_and_resized_only_where_it_is_far_off(tmp_path
     assert ("resized" in view.reason) == (pitch != 32)
 
 
+def test_a_slide_too_coarse_for_the_network_is_refused(tmp_path):
+    write_pyramid(tmp_path / "a.tif", mpp=(15.0, 15.0))
+    with open_slide(tmp_path / "a.tif") as slide, pytest.raises(ValueError, match=r"a\.tif: pixels of 15 um show"):
+        choose_view(slide, 0.25)
+
+
 def test_without_a_pixel_size_level_0_is_taken_and_it_is_said(tmp_path):
     write_pyramid(tmp_path / "a.tif")
     with open_slide(tmp_path / "a.tif", "tifffile") as slide:

@@ -145,3 +145,26 @@ def test_slides_that_the_challenge_does_not_score():
     names = ("test_001", "test_049", "Test_049", "test_114", "test_115", "tumor_049")
     entries = [SlideEntry(name, Path(name), True, None, None) for name in names]
     assert [entry.name for entry in entries if entry.scored] == ["test_001", "test_115", "tumor_049"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"a" * 200_000 + b",Tumor\n", "expected CSV text in UTF-8 .field larger"),
+        (b"\xff\xfe\0", "expected CSV text in UTF-8 "),
+        (b"test_001,Normal\ntest_002,Tumor\ntest_001,Tumor\n", "line 3: a line before says otherwise of 'test_001'"),
+    ],
+)
+def test_a_damaged_reference_is_named_in_one_line(tmp_path, text, said):
+    folder = lay_out(tmp_path / "set", GUIDE)
+    (folder / "testing" / "reference.csv").write_bytes(text)
+    with pytest.raises(ValueError, match=rf"reference\.csv, .*{said}|reference\.csv, {said}"):
+        read_slide_set(folder)
+
+
+@pytest.mark.parametrize("text", ["null", '{"name": 5}', '{"synthetic": "no"}', "[" * 100_000])
+def test_a_damaged_list_of_slides_is_named_in_one_line(tmp_path, text):
+    folder = lay_out(tmp_path / "set", GUIDE)
+    (folder / "slides.json").write_text(text)
+    with pytest.raises(ValueError, match=r"slides\.json: .*remove"):
+        read_slide_set(folder)

@@ -1,15 +1,19 @@
 """Slides whose headers lie: named or taken as damaged, before a native library meets them."""
 
 import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import imagecodecs
 import numpy as np
+import psutil
 import pytest
 import tifffile
 
 from apps.pathology.slides.layout import read_layout
+from apps.pathology.slides.masks import low_power
 from apps.pathology.slides.reader import Reader, open_slide
 from tests.apps.pathology.slides.slide_files import TILE, painted, write_pyramid
 
@@ -126,3 +130,51 @@ def test_a_tile_at_the_end_of_all_numbers_lies_beyond_the_file(tmp_path):
         tiff.pages.first.tags["TileOffsets"].overwrite(2**63 - 1)
     with pytest.raises(ValueError, match=r"a\.tif is cut short"):
         read_layout(path)
+
+
+def write_bomb(path: Path, side: int, tile: int) -> None:
+    """Write a slide all of whose tiles are the same blank one."""
+    blank, tiles = zlib.compress(bytes(tile * tile * 3), 9), (-(-side // tile)) ** 2
+    head = struct.pack("<2sHI", b"II", 42, 8 + len(blank) + len(blank) % 2 + 8 * tiles + 6)
+    data = head + blank + bytes(len(blank) % 2)
+    offsets = len(data)
+    data += struct.pack(f"<{tiles}I", *[8] * tiles) + struct.pack(f"<{tiles}I", *[len(blank)] * tiles)
+    bits, data = len(data), data + struct.pack("<3H", 8, 8, 8)
+    places = (offsets, offsets + 4 * tiles) if tiles > 1 else (8, len(blank))
+    shape = [(256, 4, 1, side), (257, 4, 1, side), (258, 3, 3, bits), (259, 3, 1, 8), (262, 3, 1, 2), (277, 3, 1, 3)]
+    shape += [(322, 4, 1, tile), (323, 4, 1, tile), (324, 4, tiles, places[0]), (325, 4, tiles, places[1])]
+    data += struct.pack("<H", len(shape)) + b"".join(struct.pack("<HHII", *tag) for tag in shape) + bytes(4)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("side", "tile", "said"),
+    [
+        (65536, 1024, "bytes cannot hold its 65536 x 65536 pixels"),
+        (1_000_000, 8192, "bytes cannot hold its 1000000 x 1000000 pixels"),
+        (12288, 12288, "a tile or strip has 12288 x 12288 pixels"),
+    ],
+)
+def test_a_slide_of_more_pixels_than_its_bytes_hold_is_refused(tmp_path, side, tile, said):
+    write_bomb(tmp_path / "a.tif", side, tile)
+    with pytest.raises(ValueError, match=rf"a\.tif: .*{said}"):
+        open_slide(tmp_path / "a.tif")
+
+
+def test_a_blank_slide_is_read(tmp_path):
+    write_bomb(tmp_path / "a.tif", 512, 256)
+    with open_slide(tmp_path / "a.tif") as slide:
+        assert not slide.read(0, 0, 512, 512).any()
+
+
+def test_low_power_takes_no_more_than_is_free(tmp_path, monkeypatch):
+    write_pyramid(tmp_path / "a.tif")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+    with open_slide(tmp_path / "a.tif") as slide, pytest.raises(ValueError, match=r"a\.tif: .* which take 0\.0 GiB"):
+        low_power(slide, 1.0)
+
+
+@pytest.mark.parametrize("mpp", [1e-9, 0.019, 21.0])
+def test_pixels_of_no_microscope_have_no_size(tmp_path, mpp):
+    write_pyramid(tmp_path / "a.tif", description=f"Aperio|MPP = {mpp:.9f}")
+    assert read_layout(tmp_path / "a.tif").mpp is None

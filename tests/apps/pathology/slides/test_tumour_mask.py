@@ -172,3 +172,20 @@ def test_masks_that_are_none(tmp_path):
         tumour_mask(entry(path), 64, 48, 1)
     with pytest.raises(ValueError, match="neither a mask nor an annotation"):
         tumour_mask(entry(), 64, 48, 1)
+
+
+@pytest.mark.parametrize(
+    "text", [asap(), asap(("Tumor", [(1.0, 1.0)] * 3)), asap(("Tumor", SQUARE), ("Exclusion", SQUARE))]
+)
+def test_marks_that_enclose_nothing_are_refused(tmp_path, text):
+    with pytest.raises(ValueError, match=r"a\.tif: .*a\.xml marks no tumour"):
+        tumour_mask(entry(annotation=write(tmp_path / "a.xml", text)), 16, 16, 1)
+    mask = write_mask(tmp_path / "a_mask.tif", np.zeros((32, 32), np.uint8), (1,))
+    with pytest.raises(ValueError, match=r"a_mask\.tif marks no tumour"):
+        tumour_mask(entry(mask=mask), 32, 32, 1)
+
+
+def test_an_unknown_encoding_is_named(tmp_path):
+    path = write(tmp_path / "a.xml", '<?xml version="1.0" encoding="utf-9"?><ASAP_Annotations/>')
+    with pytest.raises(ValueError, match=r"a\.xml: expected the XML of ASAP"):
+        read_asap(path)
