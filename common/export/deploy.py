@@ -37,7 +37,7 @@ def export_run(
     config: ExportConfig,
     model: VolumeModel,
     network: NetworkConfig,
-    phantoms: str,
+    phantoms: str | None,
 ) -> Path:
     """Hand a run over in the form that the configuration names; return where it lies.
 
@@ -47,7 +47,7 @@ def export_run(
         config: which run, and what to make of it.
         model: the run's.
         network: the network as MONAI's own class and arguments, for a bundle.
-        phantoms: kind of synthetic cases for a gate without data: ct or mri.
+        phantoms: kind of synthetic cases for a gate without data: ct or mri; None where there are none.
 
     Raises:
         ParityError: the fp32 export does not compute what torch computes.
@@ -121,7 +121,9 @@ def precision_table(record: ExportRecord, seconds: Mapping[str, float]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _find_cases(config: ExportConfig, phantoms: str, scratch: Path) -> tuple[tuple[Case, ...], tuple[Case, ...], str]:
+def _find_cases(
+    config: ExportConfig, phantoms: str | None, scratch: Path
+) -> tuple[tuple[Case, ...], tuple[Case, ...], str]:
     """Return the cases for the gate, others to calibrate INT8 on, and what they are in words.
 
     They are those of --data, or the run's own for validation and training, or synthetic ones without labels.
@@ -135,6 +137,8 @@ def _find_cases(config: ExportConfig, phantoms: str, scratch: Path) -> tuple[tup
     if folder is None or not (folder / "dataset.json").is_file():
         if config.data is not None:
             raise FileNotFoundError(f"{config.data / 'dataset.json'}: no such file; --data takes a dataset's folder")
+        if phantoms is None:
+            raise FileNotFoundError(f"{config.model}: the run's data are not at hand; --data takes a dataset's folder")
         folder = make_synthetic(scratch, "make_phantoms", phantoms, "--cases", str(2 * _SYNTHETIC_CASES))
         made = tuple(replace(case, label=None) for case in read_dataset(folder).cases)
         origin = "synthetic scans, as the run's data are not at hand; --data judges on labels"

@@ -77,8 +77,8 @@ class Defaults:
 def read_volumes(
     config: SegmentationConfig,
     run: Run,
-    phantoms: str,
-    real: str,
+    phantoms: str | None = None,
+    real: str = "",
     known: Mapping[str, Preparation] | None = None,
 ) -> Data:
     """Read the dataset of --data, split it and take its fingerprint; say all of it and keep it in the run's folder.
@@ -89,7 +89,8 @@ def read_volumes(
     Args:
         config: of the run.
         run: where it is written.
-        phantoms: kind, size and version of those of `data_scripts/make_phantoms.py`: "ct-small-2".
+        phantoms: kind, size and version of those of `data_scripts/make_phantoms.py`: "ct-small-2";
+            None for an app that has none.
         real: name of the folder of the real scans that `fetch_msd.py` downloads.
         known: preparations of datasets that the app knows, by the name that a dataset gives itself, for CT. They spare
             reading its voxels.
@@ -100,6 +101,8 @@ def read_volumes(
     with run.clock.stage("prepare"):
         folder = config.data
         if folder is None:
+            if phantoms is None:
+                raise ValueError("data null: this app has no phantoms; --data takes the folder of a dataset")
             made, words = config.store / "phantoms" / phantoms, (phantoms.split("-")[0], "--cases", str(_PHANTOM_CASES))
             folder = run.ranks.once(lambda: make_synthetic(made, "make_phantoms", *words))
         dataset = read_dataset(folder)

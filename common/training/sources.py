@@ -49,7 +49,7 @@ _SLOWEST_LAST: list[Tier] = ["gpu", "ram", "disk", "none"]
 
 
 def volume_setup(
-    config: SegmentationConfig, data: Data, model: VolumeModel, transforms: GuideTransforms, run: Run
+    config: SegmentationConfig, data: Data, model: VolumeModel, transforms: GuideTransforms | None, run: Run
 ) -> Setup:
     """Build the network of a decided run, the source of its batches, the loss and the optimizer.
 
@@ -57,11 +57,11 @@ def volume_setup(
         config: decided.
         data: the cases.
         model: what is trained.
-        transforms: MONAI's of training and of validation, for the recipes that take them.
+        transforms: MONAI's of training and of validation; None for an app whose recipes take none.
         run: where all of it lies.
     """
     network = volume_network(config, model, run)
-    if config.ours:
+    if config.ours or transforms is None:
         batches, validate = our_source(data, model, config, run)
     else:
         chains = transforms(config, model.preparation, run.device)

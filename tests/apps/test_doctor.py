@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -221,7 +222,7 @@ def test_every_app_is_examined(app, recipe, heads, store, tmp_path):
 
 def test_the_switches_are_flags_of_the_app():
     for app in APPS:
-        for recipe in ("fast", "guide"):
+        for recipe in import_module(f"apps.{app}.config").RECIPES:
             config = parse_flags(app, ["--recipe", recipe])
             for text in doctor.switches(config).values():
                 flags = re.findall(r"--(\w+)", text)

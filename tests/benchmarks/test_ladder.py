@@ -28,11 +28,14 @@ EQUAL = {
 }
 
 
+CLIMBED = sorted(RUNGS.keys() & set(APPS))  # an app need not have a ladder
+
+
 def changed(one, other):
     return {name for name, value in flat(one).items() if value != flat(other)[name]}
 
 
-@pytest.mark.parametrize("app", APPS)
+@pytest.mark.parametrize("app", CLIMBED)
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_the_climb_goes_from_the_baseline_to_fast_with_equal_batches(app, kind):
     rungs = climb(app, kind, Path("data"), Path("store"))
@@ -53,7 +56,7 @@ def test_the_climb_goes_from_the_baseline_to_fast_with_equal_batches(app, kind):
     assert guide.learning_rate == parse_flags(app, ["--recipe", "guide"]).learning_rate
 
 
-@pytest.mark.parametrize("app", APPS)
+@pytest.mark.parametrize("app", CLIMBED)
 def test_single_changes_change_what_their_names_say(app):
     *_, fast = climb(app, "cpu", Path("data"), Path("store")).values()
     for name, config in beside(app, fast, Path("ram")).items():

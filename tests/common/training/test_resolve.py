@@ -124,3 +124,8 @@ def test_a_resumed_run_is_checked_against_its_ranks(run):
     monai = replace(PLAIN, parallel=replace(PLAIN.parallel, accumulate=4))
     with pytest.raises(ValueError, match="must be a multiple of 8"):
         keep_plan(monai, lambda: pytest.fail("it is decided"), later)
+
+
+def test_an_app_without_phantoms_asks_for_data(tmp_path, run):
+    with pytest.raises(ValueError, match="data null: this app has no phantoms; --data takes the folder of a dataset"):
+        read_volumes(ToyConfig(store=tmp_path), run)
