@@ -47,7 +47,7 @@ def atomic_path(path: Path, flush: bool = True) -> Iterator[Path]:
         OSError: the folder, which it names, cannot be written or the disk is full; `path` is then as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=".part-", suffix="-" + path.name, dir=path.parent)
+    descriptor, name = tempfile.mkstemp(prefix=".part-", suffix="-" + part_ending(path.name), dir=path.parent)
     os.close(descriptor)
     part = Path(name)
     try:
@@ -61,6 +61,16 @@ def atomic_path(path: Path, flush: bool = True) -> Iterator[Path]:
             flush_to_disk(path.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+def part_ending(name: str) -> str:
+    """Return what the temporary name of a file ends with: its own name, without the beginning of a very long one."""
+    return os.fsdecode(os.fsencode(name)[15 - 255 :])  # bytes: 255 at most, 15 of them for what stands before it
+
+
+def printable(text: str) -> str:
+    """Return a text that stays one line wherever it is shown; control and undecodable characters are escaped."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -28,6 +28,7 @@ from apps.pathology.slides.reader import SlidePool
 from common.files import sha256_of
 from common.host_memory import keep_freed_memory, peak_memory
 from common.inference.folder_job import FolderJob, Item, Record
+from common.inference.model import warn_of_phantoms
 from common.inference.open_predictor import open_predictor
 from common.observe.plots import Timeline
 from common.ranks import choose_device, torchrun_place
@@ -133,6 +134,7 @@ def main(config: ScanConfig) -> int:
         job = FolderJob("slide", config.output, items, identity, scanner.read, scanner.scan, scanner.write, _line)
         share = len(job.share())
         tqdm.write(f"{share} slides, {opened.backend} {opened.precision} on {scanner.device}: {opened.reason}")
+        warn_of_phantoms(config.model)
         return job.run(job.unfinished())
 
 

@@ -4,7 +4,10 @@ The record of an item is written twice: before its first output, so that outputs
 whole, after its last one. It vouches for the outputs of its own weights, options and input files, and for no others.
 """
 
+import errno
 import json
+import os
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from tqdm import tqdm
 
-from common.files import locked, write_json
+from common.files import locked, part_ending, printable, read_object, write_json
 from common.ranks import torchrun_place
 from common.run import wait_for_all
 
@@ -80,7 +83,8 @@ class FolderJob(Generic[Source, Read, Computed]):
         write: writes the outputs and returns what the record is to hold; in a thread of its own.
         line: from a record to the line that is printed about it.
         tables: told, at the end, the records of all finished items by name, those of other processes among them; no
-            two processes are in it at once, and the last one finds all.
+            processes are in it at once, and the last one finds all.
+        table_files: what `tables` writes.
     """
 
     kind: str
@@ -92,6 +96,7 @@ class FolderJob(Generic[Source, Read, Computed]):
     write: Callable[[Item[Source], Computed], Record]
     line: Callable[[Record], str]
     tables: Callable[[dict[str, Record]], None] | None = None
+    table_files: Sequence[Path] = ()
 
     def share(self) -> Sequence[Item[Source]]:
         """Return the items of this process."""
@@ -102,10 +107,16 @@ class FolderJob(Generic[Source, Read, Computed]):
         """Return the items of this process that are to be done, and say how many are kept.
 
         Raises:
+            FileExistsError: a table is there that no run into this folder wrote.
             OSError: the output folder cannot be written.
         """
-        share = self.share()
-        with locked(self.folder / ".lock"):  # a folder that cannot be written is told now
+        share, lock = self.share(), self.folder / ".lock"
+        with locked(lock):  # a folder that cannot be written is told now
+            ours = set(lock.read_text(encoding="utf-8").split())
+            for path in self.table_files:
+                if path.name not in ours and path.exists():
+                    raise _foreign(path)
+            lock.write_text(" ".join(ours | {path.name for path in self.table_files}), encoding="utf-8")
             left = [item for item in share if self.finished(item) is None]
         if kept := len(share) - len(left):
             tqdm.write(f"{kept} {self.kind}s kept: they were finished with the same weights and options")
@@ -128,16 +139,17 @@ class FolderJob(Generic[Source, Read, Computed]):
                 with locked(self.folder / ".lock"):
                     self.tables({item.name: record for item in self.items if (record := self.finished(item))})
         if failed:
-            tqdm.write(f"{len(failed)} of {len(self.share())} {self.kind}s were set aside: {', '.join(failed)}")
+            names = printable(", ".join(failed))
+            tqdm.write(f"{len(failed)} of {len(self.share())} {self.kind}s were set aside: {names}")
         wait_for_all()
         return 1 if failed else 0
 
     def work(self, items: Sequence[Item[Source]]) -> list[str]:
         """Do the items in order, three in flight; return the names of those that could not be done.
 
-        No more than one item waits between the threads, so that memory is bounded whichever of them is slow. A bad
-        input (ValueError or OSError of reading or computing, ValueError of writing, too little memory) costs its item
-        alone. All other errors are raised, a full disk among them; what was written until then is whole.
+        No more than one item waits between the threads, so that memory is bounded whichever of them is slow. An
+        error costs its item alone. Only an OSError of writing is raised, as of a full disk (but not a name that is too
+        long); what was written until then is whole.
         """
         failed: list[str] = []
         writing: list[Future[None]] = []
@@ -177,39 +189,68 @@ class FolderJob(Generic[Source, Read, Computed]):
         try:
             mark, read = coming.result()
             return mark, self.compute(item, read)
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            return ValueError(f"{item.name}: {error}")
-        except BAD_INPUT as error:
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
             return error
 
     def _write(self, item: Item[Source], computed: tuple[Record, Computed] | Exception, failed: list[str]) -> None:
-        try:
-            if isinstance(computed, Exception):
-                raise ValueError(str(computed))
-            write_json(item.record, {"name": item.name, "begun": True})
-            record = {"name": item.name, **self.write(item, computed[1]), "mark": computed[0]}
-            write_json(item.record, record)
-        except ValueError as error:
+        record = computed if isinstance(computed, Exception) else self._written(item, *computed)
+        if isinstance(record, Exception):
             failed.append(item.name)
-            tqdm.write(f"set aside: {error}")
+            tqdm.write(f"set aside: {_why(item.name, record)}")
         else:
-            tqdm.write(f"{item.name}: {self.line(record)}")
+            tqdm.write(f"{printable(item.name)}: {self.line(record)}")
+
+    def _written(self, item: Item[Source], mark: Record, computed: Computed) -> Record | Exception:
+        begun = {"name": item.name, "outputs": [path.name for path in item.outputs]}
+        try:
+            write_json(item.record, {**begun, "begun": True})
+            record = {**begun, **self.write(item, computed), "mark": mark}
+            write_json(item.record, record)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+                raise
+            return error
+        return record
+
+
+def _why(name: str, error: Exception) -> str:
+    if os.environ.get("MEDSPEED_TRACEBACK"):
+        traceback.print_exception(error)
+    said = str(error)
+    if not said or not isinstance(error, (*BAD_INPUT, torch.OutOfMemoryError)):
+        said = f"{type(error).__name__}: {said}".split("\n")[0]
+    return printable(said if name in said else f"{name}: {said}")
+
+
+def _made(item: Item[Any]) -> set[str]:
+    """Return the names of the outputs that an item's record tells of, begun or finished; all where it is damaged."""
+    try:
+        names = read_object(item.record).get("outputs")
+    except OSError:
+        return set()
+    except ValueError:
+        names = None
+    return set(map(str, names)) if isinstance(names, list) else {path.name for path in item.leavings}
 
 
 def _clear(items: Sequence[Item[Source]]) -> None:
     """Remove what earlier runs left of items that are done anew: no old output may pass for a new one."""
-    for item in items:
-        foreign = [path for path in item.outputs if path.exists()]
-        if foreign and not item.record.is_file():
-            raise FileExistsError(
-                f"{foreign[0]}: is there, and was not written by a run into this folder: choose another --output"
-            )
-    own = {path for item in items for path in item.leavings}
+    made = [_made(item) for item in items]
+    for item, ours in zip(items, made, strict=True):
+        for path in item.outputs:
+            if path.name not in ours and os.path.lexists(path):
+                raise _foreign(path)
+    own = {path.with_name(part_ending(path.name)) for item in items for path in item.leavings}
     for part in [part for folder in {path.parent for path in own} for part in folder.glob(".part-*")]:
         if part.with_name(part.name.split("-", 2)[-1]) in own:  # .part-RANDOM-NAME, of a process that was killed
             part.unlink(missing_ok=True)
-    for item in items:
-        if item.record.is_file():
-            for path in item.leavings:  # the record last: until then it says whose the others are
+    for item, ours in zip(items, made, strict=True):
+        for path in item.leavings:  # the record last: until then it says whose the others are
+            if path.name in ours or (ours and path == item.record):
                 path.unlink(missing_ok=True)
+
+
+def _foreign(path: Path) -> FileExistsError:
+    return FileExistsError(f"{path}: is there, and was not written by a run into this folder: choose another --output")

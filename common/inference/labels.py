@@ -48,6 +48,17 @@ class LabelScheme:
     regions: tuple[Region, ...]
     exclusive: bool
 
+    def __post_init__(self) -> None:
+        """Check that each region has a name of its own and label numbers that there are.
+
+        Raises:
+            ValueError: one has not.
+        """
+        numbers, names = range(min(len(self.labels), 256)), [region.name for region in self.regions]
+        known = all(region.members and {*region.members, region.value} <= {*numbers} for region in self.regions)
+        if not known or len(set(names)) < len(names):
+            raise ValueError(f"regions {names}: each must have its own name, and numbers of the {len(numbers)} labels")
+
     @property
     def channels(self) -> int:
         """Channels of the network's output."""

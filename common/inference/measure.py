@@ -16,10 +16,11 @@ from scipy.spatial import ConvexHull
 from scipy.spatial.distance import pdist, squareform
 
 from common.data.geometry import box_above
-from common.files import write_text
+from common.files import printable, write_text
 from common.inference.labels import LabelScheme, Region
 
 _CONNECTIVITY = 26  # voxels that share a corner belong together
+_INSIDE = (slice(1, -1),) * 3
 _MIDDLES = np.array([[-0.5, 0], [0.5, 0], [0, -0.5], [0, 0.5]])  # of a pixel's edges, in pixels
 
 
@@ -53,8 +54,13 @@ def clean_labels(
 def _kept(mask: np.ndarray, largest: bool, fewest: int) -> np.ndarray:
     """Return the part of a mask that is wanted, bool [X, Y, Z]; of two that are equally large the first found."""
     if fewest > 1:
-        mask = cc3d.dust(mask, fewest, connectivity=_CONNECTIVITY).astype(bool)
-    return cc3d.largest_k(mask, 1, connectivity=_CONNECTIVITY).astype(bool) if largest else mask
+        mask = cc3d.dust(_bordered(mask), fewest, connectivity=_CONNECTIVITY).astype(bool)[_INSIDE]
+    return cc3d.largest_k(_bordered(mask), 1, connectivity=_CONNECTIVITY).astype(bool)[_INSIDE] if largest else mask
+
+
+def _bordered(mask: np.ndarray) -> np.ndarray:
+    """Return a mask with a border of background: without one cc3d fails on some small or thin masks."""
+    return np.pad(mask, 1)
 
 
 @dataclass(frozen=True)
@@ -104,13 +110,15 @@ def write_measures(path: Path, scans: Mapping[str, Sequence[Mapping[str, Any]]])
     writer = csv.DictWriter(text, ["scan", *(each.name for each in fields(Measures))], lineterminator="\n")
     writer.writeheader()
     for scan, found in scans.items():
-        writer.writerows({"scan": _not_a_formula(scan), **each} for each in found)
+        writer.writerows({name: _cell(value) for name, value in {"scan": scan, **each}.items()} for each in found)
     write_text(path, text.getvalue())
 
 
-def _not_a_formula(name: str) -> str:
-    """Return a name that a spreadsheet will not compute."""
-    return f"'{name}" if name[:1] in "=+-@\t\r" else name
+def _cell(value: object) -> object:
+    """Return a value as a spreadsheet will not compute it; of a text, control characters are escaped too."""
+    if not isinstance(value, str):
+        return value
+    return ("'" if value.lstrip()[:1] in {*"=+-@\uff1d\uff0b\uff0d\uff20"} else "") + printable(value)
 
 
 def _measure(name: str, mask: np.ndarray, affine: np.ndarray) -> Measures:
@@ -123,7 +131,7 @@ def _measure(name: str, mask: np.ndarray, affine: np.ndarray) -> Measures:
     vectors, mask = affine[:3, order], mask.transpose(order)
     extents = mask.shape * np.linalg.norm(vectors, axis=0)
     lengths = [round(float(each), 2) for each in (*_axial_diameters(mask, vectors[:, :2]), *extents)]
-    parts = int(cc3d.connected_components(mask, connectivity=_CONNECTIVITY).max())
+    parts = int(cc3d.connected_components(_bordered(mask), connectivity=_CONNECTIVITY).max())
     volume_ml = round(voxels * abs(float(np.linalg.det(vectors))) / 1000, 3)
     return Measures(name, voxels, volume_ml, parts, *lengths)
 

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import nn
+from tqdm import tqdm
 
 from common.data.preparation import Preparation
 from common.files import atomic_path, from_json, read_object, sha256_of, write_json
@@ -22,6 +23,7 @@ from common.inference.options import Precision
 Model = TypeVar("Model")
 
 _NOTE = "medspeed"  # name of what stands beside the tensors of a file
+_MOST = 4096  # of a window's side, a window batch, a network's channels
 
 # What torch.load raises for a file that holds no tensors, or one that asks to run code.
 UNREADABLE = (
@@ -64,9 +66,43 @@ class VolumeModel:
     overlap: float
     precision: Precision
 
+    def __post_init__(self) -> None:
+        """Check each value against its bound.
+
+        Raises:
+            ValueError: names the field, the value and the bound.
+        """
+        sizes = [
+            side for each in self.arguments.values() for side in (each if isinstance(each, (list, tuple)) else [each])
+        ]
+        small = all(abs(size) <= _MOST for size in sizes if isinstance(size, (int, float)))
+        for name, value, holds, bound in (
+            ("arguments", dict(self.arguments), small, f"numbers of at most {_MOST}"),
+            ("window_size", self.window_size, all(1 <= side <= _MOST for side in self.window_size), f"1 to {_MOST}"),
+            ("window_batch", self.window_batch, 1 <= self.window_batch <= _MOST, f"1 to {_MOST}"),
+            ("overlap", self.overlap, 0 <= self.overlap < 1, "in [0, 1)"),
+            (
+                "spacing",
+                self.preparation.spacing,
+                all(0.01 <= side <= 100 for side in self.preparation.spacing),
+                "0.01 to 100 mm",
+            ),
+        ):
+            if not holds:
+                raise ValueError(f"{name} {value}: must be {bound}")
+
     def build(self, weights: Path | None = None) -> nn.Module:
-        """Return the network, with weights from a file if one is given (see `initialise`), else with random ones."""
-        network = self.network(self.preparation.channels, self.labelling.channels, **self.arguments)
+        """Return the network, with weights from a file if one is given (see `initialise`), else with random ones.
+
+        Raises:
+            ValueError: there is no network of these arguments, or the weights do not fit.
+        """
+        try:
+            network = self.network(self.preparation.channels, self.labelling.channels, **self.arguments)
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"model.json: no network of arguments {dict(self.arguments)} ({first_line(error)})"
+            ) from error
         if weights is not None:
             initialise(network, weights, made_of=self.arguments)
         return network
@@ -99,8 +135,18 @@ def read_model(run: Path, app: str, kind: type[Model], *networks: Callable[..., 
         if networks:
             content["network"] = {network.__name__: network for network in networks}[content["network"]]
         return from_json(kind, content)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise ValueError(f"{path}: not the model file of a {app} run ({error})") from error
+
+
+def warn_of_phantoms(run: Path) -> None:
+    """Say it where a run was trained on synthetic data: what it finds in a patient means nothing."""
+    try:
+        data = read_object(run / "summary.json").get("data")
+    except (ValueError, OSError):
+        return
+    if isinstance(data, dict) and data.get("synthetic") is True:
+        tqdm.write("WARNING: this model was trained on SYNTHETIC DATA: what it finds in patients means nothing")
 
 
 def load_model(run: Path, app: str, *networks: Callable[..., nn.Module]) -> VolumeModel:

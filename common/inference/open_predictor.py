@@ -4,8 +4,11 @@ Batch normalisations are folded into convolutions, and narrow transposed convolu
 """
 
 import copy
+import os
+import stat
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +26,13 @@ from common.inference.predictors import (
     read_onnx_metadata,
     torch_predictor,
 )
-from common.inference.tensorrt_runtime import EnginePredictor, host_problem, read_manifest
+from common.inference.tensorrt_runtime import (
+    EngineError,
+    EnginePredictor,
+    host_problem,
+    manifest_path,
+    read_manifest,
+)
 
 _NORMS = (nn.BatchNorm2d, nn.BatchNorm3d)
 _TRANSPOSED = (nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -55,8 +64,8 @@ def open_predictor(
 ) -> OpenedPredictor:
     """Open the model of a run: its weights in torch, or what lies in `folder`/exports.
 
-    Backend "auto" takes the engine where one fits this host, else torch on a GPU or where it has the training's bf16 in
-    hardware, else ONNX Runtime.
+    Backend "auto" takes the engine where one fits this host and is this user's own, else torch on a GPU or where it has
+    the training's bf16 in hardware, else ONNX Runtime; what cannot be loaded is passed over, and the line says why.
 
     Args:
         folder: the run's folder.
@@ -73,24 +82,20 @@ def open_predictor(
     exact: AnyPrecision = "fp32" if precision == "auto" else precision
     weights, exports = folder / "best.safetensors", folder / "exports"
     plan, onnx = exports / f"model_{exact}.plan", exports / f"model_{exact}.onnx"
-    if backend in ("tensorrt", "onnxruntime") and exact == "bf16":
-        raise ValueError(f"precision bf16: backend {backend} takes fp32 or fp16")
-    if backend == "torch" and exact == "int8":
-        raise ValueError("precision int8: backend torch takes fp32, bf16 or fp16; int8 is exported only")
-    stale = _made_of_others(onnx, weights)
-    if stale and backend in ("tensorrt", "onnxruntime"):
-        raise ValueError(f"{onnx}: made of other weights than best.safetensors beside it: export the run again")
+    _check_precision(backend, exact)
+    stale = _unfit(onnx, weights)
+    if stale and (backend in ("tensorrt", "onnxruntime") or exact == "int8"):
+        raise ValueError(stale)
     computed: Any = trained.precision if precision == "auto" else precision
-    reason = "as asked"
     if backend == "auto":
-        problem = "no engine in this run" if not plan.is_file() else host_problem(plan, read_manifest(plan), device)
-        problem = "the exports are of other weights than best.safetensors" if stale else problem
-        if problem is None:
-            backend, reason = "tensorrt", "an engine fits this GPU"
-        else:
-            quicker = computed == "bf16" and computes_bf16(device)
-            on_cpu = exact == "int8" or (device.type == "cpu" and onnx.is_file() and not quicker and not stale)
-            backend, reason = "onnxruntime" if on_cpu else "torch", problem
+        problem = stale or (_engine_problem(plan, device) if plan.is_file() else "no engine in this run")
+        quicker = computed == "bf16" and computes_bf16(device)
+        on_cpu = exact == "int8" or (device.type == "cpu" and onnx.is_file() and not quicker and not stale)
+        takes: dict[Backend, bool] = {"tensorrt": problem is None, "onnxruntime": on_cpu, "torch": exact != "int8"}
+        order = [name for name, taken in takes.items() if taken]
+        why = problem or "an engine fits this GPU"
+        return _open_first(order, why, folder=folder, trained=trained, precision=precision, device=device)
+    reason = "as asked"
     if backend == "tensorrt":
         return OpenedPredictor(EnginePredictor(plan, device), backend, exact, reason, plan)
     if backend == "onnxruntime":
@@ -99,12 +104,50 @@ def open_predictor(
     return OpenedPredictor(torch_predictor(network, computed, channels_last=True), backend, computed, reason, weights)
 
 
-def _made_of_others(onnx: Path, weights: Path) -> bool:
-    """Return whether an ONNX model says that it was made of other weights than those of its run."""
+def _open_first(order: Sequence[Backend], reason: str, **given: Any) -> OpenedPredictor:  # noqa: ANN401
+    """Open with the first of some backends that can load its file; the reason says what it was with those before."""
+    for backend in order:
+        try:
+            opened: OpenedPredictor = replace(open_predictor(backend=backend, **given), reason=reason)
+        except (EngineError, ValueError) as error:
+            damaged = backend == "tensorrt" and not isinstance(error, EngineError)  # or changed: never passed over
+            if damaged or backend == order[-1]:
+                raise
+            reason = " ".join(str(error).split())
+        else:
+            break
+    return opened
+
+
+def _check_precision(backend: str, precision: AnyPrecision) -> None:
+    if backend in ("tensorrt", "onnxruntime") and precision == "bf16":
+        raise ValueError(f"precision bf16: backend {backend} takes fp32 or fp16")
+    if backend == "torch" and precision == "int8":
+        raise ValueError("precision int8: backend torch takes fp32, bf16 or fp16; int8 is exported only")
+
+
+def _unfit(onnx: Path, weights: Path) -> str | None:
+    """Return a line on an ONNX model that cannot be read, or says that it was made of other weights than its run's."""
     if not (onnx.is_file() and weights.is_file()):
-        return False
-    recorded = read_onnx_metadata(onnx).get("weights_sha256")
-    return recorded is not None and recorded != sha256_of(weights)
+        return None
+    try:
+        recorded = read_onnx_metadata(onnx).get("weights_sha256")
+    except ValueError as error:
+        return str(error)
+    if recorded in (None, sha256_of(weights)):
+        return None
+    return f"{onnx}: made of other weights than best.safetensors beside it: export the run again"
+
+
+def _engine_problem(plan: Path, device: torch.device) -> str | None:
+    """Return one line on why an engine is not taken unasked: another user could have made it, or it cannot run here."""
+    for file in (plan, manifest_path(plan)):
+        status = file.stat() if file.is_file() else plan.stat()
+        # A group of the owner's number is the owner's alone, by the custom of Linux.
+        writable = status.st_mode & (stat.S_IWOTH if status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP)
+        if status.st_uid not in (0, os.geteuid()) or writable:
+            return f"{file.name} is native code, and others may have written it: --backend tensorrt if you trust them"
+    return host_problem(plan, read_manifest(plan), device)
 
 
 def folded(network: nn.Module) -> nn.Module:

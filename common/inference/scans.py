@@ -14,11 +14,11 @@ from tqdm import tqdm
 from common.data.dicom import DicomSeries, find_series, read_series
 from common.data.preparation import prepare_volume
 from common.data.volumes import Volume, read_header, read_volume, write_label
-from common.files import sha256_of, write_json
+from common.files import printable, sha256_of, write_json
 from common.host_memory import free_memory, keep_freed_memory, peak_memory
 from common.inference.folder_job import BAD_INPUT, IN_FLIGHT, FolderJob, Item, Record
 from common.inference.measure import clean_labels, measure, write_measures
-from common.inference.model import VolumeModel, model_content
+from common.inference.model import VolumeModel, model_content, warn_of_phantoms
 from common.inference.open_predictor import OpenedPredictor, open_predictor
 from common.inference.options import InferConfig
 from common.inference.predict import predict_labels
@@ -31,14 +31,7 @@ ScanItem = Item[Scan]
 ScanJob = FolderJob[Scan, Volume, tuple[Volume, np.ndarray]]
 
 # They change what comes out.
-_OPTIONS = (
-    "flips",
-    "fit_windows",
-    "largest_component",
-    "smallest_ml",
-    "overlays",
-    "keep_patient",
-)
+_OPTIONS = ("flips", "fit_windows", "largest_component", "smallest_ml", "overlays", "keep_patient")
 # Of the memory that a scan takes, in bytes:
 _DECODED = 8  # a voxel and channel of the file: as float32, and the file's own numbers that it is made from
 _NATIVE = 20  # a voxel of the file: labels, masks and numbered parts, interpolated logits
@@ -65,7 +58,8 @@ def segment_scans(config: InferConfig, model: VolumeModel) -> int:
     tqdm.write(f"{len(share)} scans, {opened.backend} {opened.precision} on {segmenter.device}: {opened.reason}")
     for item in share:
         for note in item.source.notes if isinstance(item.source, DicomSeries) else ():
-            tqdm.write(f"{item.name}: {note}")
+            tqdm.write(printable(f"{item.name}: {note}"))
+    warn_of_phantoms(config.model)
     left = job.unfinished()
     if len(left) > 1:
         say_plan([item.source for item in left], model, segmenter.device)
@@ -92,7 +86,7 @@ def find_scans(path: Path) -> list[Scan]:
     found = find_series(path) if path.is_dir() else ()
     for series in found:
         if not series.is_volume:
-            tqdm.write(f"{series.name}: left out, no volume: {series.problem or series.modality}")
+            tqdm.write(printable(f"{series.name}: left out, no volume: {series.problem or series.modality}"))
     volumes = [series for series in found if series.is_volume]
     if files and volumes:  # without the path: folders of DICOM studies are often named after patients
         raise ValueError(f"--input: {len(files)} NIfTI files and {len(volumes)} DICOM series: must be of one kind")
@@ -154,7 +148,7 @@ def most_bytes(scans: Sequence[Scan], model: VolumeModel) -> tuple[int, int]:
                 shape, voxel = list(sides), abs(float(np.linalg.det(affine[:3, :3])))
             voxels, channels = math.prod(shape[:3]), math.prod(shape[3:])
             fine = max(int(voxels * voxel / math.prod(model.preparation.spacing)), math.prod(model.window_size))
-        except BAD_INPUT:
+        except (*BAD_INPUT, ArithmeticError):
             continue
         host.append(voxels * (_DECODED * channels + _NATIVE + _STRUCTURE * len(model.labelling.regions)))
         working.append(fine * (_WORKING * channels + _LOGITS * model.labelling.channels))
@@ -200,9 +194,17 @@ class Segmenter:
             self.read,
             self.compute,
             self.write,
-            lambda record: ", ".join(f"{name} {seconds:.3f} s" for name, seconds in record["seconds"].items()),
+            _line,
             self.write_tables,
+            [self.config.output / name for name in ("measurements.csv", *self.own_tables)],
         )
+
+    @property
+    def own_tables(self) -> tuple[str, str]:
+        """Names of this process' seconds, and of the picture of them."""
+        rank, ranks, _ = torchrun_place()
+        process = "" if ranks == 1 else f"-{rank}"
+        return f"timings{process}.json", f"timeline{process}.png"
 
     def item(self, scan: Scan) -> ScanItem:
         """Return a scan with the files that come out of it: its label map, DICOM-SEG and picture."""
@@ -262,11 +264,10 @@ class Segmenter:
 
     def write_tables(self, records: dict[str, Record]) -> None:
         """Write `measurements.csv` and the seconds of all finished scans, and the picture of what this process did."""
-        rank, ranks, _ = torchrun_place()
-        process, spans, output = "" if ranks == 1 else f"-{rank}", self.timeline.spans(), self.config.output
+        (timings, picture), spans, output = self.own_tables, self.timeline.spans(), self.config.output
         write_measures(output / "measurements.csv", {name: record["measures"] for name, record in records.items()})
         write_json(
-            output / f"timings{process}.json",
+            output / timings,
             {
                 "backend": self.opened.backend,
                 "precision": self.opened.precision,
@@ -277,7 +278,13 @@ class Segmenter:
             },
         )
         if len({span.case for span in spans}) > 1:
-            draw_timeline(output / f"timeline{process}.png", spans)
+            draw_timeline(output / picture, spans)
+
+
+def _line(record: Record) -> str:
+    found = any(each["voxels"] for each in record["measures"])
+    seconds = (f"{name} {seconds:.3f} s" for name, seconds in record["seconds"].items())
+    return ", ".join([*([] if found else ["EMPTY, no structure was found"]), *seconds])
 
 
 def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:

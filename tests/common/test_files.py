@@ -24,6 +24,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("name", ["a" * 255, "\u00e4" * 124 + ".nii.gz", os.fsdecode(b"\xe9.nii.gz")])
+def test_a_name_as_long_as_any_is_written(name, tmp_path):
+    with atomic_path(tmp_path / name) as part:
+        assert part.suffixes == Path(name).suffixes
+        part.write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_the_temporary_name_keeps_the_suffixes(tmp_path):
     with atomic_path(tmp_path / "scan.nii.gz") as part:
         assert part.name.endswith("scan.nii.gz")

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import threading
 import time
 from dataclasses import replace
@@ -47,6 +49,10 @@ def doubling(folder, word="x", **more):
     return replace(job, **more)
 
 
+def with_picture(item):
+    return replace(item, outputs=(*item.outputs, *item.optional))
+
+
 def do(job):
     left = job.unfinished()
     return [item.name for item in left], job.run(left)
@@ -89,15 +95,37 @@ def test_no_more_than_three_are_held_whichever_is_slow(folder, slow):
 
 
 @pytest.mark.parametrize("stage", ["read", "compute", "write"])
-def test_a_bad_input_costs_its_item_alone(folder, stage):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("b is bad"), "set aside: b is bad\n"),
+        (ValueError("\x1b[2J\nc: fine"), "set aside: b: \\x1b[2J\\nc: fine\n"),
+        (RuntimeError("overflowed\nin C++"), "set aside: b: RuntimeError: overflowed\n"),
+        (MemoryError(), "set aside: b: MemoryError: \n"),
+        (OverflowError("infinity"), "set aside: b: OverflowError: infinity\n"),
+        (OSError(errno.ENAMETOOLONG, "File name too long"), "set aside: b: [Errno 36] File name too long\n"),
+    ],
+)
+def test_any_error_costs_its_item_alone(folder, stage, error, said, capsys):
     def fails(item, *_):
         if item.name == "b":
-            raise ValueError("bad")
+            raise error
         return {}
 
     stages: dict[str, Any] = dict.fromkeys(("read", "compute", "write"), lambda item, *_: {})
     job = doubling(folder, **{**stages, stage: fails}, line=str, tables=None)
     assert job.work(job.items) == ["b"]
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stage", ["read", "compute", "write"])
+def test_a_wish_to_stop_is_no_bad_input(folder, stage):
+    def stops(*_):
+        raise KeyboardInterrupt
+
+    job = doubling(folder, **{stage: stops})
+    with pytest.raises(KeyboardInterrupt):
+        job.work(job.items)
 
 
 def test_a_file_that_is_gone_is_a_bad_input_and_a_full_disk_is_not(folder):
@@ -134,7 +162,7 @@ def test_what_changed_is_done_anew(folder):
 
 def test_a_job_that_dies_leaves_no_record_that_vouches_for_another_s_output(folder):
     do(doubling(folder))
-    (folder / "out" / "a").write_text("optional, of another run")
+    assert do(doubling(folder, items=[with_picture(item) for item in doubling(folder).items]))[0] == ["a", "b", "c"]
 
     def dies(item, text):
         item.outputs[0].write_text("wrong")
@@ -143,7 +171,11 @@ def test_a_job_that_dies_leaves_no_record_that_vouches_for_another_s_output(fold
     other = doubling(folder, "y", write=dies)
     with pytest.raises(KeyboardInterrupt):
         do(other)
-    assert json.loads((folder / "out" / "records" / "a.json").read_text()) == {"name": "a", "begun": True}
+    assert json.loads((folder / "out" / "records" / "a.json").read_text()) == {
+        "name": "a",
+        "outputs": ["a.txt"],
+        "begun": True,
+    }
     assert not any((folder / "out" / name).exists() for name in ("a", "c.txt"))  # of the first job
     assert (folder / "out" / "table").read_text() == ""
     assert do(doubling(folder))[0] == ["a", "b", "c"]
@@ -156,6 +188,42 @@ def test_an_output_of_others_is_not_replaced(folder):
     with pytest.raises(FileExistsError, match=r"b\.txt: .* choose another --output"):
         do(doubling(folder))
     assert [path.name for path in (folder / "out").glob("*.txt")] == ["b.txt"]
+
+
+def test_an_output_that_no_record_tells_of_is_not_replaced(folder):
+    """The first run made no picture: one that lies there now is the user's."""
+    do(doubling(folder))
+    (folder / "out" / "a").write_text("theirs")
+    with pytest.raises(FileExistsError, match=r"/a: is there"):
+        do(doubling(folder, "y", items=[with_picture(item) for item in doubling(folder).items]))
+    do(doubling(folder, "y"))
+    assert (folder / "out" / "a").read_text() == "theirs"
+
+
+def test_a_table_of_others_is_not_replaced_however_often_one_tries(folder):
+    table = folder / "out" / "table"
+    table.parent.mkdir()
+    table.write_text("theirs")
+    for _ in range(2):
+        with pytest.raises(FileExistsError, match=r"/table: is there, and was not written by a run"):
+            do(doubling(folder, table_files=[table]))
+    assert table.read_text() == "theirs"
+    table.unlink()
+    for word in "xy":
+        do(doubling(folder, word, table_files=[table]))
+    assert table.read_text() == "a=2 b=2 c=2"
+
+
+def test_names_of_any_length_and_bytes_cost_no_others(folder, capsys):
+    (folder / "in" / ("d" * 251)).touch()  # with .txt it is as long as a name can be; its record's is too long
+    (folder / "in" / ("e" * 245)).touch()
+    (folder / "in" / os.fsdecode(b"f\xe9\x1b")).touch()
+    job = doubling(folder, tables=None)
+    assert do(job)[1] == 1
+    said = capsys.readouterr().out
+    assert f"1 of 6 texts were set aside: {'d' * 251}" in said
+    assert "f\\udce9\\x1b: 1 letters" in said
+    assert do(job) == (["d" * 251], 1)
 
 
 def test_what_a_killed_job_half_wrote_is_removed_and_nothing_else(folder):

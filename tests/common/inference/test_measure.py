@@ -2,6 +2,7 @@
 
 import csv
 import math
+import os
 from dataclasses import asdict
 
 import cc3d
@@ -103,6 +104,29 @@ def test_the_table_has_a_row_for_each_structure_and_no_formula(tmp_path):
     rows = list(csv.DictReader((tmp_path / "m.csv").read_text().splitlines()))
     assert [row["scan"] for row in rows] == ["a.nii.gz", "'=HYPERLINK(1).nii"]
     assert (rows[0]["structure"], rows[0]["voxels"], rows[0]["volume_ml"]) == ("spleen", "8", "0.008")
+
+
+def test_no_text_of_the_table_is_a_formula_or_goes_to_a_terminal(tmp_path):
+    names = ["=cmd|'/C calc'!A0", "+1", "-1", "@a", " =1", "\t=1", "\uff1d1", "a\x1b[31m", os.fsdecode(b"\xe9")]
+    labelling = one_region_per_label(["background", *names])
+    found = [asdict(each) for each in measure(box((2, 2, 2)), np.eye(4), labelling.regions)]
+    write_measures(tmp_path / "m.csv", dict.fromkeys(names, found[:1]) | {"a": found})
+    rows = list(csv.DictReader((tmp_path / "m.csv").read_text().splitlines()))
+    due = ["'=cmd|'/C calc'!A0", "'+1", "'-1", "'@a", "' =1", "'\\t=1", "'\uff1d1", "a\\x1b[31m", "\\udce9"]
+    assert [row["scan"] for row in rows[: len(names)]] == due
+    assert [row["structure"] for row in rows[len(names) :]] == due
+    assert rows[0]["voxels"] == "8"
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (24, 24, 1), (1, 24, 500), (3, 5, 7)])
+def test_thin_and_scattered_masks_are_counted(shape):
+    """cc3d by itself fails on them."""
+    full, scattered = np.ones(shape, np.uint8), np.zeros(shape, np.uint8)
+    scattered[::2, ::2, ::2] = 1
+    assert measure(full, np.eye(4), SPLEEN)[0].parts == 1
+    assert measure(scattered, np.eye(4), SPLEEN)[0].parts == scattered.sum()
+    assert np.array_equal(clean_labels(full, one_region_per_label(["background", "a"]), 1.0, largest=True), full)
+    assert not clean_labels(scattered, one_region_per_label(["background", "a"]), 1.0, smallest_ml=2.0).any()
 
 
 def two_organs():

@@ -1,7 +1,7 @@
 """A trained network as inference opens it: `model.json`, and the weights beside it."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from common.inference.model import (
     load_weights,
     read_note,
     save_weights,
+    warn_of_phantoms,
     write_model,
 )
 from models.segresnet3d import segresnet3d
@@ -58,6 +59,49 @@ def test_what_is_no_model_of_the_app_is_named(content, words, tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"model\.json: not the model file of a heart run .*{words}"):
         load_model(tmp_path, "heart", unet3d)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("window_size", [0, 16, 16], r"window_size \(0, 16, 16\): must be 1 to 4096"),
+        ("window_size", [100000, 16, 16], "window_size"),
+        ("window_batch", 0, "window_batch 0: must be 1 to 4096"),
+        ("overlap", 1.0, r"overlap 1.0: must be in \[0, 1\)"),
+        ("overlap", "x", "Expected `float`, got `str`"),
+        ("precision", "fp8", "Invalid enum value 'fp8'"),
+        ("arguments", {"channels": [4, 8], "residual_units": 10**6}, "residual_units.*must be numbers of at most 4096"),
+        ("arguments", {"channels": [10**9, 10**9]}, "channels"),
+        ("preparation", {**asdict(UNET.preparation), "spacing": [1e-3, 1, 1]}, "spacing .*: must be 0.01 to 100 mm"),
+        ("preparation", {**asdict(UNET.preparation), "window": None}, "window=None"),
+        ("labelling", {**asdict(UNET.labelling), "labels": []}, "numbers of the 0 labels"),
+        ("labelling", {**asdict(SCHEME), "regions": [{"name": "a", "members": [1], "value": 1}] * 2}, "its own name"),
+    ],
+)
+def test_values_out_of_their_bounds_are_named(part, value, words, tmp_path):
+    write_model(tmp_path, "heart", UNET)
+    content = json.loads((tmp_path / "model.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps({**content, part: value}))
+    with pytest.raises(ValueError, match=rf"model\.json: not the model file of a heart run .*{words}"):
+        load_model(tmp_path, "heart", unet3d)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"channels": "ab"}, {"channels": None}, {"channels": [4.5, 8]}, {"residual_units": "x"}, {"more": 1}]
+)
+def test_arguments_that_make_no_network_are_named(arguments):
+    with pytest.raises(ValueError, match=r"model\.json: no network of arguments"):
+        replace(UNET, arguments={**UNET.arguments, **arguments}).build()
+
+
+@pytest.mark.parametrize(
+    ("summary", "said"),
+    [({"data": {"synthetic": True}}, True), ({"data": {"synthetic": False}}, False), ({"data": 5}, False), ([], False)],
+)
+def test_a_model_of_phantoms_is_said_to_be_one(summary, said, tmp_path, capsys):
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    warn_of_phantoms(tmp_path)
+    assert ("SYNTHETIC DATA" in capsys.readouterr().out) == said
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What a run is opened with, and that what is computed in another way equals what the network computes."""
 
 import copy
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from torch import nn
 
 from common.export.onnx_model import export_onnx
 from common.export.tensorrt_engine import build_engine, choose_flavour
+from common.inference.model import save_weights
 from common.inference.open_predictor import SubpixelUpsampling, fits, folded, open_predictor, use_subpixel_upsampling
 from common.inference.options import Backend, Precision
 from common.inference.predictors import torch_predictor
-from common.inference.tensorrt_runtime import EnginePredictor, EngineUnavailableError
+from common.inference.tensorrt_runtime import EngineError, EnginePredictor, EngineUnavailableError
 from models.resnet18_fcn import resnet18_fcn
 from models.segresnet3d import segresnet3d
 from models.unet3d import unet3d
@@ -183,6 +185,60 @@ def test_auto_does_not_pass_over_a_damaged_engine(run: Path, fake_tensorrt: Inst
     plan.write_bytes(plan.read_bytes() + b"\0")
     with pytest.raises(ValueError, match=r"model_fp32\.plan: sha256 .* is not that of its manifest"):
         open_predictor(run, Model(), device=CPU)
+
+
+def test_auto_passes_over_what_cannot_be_loaded_and_says_why(
+    run: Path, network: nn.Module, monkeypatch: pytest.MonkeyPatch, fake_tensorrt: InstallFake
+):
+    fake_tensorrt()
+    build(run, "fp32")
+
+    def refuses(*given: Any) -> None:
+        raise EngineError("the engine could not be loaded; TensorRT says: no\nno")
+
+    monkeypatch.setattr("common.inference.open_predictor.EnginePredictor", refuses)
+    opened = open_predictor(run, Model(), device=CPU)
+    assert (opened.backend, opened.reason) == ("onnxruntime", "the engine could not be loaded; TensorRT says: no no")
+    with pytest.raises(EngineError):
+        open_predictor(run, Model(), backend="tensorrt", device=CPU)
+
+    def damaged(path: Path) -> None:
+        raise ValueError(f"{path}: no ONNX model")
+
+    monkeypatch.setattr("common.inference.open_predictor.onnxruntime_predictor", damaged)
+    opened = open_predictor(run, Model(network), device=CPU)
+    assert opened.backend == "torch"
+    assert opened.reason.endswith("model_fp32.onnx: no ONNX model")
+    with pytest.raises(ValueError, match="no ONNX model"):
+        open_predictor(run, Model(), backend="onnxruntime", device=CPU)
+
+
+def test_auto_passes_over_an_onnx_model_that_cannot_be_read(run: Path, network: nn.Module):
+    save_weights(run / "best.safetensors", network.state_dict(), {})
+    (run / "exports" / "model_fp32.onnx").write_bytes(b"\xff" * 99)
+    opened = open_predictor(run, Model(network), device=CPU)
+    assert opened.backend == "torch"
+    assert "model_fp32.onnx: no ONNX model" in opened.reason
+
+
+@pytest.mark.parametrize("file", ["model_fp32.plan", "model_fp32.plan.json"])
+@pytest.mark.parametrize("how", ["writable", "another's"])
+def test_auto_takes_no_engine_that_others_may_have_written(
+    run: Path, fake_tensorrt: InstallFake, monkeypatch: pytest.MonkeyPatch, file: str, how: str
+):
+    fake_tensorrt()
+    build(run, "fp32")
+    path = run / "exports" / file
+    if how == "writable":
+        path.chmod(0o666)
+    else:
+        if os.geteuid():
+            pytest.skip("only root gives files away")
+        os.chown(path, 12345, -1)
+    opened = open_predictor(run, Model(), device=CPU)
+    assert opened.backend == "onnxruntime"
+    assert opened.reason.startswith(f"{file} is native code, and others may have written it")
+    assert open_predictor(run, Model(), backend="tensorrt", device=CPU).backend == "tensorrt"
 
 
 def test_an_asked_backend_that_is_not_there_is_an_error(run: Path, exported: Path, fake_tensorrt: InstallFake):

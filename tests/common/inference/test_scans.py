@@ -1,5 +1,6 @@
 import csv
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -152,6 +153,28 @@ def test_a_scan_that_the_system_cannot_read_or_memory_cannot_hold_costs_itself_a
     assert list(label_maps(tmp_path)) == [third]
 
 
+def test_names_that_are_long_or_no_utf_8_cost_no_table(run, scans, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    names = [os.fsdecode(b"\xe9\x1b.nii.gz"), "b" * 240 + ".nii.gz"]
+    for name in names:
+        shutil.copy(next(iter(scans.iterdir())), mine / name)
+    assert segment(config(run, mine, tmp_path / "out", overlays=True)) == 0
+    assert sorted(label_maps(tmp_path / "out")) == sorted(names)
+    assert {row["scan"] for row in rows(tmp_path / "out")} == {"\\udce9\\x1b.nii.gz", names[1]}
+    assert set(json.loads((tmp_path / "out" / "timings.json").read_text())["seconds"]) == set(names)
+
+
+def test_a_table_of_the_user_s_own_is_not_replaced(run, scans, tmp_path):
+    for name in ("measurements.csv", "timings.json", "timeline.png"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        with pytest.raises(FileExistsError, match=f"{name}: is there, .* choose another --output"):
+            segment(config(run, scans, folder))
+        assert (folder / name).read_text() == "mine"
+
+
 @pytest.mark.slow
 def test_a_rank_whose_scan_fails_does_not_end_the_others(run, tmp_path):
     scans = make_ct_phantoms(tmp_path / "data", 8, progress=False) / "imagesTr"
@@ -166,6 +189,20 @@ def test_a_rank_whose_scan_fails_does_not_end_the_others(run, tmp_path):
     assert len(label_maps(tmp_path / "out")) == 7
     assert len(rows(tmp_path / "out")) == 7
     assert {path.name for path in (tmp_path / "out").glob("timings*")} == {"timings-0.json", "timings-1.json"}
+
+
+def test_nothing_found_and_a_model_of_phantoms_are_said(run, scans, tmp_path, capsys):
+    mine = shutil.copytree(run, tmp_path / "run")
+    (mine / "summary.json").write_text('{"data": {"synthetic": true}}')
+    one = next(iter(scans.iterdir()))
+    assert segment(config(mine, one, tmp_path / "out", smallest_ml=1e9)) == 0
+    said = capsys.readouterr().out
+    assert said.count("trained on SYNTHETIC DATA") == 1
+    assert f"{one.name}: EMPTY, no structure was found, decode" in said
+    assert segment(config(run, one, tmp_path / "other")) == 0
+    said = capsys.readouterr().out
+    assert "SYNTHETIC" not in said
+    assert "EMPTY" not in said
 
 
 def test_flips_average_the_logits(run, scans, tmp_path):
