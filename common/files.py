@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import stat
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -174,6 +175,25 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
+
+
+def hold(path: Path) -> None:
+    """Lock a file for this process, not for those it forks, for as long as it lives.
+
+    Raises:
+        BlockingIOError: another process has done so; says which.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would unlock it
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 1000).decode(errors="backslashreplace")
+        os.close(descriptor)
+        raise BlockingIOError(f"{path.parent}: in use by {holder}; wait until it is done, or end it") from None
+    except OSError:  # a file system without locks
+        return
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
 def sha256_of(path: Path) -> str:

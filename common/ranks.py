@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -67,7 +66,7 @@ class Watch:
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
-        self.run_directory: Path | None = None
+        self.hint: Callable[[], str] = lambda: "there is no checkpoint of this run yet"  # how to go on
         self._store, self._rank, self._world = store, rank, world
         self._others = {other: _Heard() for other in range(world) if other != rank}
         self._beats, self._failed, self._stood, self._place, self._longest = 0, 0, 0, (0, 0), 0.0
@@ -90,14 +89,6 @@ class Watch:
         if before and step and moves > 1:  # the first step compiles and fills caches
             self._longest = max(self._longest, now - self._moved)
         self._place, self._moved, self._stood = (moves + bool(step), step), now, 0
-
-    def hint(self) -> str:
-        """Return how to go on from the last checkpoint."""
-        if self.run_directory is None:
-            return "there is no checkpoint of this run yet"
-        last = self.run_directory / "checkpoints" / "last"
-        found = f"the last checkpoint is {last} -> {last.readlink()}; " if last.is_symlink() else ""
-        return f"{found}resume with --resume {self.run_directory}"
 
     def beat(self) -> str | None:
         """Tell the others where this rank stands and hear where they do; return why they cannot go on together."""

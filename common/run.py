@@ -1,20 +1,21 @@
 """The ground floor of every program: its processes, the folder, environment and errors of a run."""
 
-import logging
+import io
 import os
 import platform
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -24,9 +25,11 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from tqdm import tqdm
 
 from common.clock import Clock
-from common.files import write_json, write_text
+from common.errors import escaped, explained, log_warnings_as_lines
+from common.files import hold, names_folder, write_json, write_text
 from common.ranks import SILENT_SECONDS, SINGLE, Ranks, Watch, choose_device, torchrun_place
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a scheduler's, and a terminal's that is closed
 # The watch judges whether a rank is dead; these limits only have to be longer than any honest work.
 _STEP_LIMIT = timedelta(minutes=30)  # gradients, sums: the ranks differ by a checkpoint at most
 _CONTROL_LIMIT = timedelta(hours=24)  # waiting for what one rank does alone: preparing cases, exporting
@@ -64,9 +67,11 @@ class Run:
         """Print a line without breaking a progress bar, and keep it in `run.log`; only the leader does."""
         if not self.leader:
             return
-        tqdm.write(line)
-        with (self.directory / "run.log").open("a", encoding="utf-8") as log:
+        line = escaped(line)
+        with names_folder(self.directory), (self.directory / "run.log").open("a", encoding="utf-8") as log:
             log.write(line + "\n")
+        with suppress(OSError):  # a terminal that was closed
+            tqdm.write(line)
 
 
 @contextmanager
@@ -148,6 +153,7 @@ def open_run(
     Raises:
         FileExistsError: the folder for a new run holds something.
         FileNotFoundError: the run to resume does not exist.
+        BlockingIOError: another process trains in it.
         ValueError: the device is not there.
         SystemExit: one of these came to the leader, and this process is another.
     """
@@ -155,6 +161,7 @@ def open_run(
 
     def make() -> Path:
         folder = _run_folder(root, directory, resume)
+        hold(folder / ".lock")
         if resume is None:
             write_text(folder / "config.yaml", config)
         write_json(folder / "environment.json", environment(chosen))
@@ -162,11 +169,25 @@ def open_run(
 
     folder = ranks.once(make)
     if ranks.watch is not None:
-        ranks.watch.run_directory = folder
+        ranks.watch.hint = lambda: how_to_go_on(folder)
     torch.manual_seed(seed)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    _log_warnings_as_lines()
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _exit)
+    log_warnings_as_lines()
     return Run(folder, chosen, Clock(), resume is not None, ranks)
+
+
+def how_to_go_on(folder: Path) -> str:
+    """Return where the last checkpoint and the best weights of a run are, and the command that goes on."""
+    last, best = folder / "checkpoints" / "last", folder / "best.safetensors"
+    found = f"the last checkpoint is {last} -> {last.readlink()}; " if last.is_symlink() else ""
+    found += f"the best weights are {best}; " if best.is_file() else ""
+    return f"{found}resume with {shlex.join(['python', sys.argv[0], '--resume', str(folder)])}"
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def point_latest(folder: Path) -> None:
@@ -180,25 +201,27 @@ def point_latest(folder: Path) -> None:
 def one_line_errors() -> Iterator[None]:
     """End the program with status 1 and one line for an error that its message explains.
 
+    What the output's encoding lacks is written as an escape, instead of ending a run that is done.
     Among several ranks the line says which one it is. With MEDSPEED_TRACEBACK set in the environment the traceback is
     shown instead.
     """
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     who = f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}: " if several else ""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
-        if os.environ.get("MEDSPEED_TRACEBACK"):
+    except Exception as error:
+        line = explained(error)
+        if line is None and several:  # the traceback that follows may be lost among those of the others
+            tqdm.write(f"{who}{type(error).__name__}: {error}", file=sys.stderr)
+        if line is None or os.environ.get("MEDSPEED_TRACEBACK"):
             raise
         hint = "(MEDSPEED_TRACEBACK=1 shows where it was raised)"
-        tqdm.write(f"{who}error: {error}{' ' if several else chr(10)}{hint}", file=sys.stderr)
+        tqdm.write(f"{who}error: {line}{' ' if several else chr(10)}{hint}", file=sys.stderr)
         raise SystemExit(1) from None
-    except Exception as error:
-        if several:  # the traceback that follows may be lost among those of the others
-            tqdm.write(f"{who}{type(error).__name__}: {error}", file=sys.stderr)
-        raise
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -254,15 +277,3 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
     return found[1].strip() if found else platform.processor()
-
-
-def _log_warnings_as_lines() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_TqdmHandler()], force=True)
-    # MONAI's LoadImage tries a DICOM reader for GPUs wherever pydicom is installed, and warns; it is not used here.
-    logging.getLogger("monai.data.nvimgcodec_pydicom_plugin").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", "NvImgCodecPydicomReader", UserWarning)
-
-
-class _TqdmHandler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)

@@ -20,7 +20,7 @@ from common.inference.model import load_weights, save_weights
 from common.inference.options import Precision
 from common.observe.roofline import distance_to_limit
 from common.ranks import Ranks
-from common.run import Run
+from common.run import STOP_SIGNALS, Run
 from common.training.config import TrainingConfig, decided
 from common.training.setup import OneStep, autocast, lr_factor, nan_as_zero
 from common.training.state import Log, TrainingState
@@ -98,7 +98,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     Raises:
         ValueError: a batch does not divide into the micro-batches.
         FloatingPointError: a loss is not finite; names step and cases; the last checkpoint is from before.
-        SystemExit: SIGTERM (143) or SIGINT (130) came; the step was finished and saved.
+        SystemExit: SIGTERM (143), SIGINT (130), SIGHUP (129) or SIGUSR1 (138) came; the step was finished and saved.
     """
     batches = OneStep(setup.batches) if config.fast_dev_run else setup.batches
     network, optimizer, precision = setup.network, setup.optimizer, setup.precision
@@ -175,7 +175,9 @@ def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop:
 
 
 class GracefulStop:
-    """A context in which the first SIGTERM or SIGINT is a wish to stop after the step, and the second acts as usual.
+    """A context in which the first signal is a wish to stop after the step, and the second acts as usual.
+
+    The signals are `STOP_SIGNALS` and SIGINT.
 
     With several ranks the signal reaches each at another step, or only one of them. They then agree: what one was told
     counts for all at the step after, and further signals change nothing, so that the leader can save in peace
@@ -193,8 +195,9 @@ class GracefulStop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        """Take over the two signals."""
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        """Take over the signals that are not ignored, as SIGHUP is under nohup."""
+        taken = [each for each in (*STOP_SIGNALS, signal.SIGINT) if signal.getsignal(each) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in taken}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -223,7 +226,7 @@ class GracefulStop:
         self._hear()
 
     def exit_if_requested(self) -> None:
-        """End the program, if a signal has come, with the status that says which: 143 for SIGTERM, 130 for SIGINT."""
+        """End the program, if a signal has come, with the status that says which: 143 for SIGTERM."""
         if self.requested:
             self._ranks.leave()
             raise SystemExit(128 + (self._agreed or self._number))

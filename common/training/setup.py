@@ -18,7 +18,7 @@ from common.host_memory import keep_freed_memory
 from common.inference.model import VolumeModel
 from common.inference.options import Precision
 from common.inference.predictors import computes_bf16
-from common.run import Run, join_ranks, open_run
+from common.run import Run, how_to_go_on, join_ranks, open_run
 from common.training.config import SegmentationConfig, TrainingConfig, decided
 
 DEV_RUN = "FAST DEV RUN: two steps on a few cases; no figure of this run means anything"
@@ -38,7 +38,8 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
     """Join the processes that torchrun started, make the run's folder or open the one to resume, and say what runs.
 
     A new run that the user's mistake ends before its plan is kept leaves no folder, unless it holds what is not the
-    run's own. For errors see `open_run`.
+    run's own. Whatever else ends a run, it says where its checkpoint and weights are, and how to go on. For errors see
+    `open_run`.
     """
     with join_ranks(config.device) as ranks:
         root = Path("runs") / config.APP
@@ -50,13 +51,17 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
         )
         try:
             yield run
-        except (ValueError, OSError):
-            if run.leader and not run.resumed and not (run.directory / "plan.json").exists():
+        except BaseException as error:
+            mistake, begun = isinstance(error, (ValueError, OSError)), (run.directory / "plan.json").exists()
+            if run.leader and mistake and not run.resumed and not begun:
                 for path in run.directory.iterdir():  # never a folder: a user may keep the store in it
-                    if path.suffix in (".yaml", ".json", ".log") and path.is_file():
+                    if (path.suffix or path.name) in (".yaml", ".json", ".log", ".lock") and path.is_file():
                         path.unlink()
                 with suppress(OSError):
                     run.directory.rmdir()
+            elif not isinstance(error, Exception) or (run.directory / "checkpoints" / "last").is_symlink():
+                with suppress(OSError):
+                    run.say(how_to_go_on(run.directory))
             raise
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from common.errors import escaped
 from common.files import from_json, read_json_lines, write_text
 from common.inference.model import UNREADABLE, first_line
 from common.observe.monitor import Monitor
@@ -120,7 +121,7 @@ class TrainingState:
         for step, loss in enumerate(losses):
             if not math.isfinite(loss):
                 number = self.epoch * len(self._losses) + step + 1
-                cases = ", ".join(sorted(set(self._cases.get(step, ("unknown",)))))
+                cases = escaped(", ".join(sorted(set(self._cases.get(step, ("unknown",))))), but="")
                 raise FloatingPointError(
                     f"loss {loss} at step {number} (epoch {self.epoch + 1}), cases {cases}; the last checkpoint in "
                     f"{self._folder} is from before; look at these cases, lower the learning rate, or take fp32"

@@ -251,14 +251,3 @@ def test_long_honest_work_and_the_first_step_are_never_hung(watches):
     assert not beat_all(made, 600)
     made[0].at_step(5)
     assert not beat_all(made, 38)  # and back in the loop it has time to catch up
-
-
-def test_the_hint_names_the_last_checkpoint(watches, tmp_path):
-    watch = watches(2)[0][0]
-    assert watch.hint() == "there is no checkpoint of this run yet"
-    watch.run_directory = tmp_path
-    assert watch.hint() == f"resume with --resume {tmp_path}"
-    last = tmp_path / "checkpoints" / "last"
-    last.parent.mkdir()
-    last.symlink_to("epoch-000001-step-000002")
-    assert watch.hint() == f"the last checkpoint is {last} -> epoch-000001-step-000002; resume with --resume {tmp_path}"

@@ -1,6 +1,10 @@
+import io
 import json
 import logging
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,7 +13,9 @@ from common.clock import Clock
 from common.files import read_json_lines
 from common.ranks import Ranks, choose_device
 from common.run import (
+    STOP_SIGNALS,
     environment,
+    how_to_go_on,
     one_line_errors,
     open_run,
     point_latest,
@@ -20,10 +26,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def keep_logging_and_signals():
-    handlers, number = logging.root.handlers[:], signal.getsignal(signal.SIGTERM)
+    handlers, before = logging.root.handlers[:], {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     logging.root.handlers[:] = handlers
-    signal.signal(signal.SIGTERM, number)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_an_unnamed_run_gets_a_folder_by_the_time_and_a_latest_link(tmp_path):
@@ -152,3 +159,56 @@ def test_among_several_an_error_says_whose_it_is(capsys, monkeypatch):
     with pytest.raises(KeyError), one_line_errors():
         raise KeyError("name")
     assert capsys.readouterr().err == "rank 1 of 2: KeyError: 'name'\n"
+
+
+def test_it_is_told_where_weights_are_and_how_to_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["apps/spleen/train.py", "--data", "x"])
+    assert how_to_go_on(tmp_path) == f"resume with python apps/spleen/train.py --resume {tmp_path}"
+    last = tmp_path / "checkpoints" / "last"
+    last.parent.mkdir()
+    last.symlink_to("epoch-000001-step-000002")
+    (tmp_path / "best.safetensors").touch()
+    assert how_to_go_on(tmp_path).startswith(
+        f"the last checkpoint is {last} -> epoch-000001-step-000002; the best weights are {tmp_path}/best.safetensors; "
+    )
+
+
+def test_a_run_folder_belongs_to_one_process(tmp_path):
+    """Until that process ends, in whatever way; its own forked workers do not hold on to it."""
+    run = open_run(tmp_path, tmp_path / "run", None, "cpu", "a: 1\n", 0)
+    program = (
+        "import sys; from pathlib import Path; from common.run import one_line_errors, open_run\n"
+        "with one_line_errors():\n"
+        "    open_run(Path(), None, Path(sys.argv[1]), 'cpu', '', 0)\n"
+    )
+    command = [sys.executable, "-c", program, str(run.directory)]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"error: {run.directory}: in use by process {os.getpid()} on ")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").touch()
+    subprocess.run([*command[:-1], str(tmp_path / "other")], check=True)
+    open_run(tmp_path, None, tmp_path / "other", "cpu", "", 0)  # that process has ended
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_output_cannot_print_does_not_end_a_run(tmp_path, monkeypatch, encoding):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr("sys.stdout", stream)
+    run = open_run(tmp_path, tmp_path / "run", None, "cpu", "", 0)
+    with one_line_errors():
+        run.say("case 脾\udcff\x1b[31m")
+    stream.flush()
+    assert stream.buffer.getvalue() == b"case \\u813e\\udcff\\x1b[31m\n"
+    assert (tmp_path / "run" / "run.log").read_text(encoding="utf-8") == "case 脾\\udcff\\x1b[31m\n"
+
+
+def test_a_terminal_that_was_closed_does_not_end_a_run(tmp_path, monkeypatch):
+    run = open_run(tmp_path, tmp_path / "run", None, "cpu", "", 0)
+
+    def closed(_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("common.run.tqdm.write", closed)
+    run.say("hello")
+    assert (tmp_path / "run" / "run.log").read_text() == "hello\n"

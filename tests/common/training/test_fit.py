@@ -206,7 +206,9 @@ def test_a_rank_that_does_not_lead_saves_nothing(tmp_path):
     assert state.seconds_since_save() < before + 1  # and it counts from here, as the leader does
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
+)
 def test_the_first_signal_is_noted_and_names_the_exit_status(number, status):
     saved: list[int] = []
     with GracefulStop(SINGLE, lambda: saved.append(1)) as stop:
@@ -233,6 +235,16 @@ def test_the_handlers_come_back():
     with GracefulStop(SINGLE, lambda: None):
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with GracefulStop(SINGLE, lambda: None) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class Pair:

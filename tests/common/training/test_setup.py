@@ -99,6 +99,24 @@ def test_a_start_that_fails_keeps_what_else_lies_in_the_folder(tmp_path):
     assert (tmp_path / "run" / "store" / "entry.json").is_file()
 
 
+@pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt(), RuntimeError("an export that fails")])
+def test_whatever_ends_a_run_says_how_to_go_on(tmp_path, error):
+    """Also after the training; an export that fails costs no weights."""
+
+    def ends() -> None:
+        with start_run(TrainingConfig(run=tmp_path / "run", device="cpu")) as run:
+            (run.directory / "checkpoints").mkdir()
+            (run.directory / "checkpoints" / "last").symlink_to("epoch-000002-step-000000")
+            (run.directory / "best.safetensors").touch()
+            raise error
+
+    with pytest.raises(type(error)):
+        ends()
+    line = (tmp_path / "run" / "run.log").read_text().splitlines()[-1]
+    assert "last -> epoch-000002-step-000000; the best weights are" in line
+    assert line.endswith(f"--resume {tmp_path / 'run'}")
+
+
 def test_a_run_that_fails_after_its_plan_is_kept(tmp_path):
     config = TrainingConfig(run=tmp_path / "run", device="cpu")
 

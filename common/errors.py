@@ -1,0 +1,54 @@
+"""What a program says that ends, or warns: one line that a user understands, safe for any terminal."""
+
+import logging
+import re
+import sys
+import warnings
+
+from tqdm import tqdm
+
+# Errors of torch, numpy and Python that a user can do something about.
+_REMEDIES = (
+    (
+        r"MemoryError|an't allocate memory|Unable to allocate|out of memory|[Ss]torage size calculation overflowed",
+        "there is not so much memory: lower --batch_size, --crop_size, --windows.size, --windows.batch or --channels",
+    ),
+    (
+        r"shared memory|unable to allocate shm|/torch_\d+",
+        "/dev/shm is too small for batches on their way: enlarge it (docker run --shm-size 2g), or lower --workers",
+    ),
+    (
+        r"DataLoader worker",
+        "a process that loads cases was killed, as a rule for want of memory: lower --workers, or end other programs",
+    ),
+)
+
+
+def explained(error: Exception) -> str | None:
+    """Return the line for an error that it explains, or None for one that only a traceback does."""
+    if isinstance(error, (RuntimeError, MemoryError)):
+        text = f"{type(error).__name__}: {error}"
+        found = (remedy for sign, remedy in _REMEDIES if re.search(sign, text))
+        remedy = next(found, None)
+        return remedy and escaped(f"{text.splitlines()[0]}; {remedy}")
+    return escaped(str(error)) if isinstance(error, (ValueError, OSError, FloatingPointError)) else None
+
+
+def escaped(text: str, but: str = "\n") -> str:
+    """Return a text with escapes for the characters that steer a terminal, or that no file takes."""
+    return "".join(
+        each if each.isprintable() or each in but else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def log_warnings_as_lines() -> None:
+    """Let warnings be lines that break no progress bar."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_TqdmHandler()], force=True)
+    # MONAI's LoadImage tries a DICOM reader for GPUs wherever pydicom is installed, and warns; it is not used here.
+    logging.getLogger("monai.data.nvimgcodec_pydicom_plugin").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "NvImgCodecPydicomReader", UserWarning)
+
+
+class _TqdmHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
