@@ -157,11 +157,18 @@ def _path(kind: type, value: Any) -> Any:  # noqa: ANN401 - what msgspec has no 
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON-lines file; a last line that a crash cut short is left out."""
+    """Read a JSON-lines file; a last line that a crash cut short is left out.
+
+    Raises:
+        ValueError: another line is no JSON; names the file.
+    """
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines[:-1] if line]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected lines of JSON ({error}); restore it, or remove it") from error
 
 
 @contextmanager

@@ -23,7 +23,8 @@ _CACHE = re.compile(
 
 def decided(value: T | None) -> T:
     """Return the value of a field in a configuration that leaves nothing open any more."""
-    assert value is not None, "the configuration is not decided: see `common.training.resolve`"
+    if value is None:  # as in a plan.json that somebody changed: see `common.training.resolve`
+        raise ValueError("the plan of this run (plan.json) leaves a field open; restore it, or begin a new run")
     return value
 
 

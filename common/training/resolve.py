@@ -14,7 +14,7 @@ from common.data.fingerprint import Fingerprint, fingerprint, is_ct, plan_prepar
 from common.data.preparation import Preparation
 from common.data.store import store_folder
 from common.data.synthetic import make_synthetic
-from common.files import read_as, write_json
+from common.files import read_as, read_object, write_json
 from common.host_memory import free_memory
 from common.inference.labels import LabelScheme
 from common.inference.model import VolumeModel, write_model
@@ -151,6 +151,8 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run, told: Sequence[str] 
 
     def make() -> C:
         if run.resumed and path.is_file():
+            if lacking := sorted(config_content(config).keys() - read_object(path).keys()):
+                raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or begin a new run")
             stored = read_as(path, type(config))
             given = flat(config)
             return replaced(stored, {name: given[name] for name in config.RESUMABLE})

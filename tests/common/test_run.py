@@ -74,6 +74,9 @@ def test_json_lines_leave_out_what_a_crash_cut_short(tmp_path):
     assert read_json_lines(path) == []
     path.write_text('{"a": 1}\n{"a": 2}\n{"a": ')
     assert read_json_lines(path) == [{"a": 1}, {"a": 2}]
+    path.write_text("garbage\n{}\n")
+    with pytest.raises(ValueError, match=r"m\.jsonl: expected lines of JSON"):
+        read_json_lines(path)
 
 
 def test_what_is_said_is_kept(tmp_path, capsys):

@@ -12,7 +12,7 @@ from common.clock import Clock
 from common.data.preparation import Preparation
 from common.ranks import Ranks
 from common.run import Run
-from common.training.config import Crops, Parallel, SegmentationConfig, TrainingConfig, Windows
+from common.training.config import Crops, Parallel, SegmentationConfig, TrainingConfig, Windows, decided
 from common.training.resolve import Defaults, choose_volumes, keep_plan, read_volumes
 from common.training.setup import check_partitions
 
@@ -129,3 +129,11 @@ def test_a_resumed_run_is_checked_against_its_ranks(run):
 def test_an_app_without_phantoms_asks_for_data(tmp_path, run):
     with pytest.raises(ValueError, match="data null: this app has no phantoms; --data takes the folder of a dataset"):
         read_volumes(ToyConfig(store=tmp_path), run)
+
+
+def test_a_plan_that_lacks_fields_is_one_line(run):
+    (run.directory / "plan.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"plan\.json: lacks .*precision.*; restore it, or begin a new run"):
+        keep_plan(PLAIN, lambda: PLAIN, replace(run, resumed=True))
+    with pytest.raises(ValueError, match="leaves a field open"):
+        decided(None)
