@@ -194,7 +194,7 @@ def hold(path: Path) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.read(descriptor, 1000).decode(errors="backslashreplace")
+        holder = os.read(descriptor, 1000).decode(errors="backslashreplace") or "another process"
         os.close(descriptor)
         raise BlockingIOError(f"{path.parent}: in use by {holder}; wait until it is done, or end it") from None
     except OSError:  # a file system without locks

@@ -1,6 +1,5 @@
 """Checkpoints of a training: folders that are whole or absent, and whose bytes are known."""
 
-import hashlib
 import io
 import shutil
 import tempfile
@@ -9,10 +8,10 @@ from typing import Any
 
 import torch
 
-from common.files import flush_to_disk, names_folder
-from common.inference.model import UNREADABLE, first_line, load_weights, read_note, save_weights
+from common.files import flush_to_disk, names_folder, sha256_of
+from common.inference.model import UNREADABLE, first_line, load_weights, save_weights
 
-_WEIGHTS, _STATE = "weights.safetensors", "state.pt"
+_WEIGHTS, _STATE, _DIGEST = "weights.safetensors", "state.pt", "state.pt.sha256"
 _PREFIX = "epoch-"
 _KEPT = 2  # the newest, and the one before, until a step from the newest has been seen to be sound
 
@@ -28,7 +27,7 @@ def save_checkpoint(
     Args:
         folder: of the run's checkpoints.
         position: the epoch, and the steps done in it.
-        weights: state dict of the network, kept as safetensors, with digests of itself and of the state.
+        weights: state dict of the network, kept as safetensors, with a digest, as the state has one beside it.
         state: step, optimizer, loss scale, record so far: tensors and plain containers only.
 
     Raises:
@@ -41,9 +40,10 @@ def save_checkpoint(
     with names_folder(folder):
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
         try:
-            save_weights(part / _WEIGHTS, weights, {"state_sha256": _sha256(stream.getvalue())})
+            save_weights(part / _WEIGHTS, weights, {})
             (part / _STATE).write_bytes(stream.getvalue())
-            for path in (part / _STATE, part):
+            (part / _DIGEST).write_text(sha256_of(part / _STATE))
+            for path in (part / _STATE, part / _DIGEST, part):
                 flush_to_disk(path)
             if not final.exists():  # a resumed run stands where its checkpoint already is
                 part.rename(final)
@@ -80,19 +80,15 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, An
         return None
     newest = complete[-1]
     try:
-        weights, content = load_weights(newest / _WEIGHTS), (newest / _STATE).read_bytes()
-        if read_note(newest / _WEIGHTS).get("state_sha256", found := _sha256(content)) != found:
-            raise ValueError("its bytes have changed since they were written")
-        return weights, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if (newest / _DIGEST).is_file() and (newest / _DIGEST).read_text() != sha256_of(newest / _STATE):
+            raise ValueError(f"the bytes of {_STATE} have changed since they were written")
+        state = torch.load(newest / _STATE, map_location="cpu", weights_only=True)
+        return load_weights(newest / _WEIGHTS), state
     except (*UNREADABLE, OSError) as error:
         remedy = f"go on from {complete[-2].name}" if len(complete) > 1 else "start over"
         raise ValueError(
             f"{newest}: not a checkpoint that can be loaded safely ({first_line(error)}); remove it to {remedy}"
         ) from error
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def _complete(folder: Path) -> list[Path]:
