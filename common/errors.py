@@ -8,37 +8,29 @@ import warnings
 from tqdm import tqdm
 
 # Errors of torch, numpy and Python that a user can do something about.
-_REMEDIES = (
-    (
-        r"MemoryError|an't allocate memory|Unable to allocate|out of memory|[Ss]torage size calculation overflowed",
+_REMEDIES = {
+    r"MemoryError|an't allocate memory|Unable to allocate|out of memory|[Ss]torage size calculation overflowed":
         "there is not so much memory: lower --batch_size, --crop_size, --windows.size, --windows.batch or --channels",
-    ),
-    (
-        r"shared memory|unable to allocate shm|/torch_\d+",
+    r"shared memory|/torch_\d+":
         "/dev/shm is too small for batches on their way: enlarge it (docker run --shm-size 2g), or lower --workers",
-    ),
-    (
-        r"DataLoader worker",
+    r"DataLoader worker":
         "a process that loads cases was killed, as a rule for want of memory: lower --workers, or end other programs",
-    ),
-)
+}  # fmt: skip
 
 
 def explained(error: Exception) -> str | None:
     """Return the line for an error that it explains, or None for one that only a traceback does."""
     if isinstance(error, (RuntimeError, MemoryError)):
         text = f"{type(error).__name__}: {error}"
-        found = (remedy for sign, remedy in _REMEDIES if re.search(sign, text))
-        remedy = next(found, None)
+        remedy = next((remedy for sign, remedy in _REMEDIES.items() if re.search(sign, text)), None)
         return remedy and escaped(f"{text.splitlines()[0]}; {remedy}")
     return escaped(str(error)) if isinstance(error, (ValueError, OSError, FloatingPointError)) else None
 
 
 def escaped(text: str, but: str = "\n") -> str:
     """Return a text with escapes for the characters that steer a terminal, or that no file takes."""
-    return "".join(
-        each if each.isprintable() or each in but else each.encode("unicode_escape").decode() for each in text
-    )
+    kept = (each if each.isprintable() or each in but else each.encode("unicode_escape").decode() for each in text)
+    return "".join(kept)
 
 
 def log_warnings_as_lines() -> None:

@@ -4,8 +4,8 @@ import fcntl
 import hashlib
 import json
 import os
-import stat
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

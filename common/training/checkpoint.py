@@ -13,7 +13,6 @@ from common.inference.model import UNREADABLE, first_line, load_weights, save_we
 
 _WEIGHTS, _STATE, _DIGEST = "weights.safetensors", "state.pt", "state.pt.sha256"
 _PREFIX = "epoch-"
-_KEPT = 2  # the newest, and the one before, until a step from the newest has been seen to be sound
 
 
 def save_checkpoint(
@@ -54,11 +53,9 @@ def save_checkpoint(
         link.symlink_to(final.name)
         link.replace(folder / "last")
         flush_to_disk(folder)
-    complete = _complete(folder)
-    before = [each for each in complete if each < final][1 - _KEPT :]
-    for other in complete:
-        if other not in (final, *before):
-            shutil.rmtree(other)
+    kept = [final, *[each for each in _complete(folder) if each < final][-1:]]  # the one before, until this is proven
+    for other in set(_complete(folder)) - set(kept):
+        shutil.rmtree(other)
     return final
 
 
