@@ -3,7 +3,7 @@
 #   docker build -t medspeed --build-arg EXTRAS=trt .                                                 # H100, H200: full TensorRT
 #   docker build -t medspeed:cpu --build-arg BASE_IMAGE=python:3.12-slim-bookworm .                   # CPU
 #   docker run --rm --gpus all medspeed apps/spleen/train.py --help
-# A release names its base by digest: --build-arg BASE_IMAGE=nvidia/cuda@sha256:...
+# A release names its base by digest, as SECURITY.md tells: --build-arg BASE_IMAGE=nvidia/cuda@sha256:...
 # Only the driver's side comes from the base: the packages bring CUDA, cuDNN and TensorRT themselves.
 ARG BASE_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04
 FROM ${BASE_IMAGE}
@@ -22,23 +22,35 @@ RUN if ! python3 -c "import ensurepip, venv"; then \
 # Where there is no internet, say which index or folder of wheels to take; a build argument stays in the image's
 # history, so it is no place for a password.
 ARG EXTRAS=rtx
+# All packages by their digests. Empty (--build-arg LOCK=) takes constraints.txt, for an index with other builds of torch;
+# so does EXTRAS=trt, whose packages fetch their libraries themselves while they are installed.
+ARG LOCK=requirements.lock
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_CERT
 WORKDIR /app
-COPY pyproject.toml constraints.txt LICENSE ./
+COPY pyproject.toml constraints.txt requirements.lock LICENSE ./
 RUN mkdir apps benchmarks common data_scripts models \
     && touch README.md \
     && python3 -m venv /venv \
-    && /venv/bin/pip install --no-cache-dir -c constraints.txt --editable ".[${EXTRAS}]" \
-    && /venv/bin/pip install --no-cache-dir --no-deps -c constraints.txt cucim-cu13 click lazy-loader
+    && if [ "${EXTRAS}" = rtx ] && [ -n "${LOCK}" ]; then \
+        sed -n '/^setuptools==/,/[^\\]$/p' "${LOCK}" >build.lock \
+        && /venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r build.lock \
+        && rm build.lock \
+        && /venv/bin/pip install --no-cache-dir --no-deps --require-hashes --no-build-isolation --use-pep517 -r "${LOCK}" \
+        && /venv/bin/pip install --no-cache-dir --no-deps --no-index --no-build-isolation --editable .; \
+    else \
+        /venv/bin/pip install --no-cache-dir -c constraints.txt --editable ".[${EXTRAS}]" \
+        && /venv/bin/pip install --no-cache-dir --no-deps -c constraints.txt cucim-cu13 click lazy-loader; \
+    fi
 
 COPY apps apps
 COPY benchmarks benchmarks
 COPY common common
 COPY data_scripts data_scripts
 COPY models models
+RUN /venv/bin/python apps/sbom.py >sbom.json
 
 # What is kept goes below /cache and /app/runs, what is not below /tmp: the rest may be read-only, and any --user will do.
 # A user without an entry in /etc/passwd has no name, and torch asks for one.

@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -207,3 +207,31 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file as 64 hexadecimal digits."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+DIGESTS = "digests.json"
+"""The file of a run that holds the digests of its ONNX models; weights hold their own, an engine has its manifest."""
+
+
+def record_digests(folder: Path, files: Iterable[Path]) -> None:
+    """Keep the SHA-256 of files of a folder in its `digests.json`, for `check_digest`; those of others stay."""
+    record = folder / DIGESTS
+    known = read_object(record) if record.is_file() else {}
+    write_json(record, known | {file.relative_to(folder).as_posix(): sha256_of(file) for file in files})
+
+
+def check_digest(folder: Path, file: Path) -> None:
+    """Check that a file of a folder is the one that `digests.json` names, where it names it.
+
+    That shows damage and mistakes, not who made the file: who can change it can change the record too.
+
+    Raises:
+        ValueError: the file was changed or damaged, or the record is.
+    """
+    record = folder / DIGESTS
+    due = read_object(record).get(file.relative_to(folder).as_posix()) if record.is_file() else None
+    if due is not None and file.is_file() and (found := sha256_of(file)) != due:
+        raise ValueError(
+            f"{file}: sha256 {found} is not the one in {record.name} ({due}): it was changed or damaged; "
+            f"restore it, or remove {record.name} if you changed it yourself"
+        )

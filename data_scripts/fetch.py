@@ -179,7 +179,7 @@ def _answer(url: str, headers: Mapping[str, str], method: str = "GET") -> Iterat
     plain = {"User-Agent": "medspeed", "Accept-Encoding": "identity"}
     request = urllib.request.Request(url, headers={**plain, **headers}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        with urllib.request.build_opener(_Redirects).open(request, timeout=TIMEOUT) as response:
             yield response
     except urllib.error.HTTPError as error:
         error.close()
@@ -190,11 +190,21 @@ def _answer(url: str, headers: Mapping[str, str], method: str = "GET") -> Iterat
         raise DownloadError(f"{said}: {remedy}") from error
     except (http.client.HTTPException, OSError) as error:
         reason = getattr(error, "reason", error)
-        said = f"{url}: {str(reason) or type(reason).__name__}"
+        said = " ".join(f"{url}: {str(reason) or type(reason).__name__}".split())
         local = isinstance(error, OSError) and (error.filename or error.errno in _OF_THE_DISK)
         if local or isinstance(reason, ssl.SSLCertVerificationError):
             raise DownloadError(f"{said}; what has arrived is kept: mend the cause and run again") from error
         raise _TransientError(said) from error
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to the web alone, and from https only to https; urllib's own would go on over FTP too."""
+
+    def redirect_request(self, req: urllib.request.Request, *answer: Any) -> urllib.request.Request | None:  # noqa: ANN401
+        stream, code, _, headers, url = answer
+        if urlsplit(url).scheme not in ({"https"} if req.type == "https" else {"http", "https"}):
+            raise urllib.error.HTTPError(req.full_url, code, f"redirection to {url} is not allowed", headers, stream)
+        return super().redirect_request(req, *answer)
 
 
 def _stated_size(response: http.client.HTTPResponse, url: str) -> int:

@@ -7,6 +7,7 @@
 #   RUN_AS             uid:gid of the one who runs it; by default the caller, or 12345:12345 for root
 #   CERTIFICATES       folder of certificates that the build shall see (buildah); by default SSL_CERT_DIR
 #   PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_CERT    handed to the build
+#   LOCK               the file of digests that the build takes; empty for constraints.txt, as where PIP_FIND_LINKS is given
 #   MIRROR             of Debian, for debootstrap
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -52,6 +53,8 @@ make_base() {
 
 build() {
     local arguments=(--build-arg "BASE_IMAGE=$base" --tag "$IMAGE") name folder
+    if [ -n "${PIP_FIND_LINKS:-}" ]; then LOCK=${LOCK-}; fi  # whose torch may be of another build
+    if [ -n "${LOCK+given}" ]; then arguments+=(--build-arg "LOCK=$LOCK"); fi
     for name in PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_CERT; do
         if [ -n "${!name:-}" ]; then arguments+=(--build-arg "$name=${!name}"); fi
     done
@@ -153,6 +156,9 @@ run() {  # run NAME MOUNT ... -- PROGRAM ...: in_image, its output shown where i
     in_image "${volumes[@]}" "$@" >"$work/$name.log" 2>&1 || { tail -40 "$work/$name.log" >&2; fail "$name"; }
     say "     $name took $((SECONDS - began)) s"
 }
+
+in_image -- python -c "import json; print(len(json.load(open('/app/sbom.json'))['components']))" >"$work/sbom.log" || fail "no SBOM"
+pass "names its $(cat "$work/sbom.log") packages in /app/sbom.json"
 
 run help -- python apps/spleen/infer.py --help
 run phantoms "$work/data:/data" -- python data_scripts/make_phantoms.py ct --to /data/ct --cases 3

@@ -64,8 +64,8 @@ MAKE = ("train", "test", "test-all", "doctor", "ladder", "record", "image-test")
 RUN_FILES = (
     "summary.json", "progress.png", "metrics.jsonl", "tensorboard", "report.html", "overlays", "best.safetensors",
     "checkpoints/last", "exports/model_fp32.onnx", "exports/model_fp16.onnx", "config.yaml", "plan.json",
-    "fingerprint.json", "split.json", "environment.json", "model.json", "run.log", "monitor.csv", "monitor.png",
-    "profile/operations.txt",
+    "fingerprint.json", "split.json", "environment.json", "digests.json", "model.json", "run.log", "monitor.csv",
+    "monitor.png", "profile/operations.txt",
 )  # fmt: skip
 SCAN_FILES = ("phantom_000.nii.gz", "phantom_000.png", "measurements.csv", "timings.json", "timeline.png", "records")
 

@@ -98,8 +98,20 @@ def test_pip_leaves_no_cache_and_takes_tested_versions():
     for _, rest in instructions():
         for call in re.findall(r"pip install[^&]*", rest):
             assert "--no-cache-dir" in call
-            assert "-c constraints.txt" in call
+            hashed = "--require-hashes" in call and "--no-deps" in call and "--no-build-isolation" in call
+            assert hashed or "build.lock" in call or "--no-index" in call or "-c constraints.txt" in call
     assert {"PIP_INDEX_URL", "PIP_FIND_LINKS"} <= {rest for name, rest in instructions() if name == "ARG"}
+
+
+def test_the_lock_is_taken_unless_the_builder_says_otherwise():
+    assert ("ARG", "LOCK=requirements.lock") in instructions()
+    install = instructions()[place("RUN", "--editable")][1]
+    locked, _ = install.split('[ -n "${LOCK}" ]; then')[1].split("else")
+    assert all("--require-hashes" in call or "--no-index" in call for call in re.findall(r"pip install[^&;]*", locked))
+
+
+def test_the_image_holds_its_sbom():
+    assert place("COPY", "apps apps") < place("RUN", "apps/sbom.py >sbom.json") < place("USER", "")
 
 
 def test_apt_is_used_only_where_the_base_has_no_python_and_leaves_nothing():

@@ -18,7 +18,7 @@ from common.export.gate import Judge
 from common.export.int8 import quantiser
 from common.export.model_card import model_card, read_if_there
 from common.export.triton import write_triton
-from common.files import sha256_of, write_json
+from common.files import check_digest, sha256_of, write_json
 from common.inference.model import VolumeModel
 from common.inference.predict import sample_windows
 from common.inference.predictors import onnxruntime_predictor, read_onnx_metadata
@@ -74,9 +74,14 @@ def export_run(
 
 
 def must_export(config: ExportConfig) -> bool:
-    """Return whether models are to be made: for Triton only where they are missing, or of other weights."""
+    """Return whether models are to be made: for Triton only where they are missing, or of other weights.
+
+    Raises:
+        ValueError: the model is there, and is damaged or not the one that the run recorded.
+    """
     if config.to != "triton" or config.int8 or not config.served().is_file():
         return True
+    check_digest(config.model, config.served())
     return read_onnx_metadata(config.served()).get("weights_sha256") != sha256_of(config.model / "best.safetensors")
 
 
@@ -132,7 +137,8 @@ def _find_cases(
         FileNotFoundError, ValueError: the dataset cannot be read, or has no labelled case.
     """
     summary, split = (read_if_there(config.model / f"{name}.json") for name in ("summary", "split"))
-    trained_on = Path(summary["data"]["folder"]) if summary and split else None
+    known = summary.get("data", {}).get("folder")
+    trained_on = Path(known) if known and split else None
     folder = config.data or trained_on
     if folder is None or not (folder / "dataset.json").is_file():
         if config.data is not None:

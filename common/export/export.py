@@ -22,7 +22,7 @@ from common.export.gate import (
 )
 from common.export.onnx_model import Window, export_onnx
 from common.export.tensorrt_engine import build_engine, choose_flavour
-from common.files import sha256_of
+from common.files import record_digests, sha256_of
 from common.inference.labels import case_dice, dice_counts
 from common.inference.model import VolumeModel
 from common.inference.options import ModelPrecision
@@ -116,8 +116,8 @@ def export(
 ) -> ExportRecord:
     """Export a network to `exports`/model_{fp32,fp16,int8}.{onnx,plan} of a run, and say what came of it.
 
-    What the gate refuses is not left there. A refused fp16 or int8 export is recorded and the fp32 one stays; a
-    refused fp32 export is an error. Without TensorRT the ONNX models stay and the record says why there is no engine.
+    What the gate refuses is not left there. A refused fp16 or int8 export is recorded, a refused fp32 export an error.
+    Without TensorRT the ONNX models stay and the record says why there is no engine.
 
     Args:
         network: the plain module on any device, with the weights of the run's best.safetensors; it is left as it is.
@@ -150,17 +150,24 @@ def export(
         precisions: list[ModelPrecision] = ["fp32", "fp16"] if quantise is None else ["fp32", "fp16", "int8"]
         folder = run.directory / "exports"
         models = tuple(_checked_onnx(folder / f"model_{each}.onnx", each, write, reference) for each in precisions)
-        flavour, no_engine = None, "switched off" if engine == "none" else None
-        try:
-            flavour = None if engine == "none" else choose_flavour(engine)
-        except EngineUnavailableError as error:
-            no_engine = str(error)
         kept = [Path(model.path) for model in models if model.path]
+        record_digests(run.directory, kept)
+        flavour, no_engine = _flavour(engine)
         device = next(network.parameters()).device
         engines = tuple(_checked_engine(path, reference, flavour, device) for path in kept if flavour)
     record = ExportRecord(models, engines, no_engine)
     _say(record, run)
     return record
+
+
+def _flavour(engine: EngineChoice) -> tuple[Flavour | None, str | None]:
+    """Return which TensorRT builds engines, or why none does."""
+    if engine == "none":
+        return None, "switched off"
+    try:
+        return choose_flavour(engine), None
+    except EngineUnavailableError as error:
+        return None, str(error)
 
 
 def export_volumes(

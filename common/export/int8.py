@@ -18,6 +18,7 @@ from common.export.export import Quantise
 from common.export.gate import ParityError
 from common.export.onnx_model import read_metadata
 from common.files import atomic_path
+from common.inference.predictors import onnx_errors
 
 QUANTISED = ("Conv", "ConvTranspose")
 """Operators computed in INT8; TensorRT-RTX 1.7 takes both, in two and in three dimensions."""
@@ -79,11 +80,12 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
 
     metadata = read_metadata(fp32)
     assert metadata["precision"] == "fp32"
-    model: Any = onnx.load(str(fp32))
+    with onnx_errors(fp32):
+        model: Any = onnx.load(str(fp32))
     operators = Counter(node.op_type for node in model.graph.node)
     onnx.helper.set_model_props(model, _PREPROCESSED)
     feeds = ({model.graph.input[0].name: window[None].float().cpu().contiguous().numpy()} for window in windows)
-    with atomic_path(int8) as part:
+    with atomic_path(int8) as part, onnx_errors(fp32):
         quantize_static(
             model,
             part,

@@ -3,12 +3,52 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import jinja2
+import msgspec
 
 from common.files import atomic_path, read_object, sha256_of, write_text
 
+
+class _Quality(TypedDict):
+    name: str
+    value: float | None
+    selected_on: str
+    per_case: dict[str, float]
+    per_region: NotRequired[dict[str, float | None]]
+
+
+class _Data(TypedDict, total=False):
+    folder: str
+    name: str | None
+    synthetic: bool
+
+
+class _Summary(TypedDict, total=False):
+    data: _Data
+    quality: _Quality
+    cases: dict[str, int]
+    held_out: bool
+    recipe: str
+    seed: int
+    steps: int
+
+
+class _Split(TypedDict, total=False):
+    description: str
+    training: list[str]
+    validation: list[str]
+
+
+class _Environment(TypedDict, total=False):
+    python: str
+    versions: dict[str, str | None]
+    git: str | None
+
+
+# What is read of the files of a run; they may hold more.
+_KINDS: dict[str, Any] = {"summary": _Summary, "split": _Split, "environment": _Environment}
 _PACKAGES = ("torch", "monai", "numpy", "onnx", "onnxruntime", "tensorrt", "tensorrt-rtx")
 
 
@@ -25,16 +65,16 @@ def model_card(run: Path, task: str) -> str:
 
     Raises:
         FileNotFoundError: there is no model.json.
-        ValueError: one of the files is no JSON object.
+        ValueError: one of the files is no JSON object, or a value in it of another type.
     """
     if not (run / "model.json").is_file():
         raise FileNotFoundError(f"{run / 'model.json'}: no such file; a model card is made of a training run's folder")
     files = {name: read_if_there(run / f"{name}.json") for name in ("model", "summary", "split", "environment")}
     folder, quality = files["summary"].get("data", {}).get("folder"), files["summary"].get("quality")
-    environment = jinja2.Environment(  # it is Markdown: `_plain` makes values safe, not HTML's escapes
+    environment = jinja2.Environment(  # it is Markdown: `plain` makes values safe, not HTML's escapes
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.ChainableUndefined,
-        finalize=_plain,
+        finalize=plain,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -72,13 +112,26 @@ def is_synthetic(run: Path) -> bool | None:
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a run holds; an empty one where it has no such file."""
-    return read_object(path, "restore it, or remove it from the run") if path.is_file() else {}
+    """Return the JSON object that a run holds; an empty one where it has no such file.
+
+    Raises:
+        ValueError: it is none, or a value in it is of another type.
+    """
+    remedy = "restore it, or remove it from the run"
+    content = read_object(path, remedy) if path.is_file() else {}
+    try:
+        msgspec.convert(content, _KINDS.get(path.stem, dict[str, Any]))
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {error}; {remedy}") from error
+    return content
 
 
-def _plain(value: object) -> object:
-    """Return a value that stays one line of text in Markdown: no table cell, link, code or HTML is begun by it."""
-    return re.sub(r"([\\`|<>\[\]])", r"\\\1", re.sub(r"\s+", " ", value)) if isinstance(value, str) else value
+def plain(value: object) -> object:
+    """Return a value that stays one line of text in Markdown: nothing is begun or ended by it, and no link is made."""
+    if not isinstance(value, str):
+        return value
+    line = re.sub(r" +", " ", "".join(letter if letter.isprintable() else " " for letter in value))
+    return re.sub(r"([\\`*|<>\[\]&#~@]|(?<=:)/|(?i:(?<=www)\.))", r"\\\1", line)
 
 
 def _figures(quality: dict[str, Any]) -> dict[str, float | None]:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +12,13 @@ import torch
 from torch import nn
 
 from common.files import atomic_path
-from common.inference.predictors import read_onnx_metadata
+from common.inference.predictors import onnx_errors, read_onnx_metadata
 
 ExportPrecision = Literal["fp32", "fp16"]
 """What torch exports."""
 Window = tuple[int, ...]
 """Shape (C, *sides) of one window: C, X, Y, Z of a volume or C, Y, X of an image."""
+_SIZES, _BATCH = r"\d{1,6}( \d{1,6}){2,3}", r"\d{1,6} \d{1,6} \d{1,6}"
 OPSET = 21  # the first in which group normalisation is one operator
 
 
@@ -63,7 +65,7 @@ def export_onnx(
             many. ONNX Runtime takes any number.
 
     Raises:
-        onnx.checker.ValidationError: the model is no valid ONNX.
+        ValueError: the model is no valid ONNX.
     """
     import onnx  # here, as torch.onnx: only the end of a run needs them
 
@@ -93,7 +95,7 @@ def export_onnx(
     figures = {"window": window, "smallest": smallest or window, "batch": (1, batch, max(4, batch))}
     words = {name: " ".join(map(str, values)) for name, values in figures.items()}
     onnx.helper.set_model_props(model, {**metadata, "precision": precision, **words})
-    with atomic_path(path) as part:
+    with atomic_path(path) as part, onnx_errors(path):
         onnx.save_model(model, str(part))
         onnx.checker.check_model(str(part), full_check=True)
     return path
@@ -106,8 +108,9 @@ def read_metadata(path: Path) -> dict[str, str]:
         ValueError: the file is no ONNX model, or not one that `export_onnx` wrote.
     """
     found = read_onnx_metadata(path)
-    if missing := [name for name in ("precision", "window", "smallest", "batch") if name not in found]:
-        raise ValueError(f"{path}: no `{missing[0]}` in its metadata: not a model that export_onnx wrote")
+    for name, kind in {"precision": r"fp32|fp16|int8", "window": _SIZES, "smallest": _SIZES, "batch": _BATCH}.items():
+        if not re.fullmatch(kind, found.get(name, "")):
+            raise ValueError(f"{path}: no `{name}` in its metadata: not a model that export_onnx wrote")
     return found
 
 

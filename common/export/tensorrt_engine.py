@@ -17,7 +17,6 @@ from common.export.onnx_model import numbers, read_metadata
 from common.files import atomic_path, sha256_of, write_json
 from common.inference.tensorrt_runtime import (
     INSTALL,
-    EngineError,
     EngineManifest,
     EngineUnavailableError,
     Flavour,
@@ -157,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         built = rebuild_engine(plan)
-    except (OSError, ValueError, EngineError) as error:
+    except (OSError, ValueError) as error:
         command.exit(2, f"{error}\n")
     logger.info("%s: %s %s, compute capability %s", plan, built.flavour, built.version, ", ".join(built.targets))
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.export.model_card import write_package
+from common.export.model_card import plain, write_package
 from common.export.onnx_model import OPSET, numbers, read_metadata
 from common.inference.predictors import with_exact_norms
 
@@ -52,7 +52,7 @@ def write_triton(repository: Path, name: str, model: Path, card: str, overlap: f
         opset=OPSET,
         most=most,
         overlap=overlap,
-        rows="".join(f"- {key}: `{value}`\n" for key, value in kept.items()),
+        rows="".join(f"- {key}: {plain(value)}\n" for key, value in kept.items()),
         window=", ".join(map(str, window)),
         sides=", ".join(map(str, window[1:])),
     )

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from common.files import sha256_of
+from common.files import check_digest, sha256_of
 from common.inference.model import Trained
 from common.inference.options import AnyPrecision, Backend
 from common.inference.predictors import (
@@ -77,7 +77,7 @@ def open_predictor(
 
     Raises:
         FileNotFoundError: the run has no such export.
-        ValueError: the export is damaged, does not fit this host, or there is none in this precision.
+        ValueError: what is to run is damaged, does not fit this host, or is not there in this precision.
     """
     exact: AnyPrecision = "fp32" if precision == "auto" else precision
     weights, exports = folder / "best.safetensors", folder / "exports"
@@ -99,6 +99,7 @@ def open_predictor(
     if backend == "tensorrt":
         return OpenedPredictor(EnginePredictor(plan, device), backend, exact, reason, plan)
     if backend == "onnxruntime":
+        check_digest(folder, onnx)
         return OpenedPredictor(onnxruntime_predictor(onnx), backend, exact, reason, onnx)
     network = use_subpixel_upsampling(folded(trained.build(weights).to(device).eval()))
     return OpenedPredictor(torch_predictor(network, computed, channels_last=True), backend, computed, reason, weights)

@@ -1,7 +1,8 @@
 """Predictors: one callable for a network in torch and for its ONNX export; a TensorRT engine's is `EnginePredictor`."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,21 @@ def torch_predictor(network: nn.Module, precision: Precision = "fp32", channels_
     return predict
 
 
+@contextmanager
+def onnx_errors(path: Path) -> Iterator[None]:
+    """Raise what onnx and ONNX Runtime say of a model as a ValueError of one line, which names the file.
+
+    Their errors have no class in common but Exception, and those of onnx' C++ parts are RuntimeErrors.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (DecodeError, RuntimeError)) and not type(error).__module__.startswith("onnx"):
+            raise
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path}: no ONNX model that can be used ({said}): export the run again") from error
+
+
 def onnxruntime_predictor(path: Path) -> Predictor:
     """Return a predictor that runs an ONNX model on the CPU; windows and logits may lie on another device.
 
@@ -89,7 +105,7 @@ def onnxruntime_predictor(path: Path) -> Predictor:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: windows do not have the shape that the model takes.
+        ValueError: the model is damaged or not one of ours, or windows do not have the shape that it takes.
     """
     import onnxruntime  # here, since a run on a GPU has no need of it
 
@@ -97,7 +113,11 @@ def onnxruntime_predictor(path: Path) -> Predictor:
         raise FileNotFoundError(f"{path} is missing: export the model first")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session: Any = onnxruntime.InferenceSession(with_exact_norms(path), options, providers=["CPUExecutionProvider"])
+    model = with_exact_norms(path)
+    with onnx_errors(path):
+        session: Any = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    if (len(session.get_inputs()), len(session.get_outputs())) != (1, 1):
+        raise ValueError(f"{path}: not a model of one input and one output: export the run again")
     image = session.get_inputs()[0]
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
@@ -108,7 +128,8 @@ def onnxruntime_predictor(path: Path) -> Predictor:
         )
         if not fits:
             raise ValueError(f"windows {tuple(windows.shape)}: {path} takes windows of shape {tuple(image.shape[1:])}")
-        logits = session.run(None, {image.name: windows.float().contiguous().cpu().numpy()})[0]
+        with onnx_errors(path):
+            logits = session.run(None, {image.name: windows.float().contiguous().cpu().numpy()})[0]
         return torch.from_numpy(logits).to(windows.device)
 
     return predict
@@ -135,10 +156,8 @@ def read_onnx_metadata(path: Path) -> dict[str, str]:
     """
     import onnx  # here: a second that a run which has no exports need not wait
 
-    try:
+    with onnx_errors(path):
         model: Any = onnx.load_model(str(path))
-    except DecodeError as error:
-        raise ValueError(f"{path}: no ONNX model ({error}): export the run again") from error
     return {entry.key: entry.value for entry in model.metadata_props}
 
 
@@ -155,7 +174,8 @@ def with_exact_norms(path: Path) -> bytes:
     import onnx.inliner  # here, as in the export: inference with torch or TensorRT has no need of it
     import onnx.parser
 
-    model: Any = onnx.load(str(path))
+    with onnx_errors(path):
+        model: Any = onnx.load(str(path))
     norms = [node for node in model.graph.node if node.op_type == "GroupNormalization"]
     if not norms:
         return path.read_bytes()
@@ -163,7 +183,8 @@ def with_exact_norms(path: Path) -> bytes:
     for node in norms:
         node.domain = "exact"
     model.opset_import.append(onnx.helper.make_opsetid("exact", 1))
-    model = onnx.inliner.inline_local_functions(model)
+    with onnx_errors(path):
+        model = onnx.inliner.inline_local_functions(model)
     del model.opset_import[1:]
     exact: bytes = model.SerializeToString()
     return exact

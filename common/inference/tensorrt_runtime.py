@@ -29,7 +29,7 @@ class EngineUnavailableError(ValueError):
     """No engine can be built or run on this host: a package or a GPU is missing, or of the wrong kind."""
 
 
-class EngineError(RuntimeError):
+class EngineError(ValueError):
     """TensorRT failed; the message holds what it logged."""
 
 
@@ -100,7 +100,8 @@ def message_log(trt: ModuleType) -> Any:  # noqa: ANN401 - a class of an untyped
 
 def failure(what: str, trt: ModuleType) -> EngineError:
     """Return the error that says what failed and what TensorRT logged since its messages were last cleared."""
-    return EngineError(f"{what}; TensorRT says: " + ("\n".join(message_log(trt).messages) or "nothing"))
+    said = " ".join(" ".join(message_log(trt).messages).split())
+    return EngineError(f"{what}; TensorRT says: {said or 'nothing'}")
 
 
 def manifest_path(plan: Path) -> Path:

@@ -20,6 +20,9 @@ from apps.spleen.config import SpleenExport
 from apps.spleen.export import imported_model, network_config
 from apps.spleen.export import main as export_spleen
 from apps.spleen.infer import main as infer_spleen
+from common.export.deploy import _find_cases
+from common.export.onnx_model import export_onnx
+from common.files import record_digests, sha256_of
 from common.inference.model import import_weights, save_weights
 from common.inference.open_predictor import open_predictor
 from common.inference.options import InferConfig
@@ -55,6 +58,8 @@ def test_weights_of_a_bundle_become_models_that_infer_takes(tmp_path, weights, c
     assert [model["precision"] for model in record["onnx"]] == ["fp32", "fp16"]
     assert all(model["quality_delta"] <= 0.005 for model in record["onnx"])
     assert set(record["seconds per window in ONNX Runtime"]) == {"fp32", "fp16"}
+    digests = json.loads((tmp_path / "run" / "digests.json").read_text())
+    assert set(digests) == {"exports/model_fp32.onnx", "exports/model_fp16.onnx"}
     scans = make_ct_phantoms(tmp_path / "data", 2, progress=False) / "imagesTr"
     sides: tuple[tuple[Literal["onnxruntime", "torch"], str], ...] = (("onnxruntime", "a"), ("torch", "b"))
     for backend, output in sides:
@@ -107,6 +112,41 @@ def test_exports_of_other_weights_are_not_used(tmp_path, weights):
     export_spleen(spleen(tmp_path, to="triton"))
     assert (run / "exports" / "model_fp32.onnx").read_bytes() != before
     assert opened("onnxruntime").backend == "onnxruntime"
+
+
+def test_what_changed_behind_the_record_of_a_run_is_neither_used_nor_handed_over(tmp_path, weights):
+    run = tmp_path / "run"
+    model = imported_model(spleen(tmp_path))
+    import_weights(run, "spleen", model, weights)
+    metadata = {"weights_sha256": sha256_of(run / "best.safetensors")}
+    exported = export_onnx(model.build(), run / "exports" / "model_fp32.onnx", (1, 32, 32, 32), "fp32", metadata)
+    record_digests(run, [exported])
+
+    def flip(path):
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 0x40
+        path.write_bytes(content)
+
+    flip(exported)
+    with pytest.raises(ValueError, match=r"model_fp32\.onnx: sha256 .* not the one in digests\.json"):
+        export_spleen(spleen(tmp_path, to="triton"))
+    with pytest.raises(ValueError, match=r"model_fp32\.onnx: sha256"):
+        open_predictor(run, model, backend="onnxruntime", device=torch.device("cpu"))
+    assert open_predictor(run, model, backend="torch", device=torch.device("cpu")).backend == "torch"
+    exported.unlink()
+    flip(run / "best.safetensors")
+    for to in ("bundle", "onnx", "triton"):
+        with pytest.raises(ValueError, match=r"best\.safetensors: its bytes have changed"):
+            export_spleen(spleen(tmp_path, to=to))
+    with pytest.raises(ValueError, match=r"best\.safetensors: its bytes have changed"):
+        open_predictor(run, model, device=torch.device("cpu"))
+
+
+def test_a_summary_that_says_nothing_is_no_data(tmp_path, weights):
+    import_weights(tmp_path / "run", "spleen", imported_model(spleen(tmp_path)), weights)
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    (tmp_path / "run" / "split.json").write_text('{"validation": []}')
+    assert _find_cases(spleen(tmp_path), "ct", tmp_path / "made")[2].startswith("synthetic scans")
 
 
 def test_a_run_is_never_overwritten_and_weights_that_do_not_fit_leave_nothing(tmp_path, weights):

@@ -186,13 +186,21 @@ def test_refusals_fail_at_once(server, target, waits, code, remedy):
     assert len(server.ranges) == 1
 
 
-@pytest.mark.parametrize("place", ["file:///etc/hostname", "data:,abc", "gopher://127.0.0.1/"])
+@pytest.mark.parametrize("place", ["file:///etc/hostname", "data:,abc", "gopher://127.0.0.1/", "ftp://127.0.0.1:1/"])
 def test_redirect_to_other_schemes_is_refused(server, target, waits, place):
     server.faults = [faulty.status(302, Location=place)]
     with pytest.raises(DownloadError, match=f"(?i)redirection to .*{place}.* not allowed"):
         download_from(server, target)
     assert waits == []
     assert len(server.ranges) == 1
+
+
+def test_a_redirect_may_not_leave_https():
+    request = urllib.request.Request("https://host/a.tar")
+    follow = fetch._Redirects().redirect_request
+    assert follow(request, None, 302, "Found", {}, "https://other/a.tar") is not None
+    with pytest.raises(urllib.error.HTTPError, match=r"redirection to .* is not allowed"):
+        follow(request, None, 302, "Found", {}, "http://other/a.tar")
 
 
 def test_redirect_to_http_is_followed_and_resumed(server, target, waits):
@@ -209,7 +217,7 @@ def test_invalid_certificate_fails_at_once(server, target, waits, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise urllib.error.URLError(ssl.SSLCertVerificationError("certificate has expired"))
 
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", refuse)
     with pytest.raises(DownloadError, match=r"certificate has expired.*mend the cause"):
         download_from(server, target)
     assert waits == []

@@ -1,4 +1,5 @@
 import hashlib
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,6 +83,37 @@ def test_whole_way(served, tmp_path, capsys):
     found = read_slide_set(tmp_path / "my set")
     assert [(entry.name, entry.tumour) for entry in found.training] == [("normal_001", False), ("tumor_001", True)]
     assert [(entry.name, entry.tumour) for entry in found.testing] == [("test_001", False)]
+
+
+def rubbish(handler: Bucket) -> None:
+    handler.wfile.write(b"\0\1 rubbish\r\n\r\n")
+
+
+def many_headers(handler: Bucket) -> None:
+    handler.send_response(200)
+    for number in range(300):
+        handler.send_header(f"X{number}", "y")
+    handler.end_headers()
+
+
+def redirect_to_ftp(handler: Bucket) -> None:
+    handler.send_response(302)
+    handler.send_header("Location", "ftp://127.0.0.1:1/x")
+    handler.end_headers()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(rubbish, "rubbish"), (many_headers, "100 headers"), (redirect_to_ftp, "redirection to ftp://.* is not allowed")],
+)
+def test_a_size_that_is_not_told_as_it_should_is_one_line(served, tmp_path, capsys, monkeypatch, answer, said):
+    server, asked = served
+    monkeypatch.setattr(Bucket, "do_HEAD", answer)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    assert main(["--slides", "normal_001", "--to", str(tmp_path), "--base-url", server.url]) == 1
+    assert asked == [CHECKSUMS]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(f"fetch_camelyon16: .*{said}", last)
 
 
 def test_second_call_fetches_what_is_missing(served, tmp_path, capsys):

@@ -215,11 +215,36 @@ def test_no_path_host_or_case_name_gets_in(run: Path, tmp_path: Path):
 
 
 def test_what_a_dataset_calls_itself_stays_text(run: Path, tmp_path: Path):
-    name = "a | b\n# Title <script> [link](x) `code`"
+    name = "a | b\n# Title <script> [link](x) `code` *b* &lt; https://x www.x a@b.c \x1b[2J\u202e"
     changed = summary(tmp_path / "data")
     (run / "summary.json").write_text(json.dumps(changed | {"data": {**changed["data"], "name": name}}))
-    expected = r"- Dataset: a \| b # Title \<script\> \[link\](x) \`code\`"
+    expected = r"- Dataset: a \| b \# Title \<script\> \[link\](x) \`code\` \*b\* \&lt; https:\//x www\.x a\@b.c \[2J "
     assert expected in section(model_card(run, TASK), "Data").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("summary", {"data": 5}, r"Expected `object`, got `int` - at `\$\.data`"),
+        ("summary", {"data": {"folder": [1]}}, r"at `\$\.data\.folder`"),
+        ("summary", {"quality": {}}, "missing required field `name`"),
+        ("summary", {"quality": {"name": "Dice", "value": "x", "selected_on": "y", "per_case": {}}}, r"quality\.value"),
+        ("summary", {"cases": [1]}, r"at `\$\.cases`"),
+        ("split", {"validation": 5}, r"at `\$\.validation`"),
+        ("split", {"description": 5}, r"at `\$\.description`"),
+        ("environment", {"versions": "torch"}, r"at `\$\.versions`"),
+    ],
+)
+def test_a_value_of_another_type_is_named(run: Path, name: str, content: dict[str, Any], problem: str):
+    (run / f"{name}.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"{name}\.json: .*{problem}.*; restore it, or remove it"):
+        model_card(run, TASK)
+
+
+@pytest.mark.parametrize("name", ["summary", "split", "environment"])
+def test_an_empty_record_is_one_that_says_nothing(run: Path, name: str):
+    (run / f"{name}.json").write_text("{}")
+    assert "# Model card: medspeed spleen" in model_card(run, TASK)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -79,6 +80,13 @@ def test_the_parameters_are_the_models_own_metadata(tmp_path: Path, tiny: nn.Mod
     }  # fmt: skip
 
 
+def test_labels_cannot_forge_the_readme(tmp_path: Path, tiny: nn.Module):
+    labels = "a`\n# Title\n<script>x</script> [link](javascript:x)"
+    export_onnx(tiny, tmp_path / "m.onnx", (1, 8, 8, 8), "fp32", {"labels": labels})
+    readme = (write_triton(tmp_path / "repository", "m", tmp_path / "m.onnx", "card") / "README.md").read_text()
+    assert r"- labels: a\` \# Title \<script\>x\</script\> \[link\](javascript:x)" in readme.splitlines()
+
+
 def test_the_warmup_takes_the_largest_window(tmp_path: Path):
     pooled = nn.Sequential(nn.Conv2d(3, 1, 3, stride=2), nn.AvgPool2d(4, stride=1)).eval()
     export_onnx(pooled, tmp_path / "m.onnx", (3, 128, 128), "fp32", {}, smallest=(3, 64, 64))
@@ -109,6 +117,53 @@ def test_models_that_cannot_be_served_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="no ONNX model"):
         write_triton(tmp_path, "m", tmp_path / "model.onnx", "card")
     assert not (tmp_path / "m").exists()
+
+
+def external(model: Any) -> None:
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = 1
+    tensor.external_data.add(key="location", value="../../../etc/passwd")
+
+
+def operator_of_others(model: Any) -> None:
+    model.graph.node[0].domain = "others"
+
+
+def no_output(model: Any) -> None:
+    model.graph.output[0].name = "nowhere"
+
+
+def no_graph(model: Any) -> None:
+    model.ClearField("graph")
+
+
+def two_inputs(model: Any) -> None:
+    model.graph.input.append(onnx.helper.make_tensor_value_info("second", 1, [1]))
+
+
+def no_numbers(model: Any) -> None:
+    onnx.helper.set_model_props(model, {"precision": "fp32", "window": "x", "smallest": "1 8 8 8", "batch": "1 1 1"})
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        (external, {"serve", "run"}), (operator_of_others, {"run"}), (no_output, {"run"}), (two_inputs, {"run"}),
+        (no_graph, {"run"}), (no_numbers, {"serve"}),
+    ],
+)  # fmt: skip
+def test_what_the_runtimes_say_of_a_hostile_model_is_one_line(tmp_path: Path, exported: Path, change, refused):
+    model, path = onnx.load(str(exported / "model_fp32.onnx")), tmp_path / "model_fp32.onnx"
+    change(model)
+    path.write_bytes(model.SerializeToString())
+    uses = {
+        "serve": lambda: write_triton(tmp_path / "repository", "m", path, "card"),
+        "run": lambda: onnxruntime_predictor(path)(torch.zeros(1, 1, 16, 16, 16)),
+    }
+    for name in refused:
+        with pytest.raises(ValueError, match=rf"\A{re.escape(str(path))}: .*\Z"):
+            uses[name]()
 
 
 def test_a_folder_that_holds_something_is_left_alone(served: Path, exported: Path):

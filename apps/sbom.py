@@ -1,0 +1,39 @@
+"""Write what is installed beside this interpreter as an SBOM: `python apps/sbom.py > sbom.json` (CycloneDX, JSON).
+
+Source: cyclonedx.org/docs/1.6/json; packages are named by package URLs (github.com/package-url/purl-spec).
+"""
+
+import json
+import re
+from importlib import metadata
+from typing import Any
+from urllib.parse import quote
+
+
+def sbom() -> dict[str, Any]:
+    """Return the bill of the installed Python packages, sorted by name; the same packages give the same bill."""
+    parts = {}
+    for package in metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", package.metadata["Name"]).lower()
+        url = f"pkg:pypi/{name}@{quote(package.version, safe='.')}"
+        part: dict[str, Any] = {
+            "type": "library",
+            "bom-ref": url,
+            "purl": url,
+            "name": name,
+            "version": package.version,
+        }
+        if "License-Expression" in package.metadata:
+            part["licenses"] = [{"expression": package.metadata["License-Expression"]}]
+        parts[name] = part
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": {**parts.pop("medspeed", {"name": "medspeed"}), "type": "application"}},
+        "components": [parts[name] for name in sorted(parts)],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(sbom(), indent=2))
