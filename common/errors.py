@@ -7,10 +7,12 @@ import warnings
 
 from tqdm import tqdm
 
+from common.files import printable
+
 # Errors of torch, numpy and Python that a user can do something about.
 _REMEDIES = {
     r"MemoryError|an't allocate memory|Unable to allocate|out of memory|[Ss]torage size calculation overflowed":
-        "there is not so much memory: lower --batch_size, --crop_size, --windows.size, --windows.batch or --channels",
+        "there is not so much memory: lower --batch_size, --crop_size or --windows.size, or take a smaller network",
     r"shared memory|/torch_\d+":
         "/dev/shm is too small for batches on their way: enlarge it (docker run --shm-size 2g), or lower --workers",
     r"DataLoader worker":
@@ -23,14 +25,8 @@ def explained(error: Exception) -> str | None:
     if isinstance(error, (RuntimeError, MemoryError)):
         text = f"{type(error).__name__}: {error}"
         remedy = next((remedy for sign, remedy in _REMEDIES.items() if re.search(sign, text)), None)
-        return remedy and escaped(f"{text.splitlines()[0]}; {remedy}")
-    return escaped(str(error)) if isinstance(error, (ValueError, OSError, FloatingPointError)) else None
-
-
-def escaped(text: str, but: str = "\n") -> str:
-    """Return a text with escapes for the characters that steer a terminal, or that no file takes."""
-    kept = (each if each.isprintable() or each in but else each.encode("unicode_escape").decode() for each in text)
-    return "".join(kept)
+        return remedy and printable(f"{text.splitlines()[0]}; {remedy}", "\n")
+    return printable(str(error), "\n") if isinstance(error, (ValueError, OSError, FloatingPointError)) else None
 
 
 def log_warnings_as_lines() -> None:

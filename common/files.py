@@ -69,9 +69,10 @@ def part_ending(name: str) -> str:
     return os.fsdecode(os.fsencode(name)[15 - 255 :])  # bytes: 255 at most, 15 of them for what stands before it
 
 
-def printable(text: str) -> str:
-    """Return a text that stays one line wherever it is shown; control and undecodable characters are escaped."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+def printable(text: str, but: str = "") -> str:
+    """Return a text that stays one line wherever it is shown: what is not printable is escaped, `but` some."""
+    kept = (each if each.isprintable() or each in but else each.encode("unicode_escape").decode() for each in text)
+    return "".join(kept)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -25,8 +25,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from tqdm import tqdm
 
 from common.clock import Clock
-from common.errors import escaped, explained, log_warnings_as_lines
-from common.files import hold, names_folder, write_json, write_text
+from common.errors import explained, log_warnings_as_lines
+from common.files import hold, names_folder, printable, write_json, write_text
 from common.ranks import SILENT_SECONDS, SINGLE, Ranks, Watch, choose_device, torchrun_place
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a scheduler's, and a terminal's that is closed
@@ -67,7 +67,7 @@ class Run:
         """Print a line without breaking a progress bar, and keep it in `run.log`; only the leader does."""
         if not self.leader:
             return
-        line = escaped(line)
+        line = printable(line, "\n")
         with names_folder(self.directory), (self.directory / "run.log").open("a", encoding="utf-8") as log:
             log.write(line + "\n")
         with suppress(OSError):  # a terminal that was closed

@@ -1,6 +1,7 @@
 """Fixtures that any test may use."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,11 @@ from hypothesis import settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process of tests on each core: each computes with one thread
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Whatever started the tests may ignore some signals (a shell in the background, nohup), and children would inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for _number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(_number, signal.SIG_DFL)
 
 # Property tests draw the same examples everywhere, so that a green run stays green; to look further afield:
 # `pytest --hypothesis-profile default`.

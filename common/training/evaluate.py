@@ -12,9 +12,8 @@ from torch import nn
 
 from common.data.dataset import Case
 from common.data.volumes import read_volume
-from common.errors import escaped
 from common.export.export import GATE_CASES, ExportRecord, by_precision, export_volumes, judge_training
-from common.files import write_json
+from common.files import printable, write_json
 from common.inference.labels import case_dice, dice_counts, dice_of_counts
 from common.inference.model import Trained, VolumeModel
 from common.inference.predict import predict_labels, read_truth
@@ -89,7 +88,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     }
     shown = ", ".join(f"{name} {value:.4f}" for name, value in by_region.items() if value is not None)
     worst = min(dice, key=dice.__getitem__)
-    run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({escaped(worst, but='')})")
+    run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({printable(worst)})")
     if draws and hardest is not None and hardest[1].name == worst:  # of the ranks the one that has it
         with run.clock.stage("validate"), _said(run, "the report goes without its viewer"):
             image, affine = _image(hardest[1], model)

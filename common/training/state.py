@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from common.errors import escaped
-from common.files import from_json, read_json_lines, write_text
+from common.files import from_json, printable, read_json_lines, write_text
 from common.inference.model import UNREADABLE, first_line
 from common.observe.monitor import Monitor
 from common.observe.plots import draw_progress
@@ -121,7 +120,7 @@ class TrainingState:
         for step, loss in enumerate(losses):
             if not math.isfinite(loss):
                 number = self.epoch * len(self._losses) + step + 1
-                cases = escaped(", ".join(sorted(set(self._cases.get(step, ("unknown",))))), but="")
+                cases = printable(", ".join(sorted(set(self._cases.get(step, ("unknown",))))))
                 raise FloatingPointError(
                     f"loss {loss} at step {number} (epoch {self.epoch + 1}), cases {cases}; the last checkpoint in "
                     f"{self._folder} is from before; look at these cases, lower the learning rate, or take fp32"

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import escaped, explained
+from common.errors import explained
+from common.files import printable
 
 
 def too_much_for_torch():
@@ -50,6 +51,6 @@ def test_an_unknown_error_has_no_line():
 
 
 def test_a_name_cannot_steer_a_terminal_nor_forge_a_line():
-    assert escaped("fäll 脾 \x1b[2J\udcff\r\nx") == "fäll 脾 \\x1b[2J\\udcff\\r\nx"
-    assert escaped("a\ncase_9: Dice 0.99", but="") == "a\\ncase_9: Dice 0.99"
+    assert printable("fäll 脾 \x1b[2J\udcff\r\nx", "\n") == "fäll 脾 \\x1b[2J\\udcff\\r\nx"
+    assert printable("a\ncase_9: Dice 0.99") == "a\\ncase_9: Dice 0.99"
     assert explained(ValueError("\x1b[2J")) == "\\x1b[2J"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import tifffile
 from scipy.ndimage import binary_dilation
 from skimage.filters import threshold_otsu
@@ -23,6 +22,7 @@ from tqdm import tqdm
 from apps.pathology.slides.camelyon import SlideEntry
 from apps.pathology.slides.layout import DAMAGE
 from apps.pathology.slides.reader import Slide
+from common.host_memory import free_memory
 
 MASK_MPP = 8.0  # um: a lymph node section becomes about 2,000 pixels wide, a 224 pixel patch at 0.25 um is 7
 _BLOCK = 2048  # pixels of a level read at a time: 12 MiB
@@ -113,7 +113,7 @@ def low_power(slide: Slide, downsample: float) -> tuple[np.ndarray, float]:
 
 def require_memory(what: str, width: int, height: int, each: int = _BYTES) -> None:
     """Raise a ValueError where a mask of so many bytes for each pixel would take more memory than is free."""
-    needed, free = width * height * each, psutil.virtual_memory().available
+    needed, free = width * height * each, free_memory()
     if needed > free:
         raise ValueError(
             f"{what} it has {width} x {height} pixels, which take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are "
