@@ -1,5 +1,6 @@
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,6 +149,9 @@ def test_a_step_outside_the_run_is_a_programmers_error():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    "ATEN_CPU_CAPABILITY" in os.environ, reason="torch's compiler computes wrongly where this is forced"
+)
 @pytest.mark.filterwarnings("default")  # the compiler warns about things of its own
 def test_compiling_leaves_the_state_and_computes_the_same():
     torch.manual_seed(0)
