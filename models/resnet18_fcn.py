@@ -1,18 +1,72 @@
 """The fully convolutional ResNet-18 of the MONAI pathology recipes."""
 
-from collections.abc import Sequence
-
 import torch
-from monai.networks.nets import ResNet
-from monai.networks.nets.resnet import ResNetBlock
 from torch import nn
 
 STRIDE = 32
 """Pixels of the image between two neighbouring logits."""
 RECEPTIVE_FIELD = 435
 """Pixels of the image, on each axis, that one cell of the last features can see."""
-_BLOCKS: Sequence[int] = (2, 2, 2, 2)
-_WIDTHS = [64, 128, 256, 512]
+_WIDTHS = (64, 128, 256, 512)
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions with batch normalisation beside a shortcut, which is a convolution where the shape changes.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        stride: of the first convolution and of the shortcut.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
+        super().__init__()
+        shortcut = None
+        if stride > 1:  # drawn first, registered last, as TorchVision and MONAI do
+            convolution = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+            shortcut = nn.Sequential(convolution, nn.BatchNorm2d(out_channels))
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.act = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.downsample = shortcut
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Return [B, out_channels, Y / stride, X / stride] for [B, in_channels, Y, X]."""
+        x: torch.Tensor = self.act(self.bn1(self.conv1(image)))
+        x = self.bn2(self.conv2(x))
+        x += image if self.downsample is None else self.downsample(image)
+        activated: torch.Tensor = self.act(x)
+        return activated
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 up to its last features; names of the weights are TorchVision's, initial values those of MONAI's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, _WIDTHS[0], 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(_WIDTHS[0])
+        self.act = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        before = _WIDTHS[0]
+        for number, width in enumerate(_WIDTHS, 1):
+            stride = 1 if number == 1 else 2
+            self.add_module(
+                f"layer{number}", nn.Sequential(ResidualBlock(before, width, stride), ResidualBlock(width, width))
+            )
+            before = width
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Return the features [B, 512, Y / 32, X / 32] of images [B, 3, Y, X]."""
+        x: torch.Tensor = self.maxpool(self.act(self.bn1(self.conv1(image))))
+        for number in range(1, len(_WIDTHS) + 1):
+            x = self.get_submodule(f"layer{number}")(x)
+        return x
 
 
 class ResNet18FCN(nn.Module):
@@ -25,17 +79,7 @@ class ResNet18FCN(nn.Module):
     def __init__(self, patch_size: int) -> None:
         super().__init__()
         assert patch_size % STRIDE == 0, patch_size
-        self.features = ResNet(
-            ResNetBlock,
-            list(_BLOCKS),
-            _WIDTHS,
-            spatial_dims=2,
-            n_input_channels=3,
-            conv1_t_size=7,
-            conv1_t_stride=2,
-            feed_forward=False,
-            bias_downsample=False,
-        )
+        self.features = ResNet18()
         self.pool = nn.AvgPool2d(patch_size // STRIDE, stride=1)
         self.head = nn.Conv2d(_WIDTHS[-1], 1, kernel_size=1)
 
@@ -44,10 +88,7 @@ class ResNet18FCN(nn.Module):
 
         Logit (i, j) belongs to the patch whose upper left corner is pixel (32 i, 32 j).
         """
-        network = self.features
-        x = network.maxpool(network.act(network.bn1(network.conv1(image))))
-        x = network.layer4(network.layer3(network.layer2(network.layer1(x))))
-        logits: torch.Tensor = self.head(self.pool(x))
+        logits: torch.Tensor = self.head(self.pool(self.features(image)))
         return logits
 
 

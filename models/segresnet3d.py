@@ -2,8 +2,78 @@
 
 from collections.abc import Sequence
 
-from monai.networks.nets import SegResNet
+import torch
 from torch import nn
+
+_GROUPS = 8
+
+
+class Convolution(nn.Sequential):
+    """A convolution that keeps the sides, or halves them with a stride of 2; without a bias unless asked for."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel: int = 3, stride: int = 1, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(in_channels, out_channels, kernel, stride, kernel // 2, bias=bias)
+
+
+class ResidualBlock(nn.Module):
+    """Twice group normalisation, ReLU and a convolution, beside a shortcut.
+
+    Args:
+        channels: of input and output, a multiple of 8.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(_GROUPS, channels)
+        self.norm2 = nn.GroupNorm(_GROUPS, channels)
+        self.act = nn.ReLU(inplace=True)
+        self.conv1 = Convolution(channels, channels)
+        self.conv2 = Convolution(channels, channels)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Return what has the shape of the input [B, C, X, Y, Z]."""
+        x: torch.Tensor = self.conv1(self.act(self.norm1(image)))
+        x = self.conv2(self.act(self.norm2(x)))
+        x += image
+        return x
+
+
+class SegResNet3d(nn.Module):
+    """See `segresnet3d`. Names, shapes and initial values of its weights are those of MONAI's `SegResNet`."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, filters: int, blocks_down: Sequence[int], dropout: float
+    ) -> None:
+        super().__init__()
+        self.convInit = Convolution(in_channels, filters)
+        self.down_layers, self.up_layers, self.up_samples = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+        for level, blocks in enumerate(blocks_down):
+            width = filters * 2**level
+            halving = Convolution(width // 2, width, stride=2) if level else nn.Identity()
+            self.down_layers.append(nn.Sequential(halving, *(ResidualBlock(width) for _ in range(blocks))))
+        for level in reversed(range(len(blocks_down) - 1)):
+            width = filters * 2**level
+            self.up_layers.append(nn.Sequential(ResidualBlock(width)))
+            doubling = nn.Upsample(scale_factor=(2.0, 2.0, 2.0), mode="trilinear", align_corners=False)
+            self.up_samples.append(nn.Sequential(Convolution(2 * width, width, kernel=1), doubling))
+        last = Convolution(filters, out_channels, kernel=1, bias=True)
+        self.conv_final = nn.Sequential(nn.GroupNorm(_GROUPS, filters), nn.ReLU(inplace=True), last)
+        self.dropout = nn.Dropout3d(dropout)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, K, X, Y, Z] of [B, C, X, Y, Z]."""
+        x: torch.Tensor = self.dropout(self.convInit(image))
+        levels = []
+        for down in self.down_layers:
+            x = down(x)
+            levels.append(x)
+        for sample, up, shortcut in zip(self.up_samples, self.up_layers, levels[-2::-1], strict=True):
+            x = up(sample(x) + shortcut)
+        logits: torch.Tensor = self.conv_final(x)
+        return logits
 
 
 def segresnet3d(
@@ -12,7 +82,7 @@ def segresnet3d(
     filters: int = 16,
     blocks_down: Sequence[int] = (1, 2, 2, 4),
     dropout: float = 0.0,
-) -> nn.Module:
+) -> SegResNet3d:
     """Return a SegResNet with group normalisation and trilinear upsampling; every level but the first halves each axis.
 
     Args:
@@ -29,12 +99,4 @@ def segresnet3d(
         Myronenko, "3D MRI brain tumor segmentation using autoencoder regularization", BrainLes 2018; figures of the
         MONAI BraTS tutorials (distributed_training/brats_training_ddp.py).
     """
-    return SegResNet(  # type: ignore[no-any-return]
-        spatial_dims=3,
-        init_filters=filters,
-        in_channels=in_channels,
-        out_channels=out_channels,
-        dropout_prob=dropout or None,
-        blocks_down=tuple(blocks_down),
-        blocks_up=(1,) * (len(blocks_down) - 1),
-    )
+    return SegResNet3d(in_channels, out_channels, filters, blocks_down, dropout)

@@ -1,8 +1,10 @@
 import pytest
 import torch
+from monai.networks.nets import ResNet
 from torch import nn
 
-from models.resnet18_fcn import RECEPTIVE_FIELD, STRIDE, resnet18_fcn
+from models.resnet18_fcn import RECEPTIVE_FIELD, STRIDE, ResNet18, resnet18_fcn
+from tests.models.against_monai import both, train_both
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +42,29 @@ def test_the_receptive_field_is_what_it_is_said_to_be():
     extent = touched.amax(0) - touched.amin(0) + 1
     assert extent.max() <= RECEPTIVE_FIELD
     assert extent.min() > RECEPTIVE_FIELD - 32  # the outermost weights may be near nothing
+
+
+class MonaiFeatures(ResNet):  # type: ignore[misc]
+    """MONAI's ResNet-18 up to its last features."""
+
+    def __init__(self):
+        sides = {"spatial_dims": 2, "n_input_channels": 3, "conv1_t_size": 7, "conv1_t_stride": 2}
+        super().__init__("basic", [2] * 4, [64, 128, 256, 512], feed_forward=False, bias_downsample=False, **sides)
+
+    def forward(self, x):
+        x = self.maxpool(self.act(self.bn1(self.conv1(x))))
+        return self.layer4(self.layer3(self.layer2(self.layer1(x))))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+def test_its_features_are_those_of_monais_resnet(layout):
+    mine, other = both(ResNet18, MonaiFeatures)
+    image = torch.randn(3, 3, 64, 96).contiguous(memory_format=layout)
+    for network in (mine, other):
+        network.to(memory_format=layout)  # type: ignore[call-overload]
+    assert torch.equal(*train_both(mine, other, image))
+    for (name, value), expected in zip(mine.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(value.grad, expected.grad), name  # type: ignore[arg-type]
+    assert torch.equal(mine.eval()(image), other.eval()(image))
+    for name, value in mine.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name

@@ -5,6 +5,7 @@ import torch
 from monai.networks.nets import SegResNet
 
 from models.segresnet3d import segresnet3d
+from tests.models.against_monai import both, train_both
 
 
 def test_parameters_are_those_of_the_tutorials_network():
@@ -24,3 +25,23 @@ def test_samples_do_not_mix():
     image = torch.randn(2, 1, 8, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.allclose(network(image)[1:], network(image[1:]), atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=["contiguous", "last"])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "filters", "blocks", "dropout"),
+    [(1, 2, 8, (1, 1), 0.0), (4, 3, 16, (1, 2, 2), 0.2), (2, 1, 24, (2,), 0.5), (4, 3, 8, (1, 2, 2, 4), 0.0)],
+)
+def test_it_is_monais_segresnet(inputs, outputs, filters, blocks, dropout, layout):
+    given = {"blocks_down": blocks, "blocks_up": (1,) * (len(blocks) - 1), "init_filters": filters}
+    mine, other = both(
+        lambda: segresnet3d(inputs, outputs, filters, blocks, dropout),
+        lambda: SegResNet(in_channels=inputs, out_channels=outputs, dropout_prob=dropout or None, **given),
+    )
+    image = torch.randn(2, inputs, 16, 8, 24).contiguous(memory_format=layout)
+    for network in (mine, other):
+        network.to(memory_format=layout)  # type: ignore[call-overload]
+    assert torch.equal(*train_both(mine, other, image))
+    for (name, value), expected in zip(mine.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(value.grad, expected.grad), name  # type: ignore[arg-type]
+    assert torch.equal(mine.eval()(image), other.eval()(image))

@@ -1,7 +1,9 @@
 import pytest
 import torch
+from monai.networks.nets import UNet
 
 from models.unet3d import unet3d
+from tests.models.against_monai import both, train_both
 
 
 @pytest.mark.parametrize(("channels", "classes"), [((4, 8), 2), ((4, 8, 16), 3)])
@@ -16,5 +18,23 @@ def test_the_guides_network_has_the_guides_size():
     assert parameters == 4_808_917
 
 
-def test_multi_channel_input():
-    assert unet3d(4, 2, (4, 8), 1).eval()(torch.zeros(1, 4, 8, 8, 8)).shape == (1, 2, 8, 8, 8)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=["contiguous", "last"])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "channels", "units"),
+    [(1, 2, (4, 8), 1), (4, 3, (4, 8, 16), 2), (1, 2, (2, 2, 6, 6), 3), (2, 1, (16, 8, 4), 2)],
+)
+def test_it_is_monais_unet(inputs, outputs, channels, units, layout):
+    strides = (2,) * (len(channels) - 1)
+    mine, other = both(
+        lambda: unet3d(inputs, outputs, channels, units),
+        lambda: UNet(3, inputs, outputs, channels, strides, num_res_units=units, norm="batch"),
+    )
+    image = torch.randn(2, inputs, 16, 32, 16).contiguous(memory_format=layout)
+    for network in (mine, other):
+        network.to(memory_format=layout)  # type: ignore[call-overload]
+    assert torch.equal(*train_both(mine, other, image))
+    for (name, value), expected in zip(mine.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(value.grad, expected.grad), name  # type: ignore[arg-type]
+    assert torch.equal(mine.eval()(image), other.eval()(image))  # with the statistics of a step
+    for name, value in mine.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
