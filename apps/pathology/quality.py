@@ -1,14 +1,18 @@
 """How well a network tells patches apart: the figure of a run, and what the gate judges its exports on."""
 
+from contextlib import closing
+
 import numpy as np
 import torch
 from torch import nn
 
 from apps.pathology.model import PathologyModel, normalised
-from apps.pathology.patches.store import Patches
+from apps.pathology.patches.store import Patches, rank_rows
 from apps.pathology.scan.froc import auc
+from common.data.threads import prefetch
 from common.export.export import EngineChoice, ExportRecord, Quantise, export
 from common.export.gate import Judge
+from common.inference.options import Precision
 from common.inference.predictors import Predictor, torch_predictor
 from common.run import Run
 from common.training.evaluate import Quality
@@ -20,31 +24,33 @@ _GATE_PATCHES = 1024  # the gate scores so many validation patches with each exp
 def patch_scores(
     patches: Patches, predictor: Predictor, rows: np.ndarray, device: torch.device, at_once: int = _AT_ONCE
 ) -> list[float]:
-    """Return the tumour probability of the patches of some rows ([M] int), computed so many at once."""
-    parts = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
-    scores = [torch.sigmoid(predictor(normalised(patches.take(part, device)))).flatten() for part in parts]
-    return torch.cat(scores).tolist()
+    """Return the tumour probability of the patches of some rows ([M] int), computed so many at once.
+
+    Those that do not lie on the device are read one call ahead.
+    """
+    taken = (patches.take(rows[start : start + at_once], device) for start in range(0, len(rows), at_once))
+    with closing(taken if isinstance(patches.pixels, torch.Tensor) else prefetch(taken, device)) as parts:
+        return torch.cat([torch.sigmoid(predictor(normalised(part))).flatten() for part in parts]).tolist()
 
 
-def all_scores(patches: Patches, network: nn.Module, run: Run) -> np.ndarray:
+def all_scores(patches: Patches, network: nn.Module, precision: Precision, run: Run) -> np.ndarray:
     """Return the tumour probability of all patches, [N] float32; each rank computes its share."""
-    mine = np.arange(run.ranks.rank, len(patches.table), run.ranks.world)
-    scores = patch_scores(patches, torch_predictor(network.eval()), mine, run.device)
-    return np.array(run.ranks.gather(scores), np.float32)
+    predictor = torch_predictor(network.eval(), precision)
+    return np.array(run.ranks.gather(patch_scores(patches, predictor, rank_rows(patches, run), run.device)), np.float32)
 
 
-def validation_auc(patches: Patches, run: Run, network: nn.Module, check: object) -> float:
-    """Return the AUC of a network on all patches."""
-    return auc(patches.table.label, all_scores(patches, network, run))
+def validation_auc(patches: Patches, precision: Precision, run: Run, network: nn.Module, check: object) -> float:
+    """Return the AUC of a network on all patches, computed in the run's precision."""
+    return auc(patches.table.label, all_scores(patches, network, precision, run))
 
 
-def evaluate(best: nn.Module, validation: Patches, testing: Patches | None, run: Run) -> Quality:
-    """Return the patch AUC of the best weights: on the patches for testing where there are some."""
+def evaluate(best: nn.Module, validation: Patches, testing: Patches | None, precision: Precision, run: Run) -> Quality:
+    """Return the patch AUC of the best weights in the run's precision: on those for testing where there are some."""
     found: dict[str, float] = {}
     with run.clock.stage("validate"):
         for name, patches in (("validation", validation), ("testing", testing)):
             if patches is not None:
-                label, scores = patches.table.label, all_scores(patches, best, run)
+                label, scores = patches.table.label, all_scores(patches, best, precision, run)
                 found[f"{name} AUC"] = auc(label, scores)
                 found[f"{name} accuracy"] = float(np.mean((scores >= 0.5) == label.astype(bool)))
     judged = "validation" if testing is None else "testing"

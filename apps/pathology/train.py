@@ -11,7 +11,7 @@ import torch
 
 from apps.pathology.model import PathologyModel, choose, initialise_from, model_of
 from apps.pathology.patches.guide import monai_patches
-from apps.pathology.patches.store import decoded, resident_batches
+from apps.pathology.patches.store import decoded, held_for_validation, resident_batches
 from apps.pathology.patches.tables import Tables, find_tables, keep_digests
 from apps.pathology.quality import evaluate, export_patches, judge_on, validation_auc
 from common.inference.model import write_model
@@ -32,7 +32,7 @@ def main(config: PathologyConfig) -> RunSummary | None:
         fitted = fit(setup(config, data, model, run), config, run)
         best, validation = best_network(model, fitted, run), decoded(data.validation, config, run)
         testing = decoded(data.testing, config, run) if data.testing is not None else None
-        quality = evaluate(best, validation, testing, run)  # AUC of the patches
+        quality = evaluate(best, validation, testing, model.precision, run)  # AUC of the patches
         if not run.leader:
             return None
         judge = judge_on(validation, model, run, data.name)
@@ -62,7 +62,7 @@ def resolve(config: PathologyConfig, data: Tables, run: Run) -> tuple[PathologyC
 
 def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
-    validation = decoded(data.validation, config, run)
+    validation = held_for_validation(decoded(data.validation, config, run), len(data.training), config, run)
     network = model.build()
     if config.init is not None and not (run.directory / "checkpoints" / "last").exists():
         run.say(initialise_from(network, config.init))
@@ -79,7 +79,7 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
         loss_function=binary_cross_entropy(config.augmentation.label_smoothing),
         optimizer=build_optimizer(config.optimizer, network.parameters(), config.learning_rate),
         precision=model.precision,
-        validate=partial(validation_auc, validation, run),
+        validate=partial(validation_auc, validation, model.precision, run),
     )
 
 

@@ -4,7 +4,7 @@ Decoding, resampling and hashing release Python's lock, so that threads suffice.
 """
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
@@ -46,7 +46,7 @@ def map_in_threads(
         torch.set_num_threads(torch_threads)
 
 
-def prefetch(items: Generator[Item, None, None], device: torch.device) -> Iterator[Item]:
+def prefetch(items: Generator[Item, None, None], device: torch.device) -> Generator[Item, None, None]:
     """Yield the items; while one is in use, the next is made in a background thread.
 
     What goes wrong in the thread is raised here, with the traceback that it had there. However the iterator ends, the

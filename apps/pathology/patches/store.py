@@ -20,6 +20,7 @@ from apps.pathology.config import PathologyConfig
 from apps.pathology.patches.augment import augment, draw_patches
 from apps.pathology.patches.table import BAD_IMAGE, PatchTable
 from apps.pathology.slides.reader import SlidePool
+from common.clock import synchronise
 from common.data.batches import Batch, KeyedBatches, Take, keyed_uniforms, partition_cases
 from common.data.cache import measure_budgets
 from common.data.crops import upload
@@ -36,6 +37,7 @@ _PLACES = {"gpu": "GPU memory", "ram": "host memory", "disk": "the store's pages
 _VERSION = 1
 _AT_ONCE = 256  # patches in memory while a store is written
 _CHECKED_AT_ONCE = 2**24  # bytes
+_SENT_AT_ONCE = 2**28  # bytes of patches that are gathered, and sent to the device, in one go
 _ORDER = 2**61  # in the place of a stream number, so that the order and the augmentation never share random numbers
 
 
@@ -64,8 +66,32 @@ class Patches:
         """Return the patches of some rows as they are cut from: on the device, in host memory, or these pages."""
         if tier == "disk":
             return self
-        pixels = torch.from_numpy(np.asarray(self.pixels)[rows])  # a copy in host memory
-        return Patches(self.table, pixels.to(device) if tier == "gpu" else pixels.numpy(), rows)
+        pixels = np.asarray(self.pixels)
+        return Patches(self.table, send_rows(pixels, rows, device) if tier == "gpu" else pixels[rows], rows)
+
+
+def send_rows(pixels: np.ndarray, rows: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return some rows of an array [M, ...] uint8 on the device; the host holds two buffers of them, never all.
+
+    One buffer, pinned for a GPU, is filled in threads while the other is on its way.
+    """
+    sent = torch.empty((len(rows), *pixels.shape[1:]), dtype=torch.uint8, device=device)
+    at_once = min(len(rows), max(1, _SENT_AT_ONCE // pixels[0].nbytes))
+    pin = device.type == "cuda"
+    buffers = [torch.empty((at_once, *pixels.shape[1:]), dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+    for number, first in enumerate(range(0, len(rows), at_once)):
+        some = rows[first : first + at_once]
+        buffer = buffers[number % 2][: len(some)]
+        parts = [slice(start, start + _AT_ONCE) for start in range(0, len(some), _AT_ONCE)]
+        map_in_threads(partial(_gather, pixels, some, buffer.numpy()), parts, "patches", progress=False)
+        synchronise()  # the other buffer has arrived, and can be filled next
+        sent[first : first + at_once].copy_(buffer, non_blocking=True)
+    synchronise()
+    return sent
+
+
+def _gather(pixels: np.ndarray, rows: np.ndarray, target: np.ndarray, part: slice) -> None:
+    np.take(pixels, rows[part], axis=0, out=target[part], mode="clip")  # "raise" would write a copy first
 
 
 def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
@@ -174,6 +200,23 @@ def resident_batches(table: PatchTable, config: PathologyConfig, run: Run) -> Ke
     return patch_batches(held, here, config, run.device)
 
 
+def held_for_validation(patches: Patches, training: int, config: PathologyConfig, run: Run) -> Patches:
+    """Return this rank's part of validation patches on the GPU, where they fit beside as many to train on, else all.
+
+    Call it before the patches to train on are held: the budget is of the memory that is free now.
+    """
+    rows = rank_rows(patches, run)
+    needed = (len(rows) + training // run.ranks.world) * 3 * patches.table.size**2
+    fits = needed <= measure_budgets(run.device, config.store).get("gpu", -1)
+    with run.clock.stage("cache"):
+        return patches.near(rows, "gpu", run.device) if fits else patches
+
+
+def rank_rows(patches: Patches, run: Run) -> np.ndarray:
+    """Return the rows of the table that this rank judges, ascending int64."""
+    return np.arange(run.ranks.rank, len(patches.table), run.ranks.world)
+
+
 def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig, device: torch.device) -> KeyedBatches:
     """Return batches of random order; an epoch leaves out what fills no batch.
 
@@ -197,7 +240,8 @@ def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig
             "batch; choose a smaller one, or more patches"
         )
     rows = [partition_cases(count, partitions, number) for number in here]
-    return KeyedBatches([partial(_shuffled, patches, part, config, device) for part in rows], steps, each)
+    ahead = None if isinstance(patches.pixels, torch.Tensor) else device
+    return KeyedBatches([partial(_shuffled, patches, part, config, device) for part in rows], steps, each, ahead)
 
 
 @contextmanager

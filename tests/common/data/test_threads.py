@@ -141,6 +141,6 @@ def test_leaving_early_ends_the_thread_and_closes_the_items():
     ahead = prefetch(items(), CPU)
     assert [next(ahead), next(ahead)] == [0, 0]
     assert threads() != []
-    ahead.close()  # type: ignore[attr-defined]
+    ahead.close()
     assert closed == [True]
     assert threads() == []

@@ -1,18 +1,25 @@
+import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import tifffile
 import torch
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apps.pathology.config import Augmentation, PathologyConfig
 from apps.pathology.patches import store as patch_store
-from apps.pathology.patches.store import Patches, Tier, patch_batches, stored_patches
+from apps.pathology.patches.store import Patches, Tier, held_for_validation, patch_batches, send_rows, stored_patches
 from apps.pathology.patches.table import PatchTable
 from apps.pathology.slides.reader import SlidePool
+from common.clock import Clock
 from common.data.batches import KeyedBatches
+from common.ranks import Ranks
+from common.run import Run
 from common.training.config import Parallel
 from tests.support import refuse_host_sync
 
@@ -187,6 +194,71 @@ def test_the_tier_changes_nothing(patches: Patches, tier: Tier):
     one, other = (next(batches_of(patches, 6, 2, (1,), tier=each).epoch(0)) for each in tiers)
     assert torch.equal(one.image, other.image)
     assert torch.equal(one.label, other.label)
+
+
+@pytest.mark.parametrize(("tier", "ahead"), [("gpu", False), ("ram", True), ("disk", True)])
+def test_what_does_not_lie_on_the_device_is_made_one_batch_ahead(patches: Patches, tier: Tier, ahead: bool):
+    """While a batch is in use, the next one is being taken; on the device nothing is worth a thread."""
+    threads: list[str] = []
+    take = Patches.take
+
+    def noting(self: Patches, rows: np.ndarray, device: torch.device) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return take(self, rows, device)
+
+    with mock.patch.object(Patches, "take", noting):
+        assert len(list(batches_of(patches, 5, tier=tier).epoch(0))) == 4
+    assert len(threads) == 4
+    assert all(name.startswith("prefetch") == ahead for name in threads)
+
+
+def test_patches_are_sent_through_two_buffers_and_never_lie_in_host_memory_as_a_whole(monkeypatch: pytest.MonkeyPatch):
+    """The device is "meta", which takes no memory: all that remains are the buffers on the host."""
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 3, 128, 128), np.uint8)
+    rows = np.arange(1, 40, 2)  # of 48 KiB each
+    monkeypatch.setattr(patch_store, "_SENT_AT_ONCE", 2 * pixels[0].nbytes + 1)  # ten pieces
+    assert np.array_equal(send_rows(pixels, rows, CPU).numpy(), pixels[rows])
+    assert np.array_equal(send_rows(pixels, rows[:5], CPU).numpy(), pixels[rows[:5]])  # the last piece is half of one
+    made: list[int] = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if not func.is_view and isinstance(out, torch.Tensor) and out.device == CPU:
+                made.append(out.nbytes)
+            return out
+
+    with Made():  # what torch imports for that counts for nothing
+        send_rows(pixels, rows, torch.device("meta"))
+    made.clear()
+    tracemalloc.start()
+    try:
+        with Made():
+            send_rows(pixels, rows, torch.device("meta"))
+        peak = tracemalloc.get_traced_memory()[1]  # of numpy's arrays and Python's objects; torch's are in `made`
+    finally:
+        tracemalloc.stop()
+    assert made == [2 * pixels[0].nbytes] * 2
+    assert peak < 5 * pixels[0].nbytes
+
+
+def test_pieces_larger_than_the_set_change_nothing(patches: Patches):
+    rows = np.arange(0, COUNT, 3)
+    assert np.array_equal(send_rows(np.asarray(patches.pixels), rows, CPU).numpy(), np.asarray(patches.pixels)[rows])
+
+
+@pytest.mark.parametrize(("free", "held"), [(18 * 3 * 32 * 32, True), (18 * 3 * 32 * 32 - 1, False), (None, False)])
+def test_validation_patches_lie_on_the_device_where_they_fit_beside_those_to_train_on(
+    patches: Patches, free: int | None, held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of two ranks the second judges 11 of 23 patches and trains on 7 of 14; without a GPU there is no budget."""
+    budgets = {"ram": 2**40, "disk": 2**40} | ({} if free is None else {"gpu": free})
+    monkeypatch.setattr(patch_store, "measure_budgets", lambda *_: budgets)
+    run = Run(tmp_path, CPU, Clock(), resumed=False, ranks=Ranks(rank=1, world=2))
+    found = held_for_validation(patches, 14, PathologyConfig(), run)
+    mine = np.arange(1, COUNT, 2)
+    assert isinstance(found.pixels, torch.Tensor) == held
+    assert np.array_equal(found.take(mine, CPU).numpy(), np.asarray(patches.pixels)[mine])
 
 
 def test_a_batch_waits_for_nothing(patches: Patches):

@@ -1,0 +1,88 @@
+"""How patches are scored: in the run's precision, read ahead, each rank its share."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from apps.pathology.patches.store import Patches
+from apps.pathology.patches.table import PatchTable
+from apps.pathology.quality import evaluate, patch_scores, validation_auc
+from common.clock import Clock
+from common.inference.options import Precision
+from common.ranks import Ranks
+from common.run import Run
+
+CPU = torch.device("cpu")
+COUNT, SIZE = 22, 32
+
+
+@pytest.fixture
+def patches() -> Patches:
+    """Patches whose brightness tells the label, mapped as a store's pages are."""
+    label = np.arange(COUNT, dtype=np.uint8) % 2
+    table = PatchTable((Path("a.tif"),), np.zeros(COUNT, np.int32), np.zeros((COUNT, 2), np.int32), label, SIZE)
+    pixels = np.full((COUNT, 3, SIZE, SIZE), 90, np.uint8) + 60 * label[:, None, None, None]
+    return Patches(table, pixels + np.arange(COUNT, dtype=np.uint8)[:, None, None, None] % 7)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path, CPU, Clock(), resumed=False, ranks=Ranks())
+
+
+class Bright(nn.Module):
+    """The mean of a patch as its logit; it notes the type that autocast gives a matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        flat = image.flatten(1)
+        means = flat @ torch.full((flat.shape[1], 1), 1 / flat.shape[1])
+        self.seen.append(means.dtype)
+        return means.view(-1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_validation_and_test_scores_are_computed_in_the_runs_precision(
+    patches: Patches, run: Run, precision: Precision, dtype: torch.dtype
+):
+    network = Bright()
+    assert validation_auc(patches, precision, run, network, None) == 1.0
+    found = evaluate(network, patches, patches, precision, run)
+    assert found.per_case["validation AUC"] == found.per_case["testing AUC"] == 1.0
+    assert network.seen == [dtype] * 3
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_patches_off_the_device_are_read_while_the_last_ones_are_scored(patches: Patches, on_device: bool):
+    rows = np.arange(1, COUNT)
+    held = patches.near(rows, "gpu" if on_device else "disk", CPU)
+    due = 1 / (1 + np.exp(-(np.asarray(patches.pixels)[1:, 0, 0, 0] / 127.5 - 1)))
+    threads: list[str] = []
+    take = held.take
+
+    def noting(*given: Any) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return take(*given)
+
+    object.__setattr__(held, "take", noting)
+    scores = patch_scores(held, lambda images: images.mean((1, 2, 3), keepdim=True), rows, CPU, at_once=4)
+    np.testing.assert_allclose(scores, due, atol=1e-6)
+    assert len(threads) == 6
+    assert all(name.startswith("prefetch") != on_device for name in threads)
+
+
+def test_an_error_while_scoring_leaves_no_thread(patches: Patches):
+    def fails(images: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        patch_scores(patches, fails, np.arange(COUNT), CPU, at_once=4)
+    assert not [each for each in threading.enumerate() if each.name.startswith("prefetch")]
