@@ -208,7 +208,8 @@ def one_line_errors() -> Iterator[None]:
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     who = f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}: " if several else ""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with suppress(OSError):  # it is closed, or a pipe that nobody reads: printing will say so, if it matters
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     except KeyboardInterrupt:

@@ -96,6 +96,22 @@ def test_an_explained_error_is_one_line_and_status_1(capsys, monkeypatch):
         raise ValueError("empty")
 
 
+def test_an_output_that_nobody_reads_stops_no_program_at_its_start(monkeypatch):
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as unread:
+        unread.write("said before the program began")
+        os.close(reader)
+        monkeypatch.setattr(sys, "stdout", unread)
+        done = []
+        with one_line_errors():
+            done.append(True)
+        monkeypatch.undo()
+        with pytest.raises(BrokenPipeError):
+            unread.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # closing flushes again
+    assert done == [True]
+
+
 def test_a_programmers_error_keeps_its_traceback():
     with pytest.raises(AssertionError), one_line_errors():
         raise AssertionError
