@@ -64,14 +64,14 @@ class TrainingConfig:
         precision: fp32, bf16, fp16 (with loss scaling) or auto (bf16 where the device computes it; with the recipe
             guide what its autocast does: fp16 on a GPU, fp32 on a CPU).
         compile: compile the network with torch.compile.
+        kernels: on a GPU: auto (fused where this device shows them right and faster), fused (where right) or torch.
         validate_every: epochs between validations; null validates about ten times.
         until: a target such as "dice=0.90" (pathology: "auc=0.95"): the run ends when three validations in a row have
             reached it, instead of after all epochs.
         engine: TensorRT flavour to build for: auto, tensorrt, tensorrt_rtx or none.
-        fast_dev_run: try the whole way on a few cases: two steps, each validated, export, summary; the figures it
-            gives mean nothing.
+        fast_dev_run: try the whole way on a few cases: two steps, each validated, export, summary; no figure counts.
         profile: what some steps are recorded with: nothing, torch (profiler: a Chrome trace, the top operations and
-            what a step waits for, in the folder profile of the run) or nvtx (ranges for Nsight Systems, all steps).
+            waits, in the run's folder profile) or nvtx (ranges for Nsight Systems, all steps).
         parallel: shares of a batch
     """
 
@@ -91,6 +91,7 @@ class TrainingConfig:
     epochs: int | None = None
     precision: Literal["auto", Precision] = "auto"
     compile: bool = False
+    kernels: Literal["auto", "torch", "fused"] = "auto"
     validate_every: int | None = None
     until: str | None = None
     engine: Literal["auto", "tensorrt", "tensorrt_rtx", "none"] = "auto"
@@ -105,7 +106,7 @@ class TrainingConfig:
     )  # fmt: skip
     # What may differ when a run goes on: where its data lie now, what computes.
     RESUMABLE: ClassVar[tuple[str, ...]] = (
-        "resume", "data", "store", "device", "workers", "engine", "until", "profile", "parallel.accumulate",
+        "resume", "data", "store", "device", "workers", "engine", "until", "profile", "kernels", "parallel.accumulate",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

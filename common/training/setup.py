@@ -18,6 +18,7 @@ from common.host_memory import keep_freed_memory
 from common.inference.model import VolumeModel
 from common.inference.options import Precision
 from common.inference.predictors import computes_bf16
+from common.kernels import trust
 from common.run import Run, how_to_go_on, join_ranks, open_run
 from common.training.config import SegmentationConfig, TrainingConfig, decided
 
@@ -148,6 +149,15 @@ def volume_network(config: SegmentationConfig, model: VolumeModel, run: Run) -> 
         network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     compile_if_asked(network, (model.preparation.channels, *decided(config.crop_size)), config, run)
     return network
+
+
+def trust_kernels(trials: Sequence[trust.Trial], config: TrainingConfig, run: Run) -> frozenset[str]:
+    """Choose, on a GPU, among fused variants and their twins (see `trust.choose`), the same on all ranks."""
+    if run.device.type != "cuda":
+        return frozenset()
+    names = run.ranks.once(lambda: trust.choose(trials, config.kernels, config.store, run.say))
+    trust.take(names)
+    return names
 
 
 def compile_if_asked(network: nn.Module, item: Sequence[int], config: TrainingConfig, run: Run) -> None:

@@ -2,6 +2,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from common.clock import Clock
 from common.data.dataset import Case, Split
+from common.kernels import trust
 from common.ranks import SINGLE
 from common.run import Run
 from common.training.config import TrainingConfig
@@ -20,6 +22,7 @@ from common.training.setup import (
     few_cases,
     lr_factor,
     start_run,
+    trust_kernels,
 )
 from models.unet3d import unet3d
 from tests.common.training.fit_worker import TinyBatches, train
@@ -165,6 +168,26 @@ def test_compiling_leaves_the_state_and_computes_the_same():
         assert torch.equal(value, compiled.state_dict()[name]), name
     assert all(parameter.grad is None for parameter in compiled.parameters())
     assert torch.allclose(compiled(image), plain(image), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "wish", "taken"), [("cpu", "fused", set()), ("cuda", "fused", {"right"}), ("cuda", "torch", set())]
+)
+def test_kernels_are_tried_on_a_gpu_only(device, wish, taken, tmp_path):
+    asked = []
+
+    def work(value):
+        asked.append(value)
+        return [torch.tensor(value)]
+
+    trials = [
+        trust.Trial(name, partial(work, value), partial(work, 1.0), 1e-3)
+        for name, value in (("right", 1.0), ("wrong", 2.0))
+    ]
+    config = TrainingConfig(kernels=wish, store=tmp_path / "store")
+    with trust.trusting():
+        assert trust_kernels(trials, config, Run(tmp_path, torch.device(device), Clock(), False)) == taken
+    assert bool(asked) == bool(taken)
 
 
 class Said(list[str]):

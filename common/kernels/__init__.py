@@ -1,0 +1,1 @@
+"""Fused variants of what the networks, losses and augmentation compute, each beside its twin in plain torch."""

@@ -1,0 +1,152 @@
+"""Variants planted right, wrong, slow and raising; on the CPU, their seconds made up."""
+
+import json
+
+import pytest
+import torch
+
+from common.kernels import trust
+from common.kernels.trust import Trial, choose, difference, trusting, trusts
+
+VALUES = torch.arange(6.0)
+
+
+def trial(name="norm", fused=lambda: [VALUES.clone()], twin=lambda: [VALUES], about=""):
+    return Trial(name, fused, twin, tolerance=1e-3, about=about)
+
+
+def raising():
+    raise RuntimeError("no kernel image\nfor this device")
+
+
+def seconds_of(times):
+    """Return a clock that says so many seconds for each piece of work, and what it was asked for."""
+    asked = []
+
+    def seconds(work):
+        asked.append(work)
+        return times[work]
+
+    return seconds, asked
+
+
+def chosen(trials, wish, store, speed):
+    """Choose with variants `speed` times as fast as their twins; return the names, the lines, and what was timed."""
+    times = {each.twin: speed for each in trials} | {each.fused: 1.0 for each in trials}
+    seconds, asked = seconds_of(times)
+    lines: list[str] = []
+    return choose(trials, wish, store, lines.append, seconds), lines, asked
+
+
+@pytest.fixture(autouse=True)
+def nothing_trusted():
+    with trusting():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("wish", "speed", "taken", "words"),
+    [
+        ("auto", 2.0, True, "fused: norm (2.00 times as fast)"),
+        ("auto", 0.5, False, "plain torch is no slower: norm (0.50)"),
+        ("auto", 1.01, False, "plain torch is no slower"),
+        ("fused", 0.5, True, "fused: norm (0.50 times as fast)"),
+    ],
+)
+def test_the_right_and_faster_one_is_taken_and_said(wish, speed, taken, words, tmp_path):
+    names, lines, _ = chosen([trial()], wish, tmp_path, speed)
+    assert names == ({"norm"} if taken else set())
+    assert ("norm" in trust._trusted) is taken
+    assert len(lines) == 1
+    assert words in lines[0]
+
+
+@pytest.mark.parametrize("wish", ["auto", "fused"])
+@pytest.mark.parametrize(
+    ("fused", "words"),
+    [
+        (lambda: [VALUES + 0.1], "off by 0.1, bound 0.005"),
+        (lambda: [VALUES * float("nan")], "off by nan"),
+        (lambda: [VALUES[:5]], "tensor 0 is torch.float32 [5]"),
+        (lambda: [VALUES.half()], "torch.float16"),
+        (lambda: [], "0 tensors instead of 1"),
+        (raising, "RuntimeError no kernel image for this device"),
+    ],
+)
+def test_what_is_wrong_or_raises_falls_back_in_one_line(wish, fused, words, tmp_path):
+    names, lines, asked = chosen([trial(fused=fused), trial("other")], wish, tmp_path, 2.0)
+    assert names == {"other"}
+    assert "norm in plain torch" in lines[0]
+    assert words in lines[0]
+    assert all("\n" not in line for line in lines)
+    assert fused not in asked  # what is wrong is not timed
+
+
+def test_torch_tries_nothing_and_trusts_nothing_any_more(tmp_path):
+    chosen([trial()], "fused", tmp_path, 2.0)
+    names, lines, asked = chosen([trial(fused=raising)], "torch", tmp_path, 2.0)
+    assert (names, lines, asked) == (frozenset(), [], [])
+    assert "norm" not in trust._trusted
+
+
+def test_verdicts_are_kept_per_machine_and_trial(tmp_path, monkeypatch):
+    chosen([trial()], "auto", tmp_path, 2.0)
+    names, lines, asked = chosen([trial(fused=raising)], "auto", tmp_path, 0.1)
+    assert (names, asked) == ({"norm"}, [])
+    assert "2.00 times" in lines[0]
+    assert chosen([trial(about="other shapes")], "auto", tmp_path, 0.1)[0] == frozenset()
+    monkeypatch.setattr(trust, "machine_key", lambda: "another GPU")
+    assert chosen([trial(fused=raising)], "auto", tmp_path, 2.0)[0] == frozenset()
+    assert len(json.loads((tmp_path / "kernels.json").read_text())) == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["kernels.json"]
+
+
+def test_a_trial_that_killed_the_program_is_not_tried_again(tmp_path):
+    def kill():
+        raise SystemExit(1)  # as an abort would: no verdict is written
+
+    with pytest.raises(SystemExit):
+        chosen([trial(fused=kill)], "auto", tmp_path, 2.0)
+    names, lines, asked = chosen([trial(fused=kill)], "auto", tmp_path, 2.0)
+    assert (names, asked) == (frozenset(), [])
+    assert "the program ended while it was tried" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"MACHINE": 3}', '{"MACHINE": {"norm ": ["x"]}}', '{"MACHINE": {"norm ": 1}}']
+)
+def test_damaged_verdicts_are_made_again(content, tmp_path):
+    (tmp_path / "kernels.json").write_text(content.replace("MACHINE", trust.machine_key()))
+    assert chosen([trial()], "auto", tmp_path, 2.0)[0] == {"norm"}
+    assert chosen([trial(fused=raising)], "auto", tmp_path, 2.0)[0] == {"norm"}
+
+
+def test_a_store_that_cannot_be_written_costs_nothing_but_trials(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert chosen([trial()], "auto", tmp_path / "file", 2.0)[0] == {"norm"}
+
+
+def test_nothing_is_trusted_on_a_cpu(tmp_path):
+    chosen([trial()], "fused", tmp_path, 2.0)
+    assert not trusts("norm", VALUES)
+
+
+def test_trusting_ends_with_its_block():
+    with trusting("norm"), trusting("other"):
+        assert trust._trusted == {"norm", "other"}
+    assert trust._trusted == set()
+
+
+def test_the_machine_is_the_source_too(monkeypatch, tmp_path):
+    before = trust.machine_key()
+    assert torch.__version__ in before
+    (tmp_path / "kernel.py").write_text("changed")
+    monkeypatch.setattr(trust, "__file__", str(tmp_path / "trust.py"))
+    assert trust.machine_key() != before
+
+
+def test_the_difference_is_judged_against_the_largest_value():
+    small, large = torch.tensor([1e-3, 100.0]), torch.tensor([2e-3, 100.0])
+    assert difference([small], [large], 1e-4) == ""
+    assert difference([small], [large], 1e-6) != ""
+    assert difference([torch.empty(0)], [torch.empty(0)], 0.0) == ""
