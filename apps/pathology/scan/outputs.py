@@ -1,10 +1,12 @@
 """What a scan leaves of a slide: the map as TIFF, what was detected as CSV and GeoJSON, and a picture."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import tifffile
+from contourpy import FillType, contour_generator
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from scipy.ndimage import label
@@ -16,9 +18,6 @@ from apps.pathology.slides.masks import low_power
 from apps.pathology.slides.reader import Slide
 from common.files import atomic_path, write_text
 from common.observe.plots import one_line, save_png
-
-Ring = list[tuple[int, int]]
-"""Corners (x, y) in cells, the first not repeated; along x the inside lies below (y runs down)."""
 
 REGION_THRESHOLD = 0.5
 BOX_UM = DETECTION_BOX * 64 * 0.243  # MONAI's box is in pixels of level 6 of Camelyon16's slides of 0.243 um
@@ -91,12 +90,11 @@ def write_geojson(path: Path, found: ProbabilityMap, size: tuple[int, int]) -> N
     Polygons run along the borders of cells, in pixels of level 0, and end at its `size` (width, height). Cells that
     touch only at a corner are apart.
     """
-    labels, _ = label(found.values >= REGION_THRESHOLD)
-    borders = outline(labels)
     features = []
-    for region in regionprops(labels, found.values):
+    for region in regionprops(label(found.values >= REGION_THRESHOLD)[0], found.values):
+        corner = region.bbox[1::-1]
         # In pixels of level 0, within the slide, the first point again as the last.
-        closed = [np.array([*ring, ring[0]]) * found.stride for ring in borders[region.label]]
+        closed = ((np.append(ring, ring[:1], 0) + corner) * found.stride for ring in outline(region.image))
         rings = [np.minimum(ring, size).round(2).tolist() for ring in closed]
         values = {"max probability": region.intensity_max, "mean probability": region.intensity_mean}
         measured = {name: round(float(value), 6) for name, value in values.items()}
@@ -135,37 +133,20 @@ def draw_heatmap(path: Path, slide: Slide, found: ProbabilityMap) -> None:
     save_png(path, figure, full_colour=True)
 
 
-def outline(labels: np.ndarray) -> dict[int, list[Ring]]:
-    """Return the borders of each region of labels [H, W] (0: outside): the outer one, then those of its holes."""
-    sides = _sides(labels > 0)
-    left = set(sides)
-    borders: dict[int, list[Ring]] = {}
-    # Each border has a side along x: its first begins a straight line, and of a region's borders the outer's is first.
-    for corner, step in sides:
-        if (corner, step) not in left:
-            continue
-        of_region = borders.setdefault(int(labels[int(corner.imag), int(corner.real)]), [])
-        ring: Ring = []
-        before = 0j
-        while (corner, step) in left:
-            left.remove((corner, step))
-            if step != before:
-                ring.append((int(corner.real), int(corner.imag)))
-            before, corner = step, corner + step
-            # Right first: where two cells meet corner to corner, the border stays with its own.
-            step = next(turn for turn in (step * 1j, step, step * -1j) if (corner, turn) in sides)
-        of_region.append(ring)
-    return borders
+def outline(region: np.ndarray) -> list[np.ndarray]:
+    """Return the borders of a region [H, W] bool whose cells hang together: the outer one, then those of its holes.
 
-
-def _sides(mask: np.ndarray) -> dict[tuple[complex, complex], None]:
-    """Return the sides of cells between inside and outside, as start and step (x + yi), those along x first."""
-    padded = np.pad(mask, 1)
-    sides: dict[tuple[complex, complex], None] = {}
-    for step in (1 + 0j, 1j, -1 + 0j, -1j):
-        out = step * -1j  # the inside lies right of the step
-        beside = np.roll(padded, (-int(out.imag), -int(out.real)), (0, 1))
-        rows, columns = np.nonzero(padded & ~beside)
-        starts = columns - 1 + 1j * (rows - 1) + (1 + 1j + out - step) / 2
-        sides.update(dict.fromkeys((start, step) for start in starts.tolist()))
-    return sides
+    Of each its corners [K, 2] (x, y) in cells, the first not repeated; along x the inside lies below (y runs down).
+    """
+    # Both sides of a border between cells lie at one place: there a contour can only run along the cells.
+    inside = np.pad(region, 1).repeat(2, 0).repeat(2, 1)[1:-1, 1:-1]
+    y, x = (np.arange(side + 1).repeat(2) for side in region.shape)
+    contours = contour_generator(x, y, inside, fill_type=FillType.OuterOffset)
+    (points,), (ends,) = contours.filled(0.75, np.inf)  # not 0.5: cells that meet corner to corner are apart
+    rings = []
+    for start, end in pairwise(ends):
+        ring = points[start : end - 1].astype(int)
+        ring = ring[(ring != np.roll(ring, 1, 0)).any(1)]
+        along_x = ring[:, 1] == np.roll(ring[:, 1], -1)
+        rings.append(ring[along_x != np.roll(along_x, 1)])
+    return rings
