@@ -7,25 +7,21 @@ if __name__ == "__main__":
     CONFIG = parse_config(PathologyExport, {}, description=__doc__)  # before torch: --help answers at once
 
 import re
-import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-
-from torch import nn
 
 from apps.pathology.model import PathologyModel, load_model
 from apps.pathology.patches.store import decoded
 from apps.pathology.patches.tables import find_tables
 from apps.pathology.quality import export_patches, judge_on, tiles
-from common.clock import Clock
 from common.export.bundle import NetworkConfig, write_bundle
-from common.export.deploy import must_export, write_table
+from common.export.deploy import hand_over
+from common.export.export import EngineChoice, ExportRecord
+from common.export.gate import Judge
 from common.export.int8 import quantiser
-from common.export.model_card import model_card
-from common.export.triton import write_triton
 from common.files import read_as
 from common.inference.model import import_weights
-from common.ranks import choose_device
 from common.run import Run, one_line_errors
 
 TASK = "Classification of patches of whole-slide images as tumour or normal"
@@ -48,40 +44,20 @@ _TWIN: NetworkConfig = {
 
 
 def main(config: PathologyExport) -> Path:
-    """Import the weights where there is no run yet, and hand it over; return where it lies.
-
-    Raises:
-        ParityError: the fp32 export does not compute what torch computes.
-        FileNotFoundError, ValueError: the run, the data or the weights cannot be used.
-    """
-    app = PathologyConfig.APP
+    """Import the weights where there is no run yet, and hand it over; return where it lies."""
     if config.init is not None:
         model = PathologyModel(config.patch_size, config.mpp, config.tile_size, 1, "fp32")
-        import_weights(config.model, app, model, config.init, our_name)
+        import_weights(config.model, PathologyConfig.APP, model, config.init, our_name)
     model = load_model(config.model)
-    run = Run(config.model, choose_device(config.device), Clock(), resumed=True)
-    if config.to == "bundle":
-        network = model.build(run.directory / "best.safetensors").eval()
-        return write_patch_bundle(config.destination(), config.model, network, model.patch_size)
-    if must_export(config):
-        with tempfile.TemporaryDirectory(prefix="export-") as scratch:
-            _export(config, model, run, Path(scratch))
-    if config.to != "triton":
-        return config.model / "exports"
-    return write_triton(config.destination(), f"medspeed_{app}", config.served(), model_card(config.model, TASK))
+    bundle = partial(write_patch_bundle, config.destination(), config.model, model)
+    return hand_over(PathologyConfig.APP, TASK, config, bundle, partial(_export, config, model))
 
 
-def write_patch_bundle(folder: Path, run: Path, network: nn.Module, patch_size: int) -> Path:
-    """Write a MONAI bundle that scores a folder of PNG files into probabilities.csv (see `write_bundle`).
-
-    Args:
-        folder: the bundle's; empty, or to be made.
-        run: folder of the run, with model.json.
-        network: with the run's weights, from [B, 3, Y, X] in [-1, 1] to one logit a patch.
-        patch_size: side of a patch in pixels.
-    """
-    values = {"network": _TWIN, "patch_size": patch_size, "task": "Classification of patches as tumour or normal"}
-    templates, shape = Path(__file__).with_name("bundle"), (1, 3, patch_size, patch_size)
+def write_patch_bundle(folder: Path, run: Path, model: PathologyModel) -> Path:
+    """Write a MONAI bundle that scores a folder of PNG files into probabilities.csv (see `write_bundle`)."""
+    network = model.build(run / "best.safetensors").eval()
+    values = {"network": _TWIN, "patch_size": model.patch_size, "task": "Classification of patches as tumour or normal"}
+    templates, shape = Path(__file__).with_name("bundle"), (1, 3, model.patch_size, model.patch_size)
     weights = {
         name.removeprefix("features.").replace("head.", "fc."): value for name, value in network.state_dict().items()
     }
@@ -95,7 +71,9 @@ def our_name(name: str) -> str:
     return re.sub(r"^features\.(\d)\.", lambda found: f"features.{_NUMBERED.get(found[1], found[1])}.", name)
 
 
-def _export(config: PathologyExport, model: PathologyModel, run: Run, scratch: Path) -> None:
+def _export(
+    config: PathologyExport, model: PathologyModel, run: Run, engine: EngineChoice, scratch: Path
+) -> tuple[ExportRecord, Judge]:
     """Export behind the gate, on the patches that validated the run, or on synthetic ones."""
     own = run.directory / "plan.json"
     synthetic = PathologyConfig(patch_size=model.patch_size, store=scratch)
@@ -106,9 +84,8 @@ def _export(config: PathologyExport, model: PathologyModel, run: Run, scratch: P
     if config.makes_int8():
         quantise = quantiser(tiles(decoded(tables.training, trained, run), model, _CALIBRATION_TILES))
     best = model.build(run.directory / "best.safetensors").to(run.device).eval()
-    engine = config.engine if config.to == "engine" else "none"
     judge = judge_on(validation, model, run, tables.name)
-    write_table(export_patches(best, model, judge, engine, run, quantise), judge, run)
+    return export_patches(best, model, judge, engine, run, quantise), judge
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from common.clock import Clock, repeated
@@ -13,7 +14,7 @@ from common.data.synthetic import make_synthetic
 from common.data.threads import map_in_threads
 from common.export import ExportConfig
 from common.export.bundle import NetworkConfig, write_volume_bundle
-from common.export.export import GATE_CASES, ExportedEngine, ExportRecord, export_volumes, judge_on
+from common.export.export import GATE_CASES, EngineChoice, ExportedEngine, ExportRecord, export_volumes, judge_on
 from common.export.gate import Judge
 from common.export.int8 import quantiser
 from common.export.model_card import model_card, read_if_there
@@ -31,13 +32,13 @@ _TIMED = 3  # windows, after one that sets up
 _SECONDS = "s per window in ONNX Runtime"
 
 
-def export_run(
+def hand_over(
     app: str,
     task: str,
     config: ExportConfig,
-    model: VolumeModel,
-    network: NetworkConfig,
-    phantoms: str | None,
+    bundle: Callable[[], Path],
+    export: Callable[[Run, EngineChoice, Path], tuple[ExportRecord, Judge]],
+    overlap: float = 0.25,
 ) -> Path:
     """Hand a run over in the form that the configuration names; return where it lies.
 
@@ -45,47 +46,57 @@ def export_run(
         app: its name.
         task: what its networks do, in a sentence for the model card.
         config: which run, and what to make of it.
-        model: the run's.
-        network: the network as MONAI's own class and arguments, for a bundle.
-        phantoms: kind of synthetic cases for a gate without data: ct or mri; None where there are none.
+        bundle: writes the MONAI bundle; returns where it lies.
+        export: exports behind the gate (with engines or without), with a folder for what it needs meanwhile.
+        overlap: of sliding windows.
 
     Raises:
         ParityError: the fp32 export does not compute what torch computes.
         FileNotFoundError, ValueError: the run, the data or the weights cannot be used.
     """
-    run = Run(config.model, choose_device(config.device), Clock(), resumed=True)
     if config.to == "bundle":
-        return write_volume_bundle(config.destination(), config.model, task, model, network)
-    if must_export(config):
-        trained = model.build(config.model / "best.safetensors").to(run.device).eval()
+        return bundle()
+    if config.to != "triton" or config.int8 or not _is_exported(config):
+        run = Run(config.model, choose_device(config.device), Clock(), resumed=True)
         with tempfile.TemporaryDirectory(prefix="export-") as scratch:
-            cases, others, origin = _find_cases(config, phantoms, Path(scratch) / "phantoms")
-            quantise = None
-            if config.makes_int8():
-                quantise = quantiser(sample_windows(_prepared(others or cases, model), model, most=_CALIBRATION_CASES))
-            judge = judge_on(cases, _prepared(cases, model), model, run, origin)
-        engine = config.engine if config.to == "engine" else "none"
-        record = export_volumes(trained, model, judge, app, engine, run, quantise)
-        write_table(record, judge, run)
+            _tell(*export(run, config.engine if config.to == "engine" else "none", Path(scratch)), run)
     if config.to != "triton":
         return config.model / "exports"
     card = model_card(config.model, task)
-    return write_triton(config.destination(), f"medspeed_{app}", config.served(), card, model.overlap)
+    return write_triton(config.destination(), f"medspeed_{app}", config.served(), card, overlap)
 
 
-def must_export(config: ExportConfig) -> bool:
-    """Return whether models are to be made: for Triton only where they are missing, or of other weights.
+def export_run(
+    app: str, task: str, config: ExportConfig, model: VolumeModel, network: NetworkConfig, phantoms: str | None
+) -> Path:
+    """Hand the run of a segmentation over, as `hand_over` does.
 
-    Raises:
-        ValueError: the model is there, and is damaged or not the one that the run recorded.
+    Its `network` is given as MONAI's own class and arguments, for a bundle; `phantoms` is the kind of synthetic cases
+    for a gate without data: ct or mri; None where there are none.
     """
-    if config.to != "triton" or config.int8 or not config.served().is_file():
-        return True
+
+    def export(run: Run, engine: EngineChoice, scratch: Path) -> tuple[ExportRecord, Judge]:
+        trained = model.build(config.model / "best.safetensors").to(run.device).eval()
+        cases, others, origin = _find_cases(config, phantoms, scratch / "phantoms")
+        quantise = None
+        if config.makes_int8():
+            quantise = quantiser(sample_windows(_prepared(others or cases, model), model, most=_CALIBRATION_CASES))
+        judge = judge_on(cases, _prepared(cases, model), model, run, origin)
+        return export_volumes(trained, model, judge, app, engine, run, quantise), judge
+
+    bundle = partial(write_volume_bundle, config.destination(), config.model, task, model, network)
+    return hand_over(app, task, config, bundle, export, model.overlap)
+
+
+def _is_exported(config: ExportConfig) -> bool:
+    """Return whether the model for Triton is there, of the run's weights; ValueError where it is not as recorded."""
+    if not config.served().is_file():
+        return False
     check_digest(config.model, config.served())
-    return read_onnx_metadata(config.served()).get("weights_sha256") != sha256_of(config.model / "best.safetensors")
+    return read_onnx_metadata(config.served()).get("weights_sha256") == sha256_of(config.model / "best.safetensors")
 
 
-def write_table(record: ExportRecord, judge: Judge, run: Run) -> None:
+def _tell(record: ExportRecord, judge: Judge, run: Run) -> None:
     """Say size, speed and difference of what was exported as a table, and keep all of it as `exports/exports.json`.
 
     Each model is timed on one window in ONNX Runtime.

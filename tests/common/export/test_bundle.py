@@ -21,7 +21,7 @@ from common.data.preparation import Preparation, prepare_volume
 from common.data.volumes import read_volume
 from common.export.bundle import LICENCE, NetworkConfig, painting, write_volume_bundle
 from common.inference.labels import LabelScheme, Region
-from common.inference.model import VolumeModel, write_model
+from common.inference.model import VolumeModel, save_weights, write_model
 from common.inference.predict import predict_labels, predict_logits
 from common.inference.predictors import torch_predictor
 from data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
@@ -267,8 +267,10 @@ def patches(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     torch.manual_seed(0)
     network = with_statistics(resnet18_fcn(64), (3, 64, 64))
     (folder / "run").mkdir()
-    write_model(folder / "run", "pathology", PathologyModel(64, 0.243, 1024, 1, "fp32"))
-    bundle = write_patch_bundle(folder / "bundle", folder / "run", network, 64)
+    model = PathologyModel(64, 0.243, 1024, 1, "fp32")
+    write_model(folder / "run", "pathology", model)
+    save_weights(folder / "run" / "best.safetensors", network.state_dict(), {})
+    bundle = write_patch_bundle(folder / "bundle", folder / "run", model)
     return bundle, network
 
 
