@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from benchmarks.peers import make_step
 from common.clock import synchronise
 from common.data.batches import Batch, Batches
 from common.files import write_json
@@ -110,7 +111,7 @@ class Options:
         """Return a step of the guide's network: of images and what its loss takes, it returns the loss."""
         network, peer = network.to(self.device), self.own.peer
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
-        return peer.make_step(network, peer.make_optimizer(network), dtype)
+        return make_step(network, peer.make_optimizer(network), peer.make_loss(), dtype)
 
 
 def fast_step(network: nn.Module, loss: Loss, precision: Precision, device: torch.device) -> Callable[..., object]:

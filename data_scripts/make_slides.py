@@ -59,11 +59,11 @@ def _files(folder: Path, group: str, number: int, tumour: bool) -> list[Path]:
 def _write_slide(files: Sequence[Path], group: str, number: int, tumour: bool, size: int, seed: int) -> None:
     """Draw a slide, the same whatever else is drawn, and write it; every third image is compressed without loss."""
     kind = ("normal", "tumor", "test").index(group)
-    slide = draw_slide(size, tumour, np.random.default_rng([seed, kind, number]))
-    write_pyramid(files[0], slide.image, "jpeg" if number % 3 else "deflate")
+    image, mask, lesions = draw_slide(size, tumour, np.random.default_rng([seed, kind, number]))
+    write_pyramid(files[0], image, "jpeg" if number % 3 else "deflate")
     if tumour:
-        write_annotations(files[1], slide.lesions)
-        write_pyramid(files[2], slide.mask, "deflate")
+        write_annotations(files[1], lesions)
+        write_pyramid(files[2], mask, "deflate")
 
 
 def make_slides(

@@ -185,19 +185,11 @@ def develop(haematoxylin: Floats, eosin: Floats, ink: Floats, stain: Stain, rng:
     return np.asarray(np.clip(light + np.float32(0.5), 0, 255), np.uint8)
 
 
-@dataclass(frozen=True)
-class Slide:
-    """A slide: image [H, W, 3] uint8, mask [H, W] uint8 (1 = tumour) and the lesions, none in a normal slide."""
-
-    image: Bytes
-    mask: Bytes
-    lesions: Lesions
-
-
-def draw_slide(size: int, tumour: bool, rng: np.random.Generator) -> Slide:
+def draw_slide(size: int, tumour: bool, rng: np.random.Generator) -> tuple[Bytes, Bytes, Lesions]:
     """Draw a slide of `size` x `size` px at MPP; with tumour it has a lesion that is more than isolated tumour cells.
 
-    Takes about 4 bytes a pixel for what it returns, and 2 more for fields and cells while it draws.
+    Returns the image [H, W, 3] uint8, the mask [H, W] uint8 (1 = tumour) and the lesions, none in a normal slide. Takes
+    about 4 bytes a pixel for what it returns, and 2 more for fields and cells while it draws.
     """
     fields = Fields(size * MPP, rng)
     least = min(ISOLATED_UM, fields.extent / 2.5)  # small slides have no room for more
@@ -225,7 +217,7 @@ def draw_slide(size: int, tumour: bool, rng: np.random.Generator) -> Slide:
                 stamp(kind, *dyes, int(y[0]), int(x[0]))
             blue, pink = (np.maximum(dye, 0) * enlarge(section, y, x) for dye in dyes)
             part[...] = develop(blue, pink, enlarge(ink, y, x), stain, rng)[_HALO:-_HALO, _HALO:-_HALO]
-    return Slide(image, mask, lesions)
+    return image, mask, lesions
 
 
 def enlarge(field: Floats, rows: npt.NDArray[np.intp], columns: npt.NDArray[np.intp]) -> Floats:

@@ -25,6 +25,8 @@ from monai.networks.nets import SegResNet
 from monai.optimizers import Novograd
 from torch import nn
 
+from benchmarks.peers import Loss, make_step
+
 SPACING = (1.0, 1.0, 1.0)
 CROP, VALIDATION_ROI = (224, 224, 144), (240, 240, 160)
 AXES = (("L", "R"), ("P", "A"), ("I", "S"))
@@ -34,7 +36,6 @@ REGIONS = {"TC": (2, 3), "WT": (1, 2, 3), "ET": (3,)}
 
 Item = dict[str, Any]
 Size = tuple[int, int, int]
-Step = Callable[[torch.Tensor, torch.Tensor], float]  # of image and regions; returns the loss
 
 
 def label_to_regions(label: torch.Tensor) -> torch.Tensor:
@@ -107,22 +108,10 @@ def training_loader(
     return ThreadDataLoader(dataset, num_workers=0, batch_size=batch, shuffle=True)
 
 
-def make_step(network: nn.Module, optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | None) -> Step:
-    """Return what does a step as the guide does, with its loss, and its read of it."""
+def make_loss() -> Loss:
+    """Return the guide's loss."""
     smooth = {"smooth_nr": 1e-5, "smooth_dr": 1e-5}
-    loss_function = DiceFocalLoss(**smooth, squared_pred=True, to_onehot_y=False, sigmoid=True, batch=True)
-    scaler = torch.amp.GradScaler(enabled=amp_dtype == torch.float16)
-
-    def step(image: torch.Tensor, label: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        with torch.autocast(image.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-            loss = loss_function(network(image), label)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return float(loss.item())
-
-    return step
+    return DiceFocalLoss(**smooth, squared_pred=True, to_onehot_y=False, sigmoid=True, batch=True)  # type: ignore[no-any-return]
 
 
 def predict(network: nn.Module, image: torch.Tensor, amp_dtype: torch.dtype | None) -> torch.Tensor:
@@ -192,7 +181,7 @@ def main() -> None:
     print(f"cache filled in {time.perf_counter() - began:.1f} s")
     network = make_network().to(device)
     optimizer = make_optimizer(network)
-    step = make_step(network, optimizer, amp_dtype)
+    step = make_step(network, optimizer, make_loss(), amp_dtype)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.epochs)
     began = time.perf_counter()
     for epoch in range(arguments.epochs):

@@ -25,6 +25,8 @@ from monai.networks.nets import resnet18
 from monai.optimizers import Novograd
 from torch import nn
 
+from benchmarks.peers import Loss, make_step
+
 REGION, GRID, PATCH = 768, 3, 224
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 64.0 / 255.0, 0.75, 0.25, 0.04
 LABELS = (0, 3, 6, 1, 4, 7, 2, 5, 8)  # of the nine in NCRF's list, which go column by column: row by row
@@ -34,7 +36,6 @@ FORK = "fork"  # how workers start quickly; Linux's own way up to Python 3.13
 
 Item = dict[str, Any]
 Image = torch.Tensor  # [3, Y, X] float32 in [0, 1]
-Step = Callable[[torch.Tensor, torch.Tensor], float]  # of images and labels; returns the loss
 
 
 def blend(image: Image, other: Image, factor: float) -> Image:
@@ -183,21 +184,10 @@ def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
     return Novograd(network.parameters(), 1e-3)  # type: ignore[no-any-return]
 
 
-def make_step(network: nn.Module, optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | None) -> Step:
-    """Return what does a step as the guide does, with its loss, and its read of it; labels are [B] or [B, 1, 1, 1]."""
-    loss_function, scaler = nn.BCEWithLogitsLoss(), torch.amp.GradScaler(enabled=amp_dtype == torch.float16)
-
-    def step(image: torch.Tensor, label: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        with torch.autocast(image.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-            logits = network(image)
-            loss = loss_function(logits, label.reshape(logits.shape))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return float(loss.item())
-
-    return step
+def make_loss() -> Loss:
+    """Return the guide's loss, of labels [B] or [B, 1, 1, 1]."""
+    loss = nn.BCEWithLogitsLoss()
+    return lambda logits, label: loss(logits, label.reshape(logits.shape))  # type: ignore[no-any-return]
 
 
 def scan_slide(
@@ -270,7 +260,7 @@ def main() -> None:
     held = make_loader(region_dataset(held_items, scaling()), arguments.regions, arguments.workers, shuffle=False)
     network = FullyConvolutional().to(device)
     optimizer = make_optimizer(network)
-    step = make_step(network, optimizer, amp_dtype)
+    step = make_step(network, optimizer, make_loss(), amp_dtype)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.epochs)
     began = time.perf_counter()
     for epoch in range(arguments.epochs):

@@ -25,12 +25,13 @@ from monai.networks.nets import UNet
 from monai.optimizers import Novograd
 from torch import nn
 
+from benchmarks.peers import Loss, make_step
+
 SPACING, WINDOW = (1.5, 1.5, 2.0), (-57.0, 164.0)
 CROP, VALIDATION_ROI = (96, 96, 96), (160, 160, 160)
 AXES = (("L", "R"), ("P", "A"), ("I", "S"))
 
 Item = dict[str, Any]
-Step = Callable[[torch.Tensor, torch.Tensor], float]  # of image and label; returns the loss
 
 
 def fixed_transforms(keys: Sequence[str], spacing: Sequence[float] = SPACING) -> list[Callable[[Item], Item]]:
@@ -79,21 +80,9 @@ def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
     return Novograd(network.parameters(), 2e-4 * 10)  # type: ignore[no-any-return]
 
 
-def make_step(network: nn.Module, optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | None) -> Step:
-    """Return what does a step as the guide does, with its loss, and its read of it."""
-    loss_function = DiceCELoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)
-    scaler = torch.amp.GradScaler(enabled=amp_dtype == torch.float16)
-
-    def step(image: torch.Tensor, label: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        with torch.autocast(image.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-            loss = loss_function(network(image), label)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return float(loss.item())
-
-    return step
+def make_loss() -> Loss:
+    """Return the guide's loss."""
+    return DiceCELoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True)  # type: ignore[no-any-return]
 
 
 def segment_files(
@@ -155,7 +144,7 @@ def main() -> None:
     validation_loader = ThreadDataLoader(validation, num_workers=0, batch_size=1)
     print(f"cache filled in {time.perf_counter() - began:.1f} s")
     network = make_network().to(device)
-    step = make_step(network, make_optimizer(network), amp_dtype)
+    step = make_step(network, make_optimizer(network), make_loss(), amp_dtype)
     began = time.perf_counter()
     for epoch in range(arguments.epochs):
         network.train()

@@ -72,9 +72,7 @@ def test_both_sides_step_on_the_same_patches(folder, tmp_path, monkeypatch):
     task = slides.open_task(Options("pathology", CPU, 1, tmp_path, True), folder, 8)
     table = slides.draw_patches(entries.training, 9, 64)
     losses: dict[str, float] = {}
-    guide_step, guide_network, fast_network = (
-        pathology_guide.make_step, pathology_guide.FullyConvolutional, resnet18_fcn
-    )  # fmt: skip
+    guide_step, guide_network, fast_network = harness.make_step, pathology_guide.FullyConvolutional, resnet18_fcn
 
     def note(name: str, loss: Any) -> None:
         losses[name] = float(loss)
@@ -98,7 +96,7 @@ def test_both_sides_step_on_the_same_patches(folder, tmp_path, monkeypatch):
         step = guide_step(*given)
         return lambda *batch: note("guide", step(*batch))
 
-    monkeypatch.setattr(pathology_guide, "make_step", noted_step)
+    monkeypatch.setattr(harness, "make_step", noted_step)
     monkeypatch.setattr(harness, "train_step", lambda *a: note("fast", train_step(*a)))
     guide, fast = pathology.guide_steps(task, table, 9), slides.fast_steps(task, table, 9)
     in_turn({"guide": guide["guide fp32"], "fast": fast["fast fp32"]}, 1, warm_up=False)

@@ -79,7 +79,7 @@ def test_both_sides_step_on_the_same_crops(small_heads, tmp_path, monkeypatch, m
     made = volumes.open_task(Options(app, CPU, 1, tmp_path, True), folder, 8)
     losses: dict[str, float] = {}
     (crop, batch) = module.STEPS[0]
-    peer, ours = module.peer.make_step, train_step
+    peer, ours = harness.make_step, train_step
 
     def noting(name, step):
         return lambda *given: losses.setdefault(name, float(step(*given)))
@@ -94,7 +94,7 @@ def test_both_sides_step_on_the_same_crops(small_heads, tmp_path, monkeypatch, m
     plain, build = module.peer.make_network, VolumeModel.build
     monkeypatch.setattr(module.peer, "make_network", lambda channels: same_weights(plain(channels)))
     monkeypatch.setattr(VolumeModel, "build", lambda model, *given: same_weights(build(model, *given)))
-    monkeypatch.setattr(module.peer, "make_step", lambda *given: noting("guide", peer(*given)))
+    monkeypatch.setattr(harness, "make_step", lambda *given: noting("guide", peer(*given)))
     monkeypatch.setattr(harness, "train_step", noting("fast", ours))
     guide, fast = volumes.guide_steps(made, crop, batch), volumes.fast_steps(made, crop, batch)
     in_turn({"guide": guide["guide fp32"], "fast": fast["fast fp32"]}, 1, warm_up=False)

@@ -146,9 +146,9 @@ def test_a_whole_set_is_left_alone(slides: Path, monkeypatch: pytest.MonkeyPatch
 def features(seed: int, number: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """Return mean and deviation of R, G, B of the patches of a slide [N, 6], and which are tumour [N]."""
     side = 1536 // PATCH
-    slide = draw_slide(1536, number % 2 == 1, np.random.default_rng([seed, number]))
-    patches = slide.image.reshape(side, PATCH, side, PATCH, 3).swapaxes(1, 2).reshape(-1, PATCH * PATCH, 3)
-    share = slide.mask.reshape(side, PATCH, side, PATCH).mean(axis=(1, 3)).ravel()
+    image, mask, _ = draw_slide(1536, number % 2 == 1, np.random.default_rng([seed, number]))
+    patches = image.reshape(side, PATCH, side, PATCH, 3).swapaxes(1, 2).reshape(-1, PATCH * PATCH, 3)
+    share = mask.reshape(side, PATCH, side, PATCH).mean(axis=(1, 3)).ravel()
     tissue = (np.ptp(patches, axis=2) > 25).mean(axis=1) > 0.5
     kept = tissue & ((share > 0.5) | (share == 0))
     means, deviations = patches[kept].mean(axis=1), patches[kept].std(axis=1)

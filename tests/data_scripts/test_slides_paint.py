@@ -127,14 +127,14 @@ def test_stains_differ_from_slide_to_slide_within_what_labs_do() -> None:
 
 
 def test_a_slide_is_its_picture_its_lesions_and_their_mask() -> None:
-    slide = draw_slide(768, True, np.random.default_rng(0))
-    assert slide.image.shape == (768, 768, 3)
-    assert slide.image.dtype == np.uint8
-    assert slide.lesions
-    assert np.array_equal(slide.mask, mask_of(slide.lesions, 768))
-    normal = draw_slide(768, False, np.random.default_rng(0))
-    assert not normal.lesions
-    assert not normal.mask.any()
+    image, mask, lesions = draw_slide(768, True, np.random.default_rng(0))
+    assert image.shape == (768, 768, 3)
+    assert image.dtype == np.uint8
+    assert lesions
+    assert np.array_equal(mask, mask_of(lesions, 768))
+    _, mask, lesions = draw_slide(768, False, np.random.default_rng(0))
+    assert not lesions
+    assert not mask.any()
 
 
 @pytest.mark.parametrize("size", [512, 1024])
@@ -143,8 +143,8 @@ def test_each_slide_with_tumour_has_a_lesion_that_counts(size, monkeypatch) -> N
     nothing = np.zeros((len(Fields(size / 2, np.random.default_rng(0)).y),) * 2, np.float32)
     monkeypatch.setattr(slides_paint, "_fill", lambda *_: (nothing, nothing, []))
     for seed in range(12):
-        slide = draw_slide(size, True, np.random.default_rng(seed))
-        assert max(long_axis(outline) for _, outline in slide.lesions) > min(200, 0.2 * size)
+        _, _, lesions = draw_slide(size, True, np.random.default_rng(seed))
+        assert max(long_axis(outline) for _, outline in lesions) > min(200, 0.2 * size)
 
 
 def test_no_room_at_all_is_told(monkeypatch) -> None:
