@@ -23,7 +23,6 @@ from apps.opening import APPS, open_training, parse_flags
 from common.config import replaced
 from common.data.dataset import read_dataset, split_cases
 from common.files import read_json_lines, write_json
-from common.inference.options import Precision
 from common.ranks import choose_device
 from common.run import Run, one_line_errors
 from common.training.config import SegmentationConfig, TrainingConfig, decided
@@ -105,7 +104,10 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
             epochs = max(2, 1 + -(-_STEPS // per_epoch))
             few = replace(whole, epochs=epochs, validate_every=epochs)
             fit(replace(setup, validate=nan_as_zero(setup.validate)), few, run)
-            step, doubled, others = step_times(setup, _auto(whole, run))
+            deepest: list[int] = []
+            if isinstance(whole, SegmentationConfig):
+                deepest = [side // 2 ** decided(whole.halvings()) for side in decided(whole.crop_size)]
+            step, doubled, others = step_times(setup, choose_precision("auto", run.device, deepest))
             parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto"))
         planned, every = whole.epochs, whole.validate_every
         passes = planned if config.epochs else max(1, round(planned / training))  # a plan goes by steps
@@ -134,14 +136,6 @@ def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, flo
     cache = "smart" if config.cache.startswith("smart") else config.cache
     ratios = len(whole.training) / len(some.training), len(whole.validation) / len(some.validation)
     return replace(config, split=str(folder / "split.json"), cache=cache), *ratios
-
-
-def _auto(config: TrainingConfig, run: Run) -> Precision:
-    """Return the precision that "auto" stands for in a decided configuration."""
-    deepest: list[int] = []
-    if isinstance(config, SegmentationConfig):
-        deepest = [side // 2 ** decided(config.halvings()) for side in decided(config.crop_size)]
-    return choose_precision("auto", run.device, deepest)
 
 
 def _times(run: Run, steps: float, validations: float) -> dict[str, float]:

@@ -51,9 +51,7 @@ def batch_parts(batches: Batches, cache: str) -> tuple[dict[Bound, float], int |
 def step_times(setup: Setup, auto: Precision) -> tuple[float, float | None, dict[str, float]]:
     """Return the seconds of a step, of one with twice the batch (None where memory ends), and with other settings.
 
-    Args:
-        setup: its network is copied.
-        auto: the precision that "auto" stands for.
+    `auto` is the precision that "auto" stands for.
     """
     with closing(setup.batches.epoch(0)) as batches:  # type: ignore[type-var] # a generator
         batch = next(batches)

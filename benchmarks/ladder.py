@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -84,13 +84,13 @@ def measure(app: str, data: Path, kind: str, seeds: int, epochs: int, folder: Pa
     rungs = climb(app, kind, data, folder / "store")
     baseline, *_, fast = rungs.values()
     cached = next((config for name, config in rungs.items() if "the guide" in name), baseline)
-    rounds: list[dict[str, Figures]] = []
+    rounds: list[dict[str, Figures | str]] = []
     with ExitStack() as stack:
         ram = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=RAM_DISK))) if RAM_DISK.is_dir() else None
         singles = beside(app, fast, ram)
         bar = stack.enter_context(tqdm(total=seeds * len(rungs) + len(singles) + 2, desc=f"ladder {app}", unit="rung"))
 
-        def run(config: TrainingConfig, epochs: int = _SHORT, every: int = _SHORT) -> Figures:
+        def run(config: TrainingConfig, epochs: int = _SHORT, every: int = _SHORT) -> Figures | str:
             bar.update()
             return attempt(partial(in_a_process, climb_rung, config, epochs, every))
 
@@ -103,8 +103,8 @@ def measure(app: str, data: Path, kind: str, seeds: int, epochs: int, folder: Pa
     return {
         "app": app,
         "epochs": epochs,
-        "climb": [climbed(name, rounds, earlier) for name, earlier in zip(rungs, [None, *rungs], strict=False)],
-        "fast, short": after if "failed" in before else before,
+        "climb": {name: climbed(name, rounds, earlier) for name, earlier in zip(rungs, [None, *rungs], strict=False)},
+        "fast, short": after if isinstance(before, str) else before,
         "fast, short, again": after,
         "beside": changed,
         "datasets": attempt(lambda: datasets(baseline, fast)),
@@ -150,25 +150,24 @@ def _tuples(changes: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
 
 
-def attempt(measured: Callable[[], Figures]) -> Figures:
+def attempt(measured: Callable[[], Figures]) -> Figures | str:
     """Return what is measured, or why it failed: a quarter of an hour of rungs must not be lost for it."""
     try:
         return measured()
     except (RuntimeError, ValueError, OSError, LookupError, ArithmeticError) as error:
-        return {"failed": f"{type(error).__name__}: {error}"}
+        return f"failed: {type(error).__name__}: {error}"
 
 
-def climbed(name: str, rounds: Sequence[dict[str, Figures]], before: str | None) -> Figures:
-    """Return a rung's medians over the rounds, and its ratio to the rung before."""
-    runs = [each[name] for each in rounds]
-    failed = next((run for run in runs if "failed" in run), None)
-    if failed is not None:
-        return {"rung": name, **failed}
+def climbed(name: str, rounds: Sequence[dict[str, Figures | str]], before: str | None) -> Figures | str:
+    """Return a rung's medians over the rounds, and its ratio to the rung before; or why it has none."""
+    runs: list[Any] = [each[name] for each in rounds]
+    if failed := [run for run in runs if isinstance(run, str)]:
+        return str(failed[0])
     numbers = [key for key, value in runs[0].items() if isinstance(value, int | float)]
-    found = {"rung": name, **{key: round(statistics.median(run[key] for run in runs), 5) for key in numbers}}
+    found = {key: round(statistics.median(run[key] for run in runs), 5) for key in numbers}
     if before is not None:
         earlier = [each[before] for each in rounds]
-        pairs = [a["s per step"] / b["s per step"] for a, b in zip(earlier, runs, strict=True) if "failed" not in a]
+        pairs = [a["s per step"] / b["s per step"] for a, b in zip(earlier, runs, strict=True) if isinstance(a, dict)]
         found[_BEFORE] = round(statistics.median(pairs), 2) if pairs else None
     return found | {"curves": [run["curve"] for run in runs], "precision": runs[0]["precision"]}
 
@@ -187,30 +186,30 @@ def markdown(record: Figures) -> str:
     return "\n\n".join([*tables, f"## Not here\n\n{_table(record['absent'])}"])
 
 
-def _climb(rungs: Sequence[Figures]) -> Figures:
+def _climb(rungs: Figures) -> Figures:
     """Return what the table has of each rung."""
-    metric, first = _metric(rungs), rungs[0]
-    target = _TARGET * rungs[-1].get(metric, 1.0)
-    rows = {rung["rung"]: rung for rung in rungs}
-    for rung in rungs:
-        if "failed" not in rung:
-            so_far = first["s per step"] / rung["s per step"] if "s per step" in first else None
-            rows[rung["rung"]] = {
-                "s per step": rung["s per step"],
-                "to the rung before": _times(rung.get(_BEFORE)),
-                "to the baseline": _times(so_far),
-                **{name: rung[name] for name in ("waited, percent", "prepare and cache, s", "first epoch, s", metric)},
-                f"seconds to {target:.2f}": _reached(rung, target),
-                "peak memory, MiB": rung["peak memory, MiB"],
-            }
-    return rows
+    metric, (first, *_, last) = _metric(rungs), rungs.values()
+    target = _TARGET * (1.0 if isinstance(last, str) else last[metric])
+
+    def row(rung: Figures) -> Figures:
+        so_far = None if isinstance(first, str) else first["s per step"] / rung["s per step"]
+        return {
+            "s per step": rung["s per step"],
+            "to the rung before": _times(rung.get(_BEFORE)),
+            "to the baseline": _times(so_far),
+            **{name: rung[name] for name in ("waited, percent", "prepare and cache, s", "first epoch, s", metric)},
+            f"seconds to {target:.2f}": _reached(rung, target),
+            "peak memory, MiB": rung["peak memory, MiB"],
+        }
+
+    return {name: rung if isinstance(rung, str) else row(rung) for name, rung in rungs.items()}
 
 
-def _beside(found: Figures | str, fast: Figures) -> Figures | str:
+def _beside(found: Figures | str, fast: Figures | str) -> Figures | str:
     """Return what the table has of a single change; by samples, since some make the batch larger."""
-    if isinstance(found, str) or "failed" in found:
+    if isinstance(found, str):
         return found
-    ratio = found["samples per s"] / fast["samples per s"] if "samples per s" in fast else None
+    ratio = None if isinstance(fast, str) else found["samples per s"] / fast["samples per s"]
     names = ("s per validation", "compile, s", "peak memory, MiB")
     return {
         "s per step": found["s per step"],
@@ -219,8 +218,8 @@ def _beside(found: Figures | str, fast: Figures) -> Figures | str:
     }
 
 
-def _metric(rungs: Sequence[Figures]) -> str:
-    return "AUC" if any("AUC" in rung for rung in rungs) else "Dice"
+def _metric(rungs: Figures) -> str:
+    return "AUC" if any("AUC" in rung for rung in rungs.values() if isinstance(rung, dict)) else "Dice"
 
 
 def _times(ratio: float | None) -> str:
@@ -234,19 +233,16 @@ def _reached(rung: Figures, target: float) -> str:
     return f"{seconds:.3g}" if math.isfinite(seconds) else "not reached"
 
 
-def _table(part: Mapping[str, Any]) -> str:
+def _table(part: Figures | str) -> str:
     """Return rows of named figures, or of the reason why there are none, as a Markdown table."""
-    if "failed" in part:
-        return f"Failed: {part['failed']}"
-    measured = [each for each in part.values() if isinstance(each, dict) and "failed" not in each]
-    names = list(dict.fromkeys(name for each in measured for name in each)) or ["why not"]
+    if isinstance(part, str):
+        return part
+    names = list(dict.fromkeys(name for each in part.values() if isinstance(each, dict) for name in each))
+    names = names or ["why not"]
     lines = [["", *names], ["---"] * (len(names) + 1)]
     for name, found in part.items():
-        if isinstance(found, dict) and "failed" not in found:
-            lines.append([name, *(_cell(found.get(each, "")) for each in names)])
-        else:
-            why = found if isinstance(found, str) else f"failed: {found['failed']}"
-            lines.append([name, why, *[""] * (len(names) - 1)])
+        cells = {names[0]: found} if isinstance(found, str) else found
+        lines.append([name, *(_cell(cells.get(each, "")) for each in names)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -256,13 +252,13 @@ def _cell(value: object) -> str:
 
 def draw_ladder(path: Path, record: Figures) -> None:
     """Draw each rung's quality against time, as far as they did not fail."""
-    rungs = [rung for rung in record["climb"] if "failed" not in rung]
+    rungs = {name: rung for name, rung in record["climb"].items() if isinstance(rung, dict)}
     figure = Figure(figsize=(10, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(rungs)))
-    for rung, colour in zip(rungs, colours, strict=True):
+    for (name, rung), colour in zip(rungs.items(), colours, strict=True):
         seconds, values = np.array(rung["curves"][0]).T
-        axes.plot(seconds, values, marker="o", markersize=3, color=colour, label=rung["rung"])
+        axes.plot(seconds, values, marker="o", markersize=3, color=colour, label=name)
     axes.set(xscale="log", xlabel="seconds of preparation and training (log)", ylabel=f"validation {_metric(rungs)}")
     axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.grid(alpha=0.3)

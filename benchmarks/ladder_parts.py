@@ -64,12 +64,9 @@ def _filled(run: Run) -> float:
 
 
 def climb_rung(config: TrainingConfig, epochs: int, every: int) -> Figures:
-    """Train for so many epochs, and return what it took and what came of it.
+    """Train for so many epochs, validated `every` so many, and return what it took and what came of it.
 
-    Args:
-        config: of the rung.
-        epochs: each is timed; the first, which may compile and fill caches, apart.
-        every: epochs between validations.
+    The first epoch, which may compile and fill caches, is timed apart.
     """
     with _opened(config) as (decided, setup, run):
         fitted = fit(setup, replace(decided, epochs=epochs, validate_every=every), run)

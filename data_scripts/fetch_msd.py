@@ -61,11 +61,7 @@ def fetch(task: str, md5: str, to: Path, base_url: str = BASE_URL, keep_archive:
 def unpack(archive: Path, folder: Path) -> None:
     """Unpack a plain (not compressed) tar, whose digest was checked, to `folder`, which appears only when whole.
 
-    The files that macOS adds (`._name`) are left out.
-
-    Args:
-        archive: the tar file.
-        folder: must not be there; it has the name of the archive's top-level folder.
+    It has the name of the archive's top-level folder. The files that macOS adds (`._name`) are left out.
 
     Raises:
         ValueError: the archive is damaged, holds what would leave its folder, or is no whole data set.

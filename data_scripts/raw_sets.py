@@ -89,14 +89,8 @@ class RawSet:
 def pair_folders(images: Path, labels: Path, name: str, modality: Sequence[str], names: Sequence[str]) -> RawSet:
     """Pair the .nii.gz and .nii images of a folder with the label maps of another by their names.
 
-    Equal names pair first; what is left pairs without endings such as _0000, _img, _ct and _seg, _label, -mask.
-
-    Args:
-        images: folder of the images.
-        labels: folder of the label maps.
-        name: of the set.
-        modality: the name of each channel.
-        names: of the label numbers, background first.
+    Equal names pair first; what is left pairs without endings such as _0000, _img, _ct and _seg, _label, -mask. Name of
+    the set, modality of each channel and names of the label numbers are given.
 
     Raises:
         FileNotFoundError: a folder is missing or holds no such file.
@@ -122,9 +116,7 @@ def pair_folders(images: Path, labels: Path, name: str, modality: Sequence[str],
 def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
     """Read a folder in nnU-Net's raw layout: dataset.json, imagesTr/CASE_0000.nii.gz, labelsTr/CASE.nii.gz, imagesTs.
 
-    Args:
-        folder: such as Dataset003_Liver.
-        names: of the label numbers, instead of those in dataset.json; needed where that lists regions.
+    `names` of the label numbers stand instead of those in dataset.json; they are needed where that lists regions.
 
     Raises:
         FileNotFoundError: there is no dataset.json, no imagesTr, or no image.

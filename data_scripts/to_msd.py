@@ -140,16 +140,9 @@ def _on_each(cases: Sequence[RawCase], work: Callable[[RawCase], None], title: s
 def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -> None:
     """Write the good cases of a set; the folder appears when it is whole, or not at all.
 
-    A killed run leaves a hidden folder at most, which the next one removes.
-
-    Args:
-        folder: must not be there, or be empty.
-        raw: the set; its other cases are kept with their problems in `dataset.json` (the key "left_out" is ours).
-        good: what to write.
-        link: whether files that stay as they are become hard links (symbolic ones to another file system).
-
-    Raises:
-        OSError: the folder holds something, or the disk is full or cannot be written; nothing stays.
+    A killed run leaves a hidden folder at most, which the next one removes. The other cases are kept with their
+    problems in `dataset.json` (the key "left_out" is ours). With `link`, files that stay as they are become hard links
+    (symbolic ones to another file system).
     """
     scratch = folder.with_name(f".{folder.name}.unfinished")
     if scratch.exists():

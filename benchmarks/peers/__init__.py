@@ -17,7 +17,7 @@ def make_step(network: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, 
         optimizer.zero_grad()
         with torch.autocast(image.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             value = loss(network(image), label)
-        scaler.scale(value).backward()
+        scaler.scale(value).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
         return float(value.item())

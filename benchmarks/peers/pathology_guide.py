@@ -187,7 +187,7 @@ def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
 def make_loss() -> Loss:
     """Return the guide's loss, of labels [B] or [B, 1, 1, 1]."""
     loss = nn.BCEWithLogitsLoss()
-    return lambda logits, label: loss(logits, label.reshape(logits.shape))  # type: ignore[no-any-return]
+    return lambda logits, label: loss(logits, label.reshape(logits.shape))
 
 
 def scan_slide(

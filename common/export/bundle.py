@@ -38,12 +38,7 @@ _ROUNDING = 1e-4  # of the largest logit: what the order of sums may change
 def write_volume_bundle(folder: Path, run: Path, task: str, model: VolumeModel, network: NetworkConfig) -> Path:
     """Write a segmentation run as a MONAI bundle that makes a label map of each NIfTI file (see `write_bundle`).
 
-    Args:
-        folder: the bundle's; empty, or to be made.
-        run: folder of the run, with best.safetensors and model.json.
-        task: what the network does, in a sentence for the model card.
-        model: the run's.
-        network: the network as MONAI's own class and arguments; the run's weights must fit it.
+    The run's weights must fit the network, which is given as MONAI's own class and arguments.
     """
     labelling = model.labelling
     regions = [region.name for region in labelling.regions]

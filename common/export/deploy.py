@@ -113,12 +113,7 @@ def _tell(record: ExportRecord, judge: Judge, run: Run) -> None:
 
 
 def precision_table(record: ExportRecord, seconds: Mapping[str, float]) -> str:
-    """Return a Markdown table with a line for each precision, in MiB, seconds and logits; a dash is not known.
-
-    Args:
-        record: of the export.
-        seconds: per window in ONNX Runtime, by precision.
-    """
+    """Return a Markdown table with a line for each precision, in MiB, `seconds` and logits; a dash is not known."""
     titles = "precision", "ONNX MiB", "engine MiB", _SECONDS, "largest logit difference", "quality change", "verdict"
     rows = [titles, ("---", *["---:"] * 5, "---")]
     engines = {engine.precision: engine for engine in record.engines}

@@ -13,7 +13,7 @@ from apps.pathology.slides.camelyon import read_slide_set
 from benchmarks import compare, harness, slides
 from benchmarks.guides import pathology
 from benchmarks.harness import Options, in_turn
-from benchmarks.peers import pathology_guide
+from benchmarks.peers import make_step, pathology_guide
 from common.config import replaced
 from common.training.fit import train_step
 from data_scripts.make_slides import make_slides
@@ -72,7 +72,7 @@ def test_both_sides_step_on_the_same_patches(folder, tmp_path, monkeypatch):
     task = slides.open_task(Options("pathology", CPU, 1, tmp_path, True), folder, 8)
     table = slides.draw_patches(entries.training, 9, 64)
     losses: dict[str, float] = {}
-    guide_step, guide_network, fast_network = harness.make_step, pathology_guide.FullyConvolutional, resnet18_fcn
+    guide_step, guide_network, fast_network = make_step, pathology_guide.FullyConvolutional, resnet18_fcn
 
     def note(name: str, loss: Any) -> None:
         losses[name] = float(loss)

@@ -11,7 +11,7 @@ import torch
 from benchmarks import compare, harness, volumes
 from benchmarks.guides import brats, spleen
 from benchmarks.harness import Options, in_turn
-from benchmarks.peers import brats_guide, spleen_guide
+from benchmarks.peers import brats_guide, make_step, spleen_guide
 from common.data.dataset import read_dataset
 from common.files import write_json
 from common.inference.model import VolumeModel
@@ -79,7 +79,7 @@ def test_both_sides_step_on_the_same_crops(small_heads, tmp_path, monkeypatch, m
     made = volumes.open_task(Options(app, CPU, 1, tmp_path, True), folder, 8)
     losses: dict[str, float] = {}
     (crop, batch) = module.STEPS[0]
-    peer, ours = harness.make_step, train_step
+    peer, ours = make_step, train_step
 
     def noting(name, step):
         return lambda *given: losses.setdefault(name, float(step(*given)))

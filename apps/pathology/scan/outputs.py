@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tifffile
@@ -141,7 +142,7 @@ def outline(region: np.ndarray) -> list[np.ndarray]:
     # Both sides of a border between cells lie at one place: there a contour can only run along the cells.
     inside = np.pad(region, 1).repeat(2, 0).repeat(2, 1)[1:-1, 1:-1]
     y, x = (np.arange(side + 1).repeat(2) for side in region.shape)
-    contours = contour_generator(x, y, inside, fill_type=FillType.OuterOffset)
+    contours: Any = contour_generator(x, y, inside, fill_type=FillType.OuterOffset)
     (points,), (ends,) = contours.filled(0.75, np.inf)  # not 0.5: cells that meet corner to corner are apart
     rings = []
     for start, end in pairwise(ends):

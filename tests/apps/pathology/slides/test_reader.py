@@ -293,7 +293,7 @@ def test_the_broken_slide_is_refused(real_data, reader):
 def test_synthetic_slides_have_equal_pixels_in_all_readers_on_every_level(tmp_path, compression):
     """Some places on every level, the border and what lies beyond it among them."""
     draw = np.random.default_rng(0)
-    image = draw_slide(1024, True, draw).image
+    image, _, _ = draw_slide(1024, True, draw)
     write_slide_pyramid(tmp_path / "a.tif", image, compression)
     found: dict[str, list[np.ndarray]] = {}
     for reader in READERS:
