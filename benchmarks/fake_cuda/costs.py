@@ -1,0 +1,162 @@
+"""What an operator costs on a GPU in eager mode: the kernels it launches, the bytes they move, their FLOPs.
+
+Counted from shapes, strides and dtypes. Of torch 2.13's CUDA kernels it knows how often the normalisations read their
+input, that a convolution adds its bias and sums its gradient in passes of their own, and that cuDNN turns tensors whose
+layout is not that of the others. What stays in a cache is counted as moved.
+"""
+
+from collections.abc import Iterable
+from math import prod
+from typing import Literal, NamedTuple
+
+from benchmarks.fake_cuda.device import Layout, Operator
+
+Kind = Literal["convolution", "layout", "norm", "reduce", "gather", "sample", "foreach", "pointwise", "upload", "fused"]
+_SIZES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1, "int8": 1,
+    "bool": 1,
+}  # fmt: skip
+# Those that allocate or look at what is there, and launch nothing.
+_NOTHING = {
+    "_assert_async.msg", "as_strided", "detach", "empty.memory_format", "empty_like", "empty_permuted", "empty_strided",
+    "lift_fresh", "new_empty", "new_empty_strided", "promote_types", "set_.source_Storage",
+}  # fmt: skip
+_COPIES = {"clone", "_to_copy", "copy_", "contiguous"}
+_REDUCTIONS = ("sum", "mean", "linalg_vector_norm", "amax", "amin", "aminmax", "count_nonzero", "argmax")
+# Passes over the input of each kernel of a normalisation: statistics, then what is applied.
+_NORMS: dict[str, tuple[int, ...]] = {
+    "native_batch_norm": (1, 0, 2),
+    "cudnn_batch_norm": (1, 0, 2),
+    "native_group_norm": (1, 0, 2),
+    "native_batch_norm_backward": (2, 3),
+    "cudnn_batch_norm_backward": (2, 3),
+    "native_group_norm_backward": (2, 0, 0, 3),
+}
+# Fused kernels of this project by the name of their operator: passes over its largest tensor of each kernel. One that
+# is not listed counts as one kernel that reads its inputs and writes its outputs once.
+FUSED: dict[str, tuple[int, ...]] = {}
+
+
+class Kernel(NamedTuple):
+    """A kernel: its kind, the bytes it moves, its floating-point operations (of products alone)."""
+
+    kind: Kind
+    bytes: int
+    flops: int = 0
+
+
+class Totals(NamedTuple):
+    """What a step or a validation costs.
+
+    Args:
+        kernels: launched.
+        bytes: moved.
+        float32_bytes: those of them that belong to float32 tensors of four axes or more.
+        layout_copies: kernels that change the order of a tensor's axes in memory, and nothing else.
+        uploads: from the host.
+        waits: of the host for the device.
+        flops: of convolutions and matrix products.
+    """
+
+    kernels: int
+    bytes: int
+    float32_bytes: int
+    layout_copies: int
+    uploads: int
+    waits: int
+    flops: int
+
+
+def total(operators: Iterable[Operator]) -> Totals:
+    """Return what operators cost together."""
+    known = list(operators)
+    launched = [kernel for each in known for kernel in kernels(each)]
+    tensors = [each for one in known if one.name not in _NOTHING for each in (*one.inputs, *one.outputs)]
+    return Totals(
+        kernels=len(launched),
+        bytes=sum(kernel.bytes for kernel in launched),
+        float32_bytes=sum(_size(each) for each in tensors if _wide(each)),
+        layout_copies=sum(kernel.kind == "layout" for kernel in launched),
+        uploads=sum("upload" in one.crossing for one in known),
+        waits=sum(one.crossing in ("wait", "download") for one in known),
+        flops=sum(kernel.flops for kernel in launched),
+    )
+
+
+def kernels(one: Operator) -> list[Kernel]:
+    """Return the kernels that an operator launches."""
+    if one.name in _NOTHING or one.crossing in ("wait", "download"):
+        return []
+    if "upload" in one.crossing:
+        return [Kernel("upload", sum(map(_size, one.outputs)))]
+    if one.name == "convolution":
+        return _convolution(one)
+    if one.name == "convolution_backward":
+        return _convolution_backward(one)
+    if one.name in _NORMS or one.name in FUSED:
+        largest = max(map(_size, (*one.inputs, *one.outputs)))
+        kind: Kind = "norm" if one.name in _NORMS else "fused"
+        return [Kernel(kind, count * largest) for count in (_NORMS | FUSED)[one.name]]
+    read, written = (sum(_size(each) for each in some if each.device == "cuda") for some in (one.inputs, one.outputs))
+    if "::" in one.name:
+        return [Kernel("fused", read + written, one.flops)]
+    return [_plain(one, read, written)]
+
+
+def _plain(one: Operator, read: int, written: int) -> Kernel:
+    """Return the kernel of an operator that launches one."""
+    base = one.name.partition(".")[0]
+    if base.startswith("_foreach"):
+        return Kernel("foreach", read + written)
+    if base in _COPIES:
+        source, target = one.inputs[-1] if base == "copy_" else one.inputs[0], one.outputs[0]
+        turned = (_last(target) and _first(source)) or (_first(target) and _last(source))
+        return Kernel("layout" if turned else "pointwise", _size(source) + _size(target))
+    if base.startswith(_REDUCTIONS):
+        return Kernel("reduce", read + written)
+    if base.startswith("index_copy"):
+        return Kernel("gather", 2 * _size(one.inputs[-1]))
+    if base.startswith("index") or "gather" in base:
+        return Kernel("gather", 2 * written + sum(map(_size, one.inputs[1:])))
+    sampled = "upsample" in base or "grid_sampler" in base or "pool" in base
+    return Kernel("sample" if sampled else "pointwise", read + written, one.flops)
+
+
+def _convolution(one: Operator) -> list[Kernel]:
+    (image, weight, *bias), (result,) = one.inputs, one.outputs
+    found = _turned(result, image)
+    found.append(Kernel("convolution", sum(map(_size, (image, weight, result))), one.flops))
+    return [*found, Kernel("pointwise", 2 * _size(result))] if bias else found
+
+
+def _convolution_backward(one: Operator) -> list[Kernel]:
+    gradient, image, weight = one.inputs[:3]
+    found = [*_turned(image, gradient), *_turned(weight, image), *([] if _last(image) else _turned(weight, gradient))]
+    moved = sum(map(_size, (gradient, image, weight)))
+    parts = [each for each in one.outputs if len(each.shape) >= 4]  # of the image, where it is wanted, and the weight
+    found += [Kernel("convolution", moved, one.flops // len(parts))] * len(parts)
+    return [*found, Kernel("reduce", _size(gradient))] if any(len(each.shape) == 1 for each in one.outputs) else found
+
+
+def _turned(like: Layout, other: Layout) -> list[Kernel]:
+    """Return the kernel that lays a tensor out with its channels last, as another is; none where it is so."""
+    return [Kernel("layout", 2 * _size(other))] if _last(like) and _first(other) else []
+
+
+def _last(one: Layout) -> bool:
+    """Return whether the channels, more than one, lie innermost."""
+    return len(one.shape) in (4, 5) and one.shape[1] > 1 and one.strides[1] == 1
+
+
+def _first(one: Layout) -> bool:
+    inner = prod(one.shape[2:])
+    return len(one.shape) in (4, 5) and one.shape[1] > 1 and one.strides[-1] == 1 and one.strides[1] == inner > 1
+
+
+def _wide(one: Layout) -> bool:
+    return one.dtype == "float32" and len(one.shape) >= 4
+
+
+def _size(one: Layout) -> int:
+    """Return the bytes that are touched of a tensor: those of an axis that is expanded once."""
+    return _SIZES[one.dtype] * prod(side for side, stride in zip(one.shape, one.strides, strict=True) if stride)

@@ -1,0 +1,184 @@
+"""A CUDA device without memory or numbers: what runs on it is written down, operator by operator.
+
+Tensors on the CPU stay real, so that data are read, prepared and drawn from as ever. Those on cuda:0 have shape,
+strides and dtype alone. What the host reads from the device are zeros.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from numbers import Number
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+MEMORY = 141 * 10**9
+"""Bytes of the device: those of an H200."""
+_NAME, _CAPABILITY = "fake H200", (9, 0)
+_ITEM, _EQUAL, _COPY = (getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "equal", "copy_"))
+_NOT_OPERATORS = ("prim::", "profiler::")
+
+
+class Layout(NamedTuple):
+    """A tensor: its shape, strides, dtype ("bfloat16") and device ("cuda" or "cpu")."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+class Operator(NamedTuple):
+    """An operator that ran with tensors of the device.
+
+    Args:
+        name: in ATen with its overload, "add_.Tensor"; another library's with its namespace.
+        stage: in which it ran.
+        inputs: tensors.
+        outputs: tensors.
+        scalars: numbers among its arguments, which a captured graph would keep.
+        crossing: "" or what crossed the bus or made the host wait: "upload" (from pinned memory, nothing waits),
+            "pageable upload", "host scalar" (a number from a tensor of the CPU), "download" (the host waits) or "wait".
+        flops: floating-point operations of convolutions and matrix products.
+    """
+
+    name: str
+    stage: str
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    scalars: tuple[Any, ...]
+    crossing: str
+    flops: int
+
+
+class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which cuda:0 is there; it keeps what ran as `operators`, each under the present `stage`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[Operator] = []
+        self.stage = ""
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Run an operator: for real where all of it lies on the CPU."""
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        inputs = [each for each in leaves if isinstance(each, Tensor)]
+        to = next((each.type for each in leaves if isinstance(each, torch.device)), None)
+        if to != "cuda" and not any(isinstance(each, FakeTensor) for each in inputs):
+            pinned = kwargs.pop("pin_memory", False)
+            made = func(*args, **kwargs)
+            return made.pin_memory() if pinned else made
+        known = tuple(map(_layout, inputs))  # before an operator that changes them
+        crossing = _crossing(func, inputs, to, bool(kwargs.get("non_blocking")))
+        result = self._run(func, args, kwargs, crossing)
+        if not func._schema.name.startswith(_NOT_OPERATORS) and not (func.is_view and not func._schema.is_mutable):
+            outputs = tuple(_layout(each) for each in tree_leaves(result) if isinstance(each, Tensor))
+            scalars = tuple(each for each in leaves if isinstance(each, Number))
+            count = flop_registry.get(func._overloadpacket)
+            flops = int(count(*args, **kwargs, out_val=result)) if count else 0
+            self.operators.append(Operator(_name(func), self.stage, known, outputs, scalars, crossing, flops))
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any, crossing: str) -> Any:  # noqa: ANN401
+        if crossing == "wait":
+            return args[0].dtype == torch.bool or func is _EQUAL or torch.zeros((), dtype=args[0].dtype).item()
+        if crossing != "download":
+            with self._fake:
+                return func(*args, **kwargs)
+        if func is _COPY:
+            return args[0].zero_()
+        return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+
+
+def _name(func: Any) -> str:  # noqa: ANN401 - an overload of an operator
+    overload = "" if func._overloadname == "default" else f".{func._overloadname}"
+    return str(func._schema.name.removeprefix("aten::")) + overload
+
+
+def _crossing(func: Any, inputs: list[Tensor], to: str | None, non_blocking: bool) -> str:  # noqa: ANN401
+    """Return what an operator moves between host and device (see `Operator`)."""
+    if func in (_ITEM, _EQUAL):
+        return "wait"
+    hosts = [each for each in inputs if each.device.type == "cpu"]
+    target = inputs[0] if func is _COPY else None
+    if to == "cpu" or (target is not None and target.device.type == "cpu"):
+        return "download"
+    if not hosts:
+        return ""
+    if target is None and to is None:
+        return "host scalar"
+    return "upload" if non_blocking and all(map(_is_pinned, hosts)) else "pageable upload"
+
+
+def _layout(tensor: Tensor) -> Layout:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Layout(tuple(tensor.shape), tuple(tensor.stride()), dtype, tensor.device.type)
+
+
+def _pin(tensor: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
+    tensor._medspeed_pinned = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def _is_pinned(tensor: Tensor, *_: Any) -> bool:  # noqa: ANN401
+    whole = tensor if tensor._base is None else tensor._base
+    return hasattr(tensor, "_medspeed_pinned") or hasattr(whole, "_medspeed_pinned")
+
+
+def _take_over(tensor: Tensor, changed: Tensor) -> None:
+    """Give a module's parameter another layout; torch's own way refuses what a fake mode has looked at."""
+    tensor.data = changed.data
+
+
+class _Event:
+    """In the place of a CUDA event: no time passes."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+    def elapsed_time(self, _: object) -> float:
+        return 1.0
+
+
+_STAND_INS: dict[str, Any] = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: False,
+    "_lazy_init": lambda: None,
+    "is_bf16_supported": lambda including_emulation=True: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "set_device": lambda device: None,
+    "synchronize": lambda device=None: None,
+    "get_device_name": lambda device=None: _NAME,
+    "get_device_capability": lambda device=None: _CAPABILITY,
+    "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+    "Event": _Event,
+}
+
+
+@contextmanager
+def fake_cuda() -> Iterator[FakeCuda]:
+    """Have the device for as long as the block runs; `shim.load` must have come before torch."""
+    import torch.cuda.amp.common as amp
+
+    changes: list[tuple[Any, str, Any]] = [(torch.cuda, name, value) for name, value in _STAND_INS.items()]
+    changes += [(Tensor, "pin_memory", _pin), (Tensor, "is_pinned", _is_pinned)]
+    changes += [(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()), (torch.utils, "swap_tensors", _take_over)]
+    changes += [(amp, "amp_definitely_not_available", lambda: False)]
+    changes += [(FakeTensorMode, "avoid_device_init", property(lambda self: True))]
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with ExitStack() as stack:
+            for place, name, value in changes:
+                stack.enter_context(patch.object(place, name, value))
+            yield stack.enter_context(FakeCuda())
+    finally:
+        torch._C._set_only_lift_cpu_tensors(False)

@@ -1,0 +1,67 @@
+"""The shim that lets a CPU build of torch take tensors on cuda:0: built at need, loaded before torch."""
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("shim.cpp")
+
+
+def why_not() -> str | None:
+    """Return why there can be no shim here: no compiler, or a torch that has CUDA itself; None where there can."""
+    version = (_torch() / "version.py").read_text(encoding="utf-8")
+    if re.search(r"^cuda\b.*= None$", version, re.MULTILINE) is None:
+        return "torch is built for CUDA; the fake device needs the CPU build"
+    return None if _compiler() else "no C++ compiler: install g++, or name one in the variable CXX"
+
+
+def load() -> None:
+    """Build the shim, unless it lies in the cache, and load it.
+
+    Raises:
+        RuntimeError: there can be none here (see `why_not`), or the compiler refused.
+    """
+    assert "torch" not in sys.modules, "torch looks for CUDA once, when it is loaded"
+    if reason := why_not():
+        raise RuntimeError(f"fake CUDA: {reason}")
+    shim = _build()
+    for library in (_torch() / "lib" / "libc10.so", _torch() / "lib" / "libtorch_cpu.so", shim):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def _build() -> Path:
+    torch = _torch()
+    key = hashlib.sha256(_SOURCE.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
+    path = Path("~/.cache/medspeed/fake_cuda").expanduser() / f"shim-{key}.so"
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # several processes may build it at once
+        part = Path(folder) / path.name
+        words = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch / 'include'}", str(_SOURCE)]
+        command = [_compiler(), *words, f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(part)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"fake CUDA: {' '.join(command)}: {done.stderr.strip()[:2000]}")
+        part.replace(path)
+    return path
+
+
+def _compiler() -> str:
+    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    return found or ""
+
+
+def _torch() -> Path:
+    """Return torch's folder; it is not loaded."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent

@@ -1,0 +1,131 @@
+"""The apps' own batches, training steps and validations, run on the fake device from tiny data made here."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import nibabel as nib
+import numpy as np
+import torch
+from PIL import Image
+
+from apps.opening import open_training, parse_flags
+from benchmarks.fake_cuda.device import FakeCuda, Operator, fake_cuda
+from common.training.fit import Setup, train_step
+from common.training.setup import start_run
+
+RATES = (0.010, 0.009)
+"""Learning rates of the steps that are written down; one more comes before them, which sets up."""
+VARIANTS: Mapping[str, Sequence[str]] = {
+    "bf16": (),
+    "fp16": ("--precision", "fp16"),
+    "bf16 in 2 parts": ("--parallel.accumulate", "2"),
+}
+"""What is counted of each app's recipe fast: flags by name."""
+_SIDE, _CASES = 24, 5  # of a tiny volume; crops and windows are filled up with zeros
+_PATCH, _TRAINING, _VALIDATION = 224, 256, 32
+_NAMES = {
+    "spleen": ("Spleen", ("CT",), ("background", "spleen")),
+    "brats": ("Heads", ("FLAIR", "T1w", "T1gd", "T2w"), ("none", "edema", "non-enhancing tumor", "enhancing tumor")),
+}  # fmt: skip
+
+
+def flags_of(app: str, variant: str) -> Sequence[str]:
+    """Return the flags of an app's variant; the batch of brats is one crop, which has no parts."""
+    crops = ("--batch_size", "2") if app == "brats" and "parts" in variant else ()
+    return (*VARIANTS[variant], *crops)
+
+
+class Opened(NamedTuple):
+    """A training on the fake device, at the moment before it begins.
+
+    Args:
+        mode: writes down what runs.
+        config: decided.
+        setup: what is trained.
+    """
+
+    mode: FakeCuda
+    config: Any
+    setup: Setup
+
+    def steps(self) -> list[list[Operator]]:
+        """Return what ran in steps at the `RATES`: the making of a batch (stage "batch"), then the rest ("train")."""
+        setup, found = self.setup, []
+        scaler = torch.amp.GradScaler("cuda", enabled=setup.precision == "fp16")
+        setup.network.train()
+        for number, rate in enumerate((RATES[0], *RATES)):
+            self.mode.operators, self.mode.stage = [], "batch"
+            with closing(setup.batches.epoch(number)) as batches:  # type: ignore[type-var]  # a generator
+                batch = next(batches)
+            self.mode.stage, parts = "train", self.config.parallel.accumulate
+            loss, optimizer = setup.loss_function, setup.optimizer
+            train_step(setup.network, batch, loss, optimizer, scaler, setup.precision, rate, parts)
+            found.append(self.mode.operators)
+        return found[1:]
+
+    def validation(self) -> list[Operator]:
+        """Return what ran in a validation: of one case, or of a few patches."""
+        self.mode.operators, self.mode.stage = [], "validate"
+        self.setup.validate(self.setup.network, lambda: None)
+        return self.mode.operators
+
+
+@contextmanager
+def opened(app: str, data: Path, flags: Sequence[str] = ()) -> Iterator[Opened]:
+    """Open an app's training by the recipe fast, in bf16 and with the sizes that it takes on a GPU.
+
+    Args:
+        app: name of its folder.
+        data: as `write_data` made it; what is prepared of it is kept beside it.
+        flags: of its `train.py`, which win.
+    """
+    words = ["--data", str(data), "--store", str(data.with_name("store")), "--device", "cuda", "--precision", "bf16"]
+    if app in _NAMES:
+        usual = import_module(f"apps.{app}.train").DEFAULTS["cuda"]
+        words += ["--crop_size", str(list(usual.crop)), "--windows.size", str(list(usual.window))]
+    with TemporaryDirectory() as folder, redirect_stdout(sys.stderr), fake_cuda() as mode:
+        parsed = parse_flags(app, [*words, "--run", f"{folder}/run", *flags])
+        with start_run(parsed) as run:
+            yield Opened(mode, *open_training(parsed, run))
+
+
+def write_data(app: str, folder: Path) -> Path:
+    """Write tiny data that an app takes, for batches as large as on a GPU; return the folder."""
+    folder.mkdir(parents=True)
+    if app in _NAMES:
+        _write_volumes(folder, *_NAMES[app])
+    else:
+        _write_patches(folder)
+    return folder
+
+
+def _write_volumes(folder: Path, name: str, modality: Sequence[str], labels: Sequence[str]) -> None:
+    truth = np.zeros((_SIDE,) * 3, np.int16)
+    for number in range(1, len(labels)):
+        truth[4 * number : 4 * number + 4, 4:20, 4:20] = number
+    image = np.squeeze(np.stack([100 * truth + 10] * len(modality), 3))
+    for part, voxels in (("imagesTr", image), ("labelsTr", truth)):
+        (folder / part).mkdir()
+        for case in range(_CASES):
+            nib.save(nib.Nifti1Image(voxels, np.diag([1.5, 1.5, 2.0, 1.0])), folder / part / f"{case}.nii")
+    content = {
+        "name": name,
+        "modality": dict(enumerate(modality)),
+        "labels": dict(enumerate(labels)),
+        "training": [{"image": f"./imagesTr/{case}.nii", "label": f"./labelsTr/{case}.nii"} for case in range(_CASES)],
+    }
+    (folder / "dataset.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def _write_patches(folder: Path) -> None:
+    rows = ["image,label,split"]
+    for number in range(_TRAINING + _VALIDATION):
+        Image.new("RGB", (_PATCH, _PATCH), (number % 256, 64, 128)).save(folder / f"{number}.png")
+        rows.append(f"{number}.png,{number % 2},{'train' if number < _TRAINING else 'val'}")
+    (folder / "labels.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
