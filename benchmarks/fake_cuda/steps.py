@@ -70,9 +70,10 @@ class Opened(NamedTuple):
         return found[1:]
 
     def validation(self) -> list[Operator]:
-        """Return what ran in a validation: of one case, or of a few patches."""
-        self.mode.operators, self.mode.stage = [], "validate"
-        self.setup.validate(self.setup.network, lambda: None)
+        """Return what ran in a validation: of one case, or of a few patches; one before it sets up."""
+        for _ in range(2):
+            self.mode.operators, self.mode.stage = [], "validate"
+            self.setup.validate(self.setup.network, lambda: None)
         return self.mode.operators
 
 
