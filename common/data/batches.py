@@ -52,6 +52,11 @@ class Batches(Protocol):
         """Whether `epoch` can start at any step; else at the first only."""
         ...
 
+    @property
+    def made_on_device(self) -> bool:
+        """Whether each batch is made there, and like the others but for its numbers."""
+        ...
+
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the batches of one epoch, from a step on; the same for the same arguments, whatever ran before."""
         ...
@@ -81,6 +86,11 @@ class KeyedBatches:
     each: int
     prefetch_for: torch.device | None = None
     resumes_within_epoch = True
+
+    @property
+    def made_on_device(self) -> bool:
+        """Whether no batch keeps the CPU busy."""
+        return self.prefetch_for is None
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the batches of one epoch, from a step on.

@@ -40,6 +40,7 @@ class MonaiBatches:
     to_batch: Callable[[Any], Batch]
     seed: int
     resumes_within_epoch = False
+    made_on_device = False
 
     @property
     def steps_per_epoch(self) -> int:

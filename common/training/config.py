@@ -61,17 +61,15 @@ class TrainingConfig:
         learning_rate: at the first step.
         schedule: of the learning rate over all steps.
         epochs: passes over the training data.
-        precision: fp32, bf16, fp16 (with loss scaling) or auto (bf16 where the device computes it; with the recipe
-            guide what its autocast does: fp16 on a GPU, fp32 on a CPU).
+        precision: fp32, bf16, fp16 (scaled) or auto (bf16 where the device computes it; guide: fp16 on a GPU, else fp32).
         compile: compile the network with torch.compile.
         kernels: on a GPU: auto (fused where this device shows them right and faster), fused (where right) or torch.
+        graph: on a GPU: auto (each step as one CUDA graph, where a trial shows that right and faster) or off.
         validate_every: epochs between validations; null validates about ten times.
-        until: a target such as "dice=0.90" (pathology: "auc=0.95"): the run ends when three validations in a row have
-            reached it, instead of after all epochs.
+        until: a target, "dice=0.90" (pathology: "auc=0.95"): the run ends once three validations in a row reach it.
         engine: TensorRT flavour to build for: auto, tensorrt, tensorrt_rtx or none.
         fast_dev_run: try the whole way on a few cases: two steps, each validated, export, summary; no figure counts.
-        profile: what some steps are recorded with: nothing, torch (profiler: a Chrome trace, the top operations and
-            waits, in the run's folder profile) or nvtx (ranges for Nsight Systems, all steps).
+        profile: nothing, torch (the profiler, of some steps, in the run's folder profile) or nvtx (for Nsight Systems).
         parallel: shares of a batch
     """
 
@@ -92,6 +90,7 @@ class TrainingConfig:
     precision: Literal["auto", Precision] = "auto"
     compile: bool = False
     kernels: Literal["auto", "torch", "fused"] = "auto"
+    graph: Literal["auto", "off"] = "auto"
     validate_every: int | None = None
     until: str | None = None
     engine: Literal["auto", "tensorrt", "tensorrt_rtx", "none"] = "auto"
@@ -106,7 +105,8 @@ class TrainingConfig:
     )  # fmt: skip
     # What may differ when a run goes on: where its data lie now, what computes.
     RESUMABLE: ClassVar[tuple[str, ...]] = (
-        "resume", "data", "store", "device", "workers", "engine", "until", "profile", "kernels", "parallel.accumulate",
+        "resume", "data", "store", "device", "workers", "engine", "until", "profile", "kernels", "graph",
+        "parallel.accumulate",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

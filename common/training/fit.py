@@ -1,16 +1,13 @@
 """The only training loop."""
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,11 +16,12 @@ from common.data.batches import Batch, Batches
 from common.inference.model import load_weights, save_weights
 from common.inference.options import Precision
 from common.observe.roofline import distance_to_limit
-from common.ranks import Ranks
-from common.run import STOP_SIGNALS, Run
+from common.run import Run
 from common.training.config import TrainingConfig, decided
-from common.training.setup import OneStep, autocast, lr_factor, nan_as_zero
+from common.training.setup import OneStep, autocast, learning_rates, nan_as_zero
 from common.training.state import Log, TrainingState
+from common.training.steps import Steps, choose_steps
+from common.training.stopping import GracefulStop
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # From the network, and a function to call between cases (it raises when the run is to stop), to the metric.
@@ -110,7 +108,13 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16")
     state, timer = TrainingState(run, network, optimizer, scaler, per_epoch), StepTimer(run.device)
     state.restore()
-    parallel = ranks.parallel(network)
+    parallel = ranks.parallel(network.train())
+    steps = Steps(
+        lambda batch, rate: train_step(parallel, batch, setup.loss_function, optimizer, scaler, precision, rate, parts),
+        learning_rates(config, total),
+        state,
+    )
+    choose_steps(steps, batches, state.epoch, config, run)
     log = Log(run, config, total, state) if ranks.leader else None
     marked = spans_to("nvtx") if config.profile == "nvtx" else nullcontext()
     with GracefulStop(ranks, state.save) as stop, marked, closing(log) if log else nullcontext():
@@ -121,11 +125,10 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
             parallel.train()
             for step, batch in enumerate(timer.waited(batches.epoch(epoch, first_step)), first_step):
                 ranks.at_step(epoch * per_epoch + step + 1)  # the batch is there
-                rate = config.learning_rate * lr_factor(config.schedule, epoch * per_epoch + step, total)
                 shape = batch.image.shape
                 with timer.computing():
-                    loss = train_step(parallel, batch, setup.loss_function, optimizer, scaler, precision, rate, parts)
-                state.note_step(step, loss, batch.cases)
+                    steps(batch)
+                state.note_step(step, batch.cases)
                 if log:
                     with timer.host("logged"):
                         log.step(len(batch.cases) * ranks.world)
@@ -158,7 +161,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     return Fitted(best, state.best, state.best_epoch, state.last, state.steps_done, held, total_seconds, limit)
 
 
-def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop: "GracefulStop", run: Run) -> float:
+def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop: GracefulStop, run: Run) -> float:
     """Validate after an epoch, keep the weights if they are the best so far, and return the metric."""
     ranks = run.ranks
     if ranks.world > 1:  # nothing stops their validation, and torchrun may not wait
@@ -174,82 +177,6 @@ def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop:
     return value
 
 
-class GracefulStop:
-    """A context in which the first signal is a wish to stop after the step, and the second acts as usual.
-
-    The signals are `STOP_SIGNALS` and SIGINT.
-
-    With several ranks the signal reaches each at another step, or only one of them. They then agree: what one was told
-    counts for all at the step after, and further signals change nothing, so that the leader can save in peace
-    (torchrun kills what has not ended 30 seconds later).
-
-    Args:
-        ranks: the processes that must stop at the same step.
-        save: what is done before a validation is broken off.
-    """
-
-    def __init__(self, ranks: Ranks, save: Callable[[], None]) -> None:
-        self._ranks, self._save = ranks, save
-        self._number, self._agreed = 0, 0  # the signal that came to this process, and the one that counts for all
-        self._asked: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        """Take over the signals that are not ignored, as SIGHUP is under nohup."""
-        taken = [each for each in (*STOP_SIGNALS, signal.SIGINT) if signal.getsignal(each) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._note) for number in taken}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has come; with several ranks, whether all know of it."""
-        return bool(self._number if self._ranks.world == 1 else self._agreed)
-
-    def after_step(self) -> None:
-        """Take over what the ranks knew a step ago, and tell them what this one knows now; called at every step.
-
-        The answer travels while the next step runs, on the CPU, so neither host nor device waits for it.
-        """
-        if self._ranks.world > 1:
-            self._hear()
-            known = torch.tensor(self._number, dtype=torch.int32)
-            self._asked = known, dist.all_reduce(known, dist.ReduceOp.MAX, group=self._ranks.control, async_op=True)
-
-    def agree(self) -> None:
-        """Take over what the ranks know now; waits for them."""
-        self.after_step()
-        self._hear()
-
-    def exit_if_requested(self) -> None:
-        """End the program, if a signal has come, with the status that says which: 143 for SIGTERM."""
-        if self.requested:
-            self._ranks.leave()
-            raise SystemExit(128 + (self._agreed or self._number))
-
-    def check(self) -> None:
-        """Save and end the program, if a signal has come, in the midst of work: a rank that is alone may."""
-        if self.requested and self._ranks.world == 1:
-            self._save()
-            self.exit_if_requested()
-
-    def _hear(self) -> None:
-        if self._asked is not None:
-            known, work = self._asked
-            assert work is not None
-            work.wait()
-            self._agreed, self._asked = max(self._agreed, int(known)), None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._number = self._number or number
-        if self._ranks.world == 1:
-            self.__exit__()
-
-
 def train_step(
     network: nn.Module,
     batch: Batch,
@@ -257,13 +184,13 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     precision: Precision,
-    learning_rate: float,
+    learning_rate: float | torch.Tensor,
     accumulate: int = 1,
 ) -> torch.Tensor:
     """Do one step; return the loss, a scalar that stays on the device: the mean over the micro-batches.
 
     With fp16 the loss is scaled, and a step with non-finite gradients is skipped, inside the optimizer. The ranks
-    exchange their gradients once, in the last micro-batch.
+    exchange their gradients once, in the last micro-batch. Our Novograd reads a learning rate on the device there.
 
     Raises:
         ValueError: the batch does not divide into `accumulate` micro-batches.

@@ -30,6 +30,7 @@ class _GroupBuffers:
     moment_views: list[Tensor]  # `moment` as P tensors with the parameters' shapes and strides
     scratch_views: list[Tensor]
     second: Tensor  # [P]: moving average of the squared gradient norms
+    loose: list[int] | None = None  # which gradients have other strides, in axes of length 1; known from the first step
 
 
 class Novograd(torch.optim.Optimizer):
@@ -49,7 +50,8 @@ class Novograd(torch.optim.Optimizer):
 
     Args:
         params: parameters, or dicts of parameter groups; floating point, one dtype and one device per group.
-        lr: learning rate, at least 0; may be changed between steps, as schedulers do.
+        lr: learning rate, at least 0; may be changed between steps, as schedulers do. As a scalar tensor on the
+            parameters' device it is read there, so that a step which a CUDA graph repeats follows it.
 
     Source:
         Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments", arXiv:1905.11286.
@@ -64,7 +66,7 @@ class Novograd(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # no closure: nothing here needs the loss twice
         """Update every parameter that is not frozen."""
-        self._pack_new_groups()
+        self.pack()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for buffers, group in zip(self._buffers, self.param_groups, strict=True):
             _step_group(buffers, group["lr"], grad_scale, found_inf)
@@ -73,11 +75,13 @@ class Novograd(torch.optim.Optimizer):
         """Load a state made by `state_dict`; each parameter keeps its device, dtype and memory format."""
         super().load_state_dict(state_dict)
         self._buffers = []
-        self._pack_new_groups()  # at once: torch leaves what was loaded shared with `state_dict`
+        self.pack()  # at once: torch leaves what was loaded shared with `state_dict`
 
-    def _pack_new_groups(self) -> None:
+    def pack(self) -> list[Tensor]:
+        """Make the state of the groups that have none yet; return the few tensors that hold the state of all."""
         for group in self.param_groups[len(self._buffers) :]:
             self._buffers.append(_pack([each for each in group["params"] if each.requires_grad], self.state))
+        return [tensor for buffers in self._buffers for tensor in (buffers.moment, buffers.second)]
 
 
 def _pack(parameters: list[Tensor], state: dict[Tensor, Any]) -> _GroupBuffers:
@@ -116,19 +120,44 @@ def _views(flat: Tensor, parameters: list[Tensor], blocks: list[int]) -> list[Te
     ]
 
 
-def _step_group(buffers: _GroupBuffers, lr: float, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    gradients = [parameter.grad for parameter in buffers.parameters if parameter.grad is not None]
-    torch._foreach_copy_(buffers.scratch_views, gradients)  # refuses a parameter without one: as many are wanted
+def _step_group(
+    buffers: _GroupBuffers, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> None:
+    torch._foreach_copy_(buffers.scratch_views, _gradients(buffers))
     keep = None if found_inf is None else found_inf == 0  # whether the step counts, on the device
     before = buffers.moment if keep is None else buffers.moment.clone()
     divisor = _update_second_moments(buffers, grad_scale, keep)
     buffers.moment.mul_(_BETA1).addcdiv_(buffers.scratch, divisor.index_select(0, buffers.owner).unsqueeze(1))
-    update = buffers.moment_views
     if keep is not None:
         torch.where(keep, buffers.moment, before, out=buffers.moment)
-        torch.mul(buffers.moment, keep, out=buffers.scratch)
-        update = buffers.scratch_views
-    torch._foreach_add_(buffers.parameters, update, alpha=-lr)
+    if keep is None and not isinstance(lr, Tensor):
+        torch._foreach_add_(buffers.parameters, buffers.moment_views, alpha=-lr)
+        return
+    # A number beside the operator is part of what a CUDA graph repeats; a tensor is read anew.
+    torch.mul(buffers.moment, lr if keep is None else keep * lr, out=buffers.scratch)
+    torch._foreach_sub_(buffers.parameters, buffers.scratch_views)
+
+
+def _gradients(buffers: _GroupBuffers) -> list[Tensor]:
+    """Return the gradients with the strides of the buffer, which foreach kernels are only fast with.
+
+    In axes of length 1, as of a 1 x 1 x 1 kernel, a stride has no meaning, and libraries write what they like.
+    """
+    gradients = [parameter.grad for parameter in buffers.parameters if parameter.grad is not None]
+    assert len(gradients) == len(buffers.parameters), "each parameter that is not frozen has a gradient at each step"
+    if buffers.loose is None:
+        pairs = list(zip(gradients, buffers.scratch_views, strict=True))
+        buffers.loose = [place for place, (one, other) in enumerate(pairs) if one.stride() != other.stride()]
+        assert all(_meant(one) == _meant(other) for one, other in pairs), "a gradient is laid out unlike its parameter"
+    for place in buffers.loose:
+        view = buffers.scratch_views[place]
+        gradients[place] = gradients[place].as_strided(view.shape, view.stride())
+    return gradients
+
+
+def _meant(tensor: Tensor) -> list[int]:
+    """Return the strides of the axes that are longer than 1."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def _update_second_moments(buffers: _GroupBuffers, grad_scale: Tensor | None, keep: Tensor | None) -> Tensor:

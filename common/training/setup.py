@@ -78,6 +78,11 @@ def lr_factor(schedule: ScheduleName, step: int, total_steps: int) -> float:
     return SCHEDULES[schedule](step / total_steps)
 
 
+def learning_rates(config: TrainingConfig, total_steps: int) -> list[float]:
+    """Return the learning rate of each step of a run."""
+    return [config.learning_rate * lr_factor(config.schedule, step, total_steps) for step in range(total_steps)]
+
+
 def choose_precision(wish: Literal["auto", Precision], device: torch.device, deepest: Sequence[int] = ()) -> Precision:
     """Return the precision to train in; "auto" is bf16 where the device computes it in hardware, and rightly.
 
@@ -200,6 +205,11 @@ class OneStep:
     def resumes_within_epoch(self) -> bool:
         """Whether `epoch` can start at any step: as the other batches."""
         return self.batches.resumes_within_epoch
+
+    @property
+    def made_on_device(self) -> bool:
+        """As of the other batches."""
+        return self.batches.made_on_device
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the batch, unless it is done; what prepares the others ends then."""

@@ -22,6 +22,7 @@ from common.observe.profiler import StepProfiler
 from common.run import Run
 from common.training.checkpoint import load_checkpoint, save_checkpoint
 from common.training.config import TrainingConfig
+from common.training.optimizers import Novograd
 
 VALIDATIONS_HELD = 3
 """Validations in a row that must reach a target: one may be luck."""
@@ -45,6 +46,7 @@ class _Saved:
     scaler: dict[str, Any]
     random: torch.Tensor
     seconds: dict[str, float]
+    random_on_device: torch.Tensor | None = None
 
 
 class TrainingState:
@@ -56,6 +58,8 @@ class TrainingState:
         best: highest validation metric so far, after `best_epoch` epochs.
         last: metric of the last validation.
         recent: the metrics of the last validations, `VALIDATIONS_HELD` at most.
+        losses: [steps per epoch] float32 on the device, of the present epoch; what does the steps writes them.
+        optimizer: of the network's parameters.
     """
 
     def __init__(
@@ -71,21 +75,27 @@ class TrainingState:
         self.best, self.best_epoch, self.last = -math.inf, 0, math.nan
         self.recent: list[float] = []
         self._run, self._folder = run, run.directory / "checkpoints"
-        self._network, self._optimizer, self._scaler = network, optimizer, scaler
-        self._losses = torch.zeros(per_epoch, device=run.device)
+        self._network, self.optimizer, self._scaler = network, optimizer, scaler
+        self.losses = torch.zeros(per_epoch, device=run.device)
         self._cases: dict[int, tuple[str, ...]] = {}
         self._saved = time.monotonic()
 
     @property
     def steps_done(self) -> int:
         """Steps done in all epochs."""
-        return self.epoch * len(self._losses) + self.step
+        return self.epoch * len(self.losses) + self.step
 
-    def note_step(self, step: int, loss: torch.Tensor, cases: tuple[str, ...]) -> None:
-        """Keep the loss of a step, a scalar, on the device, and the names of its cases."""
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all that a step changes, but its loss: weights, buffers, the optimizer's state and the loss scale."""
+        self._scaler.scale(self.losses.new_zeros(()))  # makes those of the scale
+        scaling = [each for each in (self._scaler._scale, self._scaler._growth_tracker) if each is not None]
+        packed = self.optimizer.pack() if isinstance(self.optimizer, Novograd) else []
+        return [*self._network.parameters(), *self._network.buffers(), *packed, *scaling]
+
+    def note_step(self, step: int, cases: tuple[str, ...]) -> None:
+        """Count a step whose loss stands in its place, and keep the names of its cases."""
         if step == 0:
             self._cases.clear()
-        self._losses[step] = loss
         self._cases[step] = cases
         self.step = step + 1
 
@@ -116,10 +126,10 @@ class TrainingState:
         """
         weights = [value for value in self._network.state_dict().values() if value.is_floating_point()]
         sound = torch.stack(torch._foreach_norm(weights, math.inf)).isfinite().all()  # NaN where one is
-        *losses, finite = torch.cat([self._losses[: self.step], sound[None]]).tolist()
+        *losses, finite = torch.cat([self.losses[: self.step], sound[None]]).tolist()
         for step, loss in enumerate(losses):
             if not math.isfinite(loss):
-                number = self.epoch * len(self._losses) + step + 1
+                number = self.epoch * len(self.losses) + step + 1
                 cases = printable(", ".join(sorted(set(self._cases.get(step, ("unknown",))))))
                 raise FloatingPointError(
                     f"loss {loss} at step {number} (epoch {self.epoch + 1}), cases {cases}; the last checkpoint in "
@@ -143,12 +153,13 @@ class TrainingState:
             self._run.ranks.at_step(0)  # it may take long
             state = _Saved(
                 **{name: getattr(self, name) for name in _KEPT},
-                per_epoch=len(self._losses),
+                per_epoch=len(self.losses),
                 losses=self.checked(),
-                optimizer=self._optimizer.state_dict(),
+                optimizer=self.optimizer.state_dict(),
                 scaler=self._scaler.state_dict(),
                 random=torch.get_rng_state(),
                 seconds=self._run.clock.seconds(),
+                random_on_device=torch.cuda.get_rng_state(self._run.device) if self._on_cuda else None,
             )
             save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), vars(state))
         self._saved = time.monotonic()
@@ -162,6 +173,8 @@ class TrainingState:
         """
         found = self._run.ranks.once(lambda: load_checkpoint(self._folder))
         if found is None:
+            if self._on_cuda:
+                self._spread(torch.cuda.get_rng_state(self._run.device))
             return
         try:
             self._take_over(*found)
@@ -172,7 +185,7 @@ class TrainingState:
             ) from error
 
     def _take_over(self, weights: dict[str, torch.Tensor], content: Mapping[str, Any]) -> None:
-        state, per_epoch = from_json(_Saved, content), len(self._losses)
+        state, per_epoch = from_json(_Saved, content), len(self.losses)
         if state.per_epoch != per_epoch:
             raise ValueError(
                 f"the checkpoint has {state.per_epoch} steps per epoch, this run has {per_epoch}; the training cases "
@@ -181,13 +194,29 @@ class TrainingState:
         if state.epoch < 0 or not 0 <= state.step == len(state.losses) <= per_epoch:
             raise ValueError(f"epoch {state.epoch}, step {state.step} with {len(state.losses)} losses")
         self._network.load_state_dict(weights)
-        self._optimizer.load_state_dict(state.optimizer)
+        self.optimizer.load_state_dict(state.optimizer)
         self._scaler.load_state_dict(state.scaler)
         torch.set_rng_state(state.random)
+        if self._on_cuda and state.random_on_device is not None:
+            self._spread(state.random_on_device)
         for name in _KEPT:
             setattr(self, name, getattr(state, name))
-        self._losses[: self.step] = torch.tensor(state.losses, device=self._losses.device)
+        self.losses[: self.step] = torch.tensor(state.losses, device=self.losses.device)
         self._run.clock.carry_on(state.seconds)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._run.device.type == "cuda"
+
+    def _spread(self, leaders: torch.Tensor) -> None:
+        """Go on drawing as the leader's CUDA generator, but each rank numbers of its own: for dropout."""
+        torch.cuda.set_rng_state(random_of_rank(leaders, self._run.ranks.rank), self._run.device)
+
+
+def random_of_rank(state: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the state of a rank's CUDA generator from the leader's: eight bytes of seed, then eight of offset."""
+    seed, offset = state.view(torch.int64).tolist()
+    return torch.tensor([seed + rank, offset]).view(torch.uint8)
 
 
 class Log:

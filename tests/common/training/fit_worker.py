@@ -62,6 +62,7 @@ class TinyBatches:
     steps_per_epoch: int
     before: Callable[[int], None] = lambda step: None
     resumes_within_epoch: bool = True
+    made_on_device: bool = False
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         for step in range(first_step, self.steps_per_epoch):

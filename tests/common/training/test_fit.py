@@ -1,6 +1,3 @@
-import os
-import signal
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +9,7 @@ from common.data.preparation import PreparedCase
 from common.ranks import SINGLE, Ranks
 from common.run import Run
 from common.training.checkpoint import load_checkpoint, save_checkpoint
-from common.training.fit import GracefulStop, train_step
+from common.training.fit import train_step
 from common.training.losses import dice_ce
 from common.training.optimizers import build_optimizer
 from common.training.state import TrainingState
@@ -41,6 +38,11 @@ def batches(held):
     return crop_batches([held], 4, 2)
 
 
+def note(state, step, loss, *cases):
+    state.losses[step] = loss
+    state.note_step(step, cases)
+
+
 def run_in(folder, ranks=SINGLE):
     return Run(folder, CPU, Clock(), False, ranks)
 
@@ -61,7 +63,7 @@ def test_a_whole_fast_step_never_waits_for_the_device(precision, batches, tmp_pa
     with refuse_host_sync():
         for step, batch in enumerate(made, 1):
             loss = train_step(network, batch, dice_ce, optimizer, SCALER, precision, 0.01)
-            state.note_step(step, loss, batch.cases)
+            note(state, step, loss, *batch.cases)
     assert len(state.checked()) == batches.steps_per_epoch
 
 
@@ -108,7 +110,7 @@ def state_of(folder, per_epoch):
 def test_a_state_comes_back_whole(tmp_path):
     state = state_of(tmp_path, 3)
     state.epoch = 2
-    state.note_step(0, torch.tensor(0.5), ("a",))
+    note(state, 0, 0.5, "a")
     state.note_validation(0.75, 2)
     state.save()
     other = state_of(tmp_path, 3)
@@ -127,8 +129,8 @@ def test_another_number_of_steps_per_epoch_is_refused(tmp_path):
 def test_a_bad_loss_is_found_before_it_is_saved(tmp_path):
     state = state_of(tmp_path, 3)
     state.save()
-    state.note_step(0, torch.tensor(1.0), ("a",))
-    state.note_step(1, torch.tensor(float("inf")), ("b", "c"))
+    note(state, 0, 1.0, "a")
+    note(state, 1, float("inf"), "b", "c")
     with pytest.raises(FloatingPointError, match=r"loss inf at step 2 \(epoch 1\), cases b, c"):
         state.save()
     other = state_of(tmp_path, 3)
@@ -142,7 +144,7 @@ def test_weights_that_a_gradient_made_bad_are_never_saved(tmp_path):
     state.save()
     with torch.no_grad():
         state._network.weight[0, 1] = float("nan")
-    state.note_step(0, torch.tensor(1.0), ("a",))
+    note(state, 0, 1.0, "a")
     for look in (state.save, state.checked):
         with pytest.raises(FloatingPointError, match=r"weights that are not finite after step 1 \(epoch 1\)"):
             look()
@@ -170,7 +172,7 @@ def test_weights_that_a_gradient_made_bad_are_never_saved(tmp_path):
 )
 def test_a_damaged_state_is_one_line(tmp_path, name, value, words):
     state = state_of(tmp_path, 3)
-    state.note_step(0, torch.tensor(0.5), ("a",))
+    note(state, 0, 0.5, "a")
     state.save()
     weights, content = load_checkpoint(tmp_path / "checkpoints") or ({}, {})
     content[name] = value
@@ -199,100 +201,11 @@ def test_only_a_higher_metric_is_a_new_best(tmp_path):
 
 def test_a_rank_that_does_not_lead_saves_nothing(tmp_path):
     state = TrainingState(run_in(tmp_path, Ranks(rank=1, world=2)), nn.Linear(2, 2), make()[1], SCALER, 3)
-    state.note_step(0, torch.tensor(float("nan")), ("a",))
+    note(state, 0, float("nan"), "a")
     before = state.seconds_since_save()
     state.save()
     assert not list(tmp_path.iterdir())
     assert state.seconds_since_save() < before + 1  # and it counts from here, as the leader does
-
-
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
-)
-def test_the_first_signal_is_noted_and_names_the_exit_status(number, status):
-    saved: list[int] = []
-    with GracefulStop(SINGLE, lambda: saved.append(1)) as stop:
-        stop.check()
-        stop.exit_if_requested()
-        os.kill(os.getpid(), number)
-        assert stop.requested
-        for leave in (stop.check, stop.exit_if_requested):
-            with pytest.raises(SystemExit) as end:
-                leave()
-            assert end.value.code == status
-    assert saved == [1]
-
-
-def test_the_second_signal_acts_as_usual():
-    with GracefulStop(SINGLE, lambda: None):
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_the_handlers_come_back():
-    before = signal.getsignal(signal.SIGTERM)
-    with GracefulStop(SINGLE, lambda: None):
-        assert signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_under_nohup_a_closed_terminal_stops_nothing():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with GracefulStop(SINGLE, lambda: None) as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.requested
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-class Pair:
-    """Two ranks of which the other one knows `told`; stands for `torch.distributed` and for `Ranks`."""
-
-    world, control = 2, None
-
-    def __init__(self, monkeypatch):
-        self.told, self.waits, self.left = 0, 0, 0
-        monkeypatch.setattr("torch.distributed.all_reduce", self.all_reduce)
-
-    def all_reduce(self, known, *_, **__):
-        known.fill_(max(int(known), self.told))
-        return self
-
-    def wait(self):
-        self.waits += 1
-
-    def leave(self):
-        self.left += 1
-
-
-def test_what_another_rank_was_told_counts_one_step_later(monkeypatch):
-    pair = Pair(monkeypatch)
-    with GracefulStop(pair, list) as stop:  # type: ignore[arg-type]
-        stop.after_step()
-        pair.told = signal.SIGTERM
-        known = []
-        for _ in range(2):
-            stop.after_step()
-            known.append(stop.requested)
-        assert known == [False, True]
-        stop.check()  # several ranks never break off a validation
-        with pytest.raises(SystemExit) as end:
-            stop.exit_if_requested()
-    assert end.value.code == 143
-    assert (pair.waits, pair.left) == (2, 1)
-
-
-def test_among_several_the_own_signal_counts_only_when_all_know_and_a_second_changes_nothing(monkeypatch):
-    with GracefulStop(Pair(monkeypatch), list) as stop:  # type: ignore[arg-type]
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert not stop.requested
-        stop.agree()
-        with pytest.raises(SystemExit) as end:
-            stop.exit_if_requested()
-    assert end.value.code == 130
 
 
 @pytest.mark.gpu

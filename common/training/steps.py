@@ -1,0 +1,181 @@
+"""The steps of a run: launched by the host operator by operator, or each as one CUDA graph that was captured before.
+
+Which step it is, its learning rate and its loss lie on the device, so that a graph, which repeats the same operators on
+the same memory, does another step each time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from common.data.batches import Batch, Batches
+from common.inference.model import first_line
+from common.kernels import trust
+from common.run import Run
+from common.training.config import TrainingConfig
+from common.training.optimizers import Novograd
+from common.training.state import TrainingState
+
+Compute = Callable[[Batch, float | Tensor], Tensor]
+"""One step, from a batch and a learning rate to the loss, a scalar."""
+
+_WARM_UP = 3  # steps before a capture. Source: torch's notes on CUDA graphs
+_TRIAL_RATES = (1.0, 0.5, 0.25)  # of the first rate, in the steps that are tried: one that stood still would show
+_TOLERANCE = 0.02  # of each loss and of how far each tensor moved: some kernels add in another order each time
+
+
+class Steps:
+    """Does the steps of a run in turn; each writes its loss into the state's and counts itself, on the device.
+
+    Args:
+        compute: one step.
+        rates: learning rate of each step of the run.
+        state: of the run; the steps go on where it stands.
+    """
+
+    def __init__(self, compute: Compute, rates: Sequence[float], state: TrainingState) -> None:
+        self._compute, self._rates, self.state, self._done = compute, rates, state, state.steps_done
+        self._losses, device = state.losses, state.losses.device
+        tried = [rates[0] * part for part in _TRIAL_RATES]
+        self._table = torch.tensor([*rates, *tried], dtype=torch.float32, device=device)
+        self._number = torch.tensor([self._done], device=device)  # of the next step, from 0
+        self._reads_rate = isinstance(state.optimizer, Novograd)  # the others take a number of the host's
+        self.sample: Batch | None = None  # its memory holds the batch of a captured step
+        self._replay: Callable[[], object] | None = None
+
+    def __call__(self, batch: Batch) -> None:
+        """Do the next step; the host waits for nothing."""
+        if self._replay is not None and self.sample is not None and _layout(batch) == _layout(self.sample):
+            self.sample.image.copy_(batch.image)
+            self.sample.label.copy_(batch.label)
+            self._replay()
+        else:
+            self._step(batch)
+        self._done += 1
+
+    def eager(self) -> list[Tensor]:
+        """Try a few eager steps on the sample; return what shows whether others do the same (see `choose_steps`)."""
+        return self._outcome(self._on_sample)
+
+    def captured(self) -> list[Tensor]:
+        """Likewise try a few steps that repeat one, which is captured before; from here on the run's are of this kind.
+
+        Raises:
+            RuntimeError: whatever a driver, a library or the memory refuses; the run's steps stay eager.
+        """
+        if self._replay is None:
+            with self._undone():
+                self._replay = record(self._on_sample)
+        return self._outcome(self._replay)
+
+    def release(self) -> None:
+        """Do the run's steps eagerly, and give the memory of the captured one back."""
+        self._replay, self.sample = None, None
+
+    def _step(self, batch: Batch) -> None:
+        on_device = self._table.index_select(0, self._number).squeeze(0)
+        loss = self._compute(batch, on_device if self._reads_rate else self._rates[self._done]).detach()
+        place = self._number.remainder(len(self._losses))
+        self._losses.index_copy_(0, place, loss.reshape(1).to(self._losses.dtype))
+        self._number.add_(1)
+
+    def _on_sample(self) -> None:
+        assert self.sample is not None
+        self._step(self.sample)
+
+    def _changed(self) -> list[Tensor]:
+        return [tensor.detach() for tensor in (*self.state.tensors(), self._losses, self._number)]
+
+    @contextmanager
+    def _undone(self) -> Iterator[list[Tensor]]:
+        """Let steps be tried, at the rates for it; yield what they change as it was, and put it back in the end."""
+        changed, device = self._changed(), self._losses.device
+        kept = [tensor.clone() for tensor in changed]
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+                self._number.fill_(len(self._rates))
+                yield kept
+        finally:
+            self.state.optimizer.zero_grad(set_to_none=True)
+            torch._foreach_copy_(changed, kept)
+
+    def _outcome(self, step: Callable[[], object]) -> list[Tensor]:
+        """Return the losses of a few steps, and how far each tensor that they change has moved, as scalars."""
+        found = []
+        with self._undone() as kept:
+            for _ in _TRIAL_RATES:
+                place = self._number.remainder(len(self._losses))
+                step()
+                found.append(self._losses.index_select(0, place))
+            pairs = zip(self._changed(), kept, strict=True)
+            return [*found, *torch._foreach_norm([now - was for now, was in pairs if now.is_floating_point()])]
+
+
+def why_eager(batches: Batches, state: TrainingState, config: TrainingConfig, run: Run) -> str | None:
+    """Return why no graph is to be captured; None where one is."""
+    if config.graph == "off":
+        return "--graph off"
+    if run.device.type != "cuda":
+        return f"a {run.device.type} has no CUDA graphs"
+    if run.ranks.world > 1:
+        return "several ranks exchange gradients"
+    if not isinstance(state.optimizer, Novograd):
+        return f"the optimizer {config.optimizer} takes its rate from the host"
+    return None if batches.made_on_device else "the batches are not made on the device"
+
+
+def record(body: Callable[[], object]) -> Callable[[], object]:
+    """Capture what `body` launches as a CUDA graph, and return what launches that.
+
+    Some steps run before, on a stream of their own, as torch asks: libraries choose and allocate then. Other threads
+    may load cases meanwhile: only this thread's calls can break the capture.
+    """
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UP):
+            body()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        body()
+    return graph.replay
+
+
+def choose_steps(steps: Steps, batches: Batches, epoch: int, config: TrainingConfig, run: Run) -> None:
+    """Capture the steps where `--graph` and the parts of the run allow it, and a trial shows them right and faster.
+
+    The trial compares losses, at rates that fall by half, and how far weights and state move.
+    """
+    reason = why_eager(batches, steps.state, config, run)
+    with run.clock.stage("compile"):
+        if reason is None:
+            with closing(batches.epoch(epoch)) as made:  # type: ignore[type-var]
+                sample = next(made)
+            reason = _tried(steps, sample, config, run)
+    run.say(f"steps: eager ({reason})" if reason else "steps: each one CUDA graph")
+
+
+def _tried(steps: Steps, sample: Batch, config: TrainingConfig, run: Run) -> str | None:
+    """Capture the steps where a trial, or an earlier one of the same code, says so; return why not."""
+    steps.sample = Batch(sample.image.clone(), sample.label.clone(), sample.cases)
+    code = crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+    about = f"{config.APP}, {_layout(sample)}, {config.precision}, by {config.parallel.accumulate}, code {code:08x}"
+    trial = trust.Trial("captured step", steps.captured, steps.eager, _TOLERANCE, about)
+    try:
+        if trust.choose([trial], "auto", config.store, run.say):
+            steps.captured()
+            return None
+        reason = "the trial above"
+    except RuntimeError as error:
+        reason = f"the capture failed: {first_line(error)}"
+    steps.release()
+    return reason
+
+
+def _layout(batch: Batch) -> list[tuple[list[int], torch.dtype]]:
+    return [(list(each.shape), each.dtype) for each in (batch.image, batch.label)]
