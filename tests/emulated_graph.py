@@ -42,12 +42,9 @@ class Trace(TorchDispatchMode):
             for name, found in leaves
         ]
 
+    @torch.no_grad()
     def replay(self) -> None:
         """Run the operators again; what they give lands where it landed the first time."""
-        with torch.no_grad():
-            self._again()
-
-    def _again(self) -> None:
         for func, args, kwargs, out in self.operators:
             for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, Tensor) and old.numel() and old.data_ptr() != new.data_ptr():
@@ -57,7 +54,8 @@ class Trace(TorchDispatchMode):
 def record(body: Callable[[], object]) -> Callable[[], object]:
     """Stand for `common.training.steps.record`."""
     body()
-    with Trace() as trace:
+    trace = Trace()
+    with trace:
         body()
     return trace.replay
 

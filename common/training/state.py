@@ -87,8 +87,8 @@ class TrainingState:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all that a step changes, but its loss: weights, buffers, the optimizer's state and the loss scale."""
-        self._scaler.scale(self.losses.new_zeros(()))  # makes those of the scale
-        scaling = [each for each in (self._scaler._scale, self._scaler._growth_tracker) if each is not None]
+        self._scaler.scale(self.losses.new_zeros(()))  # makes those of the scale, where it is used
+        scaling = [each for each in vars(self._scaler).values() if isinstance(each, torch.Tensor)]
         packed = self.optimizer.pack() if isinstance(self.optimizer, Novograd) else []
         return [*self._network.parameters(), *self._network.buffers(), *packed, *scaling]
 

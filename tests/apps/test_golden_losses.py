@@ -11,6 +11,7 @@ import pytest
 
 from tests import golden
 from tests.common.rank_programs import start_ranks  # noqa: F401 - a fixture
+from tests.emulated_graph import emulated
 
 # Of the loss. Without AVX-512, and with one thread instead of two, the losses differ by 3e-7 (volumes) to 2e-4
 # (patches); a smoothing term or a decay that is another shows as 1e-3 and more.
@@ -38,6 +39,15 @@ def test_every_recipe_of_every_app_is_held():
 @pytest.mark.parametrize("name", golden.RUNS)
 def test_losses_are_those_of_before(name, data, golden_store, tmp_path):
     assert golden.losses(name, tmp_path / "run", golden_store, data) == pytest.approx(KNOWN[name], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["spleen-fast", "brats-fast", "pathology-fast"])
+def test_losses_of_captured_steps_are_those_of_before(name, data, golden_store, tmp_path, monkeypatch):
+    with emulated(monkeypatch):
+        found = golden.losses(name, tmp_path / "run", golden_store, data)
+    assert "steps: each one CUDA graph" in (tmp_path / "run" / "run.log").read_text()
+    assert found == pytest.approx(KNOWN[name], rel=TOLERANCE)
 
 
 def test_losses_of_a_stopped_and_resumed_run_are_those_of_a_whole_one(data, golden_store, tmp_path, monkeypatch):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from common.training.checkpoint import load_checkpoint, save_checkpoint
 from common.training.fit import train_step
 from common.training.losses import dice_ce
 from common.training.optimizers import build_optimizer
-from common.training.state import TrainingState
+from common.training.state import TrainingState, random_of_rank
 from models.unet3d import unet3d
 from tests.support import count_operators, refuse_host_sync
 
@@ -41,6 +43,15 @@ def batches(held):
 def note(state, step, loss, *cases):
     state.losses[step] = loss
     state.note_step(step, cases)
+
+
+class Rank(Ranks):
+    """A rank that leads itself, whatever its number."""
+
+    leader = True
+
+    def __init__(self, rank):
+        super().__init__(rank)
 
 
 def run_in(folder, ranks=SINGLE):
@@ -118,6 +129,37 @@ def test_a_state_comes_back_whole(tmp_path):
     assert (other.epoch, other.step, other.steps_done) == (2, 1, 7)
     assert other.checked() == [0.5]
     assert (other.best, other.best_epoch) == (0.75, 2)
+
+
+def test_each_rank_draws_random_numbers_of_its_own_on_cuda():
+    leaders = torch.tensor([7, 40]).view(torch.uint8)  # a seed and an offset, as CUDA's generator has them
+    assert [random_of_rank(leaders, rank).view(torch.int64).tolist() for rank in (0, 3)] == [[7, 40], [10, 40]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_random_numbers_of_cuda_go_on_where_the_checkpoint_stands(rank, tmp_path, monkeypatch):
+    device = {"state": torch.tensor([5, 12]).view(torch.uint8)}
+    monkeypatch.setattr(TrainingState, "_on_cuda", True)
+    monkeypatch.setattr("torch.cuda.get_rng_state", lambda _: device["state"])
+    monkeypatch.setattr("torch.cuda.set_rng_state", lambda state, _: device.update(state=state))
+    for found in (12, 4096):
+        state = TrainingState(run_in(tmp_path, Rank(rank)), nn.Linear(2, 2), make()[1], SCALER, 3)
+        state.restore()
+        assert device["state"].view(torch.int64).tolist() == [5 + rank, found]
+        device["state"] = torch.tensor([5, 4096]).view(torch.uint8)
+        state.save()
+
+
+@pytest.mark.gpu
+def test_dropout_on_the_gpu_goes_on_to_the_bit(tmp_path):
+    run, ones = replace(run_in(tmp_path), device=torch.device("cuda")), torch.ones(1000, device="cuda")
+    network = nn.Linear(2, 2).cuda()
+    states = [TrainingState(run, network, torch.optim.Adam(network.parameters()), SCALER, 3) for _ in range(2)]
+    nn.functional.dropout(ones)
+    states[0].save()
+    wanted = nn.functional.dropout(ones)
+    states[1].restore()
+    assert torch.equal(nn.functional.dropout(ones), wanted)
 
 
 def test_another_number_of_steps_per_epoch_is_refused(tmp_path):

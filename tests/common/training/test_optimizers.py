@@ -103,6 +103,46 @@ def test_frozen_parameters_and_an_added_group():
     assert largest_difference(ours, theirs) < 1e-7
 
 
+def test_a_rate_on_the_device_equals_the_same_number():
+    networks = [small_network(), small_network()]
+    numbers, tensors = (Novograd(network.parameters()) for network in networks)
+    for step in range(10):
+        rate = 0.01 / (1 + step)
+        for network, optimizer, lr in zip(networks, (numbers, tensors), (rate, torch.tensor(rate)), strict=True):
+            backward(network, step)
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+    assert largest_difference(*networks) < 1e-7
+
+
+def test_gradients_of_other_strides_in_axes_of_length_1_stay_on_the_fast_path(monkeypatch):
+    copied: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    copy_ = torch._foreach_copy_
+
+    def noted(to, given):
+        copied.append((to, given))
+        copy_(to, given)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    ours, theirs = (nn.Parameter(torch.ones(3, 4, 1, 1).to(memory_format=torch.channels_last)) for _ in range(2))
+    optimizer, plain = Novograd([ours]), Novograd([theirs])
+    for _ in range(2):
+        gradient = torch.arange(12.0).view(3, 4, 1, 1)
+        ours.grad = gradient.as_strided((3, 4, 1, 1), (4, 1, 1, 1))
+        theirs.grad = gradient.to(memory_format=torch.channels_last)
+        optimizer.step()
+        plain.step()
+    assert torch.equal(ours, theirs)
+    assert all(view.stride() == given.stride() for to, those in copied for view, given in zip(to, those, strict=True))
+
+
+def test_a_gradient_laid_out_unlike_its_parameter_is_a_programmers_error():
+    weight = nn.Parameter(torch.ones(3, 4))
+    weight.grad = torch.ones(4, 3).t()
+    with pytest.raises(AssertionError, match="laid out unlike"):
+        Novograd([weight]).step()
+
+
 def test_first_step_by_hand():
     weight = nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = Novograd([weight], lr=0.1)
