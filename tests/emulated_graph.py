@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from common.kernels import trust
 from common.kernels.trust import Trial, difference
 from common.training import steps
 
@@ -71,5 +72,5 @@ def emulated(monkeypatch: Any) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(steps, "why_eager", lambda *_: None)
         patch.setattr(steps, "record", record)
-        patch.setattr(steps.trust, "choose", tried)
+        patch.setattr(trust, "choose", tried)
         yield

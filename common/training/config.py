@@ -61,7 +61,7 @@ class TrainingConfig:
         learning_rate: at the first step.
         schedule: of the learning rate over all steps.
         epochs: passes over the training data.
-        precision: fp32, bf16, fp16 (scaled) or auto (bf16 where the device computes it; guide: fp16 on GPUs, else fp32).
+        precision: fp32, bf16, fp16 (scaled) or auto (bf16 where the device computes it; guide: fp16 on GPUs, or fp32).
         compile: compile the network with torch.compile.
         kernels: on a GPU: auto (fused where this device shows them right and faster), fused (where right) or torch.
         graph: on a GPU: auto (each step as one CUDA graph, where a trial shows that right and faster) or off.
