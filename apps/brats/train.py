@@ -7,7 +7,6 @@ if __name__ == "__main__":
 
 from dataclasses import asdict
 
-from apps.brats import guide
 from apps.brats.choose import DEFAULTS, choose
 from apps.brats.regions import choose_labelling
 from common.inference.model import VolumeModel
@@ -51,7 +50,11 @@ def resolve(config: BratsConfig, data: Data, run: Run) -> tuple[BratsConfig, Vol
 
 def setup(config: BratsConfig, data: Data, model: VolumeModel, run: Run) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
-    return volume_setup(config, data, model, guide.transforms, run)
+    if config.ours:
+        return volume_setup(config, data, model, None, run)
+    from apps.brats.guide import transforms  # here: MONAI takes longer to load than all the rest
+
+    return volume_setup(config, data, model, transforms(config, model.preparation, run.device), run)
 
 
 if __name__ == "__main__":

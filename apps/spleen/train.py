@@ -5,7 +5,6 @@ from apps.spleen.config import RESIDUAL_UNITS, SpleenConfig, parse
 if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
-from apps.spleen import guide
 from common.data.preparation import Preparation
 from common.inference.labels import one_region_per_label
 from common.inference.model import VolumeModel
@@ -61,7 +60,11 @@ def resolve(config: SpleenConfig, data: Data, run: Run) -> tuple[SpleenConfig, V
 
 def setup(config: SpleenConfig, data: Data, model: VolumeModel, run: Run) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
-    return volume_setup(config, data, model, guide.transforms, run)
+    if config.ours:
+        return volume_setup(config, data, model, None, run)
+    from apps.spleen.guide import transforms  # here: MONAI takes longer to load than all the rest
+
+    return volume_setup(config, data, model, transforms(config, model.preparation, run.device), run)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ from typing import Self
 import numpy as np
 import psutil
 import torch
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from common.files import write_text
-from common.observe.plots import draw_curve, save_png, style
 
 _log = logging.getLogger(__name__)
 
@@ -149,6 +147,10 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
     lines = _read_lines(csv_path)
     if not lines:
         return
+    from matplotlib.figure import Figure  # here, as what draws with it: the start of a run has no need of it
+
+    from common.observe.plots import draw_curve, save_png, style
+
     values = dict(zip(COLUMNS, np.genfromtxt(lines, delimiter=",", ndmin=2).T, strict=True))
     panels = {
         title: names for title, names in PANELS.items() if "GPU" not in title or np.isfinite(values[names[0]]).any()

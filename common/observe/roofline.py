@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from common.clock import repeated
 from common.run import Run
@@ -73,6 +72,8 @@ def count_flops(network: nn.Module, shape: Sequence[int]) -> int:
 
     Source: torch.utils.flop_counter, which knows the operators.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # here: the start of a run has no need of it
+
     # Without what torch.compile has left.
     compiled, network._compiled_call_impl = network._compiled_call_impl, None
     try:

@@ -18,8 +18,6 @@ from common.inference.labels import case_dice, dice_counts, dice_of_counts
 from common.inference.model import Trained, VolumeModel
 from common.inference.predict import predict_labels, read_truth
 from common.inference.predictors import torch_predictor
-from common.observe.overlays import draw_overlay
-from common.observe.report import write_report, write_report_case
 from common.run import Run
 from common.training.config import SegmentationConfig, TrainingConfig
 from common.training.fit import Fitted
@@ -91,6 +89,8 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({printable(worst)})")
     if draws and hardest is not None and hardest[1].name == worst:  # of the ranks the one that has it
         with run.clock.stage("validate"), _said(run, "the report goes without its viewer"):
+            from common.observe.report import write_report_case
+
             image, affine = _image(hardest[1], model)
             write_report_case(run.directory, worst, image, *hardest[2:], affine, **_shown(model))
     if not split.held_out:
@@ -103,6 +103,8 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
 
 def _draw(dice: float, case: Case, labels: np.ndarray, truth: np.ndarray, model: VolumeModel, run: Run) -> None:
     """Draw what was found in a case, [X, Y, Z] uint8 on the grid of its file, over its image."""
+    from common.observe.overlays import draw_overlay  # here: the start of a run need not wait for what draws
+
     (image, affine), path = _image(case, model), run.directory / "overlays" / f"{case.name}.png"
     draw_overlay(path, image, labels, affine, truth=truth, title=f"{case.name}: Dice {dice:.3f}", **_shown(model))
 
@@ -164,6 +166,8 @@ def finish(
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds"].items())
     run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}")
     with _said(run, "no report"):
+        from common.observe.report import write_report
+
         run.say(f"report: {write_report(run.directory)}")
     return summary
 

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from monai.losses import DiceCELoss, DiceFocalLoss, DiceLoss
 from torch import Tensor
 
 from common.inference.labels import Region
@@ -97,15 +96,15 @@ def binary_cross_entropy(smoothing: float = 0.0) -> Loss:
     return loss
 
 
-# MONAI's own, as the guides use them; computed in float32 whatever the network's precision.
-_MONAI_CLASSES: dict[LossName, Loss] = {
-    "monai_dice_ce": DiceCELoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True),
-    "monai_dice_focal": DiceFocalLoss(to_onehot_y=True, softmax=True, squared_pred=True, batch=True),
-    "monai_dice": DiceLoss(to_onehot_y=True, softmax=True),
+# MONAI's own, by class and arguments as the guides use them; computed in float32 whatever the network's precision.
+_MONAI_CLASSES: dict[LossName, tuple[str, dict[str, Any]]] = {
+    "monai_dice_ce": ("DiceCELoss", {"to_onehot_y": True, "softmax": True, "squared_pred": True, "batch": True}),
+    "monai_dice_focal": ("DiceFocalLoss", {"to_onehot_y": True, "softmax": True, "squared_pred": True, "batch": True}),
+    "monai_dice": ("DiceLoss", {"to_onehot_y": True, "softmax": True}),
 }
-_MONAI_REGIONS: dict[LossName, Loss] = {
-    "monai_dice_focal": DiceFocalLoss(sigmoid=True, squared_pred=True, batch=True),
-    "monai_dice": DiceLoss(sigmoid=True, squared_pred=True, smooth_nr=0, smooth_dr=_SMOOTH),
+_MONAI_REGIONS: dict[LossName, tuple[str, dict[str, Any]]] = {
+    "monai_dice_focal": ("DiceFocalLoss", {"sigmoid": True, "squared_pred": True, "batch": True}),
+    "monai_dice": ("DiceLoss", {"sigmoid": True, "squared_pred": True, "smooth_nr": 0, "smooth_dr": _SMOOTH}),
 }
 
 
@@ -118,7 +117,10 @@ def build_loss(name: LossName, ranks: Ranks = SINGLE, regions: Sequence[Region] 
         return partial(dice_ce, ranks=ranks)
     if not name.startswith("monai_"):
         return partial(dice_focal, regions=regions, batch=name == "dice_focal", ranks=ranks)
-    monai = (_MONAI_REGIONS if regions else _MONAI_CLASSES)[name]
+    from monai import losses  # here: MONAI takes longer to load than all the rest
+
+    kind, arguments = (_MONAI_REGIONS if regions else _MONAI_CLASSES)[name]
+    monai: Loss = getattr(losses, kind)(**arguments)
 
     def loss(logits: Tensor, label: Tensor) -> Tensor:
         target = torch.stack([region.mask(label[:, 0]) for region in regions], 1).float() if regions else label
@@ -190,7 +192,8 @@ class _ErrorSums(torch.autograd.Function):
         parts = zip(*(torch.split(each, ctx.samples) for each in (logits, label, error)), strict=True)
         sums = [_forward_part(some, numbers, regions, wrong) for some, numbers, wrong in parts]
         ctx.save_for_backward(error)
-        ctx.layout = torch.empty_like(logits, device="meta")  # dtype and memory format for the gradient, no memory
+        ctx.dtype, ctx.shape = logits.dtype, logits.shape
+        ctx.strides = torch.empty_like(logits, device="meta").stride()  # of the gradient, in the same memory format
         ctx.focal = regions is not None
         return torch.cat(sums)
 
@@ -198,7 +201,7 @@ class _ErrorSums(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         (error,) = ctx.saved_tensors
-        gradient = torch.empty_like(ctx.layout, device=error.device)
+        gradient = torch.empty_strided(ctx.shape, ctx.strides, dtype=ctx.dtype, device=error.device)
         parts = zip(*(torch.split(each, ctx.samples) for each in (error, weights, gradient)), strict=True)
         for some, weight, result in parts:
             slope = _backward_part(some, weight, ctx.focal)

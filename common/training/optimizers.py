@@ -1,11 +1,11 @@
 """Optimizers."""
 
+import inspect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import monai.optimizers
 import torch
 from torch import Tensor
 
@@ -58,6 +58,10 @@ class Novograd(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # read by GradScaler: it then leaves unscaling and skipping to `step`
+    # Without what keeps the compiler from these functions, for which torch would load it: more than a second.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
     def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3) -> None:
         self._buffers: list[_GroupBuffers] = []  # one per parameter group; filled by the first step
@@ -73,7 +77,7 @@ class Novograd(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`; each parameter keeps its device, dtype and memory format."""
-        super().load_state_dict(state_dict)
+        inspect.unwrap(torch.optim.Optimizer.load_state_dict)(self, state_dict)
         self._buffers = []
         self.pack()  # at once: torch leaves what was loaded shared with `state_dict`
 
@@ -184,7 +188,9 @@ def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor], lr: float
     if name == "novograd":
         return Novograd(parameters, lr)
     if name == "monai_novograd":
-        return monai.optimizers.Novograd(parameters, lr)  # type: ignore[no-any-return]
+        from monai.optimizers import Novograd as MonaiNovograd  # here: MONAI takes longer to load than all the rest
+
+        return MonaiNovograd(parameters, lr)  # type: ignore[no-any-return]
     if name == "adam":
         return torch.optim.Adam(parameters, lr)
     return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=4e-5)

@@ -15,10 +15,12 @@ from common.config import config_to_yaml
 from common.data.batches import Batch, Batches
 from common.data.dataset import Split
 from common.host_memory import keep_freed_memory
+from common.inference.labels import mean_dice
 from common.inference.model import VolumeModel
 from common.inference.options import Precision
 from common.inference.predictors import computes_bf16
 from common.kernels import trust
+from common.ranks import Ranks
 from common.run import Run, how_to_go_on, join_ranks, open_run
 from common.training.config import SegmentationConfig, TrainingConfig, decided
 
@@ -215,6 +217,19 @@ class OneStep:
         """Yield the batch, unless it is done; what prepares the others ends then."""
         with closing(self.batches.epoch(number, first_step)) as batches:  # type: ignore[type-var]
             yield from islice(batches, 1 - first_step)
+
+
+def shared_validation(
+    counts: Callable[..., list[torch.Tensor]], ranks: Ranks
+) -> Callable[[nn.Module, Callable[[], None]], float]:
+    """Return the validation whose cases are shared by the ranks: counted on the device, read once."""
+
+    def validate(network: nn.Module, check: Callable[[], None]) -> float:
+        mine = counts(network=network, check=check)
+        read = torch.stack(mine).cpu().unbind() if mine else []
+        return mean_dice(ranks.gather(read))
+
+    return validate
 
 
 def nan_as_zero(validate: Callable[[nn.Module, Callable[[], None]], float]) -> Callable[..., float]:

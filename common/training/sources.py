@@ -12,44 +12,32 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
-from monai.data import CacheDataset, Dataset
-from monai.inferers import sliding_window_inference
-from monai.transforms import Compose
-from torch import nn
 
 from common.data.batches import Batches, crop_batches, partition_cases
 from common.data.cache import CacheMode, CachePlan, CaseCache, fill_cache, measure_budgets, plan_cache, smart_indices
 from common.data.crops import CachedCase, Tier, place_cases
 from common.data.dataset import Case
-from common.data.monai_batches import Transforms, monai_crops, monai_items, plain
-from common.data.preparation import Preparation, PreparedCase, label_map, prepare_case
+from common.data.preparation import PreparedCase, prepare_case
 from common.data.store import prepared_bytes, prepared_cases, store_folder
-from common.data.threads import map_in_threads
-from common.data.volumes import check_same_grid, read_volume
 from common.files import read_object, write_json
-from common.inference.labels import dice_counts, mean_dice
 from common.inference.model import VolumeModel
 from common.inference.predict import working_counts
-from common.inference.predictors import torch_predictor
-from common.ranks import Ranks
 from common.run import Run
 from common.training.config import SegmentationConfig, decided
 from common.training.fit import Setup, Validate
 from common.training.losses import LossName, build_loss, say_inexact
 from common.training.optimizers import build_optimizer
 from common.training.resolve import Data
-from common.training.setup import volume_network
+from common.training.setup import shared_validation, volume_network
 
-GuideTransforms = Callable[[Any, Preparation, torch.device], tuple[Transforms, Transforms]]
-"""From a configuration, a preparation and the run's device to MONAI's transforms of training and of validation."""
+Transforms = Sequence[Callable[[Any], Any]]
 
 _RECENT = 8  # cases that the cache "none" keeps since they were used last
 _SLOWEST_LAST: list[Tier] = ["gpu", "ram", "disk", "none"]
 
 
 def volume_setup(
-    config: SegmentationConfig, data: Data, model: VolumeModel, transforms: GuideTransforms | None, run: Run
+    config: SegmentationConfig, data: Data, model: VolumeModel, chains: tuple[Transforms, Transforms] | None, run: Run
 ) -> Setup:
     """Build the network of a decided run, the source of its batches, the loss and the optimizer.
 
@@ -57,14 +45,15 @@ def volume_setup(
         config: decided.
         data: the cases.
         model: what is trained.
-        transforms: MONAI's of training and of validation; None for an app whose recipes take none.
+        chains: MONAI's transforms of training and of validation; None for batches from our store and caches.
         run: where all of it lies.
     """
     network = volume_network(config, model, run)
-    if config.ours or transforms is None:
+    if chains is None:
         batches, validate = our_source(data, model, config, run)
     else:
-        chains = transforms(config, model.preparation, run.device)
+        from common.training.monai_source import monai_source  # here: MONAI takes longer to load than all the rest
+
         batches, validate = monai_source(chains, data, model, config, run)
     say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
     scheme = model.labelling
@@ -111,62 +100,6 @@ def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: 
     return batches, shared_validation(partial(working_counts, validation, model=model), ranks)
 
 
-def monai_source(
-    transforms: tuple[Transforms, Transforms], data: Data, model: VolumeModel, config: SegmentationConfig, run: Run
-) -> tuple[Batches, Validate]:
-    """Recipes baseline and guide: MONAI's transforms, of training and of validation, and its loaders.
-
-    With the cache "monai" both sets are filled here. MONAI says little about a bad file, so each is read and checked
-    first. Each rank has a part of the cases; the last ones begin anew with the first cases, so that all are equally
-    long, as in the guide.
-    """
-    cases, ranks = data.split.training, run.ranks
-    cached = config.cache == "monai"
-    even = -(-len(cases) // ranks.world) * ranks.world
-    mine = ranks.shard([cases[index % len(cases)] for index in range(even)])
-    judged = ranks.shard(data.split.validation)
-    with run.clock.stage("prepare"):
-        check = partial(check_case, model=model)
-        map_in_threads(check, list(dict.fromkeys([*mine, *judged])), "checking cases", config.workers, run.leader)
-    with run.clock.stage("cache"):
-        batches = monai_crops(
-            mine,
-            transforms[0],
-            cached=cached,
-            crops_per_case=decided(config.crops.per_case),
-            batch_size=decided(config.batch_size) // ranks.world,
-            workers=config.workers,
-            seed=config.seed * ranks.world + ranks.rank,
-            device=run.device,
-        )
-        chain, items = Compose(list(transforms[1])), monai_items(judged)
-        dataset = CacheDataset(items, chain, num_workers=config.workers) if cached else Dataset(items, chain)
-    return batches, shared_validation(partial(_monai_counts, dataset, model, run.device), ranks)
-
-
-def _monai_counts(
-    dataset: Any,  # noqa: ANN401 - MONAI's
-    model: VolumeModel,
-    device: torch.device,
-    network: nn.Module,
-    check: Callable[[], None],
-) -> list[torch.Tensor]:
-    """Return [R, 2] of each case (see `dice_counts`), by MONAI's sliding windows; `check` is called before each."""
-    predictor = torch_predictor(network.eval(), model.precision)
-    counts = []
-    for index in range(len(dataset)):
-        check()
-        item = dataset[index]
-        image = plain(item["image"]).to(device, torch.float32)[None]
-        with torch.no_grad():
-            logits = sliding_window_inference(
-                image, model.window_size, model.window_batch, predictor, overlap=model.overlap
-            )
-        truth = plain(item["label"]).to(device, torch.uint8)[0]
-        counts.append(dice_counts(model.labelling.labels_of(logits[0]), truth, model.labelling.regions))
-    return counts
-
-
 def stored_cases(cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig, run: Run) -> list[PreparedCase]:
     """Return cases from the prepared store; those that it lacks are prepared now."""
     if not cases:
@@ -174,29 +107,6 @@ def stored_cases(cases: Sequence[Case], model: VolumeModel, config: Segmentation
     folder, progress = _kept_in(cases, model, config), run.leader and len(cases) > 1
     allowed = model.labelling.numbers
     return prepared_cases(cases, model.preparation, allowed, folder, workers=config.workers, progress=progress)
-
-
-def check_case(case: Case, model: VolumeModel) -> None:
-    """Read image and label of a case.
-
-    Raises:
-        ValueError: one is damaged, they do not fit each other, or a label is not listed; the file is named.
-    """
-    assert case.label is not None
-    image, label = read_volume(case.image, model.preparation.channels), read_volume(case.label)
-    check_same_grid(image, label)
-    label_map(label, model.labelling.numbers)
-
-
-def shared_validation(counts: Callable[..., list[torch.Tensor]], ranks: Ranks) -> Validate:
-    """Return the validation whose cases are shared by the ranks: counted on the device, read once."""
-
-    def validate(network: nn.Module, check: Callable[[], None]) -> float:
-        mine = counts(network=network, check=check)
-        read = torch.stack(mine).cpu().unbind() if mine else []
-        return mean_dice(ranks.gather(read))
-
-    return validate
 
 
 def _kept_in(cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig) -> Path:

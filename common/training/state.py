@@ -7,17 +7,16 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from common.files import from_json, printable, read_json_lines, write_text
 from common.inference.model import UNREADABLE, first_line
 from common.observe.monitor import Monitor
-from common.observe.plots import draw_progress
 from common.observe.profiler import StepProfiler
 from common.run import Run
 from common.training.checkpoint import load_checkpoint, save_checkpoint
@@ -235,7 +234,7 @@ class Log:
         if records := read_json_lines(self._path):
             kept = [record for record in records if record["epoch"] <= state.epoch]
             write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=state.steps_done)
+        self._events, self._purge_step = folder / "tensorboard", state.steps_done
         self._bar = tqdm(total=total, initial=state.steps_done, unit="step", desc="train")
         self._shown: dict[str, str] = {}
         self._samples = 0
@@ -245,6 +244,12 @@ class Log:
             self._watching.enter_context(Monitor(run.directory, run.device, seconds))
         if config.profile == "torch":
             self._profiler = self._watching.enter_context(StepProfiler(run.directory / "profile", run.device))
+
+    @cached_property
+    def _writer(self) -> Any:  # noqa: ANN401 - a SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # here, as what draws: an epoch need not wait for it
+
+        return SummaryWriter(str(self._events), purge_step=self._purge_step)
 
     def close(self) -> None:
         """Close the bar and the files, and draw the curves a last time."""
@@ -276,5 +281,7 @@ class Log:
             self._draw()
 
     def _draw(self) -> None:
+        from common.observe.plots import draw_progress
+
         draw_progress(self._picture, read_json_lines(self._path), self._metric)
         self._drawn = time.monotonic()

@@ -1,18 +1,14 @@
 """Camelyon16's scores: how many lesions are found at how many false positives, and how well slides are told apart."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from scipy.ndimage import binary_fill_holes, distance_transform_edt, label
-from scipy.stats import mannwhitneyu
-from skimage.measure import regionprops
 
 from common.files import write_text
-from common.observe.plots import save_png, style
 
 # The challenge's evaluation code, which MONAI's LesionFROC follows (monai.apps.pathology), has all these numbers.
 GROWTH_UM = 75.0  # lesions this close belong together: the width of five tumour cells
@@ -54,6 +50,9 @@ def find_lesions(mask: np.ndarray, mpp: float) -> NDArray[np.int32]:
     The tumour grows by half of GROWTH_UM, its holes are filled, and what touches, also corner to corner, is one
     lesion. A mask without tumour has no lesions (MONAI's function does not allow for it).
     """
+    from scipy.ndimage import binary_fill_holes, distance_transform_edt, label  # here: training has no need of them
+    from skimage.measure import regionprops
+
     labels = np.zeros(mask.shape, np.int32)
     if mask.any():
         grown = distance_transform_edt(mask == 0) < GROWTH_UM / (2 * mpp)
@@ -135,11 +134,19 @@ def auc(labels: np.ndarray, scores: np.ndarray) -> float:
     count, others = int(positive.sum()), int((~positive).sum())
     if not count or not others:
         raise ValueError(f"{count} positive and {others} negative labels: the AUC needs both")
-    return float(mannwhitneyu(scores[positive], scores[~positive], method="asymptotic").statistic / (count * others))
+    if np.isnan(scores).any():
+        return math.nan
+    negative = np.sort(scores[~positive])
+    below, upto = (np.searchsorted(negative, scores[positive], side) for side in ("left", "right"))
+    return float((below + upto).sum() / 2 / (count * others))
 
 
 def draw_froc(path: Path, result: FrocResult) -> None:
     """Draw the curve over false positives per slide (logarithmic), and the six points of the score, as a PNG."""
+    from matplotlib.figure import Figure
+
+    from common.observe.plots import save_png, style
+
     figure = Figure(figsize=(7, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
     style(axes, "sensitivity, lesions", _CURVE)

@@ -13,10 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tifffile
-from scipy.ndimage import binary_dilation
-from skimage.filters import threshold_otsu
-from skimage.morphology import remove_small_objects
 from tqdm import tqdm
 
 from apps.pathology.slides.camelyon import SlideEntry
@@ -126,6 +122,8 @@ def split(saturation: np.ndarray) -> float | None:
 
     Source: Otsu 1979, over 256 bins. It is lowered to 0.15 where tissue fills the field.
     """
+    from skimage.filters import threshold_otsu  # here, as what follows: with its tables drawn, training has no need
+
     counts = np.bincount(np.rint(saturation.ravel() * 255).astype(np.int64), minlength=256)
     if np.count_nonzero(counts) < 2:
         return None
@@ -145,11 +143,15 @@ def _ink(image: np.ndarray, spread: np.ndarray, saturation: np.ndarray, side: fl
     black = (image.max(-1) < BLACK * 255) & (spread < BLACK_SPREAD * 255)
     found = _without_small((coloured & (saturation > INK_SATURATION)) | black, (_MIN_INK / side) ** 2)
     margin = round(_INK_MARGIN / side)
+    from scipy.ndimage import binary_dilation
+
     return binary_dilation(found, np.ones((3, 3), bool), iterations=margin) if margin and found.any() else found
 
 
 def _without_small(mask: np.ndarray, least: float) -> np.ndarray:
     """Return the mask without connected pieces (8 neighbours) of fewer than `least` pixels."""
+    from skimage.morphology import remove_small_objects
+
     return np.asarray(remove_small_objects(mask, max_size=math.ceil(least) - 1, connectivity=2))
 
 
@@ -268,6 +270,8 @@ def _fill(mask: np.ndarray, polygon: np.ndarray, value: bool) -> None:
 
 
 def _read_mask(path: Path, width: int, height: int, most_downsample: float) -> SlideMask:
+    import tifffile
+
     try:
         with tifffile.TiffFile(path) as tiff:
             base = tiff.pages.first

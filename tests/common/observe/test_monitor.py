@@ -20,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.observe import monitor
+from common.observe import monitor, plots
 from common.observe.monitor import COLUMNS, Monitor, _Host, draw_monitor
 
 CPU = torch.device("cpu")
@@ -350,7 +350,7 @@ def test_without_rows_there_is_no_picture(tmp_path):
 
 def test_titles_say_the_means(tmp_path, monkeypatch):
     figures: list[Any] = []
-    monkeypatch.setattr(monitor, "save_png", lambda path, figure: figures.append(figure))
+    monkeypatch.setattr(plots, "save_png", lambda path, figure: figures.append(figure))
     write_table(tmp_path / "a.csv", 10, gpu=True)
     lines = (tmp_path / "a.csv").read_text().splitlines()
     lines[1:4] = [line.replace("50.0", "90.0", 1) for line in lines[1:4]]

@@ -1,8 +1,10 @@
 import csv
+import math
 
 import numpy as np
 import pytest
 from PIL import Image
+from scipy.stats import mannwhitneyu
 
 from apps.pathology.scan.froc import (
     FALSE_POSITIVE_RATES,
@@ -160,6 +162,10 @@ def test_auc_by_hand_and_against_all_pairs():
     labels, scores = rng.random(60) < 0.4, np.round(rng.random(60), 1)
     pairs = scores[labels][:, None] - scores[~labels]
     assert auc(labels, scores) == pytest.approx(np.mean((pairs > 0) + 0.5 * (pairs == 0)))
+    assert auc(labels, scores) == mannwhitneyu(scores[labels], scores[~labels]).statistic / (
+        labels.sum() * sum(~labels)
+    )
+    assert math.isnan(auc(np.array([0, 0, 1]), np.array([0.1, math.nan, 0.8])))
     with pytest.raises(ValueError, match="2 positive and 0 negative"):
         auc(np.array([1, 1]), np.array([0.2, 0.3]))
 
