@@ -119,14 +119,9 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
 
 
 def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, float, float]:
-    """Return a configuration of a few of the cases; of patches all stay.
+    """Return a configuration of a few of the cases, and how many times as many there are to train and to validate on.
 
-    Args:
-        config: a segmentation's with `data` is cut; others are small already.
-        folder: gets the file of the split.
-
-    Returns:
-        The configuration, and how many times as many cases there are to train on and to validate on.
+    What is no segmentation of `data` is small already. The file of the split goes to `folder`.
     """
     if not isinstance(config, SegmentationConfig) or config.data is None:
         return config, 1.0, 1.0

@@ -38,12 +38,7 @@ class Check(NamedTuple):
 
 
 def check_machine(folder: Path, device: torch.device) -> list[Check]:
-    """Look at all that a run depends on; takes a few seconds.
-
-    Args:
-        folder: where prepared data are kept; it need not exist.
-        device: that computes.
-    """
+    """Look at all that a run depends on, for a few seconds; `folder`, for prepared data, need not exist."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     kind = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs alone"
     return [

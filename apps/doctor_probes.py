@@ -4,7 +4,7 @@ import copy
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from monai.data import PatchWSIDataset
 from monai.transforms import RandomizableTrait
 
 from apps.doctor_verdict import Bound
-from common.clock import repeated, synchronise
+from common.clock import repeated, seconds_of, synchronise
 from common.data.batches import Batch, Batches
 from common.inference.options import Precision
 from common.training.fit import Setup, train_step
@@ -36,7 +36,7 @@ def batch_parts(batches: Batches, cache: str) -> tuple[dict[Bound, float], int |
     if loader is None:
         kinds: dict[str, Bound] = {"disk": "disk", "none": "preparation", "smart": "preparation"}
         with closing(batches.epoch(0)) as drawn:  # type: ignore[type-var] # a generator
-            seconds = _seconds(lambda: sum(1 for _ in islice(drawn, _BATCHES)))
+            seconds = seconds_of(lambda: sum(1 for _ in islice(drawn, _BATCHES)))
         return {kinds.get(cache, "augmentation"): seconds / min(_BATCHES, batches.steps_per_epoch)}, None
     dataset, cases, cached = loader.dataset, loader.batch_size, hasattr(loader.dataset, "cache_num")
     workers = None if cached else max(1, loader.num_workers)
@@ -92,7 +92,7 @@ def _parts_of(item: Mapping[str, Any], transforms: Any) -> dict[str, float]:  # 
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-    cold, warm = (_seconds(lambda: sum(len(path.read_bytes()) for path in files)) for _ in range(2))
+    cold, warm = (seconds_of(lambda: sum(len(path.read_bytes()) for path in files)) for _ in range(2))
     found = {"disk": cold, "decode": -warm}
     data: Any = dict(item)
     random = False
@@ -104,11 +104,3 @@ def _parts_of(item: Mapping[str, Any], transforms: Any) -> dict[str, float]:  # 
         name = "augmentation" if random else "preparation" if number else "decode"
         found[name] = found.get(name, 0.0) + time.perf_counter() - began
     return found
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    synchronise()
-    began = time.perf_counter()
-    work()
-    synchronise()
-    return time.perf_counter() - began

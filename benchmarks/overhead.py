@@ -8,7 +8,6 @@ The network is the spleen app's on a CPU, or on the GPU where there is one. NVTX
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import fast_step, median, tell
-from common.clock import StepTimer, spans_to, synchronise
+from common.clock import StepTimer, seconds_of, spans_to
 from common.data.batches import Batch
 from common.observe.monitor import Monitor
 from common.run import environment
@@ -63,7 +62,7 @@ def pair(step: Callable[[], object], steps: int, device: torch.device) -> tuple[
 
     To start the monitor and to draw its picture is done once in a run, and is not counted.
     """
-    alone = _seconds(step, steps)
+    alone = seconds_of(lambda: [step() for _ in range(steps)])
     timer = StepTimer(device)
 
     def watched() -> None:
@@ -76,16 +75,7 @@ def pair(step: Callable[[], object], steps: int, device: torch.device) -> tuple[
 
     ranges = spans_to("nvtx") if device.type == "cuda" else nullcontext()
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder, Monitor(Path(folder), device), ranges:
-        return alone, _seconds(watched, steps)
-
-
-def _seconds(step: Callable[[], object], steps: int) -> float:
-    synchronise()
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    synchronise()
-    return time.perf_counter() - began
+        return alone, seconds_of(lambda: [watched() for _ in range(steps)])  # type: ignore[func-returns-value]
 
 
 if __name__ == "__main__":

@@ -112,14 +112,16 @@ class StepTimer:
 
 def repeated(run: Callable[[], object], rounds: int) -> list[float]:
     """Return the seconds of each round of `run`; one more, which sets up, comes first and does not count."""
-    seconds = []
-    for _ in range(rounds + 1):
-        synchronise()
-        began = time.perf_counter()
-        run()
-        synchronise()
-        seconds.append(time.perf_counter() - began)
-    return seconds[1:]
+    return [seconds_of(run) for _ in range(rounds + 1)][1:]
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return the seconds of some work, that of a CUDA device included."""
+    synchronise()
+    began = time.perf_counter()
+    work()
+    synchronise()
+    return time.perf_counter() - began
 
 
 def synchronise() -> None:

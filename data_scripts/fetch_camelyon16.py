@@ -36,10 +36,7 @@ def fetch(slides: Sequence[str], to: Path, base_url: str = BASE_URL) -> Path:
     Sizes are asked for and the disk space is checked before the first slide. Files that are there with their receipts
     are not fetched again, interrupted ones are continued.
 
-    Args:
-        slides: names such as tumor_001, or "all", or "sample".
-        to: the folder.
-        base_url: the address of the folder with checksums.md5.
+    The slides are names such as tumor_001, or "all", or "sample"; checksums.md5 lies at `base_url`.
 
     Raises:
         ValueError: a slide is unknown, or checksums.md5 lists none.

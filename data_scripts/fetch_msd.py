@@ -28,12 +28,7 @@ ARCHIVES = {  # by the app that trains on it: the folder in the archive, and the
 def fetch(task: str, md5: str, to: Path, base_url: str = BASE_URL, keep_archive: bool = False) -> Path:
     """Download, check and unpack an archive; return the folder of the data set, at once where it is there already.
 
-    Args:
-        task: name of the archive and of the folder in it.
-        md5: digest of the archive.
-        to: the folder that the data set's folder will lie in.
-        base_url: the address of the folder with the archives.
-        keep_archive: keep the tar file after it was unpacked.
+    `task` is the name of the archive, which has that MD5, and of the folder in it, which is put into `to`.
 
     Raises:
         ValueError: the archive or what is in it is not a data set in MSD layout.

@@ -64,7 +64,7 @@ def write_bundle(
     shape: Sequence[int],
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Write a MONAI bundle: configs/, models/model.pt, docs/README.md, LICENSE, SHA256SUMS.
+    """Write a MONAI bundle and return its folder: configs/, models/model.pt, docs/README.md, LICENSE, SHA256SUMS.
 
     In it, `python -m monai.bundle run --config_file configs/inference.json --bundle_root . --dataset_dir FOLDER
     --output_dir RESULTS` computes what torch in float32 computes here.
@@ -78,9 +78,6 @@ def write_bundle(
         network: ours with the run's weights.
         shape: [1, C, *sides] of the input on which ours and MONAI's are compared.
         weights: the run's, by the names that MONAI's class gives them; by default they are ours.
-
-    Returns:
-        `folder`.
 
     Raises:
         FileExistsError: `folder` holds something.

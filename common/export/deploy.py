@@ -168,7 +168,5 @@ def _find_cases(
 
 
 def _prepared(cases: Sequence[Case], model: VolumeModel) -> list[PreparedCase]:
-    def prepare(case: Case) -> PreparedCase:
-        return prepare_case(case, model.preparation, model.labelling.numbers)
-
+    prepare = partial(prepare_case, preparation=model.preparation, allowed=model.labelling.numbers)
     return map_in_threads(prepare, cases, "preparing cases for the gate")

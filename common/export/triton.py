@@ -7,6 +7,7 @@ and its published protobuf model_config.proto; the tests parse what is written h
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from common.export.model_card import plain, write_package
@@ -19,7 +20,7 @@ _KEPT = ("weights_sha256", "precision", "labels", "regions", "window", "smallest
 
 
 def write_triton(repository: Path, name: str, model: Path, card: str, overlap: float = 0.25) -> Path:
-    """Write `repository`/`name` for Triton: config.pbtxt, 1/model.onnx, a client, a README, the model card, digests.
+    """Write and return `repository`/`name`: config.pbtxt, 1/model.onnx, a client, a README, the model card, digests.
 
     The configuration says what Triton cannot read from the model, and leaves the rest to the server: names and shapes
     of input and output, and the devices. The model's group normalisations are written out, since ONNX Runtime's own
@@ -31,9 +32,6 @@ def write_triton(repository: Path, name: str, model: Path, card: str, overlap: f
         model: a run's exports/model_*.onnx.
         card: the model card, for MODEL_CARD.md.
         overlap: of sliding windows, in the README's example.
-
-    Returns:
-        `repository`/`name`.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -87,10 +85,8 @@ model_warmup {{
 {"".join(rows)}"""
 
 
-def _quoted(text: str) -> str:
-    """Return a string literal of protobuf's text format, which takes JSON's escapes, and UTF-8 as it is."""
-    return json.dumps(text, ensure_ascii=False)
-
+# Protobuf's text format takes JSON's escapes, and UTF-8 as it is.
+_quoted = partial(json.dumps, ensure_ascii=False)
 
 _CLIENT = '''"""Windows in, logits out: the model `{name}` on a Triton server as one function.
 

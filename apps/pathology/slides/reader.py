@@ -2,11 +2,11 @@
 
 import math
 import os
-import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -174,16 +174,11 @@ class SlidePool:
     """Slides that stay open between reads; of more than 16, the ones not used for longest are let go.
 
     Threads may share a pool. A slide that is let go closes when nobody uses it any more: there may be more than 16.
-
-    Args:
-        reader: as `open_slide`.
     """
 
     def __init__(self, reader: Reader = "auto") -> None:
-        self._reader = reader
-        self._open: dict[Path, Slide] = {}  # least recently used first
+        self._opened = lru_cache(_MOST_OPEN)(partial(open_slide, reader=reader))
         self._damaged: dict[Path, set[Tile]] = {}  # of slides closed since, too
-        self._lock = threading.Lock()
 
     @contextmanager
     def use(self, path: Path) -> Iterator[Slide]:
@@ -192,20 +187,15 @@ class SlidePool:
         Raises:
             FileNotFoundError, ModuleNotFoundError, ValueError: as `open_slide`.
         """
-        with self._lock:
-            slide = self._open.pop(path, None) or open_slide(path, self._reader)
-            slide.damaged = self._damaged.setdefault(path, slide.damaged)
-            self._open[path] = slide
-            for oldest in list(self._open)[:-_MOST_OPEN]:
-                del self._open[oldest]
+        slide = self._opened(path)
+        slide.damaged = self._damaged.setdefault(path, slide.damaged)
         yield slide
 
     @property
     def damaged(self) -> dict[Path, tuple[Tile, ...]]:
         """Return the tiles that could not be decoded so far, by slide; slides without any are left out."""
-        with self._lock:
-            return {path: tuple(sorted(tiles)) for path, tiles in self._damaged.items() if tiles}
+        return {path: tuple(sorted(tiles)) for path, tiles in self._damaged.copy().items() if tiles}
 
     def close(self) -> None:
         """Let go of all slides."""
-        self._open.clear()
+        self._opened.cache_clear()
