@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -172,7 +171,7 @@ def apart(make: Maker, *arguments: object, keep_freed: bool) -> Iterator[Sides]:
     context = multiprocessing.get_context("spawn")  # a copy of this process would have its memory, and its threads
     with ProcessPoolExecutor(1, context) as process:
         names = process.submit(_start, make, arguments, keep_freed).result()
-        yield {name: partial(_call, process, name) for name in names}
+        yield {name: lambda name=name: process.submit(_run, name).result() for name in names}  # type: ignore[misc]
 
 
 def _start(make: Maker, arguments: tuple[object, ...], keep_freed: bool) -> list[str]:
@@ -180,10 +179,6 @@ def _start(make: Maker, arguments: tuple[object, ...], keep_freed: bool) -> list
         keep_freed_memory()
     _sides.update(make(*arguments))
     return list(_sides)
-
-
-def _call(process: ProcessPoolExecutor, name: str) -> object:
-    return process.submit(_run, name).result()
 
 
 def _run(name: str) -> object:

@@ -74,17 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         good = [case for case in raw.cases if not case.problems]
         bad = [(case.name, problem) for case in raw.cases for problem in case.problems]
         for name, problem in bad:
-            _say(f"{'left out' if options.skip_bad else 'bad'}: {name}: {problem}")
+            print(f"{'left out' if options.skip_bad else 'bad'}: {name}: {problem}", file=sys.stderr)
         if bad and not options.skip_bad:
-            _say("mend these files, or leave their cases out with --skip_bad")
+            print("mend these files, or leave their cases out with --skip_bad", file=sys.stderr)
         if (bad and not options.skip_bad) or not any(case.label for case in good):
-            _say(f"{len(good)} of {len(raw.cases)} cases can be used; nothing was written")
+            print(f"{len(good)} of {len(raw.cases)} cases can be used; nothing was written", file=sys.stderr)
             return 1
         if options.check is None:
             _write_set(options.to, raw, good, options.link)
         _report(options.check or options.to, raw, good)
     except (ValueError, OSError) as error:
-        _say(re.sub(r"\s*\n\s*", " ", f"to_msd.py: error: {error}"))
+        print(re.sub(r"\s*\n\s*", " ", f"to_msd.py: error: {error}"), file=sys.stderr)
         return 2
     return 0
 
@@ -125,10 +125,6 @@ def _find(options: argparse.Namespace) -> RawSet:
         name = options.to.resolve().name
         raw = pair_folders(options.images, options.labels, name, options.modality, options.names)
     return dataclasses.replace(raw, values=dict(options.values))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _on_each(cases: Sequence[RawCase], work: Callable[[RawCase], None], title: str) -> None:

@@ -81,8 +81,7 @@ def write_bundle(
 
     Raises:
         FileExistsError: `folder` holds something.
-        FileNotFoundError: the run has no weights or no model.json.
-        ValueError: the weights do not fit MONAI's class, or that computes something else.
+        RuntimeError, ValueError: the weights do not fit MONAI's class, or that computes something else.
     """
     known = {**values, "synthetic": is_synthetic(run), "version": metadata.version}
     files: dict[str, str | bytes] = {}
@@ -103,18 +102,15 @@ def twin_weights(
     """Return the weights as plain tensors, once MONAI's network computes with them what ours does; see `write_bundle`.
 
     Raises:
-        ValueError: the weights do not fit `network`, or it computes something else.
+        RuntimeError: the weights do not fit `network`.
+        ValueError: it computes something else.
     """
     from monai.bundle import ConfigParser  # here: it takes a second to load
 
     twin = ConfigParser({"network": dict(network)}).get_parsed_content("network").eval()
     named = ours.state_dict() if weights is None else weights
     plain = {name: value.detach().cpu().contiguous() for name, value in named.items()}
-    try:
-        twin.load_state_dict(plain)
-    except RuntimeError as error:
-        problem = str(error).splitlines()[1].strip()
-        raise ValueError(f"network {dict(network)}: the run's weights do not fit it ({problem})") from error
+    twin.load_state_dict(plain)
     example = torch.rand(tuple(shape), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found, due = twin(example), ours.cpu().eval()(example)

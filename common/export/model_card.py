@@ -64,11 +64,8 @@ def model_card(run: Path, task: str) -> str:
         task: what the network does, in a sentence without a full stop.
 
     Raises:
-        FileNotFoundError: there is no model.json.
         ValueError: one of the files is no JSON object, or a value in it of another type.
     """
-    if not (run / "model.json").is_file():
-        raise FileNotFoundError(f"{run / 'model.json'}: no such file; a model card is made of a training run's folder")
     files = {name: read_if_there(run / f"{name}.json") for name in ("model", "summary", "split", "environment")}
     folder, quality = files["summary"].get("data", {}).get("folder"), files["summary"].get("quality")
     environment = jinja2.Environment(  # it is Markdown: `plain` makes values safe, not HTML's escapes

@@ -53,20 +53,15 @@ class SlideMask:
     downsample: float
 
 
-def tissue_mask(slide: Slide, assumed_mpp: float | None = None) -> SlideMask:
+def tissue_mask(slide: Slide, assumed_mpp: float) -> SlideMask:
     """Find the tissue of a slide stained with haematoxylin and eosin.
 
     Tissue is what is more saturated than Otsu's threshold. Blue, green and black ink is left out (red ink looks like
     eosin and stays), so are pieces smaller than a square of 100 um; holes smaller than that are filled. It is looked
     for at about 8 um per pixel, the nearest whole multiple of a level's pixel. With few levels a large one is read
     whole, block by block. `assumed_mpp` is um per pixel of level 0 where the file does not say.
-
-    Raises:
-        ValueError: the pixel size is known from neither.
     """
-    base = slide.mpp if slide.mpp is not None else assumed_mpp
-    if base is None:
-        raise ValueError(f"{slide.path}: the file gives no pixel size: pass assumed_mpp (0.25 um at 40x, 0.5 at 20x)")
+    base = slide.mpp or assumed_mpp
     image, downsample = low_power(slide, MASK_MPP / base)
     side = base * downsample
     spread = np.ptp(image, -1).astype(np.float32)

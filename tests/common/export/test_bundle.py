@@ -178,16 +178,16 @@ def test_the_same_run_gives_the_same_bytes(tmp_path: Path, spleen: Trained, sple
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "error", "words"),
     [
-        ({"out_channels": 3}, "do not fit it .size mismatch"),
-        ({"num_res_units": 3}, "do not fit it .Missing key"),
-        ({"act": "RELU6"}, "do not fit it .Unexpected key"),
-        ({"adn_ordering": "AND"}, "fit it, but it computes something else"),
+        ({"out_channels": 3}, RuntimeError, "size mismatch"),
+        ({"num_res_units": 3}, RuntimeError, "Missing key"),
+        ({"act": "RELU6"}, RuntimeError, "Unexpected key"),
+        ({"adn_ordering": "AND"}, ValueError, "network .*adn_ordering.* fit it, but it computes something else"),
     ],
 )
-def test_a_network_that_is_not_ours_is_refused(tmp_path: Path, spleen: Trained, changed, words):
-    with pytest.raises(ValueError, match=rf"network .*{next(iter(changed))}.* {words}"):
+def test_a_network_that_is_not_ours_is_refused(tmp_path: Path, spleen: Trained, changed, error, words):
+    with pytest.raises(error, match=words):
         write_volume_bundle(tmp_path / "bundle", spleen.run, TASK, spleen.model, {**spleen.network, **changed})
     assert not (tmp_path / "bundle").exists()
 
