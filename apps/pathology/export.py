@@ -28,15 +28,11 @@ TASK = "Classification of patches of whole-slide images as tumour or normal"
 _CALIBRATION_TILES = 4
 # Places of the parts of TorchVision's ResNet in MONAI's `TorchVisionFCModel.features`.
 _NUMBERED = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
-# MONAI's class and arguments that compute on one patch what `resnet18_fcn` does.
+# MONAI's network and arguments that compute on one patch what `resnet18_fcn` does.
 _TWIN: NetworkConfig = {
-    "_target_": "ResNet",
-    "block": "basic",
-    "layers": [2, 2, 2, 2],
-    "block_inplanes": [64, 128, 256, 512],
+    "_target_": "resnet18",
     "spatial_dims": 2,
     "n_input_channels": 3,
-    "conv1_t_size": 7,
     "conv1_t_stride": 2,
     "num_classes": 1,
     "bias_downsample": False,
