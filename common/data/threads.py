@@ -15,6 +15,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use, those of the machine divided among torchrun's ranks on it."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def map_in_threads(
     function: Callable[[Item], Result],
     items: Sequence[Item],
@@ -31,8 +36,7 @@ def map_in_threads(
     """
     if not items:
         return []
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks that torchrun started on this machine
-    workers = min(workers or max(1, len(os.sched_getaffinity(0)) // here), len(items))
+    workers = min(workers or usable_cores(), len(items))
     # A thread's count becomes the default of every thread that has not used torch yet, the main one included.
     torch_threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(workers, "case", initializer=torch.set_num_threads, initargs=(1,))

@@ -8,8 +8,10 @@ import errno
 import json
 import os
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -27,7 +29,6 @@ Computed = TypeVar("Computed")
 Record = dict[str, Any]
 
 BAD_INPUT = (ValueError, OSError)
-IN_FLIGHT = 3  # items in memory at once: one read, one computed, one written
 _VERSION = 2  # raise when outputs or records change for the same input, weights and options
 
 
@@ -78,13 +79,16 @@ class FolderJob(Generic[Source, Read, Computed]):
         folder: where the outputs go.
         items: those of all processes; under torchrun each process takes its share.
         identity: all but the item that decides what comes out: weights, model, options. JSON must take it.
-        read: from an item to what is computed on; in a thread of its own.
-        compute: from that to what is written; in the calling thread.
-        write: writes the outputs and returns what the record is to hold; in a thread of its own.
+        read: from an item to what is computed on; in one of the threads.
+        compute: from that to what is written; in the calling thread, in the items' order.
+        write: writes the outputs and returns what the record is to hold; in one of the threads.
         line: from a record to the line that is printed about it.
         tables: told, at the end, the records of all finished items by name, those of other processes among them; no
             processes are in it at once, and the last one finds all.
         table_files: what `tables` writes.
+        threads: those that read, and as many that write.
+        need: the bytes that an item takes from when it is read until it is written.
+        room: the bytes that the items in memory may take together; one may be there in any case.
     """
 
     kind: str
@@ -97,6 +101,14 @@ class FolderJob(Generic[Source, Read, Computed]):
     line: Callable[[Record], str]
     tables: Callable[[dict[str, Record]], None] | None = None
     table_files: Sequence[Path] = ()
+    threads: int = 1
+    need: Callable[[Item[Source]], int] = lambda item: 0
+    room: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        """The most items in memory at once: those read, those written, and one computed."""
+        return 2 * self.threads + 1
 
     def share(self) -> Sequence[Item[Source]]:
         """Return the items of this process."""
@@ -145,28 +157,38 @@ class FolderJob(Generic[Source, Read, Computed]):
         return 1 if failed else 0
 
     def work(self, items: Sequence[Item[Source]]) -> list[str]:
-        """Do the items in order, three in flight; return the names of those that could not be done.
+        """Do the items, computed in order; return the names of those that could not be done.
 
-        No more than one item waits between the threads, so that memory is bounded whichever of them is slow. An
-        error costs its item alone. Only an OSError of writing is raised, as of a full disk (but not a name that is too
-        long); what was written until then is whole.
+        Those in memory are bounded in number and bytes, whichever stage is slow. An error costs its item alone. Only an
+        OSError of writing is raised, as of a full disk (but not a name that is too long); what was written until then
+        is whole, and nothing more is read.
         """
-        failed: list[str] = []
-        writing: list[Future[None]] = []
+        failed: set[str] = set()
+        left = deque((item, self.need(item)) for item in items)
+        coming: deque[tuple[Item[Source], Future[tuple[Record, Read]], int]] = deque()
+        writing: dict[Future[None], int] = {}
         bar = tqdm(total=len(items), unit=self.kind, disable=len(items) < 2)
-        with bar, ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer:
-            coming = [reader.submit(self._read, item) for item in items[:1]]
-            for number, item in enumerate(items):
-                coming += [reader.submit(self._read, following) for following in items[number + 1 : number + 2]]
-                computed = self._compute(item, coming.pop(0))
-                behind, writing = writing, [writer.submit(self._write, item, computed, failed)]
-                del computed  # the thread has it now
-                for done in behind:
+        with bar, _pool(self.threads, "read") as readers, _pool(self.threads, "write") as writers:
+            while left or coming or writing:
+                held = [*(need for *_, need in coming), *writing.values()]
+                if left and self._has_room(held, left[0][1]):
+                    item, need = left.popleft()
+                    coming.append((item, readers.submit(self._read, item), need))
+                elif coming and coming[0][1].done():
+                    item, read, need = coming.popleft()
+                    writing[writers.submit(self._write, item, self._compute(item, read), failed)] = need
+                    del read  # the thread has all now
+                else:
+                    wait([*(future for _, future, _ in [*coming][:1]), *writing], return_when=FIRST_COMPLETED)
+                for done in [future for future in writing if future.done()]:
+                    del writing[done]
                     done.result()
-                bar.update()
-            for done in writing:
-                done.result()
-        return failed
+                    bar.update()
+        return [item.name for item in items if item.name in failed]
+
+    def _has_room(self, held: Sequence[int], need: int) -> bool:
+        """Return whether one more item may be read, beside those that are held."""
+        return not held or (len(held) < self.in_flight and sum(held) + need <= self.room)
 
     def finished(self, item: Item[Source]) -> Record | None:
         """Return the record of an item that is finished as it is now, with all its outputs; else None."""
@@ -194,10 +216,10 @@ class FolderJob(Generic[Source, Read, Computed]):
                 torch.cuda.empty_cache()
             return error
 
-    def _write(self, item: Item[Source], computed: tuple[Record, Computed] | Exception, failed: list[str]) -> None:
+    def _write(self, item: Item[Source], computed: tuple[Record, Computed] | Exception, failed: set[str]) -> None:
         record = computed if isinstance(computed, Exception) else self._written(item, *computed)
         if isinstance(record, Exception):
-            failed.append(item.name)
+            failed.add(item.name)
             tqdm.write(f"set aside: {_why(item.name, record)}")
         else:
             tqdm.write(f"{printable(item.name)}: {self.line(record)}")
@@ -213,6 +235,19 @@ class FolderJob(Generic[Source, Read, Computed]):
                 raise
             return error
         return record
+
+
+@contextmanager
+def _pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
+    """Yield so many threads, in which torch computes on one core each; on an error what has not begun is dropped."""
+    torch_threads = torch.get_num_threads()  # this thread has its number now, and keeps it (see `map_in_threads`)
+    pool = ThreadPoolExecutor(threads, name, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
+        pool.shutdown()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(torch_threads)
 
 
 def _why(name: str, error: Exception) -> str:

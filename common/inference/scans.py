@@ -1,11 +1,11 @@
 """Segment scans: NIfTI or DICOM in, label maps on the input's own grid out, streamed, measured, and resumed."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from threading import current_thread
 
 import numpy as np
 import torch
@@ -13,31 +13,26 @@ from tqdm import tqdm
 
 from common.data.dicom import DicomSeries, find_series, read_series
 from common.data.preparation import prepare_volume
-from common.data.volumes import Volume, read_header, read_volume, write_label
+from common.data.threads import usable_cores
+from common.data.volumes import Volume, read_volume, write_label
 from common.files import printable, sha256_of, write_json
 from common.host_memory import free_memory, keep_freed_memory, peak_memory
-from common.inference.folder_job import BAD_INPUT, IN_FLIGHT, FolderJob, Item, Record
+from common.inference.folder_job import FolderJob, Item, Record
 from common.inference.measure import clean_labels, measure, write_measures
 from common.inference.model import VolumeModel, model_content, warn_of_phantoms
 from common.inference.open_predictor import OpenedPredictor, open_predictor
 from common.inference.options import InferConfig
 from common.inference.predict import predict_labels
+from common.inference.scan_memory import Scan, say_plan, scan_bytes
 from common.observe.overlays import draw_overlay
 from common.observe.plots import Timeline, draw_timeline
 from common.ranks import choose_device, torchrun_place
 
-Scan = Path | DicomSeries
 ScanItem = Item[Scan]
 ScanJob = FolderJob[Scan, Volume, tuple[Volume, np.ndarray]]
 
 # They change what comes out.
 _OPTIONS = ("flips", "fit_windows", "largest_component", "smallest_ml", "overlays", "keep_patient")
-# Of the memory that a scan takes, in bytes:
-_DECODED = 8  # a voxel and channel of the file: as float32, and the file's own numbers that it is made from
-_NATIVE = 20  # a voxel of the file: labels, masks and numbered parts, interpolated logits
-_STRUCTURE = 2  # a voxel of the file and structure: the masks of a DICOM-SEG
-_WORKING = 12  # a voxel and channel of the working grid: resampled, normalised, padded
-_LOGITS = 8  # a voxel and channel of the output: the sum over windows, and what is interpolated from it
 
 
 def segment_scans(config: InferConfig, model: VolumeModel) -> int:
@@ -62,7 +57,7 @@ def segment_scans(config: InferConfig, model: VolumeModel) -> int:
     warn_of_phantoms(config.model)
     left = job.unfinished()
     if len(left) > 1:
-        say_plan([item.source for item in left], model, segmenter.device)
+        say_plan([item.source for item in left], model, segmenter.device, job.in_flight, job.room)
     return job.run(left)
 
 
@@ -119,42 +114,6 @@ def read_scan(scan: Scan, channels: int) -> Volume:
         raise ValueError(f"{scan.name}: a file cannot be read ({error.strerror}): copy it again") from None
 
 
-def say_plan(scans: Sequence[Scan], model: VolumeModel, device: torch.device) -> None:
-    """Say how much memory the scans will take at most, as many in flight as there are; warn where there is less."""
-    host, working = most_bytes(scans, model)
-    gpu = device.type == "cuda"
-    needs = {"host": (host if gpu else host + working, free_memory())}
-    if gpu:
-        needs[str(device)] = working, torch.cuda.mem_get_info(device)[0]
-    words = [f"{need / 2**30:.1f} of {free / 2**30:.1f} GiB free on the {name}" for name, (need, free) in needs.items()]
-    tqdm.write(f"plan: at most {IN_FLIGHT} scans in memory: {', '.join(words)}, besides what a batch of windows takes")
-    if any(need > free for need, free in needs.values()):
-        tqdm.write("WARNING: that may be more than there is; segment the largest scans one by one, or on another host")
-
-
-def most_bytes(scans: Sequence[Scan], model: VolumeModel) -> tuple[int, int]:
-    """Return the bytes on the host of the largest scans in flight at once, and those on the device of one.
-
-    They are upper bounds from the headers, without what the network takes for a batch of windows. Scans that cannot be
-    read count as nothing: they will be set aside.
-    """
-    host, working = [], [0]
-    for scan in scans:
-        try:
-            if isinstance(scan, DicomSeries):
-                shape, voxel = list(scan.shape), scan.voxel
-            else:
-                sides, affine = read_header(scan)
-                shape, voxel = list(sides), abs(float(np.linalg.det(affine[:3, :3])))
-            voxels, channels = math.prod(shape[:3]), math.prod(shape[3:])
-            fine = max(int(voxels * voxel / math.prod(model.preparation.spacing)), math.prod(model.window_size))
-        except (*BAD_INPUT, ArithmeticError):
-            continue
-        host.append(voxels * (_DECODED * channels + _NATIVE + _STRUCTURE * len(model.labelling.regions)))
-        working.append(fine * (_WORKING * channels + _LOGITS * model.labelling.channels))
-    return sum(sorted(host)[-IN_FLIGHT:]), max(working)
-
-
 @dataclass(frozen=True)
 class Segmenter:
     """What all scans are segmented with.
@@ -197,6 +156,9 @@ class Segmenter:
             _line,
             self.write_tables,
             [self.config.output / name for name in ("measurements.csv", *self.own_tables)],
+            threads=max(2, usable_cores() - 2),
+            need=lambda item: scan_bytes(item.source, self.model)[0],
+            room=free_memory() // 2 // torchrun_place()[1],  # the rest is for windows, and files in the system's cache
         )
 
     @property
@@ -224,7 +186,7 @@ class Segmenter:
         if isinstance(scan, DicomSeries) and (scan.modality == "CT") != fits:
             wanted = "CT, by its window in HU" if fits else "other scans than CT, by z-scores"
             raise ValueError(f"{item.name}: its modality is {scan.modality}, the model was trained on {wanted}")
-        with self.timeline.stage(item.name, "read", "decode"):
+        with self.timeline.stage(item.name, _lane(), "decode"):
             return read_scan(scan, preparation.channels)
 
     def compute(self, item: ScanItem, volume: Volume) -> tuple[Volume, np.ndarray]:
@@ -238,7 +200,7 @@ class Segmenter:
     def write(self, item: ScanItem, found: tuple[Volume, np.ndarray]) -> Record:
         """Clean, write, measure and draw the labels of a scan; return its measurements and seconds."""
         (volume, labels), config, labelling = found, self.config, self.model.labelling
-        stage = partial(self.timeline.stage, item.name, "write")
+        stage = partial(self.timeline.stage, item.name, _lane())
         with stage("clean"):
             voxel_ml = abs(float(np.linalg.det(volume.affine[:3, :3]))) / 1000
             labels = clean_labels(
@@ -272,13 +234,17 @@ class Segmenter:
                 "backend": self.opened.backend,
                 "precision": self.opened.precision,
                 "seconds": {name: record["seconds"] for name, record in records.items()},
-                "scans in this run": len({span.case for span in spans if span.lane == "write"}),
+                "scans in this run": len({span.case for span in spans if span.stage == "write"}),
                 "seconds of this run": round(self.timeline.now(), 3),
                 "peak_memory_mib": round(peak_memory() / 2**20),
             },
         )
         if len({span.case for span in spans}) > 1:
             draw_timeline(output / picture, spans)
+
+
+def _lane() -> str:
+    return current_thread().name.replace("_", " ")  # "read 0", "write 0"
 
 
 def _line(record: Record) -> str:

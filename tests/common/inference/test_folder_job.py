@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.inference.folder_job import IN_FLIGHT, FolderJob, Item
+from common.inference.folder_job import FolderJob, Item
 
 
 @pytest.fixture
@@ -70,28 +70,87 @@ def test_reading_computing_and_writing_overlap(folder):
     assert job.work(job.items) == []
 
 
-@pytest.mark.parametrize("slow", ["read", "compute", "write"])
-def test_no_more_than_three_are_held_whichever_is_slow(folder, slow):
-    alive, most = set(), []
+def held_at_most(folder, slow, **more):
+    """Return the most items, and the most bytes, that were held at once in a job of eight, and in which order."""
+    alive, most, order = {}, [], []
     for number in range(5):
         (folder / "in" / str(number)).touch()
 
     def work(stage):
         def run(item, *_):
             if stage == "read":
-                alive.add(item.name)
-            most.append(len(alive))
+                alive[item.name] = job.need(item)
+            if stage == "compute":
+                order.append(item.name)
+            most.append((len(alive), sum([*alive.values()])))
             time.sleep(0.02 if stage == slow else 0)
             if stage == "write":
-                alive.discard(item.name)
+                del alive[item.name]
             return {}
 
         return run
 
-    job = doubling(folder, read=work("read"), compute=work("compute"), write=work("write"), line=str, tables=None)
+    stages = {stage: work(stage) for stage in ("read", "compute", "write")}
+    job = doubling(folder, **stages, line=str, tables=None, **more)
     assert job.work(job.items) == []
     assert len(most) == 24
-    assert max(most) <= IN_FLIGHT
+    return [max(each) for each in zip(*most, strict=True)], order
+
+
+@pytest.mark.parametrize("slow", ["read", "compute", "write"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_more_than_due_are_held_whichever_is_slow(folder, slow, threads):
+    (items, _), order = held_at_most(folder, slow, threads=threads)
+    assert items <= 2 * threads + 1
+    assert order == [*"01234abc"]  # computed in order, whoever has read first
+
+
+@pytest.mark.parametrize("slow", ["read", "compute", "write"])
+def test_no_more_bytes_are_held_than_there_is_room_for_but_for_one_item(folder, slow):
+    needs = dict(zip("01234abc", (3, 3, 4, 9, 1, 1, 1, 30), strict=True))
+    (items, held), order = held_at_most(folder, slow, threads=4, need=lambda item: needs[item.name], room=10)
+    assert held == 30  # the last one, alone
+    assert items <= 4
+    assert order == [*"01234abc"]
+    del needs["c"]
+    (folder / "in" / "c").unlink()
+    (folder / "in" / "5").touch()
+    needs["5"] = 2
+    assert held_at_most(folder, slow, threads=4, need=lambda item: needs[item.name], room=10)[0][1] <= 10
+
+
+@pytest.mark.parametrize("stage", ["read", "write"])
+def test_threads_read_and_write_at_once(folder, stage):
+    """Each of three waits for the others: one after the other it would never end."""
+    three = threading.Barrier(3, timeout=20)
+    stages: dict[str, Any] = dict.fromkeys(("read", "compute", "write"), lambda item, *_: {})
+    job = doubling(
+        folder, **{**stages, stage: lambda item, *_: three.wait() and {} or {}}, line=str, tables=None, threads=3
+    )
+    assert job.work(job.items) == []
+
+
+def test_nothing_more_is_read_once_writing_fails(folder):
+    """Of many items those are read that wait in memory, and no more."""
+    read = []
+    for number in range(20):
+        (folder / "in" / str(number)).touch()
+
+    def fails(item, *_):
+        raise OSError("full")
+
+    job = doubling(folder, read=read.append, compute=lambda *_: "", write=fails, threads=2)
+    with pytest.raises(OSError, match="full"):
+        job.work(job.items)
+    assert 1 <= len(read) <= job.in_flight + 2  # when the error is seen two more may have come
+
+
+def test_torch_keeps_its_threads(folder):
+    before, seen = torch.get_num_threads(), []
+    job = doubling(folder, write=lambda *_: {"length": seen.append(torch.get_num_threads())}, threads=2, line=str)
+    assert job.work(job.items) == []
+    assert seen == [1, 1, 1]
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("stage", ["read", "compute", "write"])

@@ -19,7 +19,7 @@ from common.inference.model import import_weights, save_weights
 from common.inference.options import InferConfig
 from common.inference.predict import predict_logits
 from common.inference.predictors import torch_predictor
-from common.inference.scans import find_scans, most_bytes, read_scan, say_plan, segment_scans, stem_of
+from common.inference.scans import find_scans, read_scan, segment_scans, stem_of
 from data_scripts.make_phantoms import make_ct_phantoms
 from tests.common.data.dicom_files import write_slices
 from tests.support import unet_model
@@ -316,91 +316,3 @@ def test_nothing_to_segment_says_where(tmp_path):
         find_scans(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such file"):
         find_scans(tmp_path / "missing.nii.gz")
-
-
-def scan(folder, shape, spacing, name="a.nii.gz"):
-    nibabel.save(nibabel.Nifti1Image(np.zeros(shape, np.int16), np.diag([*spacing, 1.0])), folder / name)
-    return folder / name
-
-
-FINE = replace(
-    MODEL, preparation=replace(MODEL.preparation, spacing=(1.0, 1.0, 1.0)), window_size=(16, 16, 16)
-)  # two channels of logits, one structure
-
-
-def test_a_finer_working_grid_takes_more(tmp_path):
-    voxels = 50 * 40 * 30
-    one = most_bytes([scan(tmp_path, (50, 40, 30), (1.0, 1.0, 1.0))], FINE)
-    coarse = most_bytes([scan(tmp_path, (50, 40, 30), (2.0, 2.0, 2.0), "b.nii.gz")], FINE)
-    assert one[0] == coarse[0] == voxels * (8 + 20 + 2)
-    assert one[1] == pytest.approx(voxels * (12 + 8 * 2), abs=28)
-    assert coarse[1] == pytest.approx(8 * one[1], rel=1e-4)  # eight times as many working voxels
-    tiny = most_bytes([scan(tmp_path, (4, 4, 4), (1.0, 1.0, 1.0), "c.nii.gz")], FINE)
-    assert tiny[1] == 16**3 * (12 + 8 * 2)  # it is padded to a window
-
-
-def test_three_scans_are_held_at_most_and_the_unreadable_count_nothing(tmp_path):
-    scans = [scan(tmp_path, (side,) * 3, (1, 1, 1), f"{side}.nii.gz") for side in (20, 30, 40, 50)]
-    (tmp_path / "broken.nii.gz").write_bytes(b"no")
-    host, device = most_bytes([*scans, tmp_path / "broken.nii.gz"], FINE)
-    assert host == sum(most_bytes([each], FINE)[0] for each in scans[1:])
-    assert device == most_bytes(scans[-1:], FINE)[1]
-    assert most_bytes([], FINE) == (0, 0)
-
-
-def test_a_plan_that_cannot_fit_is_told(tmp_path, monkeypatch, capsys):
-    scans = [scan(tmp_path, (50, 40, 30), (1.0, 1.0, 1.0), f"{number}.nii.gz") for number in range(2)]
-    say_plan(scans, FINE, torch.device("cpu"))
-    said = capsys.readouterr().out
-    assert "plan: at most 3 scans in memory: 0.0 of" in said
-    assert "WARNING" not in said
-    monkeypatch.setattr("common.inference.scans.free_memory", lambda: 2**20)
-    say_plan(scans, FINE, torch.device("cpu"))
-    assert "WARNING: that may be more than there is" in capsys.readouterr().out
-
-
-def test_a_series_counts_as_a_file_does(tmp_path):
-    write_slices(tmp_path / "series", np.zeros((4, 5, 6), np.int16), spacing=(2.0, 2.0), step=(0, 0, 2.0))
-    host, device = most_bytes(find_scans(tmp_path), replace(FINE, window_size=(1, 1, 1)))
-    assert host == 120 * (8 + 20 + 2)
-    assert device == pytest.approx(8 * 120 * (12 + 8 * 2), abs=28)  # 2 mm on a grid of 1 mm
-
-
-@pytest.mark.slow
-def test_a_folder_takes_no_more_than_its_plan(tmp_path):
-    """The peak of a process that segments twelve scans, less what it has before the first, is within the plan."""
-    program = f"""
-import torch
-from pathlib import Path
-from common.inference.options import InferConfig
-from common.inference.open_predictor import OpenedPredictor
-from common.inference.predictors import torch_predictor
-from common.inference.scans import Segmenter, find_scans, most_bytes
-from common.host_memory import peak_memory
-from tests.support import unet_model
-model = unet_model((2.0, 2.0, 2.0), (4, 8), (64, 64, 32))
-torch.manual_seed(0)
-folder = Path({str(tmp_path)!r})
-opened = OpenedPredictor(torch_predictor(model.build().eval()), "torch", "fp32", "", Path("LICENSE"))
-scans = find_scans(folder / "scans")
-def segment(inputs, output):
-    config = InferConfig(folder, folder / inputs, folder / output, overlays=False)
-    job = Segmenter(config, model, opened, torch.device("cpu")).job(find_scans(folder / inputs))
-    assert not job.work(job.items)
-segment("small", "warm")
-before = peak_memory()
-segment("scans", "out")
-network = 64 * 64 * 32 * 4 * 64  # what the network takes for a window, which the plan leaves out
-print("PEAK", peak_memory() - before, sum(most_bytes(scans, model)) + network)
-"""
-    rng = np.random.default_rng(0)
-    for name, count, shape in (("small", 2, (24, 24, 24)), ("scans", 12, (160, 160, 60))):
-        (tmp_path / name).mkdir()
-        for number in range(count):
-            voxels = rng.integers(-200, 300, shape).astype(np.int16)
-            image = nibabel.Nifti1Image(voxels, np.diag([1.5, 1.5, 2.0, 1.0]))
-            nibabel.save(image, tmp_path / name / f"{number}.nii.gz")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    peak, plan = (int(word) for word in done.stdout.split("PEAK")[1].split()[:2])
-    assert 0 < peak <= plan

@@ -1,0 +1,110 @@
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+from common.inference.scan_memory import most_bytes, say_plan, scan_bytes
+from common.inference.scans import find_scans
+from tests.common.data.dicom_files import write_slices
+from tests.support import unet_model
+
+ROOT = Path(__file__).parents[3]
+MODEL = unet_model((4.0, 4.0, 4.0), (4, 8), (24, 24, 16), window_batch=2)
+
+
+def scan(folder, shape, spacing, name="a.nii.gz"):
+    nibabel.save(nibabel.Nifti1Image(np.zeros(shape, np.int16), np.diag([*spacing, 1.0])), folder / name)
+    return folder / name
+
+
+FINE = replace(
+    MODEL, preparation=replace(MODEL.preparation, spacing=(1.0, 1.0, 1.0)), window_size=(16, 16, 16)
+)  # two channels of logits, one structure
+
+
+def test_a_finer_working_grid_takes_more(tmp_path):
+    voxels = 50 * 40 * 30
+    one = scan_bytes(scan(tmp_path, (50, 40, 30), (1.0, 1.0, 1.0)), FINE)
+    coarse = scan_bytes(scan(tmp_path, (50, 40, 30), (2.0, 2.0, 2.0), "b.nii.gz"), FINE)
+    assert one[0] == coarse[0] == voxels * (8 + 20 + 2)
+    assert one[1] == pytest.approx(voxels * (12 + 8 * 2), abs=28)
+    assert coarse[1] == pytest.approx(8 * one[1], rel=1e-4)  # eight times as many working voxels
+    tiny = scan_bytes(scan(tmp_path, (4, 4, 4), (1.0, 1.0, 1.0), "c.nii.gz"), FINE)
+    assert tiny[1] == 16**3 * (12 + 8 * 2)  # it is padded to a window
+
+
+def test_so_many_scans_are_held_as_there_is_room_for_and_the_unreadable_count_nothing(tmp_path):
+    scans = [scan(tmp_path, (side,) * 3, (1, 1, 1), f"{side}.nii.gz") for side in (20, 30, 40, 50)]
+    hosts, working = zip(*(scan_bytes(each, FINE) for each in scans), strict=True)
+    (tmp_path / "broken.nii.gz").write_bytes(b"no")
+    broken = [*scans, tmp_path / "broken.nii.gz"]
+    assert most_bytes(broken, FINE, 3, 10**9) == (sum(hosts[1:]), working[-1])
+    assert most_bytes(broken, FINE, 9, 10**9) == (sum(hosts), working[-1])
+    assert most_bytes(broken, FINE, 3, sum(hosts[2:]) + 1) == (sum(hosts[2:]) + 1, working[-1])
+    assert most_bytes(broken, FINE, 3, 1) == (hosts[-1], working[-1])  # one is held in any case
+    assert most_bytes([], FINE, 3, 10**9) == (0, 0)
+
+
+def test_a_plan_that_cannot_fit_is_told(tmp_path, monkeypatch, capsys):
+    scans = [scan(tmp_path, (50, 40, 30), (1.0, 1.0, 1.0), f"{number}.nii.gz") for number in range(2)]
+    say_plan(scans, FINE, torch.device("cpu"), 5, 2**40)
+    said = capsys.readouterr().out
+    assert "plan: at most 5 scans in memory: 0.0 of" in said
+    assert "WARNING" not in said
+    monkeypatch.setattr("common.inference.scan_memory.free_memory", lambda: 2**20)
+    say_plan(scans, FINE, torch.device("cpu"), 5, 2**19)
+    assert "WARNING: that may be more than there is" in capsys.readouterr().out
+
+
+def test_a_series_counts_as_a_file_does(tmp_path):
+    write_slices(tmp_path / "series", np.zeros((4, 5, 6), np.int16), spacing=(2.0, 2.0), step=(0, 0, 2.0))
+    host, device = scan_bytes(find_scans(tmp_path)[0], replace(FINE, window_size=(1, 1, 1)))
+    assert host == 120 * (8 + 20 + 2)
+    assert device == pytest.approx(8 * 120 * (12 + 8 * 2), abs=28)  # 2 mm on a grid of 1 mm
+
+
+@pytest.mark.slow
+def test_a_folder_takes_no_more_than_its_plan(tmp_path):
+    """The peak of a process that segments twelve scans, less what it has before the first, is within the plan."""
+    program = f"""
+import torch
+from pathlib import Path
+from common.inference.options import InferConfig
+from common.inference.open_predictor import OpenedPredictor
+from common.inference.predictors import torch_predictor
+from common.inference.scan_memory import most_bytes
+from common.inference.scans import Segmenter, find_scans
+from common.host_memory import peak_memory
+from tests.support import unet_model
+model = unet_model((2.0, 2.0, 2.0), (4, 8), (64, 64, 32))
+torch.manual_seed(0)
+folder = Path({str(tmp_path)!r})
+opened = OpenedPredictor(torch_predictor(model.build().eval()), "torch", "fp32", "", Path("LICENSE"))
+scans = find_scans(folder / "scans")
+def segment(inputs, output):
+    config = InferConfig(folder, folder / inputs, folder / output, overlays=False)
+    job = Segmenter(config, model, opened, torch.device("cpu")).job(find_scans(folder / inputs))
+    assert not job.work(job.items)
+    return job
+segment("small", "warm")
+before = peak_memory()
+job = segment("scans", "out")
+network = 64 * 64 * 32 * 4 * 64  # what the network takes for a window, which the plan leaves out
+print("PEAK", peak_memory() - before, sum(most_bytes(scans, model, job.in_flight, job.room)) + network)
+"""
+    rng = np.random.default_rng(0)
+    for name, count, shape in (("small", 2, (24, 24, 24)), ("scans", 12, (160, 160, 60))):
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            voxels = rng.integers(-200, 300, shape).astype(np.int16)
+            image = nibabel.Nifti1Image(voxels, np.diag([1.5, 1.5, 2.0, 1.0]))
+            nibabel.save(image, tmp_path / name / f"{number}.nii.gz")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    peak, plan = (int(word) for word in done.stdout.split("PEAK")[1].split()[:2])
+    assert 0 < peak <= plan
