@@ -20,7 +20,7 @@ from apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_slide_set
 from apps.pathology.slides.layout import MAX_MPP, MIN_MPP
 from apps.pathology.slides.masks import tumour_mask
 from common.files import from_json, read_object, write_json
-from common.observe.plots import one_line
+from common.observe.images import one_line
 from common.run import one_line_errors
 
 # Camelyon16's slides of 0.243 um at level 6, at which MONAI's LesionFROC judges (the challenge's own code: level 5).

@@ -179,7 +179,8 @@ class FolderJob(Generic[Source, Read, Computed]):
                     writing[writers.submit(self._write, item, self._compute(item, read), failed)] = need
                     del read  # the thread has all now
                 else:
-                    wait([*(future for _, future, _ in [*coming][:1]), *writing], return_when=FIRST_COMPLETED)
+                    busy: list[Future[Any]] = [*writing, *(read for _, read, _ in [*coming][:1])]
+                    wait(busy, return_when=FIRST_COMPLETED)
                 for done in [future for future in writing if future.done()]:
                     del writing[done]
                     done.result()

@@ -6,35 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import to_rgba_array
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
 from nibabel.affines import from_matvec, voxel_sizes
 from nibabel.orientations import apply_orientation, inv_ornt_aff, io_orientation
 from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFilter, ImageOps
 
-from common.observe.plots import one_line, save_png
+from common.observe.images import font, one_line, save_image
 
 Array = NDArray[Any]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; those that show best on grey come first.
 LABEL_COLOURS = ("#E69F00", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00", "#0072B2")
 """Of the labels 1, 2, ..., in turn (Okabe and Ito)."""
+_RGB = np.array([[int(colour[first : first + 2], 16) for first in (1, 3, 5)] for colour in LABEL_COLOURS])
+_OPACITY = 0.45  # of the prediction's fill
 _PLANES = ("sagittal, x", "coronal, y", "axial, z")  # by the axis they cut
 _EDGES = ("APSI", "RLSI", "RLAP")  # which side of the patient is at the left, right, top and bottom of each
-_EDGE_PLACES = (
-    (0.02, 0.5, "left", "center"), (0.98, 0.5, "right", "center"), (0.5, 0.98, "center", "top"),
-    (0.5, 0.02, "center", "bottom"),
-)  # fmt: skip
-_STROKE = [withStroke(linewidth=2, foreground="black")]
-_ON_IMAGE: dict[str, Any] = {"color": "white", "fontsize": 8, "path_effects": _STROKE}
+_EDGE_PLACES = ((0.02, 0.5, "lm"), (0.98, 0.5, "rm"), (0.5, 0.02, "mt"), (0.5, 0.98, "mb"))
+_DPI = 130
 _WIDTH, _MARGIN, _GAP = 9.0, 0.12, 0.08  # inches
 _TITLE, _CAPTION, _LEGEND_ROW = 0.32, 0.19, 0.20  # heights in inches
 _NARROWEST = 1.3  # inches of width that a caption needs
-_LEGEND_COLUMNS, _CLOSE_UPS = 6, 6
+_CLOSE_UPS = 6
 _CLOSE_UP_MARGIN = 25.0  # mm around the foreground
 
 
@@ -121,20 +114,18 @@ def draw_overlay(
     slices = np.linspace(*close.extent[2], _CLOSE_UPS + 2)[1:-1]
     close_ups = [(2, index) for index in sorted({round(each) for each in slices})]
     rows = ((body, planes, *_fitted(body, planes, 3.3)), (close, close_ups, *_fitted(close, close_ups, 1.6)))
-    handles = _legend_handles(scan, names)
-    legend = _LEGEND_ROW * -(-len(handles) // _LEGEND_COLUMNS)
-    total = _TITLE + sum(height + _GAP for *_, height in rows) + legend + _MARGIN
-    figure = Figure(figsize=(_WIDTH, total), dpi=130)
+    legend = _legend(scan, names)
+    total = _TITLE + sum(height + _GAP for *_, height in rows) + _LEGEND_ROW * (legend[-1][0] + 1) + _MARGIN
+    page = Image.new("RGB", (round(_WIDTH * _DPI), round(total * _DPI)), "white")
     heading = one_line(title, 75) + ("" if labels.any() else "   (no foreground predicted)")
-    figure.text(_MARGIN / _WIDTH, 1 - 0.2 / total, heading, fontsize=10, weight="bold", va="center", parse_math=False)
-    top = total - _TITLE
+    _write(page, (_MARGIN, 0.2), heading, 10, bold=True)
+    top = _TITLE
     for part, shown, scale, height in rows:
-        _draw_row(figure, part, shown, scale, top)
-        top -= height + _GAP
-    drawn = figure.legend(handles=handles, loc="lower left", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=8)
-    for text in drawn.get_texts():
-        text.set_parse_math(False)
-    save_png(path, figure)
+        _draw_row(page, part, shown, scale, top)
+        top += height + _GAP
+    for row, left, colour, text in legend:
+        _draw_key(page, (left, top + _LEGEND_ROW * (row + 0.5)), colour, text)
+    save_image(path, page)
 
 
 def oriented_scan(
@@ -200,68 +191,105 @@ def _fitted(scan: Scan, shown: Sequence[tuple[int, int]], tallest: float) -> tup
     return scale, scale * max(heights) + _CAPTION
 
 
-def _draw_row(figure: Figure, scan: Scan, shown: Sequence[tuple[int, int]], scale: float, top: float) -> None:
-    """Draw slices side by side whose captions begin `top` inches above the figure's foot."""
-    width, total = figure.get_size_inches()
-    left = _MARGIN
+def _write(
+    page: Image.Image,
+    at: tuple[float, float],
+    text: str,
+    points: float,
+    anchor: str = "lm",
+    bold: bool = False,
+    stroke: int = 0,
+) -> None:
+    """Write a text at a place in inches from the upper left: black, or white with a black stroke of so many pixels."""
+    face, colour = font(points * _DPI / 72, bold), "white" if stroke else "black"
+    ImageDraw.Draw(page).text(_pixels(*at), text, colour, face, anchor, stroke_width=stroke, stroke_fill="black")
+
+
+def _pixels(x: float, y: float) -> tuple[int, int]:
+    return round(x * _DPI), round(y * _DPI)
+
+
+def _draw_row(page: Image.Image, scan: Scan, shown: Sequence[tuple[int, int]], scale: float, top: float) -> None:
+    """Draw slices side by side whose captions begin `top` inches below the upper edge."""
+    left, upper = _MARGIN, top + _CAPTION
     for number, (plane, index) in enumerate(shown):
         across, up = (scale * side for side in scan.size(plane))
-        axes = figure.add_axes((left / width, (top - _CAPTION - up) / total, across / width, up / total))
-        _draw_slice(axes, scan, plane, index)
-        axes.set_title(scan.caption(plane, index), fontsize=7.5, loc="left", pad=2)
+        page.paste(_slice(scan, plane, index, _pixels(across, up)), _pixels(left, upper))
+        _write(page, (left, upper - 0.03), scan.caption(plane, index), 7.5, "ls")
         if number == 0:
-            _draw_scale_bar(axes, scan.size(plane)[0])
+            _draw_scale_bar(page, (left + 0.97 * across, upper + 0.97 * up), scan.size(plane)[0], scale)
         if number == 0 or plane != 2:
             letters = _EDGES[plane][: 4 if up > 0.6 else 2]  # a low slice has room for two
-            for letter, (x, y, horizontal, vertical) in zip(letters, _EDGE_PLACES, strict=False):
-                axes.text(x, y, letter, ha=horizontal, va=vertical, transform=axes.transAxes, **_ON_IMAGE)
+            for letter, (x, y, anchor) in zip(letters, _EDGE_PLACES, strict=False):
+                _write(page, (left + x * across, upper + y * up), letter, 8, anchor, stroke=2)
         left += max(across, _NARROWEST) + _GAP
 
 
-def _draw_slice(axes: Axes, scan: Scan, plane: int, index: int) -> None:
-    """Draw one slice in grey, the prediction filled and the truth outlined; the axes are in mm, y up."""
-    width, height = scan.size(plane)
-    place: dict[str, Any] = {"extent": (0, width, 0, height), "aspect": "auto"}
-    grey = picture(scan.image, plane, index).astype(np.float32)
-    axes.imshow(grey, cmap="gray", vmin=scan.window[0], vmax=scan.window[1], interpolation="bilinear", **place)
-    labels = picture(scan.labels, plane, index)
-    fill = to_rgba_array(LABEL_COLOURS, 0.45)[(labels.astype(int) - 1) % len(LABEL_COLOURS)]
-    axes.imshow(np.where(labels[..., None] > 0, fill, 0), interpolation="nearest", **place)
+def _slice(scan: Scan, plane: int, index: int, size: tuple[int, int]) -> Image.Image:
+    """Return one slice in grey, of a size in pixels, the prediction filled and the truth outlined."""
+    width, height = (max(1, side) for side in size)
+    low, high = scan.window
+    shades = (picture(scan.image, plane, index).astype(np.float32) - low) * (255 / (high - low))
+    grey = Image.fromarray(shades.clip(0, 255).astype(np.uint8)).resize((width, height), Image.Resampling.BILINEAR)
+    labels = picture(scan.labels, plane, index).astype(int)
+    kinds = Image.fromarray(np.where(labels > 0, (labels - 1) % len(_RGB) + 1, 0).astype(np.uint8))
+    found = np.asarray(kinds.resize((width, height), Image.Resampling.NEAREST)).astype(int)
+    fill = _OPACITY * (found > 0)[..., None]
+    pixels = (1 - fill) * np.asarray(grey)[..., None] + fill * _RGB[found - 1]
+    drawn = Image.fromarray(pixels.round().astype(np.uint8))
     if scan.truth is not None:
         truth = picture(scan.truth, plane, index)
-        # A frame of background closes the outlines at the panel's edge.
-        rows, columns = (np.arange(-1, side + 1) + 0.5 for side in truth.shape)
-        x, y = columns * width / truth.shape[1], height - rows * height / truth.shape[0]
         for label in _labels_in(truth):
-            axes.contour(x, y, np.pad(truth == label, 1), levels=[0.5], colors=[_colour(label)], linewidths=1.2)
-    axes.set(xlim=(0, width), ylim=(0, height))
-    axes.set_axis_off()
+            drawn.paste(_colour(label), mask=_outline(np.equal(truth, label), (width, height)))
+    return drawn
 
 
-def _draw_scale_bar(axes: Axes, width: float) -> None:
-    """Draw a bar of a round length, at most a fifth of the panel's width in mm, at the lower right."""
+def _outline(mask: Array, size: tuple[int, int]) -> Image.Image:
+    """Return the outline of a mask, two pixels wide, on a panel of a size in pixels, at whose edge it is closed."""
+    smooth = Image.fromarray(mask.astype(np.uint8) * 255).resize(size, Image.Resampling.BILINEAR)
+    covered = 127 if size[0] >= mask.shape[1] else 50  # of 255: what is thinner than a pixel is shown too
+    inside = ImageOps.expand(smooth.point(lambda value: 255 * (value > covered)), 1)
+    edge = np.asarray(inside.filter(ImageFilter.MaxFilter(3))) > np.asarray(inside.filter(ImageFilter.MinFilter(3)))
+    return Image.fromarray(edge[1:-1, 1:-1])
+
+
+def _draw_scale_bar(page: Image.Image, end: tuple[float, float], width: float, scale: float) -> None:
+    """Draw a bar that ends there and has a round length, at most a fifth of the panel's width in mm."""
     length = max((mm for mm in (1, 2, 5, 10, 20, 50, 100) if mm <= 0.2 * width), default=1)
-    end, foot = 0.97 * width, 0.03 * width
-    axes.plot([end - length, end], [foot, foot], color="white", linewidth=1.5, path_effects=_STROKE)
-    axes.text(end, foot * 1.5, f"{length} mm", ha="right", va="bottom", **_ON_IMAGE)
+    (right, foot), (left, _) = _pixels(*end), _pixels(end[0] - scale * length, end[1])
+    ImageDraw.Draw(page).rectangle((left - 1, foot - 2, right + 1, foot + 2), "white", "black")
+    _write(page, (end[0], end[1] - 0.04), f"{length} mm", 8, "rs", stroke=2)
 
 
-def _legend_handles(scan: Scan, names: Sequence[str]) -> list[Patch | Line2D]:
-    """Return one colour patch for each label that occurs, and what filled and outlined mean."""
-    occurring = {*_labels_in(scan.labels), *([] if scan.truth is None else _labels_in(scan.truth))}
-    handles: list[Patch | Line2D] = []
-    for label in sorted(occurring):
-        name = names[label] if label < len(names) else f"label {label}"
-        handles.append(Patch(color=_colour(label), label=f"{label}: {one_line(name, 20)}"))
-    handles.append(Patch(color="grey", alpha=0.45, linewidth=0, label="filled: prediction"))
-    if scan.truth is not None:
-        handles.append(Line2D([], [], color="grey", linewidth=1.2, label="outlined: truth"))
-    return handles
+def _legend(scan: Scan, names: Sequence[str]) -> list[tuple[int, float, str, str]]:
+    """Return row, place in it in inches, colour and text of each label that occurs, and of filled and outlined."""
+    box = tuple(slice(first, last + 1) for first, last in scan.extent)
+    occurring = {*_labels_in(scan.labels[box]), *([] if scan.truth is None else _labels_in(scan.truth[box]))}
+    named = {label: names[label] if label < len(names) else f"label {label}" for label in sorted(occurring)}
+    texts = [(_colour(label), f"{label}: {one_line(name, 20)}") for label, name in named.items()]
+    texts += [("filled", "filled: prediction"), *([] if scan.truth is None else [("outlined", "outlined: truth")])]
+    found, row, left = [], 0, _MARGIN
+    for colour, text in texts:
+        width = 0.5 + font(8 * _DPI / 72).getlength(text) / _DPI
+        if left > _MARGIN and left + width > _WIDTH:
+            row, left = row + 1, _MARGIN
+        found.append((row, left, colour, text))
+        left += width
+    return found
+
+
+def _draw_key(page: Image.Image, at: tuple[float, float], colour: str, text: str) -> None:
+    """Draw what a text of the legend is about, and the text; the place is the left middle."""
+    (left, middle), pen = _pixels(*at), ImageDraw.Draw(page)
+    half = 1 if colour == "outlined" else 5
+    shade = {"filled": "#C6C6C6", "outlined": "#808080"}.get(colour, colour)
+    pen.rectangle((left, middle - half, left + 30, middle + half), shade)
+    _write(page, (at[0] + 0.3, at[1]), text, 8)
 
 
 def _labels_in(labels: Array) -> list[int]:
     """Return the labels above background that occur."""
-    return [int(label) for label in np.unique(labels[labels > 0])]
+    return [int(label) for label in np.unique(labels.ravel(order="K")) if label > 0]
 
 
 def _colour(label: int) -> str:

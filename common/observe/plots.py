@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from common.clock import synchronise
-from common.files import atomic_path
+from common.observe.images import save_image
 
 Values = NDArray[np.float64]
 _LOSS, _METRIC, _GREY = "#0072B2", "#D55E00", "#555555"
@@ -29,25 +29,14 @@ def save_png(path: Path, figure: Figure, full_colour: bool = False) -> None:
     Args:
         path: to be written.
         figure: to be drawn.
-        full_colour: all its colours; otherwise 192 of them, for a quarter of the size but seconds for large pictures.
+        full_colour: see `save_image`.
 
     Raises:
         OSError: the folder cannot be written or the disk is full.
     """
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    pixels = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    if not full_colour:
-        # Maximum coverage keeps rare colours (a small structure); the median cut gives nearly all of them to the greys.
-        pixels = pixels.quantize(192, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    with atomic_path(path) as part:
-        pixels.save(part, format="PNG", optimize=not full_colour)
-
-
-def one_line(text: str, longest: int) -> str:
-    """Return a text fit for a figure: white space and control characters become single spaces, a long one is cut."""
-    line = " ".join("".join(character if character.isprintable() else " " for character in text).split())
-    return line if len(line) <= longest else line[: longest - 1] + "…"
+    save_image(path, Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"), full_colour)
 
 
 def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str = "Dice") -> None:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from common.files import read_json_lines, write_json, write_text
+from common.observe.images import one_line
 from common.observe.overlays import LABEL_COLOURS, Array, oriented_scan
-from common.observe.plots import one_line
 
 Json = dict[str, Any]
 _NEEDED_FOR = {

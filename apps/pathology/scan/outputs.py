@@ -18,7 +18,8 @@ from apps.pathology.scan.scan import ProbabilityMap
 from apps.pathology.slides.masks import low_power
 from apps.pathology.slides.reader import Slide
 from common.files import atomic_path, write_text
-from common.observe.plots import one_line, save_png
+from common.observe.images import one_line
+from common.observe.plots import save_png
 
 REGION_THRESHOLD = 0.5
 BOX_UM = DETECTION_BOX * 64 * 0.243  # MONAI's box is in pixels of level 6 of Camelyon16's slides of 0.243 um

@@ -1,5 +1,8 @@
 import gzip
 import io
+import os
+import subprocess
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +297,34 @@ def test_the_same_label_gives_the_same_bytes(tmp_path):
     assert (tmp_path / "a.nii.gz").read_bytes() == (tmp_path / "b.nii.gz").read_bytes()
     with gzip.open(io.BytesIO((tmp_path / "a.nii.gz").read_bytes())) as stream:  # any gzip reads it
         assert len(stream.read()) == 352 + 60
+
+
+@pytest.mark.parametrize("size", [59, 60, 61, 119, 120, 121, 1000])
+def test_a_large_label_is_a_gzip_file_of_many_members_however_many_threads_write_it(tmp_path, monkeypatch, size):
+    """Every reader takes the members one after the other: gzip's program, zlib, nibabel, and ours."""
+    monkeypatch.setattr("common.data.volumes._MEMBER", 60)
+    labels = np.random.default_rng(size).integers(0, 3, (size, 1, 1)).astype(np.uint8)
+    written = set()
+    for cores in (1, 2, 9):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
+        write_label(tmp_path / "a.nii.gz", labels, AFFINE)
+        written.add((tmp_path / "a.nii.gz").read_bytes())
+    (content,) = written
+    members, rest = [], content
+    while rest:
+        member = zlib.decompressobj(31)
+        members.append(len(member.decompress(rest)))
+        assert member.eof
+        rest = member.unused_data
+    assert members == [352, *[60] * (size // 60), *([size % 60] if size % 60 else [])]
+    program = subprocess.run(["gzip", "-dc"], input=content, capture_output=True, check=True).stdout
+    assert program == gzip.decompress(content)
+    assert program[352:] == labels.tobytes()
+    assert np.array_equal(np.asarray(nibabel.load(tmp_path / "a.nii.gz").dataobj), labels)
+    assert np.array_equal(read_volume(tmp_path / "a.nii.gz").voxels, labels)
+    (tmp_path / "a.nii.gz").write_bytes(content[:-9])
+    with pytest.raises(ValueError, match=r"truncated|fetch it again"):
+        read_volume(tmp_path / "a.nii.gz")
 
 
 def test_a_label_must_lie_on_its_image():

@@ -72,7 +72,9 @@ def test_reading_computing_and_writing_overlap(folder):
 
 def held_at_most(folder, slow, **more):
     """Return the most items, and the most bytes, that were held at once in a job of eight, and in which order."""
-    alive, most, order = {}, [], []
+    alive: dict[str, int] = {}
+    most: list[tuple[int, int]] = []
+    order: list[str] = []
     for number in range(5):
         (folder / "in" / str(number)).touch()
 
@@ -123,34 +125,48 @@ def test_no_more_bytes_are_held_than_there_is_room_for_but_for_one_item(folder, 
 def test_threads_read_and_write_at_once(folder, stage):
     """Each of three waits for the others: one after the other it would never end."""
     three = threading.Barrier(3, timeout=20)
+
+    def meet(*_):
+        three.wait()
+        return {}
+
     stages: dict[str, Any] = dict.fromkeys(("read", "compute", "write"), lambda item, *_: {})
-    job = doubling(
-        folder, **{**stages, stage: lambda item, *_: three.wait() and {} or {}}, line=str, tables=None, threads=3
-    )
+    job = doubling(folder, **{**stages, stage: meet}, line=str, tables=None, threads=3)
     assert job.work(job.items) == []
 
 
 def test_nothing_more_is_read_once_writing_fails(folder):
     """Of many items those are read that wait in memory, and no more."""
-    read = []
+    read: list[str] = []
     for number in range(20):
         (folder / "in" / str(number)).touch()
 
     def fails(item, *_):
         raise OSError("full")
 
-    job = doubling(folder, read=read.append, compute=lambda *_: "", write=fails, threads=2)
+    job = doubling(folder, read=lambda item: read.append(item.name), compute=lambda *_: "", write=fails, threads=2)
     with pytest.raises(OSError, match="full"):
         job.work(job.items)
     assert 1 <= len(read) <= job.in_flight + 2  # when the error is seen two more may have come
 
 
-def test_torch_keeps_its_threads(folder):
-    before, seen = torch.get_num_threads(), []
-    job = doubling(folder, write=lambda *_: {"length": seen.append(torch.get_num_threads())}, threads=2, line=str)
-    assert job.work(job.items) == []
-    assert seen == [1, 1, 1]
-    assert torch.get_num_threads() == before
+def test_torch_computes_on_one_core_in_each_thread_and_keeps_those_of_others(folder, capsys):
+    before, computed = torch.get_num_threads(), []
+
+    def compute(item, text):
+        computed.append(torch.get_num_threads())
+        return text
+
+    try:
+        torch.set_num_threads(3)
+        job = doubling(folder, compute=compute, write=lambda *_: {"length": torch.get_num_threads()}, threads=2)
+        assert job.work(job.items) == []
+        assert computed == [3, 3, 3]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    said = capsys.readouterr().out
+    assert all(f"{name}: 1 letters" in said for name in "abc")
 
 
 @pytest.mark.parametrize("stage", ["read", "compute", "write"])

@@ -1,6 +1,8 @@
 """The overlay picture: what it shows, its pixels, its size, and that nothing odd breaks it."""
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +237,18 @@ def test_a_failed_write_leaves_the_old_picture(tmp_path: Path, monkeypatch: pyte
         draw_overlay(path, image, organ, AFFINE)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_thin_truth_is_outlined_where_the_panel_is_smaller_than_the_slice(tmp_path: Path):
+    truth = np.zeros((900, 900, 3), np.uint8)
+    truth[100:800, 450, 1] = 1  # one voxel wide, less than half a pixel
+    pixels = drawn(tmp_path / "a.png", np.zeros(truth.shape), np.zeros_like(truth), np.eye(4), truth=truth)
+    assert coloured(pixels)[60:420, 16:380].any()
+
+
+def test_matplotlib_is_not_loaded():
+    program = "import sys, common.observe.overlays as o; o.font(20.0); assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], check=True)
 
 
 @pytest.mark.real_data

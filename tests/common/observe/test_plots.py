@@ -8,7 +8,8 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from common.observe.plots import Span, Timeline, draw_progress, draw_timeline, one_line, save_png
+from common.observe.images import one_line
+from common.observe.plots import Span, Timeline, draw_progress, draw_timeline, save_png
 
 NAN = float("nan")
 
