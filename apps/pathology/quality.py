@@ -26,11 +26,19 @@ def patch_scores(
 ) -> list[float]:
     """Return the tumour probability of the patches of some rows ([M] int), computed so many at once.
 
-    Those that do not lie on the device are read one call ahead.
+    Those that do not lie on the device are read one call ahead. Every call has as many, the last one some twice.
     """
-    taken = (patches.take(rows[start : start + at_once], device) for start in range(0, len(rows), at_once))
+    size = call_size(len(rows), at_once)
+    filled = np.resize(rows, -(-len(rows) // size) * size)
+    taken = (patches.take(filled[start : start + size], device) for start in range(0, len(filled), size))
     with closing(taken if isinstance(patches.pixels, torch.Tensor) else prefetch(taken, device)) as parts:
-        return torch.cat([torch.sigmoid(predictor(normalised(part))).flatten() for part in parts]).tolist()
+        scores = torch.cat([torch.sigmoid(predictor(normalised(part))).flatten() for part in parts])
+        return scores[: len(rows)].tolist()
+
+
+def call_size(count: int, at_once: int = _AT_ONCE) -> int:
+    """Return how many of `count` patches, at least 1, are computed in each of the fewest calls of at most so many."""
+    return -(-count // -(-count // at_once))
 
 
 def all_scores(patches: Patches, network: nn.Module, precision: Precision, run: Run) -> np.ndarray:

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 
 from apps.pathology.model import PathologyModel, choose, initialise_from, model_of
-from apps.pathology.patches.store import decoded, held_for_validation, resident_batches
+from apps.pathology.patches.store import decoded, held_for_validation, rank_rows, resident_batches
 from apps.pathology.patches.tables import Tables, find_tables, keep_digests
-from apps.pathology.quality import evaluate, export_patches, judge_on, validation_auc
+from apps.pathology.quality import call_size, evaluate, export_patches, judge_on, validation_auc
 from common.data.batches import Batches
 from common.inference.model import write_model
 from common.run import Run, one_line_errors
@@ -75,7 +75,8 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
         from apps.pathology.patches.guide import monai_patches  # here: MONAI takes longer to load than all the rest
 
         batches = monai_patches(data.training, config, run)
-    compile_if_asked(network, (3, model.patch_size, model.patch_size), config, run)
+    patches = call_size(len(rank_rows(validation, run)))
+    compile_if_asked(network, batches, (patches, 3, model.patch_size, model.patch_size), config, run)
     if run.ranks.world > 1 or config.parallel.accumulate > 1:
         run.say("batch normalisation: over each rank's own part of a batch, so that the parts do not add up exactly")
     return Setup(

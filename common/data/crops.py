@@ -103,7 +103,9 @@ def _gather(cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, 
     first, *steps = places.unbind(1)
     x, y, z = (step[:, None] * torch.arange(side, device=image.device) for step, side in zip(steps, size, strict=True))
     index = first[:, None, None, None] + x[:, :, None, None] + y[:, None, :, None] + z[:, None, None]
-    return image[:, index].transpose(0, 1).contiguous(), label[index].unsqueeze(1)
+    crops = image[:, index].transpose(0, 1).contiguous()
+    # A view that gives axes of length 1 the strides of the other crops: a compiled network asks for them.
+    return crops.view(crops.shape), label[index].unsqueeze(1)
 
 
 def _copy(

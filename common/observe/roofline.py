@@ -1,12 +1,14 @@
-"""How far a training step is from what the device can do: its work counted, the device's ceiling measured."""
+"""How far a training step is from what the device can do: its work counted, the device's ceilings measured."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.clock import repeated
 from common.run import Run
@@ -14,7 +16,23 @@ from common.run import Run
 # Sides of the square matrices that the ceiling is measured with: large enough to leave the caches, small enough to take
 # a moment.
 _SIDE = {"cpu": 1024, "cuda": 8192}
+_COPIED = {"cpu": 2**26, "cuda": 2**28}  # elements of one byte, likewise
+# Passes over its tensor that a normalisation with the activation behind it cannot do without: what it is given, for the
+# statistics and to apply them, and what it gives; backward the same of two tensors, less one.
+_FORWARD, _BACKWARD = 3, 5
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Work(NamedTuple):
+    """A layer's work in one direction.
+
+    Args:
+        flops: floating-point operations of its convolution or matrix product, or 0.
+        elements: that it must move.
+    """
+
+    flops: int
+    elements: int
 
 
 def distance_to_limit(
@@ -24,7 +42,7 @@ def distance_to_limit(
     precision: Literal["fp32", "bf16", "fp16"],
     run: Run,
 ) -> dict[str, Any] | None:
-    """Count the work of a training step, measure the device's ceiling, and say what the steps reach of it.
+    """Count the work of a training step, measure the device's ceilings, and say what the steps reach of them.
 
     Args:
         network: that was trained.
@@ -35,21 +53,24 @@ def distance_to_limit(
         run: whose device it is.
 
     Returns:
-        What the summary holds: work and seconds of a step, what is reached, the ceiling; None where it could not be
-        measured, which is said.
+        What the summary holds: work and seconds of a step, what is reached, the ceilings, the floor (see `floor`);
+        None where it could not be measured, which is said.
     """
     if seconds is None:
         return None
     try:
         with run.clock.stage("limit"):
-            flops, ceiling = count_flops(network, shape), measure_ceiling(run.device, _DTYPES[precision])
+            work, dtype = count_work(network, shape), _DTYPES[precision]
+            ceiling, bandwidth = measure_ceiling(run.device, dtype), measure_bandwidth(run.device)
     except RuntimeError as error:  # no memory left on the device, or an operator that cannot be counted
         run.say(f"limit: not measured: {' '.join(str(error).split())[:200]}")
         return None
+    flops, least = sum(each.flops for each in work), floor(work, dtype.itemsize, ceiling, bandwidth)
     reached, percent = flops / seconds / 1e12, 100 * flops / seconds / ceiling
     run.say(
         f"limit: {flops / 1e9:.1f} GFLOP in {seconds:.3g} s a step, {reached:.3g} TFLOP/s: {percent:.0f} percent of "
-        f"what a {precision} product of matrices reaches here ({ceiling / 1e12:.3g})"
+        f"what a {precision} product of matrices reaches here ({ceiling / 1e12:.3g}); the floor of its layers is "
+        f"{least:.3g} s, {100 * least / seconds:.0f} percent of the step"
     )
     return {
         "flops_per_step": flops,
@@ -57,22 +78,41 @@ def distance_to_limit(
         "tflops": round(reached, 4),
         "ceiling_tflops": round(ceiling / 1e12, 4),
         "percent": round(percent, 1),
+        "ceiling_gb_per_second": round(bandwidth / 1e9, 1),
+        "floor_seconds": round(least, 6),
+        "floor_percent": round(100 * least / seconds, 1),
     }
 
 
-def count_flops(network: nn.Module, shape: Sequence[int]) -> int:
-    """Count the floating-point operations of a training step, forward and backward, without computing it.
+def floor(work: Sequence[Work], itemsize: int, flops: float, bandwidth: float) -> float:
+    """Return the seconds below which no step comes whose layers run one after the other in this precision.
+
+    Convolutions take the longer of their products and their memory traffic; a normalisation and the activation behind
+    it take theirs, fused; what is left (additions, loss, optimizer) takes nothing.
+
+    Args:
+        work: of the layers.
+        itemsize: bytes of an element.
+        flops: floating-point operations per second of the device.
+        bandwidth: bytes per second of its memory.
+    """
+    return sum(max(each.flops / flops, each.elements * itemsize / bandwidth) for each in work)
+
+
+def count_work(network: nn.Module, shape: Sequence[int]) -> list[Work]:
+    """Count the work of a training step's layers, forward and backward, without computing it.
 
     Args:
         network: on any device; a copy without numbers is counted, and the network is left as it is.
         shape: of a batch, [B, C, *sides].
 
     Returns:
-        Those of the convolutions and matrix products; a multiplication with its addition counts as two.
+        Of convolutions, matrix products, normalisations and interpolations; a multiplication with its addition counts
+        as two.
 
     Source: torch.utils.flop_counter, which knows the operators.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # here: the start of a run has no need of it
+    from torch.utils.flop_counter import flop_registry  # here: the start of a run has no need of it
 
     # Without what torch.compile has left.
     compiled, network._compiled_call_impl = network._compiled_call_impl, None
@@ -80,9 +120,32 @@ def count_flops(network: nn.Module, shape: Sequence[int]) -> int:
         copied = copy.deepcopy(network).to("meta").train()
     finally:
         network._compiled_call_impl = compiled
-    with FlopCounterMode(display=False) as counter:
+    layers = _Layers(flop_registry)
+    with layers:
         torch.autograd.backward(copied(torch.empty(tuple(shape), device="meta")).sum())
-    return int(counter.get_total_flops())
+    return layers.work
+
+
+class _Layers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the work of each layer that runs; `flops_of` counts operators that multiply."""
+
+    def __init__(self, flops_of: Mapping[Any, Callable[..., int]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops_of, self.work = flops_of, list[Work]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        result, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+        given, made = ([each.numel() for each in tree_leaves(some) if torch.is_tensor(each)] for some in (args, result))
+        if func._overloadpacket in self.flops_of:
+            flops = int(self.flops_of[func._overloadpacket](*args, **(kwargs or {}), out_val=result))
+            backward = name == "convolution_backward"  # of the image, where it is wanted, and of the weight
+            products, moved = (sum(args[-1][:2]), sum(given[:3])) if backward else (1, sum(given[:2]) + made[0])
+            self.work += [Work(flops // products, moved)] * products
+        elif name.startswith(("native_batch_norm", "native_group_norm")):
+            self.work.append(Work(0, given[0] * (_BACKWARD if "backward" in name else _FORWARD)))
+        elif name.startswith("upsample"):
+            self.work.append(Work(0, given[0] + made[0]))
+        return result
 
 
 @cache
@@ -99,3 +162,11 @@ def measure_ceiling(device: torch.device, dtype: torch.dtype) -> float:
     side = _SIDE[device.type]
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / min(repeated(lambda: left @ right, 5))
+
+
+@cache
+def measure_bandwidth(device: torch.device) -> float:
+    """Measure the bytes per second that a device reads and writes in a copy; like `measure_ceiling`."""
+    source = torch.zeros(_COPIED[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / min(repeated(lambda: target.copy_(source), 5))

@@ -18,7 +18,7 @@ from common.host_memory import keep_freed_memory
 from common.inference.labels import mean_dice
 from common.inference.model import VolumeModel
 from common.inference.options import Precision
-from common.inference.predictors import computes_bf16
+from common.inference.predictors import computes_bf16, torch_predictor
 from common.kernels import trust
 from common.ranks import Ranks
 from common.run import Run, how_to_go_on, join_ranks, open_run
@@ -146,7 +146,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 def volume_network(config: SegmentationConfig, model: VolumeModel, run: Run) -> nn.Module:
-    """Return the network of a decided run as it starts: on its device, laid out and compiled as the config says.
+    """Return the network of a decided run as it starts: on its device, laid out as the config says.
 
     With the weights of --init, unless a checkpoint is there, whose weights `fit` takes.
     """
@@ -154,7 +154,6 @@ def volume_network(config: SegmentationConfig, model: VolumeModel, run: Run) -> 
     network = model.build(None if trained else config.init).to(run.device)
     if config.channels_last:
         network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    compile_if_asked(network, (model.preparation.channels, *decided(config.crop_size)), config, run)
     return network
 
 
@@ -167,29 +166,35 @@ def trust_kernels(trials: Sequence[trust.Trial], config: TrainingConfig, run: Ru
     return names
 
 
-def compile_if_asked(network: nn.Module, item: Sequence[int], config: TrainingConfig, run: Run) -> None:
-    """Compile a network in place, forward and backward, for the batches of a decided run, if its config says so.
+def compile_if_asked(
+    network: nn.Module, batches: Batches, windows: Sequence[int], config: TrainingConfig, run: Run
+) -> None:
+    """Compile a network in place, if a decided config says so: once to train, and once to validate.
 
-    This pays for torch.compile before the clock of training starts; the network's state is left as it is.
+    This pays for torch.compile before the clock of training starts; the network's state is left as it is. It is
+    compiled for what it will get: dtypes and strides are those of the first batch.
 
     Args:
         network: in training mode on the run's device.
-        item: shape [C, *sides] of a crop or patch.
-        config: its batch, shared out, is the batch of every step.
+        batches: that it trains on.
+        windows: shape [B, C, *sides] of what a validation gives it at once.
+        config: says so, and in how many parts a batch comes.
         run: whose clock has a stage for it.
     """
     with run.clock.stage("compile"):
         if not config.compile:
             return
         assert config.precision != "auto", "the configuration is not decided"
-        count = decided(config.batch_size) // run.ranks.world // config.parallel.accumulate
         before = {name: value.clone() for name, value in network.state_dict().items()}
         network.compile(dynamic=False)
+        with closing(batches.epoch(0)) as epoch:  # type: ignore[type-var]  # a generator
+            image = next(epoch).image.chunk(config.parallel.accumulate)[0]
         with autocast(config.precision, run.device):
-            output = network(torch.zeros(count, *item, device=run.device))
+            output = network(image)
         torch.autograd.backward(output.float().sum())
         network.zero_grad(set_to_none=True)
-        network.load_state_dict(before)
+        torch_predictor(network.eval(), config.precision)(torch.zeros(*windows, device=run.device))
+        network.train().load_state_dict(before)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from common.training.fit import Setup, Validate
 from common.training.losses import LossName, build_loss, say_inexact
 from common.training.optimizers import build_optimizer
 from common.training.resolve import Data
-from common.training.setup import shared_validation, volume_network
+from common.training.setup import compile_if_asked, shared_validation, volume_network
 
 Transforms = Sequence[Callable[[Any], Any]]
 
@@ -55,6 +55,8 @@ def volume_setup(
         from common.training.monai_source import monai_source  # here: MONAI takes longer to load than all the rest
 
         batches, validate = monai_source(chains, data, model, config, run)
+    windows = (model.window_batch, model.preparation.channels, *model.window_size)
+    compile_if_asked(network, batches, windows, config, run)
     say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
     scheme = model.labelling
     loss = build_loss(cast(LossName, config.loss), run.ranks, () if scheme.exclusive else scheme.regions)

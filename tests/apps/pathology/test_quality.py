@@ -11,7 +11,7 @@ from torch import nn
 
 from apps.pathology.patches.store import Patches
 from apps.pathology.patches.table import PatchTable
-from apps.pathology.quality import evaluate, patch_scores, validation_auc
+from apps.pathology.quality import call_size, evaluate, patch_scores, validation_auc
 from common.clock import Clock
 from common.inference.options import Precision
 from common.ranks import Ranks
@@ -86,3 +86,9 @@ def test_an_error_while_scoring_leaves_no_thread(patches: Patches):
     with pytest.raises(RuntimeError, match="out of memory"):
         patch_scores(patches, fails, np.arange(COUNT), CPU, at_once=4)
     assert not [each for each in threading.enumerate() if each.name.startswith("prefetch")]
+
+
+@pytest.mark.parametrize(("count", "most", "size"), [(1, 256, 1), (256, 256, 256), (257, 256, 129), (32, 1, 1)])
+def test_the_fewest_calls_have_as_many_patches_each(count, most, size):
+    """A compiled network is compiled again for a call of another size."""
+    assert call_size(count, most) == size

@@ -101,6 +101,18 @@ def test_every_kind_cuts_the_same_crops_on_a_gpu(cases):
     compare_all_kinds(cases, torch.device("cuda"))
 
 
+@pytest.mark.parametrize(("channels", "count"), [(1, 3), (4, 1), (4, 3)])
+def test_every_kind_cuts_crops_of_the_same_strides_also_along_axes_of_length_one(channels, count):
+    """A compiled network is compiled again for others."""
+    voxels = torch.ones(channels, 8, 9, 10, dtype=torch.float16)
+    one = PreparedCase("one", voxels, torch.ones(8, 9, 10, dtype=torch.uint8), prepared(0).grid)
+    numbers, starts, flips = np.zeros(count, np.int64), np.ones((count, 3), np.int64), np.zeros((count, 3), bool)
+    for tier in ("gpu", "ram"):
+        image, label = crops_of(fill_cache([one], [tier], CROP, CPU), numbers, starts, flips)
+        assert image.stride() == torch.empty(image.shape).stride(), tier
+        assert label.stride() == torch.empty(label.shape).stride(), tier
+
+
 def test_every_kind_knows_the_same_foreground_and_names(cases):
     expected = fill_cache(cases, ["gpu"] * 5, CROP, CPU)
     for cache in kinds(cases).values():

@@ -1,14 +1,18 @@
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from common.clock import Clock
+from common.data.batches import Batch
 from common.data.dataset import Case, Split
 from common.kernels import trust
 from common.ranks import SINGLE
@@ -151,6 +155,10 @@ def test_a_step_outside_the_run_is_a_programmers_error():
         lr_factor("linear", 5, 4)
 
 
+def iter_of(batch: Batch) -> Iterator[Batch]:
+    yield batch
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     "ATEN_CPU_CAPABILITY" in os.environ, reason="torch's compiler computes wrongly where this is forced"
@@ -162,7 +170,9 @@ def test_compiling_leaves_the_state_and_computes_the_same():
     compiled.load_state_dict(plain.state_dict())
     image = torch.rand(2, 1, 16, 16, 16)
     config = TrainingConfig(batch_size=2, precision="fp32", compile=True)
-    compile_if_asked(compiled, (1, 16, 16, 16), config, Run(Path(), CPU, Clock(), False))
+    batches: Any = SimpleNamespace(epoch=lambda number: iter_of(Batch(image, image.byte(), ("a", "b"))))
+    compile_if_asked(compiled, batches, (1, 1, 16, 16, 16), config, Run(Path(), CPU, Clock(), False))
+    assert compiled.training
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     for name, value in plain.state_dict().items():
         assert torch.equal(value, compiled.state_dict()[name]), name
