@@ -12,10 +12,6 @@ from typing import Literal, NamedTuple
 from benchmarks.fake_cuda.device import Layout, Operator
 
 Kind = Literal["convolution", "layout", "norm", "reduce", "gather", "sample", "foreach", "pointwise", "upload", "fused"]
-_SIZES = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1, "int8": 1,
-    "bool": 1,
-}  # fmt: skip
 # Those that allocate or look at what is there, and launch nothing.
 _NOTHING = {
     "_assert_async.msg", "as_strided", "detach", "empty.memory_format", "empty_like", "empty_permuted", "empty_strided",
@@ -158,5 +154,4 @@ def _wide(one: Layout) -> bool:
 
 
 def _size(one: Layout) -> int:
-    """Return the bytes that are touched of a tensor: those of an axis that is expanded once."""
-    return _SIZES[one.dtype] * prod(side for side, stride in zip(one.shape, one.strides, strict=True) if stride)
+    return one.size

@@ -6,6 +6,7 @@ strides and dtype alone. What the host reads from the device are zeros.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from math import prod
 from numbers import Number
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -31,6 +32,12 @@ class Layout(NamedTuple):
     strides: tuple[int, ...]
     dtype: str
     device: str
+
+    @property
+    def size(self) -> int:
+        """Bytes that are touched of it: those of an axis that is expanded once."""
+        touched = prod(side for side, stride in zip(self.shape, self.strides, strict=True) if stride)
+        return touched * int(getattr(torch, self.dtype).itemsize)
 
 
 class Operator(NamedTuple):

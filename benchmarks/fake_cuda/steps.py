@@ -16,8 +16,12 @@ from PIL import Image
 
 from apps.opening import open_training, parse_flags
 from benchmarks.fake_cuda.device import FakeCuda, Operator, fake_cuda
+from common.data.batches import Batch
+from common.run import Run
 from common.training.fit import Setup, train_step
 from common.training.setup import start_run
+from common.training.state import TrainingState
+from common.training.steps import Steps
 
 RATES = (0.010, 0.009)
 """Learning rates of the steps that are written down; one more comes before them, which sets up."""
@@ -48,24 +52,31 @@ class Opened(NamedTuple):
         mode: writes down what runs.
         config: decided.
         setup: what is trained.
+        run: of it.
     """
 
     mode: FakeCuda
     config: Any
     setup: Setup
+    run: Run
 
     def steps(self) -> list[list[Operator]]:
         """Return what ran in steps at the `RATES`: the making of a batch (stage "batch"), then the rest ("train")."""
         setup, found = self.setup, []
         scaler = torch.amp.GradScaler("cuda", enabled=setup.precision == "fp16")
-        setup.network.train()
-        for number, rate in enumerate((RATES[0], *RATES)):
+        network, optimizer, parts = setup.network.train(), setup.optimizer, self.config.parallel.accumulate
+
+        def compute(batch: Batch, rate: float | torch.Tensor) -> torch.Tensor:
+            return train_step(network, batch, setup.loss_function, optimizer, scaler, setup.precision, rate, parts)
+
+        rates = (RATES[0], *RATES)
+        steps = Steps(compute, rates, TrainingState(self.run, network, optimizer, scaler, len(rates)))
+        for number in range(len(rates)):
             self.mode.operators, self.mode.stage = [], "batch"
             with closing(setup.batches.epoch(number)) as batches:  # type: ignore[type-var]  # a generator
                 batch = next(batches)
-            self.mode.stage, parts = "train", self.config.parallel.accumulate
-            loss, optimizer = setup.loss_function, setup.optimizer
-            train_step(setup.network, batch, loss, optimizer, scaler, setup.precision, rate, parts)
+            self.mode.stage = "train"
+            steps(batch)
             found.append(self.mode.operators)
         return found[1:]
 
@@ -93,7 +104,7 @@ def opened(app: str, data: Path, flags: Sequence[str] = ()) -> Iterator[Opened]:
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr), fake_cuda() as mode:
         parsed = parse_flags(app, [*words, "--run", f"{folder}/run", *flags])
         with start_run(parsed) as run:
-            yield Opened(mode, *open_training(parsed, run))
+            yield Opened(mode, *open_training(parsed, run), run)
 
 
 def write_data(app: str, folder: Path) -> Path:

@@ -41,9 +41,10 @@ def steady(steps: Steps, budget: Mapping[str, int]) -> Iterator[str]:
 
 
 def capturable(steps: Steps, budget: Mapping[str, int]) -> Iterator[str]:
-    """A captured graph of the whole step would freeze nothing that changes and read nothing from the host."""
-    yield from _differences(*steps, scalars=True)
-    yield from (f"{one.crossing}: {one.name}" for one in steps[1] if one.crossing)
+    """From the batch on, a captured graph freezes nothing that changes and reads nothing from the host."""
+    first, second = ([one for one in step if one.stage == "train"] for step in steps)
+    yield from _differences(first, second, scalars=True)
+    yield from (f"{one.crossing}: {one.name}" for one in second if one.crossing)
 
 
 GUARDS = {guard.__name__: guard for guard in (bus, precision, layouts, costs, steady, capturable)}

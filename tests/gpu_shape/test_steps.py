@@ -11,9 +11,6 @@ OPEN = {
     ("precision", "brats"): "CUDA's autocast runs group normalisation in float32",
     ("layouts", "brats"): "torch's group normalisation gives contiguous tensors back",
     ("layouts", "pathology"): "augmented patches have their channels first, the network last",
-    ("capturable", "brats"): "the learning rate is a number of the host, and two tables are uploaded",
-    ("capturable", "pathology"): "the augmentation's operators follow its draws",
-    ("capturable", "spleen"): "the learning rate is a number of the host, and two tables are uploaded",
 }
 
 
@@ -45,4 +42,4 @@ def test_a_fault_is_found(found, name):
 
 
 def test_without_a_fault_the_other_guards_are_silent(found):
-    assert {guard for guard, said in found["nothing"].items() if said} <= {"capturable"}
+    assert not any(found["nothing"].values())

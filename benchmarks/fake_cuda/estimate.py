@@ -1,0 +1,142 @@
+"""How long a training step would take on a GPU: an estimate from what is counted, and the floor below it."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from apps.opening import APPS
+from benchmarks.fake_cuda.costs import Kernel, Kind, kernels
+from benchmarks.fake_cuda.device import Layout, Operator
+from benchmarks.fake_cuda.steps import opened, write_data
+from common.observe.roofline import count_work, floor
+
+
+class Gpu(NamedTuple):
+    """What a GPU reaches: products of matrices in bf16, FLOP/s, and a large copy, bytes/s."""
+
+    flops: float
+    bandwidth: float
+
+
+# An H200 was measured once, at 0.80 and 0.90 of its data sheet; the others have those shares of theirs (NVIDIA; dense
+# bf16 that adds up in float32; SXM, and the A100 with 80 GB).
+_DATA_SHEETS = {"h100": (989e12, 3.35e12), "a100": (312e12, 2.04e12), "l40s": (362e12, 0.864e12)}
+_DATA_SHEETS |= {"rtx5090": (209.5e12, 1.79e12)}
+GPUS = {"h200": Gpu(790e12, 4.3e12)} | {name: Gpu(0.8 * a, 0.9 * b) for name, (a, b) in _DATA_SHEETS.items()}
+
+# Of the bandwidth of a large copy, and of the products of large matrices, what kernels of each kind reach.
+_BANDWIDTH: dict[Kind, float] = {
+    "convolution": 0.75, "layout": 0.45, "norm": 0.65, "reduce": 0.7, "gather": 0.5, "sample": 0.4, "foreach": 0.7,
+    "pointwise": 0.8, "upload": 0.01, "fused": 0.75,
+}  # fmt: skip
+_PRODUCTS = 0.5
+_LEAST = 2.2e-6  # seconds of a kernel
+_HOST, _HOST_CONVOLUTION, _HOST_GRAPH = 9e-6, 20e-6, 20e-6  # seconds to launch an operator, to prepare a convolution
+_ASSUMED = f"""assumed, not measured: kernels reach {_BANDWIDTH["pointwise"]:.0%} of the bandwidth element by element, \
+{_BANDWIDTH["norm"]:.0%} in a normalisation, {_BANDWIDTH["layout"]:.0%} where they turn a layout, \
+{_BANDWIDTH["fused"]:.0%} where they are ours; convolutions the slower of {_PRODUCTS:.0%} of the products and \
+{_BANDWIDTH["convolution"]:.0%} of the bandwidth, which is the least known of all; no kernel takes less than \
+{_LEAST * 1e6:.1f} us. The host takes {_HOST * 1e6:.0f} us an operator, {_HOST_CONVOLUTION * 1e6:.0f} more a \
+convolution; a graph is one launch. A compiler lets element-wise operators join the kernel before them. \
+Expect 30 percent more or less."""
+
+
+class Estimate(NamedTuple):
+    """A step's estimated cost: kernels, bytes, and seconds of the device and of the host, which work side by side."""
+
+    kernels: int
+    bytes: int
+    device: float
+    host: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of the step: of the slower of the two."""
+        return max(self.device, self.host)
+
+
+def seconds(one: Kernel, gpu: Gpu) -> float:
+    """Return the estimated seconds of a kernel."""
+    moving = one.bytes / (_BANDWIDTH[one.kind] * gpu.bandwidth)
+    return max(_LEAST, moving, one.flops / (_PRODUCTS * gpu.flops))
+
+
+def estimate(launched: Iterable[Sequence[Kernel]], gpu: Gpu, *, graph: bool = False) -> Estimate:
+    """Return the estimate of operators, each by its kernels, launched one by one or as one graph."""
+    groups = [each for each in launched if each]
+    every = [kernel for each in groups for kernel in each]
+    products = sum(kernel.kind == "convolution" for kernel in every)
+    host = _HOST_GRAPH if graph else _HOST * len(groups) + _HOST_CONVOLUTION * products
+    return Estimate(len(every), sum(each.bytes for each in every), sum(seconds(each, gpu) for each in every), host)
+
+
+def compiled(operators: Sequence[Operator]) -> list[list[Kernel]]:
+    """Return the kernels that a compiler would leave of operators.
+
+    One that works element by element, or adds up, does so in the kernel of the one before it whose result it takes, if
+    that is element-wise or a normalisation: its launch and one read are saved. (That result is still written: most are
+    needed backward.)
+    """
+    found: list[list[Kernel]] = []
+    before: Layout | None = None  # what the last kernel gave, where another may join it
+    for each in operators:
+        launched = kernels(each)
+        if not launched:
+            continue
+        kind = launched[-1].kind
+        if before in each.inputs and len(launched) == 1 and kind in ("pointwise", "reduce"):
+            last = found[-1].pop()
+            launched = [last._replace(bytes=last.bytes + max(0, launched[0].bytes - before.size))]
+        found.append(launched)
+        before = each.outputs[0] if each.outputs and kind in ("pointwise", "norm") else None
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Count a step of an app and print its floor and its estimates on a GPU."""
+    parser = argparse.ArgumentParser(prog="python benchmarks/floor.py", description=__doc__)
+    parser.add_argument("app", choices=APPS)
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    gpu: Gpu = GPUS[options.gpu]
+    with TemporaryDirectory() as folder:
+        data = write_data(options.app, Path(folder) / "data")
+        plain, fused = (_step(options.app, data, flags) for flags in (("--kernels", "torch"), ()))
+        with opened(options.app, data) as training:
+            shape = next(iter(training.setup.batches.epoch(0))).image.shape
+    work = count_work(_without_device(training.setup.network), shape)
+    least, flops = floor(work, 2, *gpu), sum(each.flops for each in work)
+    reached = f"{gpu.flops / 1e12:.0f} TFLOP/s and {gpu.bandwidth / 1e12:.2f} TB/s"
+    print(f"AN ESTIMATE, nothing was run: a training step of {options.app} in bf16 on one {options.gpu} ({reached})")
+    print(f"floor of its layers, {flops / 1e12:.3f} TFLOP: {1e3 * least:.2f} ms")
+    rows = {
+        "plain torch, eager": estimate(map(kernels, plain), gpu),
+        "plain torch, compiled": estimate(compiled(plain), gpu),
+        "plain torch, in a graph": estimate(map(kernels, plain), gpu, graph=True),
+        "our fused kernels, eager": estimate(map(kernels, fused), gpu),
+        "our fused kernels, in a graph": estimate(map(kernels, fused), gpu, graph=True),
+    }
+    for name, found in rows.items():
+        times = f"device {1e3 * found.device:6.2f} ms, host {1e3 * found.host:6.2f} ms"
+        share = f"{100 * least / found.step:3.0f} percent of the floor's speed"
+        print(f"{name:30} {found.kernels:4} kernels, {found.bytes / 1e9:6.2f} GB: {times}; {share}")
+    print(_ASSUMED)
+
+
+def _step(app: str, data: Path, flags: Sequence[str]) -> list[Operator]:
+    with opened(app, data, flags) as training:
+        return training.steps()[-1]
+
+
+def _without_device(network: nn.Module) -> nn.Module:
+    """Return a network whose device is gone, moved to where nothing is computed."""
+    for module in network.modules():
+        for name, each in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            bare = torch.empty(each.shape, dtype=each.dtype, device="meta")
+            setattr(module, name, nn.Parameter(bare) if isinstance(each, nn.Parameter) else bare)
+    return network
