@@ -94,6 +94,8 @@ def kernels(one: Operator) -> list[Kernel]:
         kind: Kind = "norm" if one.name in _NORMS else "fused"
         return [Kernel(kind, count * largest) for count in (_NORMS | FUSED)[one.name]]
     read, written = (sum(_size(each) for each in some if each.device == "cuda") for some in (one.inputs, one.outputs))
+    if one.name == "medspeed::crops":  # from images and labels of all the cases
+        return [Kernel("gather", 2 * written + sum(map(_size, one.inputs[2:])))]
     if "::" in one.name:
         return [Kernel("fused", read + written, one.flops)]
     return [_plain(one, read, written)]

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest import mock
 
 import nibabel as nib
 import numpy as np
@@ -17,6 +18,7 @@ from PIL import Image
 from apps.opening import open_training, parse_flags
 from benchmarks.fake_cuda.device import FakeCuda, Operator, fake_cuda
 from common.data.batches import Batch
+from common.kernels import trust
 from common.run import Run
 from common.training.fit import Setup, train_step
 from common.training.setup import start_run
@@ -29,6 +31,7 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "bf16": (),
     "fp16": ("--precision", "fp16"),
     "bf16 in 2 parts": ("--parallel.accumulate", "2"),
+    "bf16, plain torch": ("--kernels", "torch"),
 }
 """What is counted of each app's recipe fast: flags by name."""
 _SIDE, _CASES = 24, 5  # of a tiny volume; crops and windows are filled up with zeros
@@ -92,6 +95,8 @@ class Opened(NamedTuple):
 def opened(app: str, data: Path, flags: Sequence[str] = ()) -> Iterator[Opened]:
     """Open an app's training by the recipe fast, in bf16 and with the sizes that it takes on a GPU.
 
+    Fused kernels are trusted untried, unless the flags say --kernels torch: here nothing has values.
+
     Args:
         app: name of its folder.
         data: as `write_data` made it; what is prepared of it is kept beside it.
@@ -103,8 +108,12 @@ def opened(app: str, data: Path, flags: Sequence[str] = ()) -> Iterator[Opened]:
         words += ["--crop_size", str(list(usual.crop)), "--windows.size", str(list(usual.window))]
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr), fake_cuda() as mode:
         parsed = parse_flags(app, [*words, "--run", f"{folder}/run", *flags])
-        with start_run(parsed) as run:
+        with start_run(parsed) as run, trust.trusting(), mock.patch.object(trust, "choose", _all):
             yield Opened(mode, *open_training(parsed, run), run)
+
+
+def _all(trials: Sequence[trust.Trial], wish: trust.Kernels, *_: object) -> frozenset[str]:
+    return frozenset(() if wish == "torch" else (trial.name for trial in trials))
 
 
 def write_data(app: str, folder: Path) -> Path:

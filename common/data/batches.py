@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from common.data.cache import CaseCache
-from common.data.crops import CachedCase, cut, upload
+from common.data.crops import CachedCase, cut_and_change
 from common.data.threads import prefetch
 
 # The random numbers of one crop, by place: what kind of crop, which class, which voxel of it, start (3), flips (3),
@@ -29,7 +29,7 @@ class Batch:
     """One step's crops on the device.
 
     Args:
-        image: [B, C, X, Y, Z] float32, normalised.
+        image: [B, C, X, Y, Z] float32, normalised; from a fused kernel in the network's own precision and layout.
         label: [B, 1, X, Y, Z] uint8, class numbers.
         cases: name of the case of each crop.
     """
@@ -122,6 +122,8 @@ def crop_batches(
     flip_axes: str = "xyz",
     intensity: float = 0.1,
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
 ) -> KeyedBatches:
     """Return foreground-balanced random crops from cached cases.
 
@@ -138,15 +140,26 @@ def crop_batches(
         flip_axes: letters of "xyz", axes that are each flipped with probability 1/2.
         intensity: the image becomes image * (1 + s) + t with s and t uniform in [-intensity, intensity].
         seed: of everything random here.
+        dtype: that a fused kernel gives images in.
+        channels_last: layout that it gives them in.
     """
     cases = cases_per_epoch or sum(len(cache.cases_of(0)) for cache in caches)
     steps, each = -(-cases * crops_per_case // batch_size), batch_size // partitions
-    here = [partial(_crops, cache, steps * each, flip_axes, intensity, seed) for cache in caches]
+    form = dtype, channels_last
+    here = [partial(_crops, cache, steps * each, flip_axes, intensity, seed, form) for cache in caches]
     return KeyedBatches(here, steps, each, next((cache.device for cache in caches if cache.on_host), None))
 
 
 @contextmanager
-def _crops(cache: CaseCache, count: int, flip_axes: str, intensity: float, seed: int, epoch: int) -> Iterator[Take]:
+def _crops(
+    cache: CaseCache,
+    count: int,
+    flip_axes: str,
+    intensity: float,
+    seed: int,
+    form: tuple[torch.dtype, bool],
+    epoch: int,
+) -> Iterator[Take]:
     """Have the cases of one epoch; yield what cuts and augments its `count` crops, which are shuffled."""
     with cache.epoch(epoch) as numbers:
         place = np.arange(count)
@@ -160,9 +173,9 @@ def _crops(cache: CaseCache, count: int, flip_axes: str, intensity: float, seed:
         def take(part: slice) -> Batch:
             some = [cache.case(number) for number in cases[part].tolist()]
             starts = _starts(some, draws[part], np.array(cache.crop_size))
-            image, label = cut(some, starts, flips[part], cache.crop_size, cache.device)
-            scale, shift = upload(changes[part], cache.device).view(-1, 2, 1, 1, 1, 1).unbind(1)
-            return Batch(image * scale + shift, label, tuple(case.name for case in some))  # float16 times float32
+            size, device = cache.crop_size, cache.device
+            image, label = cut_and_change(some, starts, flips[part], changes[part], size, device, *form)
+            return Batch(image, label, tuple(case.name for case in some))
 
         yield take
 

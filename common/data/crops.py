@@ -9,8 +9,11 @@ import torch
 
 from common.data.geometry import Shape
 from common.data.preparation import PreparedCase
+from common.kernels.crops import gathered_crops
+from common.kernels.trust import trusts
 
 Tier = Literal["gpu", "ram", "disk", "none"]
+FUSED = "crops"  # the name that `trusts` knows the kernel by
 Crops = tuple[torch.Tensor, torch.Tensor]  # image [N, C, X, Y, Z] float16 and label [N, 1, X, Y, Z] uint8
 
 
@@ -86,6 +89,33 @@ def cut(cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size
     return image, label
 
 
+def cut_and_change(
+    cases: Sequence[CachedCase],
+    starts: np.ndarray,
+    flips: np.ndarray,
+    changes: np.ndarray,
+    size: Shape,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
+) -> Crops:
+    """Cut crops and multiply and add to each what `changes` [N, 2] float32 says; for the others see `cut`.
+
+    Returns:
+        Image and label: float32 [N, C, X, Y, Z], contiguous, unless a fused kernel on a GPU gives it in the dtype and
+        layout that the network takes; and uint8 [N, 1, X, Y, Z].
+    """
+    image, label = cases[0].image, cases[0].label
+    if trusts(FUSED, image) and all(case.image is image for case in cases):
+        places = _places(cases, starts, flips, size)
+        table = upload(np.column_stack([places, changes.view(np.int64)]), device)
+        crops: Crops = gathered_crops(image, label, table, size, dtype, channels_last)
+        return crops
+    image, label = cut(cases, starts, flips, size, device)
+    scale, shift = upload(changes, device).view(-1, 2, 1, 1, 1, 1).unbind(1)
+    return image * scale + shift, label  # float16 times float32
+
+
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return a small array on the device; the host does not wait for the copy."""
     tensor = torch.from_numpy(array)
@@ -95,17 +125,21 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
 def _gather(cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size: Shape) -> Crops:
     """Cut crops from cases that lie in the same tensors."""
     image, label = cases[0].image, cases[0].label
-    shapes = np.stack([case.shape for case in cases])
-    strides = np.stack([shapes[:, 1] * shapes[:, 2], shapes[:, 2], np.ones(len(shapes), np.int64)], axis=1)
-    corner = np.where(flips, starts + np.array(size) - 1, starts)
-    origin = np.array([case.offset for case in cases]) + (corner * strides).sum(1)
-    places = upload(np.column_stack([origin, np.where(flips, -strides, strides)]), image.device)
-    first, *steps = places.unbind(1)
+    first, *steps = upload(_places(cases, starts, flips, size), image.device).unbind(1)
     x, y, z = (step[:, None] * torch.arange(side, device=image.device) for step, side in zip(steps, size, strict=True))
     index = first[:, None, None, None] + x[:, :, None, None] + y[:, None, :, None] + z[:, None, None]
     crops = image[:, index].transpose(0, 1).contiguous()
     # A view that gives axes of length 1 the strides of the other crops: a compiled network asks for them.
     return crops.view(crops.shape), label[index].unsqueeze(1)
+
+
+def _places(cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size: Shape) -> np.ndarray:
+    """Return which voxel each crop begins with and how far the next one lies along each axis, [N, 4] int64."""
+    shapes = np.stack([case.shape for case in cases])
+    strides = np.stack([shapes[:, 1] * shapes[:, 2], shapes[:, 2], np.ones(len(shapes), np.int64)], axis=1)
+    corner = np.where(flips, starts + np.array(size) - 1, starts)
+    origin = np.array([case.offset for case in cases]) + (corner * strides).sum(1)
+    return np.column_stack([origin, np.where(flips, -strides, strides)])
 
 
 def _copy(

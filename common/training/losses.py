@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from common.inference.labels import Region
+from common.kernels.dice import LossOfSums, LossSums, fits
+from common.kernels.trust import trusts
 from common.ranks import SINGLE, Ranks
 from common.run import Run
 
 LossName = Literal["dice_ce", "dice_focal", "dice_focal_per_sample", "monai_dice_ce", "monai_dice_focal", "monai_dice"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
+FUSED = "loss"  # the name that `trusts` knows the kernels by
 _SMOOTH = 1e-5  # added to numerator and denominator of Dice, so that an empty class has a value
 _LEAST = 1e-30  # probability of the right class below which its logarithm no longer counts
 
@@ -49,6 +52,8 @@ def dice_ce(logits: Tensor, label: Tensor, *, ranks: Ranks = SINGLE) -> Tensor:
     classes = logits.shape[1]
     assert classes >= 2, f"{classes} channel: background and foreground need one each"
     assert label.shape == (len(logits), 1, *logits.shape[2:]), f"logits {logits.shape}, label {label.shape}"
+    if trusts(FUSED, logits) and fits(logits, label):
+        return _fused(logits, label, (), True, ranks)
     sums = _over_batch((_two_class_sums if classes == 2 else _class_sums)(logits, label), ranks)
     return _dice(sums).mean() + sums.penalty.sum() / (label.numel() * ranks.world)
 
@@ -75,6 +80,9 @@ def dice_focal(
     """
     assert logits.shape[1] == len(regions), f"logits {logits.shape}, {len(regions)} regions"
     assert label.shape == (len(logits), 1, *logits.shape[2:]), f"logits {logits.shape}, label {label.shape}"
+    if trusts(FUSED, logits) and fits(logits, label):
+        members = [256 * number + member for number, region in enumerate(regions) for member in region.members]
+        return _fused(logits, label, members, batch, ranks)
     penalty, missed, _, squared, voxels = _ErrorSums.apply(logits, label, regions).unbind(-1)  # type: ignore[no-untyped-call]
     each = _Sums(penalty, missed, squared, voxels)
     if not batch:
@@ -139,6 +147,16 @@ def say_inexact(name: str, ranks: Ranks, accumulate: int, run: Run) -> None:
             f"loss {name}: Dice is taken over the batch, and {' and '.join(parts)} each take it over their own part; "
             "their mean is not the loss of the whole batch, as that of a loss per sample is"
         )
+
+
+def _fused(logits: Tensor, label: Tensor, members: Sequence[int], batch: bool, ranks: Ranks) -> Tensor:
+    """Return the loss by the kernels of `common.kernels.dice`; `members` are those of regions, none of classes."""
+    sums: Tensor = LossSums.apply(logits, label, members, batch)  # type: ignore[no-untyped-call]
+    share = 1 / ((logits if members else label).numel() * ranks.world)
+    if batch:
+        return LossOfSums.apply(ranks.sum(sums), share, _SMOOTH)  # type: ignore[no-untyped-call, no-any-return]
+    own: Tensor = LossOfSums.apply(sums, share * ranks.world, _SMOOTH)  # type: ignore[no-untyped-call]
+    return ranks.sum(own / ranks.world)
 
 
 def _dice(sums: _Sums) -> Tensor:

@@ -140,6 +140,11 @@ def check_partitions(config: TrainingConfig, ranks: int) -> None:
         )
 
 
+def dtype_of(precision: Literal["auto", Precision]) -> torch.dtype:
+    """Return what a network of a decided precision computes in."""
+    return _DTYPES.get(precision, torch.float32)
+
+
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """Return the context in which the forward pass and the loss run."""
     return torch.autocast(device.type, dtype=_DTYPES.get(precision, torch.bfloat16), enabled=precision != "fp32")

@@ -28,7 +28,8 @@ from common.training.fit import Setup, Validate
 from common.training.losses import LossName, build_loss, say_inexact
 from common.training.optimizers import build_optimizer
 from common.training.resolve import Data
-from common.training.setup import compile_if_asked, shared_validation, volume_network
+from common.training.setup import compile_if_asked, dtype_of, shared_validation, trust_kernels, volume_network
+from common.training.trials import volume_trials
 
 Transforms = Sequence[Callable[[Any], Any]]
 
@@ -55,6 +56,8 @@ def volume_setup(
         from common.training.monai_source import monai_source  # here: MONAI takes longer to load than all the rest
 
         batches, validate = monai_source(chains, data, model, config, run)
+    with run.clock.stage("compile"):
+        trust_kernels(volume_trials(config, model, batches, run.ranks.world, run.device), config, run)
     windows = (model.window_batch, model.preparation.channels, *model.window_size)
     compile_if_asked(network, batches, windows, config, run)
     say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
@@ -98,6 +101,8 @@ def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: 
         config.crops.flips or "",
         config.crops.intensity,
         config.seed,
+        dtype_of(config.precision),
+        bool(config.channels_last),
     )
     return batches, shared_validation(partial(working_counts, validation, model=model), ranks)
 

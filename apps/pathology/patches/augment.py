@@ -198,17 +198,25 @@ def _oriented(patches: torch.Tensor, rows: np.ndarray, elements: np.ndarray) -> 
     return images.mul_(1 / 255)
 
 
+def zoomed_sides(zooms: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return what side each zoom resamples `size` pixels to, and the first pixel of it that is kept, [N] float64.
+
+    That one is negative where the edge is repeated.
+    """
+    resized = np.floor(size * zooms)
+    return resized, np.where(resized > size, resized // 2 - size // 2, -((size - resized) // 2))
+
+
 def _zoom_some_(images: torch.Tensor, zooms: np.ndarray) -> None:
     """Zoom, in place, those images whose size a zoom changes by a pixel or more."""
     size = images.shape[2]
-    resized = np.floor(size * zooms)
-    rows = np.flatnonzero(resized != size)
+    sides, firsts = zoomed_sides(zooms, size)
+    rows = np.flatnonzero(sides != size)
     if not len(rows):
         return
-    places, resized = upload(rows, images.device), resized[rows, None]
+    places, resized = upload(rows, images.device), sides[rows, None]
     # Where along a side each pixel comes from, [M, S]; -1 and 1 are the outer edges of the first and the last pixel.
-    first = np.where(resized > size, resized // 2 - size // 2, -((size - resized) // 2))
-    pixels = np.clip(np.arange(size) + first, 0, resized - 1)
+    pixels = np.clip(np.arange(size) + firsts[rows, None], 0, resized - 1)
     along = upload(np.asarray((2 * pixels + 1) / resized - 1, np.float32), images.device)
     grid = torch.stack([along[:, None, :].expand(-1, size, -1), along[:, :, None].expand(-1, -1, size)], dim=3)
     picked = grid_sample(images.index_select(0, places), grid, "bilinear", "border", align_corners=False)

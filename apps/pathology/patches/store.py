@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from PIL import Image
 from tqdm import tqdm
 
 from apps.pathology.config import PathologyConfig
-from apps.pathology.patches.augment import augment, draw_patches
+from apps.pathology.patches.augment import draw_patches
+from apps.pathology.patches.augment_fused import FUSED, augment_rows
 from apps.pathology.patches.table import BAD_IMAGE, PatchTable
 from apps.pathology.slides.reader import SlidePool
 from common.clock import synchronise
@@ -29,6 +31,8 @@ from common.data.threads import map_in_threads
 from common.files import atomic_path, read_object, write_json
 from common.run import Run
 from common.training.config import decided
+from common.training.setup import dtype_of, trust_kernels
+from common.training.trials import batch_trials
 
 Tier = Literal["gpu", "ram", "disk"]
 
@@ -57,10 +61,15 @@ class Patches:
 
     def take(self, rows: np.ndarray, device: torch.device) -> torch.Tensor:
         """Return the pixels of some rows of the table on the device, [B, 3, S, S] uint8; the host does not wait."""
+        pixels, places = self.find(rows, device)
+        return pixels if places is None else pixels.index_select(0, upload(places, pixels.device))
+
+    def find(self, rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Return pixels on the device, and places of some rows of the table among them; None where they are all."""
         places = rows if self.rows is None else np.searchsorted(self.rows, rows)
         if isinstance(self.pixels, torch.Tensor):
-            return self.pixels.index_select(0, upload(places, self.pixels.device))
-        return upload(self.pixels[places], device)
+            return self.pixels, places
+        return upload(self.pixels[places], device), None
 
     def near(self, rows: np.ndarray, tier: Tier, device: torch.device) -> "Patches":
         """Return the patches of some rows as they are cut from: on the device, in host memory, or these pages."""
@@ -197,7 +206,12 @@ def resident_batches(table: PatchTable, config: PathologyConfig, run: Run) -> Ke
     run.say(f"cache: {len(rows)} patches, {needed / 2**20:.0f} MiB, in {_PLACES[tier]}")
     with run.clock.stage("cache"):
         held = patches.near(rows, tier, run.device)
-    return patch_batches(held, here, config, run.device)
+    batches = patch_batches(held, here, config, run.device)
+    kernels = zlib.crc32(Path(__file__).with_name("augment_triton.py").read_bytes())
+    about = f"{config.batch_size} x {table.size}, {config.precision}, {kernels}"
+    with run.clock.stage("compile"):
+        trust_kernels(batch_trials(FUSED, batches, dtype_of(config.precision), about), config, run)
+    return batches
 
 
 def held_for_validation(patches: Patches, training: int, config: PathologyConfig, run: Run) -> Patches:
@@ -220,7 +234,7 @@ def rank_rows(patches: Patches, run: Run) -> np.ndarray:
 def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig, device: torch.device) -> KeyedBatches:
     """Return batches of random order; an epoch leaves out what fills no batch.
 
-    They are image [B, 3, S, S] float32 in [-1, 1] and label [B] float32.
+    They are image [B, 3, S, S] in [-1, 1], float32 unless made by fused kernels, and label [B] float32.
 
     Args:
         patches: hold those of the partitions here.
@@ -254,7 +268,8 @@ def _shuffled(
 
     def take(part: slice) -> Batch:
         some = order[part]
-        image = augment(patches.take(some, device), draw_patches(config.augmentation, config.seed, epoch, some))
+        draw = draw_patches(config.augmentation, config.seed, epoch, some)
+        image = augment_rows(*patches.find(some, device), draw, dtype_of(config.precision), config.channels_last)
         label = upload(table.label[some].astype(np.float32), device)
         return Batch(image, label, tuple(table.files[file].stem for file in table.file[some]))
 

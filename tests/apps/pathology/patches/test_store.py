@@ -200,13 +200,13 @@ def test_the_tier_changes_nothing(patches: Patches, tier: Tier):
 def test_what_does_not_lie_on_the_device_is_made_one_batch_ahead(patches: Patches, tier: Tier, ahead: bool):
     """While a batch is in use, the next one is being taken; on the device nothing is worth a thread."""
     threads: list[str] = []
-    take = Patches.take
+    find = Patches.find
 
-    def noting(self: Patches, rows: np.ndarray, device: torch.device) -> torch.Tensor:
+    def noting(self: Patches, rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, np.ndarray | None]:
         threads.append(threading.current_thread().name)
-        return take(self, rows, device)
+        return find(self, rows, device)
 
-    with mock.patch.object(Patches, "take", noting):
+    with mock.patch.object(Patches, "find", noting):
         assert len(list(batches_of(patches, 5, tier=tier).epoch(0))) == 4
     assert len(threads) == 4
     assert all(name.startswith("prefetch") == ahead for name in threads)

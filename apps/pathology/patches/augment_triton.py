@@ -1,0 +1,120 @@
+"""The kernels of `apps.pathology.patches.augment_fused`."""
+
+# mypy: ignore-errors
+# What Triton compiles is not typed as Python is.
+
+import triton
+import triton.language as tl
+
+from apps.pathology.patches.augment import CONTRAST, GREY, HUE, SATURATION
+from apps.pathology.patches.augment_fused import FACTORS, ORDER, ROW
+
+_ROW, _ORDER, _FACTORS = tl.constexpr(ROW), tl.constexpr(ORDER), tl.constexpr(FACTORS)
+_CONTRAST, _SATURATION, _HUE = tl.constexpr(CONTRAST), tl.constexpr(SATURATION), tl.constexpr(HUE)
+_RED, _GREEN, _BLUE = tl.constexpr(GREY[0]), tl.constexpr(GREY[1]), tl.constexpr(GREY[2])
+
+
+@triton.jit
+def grey_kernel(pixels, table, sums, size, block: tl.constexpr, steps: tl.constexpr):
+    """Program (n, p) sums the grey of some blocks of patch n."""
+    row = table + tl.program_id(0) * _ROW
+    total = tl.zeros((block,), tl.float32)
+    for step in range(steps):
+        place = (tl.program_id(1) * steps + step) * block + tl.arange(0, block)
+        inside = place < size * size
+        red, green, blue = _jittered(pixels, row, place, size, 0.0, tl.load(row + 6), inside)
+        total += tl.where(inside, _grey(red, green, blue), 0.0)
+    tl.store(sums + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(total))
+
+
+@triton.jit
+def augment_kernel(pixels, table, sums, images, size, parts, channel, pixel, wide: tl.constexpr, block: tl.constexpr):
+    """Program (n, p) writes block p of patch n."""
+    number = tl.program_id(0)
+    row = table + number * _ROW
+    part = tl.arange(0, wide)
+    mean = tl.sum(tl.load(sums + number * parts + part, mask=part < parts, other=0.0)) / (size * size)
+    place = tl.program_id(1) * block + tl.arange(0, block)
+    inside = place < size * size
+    resized = tl.load(row + 4)
+    down, below = _along(place // size, size, resized, tl.load(row + 5))
+    right, beside = _along(place % size, size, resized, tl.load(row + 5))
+    red = tl.zeros((block,), tl.float32)
+    green = tl.zeros((block,), tl.float32)
+    blue = tl.zeros((block,), tl.float32)
+    for corner in range(tl.where(resized == size, 1, 4)):
+        y = tl.minimum(down + corner // 2, size - 1)
+        x = tl.minimum(right + corner % 2, size - 1)
+        share = tl.where(corner // 2 == 1, below, 1 - below) * tl.where(corner % 2 == 1, beside, 1 - beside)
+        source = tl.load(row + 1) + y * tl.load(row + 2) + x * tl.load(row + 3)
+        r, g, b = _jittered(pixels, row, source, size, mean, 4, inside)
+        red += r * share
+        green += g * share
+        blue += b * share
+    target = images + number.to(tl.int64) * 3 * size * size + place * pixel
+    tl.store(target, (2 * red - 1).to(images.dtype.element_ty), mask=inside)
+    tl.store(target + channel, (2 * green - 1).to(images.dtype.element_ty), mask=inside)
+    tl.store(target + 2 * channel, (2 * blue - 1).to(images.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _along(place, size, resized, first):
+    """Return from which pixel along a side each place comes, and the next one's share of it."""
+    pixel = tl.minimum(tl.maximum(place + first, 0), resized - 1)
+    source = (pixel + 0.5) * (size / resized) - 0.5
+    source = tl.minimum(tl.maximum(source, 0.0), (size - 1).to(tl.float32))
+    lower = tl.floor(source)
+    return lower.to(tl.int32), source - lower
+
+
+@triton.jit
+def _jittered(pixels, row, place, size, mean, steps, inside):
+    """Return red, green and blue at places of a row's patch, in [0, 1], after the first operations on it."""
+    source = pixels + tl.load(row).to(tl.int64) * 3 * size * size + place
+    red = tl.load(source, mask=inside, other=0).to(tl.float32) * (1 / 255)
+    green = tl.load(source + size * size, mask=inside, other=0).to(tl.float32) * (1 / 255)
+    blue = tl.load(source + 2 * size * size, mask=inside, other=0).to(tl.float32) * (1 / 255)
+    for step in range(steps):
+        kind = tl.load(row + _ORDER + step)
+        factor = tl.load(row + _FACTORS + kind).to(tl.float32, bitcast=True)
+        if kind == _HUE:
+            if factor != 0:
+                red, green, blue = _turned(red, green, blue, 6 * factor)
+        else:
+            grey = _grey(red, green, blue)
+            other = (1 - factor) * tl.where(kind == _SATURATION, grey, tl.where(kind == _CONTRAST, mean, 0.0))
+            red = _clamped(red * factor + other)
+            green = _clamped(green * factor + other)
+            blue = _clamped(blue * factor + other)
+    return red, green, blue
+
+
+@triton.jit
+def _turned(red, green, blue, turn):
+    """Turn the hue by sextants; the formulas are those of `_turn_hue_`."""
+    high = tl.maximum(tl.maximum(red, green), blue)
+    chroma = high - tl.minimum(tl.minimum(red, green), blue)
+    scale = 1 / tl.maximum(chroma, 1.1754944e-38)
+    lean = (green - blue) * scale
+    hue = tl.abs(lean) + (high - red) * scale * (3 - 2 * tl.abs(lean))
+    hue = tl.where(lean < 0, -hue, hue) + turn
+    hue -= 6 * tl.floor(hue / 6)
+    red = _clamped(high - 2 * chroma + chroma * _ramp(hue - 3))
+    green = _clamped(high + chroma - chroma * _ramp(hue - 2))
+    blue = _clamped(high + chroma - chroma * _ramp(hue - 4))
+    return red, green, blue
+
+
+@triton.jit
+def _ramp(distance):
+    return tl.minimum(tl.maximum(tl.abs(distance), 1.0), 2.0)
+
+
+@triton.jit
+def _clamped(value):
+    return tl.minimum(tl.maximum(value, 0.0), 1.0)
+
+
+@triton.jit
+def _grey(red, green, blue):
+    return red * _RED + green * _GREEN + blue * _BLUE

@@ -1,0 +1,72 @@
+"""What fused kernels are tried with before they are trusted: batches of the run itself, and logits of their size."""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import chain, count
+
+import torch
+from torch import Tensor
+
+from common.data import crops
+from common.data.batches import Batches
+from common.inference.model import VolumeModel
+from common.kernels.trust import Trial, trusting
+from common.training import losses
+from common.training.config import SegmentationConfig, decided
+from common.training.losses import build_loss
+from common.training.setup import dtype_of
+
+Work = Callable[[], list[Tensor]]
+
+
+def volume_trials(
+    config: SegmentationConfig, model: VolumeModel, batches: Batches, ranks: int, device: torch.device
+) -> list[Trial]:
+    """Return the trials of a decided run: of its loss, and of what makes its batches where they lie on the device."""
+    each, dtype, scheme = decided(config.batch_size) // ranks, dtype_of(config.precision), model.labelling
+    size, layout = (
+        decided(config.crop_size),
+        torch.channels_last_3d if config.channels_last else torch.contiguous_format,
+    )
+    about = f"{each} x {scheme.channels} x {list(size)}, {config.loss}, {dtype}, {layout}"
+    loss = build_loss(config.loss, regions=() if scheme.exclusive else scheme.regions)  # type: ignore[arg-type]
+
+    @cache
+    def example() -> tuple[Tensor, Tensor]:
+        generator = torch.Generator(device).manual_seed(0)
+        logits = torch.randn((each, scheme.channels, *size), generator=generator, device=device).to(dtype)
+        label = torch.randint(len(scheme.labels), (each, 1, *size), generator=generator, device=device)
+        return logits.contiguous(memory_format=layout).requires_grad_(), label.to(torch.uint8)
+
+    def work() -> list[Tensor]:
+        logits, label = example()
+        value = loss(logits, label)
+        (gradient,) = torch.autograd.grad(value * label.numel(), logits)  # in fp16 else too small to be compared
+        return [value.detach(), gradient]
+
+    found = [] if config.loss.startswith("monai_") else [_trial(losses.FUSED, work, work, dtype, about)]
+    return [*found, *batch_trials(crops.FUSED, batches, dtype, about)]
+
+
+def batch_trials(name: str, batches: Batches, dtype: torch.dtype, about: str) -> list[Trial]:
+    """Return the trial of a kernel that makes batches for a network of this dtype, if all they need is on the device.
+
+    Here `about` says which batches they are.
+    """
+    if not batches.made_on_device:
+        return []
+    streams = [chain.from_iterable(map(batches.epoch, count())) for _ in range(2)]
+
+    def made(stream: int) -> list[Tensor]:
+        batch = next(streams[stream])
+        return [batch.image.to(dtype), batch.label]
+
+    return [_trial(name, lambda: made(0), lambda: made(1), dtype, about)]
+
+
+def _trial(name: str, work: Work, twin: Work, dtype: torch.dtype, about: str) -> Trial:
+    def fused() -> list[Tensor]:
+        with trusting(name):
+            return work()
+
+    return Trial(name, fused, twin, max(1e-4, 2 * torch.finfo(dtype).eps), about)

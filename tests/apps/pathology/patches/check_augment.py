@@ -1,0 +1,74 @@
+"""The kernels of the augmentation against their twin; run by `test_augment_fused.py` with Triton's interpreter."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from apps.pathology.config import Augmentation
+from apps.pathology.patches import augment_fused
+from apps.pathology.patches.augment import draw_patches
+from apps.pathology.patches.augment_fused import augment_rows, augmented, draw_table, grey_sums
+
+STRONG = Augmentation((0.25, 0.75, 0.25, 0.4), (0.5, 2.0))
+
+
+def pool(count, size):
+    """Patches of the colours' corners, greys and random ones."""
+    pixels = torch.randint(
+        256, (count, 3, size, size), generator=torch.Generator().manual_seed(size), dtype=torch.uint8
+    )
+    pixels[:, :, 0, :8] = 255 * torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0, 1, 1], [0, 1] * 4])[:, :8]
+    pixels[:, :, 1] = 128
+    return pixels
+
+
+def both(monkeypatch, draw, pixels, places, dtype=torch.float32, channels_last=True):
+    expected = augment_rows(pixels, places, draw, dtype, channels_last)
+    monkeypatch.setattr(augment_fused, "trusts", lambda name, tensor: name == "augmentation")
+    return augment_rows(pixels, places, draw, dtype, channels_last), expected
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("size", [24, 33])
+def test_patches_are_those_of_the_twin(size, steps, monkeypatch):
+    monkeypatch.setattr(augment_fused, "_STEPS", steps)  # the grey of a patch in one part, and in several
+    draw, places = draw_patches(STRONG, 1, 0, np.arange(24)), np.arange(24)[::-1].copy()
+    draw = replace(draw, flips=np.arange(24) % 8 < 4, turns=(np.arange(24) % 4).astype(np.int8))
+    found, expected = both(monkeypatch, draw, pool(40, size), places)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_patches_in_half_precision(dtype, channels_last, monkeypatch):
+    pixels, draw = pool(4, 15), draw_patches(STRONG, 2, 0, np.arange(4))
+    found, expected = both(monkeypatch, draw, pixels, None, dtype, channels_last)
+    assert found.dtype == dtype
+    assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    assert (found.float() - expected).abs().max() < torch.finfo(dtype).eps
+
+
+def test_without_jitter_and_zoom_pixels_are_only_moved(monkeypatch):
+    draw = draw_patches(Augmentation((0, 0, 0, 0), (1, 1)), 0, 0, np.arange(16))
+    found, expected = both(monkeypatch, draw, pool(16, 9), None)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("zoom", [0.5, 0.93, 1.08, 2.0])
+def test_each_zoom_alone(zoom, monkeypatch):
+    draw = draw_patches(Augmentation((0, 0, 0, 0), (1, 1)), 0, 0, np.arange(4))
+    found, expected = both(monkeypatch, replace(draw, zooms=np.full(4, zoom)), pool(4, 21), None)
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_the_operators_are_what_they_tell_the_compiler():
+    pixels, draw = pool(3, 24), draw_patches(STRONG, 1, 0, np.arange(2))
+    table = torch.from_numpy(draw_table(draw, np.array([2, 0]), 24))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(grey_sums, (pixels, table), test_utils=checks)
+    for channels_last in (False, True):
+        arguments = pixels, table, grey_sums(pixels, table), torch.bfloat16, channels_last
+        torch.library.opcheck(augmented, arguments, test_utils=checks)

@@ -1,0 +1,57 @@
+import pytest
+import torch
+
+from common.inference.labels import Region
+from common.kernels.trust import trusting
+from common.training.losses import dice_ce, dice_focal
+from tests.kernels import CAPABILITIES, check_compiled, run_interpreted
+
+REGIONS = (Region("TC", (2, 3), 2), Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3))
+MEMBERS = (2, 3, 257, 258, 259, 515)
+SIZES = dict.fromkeys(("voxels", "classes", "voxel_stride", "class_stride", "plane", "sample_stride"), "i32")
+
+
+@pytest.mark.slow
+def test_the_kernels_equal_their_twins():
+    run_interpreted("tests/common/kernels/check_dice.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("classes", [2, 3, 21])
+def test_the_kernels_compile_without_spilling(classes, capability):
+    kernels = pytest.importorskip("common.kernels.dice_triton", reason="no Triton", exc_type=ImportError)
+    wide = 1 << (classes - 1).bit_length()
+    constants = {"members": MEMBERS if classes == 3 else (), "wide": wide, "block": 1024 // wide}
+    tensors = {"logits": "*bf16", "label": "*u8", "parts": "*fp32", "weights": "*fp32", "gradient": "*bf16"}
+    check_compiled(kernels.sums_kernel, {**tensors, **SIZES}, {**constants, "steps": 16}, capability)
+    check_compiled(kernels.gradient_kernel, {**tensors, **SIZES}, constants, capability)
+    numbers = {"sums": "*fp32", "loss": "*fp32", "slopes": "*fp32", "share": "fp32", "smooth": "fp32", "count": "i32"}
+    check_compiled(kernels.loss_kernel, numbers, {"wide": wide}, capability)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("channels", "loss"), [(2, dice_ce), (5, dice_ce), (3, lambda x, y: dice_focal(x, y, REGIONS))]
+)
+def test_on_a_gpu_the_kernels_equal_their_twins_and_repeat_to_the_bit(channels, loss, dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (2, channels, 65, 63, 31)
+    logits = (3 * torch.randn(shape, generator=generator, device="cuda")).to(dtype)
+    logits = logits.contiguous(memory_format=torch.channels_last_3d).requires_grad_()
+    label = torch.randint(min(channels, 4), (2, 1, *shape[2:]), generator=generator, device="cuda", dtype=torch.uint8)
+
+    def work():
+        value = loss(logits, label)
+        return value.detach(), torch.autograd.grad(value * label.numel(), logits)[0]
+
+    expected, expected_gradient = work()
+    with trusting("loss"):
+        value, gradient = work()
+        again, again_gradient = work()
+    assert torch.allclose(value, expected, rtol=1e-5)
+    slack = max(1e-5, torch.finfo(dtype).eps) * expected_gradient.abs().max()
+    assert (gradient - expected_gradient).abs().max() <= slack
+    assert torch.equal(value, again)
+    assert torch.equal(gradient, again_gradient)
