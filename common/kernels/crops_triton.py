@@ -23,5 +23,6 @@ def crop_kernel(
     tl.store(labels + crop * voxels + voxel, tl.load(label + place, mask=inside), mask=inside)
     target = images + crop * channels * voxels + voxel * voxel_stride
     for channel in tl.static_range(channels):
-        value = tl.load(image + channel * case_voxels + place, mask=inside).to(tl.float32) * scale + shift
+        value = tl.load(image + place, mask=inside).to(tl.float32) * scale + shift
         tl.store(target + channel * channel_stride, value.to(images.dtype.element_ty), mask=inside)
+        image += case_voxels  # step by step: a multiple of it need not be a number of 32 bits

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ELEMENTS = 1024  # logits that a program works on at a time
-_STEPS = 16  # times that a program of the sums does so
+_ELEMENTS = 512  # logits that a program works on at a time
+_STEPS = 32  # times that a program of the sums does so
 
 
 class LossSums(torch.autograd.Function):

@@ -69,7 +69,7 @@ def test_classes(fused, classes, dtype, layout):
 
 
 def test_many_classes_over_many_programs(fused):
-    logits, label = example(21, 21, size=(9, 11, 13))  # 41 blocks of 32 voxels, 3 programs
+    logits, label = example(21, 21, size=(9, 11, 13))  # 81 blocks of 16 voxels, 3 programs
     assert loss_parts(logits, label, []).shape == (4, 2, 3, 21)
     fused(dice_ce, logits, label)
 

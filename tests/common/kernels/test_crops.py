@@ -4,8 +4,9 @@ import torch
 
 from common.data.crops import cut_and_change, place_cases
 from common.data.preparation import PreparedCase
+from common.kernels.crops import gathered_crops
 from common.kernels.trust import trusting
-from tests.kernels import CAPABILITIES, check_compiled, run_interpreted
+from tests.kernels import CAPABILITIES, compiled_not_launched, run_interpreted
 
 
 @pytest.mark.slow
@@ -17,11 +18,11 @@ def test_the_kernel_equals_its_twin():
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("channels", [1, 4])
 def test_the_kernel_compiles_without_spilling(channels, capability):
-    kernels = pytest.importorskip("common.kernels.crops_triton", reason="no Triton", exc_type=ImportError)
-    tensors = {"image": "*fp16", "label": "*u8", "table": "*i64", "bits": "*fp32", "images": "*bf16", "labels": "*u8"}
-    sizes = dict.fromkeys(("size_x", "size_y", "size_z", "channel_stride", "voxel_stride"), "i32")
-    constants = {"channels": channels, "block": 1024}
-    check_compiled(kernels.crop_kernel, {**tensors, **sizes, "case_voxels": "i64"}, constants, capability)
+    image, label = torch.zeros(channels, 1000).half(), torch.zeros(1000, dtype=torch.uint8)
+    table = torch.zeros(2, 5, dtype=torch.int64)
+    with compiled_not_launched(capability):
+        gathered_crops(image, label, table, [8, 4, 1], torch.float32, False)
+        gathered_crops(image, label, table, [8, 4, 5], torch.bfloat16, True)
 
 
 @pytest.mark.gpu
