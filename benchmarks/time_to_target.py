@@ -1,11 +1,12 @@
 """Time to target: whole runs from nothing until a quality is held, over several seeds, each judged anew from its files.
 
-Run: python benchmarks/time_to_target.py --app APP --until dice=0.90 --data FOLDER [--seeds 5] [-- FLAGS]
+Run: python benchmarks/time_to_target.py --app APP --until dice=0.90 --data FOLDER [--seeds 5] [--warm] [-- FLAGS]
 
 Each seed is a process of its own with an empty store: preparation, training until three validations in a row have
-reached the target, export. What it claims is then checked by other code: the saved weights segment the validation cases
-from file to file and numpy counts the voxels (pathology: the exported network in ONNX Runtime scores the validation
-patches, and their ranks give the AUC). The run's own clock is checked against this process's.
+reached the target, export. With --warm it runs once more, the store and the system's caches filled. What it claims is
+then checked by other code: the saved weights segment the validation cases from file to file and numpy counts the voxels
+(pathology: the exported network in ONNX Runtime scores the validation patches, and their ranks give the AUC). The run's
+own clock is checked against this process's.
 """
 
 import argparse
@@ -44,6 +45,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--until", required=True, help="METRIC=VALUE")
     parser.add_argument("--data", type=Path, required=True, help="folder of the dataset")
     parser.add_argument("--seeds", type=int, default=5, help="runs, of the seeds 0, 1, ...")
+    parser.add_argument("--warm", action="store_true", help="run each seed twice, and tell of the second time, too")
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     parser.add_argument("flags", nargs="*", help="flags of train.py, after --")
     return parser.parse_args(arguments)
@@ -56,18 +58,23 @@ def main() -> None:
     record = {"app": given.app, "until": given.until, "flags": given.flags, "environment": environment(device)}
     flags = ["--until", given.until, "--data", str(given.data.resolve()), *given.flags]
     runs: list[dict[str, Any]] = []
+    warm: list[dict[str, Any]] = []
     for seed in range(given.seeds):
         with tempfile.TemporaryDirectory(prefix="target-") as folder:
-            runs.append(one_run(given.app, [*flags, "--seed", str(seed)], Path(folder)))
-        print(f"seed {seed}: " + ", ".join(f"{name} {value}" for name, value in runs[-1].items()), flush=True)
-        if given.output is not None:
-            write_json(given.output, record | summary_of(runs) | {"runs": runs})
+            for name, done in [("cold", runs), ("warm", warm)][: 1 + given.warm]:
+                done.append(one_run(given.app, [*flags, "--seed", str(seed)], Path(folder), name))
+                print(
+                    f"seed {seed}, {name}: " + ", ".join(f"{key} {value}" for key, value in done[-1].items()),
+                    flush=True,
+                )
+                if given.output is not None:
+                    write_json(given.output, record | summary_of(runs) | {"runs": runs, "warm": warm})
     tell(summary_of(runs), None)
 
 
-def one_run(app: str, given: list[str], folder: Path) -> dict[str, Any]:
-    """Train in a new process with an empty store; return what it claims, and what other code finds."""
-    run = folder / "run"
+def one_run(app: str, given: list[str], folder: Path, name: str) -> dict[str, Any]:
+    """Train in a new process, in a folder with a store; return what it claims, and what other code finds."""
+    run = folder / name
     began = time.perf_counter()
     call(f"apps/{app}/train.py", *given, "--run", run, "--store", folder / "store")
     wall = time.perf_counter() - began

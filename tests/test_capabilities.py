@@ -48,7 +48,7 @@ FLAGS = {
     "benchmarks/compare.py": "data part cases rounds device output",
     "benchmarks/ladder.py": f"{_SEEDS} device epochs",
     "benchmarks/record.py": "data rounds today",
-    "benchmarks/time_to_target.py": f"{_SEEDS} app until",
+    "benchmarks/time_to_target.py": f"{_SEEDS} app until warm",
     "benchmarks/overhead.py": "rounds steps output",
     "benchmarks/ranks.py": "rounds ranks output",
 }

@@ -1,0 +1,163 @@
+"""The parts of `gpu_visit.sh` that no other benchmark has: convolutions by themselves, and each way to a training step.
+
+Run: python benchmarks/visit_parts.py --part survey|APP --to FILE.json [--ways WAY ...] [-- FLAGS of train.py]
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from apps.opening import APPS, open_training, parse_flags
+from benchmarks.harness import Options, median
+from benchmarks.ladder import attempt
+from common.clock import StepTimer, repeated, synchronise
+from common.data.batches import Batch
+from common.files import read_json_lines, write_json
+from common.observe.roofline import measure_ceiling
+from common.run import environment
+from common.training.fit import fit
+from common.training.setup import start_run
+from models.resnet18_fcn import resnet18_fcn
+from models.segresnet3d import segresnet3d
+from models.unet3d import unet3d
+
+Figures = dict[str, Any]
+
+# Each network with the batch of a step: a CPU's, for a rehearsal, and a GPU's.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "spleen": (partial(unet3d, 1, 2), (2, 1, 16, 16, 16), (16, 1, 96, 96, 96)),
+    "brats": (partial(segresnet3d, 4, 3), (1, 4, 16, 16, 16), (1, 4, 224, 224, 144)),
+    "pathology": (resnet18_fcn, (1, 3, 224, 224), (256, 3, 224, 224)),
+}
+LAYOUTS = {"channels last": (True, False), "contiguous": (False, False), "channels last, benchmark": (True, True)}
+PASSES = {"forward": None, "image's gradient": [True, False, False], "weight's gradient": [False, True, False]}
+WAYS: dict[str, dict[str, str]] = {
+    "guide": {}, "eager": {}, "graph": {"graph": "auto"}, "fused": {"graph": "auto", "kernels": "fused"},
+    "compiled": {"compile": "true"},
+}  # fmt: skip
+OFF = {"graph": "off", "kernels": "torch", "compile": "false"}  # what a way does not name
+_ROUNDS = 5
+
+
+class Convolutions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts those that run within it, by the shapes of image and weight and what else they are told."""
+
+    seen: Counter[tuple[Any, ...]]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Run an operator."""
+        if func is torch.ops.aten.convolution.default:
+            told = (tuple(each) if isinstance(each, list) else each for each in args[3:])
+            self.seen[tuple(args[0].shape), tuple(args[1].shape), *told] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def survey(device: torch.device, to: Path) -> None:
+    """Time every distinct convolution of the networks, and narrow ones with two voxels of Z folded into the channels.
+
+    Folded, the same numbers come out in the same places: on wider tensor cores, of 4/3 of the operations.
+    """
+    dtype, rows = torch.bfloat16 if device.type == "cuda" else torch.float32, list[Figures]()
+    buffer = torch.empty(2**30 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
+    copied = 2 * buffer.numel() / min(repeated(buffer.clone, _ROUNDS))
+    about: Figures = {"environment": environment(device), "copies, GB/s": copied / 1e9}
+    about["products, TFLOP/s"] = measure_ceiling(device, dtype) / 1e12
+    for app, (make, *shapes) in NETWORKS.items():
+        with Convolutions() as found:  # type: ignore[no-untyped-call]
+            found.seen = Counter()
+            make().to("meta")(torch.empty(shapes[device.type == "cuda"], device="meta"))
+        for (image, weight, stride, *told), count in found.seen.items():
+            cases = {"as it is": (weight, stride)}
+            if weight[2:] == (3, 3, 3) and stride == (1, 1, 1) and weight[0] <= 32 and image[-1] % 2 == 0:
+                cases["folded"] = ((2 * weight[0], weight[1], 3, 3, 4), (1, 1, 2))
+            for name, (each, step) in cases.items():
+                x, w = (torch.rand(shape, device=device, dtype=dtype) for shape in (image, each))
+                case = {"app": app, "image": image, "weight": each, "stride": step, "form": name, "calls": count}
+                rows.append({**case, "ms": attempt(partial(layouts, x, w, (step, *told)))})
+                write_json(to, {**about, "convolutions": rows})
+
+
+def layouts(image: torch.Tensor, weight: torch.Tensor, told: Sequence[Any]) -> Figures:
+    """Return the milliseconds of a convolution and its gradients in each layout, by the device's clock."""
+    found: Figures = {}
+    last = torch.channels_last if image.ndim == 4 else torch.channels_last_3d
+    for layout, (inner, benchmark) in LAYOUTS.items():
+        order = last if inner else torch.contiguous_format
+        x, w = (each.contiguous(memory_format=order) for each in (image, weight))
+        forward = partial(torch.ops.aten.convolution, x, w, None, *told)
+        backward = partial(torch.ops.aten.convolution_backward, torch.rand_like(forward()), x, w, None, *told)
+        with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
+            for name, mask in PASSES.items():
+                call, timer = partial(backward, mask) if mask else forward, StepTimer(image.device)
+                call()
+                with timer.computing():
+                    for _ in range(_ROUNDS):
+                        call()
+                synchronise()
+                timer.read()
+                found.setdefault(layout, {})[name] = round(1000 * (timer.typical() or 0) / _ROUNDS, 4)
+    return found
+
+
+def steps(app: str, flags: Sequence[str], ways: Sequence[str], device: torch.device, to: Path) -> None:
+    """Time an app's training steps in each way, from run folders that lie beside the figures and stay."""
+    known = set(vars(parse_flags(app, [])))
+    record: Figures = {"app": app, "flags": list(flags)}
+    for way in ways:
+        lacking = WAYS[way].keys() - known
+        choices = [f"--{name}={value}" for name, value in {**OFF, **WAYS[way]}.items() if name in known]
+        config = parse_flags(app, [*flags, *choices, "--run", str(to.with_suffix("") / way)])
+        measured = partial(guide_steps if way == "guide" else our_steps, app, config, device)
+        record[way] = {"failed": f"no flag --{min(lacking)}"} if lacking else attempt(measured)
+        print(f"{app} {way}: {record[way]}", flush=True)
+        write_json(to, record)
+
+
+def our_steps(app: str, config: Any, device: torch.device) -> Figures:  # noqa: ANN401 - an app's configuration
+    """Train, and return what a step took by the device's clock, and with its batch by the host's."""
+    with start_run(config) as run:
+        decided, setup = open_training(config, run)
+        fitted, seconds = fit(setup, decided, run), run.clock.seconds()
+    epochs = read_json_lines(run.directory / "metrics.jsonl")
+    later = epochs[1:] or epochs
+    whole = median([epoch["seconds"] / len(epoch["losses"]) for epoch in later])
+    figures = {"with its batch, s": whole, "stages, s": seconds, "losses": epochs[-1]["losses"], "limit": fitted.limit}
+    return {"s per step": (fitted.limit or {}).get("seconds_per_step"), **figures}
+
+
+def guide_steps(app: str, config: Any, device: torch.device) -> Figures:  # noqa: ANN401 - an app's configuration
+    """Return the seconds of the guide's step, the same batch again and again."""
+    options = Options(app, device, 1, Path(), both=True)
+    with start_run(config) as run:
+        batch: Batch = next(iter(open_training(config, run)[1].batches.epoch(0)))
+    volumes, peer = batch.image.ndim == 5, options.own.peer
+    network = peer.make_network(batch.image.shape[1]) if volumes else peer.FullyConvolutional(batch.image.shape[-1])
+    step = options.guide_step(network, options.usual)
+    given = batch.image, options.own.target(batch.label) if volumes else batch.label
+    return {"s per step": median(repeated(lambda: step(*given), _ROUNDS)), "batch": list(batch.image.shape)}
+
+
+def main() -> None:
+    """Run a part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", required=True, choices=("survey", *APPS), help="an app: its steps")
+    parser.add_argument("--to", type=Path, required=True, help="JSON file for the figures")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="to a step; default all")
+    parser.add_argument("flags", nargs="*", help="flags of train.py, after --")
+    given = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if given.part in APPS:
+        steps(given.part, given.flags, given.ways, device, given.to)
+    else:
+        survey(device, given.to)
+
+
+if __name__ == "__main__":
+    main()
