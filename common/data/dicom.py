@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import imagecodecs
 import numpy as np
-import pydicom
-from pydicom.encaps import get_frame
-from pydicom.pixels.decoders.base import get_decoder
-from pydicom.uid import JPEG2000, UID, JPEG2000Lossless
 
 from common.data.dicom_slices import GEOMETRY, Slice, ask, files_below, inflated, quiet_dicom, read_slice
 from common.data.threads import map_in_threads
@@ -69,7 +64,7 @@ def find_series(folder: Path) -> tuple[DicomSeries, ...]:
         )
     groups: dict[str, list[Slice]] = {}
     for one in known:
-        if "Image Storage" in UID(one.text("SOPClassUID")).name:
+        if "Image Storage" in one.kind:
             groups.setdefault(one.text("SeriesInstanceUID"), []).append(one)
     return tuple(sorted((_describe(*group) for group in groups.items()), key=lambda one: one.name))
 
@@ -111,7 +106,7 @@ def _describe(uid: str, slices: list[Slice]) -> DicomSeries:
     counts = {"localizers": len(slices) - len(images), "copies of others": len(images) - len(unique)}
     notes = tuple(f"{count} of {len(slices)} images are {what}: left out" for what, count in counts.items() if count)
     problem, voxel = "" if images else "its images are localizers, no volume: choose another series", math.nan
-    captured = any("Secondary Capture" in UID(one.text("SOPClassUID")).name for one in slices)
+    captured = any("Secondary Capture" in one.kind for one in slices)
     try:
         if unique:
             slices, affine, more = _stack(unique)
@@ -161,8 +156,11 @@ def _stack(slices: list[Slice]) -> tuple[list[Slice], np.ndarray, tuple[str, ...
 
 def _check_image(one: Slice) -> None:
     """Refuse what is not one grey image with a place in space, values that are known, and a codec that is."""
+    from pydicom.pixels.decoders.base import get_decoder
+    from pydicom.uid import UID
+
     name, frames = one.name, sum(one.numbers("NumberOfFrames"))
-    if "Enhanced" in UID(one.text("SOPClassUID")).name or frames > 1:
+    if "Enhanced" in one.kind or frames > 1:
         raise ValueError(f"{name} is an enhanced multi-frame image ({frames:.0f} frames): export single-frame slices")
     if not (one.text("PhotometricInterpretation") or "MONOCHROME").startswith("MONOCHROME"):
         raise ValueError(f"{name} is a colour image: choose a series of grey images")
@@ -208,11 +206,17 @@ def _scale(one: Slice) -> tuple[float, ...]:
 
 def _decode(one: Slice) -> np.ndarray:
     """Return the stored values of a slice, [Y, X], any integer type."""
+    import pydicom
+    from pydicom.encaps import get_frame
+    from pydicom.uid import JPEG2000, JPEG2000Lossless
+
     due = tuple(int(*one.numbers(keyword)) for keyword in ("Rows", "Columns"))
 
     def decoded() -> np.ndarray:
         image: Any = pydicom.dcmread(inflated(one.path, 4 * math.prod(due)))
         if image.file_meta.TransferSyntaxUID in (JPEG2000, JPEG2000Lossless):  # GDCM would hold Python's lock
+            import imagecodecs  # here: compressed slices alone need its 27 MB
+
             pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
             if pixels.shape == due and (pixels.dtype.kind == "i") == bool(image.PixelRepresentation):
                 return pixels

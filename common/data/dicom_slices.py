@@ -1,7 +1,7 @@
 """DICOM files by themselves: found below a folder, their headers read; no patient is ever named.
 
 Only regular files are opened, and a deflated one is inflated no further than needed. What pydicom says of a file,
-quoting it, is not passed on.
+quoting it, is not passed on. It is imported where a file is asked for: a host of NIfTI files alone may lack it.
 """
 
 import io
@@ -17,10 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pydicom
-from pydicom.errors import BytesLengthException, InvalidDicomError
-from pydicom.misc import is_dicom
-from pydicom.uid import DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian
 
 MAX_HEADER = 2**24  # bytes of a deflated file before its pixels
 GEOMETRY = {"Rows": 1, "Columns": 1, "PixelSpacing": 2, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
@@ -29,11 +25,6 @@ TAGS = [
     "NumberOfFrames", "PhotometricInterpretation", "SliceThickness", "RescaleSlope", "RescaleIntercept",
     "ModalityLUTSequence",
 ]  # fmt: skip
-# What pydicom and its decoders raise on damaged files; caught where they are called, and nowhere else.
-BROKEN = (
-    OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error,
-    zlib.error, BytesLengthException, InvalidDicomError,
-)  # fmt: skip
 T = TypeVar("T")
 
 
@@ -59,9 +50,18 @@ class Slice:
         """Return the text of a tag; "" where it is missing."""
         return ask(lambda: str(self.header.get(keyword) or ""), "")
 
+    @property
+    def kind(self) -> str:
+        """The name of its SOP class, such as "CT Image Storage"."""
+        from pydicom.uid import UID
+
+        return UID(self.text("SOPClassUID")).name
+
 
 def quiet_dicom() -> None:
     """Keep pydicom and highdicom from quoting a file in a log or a warning, from now on: they may name the patient."""
+    import pydicom
+
     for library in ("pydicom", "highdicom"):
         logging.getLogger(library).setLevel(logging.CRITICAL + 1)
     pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
@@ -86,6 +86,9 @@ def _not_listed(error: OSError) -> None:
 
 def read_slice(path: Path) -> Slice | None:
     """Return what a header says, nothing where it is damaged; None for a file that is no DICOM."""
+    import pydicom
+    from pydicom.misc import is_dicom
+
     if not path.is_file() or not ask(lambda: is_dicom(path), True):  # a named pipe would wait for ever
         return None
     header = ask(lambda: pydicom.dcmread(inflated(path, 0), None, True, specific_tags=TAGS), pydicom.Dataset())
@@ -97,6 +100,9 @@ def inflated(path: Path, pixels: int) -> Path | io.BytesIO:
 
     pydicom would inflate all of it, a thousand times the file's size perhaps, even for a header.
     """
+    import pydicom
+    from pydicom.uid import DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian
+
     meta = pydicom.filereader.read_file_meta_info(path)
     deflated = DeflatedExplicitVRLittleEndian.encode()
     if meta.TransferSyntaxUID.encode() != deflated:
@@ -111,5 +117,13 @@ def ask(question: Callable[[], T], otherwise: T) -> T:
     """Return what pydicom answers, or something else where a damaged file makes it raise."""
     try:
         return question()
-    except BROKEN:
+    except broken():
         return otherwise
+
+
+def broken() -> tuple[type[Exception], ...]:
+    """Return what pydicom and its decoders raise on damaged files; caught where they are called, and nowhere else."""
+    from pydicom.errors import BytesLengthException, InvalidDicomError
+
+    usual = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+    return (*usual, struct.error, zlib.error, BytesLengthException, InvalidDicomError)

@@ -14,7 +14,7 @@ from pydicom.sr.codedict import codes
 from pydicom.uid import generate_uid
 
 from common.data.dicom import DicomSeries
-from common.data.dicom_slices import BROKEN, quiet_dicom
+from common.data.dicom_slices import broken, quiet_dicom
 from common.files import atomic_path
 from common.inference.labels import Region
 
@@ -77,7 +77,7 @@ def write_seg(
     )
     try:
         sources = [_source(file, keep_patient) for file in series.files]
-    except BROKEN:  # pydicom's; it may quote the patient, as highdicom's below: neither is chained
+    except broken():  # pydicom's; it may quote the patient, as highdicom's below: neither is chained
         raise refusal from None
     found_by = AlgorithmIdentificationSequence(ALGORITHM, codes.cid7162.ArtificialIntelligence, version)
     segments = [_described(number, each.name, found_by) for number, each in enumerate(structures, 1)]

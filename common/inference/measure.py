@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import cc3d
 import nibabel
 import numpy as np
 import torch
@@ -53,6 +52,8 @@ def clean_labels(
 
 def _kept(mask: np.ndarray, largest: bool, fewest: int) -> np.ndarray:
     """Return the part of a mask that is wanted, bool [X, Y, Z]; of two that are equally large the first found."""
+    import cc3d  # here, as below: a training measures nothing
+
     if fewest > 1:
         mask = cc3d.dust(_bordered(mask), fewest, connectivity=_CONNECTIVITY).astype(bool)[_INSIDE]
     return cc3d.largest_k(_bordered(mask), 1, connectivity=_CONNECTIVITY).astype(bool)[_INSIDE] if largest else mask
@@ -122,6 +123,8 @@ def _cell(value: object) -> object:
 
 
 def _measure(name: str, mask: np.ndarray, affine: np.ndarray) -> Measures:
+    import cc3d
+
     voxels = int(np.count_nonzero(mask))
     if not voxels:
         return Measures(name, 0, 0.0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -168,6 +168,20 @@ def test_a_way_whose_flag_this_version_lacks_is_told(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("app", ["spleen", "brats"])
+def test_inference_and_benchmarks_of_volumes_import_without_what_dicom_and_slides_need(app):
+    """A host with a GPU and without a network has what was carried there."""
+    blocked = ["cc3d", "pydicom", "imagecodecs", "gdcm", "highdicom", "openslide", "cucim", "lmdb", "ignite", "fire"]
+    blocked += ["cupy", "tensorrt", "tensorrt_rtx"]
+    wanted = [f"apps.{app}.infer", f"apps.{app}.train", "benchmarks.compare", "benchmarks.visit_parts"]
+    wanted += [f"benchmarks.guides.{app}", "benchmarks.time_to_target"]
+    program = f"import importlib, sys\nsys.modules.update(dict.fromkeys({blocked}))\n"
+    program += f"for name in {wanted}: importlib.import_module(name)\n"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_whole_visit_is_rehearsed_with_a_part_that_fails_and_one_that_takes_too_long(tmp_path):
     command = ["benchmarks/gpu_visit.sh", "--rehearse", "--output", str(tmp_path / "record"), "--minutes", "18"]
