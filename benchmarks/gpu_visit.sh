@@ -96,8 +96,8 @@ def told(path):
 def line(name, content):
     """Return the figures of a part that the table shows."""
     if name.startswith("steps-") or name == "profile":
-        ways = {way: each for way, each in content.items() if isinstance(each, dict)}
-        shown = {way: each.get("s per step") or each.get("failed") for way, each in ways.items()}
+        ways = {way: each for way, each in content.items() if way not in ("app", "flags", "damaged")}
+        shown = {way: each if isinstance(each, str) else each["s per step"] for way, each in ways.items()}
         return "s per step: " + ", ".join(f"{way} {value}"[:100] for way, value in shown.items())
     if name == "survey":
         reached = ", ".join(f"{key} {value:.4g}" for key, value in content.items() if isinstance(value, float))
