@@ -136,10 +136,11 @@ def _step_group(
         torch.where(keep, buffers.moment, before, out=buffers.moment)
     if keep is None and not isinstance(lr, Tensor):
         torch._foreach_add_(buffers.parameters, buffers.moment_views, alpha=-lr)
-        return
-    # A number beside the operator is part of what a CUDA graph repeats; a tensor is read anew.
-    torch.mul(buffers.moment, lr if keep is None else keep * lr, out=buffers.scratch)
-    torch._foreach_sub_(buffers.parameters, buffers.scratch_views)
+    elif keep is None and isinstance(lr, Tensor) and not lr.is_cuda:  # in one pass, which on CUDA is many launches
+        torch._foreach_addcmul_(buffers.parameters, buffers.moment_views, [lr] * len(buffers.blocks), value=-1)
+    else:  # a number beside the operator is part of what a CUDA graph repeats; a tensor is read anew
+        torch.mul(buffers.moment, lr if keep is None else keep * lr, out=buffers.scratch)
+        torch._foreach_sub_(buffers.parameters, buffers.scratch_views)
 
 
 def _gradients(buffers: _GroupBuffers) -> list[Tensor]:
