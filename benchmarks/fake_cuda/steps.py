@@ -78,6 +78,7 @@ class Opened(NamedTuple):
             self.mode.operators, self.mode.stage = [], "batch"
             with closing(setup.batches.epoch(number)) as batches:  # type: ignore[type-var]  # a generator
                 batch = next(batches)
+                assert batch.image.is_cuda  # which makes what is only drafted
             self.mode.stage = "train"
             steps(batch)
             found.append(self.mode.operators)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from common.data.cache import CaseCache
-from common.data.crops import CachedCase, cut_and_change
+from common.data.crops import CachedCase, crop_table, crops_of_table, cut_and_change, upload
 from common.data.threads import prefetch
 
 # The random numbers of one crop, by place: what kind of crop, which class, which voxel of it, start (3), flips (3),
@@ -22,6 +22,10 @@ from common.data.threads import prefetch
 _DRAWS = 12
 _NO_CROP = 2**62  # in the place of a crop number, so that the deal and the crops never share random numbers
 _FOREGROUND_SHARE = 0.5  # of the crops is centred on foreground. Source: the guide's RandCropByPosNegLabeld, pos = neg
+
+
+Make = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,33 @@ class Batch:
 
     image: torch.Tensor
     label: torch.Tensor
-    cases: tuple[str, ...]
+    cases: Names
+
+
+class Draft(Batch):
+    """A batch that is made when its image or label is asked for, or by a captured step, from tables of the host.
+
+    Args:
+        device: where it is made.
+        tables: all that differs between the drafts of a key.
+        make: from the tables on the device to image and label.
+        key: of what is made in the same way.
+        cases: name of the case of each crop.
+    """
+
+    def __init__(self, device: torch.device, tables: list[np.ndarray], make: Make, key: int, cases: Names) -> None:
+        self.device: torch.device
+        self.tables: list[np.ndarray]
+        self.make: Make
+        self.key: int
+        vars(self).update(device=device, tables=tables, make=make, key=key, cases=cases)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name not in ("image", "label"):
+            raise AttributeError(name)
+        image, label = self.make(*(upload(table, self.device) for table in self.tables))
+        vars(self).update(image=image, label=label)
+        return image if name == "image" else label
 
 
 class Batches(Protocol):
@@ -173,9 +203,14 @@ def _crops(
         def take(part: slice) -> Batch:
             some = [cache.case(number) for number in cases[part].tolist()]
             starts = _starts(some, draws[part], np.array(cache.crop_size))
-            size, device = cache.crop_size, cache.device
+            size, device, names = cache.crop_size, cache.device, tuple(case.name for case in some)
+            table = None if cache.on_host else crop_table(some, starts, flips[part], changes[part], size)
+            if table is not None:
+                held = some[0]
+                make = partial(crops_of_table, image=held.image, label=held.label, size=size, form=form)
+                return Draft(device, [table], make, id(held.image), names)
             image, label = cut_and_change(some, starts, flips[part], changes[part], size, device, *form)
-            return Batch(image, label, tuple(case.name for case in some))
+            return Batch(image, label, names)
 
         yield take
 

@@ -81,7 +81,8 @@ def cut(cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size
         if place is None:
             parts.append(_copy(some, starts[rows], flips[rows], size, device))
         else:
-            parts.append(_gather(some, starts[rows], flips[rows], size))
+            places = upload(_places(some, starts[rows], flips[rows], size), device)
+            parts.append(_gather(some[0].image, some[0].label, places, size))
     if len(parts) == 1:
         return parts[0]
     order = upload(np.argsort(np.concatenate(list(together.values()))), device)
@@ -105,27 +106,50 @@ def cut_and_change(
         Image and label: float32 [N, C, X, Y, Z], contiguous, unless a fused kernel on a GPU gives it in the dtype and
         layout that the network takes; and uint8 [N, 1, X, Y, Z].
     """
-    image, label = cases[0].image, cases[0].label
-    if trusts(FUSED, image) and all(case.image is image for case in cases):
-        places = _places(cases, starts, flips, size)
-        table = upload(np.column_stack([places, changes.view(np.int64)]), device)
-        crops: Crops = gathered_crops(image, label, table, size, dtype, channels_last)
-        return crops
+    table = crop_table(cases, starts, flips, changes, size)
+    if table is not None:
+        found = upload(table, device), cases[0].image, cases[0].label
+        return crops_of_table(*found, size, (dtype, channels_last))
     image, label = cut(cases, starts, flips, size, device)
     scale, shift = upload(changes, device).view(-1, 2, 1, 1, 1, 1).unbind(1)
     return image * scale + shift, label  # float16 times float32
 
 
+def crop_table(
+    cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, changes: np.ndarray, size: Shape
+) -> np.ndarray | None:
+    """Return what `gathered_crops` reads, [N, 5] int64; None of cases that do not lie in the same tensors."""
+    if cases[0].offset is None or any(case.image is not cases[0].image for case in cases):
+        return None
+    return np.column_stack([_places(cases, starts, flips, size), changes.view(np.int64)])
+
+
+def crops_of_table(
+    table: torch.Tensor, image: torch.Tensor, label: torch.Tensor, size: Shape, form: tuple[torch.dtype, bool]
+) -> Crops:
+    """Return the crops that a table on the device says, as `cut_and_change` does; `form` is the kernel's."""
+    if trusts(FUSED, image):
+        crops: Crops = gathered_crops(image, label, table, size, *form)
+        return crops
+    scale, shift = table[:, 4:].view(torch.float32).view(-1, 2, 1, 1, 1, 1).unbind(1)
+    cropped, labels = _gather(image, label, table[:, :4], size)
+    return cropped * scale + shift, labels
+
+
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return a small array on the device; the host does not wait for the copy."""
+    return pinned(array, device).to(device, non_blocking=True)
+
+
+def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor in host memory, from which a GPU copies it without the host."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def _gather(cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size: Shape) -> Crops:
-    """Cut crops from cases that lie in the same tensors."""
-    image, label = cases[0].image, cases[0].label
-    first, *steps = upload(_places(cases, starts, flips, size), image.device).unbind(1)
+def _gather(image: torch.Tensor, label: torch.Tensor, places: torch.Tensor, size: Shape) -> Crops:
+    """Cut crops from cases that lie in the same tensors; places [N, 4] as of `_places`."""
+    first, *steps = places.unbind(1)
     x, y, z = (step[:, None] * torch.arange(side, device=image.device) for step, side in zip(steps, size, strict=True))
     index = first[:, None, None, None] + x[:, :, None, None] + y[:, None, :, None] + z[:, None, None]
     crops = image[:, index].transpose(0, 1).contiguous()

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +103,6 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     epochs, validate_every = decided(config.epochs), decided(config.validate_every)
     parts, ranks, target, metric = config.parallel.accumulate, run.ranks, config.target(), config.METRIC.lower()
     save_every = float(os.environ.get("MEDSPEED_CHECKPOINT_SECONDS", _CHECKPOINT_SECONDS))
-    shape: Sequence[int] = ()
     per_epoch, total = batches.steps_per_epoch, epochs * batches.steps_per_epoch
     scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16")
     state, timer = TrainingState(run, network, optimizer, scaler, per_epoch), StepTimer(run.device)
@@ -125,7 +124,6 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
             parallel.train()
             for step, batch in enumerate(timer.waited(batches.epoch(epoch, first_step)), first_step):
                 ranks.at_step(epoch * per_epoch + step + 1)  # the batch is there
-                shape = batch.image.shape
                 with timer.computing():
                     steps(batch)
                 state.note_step(step, batch.cases)
@@ -157,7 +155,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                 stop.exit_if_requested()
     best = ranks.once(lambda: load_weights(run.directory / "best.safetensors"))
     held, total_seconds = None if target is None else state.holds(target), run.clock.seconds()["total"]
-    limit = distance_to_limit(network, shape, timer.typical(), precision, run) if ranks.leader else None
+    limit = distance_to_limit(network, steps.shape, timer.typical(), precision, run) if ranks.leader else None
     return Fitted(best, state.best, state.best_epoch, state.last, state.steps_done, held, total_seconds, limit)
 
 

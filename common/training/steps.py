@@ -12,7 +12,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from common.data.batches import Batch, Batches
+from common.data.batches import Batch, Batches, Draft
+from common.data.crops import pinned
 from common.inference.model import first_line
 from common.kernels import trust
 from common.run import Run
@@ -44,18 +45,25 @@ class Steps:
         self._table = torch.tensor([*rates, *tried], dtype=torch.float32, device=device)
         self._number = torch.tensor([self._done], device=device)  # of the next step, from 0
         self._reads_rate = isinstance(state.optimizer, Novograd)  # the others take a number of the host's
-        self.sample: Batch | None = None  # its memory holds the batch of a captured step
+        self._sample: Batch | None = None
+        self._slots: list[Tensor] = []  # what differs between batches, where a captured step reads it
+        self.shape: Sequence[int] = ()  # of the images
         self._replay: Callable[[], object] | None = None
 
     def __call__(self, batch: Batch) -> None:
         """Do the next step; the host waits for nothing."""
-        if self._replay is not None and self.sample is not None and _layout(batch) == _layout(self.sample):
-            self.sample.image.copy_(batch.image)
-            self.sample.label.copy_(batch.label)
+        if self._replay is not None and self._sample is not None and _kind(batch) == _kind(self._sample):
+            for slot, part in zip(self._slots, _parts(batch), strict=True):
+                slot.copy_(part, non_blocking=True)
             self._replay()
         else:
             self._step(batch)
         self._done += 1
+
+    def hold(self, sample: Batch) -> None:
+        """Take a batch as all will be, to try steps with: one that is a draft is made in each step, also captured."""
+        self._sample, device = sample, self._losses.device
+        self._slots = [torch.empty_like(part, device=device).copy_(part) for part in _parts(sample)]
 
     def eager(self) -> list[Tensor]:
         """Try a few eager steps on the sample; return what shows whether others do the same (see `choose_steps`)."""
@@ -74,9 +82,10 @@ class Steps:
 
     def release(self) -> None:
         """Do the run's steps eagerly, and give the memory of the captured one back."""
-        self._replay, self.sample = None, None
+        self._replay, self._sample, self._slots = None, None, []
 
     def _step(self, batch: Batch) -> None:
+        self.shape = batch.image.shape
         on_device = self._table.index_select(0, self._number).squeeze(0)
         loss = self._compute(batch, on_device if self._reads_rate else self._rates[self._done]).detach()
         place = self._number.remainder(len(self._losses))
@@ -84,8 +93,10 @@ class Steps:
         self._number.add_(1)
 
     def _on_sample(self) -> None:
-        assert self.sample is not None
-        self._step(self.sample)
+        sample = self._sample
+        assert sample is not None
+        image, label = sample.make(*self._slots) if isinstance(sample, Draft) else self._slots
+        self._step(Batch(image, label, sample.cases))
 
     def _changed(self) -> list[Tensor]:
         return [tensor.detach() for tensor in (*self.state.tensors(), self._losses, self._number)]
@@ -162,9 +173,10 @@ def choose_steps(steps: Steps, batches: Batches, epoch: int, config: TrainingCon
 
 def _tried(steps: Steps, sample: Batch, config: TrainingConfig, run: Run) -> str | None:
     """Capture the steps where a trial, or an earlier one of the same code, says so; return why not."""
-    steps.sample = Batch(sample.image.clone(), sample.label.clone(), sample.cases)
+    steps.hold(sample)
     code = crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
-    about = f"{config.APP}, {_layout(sample)}, {config.precision}, by {config.parallel.accumulate}, code {code:08x}"
+    batch = f"{type(sample).__name__} of {list(sample.image.shape)} {sample.image.dtype}"
+    about = f"{config.APP}, {batch}, {config.precision}, by {config.parallel.accumulate}, code {code:08x}"
     trial = trust.Trial("captured step", steps.captured, steps.eager, _TOLERANCE, about)
     try:
         if trust.choose([trial], "auto", config.store, run.say):
@@ -177,5 +189,17 @@ def _tried(steps: Steps, sample: Batch, config: TrainingConfig, run: Run) -> str
     return reason
 
 
-def _layout(batch: Batch) -> list[tuple[list[int], torch.dtype]]:
-    return [(list(each.shape), each.dtype) for each in (batch.image, batch.label)]
+def _parts(batch: Batch) -> list[Tensor]:
+    """Return what differs between batches of a kind; of drafts on the host, where the copy need not be waited for."""
+    return (
+        [pinned(table, batch.device) for table in batch.tables]
+        if isinstance(batch, Draft)
+        else [batch.image, batch.label]
+    )
+
+
+def _kind(batch: Batch) -> tuple[object, ...]:
+    """Return what batches that a captured step can take have in common."""
+    if isinstance(batch, Draft):
+        return [table.shape for table in batch.tables], batch.key
+    return [(each.shape, each.dtype) for each in (batch.image, batch.label)], None

@@ -41,10 +41,12 @@ def steady(steps: Steps, budget: Mapping[str, int]) -> Iterator[str]:
 
 
 def capturable(steps: Steps, budget: Mapping[str, int]) -> Iterator[str]:
-    """From the batch on, a captured graph freezes nothing that changes and reads nothing from the host."""
-    first, second = ([one for one in step if one.stage == "train"] for step in steps)
-    yield from _differences(first, second, scalars=True)
-    yield from (f"{one.crossing}: {one.name}" for one in second if one.crossing)
+    """A captured graph of the whole step freezes nothing that changes; of the host it reads a batch's tables."""
+    yield from _differences(*steps, scalars=True)
+    uploads = ("batch", "upload")
+    yield from (
+        f"{one.crossing}: {one.name}" for one in steps[1] if one.crossing and (one.stage, one.crossing) != uploads
+    )
 
 
 GUARDS = {guard.__name__: guard for guard in (bus, precision, layouts, costs, steady, capturable)}

@@ -102,6 +102,19 @@ def _waits(read: Callable[[Tensor], object]) -> Plant:
     return _in_loss(change)
 
 
+@contextmanager
+def _rate_of_the_host(setup: Setup) -> Iterator[None]:
+    """Give the optimizer its learning rates as numbers."""
+    numbers, step = count(1), setup.optimizer.step
+
+    def stepped() -> None:
+        setup.optimizer.param_groups[0]["lr"] = 0.1 / next(numbers)
+        step()
+
+    with patch.object(setup.optimizer, "step", stepped):
+        yield
+
+
 PLANTS: dict[str, tuple[str, str, Plant]] = {  # name: the guard that finds it, a word of what it says, the fault
     "a tensor of the CPU in the loss": ("raised", "same device", _in_loss(lambda _, loss: loss * torch.ones(1))),
     "a mask as an index": ("raised", "nonzero", _in_loss(lambda logits, loss: loss + logits[logits > 0].sum())),
@@ -125,4 +138,5 @@ PLANTS: dict[str, tuple[str, str, Plant]] = {  # name: the guard that finds it, 
     "strides that change": ("steady", "then", _image_in_other_strides),
     "shapes that change": ("steady", "then", _counted(lambda logits, loss, n: loss + logits[..., :n].sum())),
     "a number that changes": ("capturable", "mul", _counted(lambda _, loss, number: loss * (1 / number))),
+    "a learning rate of the host's": ("capturable", "_foreach_add_", _rate_of_the_host),
 }  # fmt: skip

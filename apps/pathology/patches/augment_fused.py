@@ -41,7 +41,11 @@ def augment_rows(
     if not trusts(FUSED, pixels):
         return augment(pixels if places is None else pixels.index_select(0, upload(places, pixels.device)), draw)
     rows = np.arange(len(pixels)) if places is None else places
-    table = upload(draw_table(draw, rows, pixels.shape[2]), pixels.device)
+    return augmented_by(upload(draw_table(draw, rows, pixels.shape[2]), pixels.device), pixels, dtype, channels_last)
+
+
+def augmented_by(table: Tensor, pixels: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
+    """Return the patches of a table on the device (see `draw_table`), augmented by the kernels, [N, 3, S, S]."""
     images: Tensor = augmented(pixels, table, grey_sums(pixels, table), dtype, channels_last)
     return images
 

@@ -19,16 +19,17 @@ from tqdm import tqdm
 
 from apps.pathology.config import PathologyConfig
 from apps.pathology.patches.augment import draw_patches
-from apps.pathology.patches.augment_fused import FUSED, augment_rows
+from apps.pathology.patches.augment_fused import FUSED, augment_rows, augmented_by, draw_table
 from apps.pathology.patches.table import BAD_IMAGE, PatchTable
 from apps.pathology.slides.reader import SlidePool
 from common.clock import synchronise
-from common.data.batches import Batch, KeyedBatches, Take, keyed_uniforms, partition_cases
+from common.data.batches import Batch, Draft, KeyedBatches, Take, keyed_uniforms, partition_cases
 from common.data.cache import measure_budgets
 from common.data.crops import upload
 from common.data.store import store_folder
 from common.data.threads import map_in_threads
 from common.files import atomic_path, read_object, write_json
+from common.kernels.trust import trusts
 from common.run import Run
 from common.training.config import decided
 from common.training.setup import dtype_of, trust_kernels
@@ -269,8 +270,11 @@ def _shuffled(
     def take(part: slice) -> Batch:
         some = order[part]
         draw = draw_patches(config.augmentation, config.seed, epoch, some)
-        image = augment_rows(*patches.find(some, device), draw, dtype_of(config.precision), config.channels_last)
-        label = upload(table.label[some].astype(np.float32), device)
-        return Batch(image, label, tuple(table.files[file].stem for file in table.file[some]))
+        (pixels, places), form = patches.find(some, device), (dtype_of(config.precision), config.channels_last)
+        label, names = table.label[some].astype(np.float32), tuple(table.files[file].stem for file in table.file[some])
+        if places is not None and trusts(FUSED, pixels):
+            make = lambda rows, label: (augmented_by(rows, pixels, *form), label)  # noqa: E731
+            return Draft(device, [draw_table(draw, places, pixels.shape[2]), label], make, id(pixels), names)
+        return Batch(augment_rows(pixels, places, draw, *form), upload(label, device), names)
 
     yield take

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from common.clock import Clock
-from common.data.batches import Batch
+from common.data.batches import Batch, crop_batches
 from common.inference.labels import Region
 from common.inference.model import load_weights
 from common.inference.options import Precision
@@ -29,6 +29,7 @@ from models.segresnet3d import segresnet3d
 from models.unet3d import unet3d
 from tests import golden
 from tests.common.training.fit_worker import TinyBatches, train
+from tests.common.training.test_fit import held_on
 from tests.emulated_graph import Trace, emulated, record
 from tests.support import refuse_host_sync
 
@@ -182,7 +183,7 @@ def test_a_rate_that_a_graph_freezes_is_found_in_the_trial(monkeypatch):
     with emulated(monkeypatch):
         assert choose(made) == "steps: eager (the trial above)"
     assert made.losses(2) == pytest.approx(make().losses(2), rel=1e-6)
-    made.steps.sample = made.batch(99)
+    made.steps.hold(made.batch(99))
     made.steps._replay = record(made.steps._on_sample)
     assert largest(make().losses(8)[6:], made.losses(8)[6:]) > 1e-4
 
@@ -228,6 +229,22 @@ def test_a_batch_of_another_size_is_done_eagerly():
         for made in runs:
             made.steps(some)
     assert largest(*(made.state.losses[:3].tolist() for made in runs)) < 1e-6
+
+
+def test_the_cutting_of_crops_is_captured_where_the_cases_lie_on_the_device():
+    """A step then copies one table; a batch of cases elsewhere, a smart cache's for instance, is done eagerly."""
+    caches = held_on(CPU), held_on(CPU)
+    batches = [crop_batches([cache], 4, 2, intensity=0.3) for cache in caches]
+    runs = make(), make()
+    for made in runs:
+        made.batch = lambda number: next(batches[0].epoch(number))
+    capture(runs[1])
+    for number in range(6):
+        drafts = [next(batches[number == 4].epoch(number)) for _ in runs]
+        for made, draft in zip(runs, drafts, strict=True):
+            made.steps(draft)
+        assert ["image" in vars(draft) for draft in drafts] == [True, number == 4]
+    assert largest(*(made.state.losses[:6].tolist() for made in runs)) < 1e-6
 
 
 @pytest.mark.parametrize("app", ["spleen", "brats", pytest.param("pathology", marks=pytest.mark.slow)])
@@ -306,7 +323,7 @@ def test_a_run_of_captured_steps_equals_an_eager_one_and_goes_on_to_the_bit(norm
 def test_a_graph_on_the_gpu_equals_eager_steps(app, precision):
     """Of real kernels, some of which add in another order each time."""
     runs = [make(app, precision=precision, device=torch.device("cuda")) for _ in range(2)]
-    runs[1].steps.sample = runs[1].batch(99)
+    runs[1].steps.hold(runs[1].batch(99))
     runs[1].steps.captured()
     eager, graph = (made.losses(20) for made in runs)
     assert graph == pytest.approx(eager, rel=0.02)
