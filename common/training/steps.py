@@ -132,7 +132,7 @@ def why_eager(batches: Batches, state: TrainingState, config: TrainingConfig, ru
         return "--graph off"
     if run.device.type != "cuda":
         return f"a {run.device.type} has no CUDA graphs"
-    if run.ranks.world > 1:
+    if run.ranks.world > 1:  # losses and gradients, within the step: a captured exchange that hangs has no way back
         return "several ranks exchange gradients"
     if not isinstance(state.optimizer, Novograd):
         return f"the optimizer {config.optimizer} takes its rate from the host"
