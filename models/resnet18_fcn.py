@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from common.kernels.weights import half_weights
+
 STRIDE = 32
 """Pixels of the image between two neighbouring logits."""
 RECEPTIVE_FIELD = 435
@@ -88,7 +90,8 @@ class ResNet18FCN(nn.Module):
 
         Logit (i, j) belongs to the patch whose upper left corner is pixel (32 i, 32 j).
         """
-        logits: torch.Tensor = self.head(self.pool(self.features(image)))
+        with half_weights(self):
+            logits: torch.Tensor = self.head(self.pool(self.features(image)))
         return logits
 
 

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from common.kernels.norms import GroupNormReLU
+from common.kernels.weights import half_weights
+
 _GROUPS = 8
 
 
@@ -27,17 +30,17 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm1 = nn.GroupNorm(_GROUPS, channels)
-        self.norm2 = nn.GroupNorm(_GROUPS, channels)
-        self.act = nn.ReLU(inplace=True)
+        self.norm1 = GroupNormReLU(_GROUPS, channels)
+        self.norm2 = GroupNormReLU(_GROUPS, channels)
         self.conv1 = Convolution(channels, channels)
         self.conv2 = Convolution(channels, channels)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return what has the shape of the input [B, C, X, Y, Z]."""
-        x: torch.Tensor = self.conv1(self.act(self.norm1(image)))
-        x = self.conv2(self.act(self.norm2(x)))
-        x += image
+        x: torch.Tensor
+        x, shortcut = self.norm1.beside(image)
+        x = self.conv2(self.norm2(self.conv1(x)))
+        x += shortcut
         return x
 
 
@@ -60,18 +63,24 @@ class SegResNet3d(nn.Module):
             doubling = nn.Upsample(scale_factor=(2.0, 2.0, 2.0), mode="trilinear", align_corners=False)
             self.up_samples.append(nn.Sequential(Convolution(2 * width, width, kernel=1), doubling))
         last = Convolution(filters, out_channels, kernel=1, bias=True)
-        self.conv_final = nn.Sequential(nn.GroupNorm(_GROUPS, filters), nn.ReLU(inplace=True), last)
+        norm = GroupNormReLU(_GROUPS, filters)
+        self.conv_final = nn.Sequential(norm, nn.Identity(), last)  # MONAI has its ReLU in the middle
         self.dropout = nn.Dropout3d(dropout)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return logits [B, K, X, Y, Z] of [B, C, X, Y, Z]."""
+        with half_weights(self):
+            logits: torch.Tensor = self._logits(image)
+        return logits
+
+    def _logits(self, image: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.dropout(self.convInit(image))
         levels = []
         for down in self.down_layers:
             x = down(x)
             levels.append(x)
         for sample, up, shortcut in zip(self.up_samples, self.up_layers, levels[-2::-1], strict=True):
-            x = up(sample(x) + shortcut)
+            x = up(sample(x).to(shortcut.dtype) + shortcut)  # autocast doubles in float32
         logits: torch.Tensor = self.conv_final(x)
         return logits
 

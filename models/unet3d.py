@@ -1,14 +1,20 @@
 """The 3-D residual U-Net of the MONAI spleen recipes."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from common.kernels.norms import BatchNormPReLU
+from common.kernels.weights import half_weights
 
-class Convolution(nn.Sequential):
+
+class Convolution(nn.Module):
     """A convolution with a kernel of 3, and, unless `norm` is off, batch normalisation and PReLU.
+
+    Before the normalisation a bias has no effect in training, but for the running mean: there it is neither computed
+    nor learned, and only added to that mean. It keeps its name and value, as MONAI's weights have one.
 
     Args:
         in_channels: channels of the input.
@@ -22,14 +28,28 @@ class Convolution(nn.Sequential):
         self, in_channels: int, out_channels: int, stride: int = 1, transposed: bool = False, norm: bool = True
     ) -> None:
         super().__init__()
+        self.conv: nn.Conv3d | nn.ConvTranspose3d
         if transposed:
-            self.conv: nn.Module = nn.ConvTranspose3d(
-                in_channels, out_channels, 3, stride, 1, output_padding=stride - 1
-            )
+            self.conv = nn.ConvTranspose3d(in_channels, out_channels, 3, stride, 1, output_padding=stride - 1)
         else:
             self.conv = nn.Conv3d(in_channels, out_channels, 3, stride, 1)
-        if norm:
-            self.adn = nn.Sequential(OrderedDict(N=nn.BatchNorm3d(out_channels), A=nn.PReLU()))
+        self.adn = BatchNormPReLU(out_channels) if norm else None
+        if norm and self.conv.bias is not None:
+            self.conv.bias.requires_grad_(False)
+
+    def forward(self, image: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [B, out_channels, *sides] for [B, in_channels, X, Y, Z], and the residual added."""
+        x: torch.Tensor
+        if self.adn is None or not self.training:
+            x = self.conv(image) if self.adn is None else self.adn(self.conv(image))
+            return x if residual is None else x + residual
+        weight, stride = self.conv.weight, self.conv.stride
+        if isinstance(self.conv, nn.ConvTranspose3d):
+            x = F.conv_transpose3d(image, weight, None, stride, 1, self.conv.output_padding)
+        else:
+            x = F.conv3d(image, weight, None, stride, 1)
+        x = self.adn(x, self.conv.bias, residual)
+        return x
 
 
 class ResidualUnit(nn.Module):
@@ -62,9 +82,12 @@ class ResidualUnit(nn.Module):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return [B, out_channels, X / stride, Y / stride, Z / stride] for [B, in_channels, X, Y, Z]."""
-        shortcut: torch.Tensor = self.residual(image)
-        changed: torch.Tensor = self.conv(image)
-        return changed + shortcut
+        x, shortcut = image, self.residual(image)
+        *units, last = self.conv
+        for unit in units:
+            x = unit(x)
+        added: torch.Tensor = last(x, shortcut)
+        return added
 
 
 class Skip(nn.Module):
@@ -93,7 +116,8 @@ class UNet3d(nn.Module):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return logits [B, K, X, Y, Z] of [B, C, X, Y, Z]."""
-        logits: torch.Tensor = self.model(image)
+        with half_weights(self):
+            logits: torch.Tensor = self.model(image)
         return logits
 
 

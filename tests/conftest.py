@@ -1,6 +1,7 @@
 """Fixtures that any test may use."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from hypothesis import settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process of tests on each core: each computes with one thread
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if shutil.which("nvidia-smi") is None:  # before anything loads Triton: its kernels are interpreted then
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Whatever started the tests may ignore some signals (a shell in the background, nohup), and children would inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

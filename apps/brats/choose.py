@@ -6,8 +6,11 @@ from dataclasses import replace
 import torch
 
 from apps.brats.config import BratsConfig
+from common.kernels import norms, trust
 from common.run import Run
+from common.training.config import decided
 from common.training.resolve import Data, Defaults, choose_volumes
+from common.training.setup import dtype_of
 
 # The guide's network and crop on a GPU, and its 388 cases for 80 epochs, when it has reached its target; small ones on
 # a CPU (trained in about a minute and a half on two cores). The two halves of a brain are alike.
@@ -34,7 +37,14 @@ def choose(config: BratsConfig, data: Data, run: Run) -> BratsConfig:
         return [window_side(side, most, overlap) for side, most in zip(extent, limit, strict=True)]
 
     chosen = choose_volumes(config, data, usual, run, window)
-    inner = faster_channels_last(chosen.precision, run.device) if config.channels_last is None else config.channels_last
+    if config.channels_last is not None:
+        return chosen
+    trusted: frozenset[str] = frozenset()
+    if run.device.type == "cuda":
+        norm = norms.GroupNormReLU(8, decided(chosen.network.filters))
+        trials = norms.trials(norm, dtype_of(chosen.precision), run.device)
+        trusted = trust.choose(trials, config.kernels, config.store, run.say)
+    inner = faster_channels_last(chosen.precision, run.device, norms.GROUP in trusted)
     return replace(chosen, channels_last=inner)
 
 
@@ -46,10 +56,11 @@ def window_side(extent: int, limit: int, overlap: float) -> int:
     return math.ceil(side)
 
 
-def faster_channels_last(precision: str, device: torch.device) -> bool:
-    """Return whether a SegResNet trains faster with its channels innermost.
+def faster_channels_last(precision: str, device: torch.device, fused: bool = False) -> bool:
+    """Return whether a SegResNet is to be trained with its channels innermost.
 
-    It does, except in bf16 on a CPU: there the gradient of torch's group normalisation takes ten times as long
-    (172 ms against 16 ms for [2, 16, 64, 64, 64], torch 2.13 on an EPYC with AVX-512 BF16).
+    On a CPU it is faster so, except in bf16: there the gradient of torch's group normalisation takes ten times as long
+    (172 ms against 16 ms for [2, 16, 64, 64, 64], torch 2.13 on an EPYC with AVX-512 BF16). On a GPU torch's group
+    normalisation gives contiguous memory back, so that all that follows is turned: only with the `fused` one.
     """
-    return device.type == "cuda" or precision != "bf16"
+    return fused if device.type == "cuda" else precision != "bf16"

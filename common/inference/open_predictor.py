@@ -102,7 +102,9 @@ def open_predictor(
         check_digest(folder, onnx)
         return OpenedPredictor(onnxruntime_predictor(onnx), backend, exact, reason, onnx)
     network = use_subpixel_upsampling(folded(trained.build(weights).to(device).eval()))
-    return OpenedPredictor(torch_predictor(network, computed, channels_last=True), backend, computed, reason, weights)
+    # On a GPU torch's group normalisation gives contiguous memory back: all that follows would be turned.
+    inner = device.type == "cpu" or not any(isinstance(each, nn.GroupNorm) for each in network.modules())
+    return OpenedPredictor(torch_predictor(network, computed, channels_last=inner), backend, computed, reason, weights)
 
 
 def _open_first(order: Sequence[Backend], reason: str, **given: Any) -> OpenedPredictor:  # noqa: ANN401

@@ -130,7 +130,7 @@ def machine_key() -> str:
     """Return what a verdict depends on besides its trial: device, driver, torch, triton, and the kernels' source."""
     device, driver = "cpu", 0
     if torch.cuda.is_available():
-        device, driver = torch.cuda.get_device_name(), torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+        device, driver = torch.cuda.get_device_name(), getattr(torch._C, "_cuda_getDriverVersion", int)()
     try:
         triton = version("triton")
     except PackageNotFoundError:

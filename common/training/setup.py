@@ -19,7 +19,7 @@ from common.inference.labels import mean_dice
 from common.inference.model import VolumeModel
 from common.inference.options import Precision
 from common.inference.predictors import computes_bf16, torch_predictor
-from common.kernels import trust
+from common.kernels import norms, trust
 from common.ranks import Ranks
 from common.run import Run, how_to_go_on, join_ranks, open_run
 from common.training.config import SegmentationConfig, TrainingConfig, decided
@@ -159,6 +159,7 @@ def volume_network(config: SegmentationConfig, model: VolumeModel, run: Run) -> 
     network = model.build(None if trained else config.init).to(run.device)
     if config.channels_last:
         network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    trust_kernels(norms.trials(network, dtype_of(config.precision), run.device), config, run)
     return network
 
 

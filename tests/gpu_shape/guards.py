@@ -19,7 +19,14 @@ def bus(steps: Steps, budget: Mapping[str, int]) -> Iterator[str]:
 
 def precision(steps: Steps, budget: Mapping[str, int]) -> Iterator[str]:
     """Convolutions and normalisations run in the half precision that was asked for."""
-    names = ("convolution", "native_batch_norm", "cudnn_batch_norm", "native_group_norm", "native_layer_norm")
+    names = (
+        "convolution",
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "native_group_norm",
+        "native_layer_norm",
+        "medspeed::norm",
+    )
     wide = Counter(one.name for one in steps[1] if one.name.startswith(names) and one.inputs[0].dtype == "float32")
     yield from (f"{name} in float32, {count} times" for name, count in wide.items())
 

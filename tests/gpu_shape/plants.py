@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from common.kernels.norms import BatchNormPReLU
 from common.training.fit import Setup
 
 Plant = Callable[[Setup], AbstractContextManager[object]]
@@ -70,9 +71,9 @@ def _float32(setup: Setup, kinds: tuple[type[nn.Module], ...]) -> Iterator[None]
         for module in setup.network.modules():
             if isinstance(module, kinds):
 
-                def forward(image: Tensor, own: Callable[[Tensor], Tensor] = module.forward) -> Tensor:
+                def forward(image: Tensor, *others: Any, own: Callable[..., Tensor] = module.forward) -> Tensor:
                     with torch.autocast("cuda", enabled=False):
-                        return own(image.float())
+                        return own(image.float(), *others)
 
                 stack.enter_context(patch.object(module, "forward", forward))
         yield
@@ -126,8 +127,8 @@ PLANTS: dict[str, tuple[str, str, Plant]] = {  # name: the guard that finds it, 
         "bus", "pageable upload", _in_loss(lambda _, loss: loss * torch.tensor([1.0, 1.0], device=loss.device).sum()),
     ),
     "tables from pageable memory": ("bus", "pageable upload", _unpinned),
-    "normalisation in float32": ("precision", "norm", lambda setup: _float32(setup, (nn.BatchNorm3d,))),
-    "convolutions in float32": ("precision", "convolution", lambda setup: _float32(setup, (nn.Conv3d,))),
+    "normalisation in float32": ("precision", "norm", lambda setup: _float32(setup, (BatchNormPReLU,))),
+    "convolutions in float32": ("precision", "convolution", lambda setup: _float32(setup, (type(setup.network),))),
     "contiguous copies": ("layouts", "clone", _at_convolutions(lambda _, __, output: output.contiguous())),
     "more passes": ("costs", "bytes", _at_convolutions(lambda _, __, output: output.clone().clone().clone())),
     "small launches": ("costs", "kernels", _in_loss(lambda _, loss: _many(loss, 60))),

@@ -8,7 +8,6 @@ from tests.gpu_shape.plants import PLANTS
 APPS = ("brats", "pathology", "spleen")
 # What is not so yet, by guard and app.
 OPEN = {
-    ("precision", "brats"): "CUDA's autocast runs group normalisation in float32",
     ("layouts", "brats"): "torch's group normalisation gives contiguous tensors back",
 }
 

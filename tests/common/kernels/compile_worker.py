@@ -1,0 +1,70 @@
+"""Compile Triton kernels for a GPU that is not there, and tell of each what the assembler found."""
+
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from common.kernels import norms_triton
+
+_INTEGERS = ("rows", "tiles", "parts", "part_rows")
+_NUMBERS = ("epsilon", "momentum")
+
+
+def jobs() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield each kernel with its constants: of few channels and of many, of groups and of batches."""
+    names = ("sums_kernel", "apply_kernel", "gradient_sums_kernel", "gradient_kernel")
+    for kernel in (getattr(norms_triton, name) for name in names):
+        for channels, groups in ((16, 8), (128, 8), (16, 16), (256, 256)):
+            batch, size = groups == channels, channels // groups
+            switches = dict.fromkeys(("SLOPE", "RESIDUAL", "RUNNING", "SHIFT", "BESIDE"), batch)
+            sizes = {"C": channels, "GS": size, "BG": groups, "BS": size, "BLOCK": 8192 // channels}
+            yield kernel, {**switches, **sizes, "PARTS": 2048 // channels}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], capability: int) -> str:
+    """Return the PTX of a kernel for tensors of bfloat16 that begin at multiples of 16 bytes."""
+    kinds = dict.fromkeys(("x", "y", "gradient", "dx", "residual", "beside"), "*bf16") | {"steps_seen": "*i64"}
+    kinds |= dict.fromkeys(_INTEGERS, "i32") | dict.fromkeys(_NUMBERS, "fp32") | dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
+    known = {(kernel.arg_names.index(name),): value for name, value in constants.items() if name in signature}
+    aligned = {
+        (number,): [["tt.divisibility", 16]] for number, kind in enumerate(signature.values()) if kind.startswith("*")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+    return str(made.asm["ptx"])
+
+
+def assembled(ptx: str, capability: int) -> str:
+    """Return what ptxas says of its memory."""
+    found = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    assert found, ptx[:300]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={found[1]}", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def main(capability: int) -> None:
+    """Print a line for each kernel."""
+    warnings.simplefilter("ignore")
+    for kernel, constants in jobs():
+        ptx = compiled(kernel, constants, capability)
+        spilled = sum(map(int, re.findall(r"(\d+) bytes (?:stack frame|spill)", assembled(ptx, capability))))
+        atomics = len(re.findall(r"^\s*(?:@\S+ )?(?:atom|red)\.", ptx, re.MULTILINE))
+        found = f"local {ptx.count('.local')} spilled {spilled} atomics {atomics}"
+        sys.stdout.write(f"{kernel.__name__} {constants['C']}: {found}\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,234 @@
+"""The fused normalisations against torch, in Triton's interpreter; compiled for what there is no device of."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common.kernels import norm_operators, norms, trust
+from common.kernels.norms import BatchNormPReLU, GroupNormReLU, fused_norm
+from models.segresnet3d import segresnet3d
+from models.unet3d import unet3d
+
+ROOT = Path(__file__).parents[3]
+BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+LAYOUT = torch.channels_last_3d
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the GPU here")
+
+
+@pytest.fixture(autouse=True)
+def triton():
+    pytest.importorskip("triton", reason="triton is not installed")
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Let what is trusted take tensors of the CPU too."""
+    monkeypatch.setattr(norms, "trusts", lambda name, tensor: name in trust._trusted)
+
+
+def fused(*given):
+    return fused_norm(*given)[0]
+
+
+def drawn(*shape, dtype=torch.float32, seed=0):
+    values = 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + 1
+    return values.to(dtype).contiguous(memory_format=LAYOUT) if len(shape) == 5 else values
+
+
+def exact(tensors):
+    return [None if each is None else each.detach().double().requires_grad_() for each in tensors]
+
+
+def check(found, expected, inputs, doubles, bound, gradient):
+    """Compare values and gradients, each by its largest value."""
+    found.backward(gradient)
+    expected.backward(gradient.double())
+    pairs = [(found, expected)] + [(a.grad, b.grad) for a, b in zip(inputs, doubles, strict=True) if a is not None]
+    for number, (one, other) in enumerate(pairs):
+        assert (one - other).abs().max() <= bound * other.abs().max(), number
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(
+    ("samples", "channels", "groups", "sides"),
+    [(2, 16, 8, (5, 7, 9)), (1, 24, 8, (3, 5, 7)), (3, 8, 8, (4, 4, 4)), (1, 128, 8, (3, 3, 3)), (2, 5, 1, (1, 2, 3))],
+)
+def test_group_norm_and_relu_are_torchs(samples, channels, groups, sides, dtype):
+    inputs = [drawn(samples, channels, *sides, dtype=dtype).requires_grad_()]
+    inputs += [drawn(channels, seed=seed).requires_grad_() for seed in (1, 2)]
+    doubles = exact(inputs)
+    image, weight, bias = inputs
+    found = fused(image, weight, bias, groups, samples, 1e-5)
+    expected = F.relu(F.group_norm(doubles[0], groups, doubles[1], doubles[2], 1e-5))
+    assert (found.dtype, found.stride()) == (dtype, inputs[0].stride())
+    check(found, expected, inputs, doubles, BOUNDS[dtype], drawn(*found.shape, dtype=dtype, seed=3))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize(
+    ("samples", "channels", "sides"), [(2, 16, (5, 7, 9)), (3, 1, (3, 5, 7)), (2, 3, (4, 4, 5)), (2, 256, (2, 2, 3))]
+)
+def test_batch_norm_prelu_and_sum_are_torchs(samples, channels, sides, added, dtype):
+    image = drawn(samples, channels, *sides, dtype=dtype).requires_grad_()
+    residual = drawn(samples, channels, *sides, dtype=dtype, seed=4).requires_grad_() if added else None
+    inputs = [
+        image,
+        *(drawn(channels, seed=seed).requires_grad_() for seed in (1, 2)),
+        torch.tensor([0.3], requires_grad=True),
+        residual,
+    ]
+    doubles = exact(inputs)
+    running = [drawn(channels, seed=5), drawn(channels, seed=6).abs(), torch.tensor(3)]
+    means, variances = (each.double() for each in running[:2])
+    shift = drawn(channels, seed=7)
+    weight, bias, slope, other = inputs[1:]
+    found = fused(image, weight, bias, channels, 1, 1e-5, slope, other, running, shift, 0.1)
+    normal = F.batch_norm(doubles[0], means, variances, doubles[1], doubles[2], True, 0.1, 1e-5)
+    expected = F.prelu(normal, doubles[3]) + (0 if other is None else doubles[4])
+    check(found, expected, inputs, doubles, BOUNDS[dtype], drawn(*found.shape, dtype=dtype, seed=8))
+    assert torch.allclose(running[0].double(), means + 0.1 * shift, atol=1e-6)
+    assert torch.allclose(running[1].double(), variances, atol=1e-6)
+    assert running[2].item() == 4
+
+
+@interpreted
+@pytest.mark.parametrize("layout", [LAYOUT, torch.contiguous_format], ids=["last", "contiguous"])
+def test_the_gradient_of_a_shortcut_is_added(layout):
+    image = drawn(2, 8, 3, 4, 5).requires_grad_()
+    twin = image.detach().clone().requires_grad_()
+    first, second = drawn(2, 8, 3, 4, 5, seed=1), drawn(2, 8, 3, 4, 5, seed=2).contiguous(memory_format=layout)
+    torch.autograd.backward(fused_norm(image, torch.ones(8), torch.zeros(8), 8, 2, 1e-5), (first, second))
+    torch.autograd.backward((F.relu(F.group_norm(twin, 8)), twin), (first, second))
+    assert torch.allclose(image.grad, twin.grad, atol=1e-6)
+
+
+@interpreted
+def test_many_programs_of_many_tiles_give_the_same_twice(monkeypatch):
+    monkeypatch.setattr(norm_operators, "TILE", 256)
+    monkeypatch.setattr(norm_operators, "PROGRAMS", 7)
+    test_group_norm_and_relu_are_torchs(2, 16, 8, (5, 7, 9), torch.float32)
+    test_batch_norm_prelu_and_sum_are_torchs(2, 3, (5, 3, 9), True, torch.float32)
+    image, weight, bias = drawn(2, 16, 5, 7, 9), drawn(16, seed=1), drawn(16, seed=2)
+    assert norm_operators.geometry(image, 8, 2)[0] == (4, 2)
+    assert torch.equal(*(fused(image, weight, bias, 8, 2, 1e-5) for _ in range(2)))
+
+
+@interpreted
+def test_numbers_that_are_none_stay_so_and_large_means_cost_nothing():
+    image = drawn(1, 8, 4, 4, 4)
+    image[0, 3, 0, 0, 0] = float("nan")
+    found = fused(image, torch.ones(8), torch.zeros(8), 8, 1, 1e-5)
+    assert found[0, 3].isnan().all()
+    assert not found[0, 2].isnan().any()
+    far = drawn(1, 8, 8, 8, 8) + 1000
+    expected = F.relu(F.group_norm(far.double(), 8))
+    assert (fused(far, torch.ones(8), torch.zeros(8), 8, 1, 1e-5) - expected).abs().max() < 1e-3
+
+
+@interpreted
+@pytest.mark.parametrize("gradient", ["expanded", "contiguous"])
+def test_gradients_may_lie_anyhow(gradient):
+    image = drawn(2, 8, 3, 4, 5).requires_grad_()
+    given = torch.ones(1).expand(2, 8, 3, 4, 5) if gradient == "expanded" else drawn(2, 8, 3, 4, 5).contiguous()
+    fused(image, torch.ones(8), torch.zeros(8), 8, 2, 1e-5).backward(given)
+    twin = image.detach().clone().requires_grad_()
+    F.relu(F.group_norm(twin, 8)).backward(given)
+    assert torch.allclose(image.grad, twin.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("module", [GroupNormReLU(4, 8), BatchNormPReLU(8)], ids=["group", "batch"])
+def test_the_twin_is_differentiable_to_the_bit_of_its_numbers(module):
+    twin = copy.deepcopy(module).double()
+    image, residual = (drawn(2, 8, 2, 3, 2, seed=seed).double().requires_grad_() for seed in (0, 1))
+    shift = torch.ones(8, dtype=torch.float64)
+    given = (image,) if isinstance(twin, GroupNormReLU) else (image, residual)
+    assert torch.autograd.gradcheck(lambda image, *other: twin(image, shift, *other) if other else twin(image), given)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(
+    ("network", "name"),
+    [(segresnet3d(1, 2, 8, (1, 1)), norms.GROUP), (unet3d(1, 2, (4, 8), 1), norms.BATCH)],
+    ids=["segresnet", "unet"],
+)
+def test_its_trial_passes_and_finds_a_planted_fault(network, name, dtype, everywhere, monkeypatch):
+    monkeypatch.setattr(norms, "_SHAPE", (2, 6, 5, 4))
+    before = torch.get_rng_state()
+    (trial,) = norms.trials(network, dtype, torch.device("cpu"))
+    assert trial.name == name
+    assert trust.difference(trial.fused(), trial.twin(), trial.tolerance) == ""
+    assert torch.equal(before, torch.get_rng_state())  # the run's own numbers
+    monkeypatch.setattr(norms, "fused_norm", lambda *given: tuple(1.2 * each for each in fused_norm(*given)))
+    assert "off by" in trust.difference(trial.fused(), trial.twin(), trial.tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("network", "name"),
+    [(segresnet3d(1, 2, 8, (1, 2)), norms.GROUP), (unet3d(1, 2, (4, 8, 8), 2), norms.BATCH)],
+    ids=["segresnet", "unet"],
+)
+def test_a_network_with_them_learns_as_without(network, name, everywhere):
+    """Logits, gradients and statistics, which then tell in evaluation; each kernel runs once for a normalisation."""
+    fused, plain = copy.deepcopy(network), copy.deepcopy(network)
+    image = drawn(2, 1, 8, 8, 8)
+    for each in (fused, plain):
+        each.to(memory_format=LAYOUT)
+        with trust.trusting(*[name] * (each is fused)):
+            each.train()(image).square().mean().backward()
+        each.eval()
+    for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None and other.grad is not None:
+            assert (one.grad - other.grad).abs().max() <= 1e-4 * other.grad.abs().max() + 1e-7, name
+    assert torch.allclose(fused(image), plain(image), atol=1e-5)
+
+
+def test_tensors_of_other_layouts_take_the_twin(everywhere, monkeypatch):
+    monkeypatch.setattr(norms, "fused_norm", lambda *_: pytest.fail("fused"))
+    image = torch.randn(2, 8, 3, 4, 5)
+    with trust.trusting(norms.GROUP, norms.BATCH):
+        assert torch.equal(GroupNormReLU(8, 8)(image), F.relu(F.group_norm(image, 8, torch.ones(8), torch.zeros(8))))
+        BatchNormPReLU(8)(image)
+        BatchNormPReLU(8).eval()(image.contiguous(memory_format=LAYOUT))
+
+
+def test_operators_have_true_fakes():
+    """Shapes, strides and dtypes that compilers and the counting of launches go by."""
+    fake = torch._subclasses.fake_tensor.FakeTensorMode()
+    with fake:
+        image = torch.empty(2, 16, 4, 6, 8, dtype=torch.bfloat16).contiguous(memory_format=LAYOUT).requires_grad_()
+        weight, bias, slope = (torch.empty(size, requires_grad=True) for size in (16, 16, 1))
+        running = [torch.empty(16), torch.empty(16), torch.empty((), dtype=torch.int64), torch.empty(16)]
+        for found in (
+            fused(image, weight, bias, 8, 2, 1e-5),
+            fused(image, weight, bias, 16, 1, 1e-5, slope, image, running[:3], running[3], 0.1),
+        ):
+            assert (found.shape, found.stride(), found.dtype) == (image.shape, image.stride(), image.dtype)
+            found.sum().backward()
+    assert image.grad.stride() == image.stride()  # type: ignore[union-attr]
+    assert slope.grad.shape == (1,)  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_kernels_compile_without_local_memory_or_spills(capability):
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    worker = Path(__file__).with_name("compile_worker.py")
+    given = {"env": {**clean, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([sys.executable, worker, str(capability)], **given)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 16
+    for line in lines:
+        assert line.endswith("local 0 spilled 0 atomics 0"), line
