@@ -7,9 +7,7 @@ from tests.gpu_shape.plants import PLANTS
 
 APPS = ("brats", "pathology", "spleen")
 # What is not so yet, by guard and app.
-OPEN = {
-    ("layouts", "brats"): "torch's group normalisation gives contiguous tensors back",
-}
+OPEN: dict[tuple[str, str], str] = {}
 
 
 def known(guard: str, app: str) -> object:
