@@ -75,7 +75,7 @@ def unpack(archive: Path, folder: Path) -> None:
             flush_to_disk(path)
         (scratch / folder.name).replace(folder)
         flush_to_disk(folder.parent)
-    except (tarfile.TarError, ValueError, FileNotFoundError) as error:
+    except (tarfile.TarError, ValueError, FileNotFoundError, RecursionError) as error:
         raise ValueError(f"{archive}: not unpacked: {error}; delete it and run again, or use a mirror") from error
     finally:
         shutil.rmtree(scratch)

@@ -312,6 +312,7 @@ LINK = {"linkname": "../../outside"}
         file("Organ/link", b"", type=tarfile.SYMTYPE, **LINK),
         file("Organ/dev", b"", type=tarfile.CHRTYPE, devmajor=1, devminor=3),
         file("Organ/dataset.json/evil"),
+        file("Organ/" + 3000 * "d/" + "evil"),
     ],
 )
 def test_evil_members_are_refused(tmp_path, entry):
