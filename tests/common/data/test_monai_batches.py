@@ -1,7 +1,14 @@
+import os
+import signal
+from pathlib import Path
+
 import monai.data
 import pytest
+import torch
 
-from common.data.monai_batches import ForwardingThreadDataLoader
+from common.data.dataset import Case
+from common.data.monai_batches import ForwardingThreadDataLoader, monai_crops
+from common.run import one_line_errors
 
 
 class Scans(monai.data.Dataset):  # type: ignore[misc]
@@ -38,3 +45,15 @@ def test_monais_own_loader_ends_early_without_a_word():
     """Why this class exists; when this fails, MONAI has mended it and the class can go."""
     loader = monai.data.ThreadDataLoader(Scans(damaged=2), batch_size=1, num_workers=0)
     assert numbers(loader) == [0, 1]
+
+
+def die(item):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_loader_process_that_is_killed_ends_the_program_in_a_line(capsys):
+    cases = [Case("scan", Path("scan.nii.gz"), Path("label.nii.gz"))]
+    given = {"crops_per_case": 1, "batch_size": 1, "workers": 1, "seed": 0, "device": torch.device("cpu")}
+    with pytest.raises(SystemExit, match="1"), one_line_errors():
+        list(monai_crops(cases, [die], cached=False, **given).epoch(0))
+    assert "a process that loads cases was killed" in capsys.readouterr().err.splitlines()[0]
