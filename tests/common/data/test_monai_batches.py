@@ -53,7 +53,8 @@ def die(item):
 
 def test_a_loader_process_that_is_killed_ends_the_program_in_a_line(capsys):
     cases = [Case("scan", Path("scan.nii.gz"), Path("label.nii.gz"))]
-    given = {"crops_per_case": 1, "batch_size": 1, "workers": 1, "seed": 0, "device": torch.device("cpu")}
+    cpu = torch.device("cpu")
+    batches = monai_crops(cases, [die], cached=False, crops_per_case=1, batch_size=1, workers=1, seed=0, device=cpu)
     with pytest.raises(SystemExit, match="1"), one_line_errors():
-        list(monai_crops(cases, [die], cached=False, **given).epoch(0))
+        list(batches.epoch(0))
     assert "a process that loads cases was killed" in capsys.readouterr().err.splitlines()[0]
