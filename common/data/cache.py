@@ -9,14 +9,14 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
-from common.data.crops import CachedCase, Tier, place_cases
+from common.data.crops import CachedCase, Tier, place_cases, send
 from common.data.geometry import Shape
 from common.data.preparation import PreparedCase
 from common.data.threads import map_in_threads
@@ -37,12 +37,14 @@ class CachePlan:
         held: cases held at a time.
         replaced: cases that a smart cache replaces after each epoch; else 0.
         lines: the plan in words, to be printed and kept.
+        free: bytes of the GPU's budget that the cases leave.
     """
 
     tiers: tuple[Tier, ...]
     held: int
     replaced: int
     lines: tuple[str, ...]
+    free: int = 0
 
 
 @dataclass
@@ -183,7 +185,7 @@ def plan_cache(
     if mode == "none":
         line = f"{total} and none is kept: each is prepared from its raw file whenever it is used"
         nowhere: Tier = "none"
-        return CachePlan((nowhere,) * len(sizes), 0, 0, (line,))
+        return CachePlan((nowhere,) * len(sizes), 0, 0, (line,), budgets.get("gpu", 0))
     if sum(sizes.values()) > budgets["disk"]:
         raise ValueError(
             f"{total} on disk, in the prepared store, and {_amount(budgets['disk'])} are free there: make room, choose "
@@ -215,7 +217,19 @@ def plan_cache(
             f"  what lies on disk ({first}) is read from there at each use: if the steps wait for it, take --cache "
             "smart, or more memory"
         )
-    return CachePlan(tuple(tiers), len(sizes), 0, tuple(lines))
+    return CachePlan(tuple(tiers), len(sizes), 0, tuple(lines), budgets.get("gpu", 0) - taken.get("gpu", 0))
+
+
+def hold_cases(cases: Sequence[PreparedCase], room: int, device: torch.device) -> list[PreparedCase]:
+    """Return prepared cases that are used whole again and again; the first of them, `room` bytes, lie on the device."""
+    held = []
+    for case in cases:
+        room -= sum(each.nbytes for each in (case.image, case.label) if each is not None)
+        if room >= 0:
+            label = None if case.label is None else send(case.label, device)
+            case = replace(case, image=send(case.image, device), label=label)
+        held.append(case)
+    return held
 
 
 def smart_indices(count: int, held: int, replaced: int, epoch: int) -> np.ndarray:
@@ -247,7 +261,8 @@ def _smart(
                     f"{_amount(needed)} with those (of {_amount(room)} free for it); the others wait in "
                     f"{_PLACES['disk']}"
                 )
-                return CachePlan((tier,) * count, held, replaced, (line,))
+                left = budgets.get("gpu", 0) - (needed if tier == "gpu" else 0)
+                return CachePlan((tier,) * count, held, replaced, (line,), left)
     free = " and ".join(f"{_amount(room)} of {_PLACES[tier]}" for tier, room in rooms.items())
     raise ValueError(
         f"cache smart: {held} of {count} cases and those loaded ahead need up to {_amount(needed)}, and {free} are "

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.clock import StepTimer, span, spans_to
 from common.data.batches import Batch, Batches
-from common.inference.model import load_weights, save_weights
+from common.inference.model import load_weights
 from common.inference.options import Precision
 from common.observe.roofline import distance_to_limit
 from common.run import Run
@@ -116,7 +116,8 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     choose_steps(steps, batches, state.epoch, config, run)
     log = Log(run, config, total, state) if ranks.leader else None
     marked = spans_to("nvtx") if config.profile == "nvtx" else nullcontext()
-    with GracefulStop(ranks, state.save) as stop, marked, closing(log) if log else nullcontext():
+    shown = closing(log) if log else nullcontext()
+    with closing(state.best_weights), GracefulStop(ranks, state.save) as stop, marked, shown:
         for epoch in range(state.epoch, epochs):
             if state.holds(target):
                 break
@@ -171,7 +172,7 @@ def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop:
     epoch = state.epoch + 1
     if state.note_validation(value, epoch) and ranks.leader:
         note = {config.METRIC.lower(): str(value), "epoch": str(epoch)}
-        save_weights(run.directory / "best.safetensors", setup.network.state_dict(), note)
+        state.best_weights.keep(setup.network.state_dict(), note)
     return value
 
 

@@ -1,6 +1,7 @@
 """What stands before the first step: the run, precision and schedule, a compiled network, and the fast dev run."""
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -49,6 +50,8 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
         run = open_run(root, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
         if run.device.type == "cpu":
             keep_freed_memory()
+        else:  # while the data are looked through and read
+            threading.Thread(target=wake, args=(run.device,), name="wake", daemon=True).start()
         run.say(
             f"run {run.directory}: recipe {config.recipe}, device {run.device}, ranks {ranks.world}, seed {config.seed}"
         )
@@ -66,6 +69,14 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
                 with suppress(OSError):
                     run.say(how_to_go_on(run.directory))
             raise
+
+
+def wake(device: torch.device) -> None:
+    """Let a device load what its first convolution and its first product of matrices ask for, by doing small ones."""
+    with suppress(RuntimeError):  # whoever computes in earnest will meet and say it
+        image, kernel = torch.zeros(1, 8, 8, 8, 8, device=device), torch.zeros(8, 8, 3, 3, 3, device=device)
+        torch.nn.functional.conv3d(image, kernel)
+        torch.mm(kernel[0, 0, 0], kernel[0, 0, 0])
 
 
 def lr_factor(schedule: ScheduleName, step: int, total_steps: int) -> float:

@@ -14,7 +14,16 @@ from typing import Any, cast
 import numpy as np
 
 from common.data.batches import Batches, crop_batches, partition_cases
-from common.data.cache import CacheMode, CachePlan, CaseCache, fill_cache, measure_budgets, plan_cache, smart_indices
+from common.data.cache import (
+    CacheMode,
+    CachePlan,
+    CaseCache,
+    fill_cache,
+    hold_cases,
+    measure_budgets,
+    plan_cache,
+    smart_indices,
+)
 from common.data.crops import CachedCase, Tier, place_cases
 from common.data.dataset import Case
 from common.data.preparation import PreparedCase, prepare_case
@@ -92,6 +101,9 @@ def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: 
                 caches.append(fill_cache(prepared[rows], plan.tiers[rows], size, run.device, part))
             else:
                 caches.append(_changing(number, part, data, model, config, plan, run))
+        held = hold_cases(validation, plan.free, run.device)
+    if run.device.type == "cuda":
+        run.say(f"validation: {sum(case.image.is_cuda for case in held)} of {len(held)} cases lie in GPU memory")
     batches = crop_batches(
         caches,
         decided(config.crops.per_case),
@@ -104,7 +116,7 @@ def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: 
         dtype_of(config.precision),
         bool(config.channels_last),
     )
-    return batches, shared_validation(partial(working_counts, validation, model=model), ranks)
+    return batches, shared_validation(partial(working_counts, held, model=model), ranks)
 
 
 def stored_cases(cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig, run: Run) -> list[PreparedCase]:

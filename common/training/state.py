@@ -19,6 +19,7 @@ from common.inference.model import UNREADABLE, first_line
 from common.observe.monitor import Monitor
 from common.observe.profiler import StepProfiler
 from common.run import Run
+from common.training.best import BestWeights
 from common.training.checkpoint import load_checkpoint, save_checkpoint
 from common.training.config import TrainingConfig
 from common.training.optimizers import Novograd
@@ -59,6 +60,7 @@ class TrainingState:
         recent: the metrics of the last validations, `VALIDATIONS_HELD` at most.
         losses: [steps per epoch] float32 on the device, of the present epoch; what does the steps writes them.
         optimizer: of the network's parameters.
+        best_weights: of the best validation; a checkpoint waits until they are written.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class TrainingState:
         self.losses = torch.zeros(per_epoch, device=run.device)
         self._cases: dict[int, tuple[str, ...]] = {}
         self._saved = time.monotonic()
+        self.best_weights = BestWeights(run.directory / "best.safetensors")
 
     @property
     def steps_done(self) -> int:
@@ -160,6 +163,7 @@ class TrainingState:
                 seconds=self._run.clock.seconds(),
                 random_on_device=torch.cuda.get_rng_state(self._run.device) if self._on_cuda else None,
             )
+            self.best_weights.wait()
             save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), vars(state))
         self._saved = time.monotonic()
 

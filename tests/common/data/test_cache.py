@@ -15,8 +15,17 @@ import torch
 from monai.data import SmartCacheDataset
 
 from common import host_memory
+from common.data import crops
 from common.data.batches import crop_batches, partition_cases
-from common.data.cache import CachePlan, CaseCache, fill_cache, measure_budgets, plan_cache, smart_indices
+from common.data.cache import (
+    CachePlan,
+    CaseCache,
+    fill_cache,
+    hold_cases,
+    measure_budgets,
+    plan_cache,
+    smart_indices,
+)
 from common.data.crops import CachedCase, Crops, Tier, cut, place_cases
 from common.data.geometry import working_grid
 from common.data.preparation import PreparedCase
@@ -481,3 +490,38 @@ def test_the_smart_cache_is_that_of_monai(count, held, rate):
         if replaced:
             theirs.update_cache()
     theirs.shutdown()
+
+
+def test_the_plan_says_what_its_cases_leave_of_the_gpu():
+    assert plan("auto", gpu=GIB, ram=0).free == GIB - 1000 * MIB
+    assert plan("auto", gpu=250 * MIB, ram=GIB).free == 50 * MIB
+    assert plan("smart", gpu=520 * MIB, ram=GIB).free == 20 * MIB
+    assert plan("smart", gpu=199 * MIB, ram=GIB).free == 199 * MIB  # its cases lie in host memory
+    assert plan("none", gpu=GIB, ram=0).free == plan("disk", gpu=GIB, ram=0).free == GIB
+    assert plan("auto", gpu=None, ram=GIB).free == 0
+
+
+def test_validation_cases_are_held_on_the_device_as_far_as_there_is_room(cases):
+    sizes = [case.image.nbytes + case.label.nbytes for case in cases if case.label is not None]
+    for count in range(len(cases)):
+        for room in (sum(sizes[:count]), sum(sizes[: count + 1]) - 1):
+            held = hold_cases(cases, room, torch.device("meta"))
+            there = [(case.image.device.type, case.label.device.type) for case in held if case.label is not None]
+            assert there == [("meta", "meta")] * count + [("cpu", "cpu")] * (len(cases) - count)
+            assert [case.name for case in held] == [case.name for case in cases]
+    assert all(case.image.is_meta for case in hold_cases(cases, sum(sizes), torch.device("meta")))
+
+
+def test_more_cases_than_are_on_their_way_at_once_lie_where_they_should(monkeypatch):
+    cases = [prepared(number, (5 + number, 6, 7)) for number in range(7)]
+    monkeypatch.setattr(crops, "_AT_ONCE", 3)
+    for case, placed in zip(cases, place_cases(cases, "gpu", (8, 4, 9), CPU), strict=True):
+        x, y, z = case.image.shape[1:]
+        assert placed.offset is not None
+        whole = slice(placed.offset, placed.offset + int(placed.shape.prod()))
+        image = placed.image[:, whole].view(-1, *placed.shape)
+        assert torch.equal(image[:, :x, :y, :z], case.image)
+        assert not image[:, x:].any()
+        assert not image[..., z:].any()
+        assert case.label is not None
+        assert torch.equal(placed.label[whole].view(*placed.shape)[:x, :y, :z], case.label)

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from common.data.dataset import Case, Split
 from common.kernels import trust
 from common.ranks import SINGLE
 from common.run import Run
+from common.training import setup
 from common.training.config import TrainingConfig
 from common.training.setup import (
     OneStep,
@@ -27,6 +29,7 @@ from common.training.setup import (
     lr_factor,
     start_run,
     trust_kernels,
+    wake,
 )
 from models.unet3d import unet3d
 from tests.common.training.fit_worker import TinyBatches, train
@@ -85,6 +88,26 @@ def test_bf16_gradients_of_a_convolution_are_right_with_more_planes(planes):
 def test_autocast_computes_in_that_precision(precision, dtype):
     with autocast(precision, CPU):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+
+
+def test_a_gpu_is_woken_and_a_cpu_is_not(tmp_path, monkeypatch):
+    woken: list[torch.device] = []
+    monkeypatch.setattr(setup, "wake", woken.append)
+    with start_run(TrainingConfig(run=tmp_path / "run", device="cpu")) as run:
+        assert woken == []
+    gpu = replace(run, device=torch.device("cuda:1"))
+    monkeypatch.setattr(setup, "open_run", lambda *_: gpu)
+    with start_run(TrainingConfig(run=tmp_path / "run", device="cpu")):
+        for thread in threading.enumerate():
+            if thread.name == "wake":
+                thread.join()
+    assert woken == [gpu.device]
+
+
+def test_waking_draws_nothing():
+    before = torch.get_rng_state()
+    wake(CPU)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_start_that_fails_leaves_no_folder(tmp_path):

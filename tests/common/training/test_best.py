@@ -1,0 +1,110 @@
+"""The best weights: copied at once, written meanwhile, never torn, lost or older than the checkpoint knows of."""
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import files
+from common.inference.model import load_weights, read_note, save_weights
+from common.training import best, checkpoint, state
+from common.training.best import BestWeights
+from tests.common.training.fit_worker import train
+
+METRIC = [0.5, 0.7, 0.6]
+
+
+@pytest.fixture
+def writing(monkeypatch):
+    """Let nothing be written until the event is set."""
+    may_write = threading.Event()
+
+    def wait_and_save(*arguments):
+        assert may_write.wait(60)
+        save_weights(*arguments)
+
+    monkeypatch.setattr(best, "save_weights", wait_and_save)
+    return may_write
+
+
+def test_steps_go_on_while_the_weights_of_before_are_written(tmp_path, writing):
+    kept, weight = BestWeights(tmp_path / "best.safetensors"), torch.ones(3, 2)
+    kept.keep({"a": weight}, {"epoch": "1"})
+    weight.fill_(7.0)  # the next step
+    assert not (tmp_path / "best.safetensors").exists()
+    writing.set()
+    kept.wait()
+    assert torch.equal(load_weights(tmp_path / "best.safetensors")["a"], torch.ones(3, 2))
+
+
+def test_the_last_kept_are_those_in_the_file(tmp_path):
+    kept = BestWeights(tmp_path / "best.safetensors")
+    for number in range(1, 6):
+        kept.keep({"a": torch.full((1000,), float(number))}, {"epoch": str(number)})
+    kept.close()
+    assert read_note(tmp_path / "best.safetensors")["epoch"] == "5"
+    assert float(load_weights(tmp_path / "best.safetensors")["a"][0]) == 5.0
+
+
+def test_a_full_disk_is_said_once_by_whoever_waits(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(best, "save_weights", full)
+    kept = BestWeights(tmp_path / "best.safetensors")
+    kept.keep({"a": torch.ones(1)}, {})
+    with pytest.raises(OSError, match="No space left"):
+        kept.wait()
+    kept.wait()
+
+
+def test_a_failure_to_write_ends_the_run(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(best, "save_weights", full)
+    with pytest.raises(OSError, match="No space left"):
+        train({"run": str(tmp_path / "run"), "epochs": 1, "steps": 1})
+    assert not (tmp_path / "run" / "checkpoints" / "last").exists()
+
+
+def test_killed_at_any_moment_a_run_goes_on_to_the_same_best_weights(tmp_path, monkeypatch):
+    """What is on the disk before each flush is what a kill leaves there; a run goes on from each of these folders."""
+    monkeypatch.setattr(state.Log, "_draw", lambda log: None)
+    wish = {"epochs": len(METRIC), "steps": 2}
+    whole, lock, found = tmp_path / "whole", threading.Lock(), list[Path]()
+
+    def snapshot(path):
+        with lock:
+            found.append(tmp_path / f"killed-{len(found)}")
+            shutil.copytree(whole, found[-1], symlinks=True)
+        flush(path)
+
+    flush = files.flush_to_disk
+    with monkeypatch.context() as patch:
+        for module in (files, checkpoint):
+            patch.setattr(module, "flush_to_disk", snapshot)
+        train({"run": str(whole), "metric": METRIC, **wish})
+    due = (whole / "best.safetensors").read_bytes()
+    assert read_note(whole / "best.safetensors")["epoch"] == "2"
+    torn, behind = 0, 0
+    for folder in found:
+        last, written = folder / "checkpoints" / "last", folder / "best.safetensors"
+        torn += any(folder.glob(".part-*best.safetensors"))
+        epochs, known = 0, 0
+        if last.is_symlink():
+            content = torch.load(last / "state.pt", weights_only=True)
+            epochs, known = content["epoch"], content["best_epoch"]
+        newest = int(read_note(written)["epoch"]) if written.exists() else 0
+        assert newest >= known, folder
+        behind += newest > known
+        if not (folder / "config.yaml").exists():
+            continue  # the run had not begun
+        train({"run": str(folder), "metric": METRIC[epochs:], "resume": True, **wish})
+        assert written.read_bytes() == due, folder
+        ends = [run / "checkpoints" / "last" / "weights.safetensors" for run in (whole, folder)]
+        assert ends[0].read_bytes() == ends[1].read_bytes()
+    assert torn, "no kill in the midst of writing"
+    assert behind, "no kill between the weights and their checkpoint"
