@@ -30,7 +30,7 @@ def test_each_step_equals_monais_bit_for_bit(seed):
     assert np.array_equal(zoomed, monai.zoom_affine(affine, spacing, diagonal=False))
     whole, offset = compute_shape_offset(shape, affine, zoomed)
     due, due_offset = monai.compute_shape_offset(shape, affine, zoomed)
-    assert whole == tuple(due.tolist())
+    assert whole == due.tolist()
     assert np.array_equal(offset, due_offset)
     matrix = np.linalg.solve(affine, zoomed)
     found = to_norm_affine(matrix, shape, whole)
