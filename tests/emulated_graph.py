@@ -53,7 +53,7 @@ class Trace(TorchDispatchMode):
 
 
 def record(body: Callable[[], object]) -> Callable[[], object]:
-    """Stand for `common.training.steps.record`."""
+    """Stand for `common.kernels.capture.record`."""
     body()
     trace = Trace()
     with trace:

@@ -94,7 +94,7 @@ def working_counts(
         [R, 2] int64 of each case, on the device (see `dice_counts`); the host has not waited for it.
     """
     device = next(network.parameters()).device
-    predictor = torch_predictor(network.eval(), model.precision)
+    predictor = torch_predictor(network.eval(), model.precision, tf32=True)
     counts = []
     for case in cases:
         check()

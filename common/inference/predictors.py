@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,35 @@ GroupNormalization <num_groups: int, epsilon: float = 1e-5> (image, scale, bias)
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def torch_predictor(network: nn.Module, precision: Precision = "fp32", channels_last: bool = False) -> Predictor:
+@contextmanager
+def ieee_fp32() -> Iterator[None]:
+    """Compute what is in float32 with its 23 bits inside, on CUDA too, where convolutions take TensorFloat-32's 10.
+
+    Inside, torch refuses to tell `torch.backends.cudnn.allow_tf32`, the older name of one of these settings.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
+    """
+    settings: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
+    before = [each.fp32_precision for each in settings]
+    try:
+        for each in settings:
+            each.fp32_precision = "ieee"
+        yield
+    finally:
+        for each, precision in zip(settings, before, strict=True):
+            each.fp32_precision = precision
+
+
+def torch_predictor(
+    network: nn.Module, precision: Precision = "fp32", channels_last: bool = False, tf32: bool = False
+) -> Predictor:
     """Return a predictor that runs a network in torch on the network's device, without gradients.
 
     Args:
         network: in evaluation mode.
         precision: "bf16" and "fp16" run under autocast.
         channels_last: lay windows, and the network's own weights, out with the channels last.
+        tf32: in "fp32" on CUDA, let convolutions round to TensorFloat-32, as training does.
     """
     assert not network.training, "a predictor needs network.eval()"
     if channels_last:
@@ -73,7 +95,7 @@ def torch_predictor(network: nn.Module, precision: Precision = "fp32", channels_
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
         half = torch.autocast(windows.device.type, _DTYPES.get(precision), enabled=precision in _DTYPES)
-        with torch.no_grad(), half:
+        with torch.no_grad(), half, nullcontext() if tf32 else ieee_fp32():
             # Not contiguous(): with one channel that changes nothing, and the first convolution goes the slow way.
             laid_out = windows.clone(memory_format=_CHANNELS_LAST[windows.ndim]) if channels_last else windows
             logits: torch.Tensor = network(laid_out)

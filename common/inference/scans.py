@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from threading import current_thread
@@ -23,6 +23,7 @@ from common.inference.model import VolumeModel, model_content, warn_of_phantoms
 from common.inference.open_predictor import OpenedPredictor, open_predictor
 from common.inference.options import InferConfig
 from common.inference.predict import predict_labels
+from common.inference.repeated_windows import RepeatingPredictor
 from common.inference.scan_memory import Scan, say_plan, scan_bytes
 from common.observe.overlays import draw_overlay
 from common.observe.plots import Timeline, draw_timeline
@@ -263,4 +264,7 @@ def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
         raise ValueError(
             f"fit_windows: {opened.backend} takes windows of one size; use --backend torch, or leave it out"
         )
+    if opened.backend == "torch" and device.type == "cuda":
+        about = f"{model.network.__name__} {model.arguments} in {opened.precision}"
+        opened = replace(opened, predict=RepeatingPredictor(opened.predict, about, tqdm.write))
     return Segmenter(config, model, opened, device)

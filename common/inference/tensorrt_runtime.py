@@ -7,9 +7,10 @@
 import functools
 import hashlib
 import importlib
+import math
 import shlex
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from common.inference.options import ModelPrecision
 
 Flavour = Literal["tensorrt", "tensorrt_rtx"]
 INSTALL: dict[Flavour, str] = {"tensorrt": "pip install -e '.[trt]'", "tensorrt_rtx": "pip install -e '.[rtx]'"}
+_ALIGNMENT = 256  # bytes, of an address that an engine reads or writes. Source: NvInferRuntime.h, setTensorAddress
 
 
 class EngineUnavailableError(ValueError):
@@ -223,15 +225,16 @@ class EnginePredictor:
             EngineError: TensorRT could not queue the work.
         """
         self._check(windows)
-        windows = windows.contiguous()
+        if not windows.is_contiguous() or windows.data_ptr() % _ALIGNMENT:  # a part of an image
+            windows = _empty(windows.shape, windows.device).copy_(windows)
         context, log = self._context, message_log(self._trt)
         log.messages.clear()
         with _queue(self._stream) as stream:
-            accepted = context.set_input_shape(self._input, tuple(windows.shape))
-            logits = torch.empty(tuple(context.get_tensor_shape(self._output)), dtype=torch.float32, device=self.device)
-            context.set_tensor_address(self._input, windows.data_ptr())
-            context.set_tensor_address(self._output, logits.data_ptr())
-            if not (accepted and context.execute_async_v3(stream)):
+            accepted = [context.set_input_shape(self._input, tuple(windows.shape))]
+            logits = _empty(tuple(context.get_tensor_shape(self._output)), self.device)
+            for name, tensor in ((self._input, windows), (self._output, logits)):
+                accepted.append(context.set_tensor_address(name, tensor.data_ptr()))
+            if not (all(accepted) and context.execute_async_v3(stream)):
                 raise failure(f"{self._plan}: windows {tuple(windows.shape)} could not be run", self._trt)
         return logits
 
@@ -246,6 +249,13 @@ class EnginePredictor:
             raise ValueError(f"windows {shape}: {self._plan} takes shapes from {smallest} to {largest}")
         if windows.device != self.device or windows.dtype != torch.float32:
             raise ValueError(f"windows on {windows.device} in {windows.dtype}: float32 on {self.device} is needed")
+
+
+def _empty(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return float32 memory of a shape at an address as TensorRT wants it; torch's own is so on a GPU alone."""
+    space = torch.empty(math.prod(shape) + _ALIGNMENT // 4, device=device)
+    first = -space.data_ptr() % _ALIGNMENT // 4
+    return space[first : first + math.prod(shape)].view(*shape)
 
 
 def _rebuild_command(plan: Path) -> str:

@@ -67,7 +67,7 @@ def _monai_counts(
     check: Callable[[], None],
 ) -> list[torch.Tensor]:
     """Return [R, 2] of each case (see `dice_counts`), by MONAI's sliding windows; `check` is called before each."""
-    predictor = torch_predictor(network.eval(), model.precision)
+    predictor = torch_predictor(network.eval(), model.precision, tf32=True)
     counts = []
     for index in range(len(dataset)):
         check()

@@ -218,6 +218,10 @@ def choose_volumes(
             "batch_size": config.batch_size or -(-usual.batch_size // partitions) * partitions,
         },
     )
+    if config.precision == "fp32" and run.device.type == "cuda":
+        run.say(
+            "precision fp32: in training, convolutions round to TensorFloat-32 on this GPU; the final quality is exact"
+        )
     check_partitions(config, run.ranks.world)
     _check_memory(config, len(data.dataset.modality), run)
     per_epoch = -(-len(data.split.training) * decided(config.crops.per_case) // decided(config.batch_size))

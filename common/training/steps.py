@@ -16,6 +16,7 @@ from common.data.batches import Batch, Batches, Draft
 from common.data.crops import pinned
 from common.inference.model import first_line
 from common.kernels import trust
+from common.kernels.capture import record
 from common.run import Run
 from common.training.config import TrainingConfig
 from common.training.optimizers import Novograd
@@ -24,7 +25,6 @@ from common.training.state import TrainingState
 Compute = Callable[[Batch, float | Tensor], Tensor]
 """One step, from a batch and a learning rate to the loss, a scalar."""
 
-_WARM_UP = 3  # steps before a capture. Source: torch's notes on CUDA graphs
 _TRIAL_RATES = (1.0, 0.5, 0.25)  # of the first rate, in the steps that are tried: one that stood still would show
 _TOLERANCE = 0.02  # of each loss and of how far each tensor moved: some kernels add in another order each time
 
@@ -137,24 +137,6 @@ def why_eager(batches: Batches, state: TrainingState, config: TrainingConfig, ru
     if not isinstance(state.optimizer, Novograd):
         return f"the optimizer {config.optimizer} takes its rate from the host"
     return None if batches.made_on_device else "the batches are not made on the device"
-
-
-def record(body: Callable[[], object]) -> Callable[[], object]:
-    """Capture what `body` launches as a CUDA graph, and return what launches that.
-
-    Some steps run before, on a stream of their own, as torch asks: libraries choose and allocate then. Other threads
-    may load cases meanwhile: only this thread's calls can break the capture.
-    """
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UP):
-            body()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        body()
-    return graph.replay
 
 
 def choose_steps(steps: Steps, batches: Batches, epoch: int, config: TrainingConfig, run: Run) -> None:

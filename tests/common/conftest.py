@@ -121,7 +121,7 @@ class IExecutionContext(_Part):
 
     def set_tensor_address(self, name: str, address: int) -> bool:
         self._address[name] = address
-        return True
+        return address % 256 == 0
 
     def execute_async_v3(self, stream: int) -> bool:
         self._module.calls.append(("execute_async_v3", stream))

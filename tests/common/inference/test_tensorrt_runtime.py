@@ -88,6 +88,21 @@ def test_engine_takes_windows_of_any_memory_layout(plan: Path, fake_tensorrt: In
     assert torch.equal(EnginePredictor(plan, CPU)(windows)[:, :1], windows)
 
 
+def test_windows_that_begin_anywhere_in_an_image_are_moved_to_where_tensorrt_reads(
+    plan: Path, fake_tensorrt: InstallFake
+):
+    """The stand-in refuses, as TensorRT does, an address that is no multiple of 256 bytes."""
+    fake_tensorrt()
+    predict = EnginePredictor(plan, CPU)
+    image = torch.rand(1, 1, 20, 4, 4)
+    moved = []
+    for first in range(16):  # in steps of 64 bytes
+        window = image[:, :, first : first + 4]
+        assert torch.equal(predict(window)[:, 1:], window)
+        moved.append(predict._context._address["image"] != window.data_ptr())
+    assert sum(moved) == 12  # every fourth is left where it is
+
+
 @pytest.mark.parametrize(
     ("windows", "message"),
     [
