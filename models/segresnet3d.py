@@ -1,8 +1,10 @@
 """The 3-D residual encoder-decoder of the MONAI BraTS recipes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from common.kernels.norms import GroupNormReLU
@@ -44,6 +46,38 @@ class ResidualBlock(nn.Module):
         return x
 
 
+class Doubling(nn.Upsample):
+    """Trilinear upsampling; on a GPU in the precision of the image, where autocast would take float32."""
+
+    def __init__(self) -> None:
+        super().__init__(scale_factor=(2.0, 2.0, 2.0), mode="trilinear", align_corners=False)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Return [B, C, 2 X, 2 Y, 2 Z] for [B, C, X, Y, Z]."""
+        if not image.is_cuda or image.dtype == torch.float32:
+            return super().forward(image)
+        doubled: torch.Tensor = HalfDoubling.apply(image)  # type: ignore[no-untyped-call]
+        return doubled
+
+
+class HalfDoubling(torch.autograd.Function):
+    """Trilinear upsampling in half precision whose gradient is summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, image: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        """Return [B, C, 2 X, 2 Y, 2 Z] for [B, C, X, Y, Z]."""
+        ctx.shape = image.shape
+        with torch.autocast(image.device.type, enabled=False):
+            return F.interpolate(image, scale_factor=(2.0, 2.0, 2.0), mode="trilinear", align_corners=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        """Return the gradient of the image, in its dtype."""
+        wide, sides = gradient.float(), gradient.shape[2:]
+        summed = torch.ops.aten.upsample_trilinear3d_backward(wide, sides, ctx.shape, False, 2.0, 2.0, 2.0)
+        return summed.to(gradient.dtype)  # type: ignore[no-any-return]
+
+
 class SegResNet3d(nn.Module):
     """See `segresnet3d`. Names, shapes and initial values of its weights are those of MONAI's `SegResNet`."""
 
@@ -60,8 +94,7 @@ class SegResNet3d(nn.Module):
         for level in reversed(range(len(blocks_down) - 1)):
             width = filters * 2**level
             self.up_layers.append(nn.Sequential(ResidualBlock(width)))
-            doubling = nn.Upsample(scale_factor=(2.0, 2.0, 2.0), mode="trilinear", align_corners=False)
-            self.up_samples.append(nn.Sequential(Convolution(2 * width, width, kernel=1), doubling))
+            self.up_samples.append(nn.Sequential(Convolution(2 * width, width, kernel=1), Doubling()))
         last = Convolution(filters, out_channels, kernel=1, bias=True)
         norm = GroupNormReLU(_GROUPS, filters)
         self.conv_final = nn.Sequential(norm, nn.Identity(), last)  # MONAI has its ReLU in the middle

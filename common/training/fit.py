@@ -204,7 +204,8 @@ def train_step(
                 with span("forward"):
                     logits = network(image)
                 with span("loss"):
-                    loss = loss_function(logits, label) / accumulate
+                    loss = loss_function(logits, label)
+                    loss = loss if accumulate == 1 else loss / accumulate  # no kernel that divides by one
             with span("backward"):
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())

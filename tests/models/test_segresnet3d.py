@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from monai.networks.nets import SegResNet
 
-from models.segresnet3d import segresnet3d
+from models.segresnet3d import HalfDoubling, segresnet3d
 from tests.models.against_monai import both, train_both
 
 
@@ -45,3 +46,18 @@ def test_it_is_monais_segresnet(inputs, outputs, filters, blocks, dropout, layou
     for (name, value), expected in zip(mine.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(value.grad, expected.grad), name  # type: ignore[arg-type]
     assert torch.equal(mine.eval()(image), other.eval()(image))
+
+
+def test_doubling_in_half_precision_rounds_once():
+    """Values are those of float32, rounded; the gradient's sums are taken in float32."""
+    image = torch.randn(2, 3, 4, 5, 6).bfloat16().requires_grad_()
+    wide = image.detach().float().requires_grad_()
+    gradient = torch.randn(2, 3, 8, 10, 12).bfloat16()
+    found = HalfDoubling.apply(image)
+    expected = F.interpolate(wide, scale_factor=2, mode="trilinear", align_corners=False)
+    found.backward(gradient)
+    expected.backward(gradient.float())
+    assert torch.allclose(found.float(), expected, rtol=2**-8, atol=1e-6)
+    assert image.grad is not None
+    assert wide.grad is not None
+    assert torch.equal(image.grad, wide.grad.bfloat16())
