@@ -1,5 +1,6 @@
 """Time: the stages of a run, the parts of a step, the ranges that profilers show."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -162,3 +163,19 @@ def spans_to(mode: Literal["nvtx", "profiler"]) -> Iterator[None]:
         yield
     finally:
         _make_span = before
+
+
+def seconds_given(variable: str, usual: float) -> float:
+    """Return the seconds that a variable of the environment gives, which tests and benchmarks set; else the usual ones.
+
+    Raises:
+        ValueError: they are no number from 0 to a million.
+    """
+    text = os.environ.get(variable, str(usual))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 1e6:
+        raise ValueError(f"{variable}={text}: expected seconds, 0 to a million; unset it for {usual:g}")
+    return seconds

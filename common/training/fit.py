@@ -1,6 +1,5 @@
 """The only training loop."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.clock import StepTimer, span, spans_to
+from common.clock import StepTimer, seconds_given, span, spans_to
 from common.data.batches import Batch, Batches
 from common.inference.model import load_weights
 from common.inference.options import Precision
@@ -102,7 +101,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     network, optimizer, precision = setup.network, setup.optimizer, setup.precision
     epochs, validate_every = decided(config.epochs), decided(config.validate_every)
     parts, ranks, target, metric = config.parallel.accumulate, run.ranks, config.target(), config.METRIC.lower()
-    save_every = float(os.environ.get("MEDSPEED_CHECKPOINT_SECONDS", _CHECKPOINT_SECONDS))
+    save_every = seconds_given("MEDSPEED_CHECKPOINT_SECONDS", _CHECKPOINT_SECONDS)
     per_epoch, total = batches.steps_per_epoch, epochs * batches.steps_per_epoch
     scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16")
     state, timer = TrainingState(run, network, optimizer, scaler, per_epoch), StepTimer(run.device)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from common.clock import seconds_given
 from common.files import from_json, printable, read_json_lines, write_text
 from common.inference.model import UNREADABLE, first_line
 from common.observe.monitor import Monitor
@@ -244,7 +244,7 @@ class Log:
         self._samples = 0
         self._drawn = time.monotonic()
         self._watching, self._profiler = ExitStack(), None
-        if seconds := float(os.environ.get("MEDSPEED_MONITOR_SECONDS", "1")):  # tests and benchmarks do without
+        if seconds := seconds_given("MEDSPEED_MONITOR_SECONDS", 1):  # tests and benchmarks do without
             self._watching.enter_context(Monitor(run.directory, run.device, seconds))
         if config.profile == "torch":
             self._profiler = self._watching.enter_context(StepProfiler(run.directory / "profile", run.device))

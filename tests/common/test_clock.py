@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from common.clock import Clock, StepTimer, span, spans_to
+from common.clock import Clock, StepTimer, seconds_given, span, spans_to
 
 CPU = torch.device("cpu")
 
@@ -167,3 +167,13 @@ def test_threads_use_spans_at_once(mode: Literal["nvtx", "profiler"], nvtx):
     assert sorted(done) == [0, 1, 2, 3]
     if mode == "nvtx":
         assert nvtx.count("pop") == nvtx.count("inner") + sum(nvtx.count(str(n)) for n in range(4)) == 160
+
+
+def test_seconds_of_the_environment_are_bounded(monkeypatch):
+    assert seconds_given("MEDSPEED_TEST_SECONDS", 30) == 30
+    monkeypatch.setenv("MEDSPEED_TEST_SECONDS", "0.5")
+    assert seconds_given("MEDSPEED_TEST_SECONDS", 30) == 0.5
+    for wrong in ("inf", "nan", "-1", "soon"):
+        monkeypatch.setenv("MEDSPEED_TEST_SECONDS", wrong)
+        with pytest.raises(ValueError, match=f"MEDSPEED_TEST_SECONDS={wrong}: expected seconds, 0 to a million"):
+            seconds_given("MEDSPEED_TEST_SECONDS", 30)
