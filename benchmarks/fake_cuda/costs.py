@@ -28,9 +28,6 @@ _NORMS: dict[str, tuple[int, ...]] = {
     "cudnn_batch_norm_backward": (2, 3),
     "native_group_norm_backward": (2, 0, 0, 3),
 }
-# Fused kernels of this project by the name of their operator: passes over its largest tensor of each kernel. One that
-# is not listed counts as one kernel that reads its inputs and writes its outputs once.
-FUSED: dict[str, tuple[int, ...]] = {}
 
 
 class Kernel(NamedTuple):
@@ -89,14 +86,13 @@ def kernels(one: Operator) -> list[Kernel]:
         return _convolution(one)
     if one.name == "convolution_backward":
         return _convolution_backward(one)
-    if one.name in _NORMS or one.name in FUSED:
+    if one.name in _NORMS:
         largest = max(map(_size, (*one.inputs, *one.outputs)))
-        kind: Kind = "norm" if one.name in _NORMS else "fused"
-        return [Kernel(kind, count * largest) for count in (_NORMS | FUSED)[one.name]]
+        return [Kernel("norm", count * largest) for count in _NORMS[one.name]]
     read, written = (sum(_size(each) for each in some if each.device == "cuda") for some in (one.inputs, one.outputs))
     if one.name == "medspeed::crops":  # from images and labels of all the cases
         return [Kernel("gather", 2 * written + sum(map(_size, one.inputs[2:])))]
-    if "::" in one.name:
+    if "::" in one.name:  # of this project, whose operators launch one kernel each
         return [Kernel("fused", read + written, one.flops)]
     return [_plain(one, read, written)]
 

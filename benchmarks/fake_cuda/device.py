@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
 from numbers import Number
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -144,17 +145,6 @@ def _take_over(tensor: Tensor, changed: Tensor) -> None:
     tensor.data = changed.data
 
 
-class _Event:
-    """In the place of a CUDA event: no time passes."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def record(self, *_: object) -> None: ...
-
-    def elapsed_time(self, _: object) -> float:
-        return 1.0
-
-
 _STAND_INS: dict[str, Any] = {
     "is_available": lambda: True,
     "is_initialized": lambda: False,
@@ -167,7 +157,7 @@ _STAND_INS: dict[str, Any] = {
     "get_device_name": lambda device=None: _NAME,
     "get_device_capability": lambda device=None: _CAPABILITY,
     "mem_get_info": lambda device=None: (MEMORY, MEMORY),
-    "Event": _Event,
+    "Event": lambda **_: SimpleNamespace(record=lambda: None, elapsed_time=lambda _: 1.0),  # no time passes
 }
 
 

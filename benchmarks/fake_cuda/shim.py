@@ -2,13 +2,13 @@
 
 import ctypes
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("shim.cpp")
@@ -55,13 +55,9 @@ def _build() -> Path:
 
 
 def _compiler() -> str:
-    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    return found or ""
+    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or ""
 
 
 def _torch() -> Path:
     """Return torch's folder; it is not loaded."""
-    found = importlib.util.find_spec("torch")
-    assert found is not None
-    assert found.origin is not None
-    return Path(found.origin).parent
+    return Path(str(distribution("torch").locate_file("torch")))
