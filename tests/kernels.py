@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,21 @@ CAPABILITIES = (80, 90, 100, 120)
 
 def run_interpreted(*checks: str) -> None:
     """Run files of tests with Triton's interpreter, in their own process: it must be chosen before Triton loads."""
+    _run(checks, "1")
+
+
+def run_compiled(*checks: str) -> None:
+    """Run files of tests that compile kernels, in their own process: without a GPU this one interprets them."""
+    _run(checks, "0")
+
+
+def _run(checks: Sequence[str], interpret: str) -> None:
     pytest.importorskip("triton", reason="no Triton: pip install triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *checks]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout, done.stdout[-1000:]
 
 
 class _Driver:
@@ -47,7 +57,6 @@ class _Driver:
 @contextmanager
 def compiled_not_launched(capability: int) -> Iterator[list[Any]]:
     """Let kernels that are launched be compiled only, as a GPU of this capability would have it; yield them."""
-    pytest.importorskip("triton", reason="no Triton: pip install triton")
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 

@@ -4,9 +4,8 @@ import torch
 
 from common.data.crops import cut_and_change, place_cases
 from common.data.preparation import PreparedCase
-from common.kernels.crops import gathered_crops
 from common.kernels.trust import trusting
-from tests.kernels import CAPABILITIES, compiled_not_launched, run_interpreted
+from tests.kernels import run_compiled, run_interpreted
 
 
 @pytest.mark.slow
@@ -15,14 +14,8 @@ def test_the_kernel_equals_its_twin():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("channels", [1, 4])
-def test_the_kernel_compiles_without_spilling(channels, capability):
-    image, label = torch.zeros(channels, 1000).half(), torch.zeros(1000, dtype=torch.uint8)
-    table = torch.zeros(2, 5, dtype=torch.int64)
-    with compiled_not_launched(capability):
-        gathered_crops(image, label, table, [8, 4, 1], torch.float32, False)
-        gathered_crops(image, label, table, [8, 4, 5], torch.bfloat16, True)
+def test_the_kernel_compiles_without_spilling():
+    run_compiled("tests/common/kernels/compile_crops.py")
 
 
 @pytest.mark.gpu

@@ -2,10 +2,9 @@ import pytest
 import torch
 
 from common.inference.labels import Region
-from common.kernels.dice import loss_gradient, loss_of_sums, loss_parts
 from common.kernels.trust import trusting
 from common.training.losses import dice_ce, dice_focal
-from tests.kernels import CAPABILITIES, compiled_not_launched, run_interpreted
+from tests.kernels import run_compiled, run_interpreted
 
 REGIONS = (Region("TC", (2, 3), 2), Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3))
 MEMBERS = (2, 3, 257, 258, 259, 515)
@@ -17,17 +16,8 @@ def test_the_kernels_equal_their_twins():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("classes", "members"), [(1, MEMBERS[:2]), (2, ()), (3, MEMBERS), (21, ())])
-def test_the_kernels_compile_without_spilling(classes, members, capability):
-    logits = torch.zeros(2, classes, 5, 6, 7, dtype=torch.bfloat16)
-    label = torch.zeros(2, 1, 5, 6, 7, dtype=torch.uint8)
-    with compiled_not_launched(capability):
-        for layout in (torch.contiguous_format, torch.channels_last_3d):
-            loss_parts(logits.contiguous(memory_format=layout), label, members)
-            loss_gradient(logits.contiguous(memory_format=layout), label, torch.zeros(4, 1, classes), members)
-        loss_of_sums(torch.zeros(4, 1, classes), 0.1, 1e-5)
-        loss_of_sums(torch.zeros(4, 2, classes), 0.1, 1e-5)
+def test_the_kernels_compile_without_spilling():
+    run_compiled("tests/common/kernels/compile_dice.py")
 
 
 @pytest.mark.gpu

@@ -4,9 +4,9 @@ import torch
 
 from apps.pathology.config import Augmentation
 from apps.pathology.patches.augment import draw_patches
-from apps.pathology.patches.augment_fused import ROW, augment_rows, augmented, draw_table, grey_sums
+from apps.pathology.patches.augment_fused import augment_rows, draw_table
 from common.kernels.trust import trusting
-from tests.kernels import CAPABILITIES, compiled_not_launched, run_interpreted
+from tests.kernels import run_compiled, run_interpreted
 
 
 @pytest.mark.slow
@@ -15,14 +15,8 @@ def test_the_kernels_equal_their_twin():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("size", [32, 224])
-def test_the_kernels_compile_without_spilling(size, capability):
-    pixels, table = torch.zeros(3, 3, size, size, dtype=torch.uint8), torch.zeros(2, ROW, dtype=torch.int32)
-    with compiled_not_launched(capability):
-        greys = grey_sums(pixels, table)
-        augmented(pixels, table, greys, torch.bfloat16, True)
-        augmented(pixels, table, greys, torch.float32, False)
+def test_the_kernels_compile_without_spilling():
+    run_compiled("tests/apps/pathology/patches/compile_augment.py")
 
 
 def test_the_table_moves_pixels_as_numpy_does():

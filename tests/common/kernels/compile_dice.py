@@ -1,0 +1,20 @@
+import pytest
+import torch
+
+from common.kernels.dice import loss_gradient, loss_of_sums, loss_parts
+from tests.kernels import CAPABILITIES, compiled_not_launched
+
+MEMBERS = (2, 3, 257, 258, 259, 515)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("classes", "members"), [(1, MEMBERS[:2]), (2, ()), (3, MEMBERS), (21, ())])
+def test_the_kernels_compile_without_spilling(classes, members, capability):
+    logits = torch.zeros(2, classes, 5, 6, 7, dtype=torch.bfloat16)
+    label = torch.zeros(2, 1, 5, 6, 7, dtype=torch.uint8)
+    with compiled_not_launched(capability):
+        for layout in (torch.contiguous_format, torch.channels_last_3d):
+            loss_parts(logits.contiguous(memory_format=layout), label, members)
+            loss_gradient(logits.contiguous(memory_format=layout), label, torch.zeros(4, 1, classes), members)
+        loss_of_sums(torch.zeros(4, 1, classes), 0.1, 1e-5)
+        loss_of_sums(torch.zeros(4, 2, classes), 0.1, 1e-5)
