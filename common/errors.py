@@ -12,7 +12,7 @@ from common.files import printable
 # Errors of torch, numpy and Python that a user can do something about.
 _REMEDIES = {
     r"MemoryError|an't allocate memory|Unable to allocate|out of memory|[Ss]torage size calculation overflowed|"
-    r"could not create a primitive$":  # oneDNN's word for it
+    r"could not create a primitive$|can't start new thread":  # oneDNN's word for it, and Python's
         "there is not so much memory: lower --batch_size, --crop_size or --windows.size, or take a smaller network",
     r"shared memory|/torch_\d+":
         "/dev/shm is too small for batches on their way: enlarge it (docker run --shm-size 2g), or lower --workers",

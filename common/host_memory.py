@@ -48,8 +48,10 @@ def peak_memory() -> int:
 
 
 def free_memory() -> int:
-    """Return the bytes that this process may still take: of the machine, and of a container around it."""
-    return min([psutil.virtual_memory().available, *cgroup_free()])
+    """Return the bytes that this process may still take: of the machine, a container around it, and `ulimit -v`."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    limited = [] if limit == resource.RLIM_INFINITY else [max(0, limit - psutil.Process().memory_info().vms)]
+    return min([psutil.virtual_memory().available, *cgroup_free(), *limited])
 
 
 def cgroup_free(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:

@@ -33,6 +33,7 @@ ScanItem = Item[Scan]
 ScanJob = FolderJob[Scan, Volume, tuple[Volume, np.ndarray]]
 
 # They change what comes out.
+_PER_THREAD = 2**27  # bytes of room for each thread that reads or writes
 _OPTIONS = ("flips", "fit_windows", "largest_component", "smallest_ml", "overlays", "keep_patient")
 
 
@@ -141,6 +142,7 @@ class Segmenter:
     def job(self, scans: Sequence[Scan]) -> ScanJob:
         """Return the job of segmenting the scans into the output folder."""
         options = {name: getattr(self.config, name) for name in _OPTIONS}
+        room = free_memory() // 2 // torchrun_place()[1]  # the rest is for windows, and files in the system's cache
         identity = {
             "weights": {self.opened.file.name: self.weights},
             "model": model_content(self.model),
@@ -157,9 +159,9 @@ class Segmenter:
             _line,
             self.write_tables,
             [self.config.output / name for name in ("measurements.csv", *self.own_tables)],
-            threads=max(2, usable_cores() - 2),
+            threads=max(1, min(max(2, usable_cores() - 2), room // _PER_THREAD)),
             need=lambda item: scan_bytes(item.source, self.model)[0],
-            room=free_memory() // 2 // torchrun_place()[1],  # the rest is for windows, and files in the system's cache
+            room=room,
         )
 
     @property

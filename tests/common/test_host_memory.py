@@ -83,3 +83,19 @@ def test_limits_of_control_groups_version_1(tmp_path):
 
 def test_no_control_groups_no_limits(tmp_path):
     assert cgroup_free(tmp_path, tmp_path / "missing") == []
+
+
+LIMITED = """
+import resource
+import psutil
+from common.host_memory import free_memory
+
+taken = psutil.Process().memory_info().vms
+resource.setrlimit(resource.RLIMIT_AS, (taken + 2**25, resource.RLIM_INFINITY))
+print(free_memory() / 2**20)
+"""
+
+
+def test_a_limit_on_the_process_counts():
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True)
+    assert 24 < float(done.stdout) <= 32
