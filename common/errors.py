@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+import threading
 import warnings
 
 from tqdm import tqdm
@@ -31,7 +32,8 @@ def explained(error: Exception) -> str | None:
 
 
 def log_warnings_as_lines() -> None:
-    """Let warnings be lines that break no progress bar."""
+    """Let warnings, and what ends a thread, be lines that break no progress bar."""
+    threading.excepthook = _explain_thread
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_TqdmHandler()], force=True)
     # MONAI's LoadImage tries a DICOM reader for GPUs wherever pydicom is installed, and warns; it is not used here.
     logging.getLogger("monai.data.nvimgcodec_pydicom_plugin").setLevel(logging.ERROR)
@@ -41,3 +43,12 @@ def log_warnings_as_lines() -> None:
 class _TqdmHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
+
+
+def _explain_thread(ended: threading.ExceptHookArgs) -> None:
+    """Say in a line what ended a thread, such as TensorBoard's on a full disk, where that explains it."""
+    line = explained(ended.exc_value) if isinstance(ended.exc_value, Exception) else None
+    if line is None:
+        threading.__excepthook__(ended)
+    else:
+        tqdm.write(f"error in a thread: {line}", file=sys.stderr)

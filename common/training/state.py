@@ -259,7 +259,8 @@ class Log:
         """Close the bar and the files, and draw the curves a last time."""
         self._watching.close()
         self._bar.close()
-        self._writer.close()
+        if "_writer" in vars(self):
+            self._writer.close()
         self._draw()
 
     def step(self, samples: int) -> None:

@@ -1,8 +1,11 @@
+import logging
+import threading
+
 import numpy as np
 import pytest
 import torch
 
-from common.errors import explained
+from common.errors import explained, log_warnings_as_lines
 from common.files import printable
 
 
@@ -56,3 +59,17 @@ def test_a_name_cannot_steer_a_terminal_nor_forge_a_line():
     assert printable("fäll 脾 \x1b[2J\udcff\r\nx", "\n") == "fäll 脾 \\x1b[2J\\udcff\\r\nx"
     assert printable("a\ncase_9: Dice 0.99") == "a\\ncase_9: Dice 0.99"
     assert explained(ValueError("\x1b[2J")) == "\\x1b[2J"
+
+
+def test_what_ends_a_thread_is_a_line(capsys, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    log_warnings_as_lines()
+
+    def write():
+        raise OSError(28, "No space left on device", "events")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    assert capsys.readouterr().err == "error in a thread: [Errno 28] No space left on device: 'events'\n"
