@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TILE, PROGRAMS = 8192, 512  # elements of a tile, programs of a launch; both fix the order of sums
+TILE, PROGRAMS = 4096, 512  # elements of a tile, programs of a launch; both fix the order of sums
 
 
 def geometry(image: Tensor, groups: int, samples: int) -> tuple[tuple[int, int], int, int, dict[str, int]]:

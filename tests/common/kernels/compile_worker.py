@@ -14,6 +14,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from common.kernels import norms_triton
+from common.kernels.norm_operators import TILE
 
 _INTEGERS = ("rows", "tiles", "parts", "part_rows")
 _NUMBERS = ("epsilon", "momentum")
@@ -26,7 +27,7 @@ def jobs() -> Iterator[tuple[Any, dict[str, Any]]]:
         for channels, groups in ((16, 8), (128, 8), (16, 16), (256, 256)):
             batch, size = groups == channels, channels // groups
             switches = dict.fromkeys(("SLOPE", "RESIDUAL", "RUNNING", "SHIFT", "BESIDE"), batch)
-            sizes = {"C": channels, "GS": size, "BG": groups, "BS": size, "BLOCK": 8192 // channels}
+            sizes = {"C": channels, "GS": size, "BG": groups, "BS": size, "BLOCK": TILE // channels}
             yield kernel, {**switches, **sizes, "PARTS": 2048 // channels}
 
 
