@@ -11,9 +11,8 @@ from typing import Any, get_args
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
-from isal import igzip
 
-from common.data.volumes import read_volume
+from common.data.volumes import gzipped, read_volume
 from common.files import atomic_path, read_object, sha256_of
 from data_scripts import phantoms_ct, phantoms_mr
 from data_scripts.painting import Scan, Size, read_anatomy
@@ -176,7 +175,7 @@ def _write_set(
             image.header.set_xyzt_units("mm")
             image.header["descrip"] = b"synthetic phantom, not a patient"
             with atomic_path(path) as part:  # bytes that depend on no time and no name
-                part.write_bytes(igzip.compress(image.to_bytes(), 1, mtime=0))
+                part.write_bytes(gzipped(image.to_bytes()))
 
     return fill(folder / "dataset.json", parameters, files, make, lambda: about | lists, _MOST_AT_ONCE, progress)
 

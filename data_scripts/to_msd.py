@@ -15,10 +15,9 @@ from pathlib import Path
 
 import nibabel as nib
 import numpy as np
-from isal import igzip
 from tqdm import tqdm
 
-from common.data.volumes import read_volume, write_label
+from common.data.volumes import gzipped, read_volume, write_label
 from common.files import flush_to_disk, write_json
 from data_scripts.raw_sets import (
     RawCase,
@@ -173,7 +172,7 @@ def _write_case(folder: Path, raw: RawSet, link: bool, case: RawCase) -> None:
         volume = read_image(case, raw)
         image = nib.Nifti1Image(volume.voxels, volume.affine, dtype=volume.voxels.dtype)
         image.header.set_xyzt_units("mm")
-        target.write_bytes(igzip.compress(image.to_bytes(), 1, mtime=0))
+        target.write_bytes(gzipped(image.to_bytes()))
     else:
         _take_over(case.images[0], target, link)
     if case.label is None:
@@ -190,7 +189,7 @@ def _write_case(folder: Path, raw: RawSet, link: bool, case: RawCase) -> None:
 def _take_over(source: Path, target: Path, link: bool) -> None:
     """Copy or link a file whose content stays as it is; .nii is compressed."""
     if source.name.lower().endswith(".nii"):
-        target.write_bytes(igzip.compress(source.read_bytes(), 1, mtime=0))
+        target.write_bytes(gzipped(source.read_bytes()))
     elif not link:
         shutil.copyfile(source, target)
     else:

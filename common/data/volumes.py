@@ -142,11 +142,12 @@ def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
     parts += [voxels[first : first + _MEMBER] for first in range(0, len(voxels), _MEMBER)]
     threads = min(len(parts), len(os.sched_getaffinity(0)))
     with atomic_path(path) as part, part.open("wb") as file, ThreadPoolExecutor(threads) as pool:
-        file.writelines(pool.map(_gzip_member, parts) if path.suffix == ".gz" else parts)
+        file.writelines(pool.map(gzipped, parts) if path.suffix == ".gz" else parts)
 
 
-def _gzip_member(content: bytes | np.ndarray) -> bytes:
-    # Not igzip.compress: in a new thread it now and then finds other matches in the same bytes (isal 1.9.1).
+def gzipped(content: bytes | np.ndarray) -> bytes:
+    """Return a gzip member, the same for the same bytes in whatever thread; it holds no time and no name."""
+    # igzip.compress now and then finds other matches in the same bytes in a new thread (isal 1.9.1).
     member = isal_zlib.compressobj(level=1, wbits=31)
     return member.compress(content) + member.flush()
 

@@ -91,7 +91,7 @@ def choose(
         trials: none on a CPU, whose path is the twin's.
         wish: auto takes what is right and faster, fused what is right, torch nothing (and tries nothing).
         store: the cache folder of the user.
-        say: gets one line for all that was chosen, and one for each variant that failed.
+        say: gets a line for what is used, one for what is not, and one for each variant that failed.
         seconds: times a piece of work; None takes the median of some rounds by the clock.
     """
     names = {trial.name for trial in trials}
@@ -107,17 +107,15 @@ def choose(
             verdict = _try(trial, seconds or _median)
             _keep(path, machine, trial, verdict)
         if verdict.problem:
-            say(f"kernels: {trial.name} in plain torch, as the fused one failed: {verdict.problem}")
+            say(f"kernels: {trial.name} is not used, as it failed: {verdict.problem}")
         elif wish == "fused" or verdict.speed * _FASTER > 1:
             taken.append(f"{trial.name} ({verdict.speed:.2f} times as fast)")
             _trusted.add(trial.name)
         else:
             passed.append(f"{trial.name} ({verdict.speed:.2f})")
-    said = [f"fused: {', '.join(taken)}"] * bool(taken) + [f"plain torch is no slower: {', '.join(passed)}"] * bool(
-        passed
-    )
-    if said:
-        say(f"kernels: {'; '.join(said)}")
+    for title, found in (("used", taken), ("not used, as the plain way is no slower", passed)):
+        if found:
+            say(f"kernels {title}: {', '.join(found)}")
     return frozenset(_trusted & names)
 
 

@@ -31,3 +31,14 @@ def train_both(mine: nn.Module, other: nn.Module, image: torch.Tensor) -> tuple[
         logits.append(network(image).flatten(1))
         logits[-1].square().sum().backward()
     return logits[0], logits[1]
+
+
+def check_to_the_bit(mine: nn.Module, other: nn.Module, image: torch.Tensor, layout: torch.memory_format) -> None:
+    """Check that logits and gradients of a training step are equal, and the logits of an evaluation after it."""
+    image = image.contiguous(memory_format=layout)
+    for network in (mine, other):
+        network.to(memory_format=layout)  # type: ignore[call-overload]
+    assert torch.equal(*train_both(mine, other, image))
+    for (name, value), expected in zip(mine.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(value.grad, expected.grad), name  # type: ignore[arg-type]
+    assert torch.equal(mine.eval()(image), other.eval()(image))

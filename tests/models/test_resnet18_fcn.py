@@ -4,7 +4,7 @@ from monai.networks.nets import ResNet
 from torch import nn
 
 from models.resnet18_fcn import RECEPTIVE_FIELD, STRIDE, ResNet18, resnet18_fcn
-from tests.models.against_monai import both, train_both
+from tests.models.against_monai import both, check_to_the_bit
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,6 @@ class MonaiFeatures(ResNet):  # type: ignore[misc]
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
 def test_its_features_are_those_of_monais_resnet(layout):
     mine, other = both(ResNet18, MonaiFeatures)
-    image = torch.randn(3, 3, 64, 96).contiguous(memory_format=layout)
-    for network in (mine, other):
-        network.to(memory_format=layout)  # type: ignore[call-overload]
-    assert torch.equal(*train_both(mine, other, image))
-    for (name, value), expected in zip(mine.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(value.grad, expected.grad), name  # type: ignore[arg-type]
-    assert torch.equal(mine.eval()(image), other.eval()(image))
+    check_to_the_bit(mine, other, torch.randn(3, 3, 64, 96), layout)
     for name, value in mine.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name

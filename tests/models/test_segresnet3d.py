@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from monai.networks.nets import SegResNet
 
 from models.segresnet3d import HalfDoubling, segresnet3d
-from tests.models.against_monai import both, train_both
+from tests.models.against_monai import both, check_to_the_bit
 
 
 def test_parameters_are_those_of_the_tutorials_network():
@@ -39,13 +39,7 @@ def test_it_is_monais_segresnet(inputs, outputs, filters, blocks, dropout, layou
         lambda: segresnet3d(inputs, outputs, filters, blocks, dropout),
         lambda: SegResNet(in_channels=inputs, out_channels=outputs, dropout_prob=dropout or None, **given),
     )
-    image = torch.randn(2, inputs, 16, 8, 24).contiguous(memory_format=layout)
-    for network in (mine, other):
-        network.to(memory_format=layout)  # type: ignore[call-overload]
-    assert torch.equal(*train_both(mine, other, image))
-    for (name, value), expected in zip(mine.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(value.grad, expected.grad), name  # type: ignore[arg-type]
-    assert torch.equal(mine.eval()(image), other.eval()(image))
+    check_to_the_bit(mine, other, torch.randn(2, inputs, 16, 8, 24), layout)
 
 
 def test_doubling_in_half_precision_rounds_once():
