@@ -31,8 +31,8 @@ ARG PIP_FIND_LINKS
 ARG PIP_CERT
 WORKDIR /app
 COPY pyproject.toml constraints.txt requirements.lock LICENSE ./
-RUN mkdir apps benchmarks common data_scripts models \
-    && touch README.md \
+RUN mkdir medspeed \
+    && touch README.md medspeed/__init__.py \
     && python3 -m venv /venv \
     && if [ "${EXTRAS}" = rtx ] && [ -n "${LOCK}" ]; then \
         sed -n '/^setuptools==/,/[^\\]$/p' "${LOCK}" >build.lock \
@@ -49,6 +49,7 @@ COPY apps apps
 COPY benchmarks benchmarks
 COPY common common
 COPY data_scripts data_scripts
+COPY medspeed medspeed
 COPY models models
 RUN /venv/bin/python apps/sbom.py >sbom.json
 

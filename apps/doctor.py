@@ -16,18 +16,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from apps.doctor_machine import check_machine
-from apps.doctor_probes import batch_parts, step_times
-from apps.doctor_verdict import Bound, Measured, Verdict, diagnose
-from apps.opening import APPS, open_training, parse_flags
-from common.config import replaced
-from common.data.dataset import read_dataset, split_cases
-from common.files import read_json_lines, write_json
-from common.ranks import choose_device
-from common.run import Run, one_line_errors
-from common.training.config import SegmentationConfig, TrainingConfig, decided
-from common.training.fit import fit
-from common.training.setup import choose_precision, nan_as_zero, start_run
+from medspeed.apps.doctor_machine import check_machine
+from medspeed.apps.doctor_probes import batch_parts, step_times
+from medspeed.apps.doctor_verdict import Bound, Measured, Verdict, diagnose
+from medspeed.apps.opening import APPS, open_training, parse_flags
+from medspeed.common.config import replaced
+from medspeed.common.data.dataset import read_dataset, split_cases
+from medspeed.common.files import read_json_lines, write_json
+from medspeed.common.ranks import choose_device
+from medspeed.common.run import Run, one_line_errors
+from medspeed.common.training.config import SegmentationConfig, TrainingConfig, decided
+from medspeed.common.training.fit import fit
+from medspeed.common.training.setup import choose_precision, nan_as_zero, start_run
 
 _STEPS = 24  # of the short training, at least; its first epoch does not count
 _TRAINING, _VALIDATION = 8, 2  # cases of it

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from common.host_memory import cgroup_free
+from medspeed.common.host_memory import cgroup_free
 
 _CUDNN = 91500  # older ones compute bf16 conv3d slowly or wrong (9.8 to 9.14)
 _GIB, _MIB = 2**30, 2**20

@@ -14,11 +14,11 @@ import torch
 from monai.data import PatchWSIDataset
 from monai.transforms import RandomizableTrait
 
-from apps.doctor_verdict import Bound
-from common.clock import repeated, seconds_of, synchronise
-from common.data.batches import Batch, Batches
-from common.inference.options import Precision
-from common.training.fit import Setup, train_step
+from medspeed.apps.doctor_verdict import Bound
+from medspeed.common.clock import repeated, seconds_of, synchronise
+from medspeed.common.data.batches import Batch, Batches
+from medspeed.common.inference.options import Precision
+from medspeed.common.training.fit import Setup, train_step
 
 _ROUNDS = 5
 _CASES = 3  # whose transforms are timed one by one

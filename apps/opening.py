@@ -5,8 +5,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from common.run import Run
-from common.training.fit import Setup
+from medspeed.common.run import Run
+from medspeed.common.training.fit import Setup
 
 APPS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/train.py")))
 """Names of the apps: their folders."""
@@ -14,12 +14,12 @@ APPS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/t
 
 def parse_flags(app: str, flags: Sequence[str]) -> Any:  # noqa: ANN401 - the app's configuration
     """Return the configuration that flags of an app's `train.py` give."""
-    return import_module(f"apps.{app}.config").parse(flags)
+    return import_module(f"medspeed.apps.{app}.config").parse(flags)
 
 
 def open_training(config: Any, run: Run) -> tuple[Any, Setup]:  # noqa: ANN401 - an app's configuration
     """Read, decide and set up a training: the configuration with every field decided, and what is trained."""
-    app = import_module(f"apps.{config.APP}.train")
+    app = import_module(f"medspeed.apps.{config.APP}.train")
     data = app.read_data(config, run)
     chosen, model = app.resolve(config, data, run)
     return chosen, app.setup(chosen, data, model, run)

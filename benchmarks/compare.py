@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import GUIDES, Options, Row, Values, row, show
-from common.config import replaced
-from common.files import write_json
-from common.run import environment
+from medspeed.benchmarks.harness import GUIDES, Options, Row, Values, row, show
+from medspeed.common.config import replaced
+from medspeed.common.files import write_json
+from medspeed.common.run import environment
 
 
 def quality(options: Options) -> list[Row]:
     """Train the guide and fast over as many seeds as rounds; what the guide's module names in `QUALITY` is equal."""
-    own, recipes = options.own, import_module(f"apps.{options.app}.config").RECIPES
-    train = import_module(f"apps.{options.app}.train").main
+    own, recipes = options.own, import_module(f"medspeed.apps.{options.app}.config").RECIPES
+    train = import_module(f"medspeed.apps.{options.app}.train").main
     given = {"device": str(options.device), "store": options.folder, "precision": options.chosen, "engine": "none"}
     scores: Values = {"guide": [], "fast": []}
     for seed in range(options.rounds):

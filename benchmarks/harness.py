@@ -20,18 +20,18 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from benchmarks.peers import make_step
-from common.clock import synchronise
-from common.data.batches import Batch, Batches
-from common.files import write_json
-from common.host_memory import keep_freed_memory
-from common.inference.model import save_weights
-from common.inference.options import Precision
-from common.inference.predictors import computes_bf16
-from common.training.fit import train_step
-from common.training.losses import Loss
-from common.training.optimizers import build_optimizer
-from common.training.setup import choose_precision, lr_factor
+from medspeed.benchmarks.peers import make_step
+from medspeed.common.clock import synchronise
+from medspeed.common.data.batches import Batch, Batches
+from medspeed.common.files import write_json
+from medspeed.common.host_memory import keep_freed_memory
+from medspeed.common.inference.model import save_weights
+from medspeed.common.inference.options import Precision
+from medspeed.common.inference.predictors import computes_bf16
+from medspeed.common.training.fit import train_step
+from medspeed.common.training.losses import Loss
+from medspeed.common.training.optimizers import build_optimizer
+from medspeed.common.training.setup import choose_precision, lr_factor
 
 Sides = Mapping[str, Callable[[], object]]
 Maker = Callable[..., Sides]
@@ -49,7 +49,7 @@ _sides: dict[str, Callable[[], object]] = {}  # of a side's own process
 
 def guide_of(app: str) -> ModuleType:
     """Return what the benchmarks know of an app: a module of `benchmarks/guides`."""
-    return import_module(f"benchmarks.guides.{app}")
+    return import_module(f"medspeed.benchmarks.guides.{app}")
 
 
 @dataclass(frozen=True)

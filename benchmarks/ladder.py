@@ -29,14 +29,14 @@ import yaml
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from apps.opening import APPS, parse_flags
-from benchmarks.harness import GUIDES, guide_of
-from benchmarks.ladder_parts import Figures, climb_rung, datasets, in_a_process, loaders, steps
-from common.config import flat, replaced
-from common.files import write_json, write_text
-from common.observe.plots import save_png
-from common.run import environment
-from common.training.config import TrainingConfig
+from medspeed.apps.opening import APPS, parse_flags
+from medspeed.benchmarks.harness import GUIDES, guide_of
+from medspeed.benchmarks.ladder_parts import Figures, climb_rung, datasets, in_a_process, loaders, steps
+from medspeed.common.config import flat, replaced
+from medspeed.common.files import write_json, write_text
+from medspeed.common.observe.plots import save_png
+from medspeed.common.run import environment
+from medspeed.common.training.config import TrainingConfig
 
 RAM_DISK = Path("/dev/shm")
 RUNGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("rungs.yaml").read_text(encoding="utf-8"))

@@ -25,14 +25,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from apps.opening import open_training
-from benchmarks.harness import fast_step, in_turn, median
-from common.files import read_json_lines
-from common.host_memory import peak_memory
-from common.run import Run
-from common.training.config import TrainingConfig
-from common.training.fit import Setup, fit
-from common.training.setup import start_run
+from medspeed.apps.opening import open_training
+from medspeed.benchmarks.harness import fast_step, in_turn, median
+from medspeed.common.files import read_json_lines
+from medspeed.common.host_memory import peak_memory
+from medspeed.common.run import Run
+from medspeed.common.training.config import TrainingConfig
+from medspeed.common.training.fit import Setup, fit
+from medspeed.common.training.setup import start_run
 
 Figures = dict[str, Any]
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import fast_step, median, tell
-from common.clock import StepTimer, seconds_of, spans_to
-from common.data.batches import Batch
-from common.observe.monitor import Monitor
-from common.run import environment
-from common.training.losses import build_loss
-from common.training.setup import choose_precision
-from models.unet3d import unet3d
+from medspeed.benchmarks.harness import fast_step, median, tell
+from medspeed.common.clock import StepTimer, seconds_of, spans_to
+from medspeed.common.data.batches import Batch
+from medspeed.common.observe.monitor import Monitor
+from medspeed.common.run import environment
+from medspeed.common.training.losses import build_loss
+from medspeed.common.training.setup import choose_precision
+from medspeed.models.unet3d import unet3d
 
 _CHANNELS, _CROP, _BATCH = (8, 16, 32, 64), (64, 64, 48), 4  # the spleen app's on a CPU
 

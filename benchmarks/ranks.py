@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import GUIDES, call, guide_of, median, ratio, tell
-from common.files import read_json_lines
-from common.run import environment
+from medspeed.benchmarks.harness import GUIDES, call, guide_of, median, ratio, tell
+from medspeed.common.files import read_json_lines
+from medspeed.common.run import environment
 
 _SETTINGS = ["--device", "cpu", "--epochs", "2", "--batch_size", "4", "--engine", "none", "--validate_every", "2"]
 

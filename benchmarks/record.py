@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import GUIDES, ROOT, Row, guide_of, show
-from common.files import read_object, write_text
-from common.inference.predictors import computes_bf16
+from medspeed.benchmarks.harness import GUIDES, ROOT, Row, guide_of, show
+from medspeed.common.files import read_object, write_text
+from medspeed.common.inference.predictors import computes_bf16
 
 _NUMERALS = {1: "one", 2: "two", 4: "four", 8: "eight", 16: "sixteen"}
 _TABLE = re.compile(r"\| on [^\n]*\| guide \| fast \| ratio \|\n(?:\|[^\n]*\n)+")

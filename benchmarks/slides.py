@@ -19,26 +19,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from apps.pathology.config import EvaluateConfig, PathologyConfig
-from apps.pathology.evaluate import main as evaluate
-from apps.pathology.model import PathologyModel, choose, model_of
-from apps.pathology.patches.draw import sample_patches
-from apps.pathology.patches.store import patch_batches, stored_patches
-from apps.pathology.patches.table import PatchTable
-from apps.pathology.scan.outputs import find_detections, write_detections_csv
-from apps.pathology.scan.scan import ProbabilityMap, choose_view, scan_slide
-from apps.pathology.slides.camelyon import SlideEntry, SlideSet, read_slide_set
-from apps.pathology.slides.masks import tissue_mask
-from apps.pathology.slides.reader import SlidePool, open_slide
-from benchmarks.harness import Options, Row, Sides, Values, fast_step, row, save_start, step_rows, timed
-from common.config import replaced
-from common.data.batches import Batches
-from common.files import read_object, write_json
-from common.inference.open_predictor import folded
-from common.inference.options import Precision
-from common.inference.predictors import torch_predictor
-from common.training.losses import binary_cross_entropy
-from models.resnet18_fcn import STRIDE, resnet18_fcn
+from medspeed.apps.pathology.config import EvaluateConfig, PathologyConfig
+from medspeed.apps.pathology.evaluate import main as evaluate
+from medspeed.apps.pathology.model import PathologyModel, choose, model_of
+from medspeed.apps.pathology.patches.draw import sample_patches
+from medspeed.apps.pathology.patches.store import patch_batches, stored_patches
+from medspeed.apps.pathology.patches.table import PatchTable
+from medspeed.apps.pathology.scan.outputs import find_detections, write_detections_csv
+from medspeed.apps.pathology.scan.scan import ProbabilityMap, choose_view, scan_slide
+from medspeed.apps.pathology.slides.camelyon import SlideEntry, SlideSet, read_slide_set
+from medspeed.apps.pathology.slides.masks import tissue_mask
+from medspeed.apps.pathology.slides.reader import SlidePool, open_slide
+from medspeed.benchmarks.harness import Options, Row, Sides, Values, fast_step, row, save_start, step_rows, timed
+from medspeed.common.config import replaced
+from medspeed.common.data.batches import Batches
+from medspeed.common.files import read_object, write_json
+from medspeed.common.inference.open_predictor import folded
+from medspeed.common.inference.options import Precision
+from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.training.losses import binary_cross_entropy
+from medspeed.models.resnet18_fcn import STRIDE, resnet18_fcn
 
 Step = Callable[[], object]
 

@@ -23,19 +23,19 @@ import onnxruntime
 import torch
 from scipy.stats import mannwhitneyu
 
-from apps.pathology.config import PathologyConfig
-from apps.pathology.patches.store import decoded
-from apps.pathology.patches.tables import find_tables
-from benchmarks.harness import GUIDES, call, tell
-from benchmarks.volumes import dices
-from common.clock import Clock
-from common.data.dataset import read_dataset
-from common.files import from_json, read_object, write_json
-from common.inference.model import load_model
-from common.ranks import Ranks
-from common.run import Run, environment
-from models.segresnet3d import segresnet3d
-from models.unet3d import unet3d
+from medspeed.apps.pathology.config import PathologyConfig
+from medspeed.apps.pathology.patches.store import decoded
+from medspeed.apps.pathology.patches.tables import find_tables
+from medspeed.benchmarks.harness import GUIDES, call, tell
+from medspeed.benchmarks.volumes import dices
+from medspeed.common.clock import Clock
+from medspeed.common.data.dataset import read_dataset
+from medspeed.common.files import from_json, read_object, write_json
+from medspeed.common.inference.model import load_model
+from medspeed.common.ranks import Ranks
+from medspeed.common.run import Run, environment
+from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models.unet3d import unet3d
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

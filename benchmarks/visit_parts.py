@@ -14,19 +14,19 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apps.opening import APPS, open_training, parse_flags
-from benchmarks.harness import Options, median
-from benchmarks.ladder import attempt
-from common.clock import repeated
-from common.data.batches import Batch
-from common.files import read_json_lines, write_json
-from common.observe.roofline import measure_ceiling
-from common.run import environment
-from common.training.fit import fit
-from common.training.setup import start_run
-from models.resnet18_fcn import resnet18_fcn
-from models.segresnet3d import segresnet3d
-from models.unet3d import unet3d
+from medspeed.apps.opening import APPS, open_training, parse_flags
+from medspeed.benchmarks.harness import Options, median
+from medspeed.benchmarks.ladder import attempt
+from medspeed.common.clock import repeated
+from medspeed.common.data.batches import Batch
+from medspeed.common.files import read_json_lines, write_json
+from medspeed.common.observe.roofline import measure_ceiling
+from medspeed.common.run import environment
+from medspeed.common.training.fit import fit
+from medspeed.common.training.setup import start_run
+from medspeed.models.resnet18_fcn import resnet18_fcn
+from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models.unet3d import unet3d
 
 Figures = dict[str, Any]
 

@@ -18,21 +18,21 @@ from monai.data import CacheDataset
 from monai.transforms import Compose
 from torch import nn
 
-from benchmarks.harness import Options, Row, Sides, endless, fast_step, row, save_start, step_rows, timed
-from common.data.batches import KeyedBatches, crop_batches
-from common.data.cache import fill_cache
-from common.data.crops import Tier
-from common.data.dataset import Case, read_dataset
-from common.data.monai_batches import monai_items
-from common.data.preparation import PreparedCase
-from common.data.store import prepared_cases
-from common.export.onnx_model import export_onnx
-from common.host_memory import peak_memory
-from common.inference.model import VolumeModel, import_weights, load_model, load_weights
-from common.inference.options import InferConfig, Precision
-from common.inference.scans import find_scans, open_segmenter
-from common.training.losses import build_loss
-from common.training.setup import choose_precision
+from medspeed.benchmarks.harness import Options, Row, Sides, endless, fast_step, row, save_start, step_rows, timed
+from medspeed.common.data.batches import KeyedBatches, crop_batches
+from medspeed.common.data.cache import fill_cache
+from medspeed.common.data.crops import Tier
+from medspeed.common.data.dataset import Case, read_dataset
+from medspeed.common.data.monai_batches import monai_items
+from medspeed.common.data.preparation import PreparedCase
+from medspeed.common.data.store import prepared_cases
+from medspeed.common.export.onnx_model import export_onnx
+from medspeed.common.host_memory import peak_memory
+from medspeed.common.inference.model import VolumeModel, import_weights, load_model, load_weights
+from medspeed.common.inference.options import InferConfig, Precision
+from medspeed.common.inference.scans import find_scans, open_segmenter
+from medspeed.common.training.losses import build_loss
+from medspeed.common.training.setup import choose_precision
 
 Size = tuple[int, int, int]
 Step = Callable[[], object]

@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, DefaultHelpFormatter
 
-from common.files import from_json
+from medspeed.common.files import from_json
 
 Config = TypeVar("Config")
 

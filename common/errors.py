@@ -8,7 +8,7 @@ import warnings
 
 from tqdm import tqdm
 
-from common.files import printable
+from medspeed.common.files import printable
 
 # Errors of torch, numpy and Python that a user can do something about.
 _REMEDIES = {

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, though not listed
 from tqdm import tqdm
 
-from common.clock import Clock
-from common.errors import explained, log_warnings_as_lines
-from common.files import hold, names_folder, printable, write_json, write_text
-from common.ranks import SILENT_SECONDS, SINGLE, Ranks, Watch, choose_device, torchrun_place
+from medspeed.common.clock import Clock
+from medspeed.common.errors import explained, log_warnings_as_lines
+from medspeed.common.files import hold, names_folder, printable, write_json, write_text
+from medspeed.common.ranks import SILENT_SECONDS, SINGLE, Ranks, Watch, choose_device, torchrun_place
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a scheduler's, and a terminal's that is closed
 # The watch judges whether a rank is dead; these limits only have to be longer than any honest work.

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from common.files import flush_to_disk, read_object, write_json
+from medspeed.common.files import flush_to_disk, read_object, write_json
 
 CHUNK = 1 << 20  # bytes read at once
 TIMEOUT = 60.0  # seconds to wait for a connection and for each piece

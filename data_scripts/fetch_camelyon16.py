@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from common.files import locked
-from data_scripts.fetch import check_space, download, http_address, read_receipt, run_command, size_of
+from medspeed.common.files import locked
+from medspeed.data_scripts.fetch import check_space, download, http_address, read_receipt, run_command, size_of
 
 BASE_URL = "https://camelyon-dataset.s3.us-west-2.amazonaws.com/CAMELYON16"
 CHECKSUMS = "checksums.md5"

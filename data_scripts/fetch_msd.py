@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.data.dataset import read_dataset
-from common.files import flush_to_disk, locked
-from data_scripts.fetch import check_space, download, http_address, read_receipt, run_command
+from medspeed.common.data.dataset import read_dataset
+from medspeed.common.files import flush_to_disk, locked
+from medspeed.data_scripts.fetch import check_space, download, http_address, read_receipt, run_command
 
 BASE_URL = "https://msd-for-monai.s3-us-west-2.amazonaws.com"
 ARCHIVES = {  # by the app that trains on it: the folder in the archive, and the archive's MD5

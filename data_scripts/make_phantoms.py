@@ -12,11 +12,11 @@ import nibabel as nib
 import numpy as np
 import numpy.typing as npt
 
-from common.data.volumes import gzipped, read_volume
-from common.files import atomic_path, read_object, sha256_of
-from data_scripts import phantoms_ct, phantoms_mr
-from data_scripts.painting import Scan, Size, read_anatomy
-from data_scripts.set_folder import Parameters, fill
+from medspeed.common.data.volumes import gzipped, read_volume
+from medspeed.common.files import atomic_path, read_object, sha256_of
+from medspeed.data_scripts import phantoms_ct, phantoms_mr
+from medspeed.data_scripts.painting import Scan, Size, read_anatomy
+from medspeed.data_scripts.set_folder import Parameters, fill
 
 CT_VERSION = 2  # raised when the same parameters give other scans
 MRI_VERSION = 2  # likewise

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 import tifffile
 
-from common.files import atomic_path, write_text
-from data_scripts.set_folder import Parameters, fill
-from data_scripts.slides_paint import draw_slide
-from data_scripts.slides_tissue import ISLAND, MACRO_UM, MPP, Bytes, Lesions, long_axis
+from medspeed.common.files import atomic_path, write_text
+from medspeed.data_scripts.set_folder import Parameters, fill
+from medspeed.data_scripts.slides_paint import draw_slide
+from medspeed.data_scripts.slides_tissue import ISLAND, MACRO_UM, MPP, Bytes, Lesions, long_axis
 
 SLIDES_VERSION = 2  # raised when the same parameters give other slides
 DEFAULT_SIZE = 3072  # px, 1.5 mm

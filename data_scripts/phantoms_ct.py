@@ -9,7 +9,7 @@ import numpy.typing as npt
 from nibabel.affines import from_matvec
 from scipy import ndimage
 
-from data_scripts.painting import (
+from medspeed.data_scripts.painting import (
     Floats,
     Labels,
     Matrix,

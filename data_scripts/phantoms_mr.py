@@ -8,7 +8,7 @@ plexus after contrast, changed white matter around the ventricles in FLAIR, cere
 import numpy as np
 from nibabel.affines import from_matvec
 
-from data_scripts.painting import (
+from medspeed.data_scripts.painting import (
     FLAT,
     Floats,
     Matrix,

@@ -14,9 +14,9 @@ import nibabel as nib
 import numpy as np
 from nibabel.affines import voxel_sizes
 
-from common.data.dataset import SUFFIXES, read_dataset
-from common.data.volumes import Volume, check_same_grid, read_volume
-from common.files import read_object, sha256_of
+from medspeed.common.data.dataset import SUFFIXES, read_dataset
+from medspeed.common.data.volumes import Volume, check_same_grid, read_volume
+from medspeed.common.files import read_object, sha256_of
 
 Result = TypeVar("Result")
 
@@ -150,7 +150,7 @@ def read_msd(folder: Path) -> RawSet:
     """Read a folder in MSD layout; the test images that are not there are left out, as training does.
 
     Raises:
-        FileNotFoundError, ValueError: as `common.data.dataset.read_dataset`.
+        FileNotFoundError, ValueError: as `medspeed.common.data.dataset.read_dataset`.
     """
     found = read_dataset(folder)
     there = [case for case in (*found.cases, *found.test_cases) if case.label or case.image.is_file()]

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.files import read_object, write_json
+from medspeed.common.files import read_object, write_json
 
 Parameters = dict[str, str | int | None]
 MARKER = "unfinished.json"

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import ndimage
 
-from data_scripts.slides_tissue import (
+from medspeed.data_scripts.slides_tissue import (
     MARGIN,
     MPP,
     NODE,

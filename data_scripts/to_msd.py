@@ -17,9 +17,9 @@ import nibabel as nib
 import numpy as np
 from tqdm import tqdm
 
-from common.data.volumes import gzipped, read_volume, write_label
-from common.files import flush_to_disk, write_json
-from data_scripts.raw_sets import (
+from medspeed.common.data.volumes import gzipped, read_volume, write_label
+from medspeed.common.files import flush_to_disk, write_json
+from medspeed.data_scripts.raw_sets import (
     RawCase,
     RawSet,
     examine,

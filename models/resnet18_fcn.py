@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from common.kernels.weights import half_weights
+from medspeed.common.kernels.weights import half_weights
 
 STRIDE = 32
 """Pixels of the image between two neighbouring logits."""

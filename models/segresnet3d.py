@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.kernels.norms import GroupNormReLU
-from common.kernels.weights import half_weights
+from medspeed.common.kernels.norms import GroupNormReLU
+from medspeed.common.kernels.weights import half_weights
 
 _GROUPS = 8
 

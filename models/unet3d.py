@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.kernels.norms import BatchNormPReLU
-from common.kernels.weights import half_weights
+from medspeed.common.kernels.norms import BatchNormPReLU
+from medspeed.common.kernels.weights import half_weights
 
 
 class Convolution(nn.Module):

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.kernels import trust
-from common.kernels.trust import Trial, difference
-from common.training import steps
+from medspeed.common.kernels import trust
+from medspeed.common.kernels.trust import Trial, difference
+from medspeed.common.training import steps
 
 
 class Trace(TorchDispatchMode):
@@ -53,7 +53,7 @@ class Trace(TorchDispatchMode):
 
 
 def record(body: Callable[[], object]) -> Callable[[], object]:
-    """Stand for `common.kernels.capture.record`."""
+    """Stand for `medspeed.common.kernels.capture.record`."""
     body()
     trace = Trace()
     with trace:
@@ -62,7 +62,7 @@ def record(body: Callable[[], object]) -> Callable[[], object]:
 
 
 def tried(trials: Sequence[Trial], *_: Any) -> list[str]:
-    """Stand for `common.kernels.trust.choose`: what is right is taken, and nothing is timed or kept."""
+    """Stand for `medspeed.common.kernels.trust.choose`: what is right is taken, and nothing is timed or kept."""
     return [each.name for each in trials if not difference(each.fused(), each.twin(), each.tolerance)]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from data_scripts import fetch
-from data_scripts.fetch import DownloadError, download
+from medspeed.data_scripts import fetch
+from medspeed.data_scripts.fetch import DownloadError, download
 
 CONTENT = bytes(i * i % 251 for i in range(50_000))
 OTHER = bytes(i * i % 241 for i in range(60_000))

@@ -104,8 +104,8 @@ def recorded(folder: Path) -> list[float]:
 
 def train(app: str, options: dict[str, object]) -> None:
     """Run an app's `main` until its training is done."""
-    module = import_module(f"apps.{app}.train")
-    parse = import_module(f"apps.{app}.config").parse
+    module = import_module(f"medspeed.apps.{app}.train")
+    parse = import_module(f"medspeed.apps.{app}.config").parse
     fit = module.fit
 
     def fit_only(*arguments: Any, **named: Any) -> None:

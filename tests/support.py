@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.data.preparation import Preparation
-from common.inference.labels import one_region_per_label
-from common.inference.model import VolumeModel
-from models.unet3d import unet3d
+from medspeed.common.data.preparation import Preparation
+from medspeed.common.inference.labels import one_region_per_label
+from medspeed.common.inference.model import VolumeModel
+from medspeed.models.unet3d import unet3d
 
 # Operators whose result reaches Python, or whose output size depends on values: on a GPU the host waits for them.
 SYNCHRONISING = {

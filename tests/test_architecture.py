@@ -48,12 +48,18 @@ def test_apps_never_import_each_other():
         room, app = path.relative_to(ROOT).parts[:2]
         if room != "apps" or app not in apps:
             continue
-        others = [f"apps.{other}" for other in apps if other != app]
+        others = [f"medspeed.apps.{other}" for other in apps if other != app]
         assert not [other for other in others if other in path.read_text()], name(path)
 
 
 @pytest.mark.parametrize(
-    "module", ["apps.spleen.config", "data_scripts.make_phantoms", "data_scripts.fetch_msd", "data_scripts.to_msd"]
+    "module",
+    [
+        "medspeed.apps.spleen.config",
+        "medspeed.data_scripts.make_phantoms",
+        "medspeed.data_scripts.fetch_msd",
+        "medspeed.data_scripts.to_msd",
+    ],
 )
 def test_what_must_start_at_once_does_not_load_torch(module):
     program = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'monai')))"

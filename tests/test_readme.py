@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from apps import doctor
-from apps.brats.config import BratsConfig, BratsExport
-from apps.brats.config import parse as parse_brats
-from apps.pathology.config import EvaluateConfig, PathologyConfig, PathologyExport, ScanConfig
-from apps.pathology.config import parse as parse_pathology
-from apps.spleen.config import SpleenConfig, SpleenExport
-from apps.spleen.config import parse as parse_spleen
-from benchmarks import ladder, time_to_target
-from common.config import config_to_yaml, parse_config
-from common.inference.options import InferConfig
-from data_scripts import fetch_camelyon16, fetch_msd, make_phantoms, make_slides, to_msd
+from medspeed.apps import doctor
+from medspeed.apps.brats.config import BratsConfig, BratsExport
+from medspeed.apps.brats.config import parse as parse_brats
+from medspeed.apps.pathology.config import EvaluateConfig, PathologyConfig, PathologyExport, ScanConfig
+from medspeed.apps.pathology.config import parse as parse_pathology
+from medspeed.apps.spleen.config import SpleenConfig, SpleenExport
+from medspeed.apps.spleen.config import parse as parse_spleen
+from medspeed.benchmarks import ladder, time_to_target
+from medspeed.common.config import config_to_yaml, parse_config
+from medspeed.common.inference.options import InferConfig
+from medspeed.data_scripts import fetch_camelyon16, fetch_msd, make_phantoms, make_slides, to_msd
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

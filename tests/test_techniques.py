@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from apps.brats.config import BratsConfig
-from apps.pathology.config import PathologyConfig
-from apps.spleen.config import SpleenConfig, SpleenExport
-from common.inference.options import InferConfig
+from medspeed.apps.brats.config import BratsConfig
+from medspeed.apps.pathology.config import PathologyConfig
+from medspeed.apps.spleen.config import SpleenConfig, SpleenExport
+from medspeed.common.inference.options import InferConfig
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "techniques.md").read_text()

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 
-from apps.brats.config import BratsConfig
-from common.kernels import norms, trust
-from common.run import Run
-from common.training.config import decided
-from common.training.resolve import Data, Defaults, choose_volumes
-from common.training.setup import dtype_of
+from medspeed.apps.brats.config import BratsConfig
+from medspeed.common.kernels import norms, trust
+from medspeed.common.run import Run
+from medspeed.common.training.config import decided
+from medspeed.common.training.resolve import Data, Defaults, choose_volumes
+from medspeed.common.training.setup import dtype_of
 
 # The guide's network and crop on a GPU, and its 388 cases for 80 epochs, when it has reached its target; small ones on
 # a CPU (trained in about a minute and a half on two cores). The two halves of a brain are alike.

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from common.export import ExportConfig
-from common.training.config import Check, Crops, SegmentationConfig, Windows, parse_training
+from medspeed.common.export import ExportConfig
+from medspeed.common.training.config import Check, Crops, SegmentationConfig, Windows, parse_training
 
 _DESCRIPTION = (
     "Train a segmentation network on multi-channel MRI (MSD Task01, or any dataset in its layout), from raw volumes to "

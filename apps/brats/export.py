@@ -1,21 +1,21 @@
 """Hand a trained run over: ONNX models behind the gate, TensorRT engines, a Triton repository, or a MONAI bundle."""
 
-from apps.brats.config import BratsExport
-from common.config import parse_config
+from medspeed.apps.brats.config import BratsExport
+from medspeed.common.config import parse_config
 
 if __name__ == "__main__":
     CONFIG = parse_config(BratsExport, {}, description=__doc__)  # before torch: --help answers at once
 
 from pathlib import Path
 
-from apps.brats.regions import choose_labelling
-from common.data.dataset import Dataset
-from common.data.preparation import Preparation
-from common.export.bundle import NetworkConfig
-from common.export.deploy import export_run
-from common.inference.model import VolumeModel, import_weights, load_model
-from common.run import one_line_errors
-from models.segresnet3d import segresnet3d
+from medspeed.apps.brats.regions import choose_labelling
+from medspeed.common.data.dataset import Dataset
+from medspeed.common.data.preparation import Preparation
+from medspeed.common.export.bundle import NetworkConfig
+from medspeed.common.export.deploy import export_run
+from medspeed.common.inference.model import VolumeModel, import_weights, load_model
+from medspeed.common.run import one_line_errors
+from medspeed.models.segresnet3d import segresnet3d
 
 TASK = "Segmentation of overlapping regions in MRI volumes of several channels by sliding windows"
 _MSD_LABELS = ("background", "edema", "non-enhancing tumor", "enhancing tumour")  # of Task01, by number
@@ -47,7 +47,7 @@ def imported_model(config: BratsExport) -> VolumeModel:
 
 
 def network_config(model: VolumeModel) -> NetworkConfig:
-    """Return the network of `models.segresnet3d` as MONAI's own class and arguments."""
+    """Return the network of `medspeed.models.segresnet3d` as MONAI's own class and arguments."""
     return {
         "_target_": "SegResNet",
         "spatial_dims": 3,

@@ -14,10 +14,10 @@ from monai.transforms import (
     SpatialPadd,
 )
 
-from apps.brats.config import BratsConfig
-from common.data.monai_batches import KEYS, normalise_transforms, read_transforms
-from common.data.preparation import Preparation
-from common.training.config import decided
+from medspeed.apps.brats.config import BratsConfig
+from medspeed.common.data.monai_batches import KEYS, normalise_transforms, read_transforms
+from medspeed.common.data.preparation import Preparation
+from medspeed.common.training.config import decided
 
 _PROBABILITY = 0.5  # the guide's, of each flip and of each change of intensity
 

@@ -3,8 +3,8 @@
 import re
 from typing import Literal
 
-from common.data.dataset import Dataset
-from common.inference.labels import LabelScheme, Region
+from medspeed.common.data.dataset import Dataset
+from medspeed.common.inference.labels import LabelScheme, Region
 
 Regions = Literal["names", "labels", "brats2013", "brats2018", "brats2023"]
 

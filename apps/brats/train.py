@@ -1,22 +1,22 @@
 """Train a segmentation network on multi-channel MRI: from raw volumes to a checked TensorRT engine."""
 
-from apps.brats.config import BratsConfig, parse
+from medspeed.apps.brats.config import BratsConfig, parse
 
 if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
 from dataclasses import asdict
 
-from apps.brats.choose import DEFAULTS, choose
-from apps.brats.regions import choose_labelling
-from common.inference.model import VolumeModel
-from common.run import Run, one_line_errors
-from common.training.evaluate import RunSummary, evaluate, export_best, finish
-from common.training.fit import Setup, fit
-from common.training.resolve import Data, keep_plan, read_volumes, volume_model
-from common.training.setup import start_run
-from common.training.sources import volume_setup
-from models.segresnet3d import segresnet3d
+from medspeed.apps.brats.choose import DEFAULTS, choose
+from medspeed.apps.brats.regions import choose_labelling
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.run import Run, one_line_errors
+from medspeed.common.training.evaluate import RunSummary, evaluate, export_best, finish
+from medspeed.common.training.fit import Setup, fit
+from medspeed.common.training.resolve import Data, keep_plan, read_volumes, volume_model
+from medspeed.common.training.setup import start_run
+from medspeed.common.training.sources import volume_setup
+from medspeed.models.segresnet3d import segresnet3d
 
 
 def main(config: BratsConfig) -> RunSummary | None:
@@ -52,7 +52,7 @@ def setup(config: BratsConfig, data: Data, model: VolumeModel, run: Run) -> Setu
     """Build the network, the source of its batches, the loss and the optimizer."""
     if config.ours:
         return volume_setup(config, data, model, None, run)
-    from apps.brats.guide import transforms  # here: MONAI takes longer to load than all the rest
+    from medspeed.apps.brats.guide import transforms  # here: MONAI takes longer to load than all the rest
 
     return volume_setup(config, data, model, transforms(config, model.preparation, run.device), run)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from common.export import ExportConfig
-from common.inference.options import AnyPrecision, Backend
-from common.training.config import Check, TrainingConfig, parse_training
+from medspeed.common.export import ExportConfig
+from medspeed.common.inference.options import AnyPrecision, Backend
+from medspeed.common.training.config import Check, TrainingConfig, parse_training
 
 _DESCRIPTION = "Train a detector of metastases on patches of whole-slide images, to a checked TensorRT engine."
 _STRIDE = 32  # of the ResNet-18's last features, in pixels

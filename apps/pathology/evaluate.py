@@ -1,7 +1,7 @@
 """Judge scans of slides by a reference: Camelyon16's two scores, lesions found (FROC) and slides told apart (AUC)."""
 
-from apps.pathology.config import EvaluateConfig
-from common.config import parse_config
+from medspeed.apps.pathology.config import EvaluateConfig
+from medspeed.common.config import parse_config
 
 if __name__ == "__main__":
     CONFIG = parse_config(EvaluateConfig, {}, description=__doc__)  # before torch: --help answers at once
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from apps.pathology.scan.froc import auc, draw_froc, find_lesions, froc, write_froc_csv
-from apps.pathology.scan.outputs import read_detections_csv
-from apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_slide_set
-from apps.pathology.slides.layout import MAX_MPP, MIN_MPP
-from apps.pathology.slides.masks import tumour_mask
-from common.files import from_json, read_object, write_json
-from common.observe.images import one_line
-from common.run import one_line_errors
+from medspeed.apps.pathology.scan.froc import auc, draw_froc, find_lesions, froc, write_froc_csv
+from medspeed.apps.pathology.scan.outputs import read_detections_csv
+from medspeed.apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_slide_set
+from medspeed.apps.pathology.slides.layout import MAX_MPP, MIN_MPP
+from medspeed.apps.pathology.slides.masks import tumour_mask
+from medspeed.common.files import from_json, read_object, write_json
+from medspeed.common.observe.images import one_line
+from medspeed.common.run import one_line_errors
 
 # Camelyon16's slides of 0.243 um at level 6, at which MONAI's LesionFROC judges (the challenge's own code: level 5).
 MASK_MPP = 0.243 * 64

@@ -1,7 +1,7 @@
 """Hand a trained run over: ONNX models behind the gate, TensorRT engines, a Triton repository, or a MONAI bundle."""
 
-from apps.pathology.config import PathologyConfig, PathologyExport
-from common.config import parse_config
+from medspeed.apps.pathology.config import PathologyConfig, PathologyExport
+from medspeed.common.config import parse_config
 
 if __name__ == "__main__":
     CONFIG = parse_config(PathologyExport, {}, description=__doc__)  # before torch: --help answers at once
@@ -11,18 +11,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from apps.pathology.model import PathologyModel, load_model
-from apps.pathology.patches.store import decoded
-from apps.pathology.patches.tables import find_tables
-from apps.pathology.quality import export_patches, judge_on, tiles
-from common.export.bundle import NetworkConfig, write_bundle
-from common.export.deploy import hand_over
-from common.export.export import EngineChoice, ExportRecord
-from common.export.gate import Judge
-from common.export.int8 import quantiser
-from common.files import read_as
-from common.inference.model import import_weights
-from common.run import Run, one_line_errors
+from medspeed.apps.pathology.model import PathologyModel, load_model
+from medspeed.apps.pathology.patches.store import decoded
+from medspeed.apps.pathology.patches.tables import find_tables
+from medspeed.apps.pathology.quality import export_patches, judge_on, tiles
+from medspeed.common.export.bundle import NetworkConfig, write_bundle
+from medspeed.common.export.deploy import hand_over
+from medspeed.common.export.export import EngineChoice, ExportRecord
+from medspeed.common.export.gate import Judge
+from medspeed.common.export.int8 import quantiser
+from medspeed.common.files import read_as
+from medspeed.common.inference.model import import_weights
+from medspeed.common.run import Run, one_line_errors
 
 TASK = "Classification of patches of whole-slide images as tumour or normal"
 _CALIBRATION_TILES = 4

@@ -1,7 +1,7 @@
 """Scan slides with a trained run: maps of tumour probability, detections and outlines for QuPath, a picture of each."""
 
-from apps.pathology.config import ScanConfig
-from common.config import parse_config
+from medspeed.apps.pathology.config import ScanConfig
+from medspeed.common.config import parse_config
 
 if __name__ == "__main__":
     CONFIG = parse_config(ScanConfig, {}, description=__doc__)  # before torch: --help answers at once
@@ -13,26 +13,26 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from apps.pathology.model import load_model
-from apps.pathology.scan.outputs import (
+from medspeed.apps.pathology.model import load_model
+from medspeed.apps.pathology.scan.outputs import (
     draw_heatmap,
     find_detections,
     write_detections_csv,
     write_geojson,
     write_probability_tif,
 )
-from apps.pathology.scan.scan import ProbabilityMap, View, choose_view, scan_slide
-from apps.pathology.slides.camelyon import SUFFIXES, is_slide
-from apps.pathology.slides.masks import SlideMask, tissue_mask
-from apps.pathology.slides.reader import SlidePool
-from common.files import sha256_of
-from common.host_memory import keep_freed_memory, peak_memory
-from common.inference.folder_job import FolderJob, Item, Record
-from common.inference.model import warn_of_phantoms
-from common.inference.open_predictor import open_predictor
-from common.observe.plots import Timeline
-from common.ranks import choose_device, torchrun_place
-from common.run import one_line_errors
+from medspeed.apps.pathology.scan.scan import ProbabilityMap, View, choose_view, scan_slide
+from medspeed.apps.pathology.slides.camelyon import SUFFIXES, is_slide
+from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask
+from medspeed.apps.pathology.slides.reader import SlidePool
+from medspeed.common.files import sha256_of
+from medspeed.common.host_memory import keep_freed_memory, peak_memory
+from medspeed.common.inference.folder_job import FolderJob, Item, Record
+from medspeed.common.inference.model import warn_of_phantoms
+from medspeed.common.inference.open_predictor import open_predictor
+from medspeed.common.observe.plots import Timeline
+from medspeed.common.ranks import choose_device, torchrun_place
+from medspeed.common.run import one_line_errors
 
 
 class Scanner:

@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from apps.pathology.config import DEFAULTS, PathologyConfig
-from common.config import replaced
-from common.inference.model import initialise, load_weights, read_model
-from common.inference.options import Precision
-from common.training.config import decided
-from common.training.setup import choose_precision
-from models.resnet18_fcn import STRIDE, resnet18_fcn
+from medspeed.apps.pathology.config import DEFAULTS, PathologyConfig
+from medspeed.common.config import replaced
+from medspeed.common.inference.model import initialise, load_weights, read_model
+from medspeed.common.inference.options import Precision
+from medspeed.common.training.config import decided
+from medspeed.common.training.setup import choose_precision
+from medspeed.models.resnet18_fcn import STRIDE, resnet18_fcn
 
 HALO = 224
 """Pixels around a tile whose logits are thrown away: half the receptive field (218), rounded up to the stride."""

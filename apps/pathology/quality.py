@@ -6,16 +6,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from apps.pathology.model import PathologyModel, normalised
-from apps.pathology.patches.store import Patches, rank_rows
-from apps.pathology.scan.froc import auc
-from common.data.threads import prefetch
-from common.export.export import EngineChoice, ExportRecord, Quantise, export
-from common.export.gate import Judge
-from common.inference.options import Precision
-from common.inference.predictors import Predictor, torch_predictor
-from common.run import Run
-from common.training.evaluate import Quality
+from medspeed.apps.pathology.model import PathologyModel, normalised
+from medspeed.apps.pathology.patches.store import Patches, rank_rows
+from medspeed.apps.pathology.scan.froc import auc
+from medspeed.common.data.threads import prefetch
+from medspeed.common.export.export import EngineChoice, ExportRecord, Quantise, export
+from medspeed.common.export.gate import Judge
+from medspeed.common.inference.options import Precision
+from medspeed.common.inference.predictors import Predictor, torch_predictor
+from medspeed.common.run import Run
+from medspeed.common.training.evaluate import Quality
 
 _AT_ONCE = 256  # patches in one call
 _GATE_PATCHES = 1024  # the gate scores so many validation patches with each export

@@ -1,6 +1,6 @@
 """Train a detector of metastases on patches of whole-slide images: from slides to a checked TensorRT engine."""
 
-from apps.pathology.config import PathologyConfig, parse
+from medspeed.apps.pathology.config import PathologyConfig, parse
 
 if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
@@ -9,19 +9,19 @@ from functools import partial
 
 import torch
 
-from apps.pathology.model import PathologyModel, choose, initialise_from, model_of
-from apps.pathology.patches.store import decoded, held_for_validation, rank_rows, resident_batches
-from apps.pathology.patches.tables import Tables, find_tables, keep_digests
-from apps.pathology.quality import call_size, evaluate, export_patches, judge_on, validation_auc
-from common.data.batches import Batches
-from common.inference.model import write_model
-from common.run import Run, one_line_errors
-from common.training.evaluate import RunSummary, best_network, finish
-from common.training.fit import Setup, fit
-from common.training.losses import binary_cross_entropy
-from common.training.optimizers import build_optimizer
-from common.training.resolve import keep_plan
-from common.training.setup import compile_if_asked, start_run
+from medspeed.apps.pathology.model import PathologyModel, choose, initialise_from, model_of
+from medspeed.apps.pathology.patches.store import decoded, held_for_validation, rank_rows, resident_batches
+from medspeed.apps.pathology.patches.tables import Tables, find_tables, keep_digests
+from medspeed.apps.pathology.quality import call_size, evaluate, export_patches, judge_on, validation_auc
+from medspeed.common.data.batches import Batches
+from medspeed.common.inference.model import write_model
+from medspeed.common.run import Run, one_line_errors
+from medspeed.common.training.evaluate import RunSummary, best_network, finish
+from medspeed.common.training.fit import Setup, fit
+from medspeed.common.training.losses import binary_cross_entropy
+from medspeed.common.training.optimizers import build_optimizer
+from medspeed.common.training.resolve import keep_plan
+from medspeed.common.training.setup import compile_if_asked, start_run
 
 
 def main(config: PathologyConfig) -> RunSummary | None:
@@ -72,7 +72,9 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
     if config.source == "resident":
         batches: Batches = resident_batches(data.training, config, run)
     else:
-        from apps.pathology.patches.guide import monai_patches  # here: MONAI takes longer to load than all the rest
+        from medspeed.apps.pathology.patches.guide import (
+            monai_patches,  # here: MONAI takes longer to load than all the rest
+        )
 
         batches = monai_patches(data.training, config, run)
     patches = call_size(len(rank_rows(validation, run)))

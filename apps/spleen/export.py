@@ -1,20 +1,20 @@
 """Hand a trained run over: ONNX models behind the gate, TensorRT engines, a Triton repository, or a MONAI bundle."""
 
-from apps.spleen.config import RESIDUAL_UNITS, SpleenExport
-from common.config import parse_config
+from medspeed.apps.spleen.config import RESIDUAL_UNITS, SpleenExport
+from medspeed.common.config import parse_config
 
 if __name__ == "__main__":
     CONFIG = parse_config(SpleenExport, {}, description=__doc__)  # before torch: --help answers at once
 
 from pathlib import Path
 
-from common.data.preparation import Preparation
-from common.export.bundle import NetworkConfig
-from common.export.deploy import export_run
-from common.inference.labels import one_region_per_label
-from common.inference.model import VolumeModel, import_weights, load_model
-from common.run import one_line_errors
-from models.unet3d import unet3d
+from medspeed.common.data.preparation import Preparation
+from medspeed.common.export.bundle import NetworkConfig
+from medspeed.common.export.deploy import export_run
+from medspeed.common.inference.labels import one_region_per_label
+from medspeed.common.inference.model import VolumeModel, import_weights, load_model
+from medspeed.common.run import one_line_errors
+from medspeed.models.unet3d import unet3d
 
 TASK = "Segmentation of structures in CT volumes (or one other channel) by sliding windows"
 
@@ -43,7 +43,7 @@ def imported_model(config: SpleenExport) -> VolumeModel:
 
 
 def network_config(model: VolumeModel) -> NetworkConfig:
-    """Return the network of `models.unet3d` as MONAI's own class and arguments."""
+    """Return the network of `medspeed.models.unet3d` as MONAI's own class and arguments."""
     return {
         "_target_": "UNet",
         "spatial_dims": 3,

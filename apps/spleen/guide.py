@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from monai.transforms import CropForegroundd, EnsureTyped, FgBgToIndicesd, RandCropByPosNegLabeld, SpatialPadd
 
-from apps.spleen.config import SpleenConfig
-from common.data.monai_batches import KEYS, normalise_transforms, read_transforms
-from common.data.preparation import Preparation
-from common.training.config import decided
+from medspeed.apps.spleen.config import SpleenConfig
+from medspeed.common.data.monai_batches import KEYS, normalise_transforms, read_transforms
+from medspeed.common.data.preparation import Preparation
+from medspeed.common.training.config import decided
 
 Chain = list[Callable[[Any], Any]]
 

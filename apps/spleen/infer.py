@@ -1,15 +1,15 @@
 """Segment scans with a trained run: NIfTI in, label NIfTI out on the input's own grid, with a picture of each."""
 
-from common.config import parse_config
-from common.inference.options import InferConfig
+from medspeed.common.config import parse_config
+from medspeed.common.inference.options import InferConfig
 
 if __name__ == "__main__":
     CONFIG = parse_config(InferConfig, {}, description=__doc__)  # before torch: --help answers at once
 
-from common.inference.model import load_model
-from common.inference.scans import segment_scans
-from common.run import one_line_errors
-from models.unet3d import unet3d
+from medspeed.common.inference.model import load_model
+from medspeed.common.inference.scans import segment_scans
+from medspeed.common.run import one_line_errors
+from medspeed.models.unet3d import unet3d
 
 
 def main(config: InferConfig) -> int:

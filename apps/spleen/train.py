@@ -1,20 +1,20 @@
 """Train a segmentation network on CT (or any dataset in MSD layout): from raw volumes to a checked TensorRT engine."""
 
-from apps.spleen.config import RESIDUAL_UNITS, SpleenConfig, parse
+from medspeed.apps.spleen.config import RESIDUAL_UNITS, SpleenConfig, parse
 
 if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
-from common.data.preparation import Preparation
-from common.inference.labels import one_region_per_label
-from common.inference.model import VolumeModel
-from common.run import Run, one_line_errors
-from common.training.evaluate import RunSummary, evaluate, export_best, finish
-from common.training.fit import Setup, fit
-from common.training.resolve import Data, Defaults, choose_volumes, keep_plan, read_volumes, volume_model
-from common.training.setup import start_run
-from common.training.sources import volume_setup
-from models.unet3d import unet3d
+from medspeed.common.data.preparation import Preparation
+from medspeed.common.inference.labels import one_region_per_label
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.run import Run, one_line_errors
+from medspeed.common.training.evaluate import RunSummary, evaluate, export_best, finish
+from medspeed.common.training.fit import Setup, fit
+from medspeed.common.training.resolve import Data, Defaults, choose_volumes, keep_plan, read_volumes, volume_model
+from medspeed.common.training.setup import start_run
+from medspeed.common.training.sources import volume_setup
+from medspeed.models.unet3d import unet3d
 
 # The guide's network on a GPU, a small one on a CPU: a minute there is too short to learn the spleen from both sides.
 DEFAULTS = {
@@ -62,7 +62,7 @@ def setup(config: SpleenConfig, data: Data, model: VolumeModel, run: Run) -> Set
     """Build the network, the source of its batches, the loss and the optimizer."""
     if config.ours:
         return volume_setup(config, data, model, None, run)
-    from apps.spleen.guide import transforms  # here: MONAI takes longer to load than all the rest
+    from medspeed.apps.spleen.guide import transforms  # here: MONAI takes longer to load than all the rest
 
     return volume_setup(config, data, model, transforms(config, model.preparation, run.device), run)
 

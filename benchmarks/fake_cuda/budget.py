@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from apps.opening import APPS
-from benchmarks.fake_cuda.costs import Totals, total
-from benchmarks.fake_cuda.steps import VARIANTS, flags_of, opened, write_data
-from common.files import write_json
+from medspeed.apps.opening import APPS
+from medspeed.benchmarks.fake_cuda.costs import Totals, total
+from medspeed.benchmarks.fake_cuda.steps import VARIANTS, flags_of, opened, write_data
+from medspeed.common.files import write_json
 
 TABLE = Path(__file__).with_name("budget.json")
 MORE = 1.05
@@ -38,7 +38,7 @@ def exceeded(costs: Mapping[str, int], budget: Mapping[str, int]) -> Iterator[st
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Count, compare with the table, and write it where that is asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fake_cuda", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m medspeed.benchmarks.fake_cuda", description=__doc__)
     parser.add_argument("apps", nargs="*", choices=[*APPS, []], help="all by default")
     parser.add_argument("--write", action="store_true", help="make what is counted now the budget")
     options = parser.parse_args(arguments)

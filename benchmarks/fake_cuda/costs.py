@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Literal, NamedTuple
 
-from benchmarks.fake_cuda.device import Layout, Operator
+from medspeed.benchmarks.fake_cuda.device import Layout, Operator
 
 Kind = Literal["convolution", "layout", "norm", "reduce", "gather", "sample", "foreach", "pointwise", "upload", "fused"]
 # Those that allocate or look at what is there, and launch nothing.

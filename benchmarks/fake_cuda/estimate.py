@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from apps.opening import APPS
-from benchmarks.fake_cuda.costs import Kernel, Kind, kernels
-from benchmarks.fake_cuda.device import Layout, Operator
-from benchmarks.fake_cuda.steps import opened, write_data
-from common.observe.roofline import count_work, floor
+from medspeed.apps.opening import APPS
+from medspeed.benchmarks.fake_cuda.costs import Kernel, Kind, kernels
+from medspeed.benchmarks.fake_cuda.device import Layout, Operator
+from medspeed.benchmarks.fake_cuda.steps import opened, write_data
+from medspeed.common.observe.roofline import count_work, floor
 
 
 class Gpu(NamedTuple):

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from PIL import Image
 
-from apps.opening import open_training, parse_flags
-from benchmarks.fake_cuda.device import FakeCuda, Operator, fake_cuda
-from common.data.batches import Batch
-from common.kernels import trust
-from common.run import Run
-from common.training.fit import Setup, train_step
-from common.training.setup import start_run
-from common.training.state import TrainingState
-from common.training.steps import Steps
+from medspeed.apps.opening import open_training, parse_flags
+from medspeed.benchmarks.fake_cuda.device import FakeCuda, Operator, fake_cuda
+from medspeed.common.data.batches import Batch
+from medspeed.common.kernels import trust
+from medspeed.common.run import Run
+from medspeed.common.training.fit import Setup, train_step
+from medspeed.common.training.setup import start_run
+from medspeed.common.training.state import TrainingState
+from medspeed.common.training.steps import Steps
 
 RATES = (0.010, 0.009)
 """Learning rates of the steps that are written down; one more comes before them, which sets up."""
@@ -106,7 +106,7 @@ def opened(app: str, data: Path, flags: Sequence[str] = ()) -> Iterator[Opened]:
     words = ["--data", str(data), "--store", str(data.with_name("store")), "--device", "cuda", "--precision", "bf16"]
     words += ["--kernels", "fused"]  # as where they are trusted; on zeros they are equal, and no time is judged
     if app in _NAMES:
-        usual = import_module(f"apps.{app}.train").DEFAULTS["cuda"]
+        usual = import_module(f"medspeed.apps.{app}.train").DEFAULTS["cuda"]
         words += ["--crop_size", str(list(usual.crop)), "--windows.size", str(list(usual.window))]
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr), fake_cuda() as mode:
         parsed = parse_flags(app, [*words, "--run", f"{folder}/run", *flags])

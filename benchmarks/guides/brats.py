@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from apps.brats.choose import faster_channels_last
-from apps.brats.config import Network
-from apps.brats.regions import choose_labelling
-from benchmarks import volumes
-from benchmarks.peers import brats_guide as peer
-from common.data.dataset import Case, Dataset
-from common.data.fingerprint import fingerprint, plan_preparation
-from common.data.monai_batches import monai_items
-from common.inference.model import VolumeModel
-from common.training.config import Windows
-from data_scripts.make_phantoms import make_mri_phantoms
-from models.segresnet3d import segresnet3d
+from medspeed.apps.brats.choose import faster_channels_last
+from medspeed.apps.brats.config import Network
+from medspeed.apps.brats.regions import choose_labelling
+from medspeed.benchmarks import volumes
+from medspeed.benchmarks.peers import brats_guide as peer
+from medspeed.common.data.dataset import Case, Dataset
+from medspeed.common.data.fingerprint import fingerprint, plan_preparation
+from medspeed.common.data.monai_batches import monai_items
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.training.config import Windows
+from medspeed.data_scripts.make_phantoms import make_mri_phantoms
+from medspeed.models.segresnet3d import segresnet3d
 
 parts, channels_last = volumes, faster_channels_last
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from apps.pathology.patches.table import PatchTable
-from benchmarks import slides
-from benchmarks.harness import Sides
-from benchmarks.peers import pathology_guide as peer
-from benchmarks.slides import Task, held, save_map
-from common.inference.model import load_weights
-from data_scripts.make_slides import make_slides
+from medspeed.apps.pathology.patches.table import PatchTable
+from medspeed.benchmarks import slides
+from medspeed.benchmarks.harness import Sides
+from medspeed.benchmarks.peers import pathology_guide as peer
+from medspeed.benchmarks.slides import Task, held, save_map
+from medspeed.common.inference.model import load_weights
+from medspeed.data_scripts.make_slides import make_slides
 
 Step = Callable[[torch.Tensor, torch.Tensor], object]
 

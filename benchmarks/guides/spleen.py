@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from benchmarks import volumes
-from benchmarks.peers import spleen_guide as peer
-from common.data.dataset import Case, Dataset
-from common.data.monai_batches import monai_items
-from common.data.preparation import Preparation
-from common.inference.labels import one_region_per_label
-from common.inference.model import VolumeModel
-from common.training.config import Windows
-from data_scripts.make_phantoms import make_ct_phantoms
-from models.unet3d import unet3d
+from medspeed.benchmarks import volumes
+from medspeed.benchmarks.peers import spleen_guide as peer
+from medspeed.common.data.dataset import Case, Dataset
+from medspeed.common.data.monai_batches import monai_items
+from medspeed.common.data.preparation import Preparation
+from medspeed.common.inference.labels import one_region_per_label
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.training.config import Windows
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.models.unet3d import unet3d
 
 parts = volumes
 

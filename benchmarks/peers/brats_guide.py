@@ -25,7 +25,7 @@ from monai.networks.nets import SegResNet
 from monai.optimizers import Novograd
 from torch import nn
 
-from benchmarks.peers import Loss, make_step
+from medspeed.benchmarks.peers import Loss, make_step
 
 SPACING = (1.0, 1.0, 1.0)
 CROP, VALIDATION_ROI = (224, 224, 144), (240, 240, 160)

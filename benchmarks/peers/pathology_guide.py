@@ -25,7 +25,7 @@ from monai.networks.nets import resnet18
 from monai.optimizers import Novograd
 from torch import nn
 
-from benchmarks.peers import Loss, make_step
+from medspeed.benchmarks.peers import Loss, make_step
 
 REGION, GRID, PATCH = 768, 3, 224
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 64.0 / 255.0, 0.75, 0.25, 0.04

@@ -25,7 +25,7 @@ from monai.networks.nets import UNet
 from monai.optimizers import Novograd
 from torch import nn
 
-from benchmarks.peers import Loss, make_step
+from medspeed.benchmarks.peers import Loss, make_step
 
 SPACING, WINDOW = (1.5, 1.5, 2.0), (-57.0, 164.0)
 CROP, VALIDATION_ROI = (96, 96, 96), (160, 160, 160)

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.data.cache import CaseCache
-from common.data.crops import CachedCase, crop_table, crops_of_table, cut_and_change, upload
-from common.data.threads import prefetch
+from medspeed.common.data.cache import CaseCache
+from medspeed.common.data.crops import CachedCase, crop_table, crops_of_table, cut_and_change, upload
+from medspeed.common.data.threads import prefetch
 
 # The random numbers of one crop, by place: what kind of crop, which class, which voxel of it, start (3), flips (3),
 # scale, shift; the last one orders the epoch.

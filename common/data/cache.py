@@ -16,11 +16,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from common.data.crops import CachedCase, Tier, place_cases, send
-from common.data.geometry import Shape
-from common.data.preparation import PreparedCase
-from common.data.threads import map_in_threads
-from common.host_memory import free_memory
+from medspeed.common.data.crops import CachedCase, Tier, place_cases, send
+from medspeed.common.data.geometry import Shape
+from medspeed.common.data.preparation import PreparedCase
+from medspeed.common.data.threads import map_in_threads
+from medspeed.common.host_memory import free_memory
 
 CacheMode = Literal["auto", "gpu", "ram", "disk", "smart", "none"]
 

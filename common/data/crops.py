@@ -8,11 +8,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from common.data.geometry import Shape
-from common.data.preparation import PreparedCase
-from common.data.threads import map_in_threads
-from common.kernels.crops import gathered_crops
-from common.kernels.trust import trusts
+from medspeed.common.data.geometry import Shape
+from medspeed.common.data.preparation import PreparedCase
+from medspeed.common.data.threads import map_in_threads
+from medspeed.common.kernels.crops import gathered_crops
+from medspeed.common.kernels.trust import trusts
 
 Tier = Literal["gpu", "ram", "disk", "none"]
 FUSED = "crops"  # the name that `trusts` knows the kernel by

@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
-from common.files import read_object
+from medspeed.common.files import read_object
 
 SUFFIXES = (".nii.gz", ".nii")
 _MOST_NAMED = 5

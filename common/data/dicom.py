@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from common.data.dicom_slices import GEOMETRY, Slice, ask, files_below, inflated, quiet_dicom, read_slice
-from common.data.threads import map_in_threads
-from common.data.volumes import ALWAYS_TRIED, Volume, check_affine
-from common.host_memory import free_memory
+from medspeed.common.data.dicom_slices import GEOMETRY, Slice, ask, files_below, inflated, quiet_dicom, read_slice
+from medspeed.common.data.threads import map_in_threads
+from medspeed.common.data.volumes import ALWAYS_TRIED, Volume, check_affine
+from medspeed.common.host_memory import free_memory
 
 MAX_OFF_GRID = 0.1  # of the slice spacing: how far a slice may lie from its place on a regular grid
 MAX_TURN = 1e-3  # by how much direction cosines and mm of PixelSpacing may differ; scanners round them

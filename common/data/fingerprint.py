@@ -9,13 +9,13 @@ import nibabel as nib
 import numpy as np
 import torch
 
-from common.data.dataset import Case, Dataset
-from common.data.geometry import Shape, Spacing, box_above
-from common.data.preparation import Preparation, label_map
-from common.data.store import file_state
-from common.data.threads import map_in_threads
-from common.data.volumes import check_same_grid, read_header, read_volume
-from common.files import from_json, read_object, write_json
+from medspeed.common.data.dataset import Case, Dataset
+from medspeed.common.data.geometry import Shape, Spacing, box_above
+from medspeed.common.data.preparation import Preparation, label_map
+from medspeed.common.data.store import file_state
+from medspeed.common.data.threads import map_in_threads
+from medspeed.common.data.volumes import check_same_grid, read_header, read_volume
+from medspeed.common.files import from_json, read_object, write_json
 
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
 VOXELS_PER_CASE = 10_000

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.data.affines import AFFINE_TOL, affine_to_spacing, compute_shape_offset, to_norm_affine, zoom_affine
+from medspeed.common.data import affines
 
 Shape = tuple[int, int, int]  # X, Y, Z in voxels
 Spacing = tuple[float, float, float]  # mm along R, A, S
@@ -199,10 +199,10 @@ def resample_sheared(
 
 def _working_affine(oriented: np.ndarray, shape: Shape, spacing: Sequence[float]) -> tuple[np.ndarray, Shape]:
     """Return affine and shape of the working grid. Source: `monai.transforms.Spacing.__call__`."""
-    current = affine_to_spacing(oriented)
-    target = np.where(np.abs(current - spacing) <= AFFINE_TOL, current, spacing)
-    affine = zoom_affine(oriented, target)
-    whole, offset = compute_shape_offset(shape, oriented, affine)
+    current = affines.affine_to_spacing(oriented)
+    target = np.where(np.abs(current - spacing) <= affines.AFFINE_TOL, current, spacing)
+    affine = affines.zoom_affine(oriented, target)
+    whole, offset = affines.compute_shape_offset(shape, oriented, affine)
     affine[:3, 3] = offset
     return np.asarray(affine, np.float64), _triple(whole)
 
@@ -217,9 +217,9 @@ def _positions(
     Source: `monai.transforms.spatial.functional.spatial_resample`.
     """
     matrix = np.linalg.solve(source_affine, target_affine)
-    if source_shape == target_shape and np.allclose(matrix, np.eye(4), atol=AFFINE_TOL):
+    if source_shape == target_shape and np.allclose(matrix, np.eye(4), atol=affines.AFFINE_TOL):
         matrix = np.eye(4)  # so nearly the same grid that MONAI leaves the voxels as they are
-    theta = to_norm_affine(matrix, source_shape, target_shape)
+    theta = affines.to_norm_affine(matrix, source_shape, target_shape)
     positions = []
     for axis, (n_source, n_target) in enumerate(zip(source_shape, target_shape, strict=True)):
         centres = torch.linspace(-1, 1, n_target, dtype=torch.float64).numpy() * (n_target - 1) / n_target

@@ -18,9 +18,9 @@ from monai.transforms import (
     ToDeviced,
 )
 
-from common.data.batches import Batch
-from common.data.dataset import Case
-from common.data.preparation import Preparation
+from medspeed.common.data.batches import Batch
+from medspeed.common.data.dataset import Case
+from medspeed.common.data.preparation import Preparation
 
 Transforms = Sequence[Callable[[Any], Any]]
 KEYS = ("image", "label")

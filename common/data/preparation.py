@@ -15,10 +15,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from common.data.dataset import Case
-from common.data.geometry import SLAB_VOXELS, Box, Spacing, WorkingGrid, box_above, to_working, working_grid
-from common.data.volumes import ALWAYS_TRIED, Volume, check_same_grid, read_volume
-from common.host_memory import free_memory
+from medspeed.common.data.dataset import Case
+from medspeed.common.data.geometry import SLAB_VOXELS, Box, Spacing, WorkingGrid, box_above, to_working, working_grid
+from medspeed.common.data.volumes import ALWAYS_TRIED, Volume, check_same_grid, read_volume
+from medspeed.common.host_memory import free_memory
 
 CPU = torch.device("cpu")
 PREPARATION_VERSION = 1  # raise when the prepared voxels change for the same parameters

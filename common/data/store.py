@@ -18,12 +18,12 @@ import torch
 from isal import isal_zlib
 from safetensors import SafetensorError, safe_open
 
-from common.data.dataset import Case
-from common.data.geometry import WorkingGrid
-from common.data.preparation import PREPARATION_VERSION, Preparation, PreparedCase, case_grid, prepare_case
-from common.data.threads import map_in_threads
-from common.data.volumes import read_header
-from common.files import atomic_path, from_json, locked
+from medspeed.common.data.dataset import Case
+from medspeed.common.data.geometry import WorkingGrid
+from medspeed.common.data.preparation import PREPARATION_VERSION, Preparation, PreparedCase, case_grid, prepare_case
+from medspeed.common.data.threads import map_in_threads
+from medspeed.common.data.volumes import read_header
+from medspeed.common.files import atomic_path, from_json, locked
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"image": "F16", "label": "U8"}

@@ -18,7 +18,7 @@ def make_synthetic(folder: Path, script: str, *flags: str) -> Path:
     """
     if any((folder / name).is_file() for name in ("dataset.json", "slides.json")):  # written last
         return folder
-    command = [sys.executable, "-m", f"data_scripts.{script}", *flags, "--to", str(folder)]
+    command = [sys.executable, "-m", f"medspeed.data_scripts.{script}", *flags, "--to", str(folder)]
     status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
     if status:
         raise OSError(f"{folder}: {' '.join(command[2:])} ended with status {status}; see what it printed above")

@@ -18,8 +18,8 @@ from isal import igzip, isal_zlib
 from nibabel.spatialimages import HeaderDataError
 from nibabel.volumeutils import apply_read_scaling
 
-from common.files import atomic_path
-from common.host_memory import free_memory
+from medspeed.common.files import atomic_path
+from medspeed.common.host_memory import free_memory
 
 HEADER_BYTES = 348
 GZIP_MAGIC = b"\x1f\x8b"

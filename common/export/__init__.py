@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.inference.options import ModelPrecision
+from medspeed.common.inference.options import ModelPrecision
 
 
 @dataclass(frozen=True)

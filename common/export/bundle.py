@@ -1,11 +1,11 @@
 """MONAI bundles of trained networks: they run with MONAI alone and give the same label maps, or probabilities.
 
 A bundle's configuration is a file of ours that Jinja fills in: `bundle/inference.json` and `bundle/metadata.json` for
-volumes. Our preparation, windows and way back equal MONAI's own transforms and inferer (see `common.data.preparation`,
-`common.inference.windows`, `common.inference.restore`), so that it is all that a bundle needs, and no code. Two of its
-transforms want a reason. Lambdad: on a plane that both grids share, MONAI's resampling takes 1e-15 of the neighbour
-too, and 0 would be foreground. CropForegroundd stands before NormalizeIntensityd, since after it what lies below the
-mean is negative, and 0 no longer only the background.
+volumes. Our preparation, windows and way back (`common.data.preparation`, `common.inference.windows`,
+`common.inference.restore`) equal MONAI's own transforms and inferer, so that it is all that a bundle needs, and no
+code. Two of its transforms want a reason. Lambdad: on a plane that both grids share, MONAI's resampling takes 1e-15
+of the neighbour too, and 0 would be foreground. CropForegroundd stands before NormalizeIntensityd,
+since after it what lies below the mean is negative, and 0 no longer only the background.
 
 Source: MONAI bundle specification (docs.monai.io, mb_specification); configurations of the MONAI model zoo.
 """
@@ -22,9 +22,9 @@ import jinja2
 import torch
 from torch import nn
 
-from common.export.model_card import is_synthetic, model_card, write_package
-from common.inference.labels import LabelScheme, painting_order
-from common.inference.model import VolumeModel
+from medspeed.common.export.model_card import is_synthetic, model_card, write_package
+from medspeed.common.inference.labels import LabelScheme, painting_order
+from medspeed.common.inference.model import VolumeModel
 
 NetworkConfig = Mapping[str, Any]
 """A MONAI class as a bundle names it: "_target_" and every argument, such as {"_target_": "UNet", "in_channels": 1}."""

@@ -7,24 +7,31 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from common.clock import Clock, repeated
-from common.data.dataset import Case, read_dataset
-from common.data.preparation import PreparedCase, prepare_case
-from common.data.synthetic import make_synthetic
-from common.data.threads import map_in_threads
-from common.export import ExportConfig
-from common.export.bundle import NetworkConfig, write_volume_bundle
-from common.export.export import GATE_CASES, EngineChoice, ExportedEngine, ExportRecord, export_volumes, judge_on
-from common.export.gate import Judge
-from common.export.int8 import quantiser
-from common.export.model_card import model_card, read_if_there
-from common.export.triton import write_triton
-from common.files import check_digest, sha256_of, write_json
-from common.inference.model import VolumeModel
-from common.inference.predict import sample_windows
-from common.inference.predictors import onnxruntime_predictor, read_onnx_metadata
-from common.ranks import choose_device
-from common.run import Run
+from medspeed.common.clock import Clock, repeated
+from medspeed.common.data.dataset import Case, read_dataset
+from medspeed.common.data.preparation import PreparedCase, prepare_case
+from medspeed.common.data.synthetic import make_synthetic
+from medspeed.common.data.threads import map_in_threads
+from medspeed.common.export import ExportConfig
+from medspeed.common.export.bundle import NetworkConfig, write_volume_bundle
+from medspeed.common.export.export import (
+    GATE_CASES,
+    EngineChoice,
+    ExportedEngine,
+    ExportRecord,
+    export_volumes,
+    judge_on,
+)
+from medspeed.common.export.gate import Judge
+from medspeed.common.export.int8 import quantiser
+from medspeed.common.export.model_card import model_card, read_if_there
+from medspeed.common.export.triton import write_triton
+from medspeed.common.files import check_digest, sha256_of, write_json
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.predict import sample_windows
+from medspeed.common.inference.predictors import onnxruntime_predictor, read_onnx_metadata
+from medspeed.common.ranks import choose_device
+from medspeed.common.run import Run
 
 _CALIBRATION_CASES = 8
 _SYNTHETIC_CASES = 3

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from common.data.dataset import Case
-from common.data.preparation import PreparedCase
-from common.export.gate import (
+from medspeed.common.data.dataset import Case
+from medspeed.common.data.preparation import PreparedCase
+from medspeed.common.export.gate import (
     BATCH_SIZES,
     Judge,
     ParityError,
@@ -20,15 +20,15 @@ from common.export.gate import (
     check_predictor,
     take_reference,
 )
-from common.export.onnx_model import Window, export_onnx
-from common.export.tensorrt_engine import build_engine, choose_flavour
-from common.files import record_digests, sha256_of
-from common.inference.labels import case_dice, dice_counts
-from common.inference.model import VolumeModel
-from common.inference.options import ModelPrecision
-from common.inference.predict import predict_labels, read_truth, sample_windows
-from common.inference.predictors import Predictor, onnxruntime_predictor
-from common.inference.tensorrt_runtime import (
+from medspeed.common.export.onnx_model import Window, export_onnx
+from medspeed.common.export.tensorrt_engine import build_engine, choose_flavour
+from medspeed.common.files import record_digests, sha256_of
+from medspeed.common.inference.labels import case_dice, dice_counts
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.options import ModelPrecision
+from medspeed.common.inference.predict import predict_labels, read_truth, sample_windows
+from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor
+from medspeed.common.inference.tensorrt_runtime import (
     EngineError,
     EnginePredictor,
     EngineUnavailableError,
@@ -36,8 +36,8 @@ from common.inference.tensorrt_runtime import (
     host_problem,
     manifest_path,
 )
-from common.inference.windows import window_starts
-from common.run import Run
+from medspeed.common.inference.windows import window_starts
+from medspeed.common.run import Run
 
 EngineChoice = Literal["auto", "tensorrt", "tensorrt_rtx", "none"]
 Quantise = Callable[[Path, Path, torch.Tensor], str]
@@ -127,7 +127,7 @@ def export(
         metadata: is kept in the ONNX models (name, labels), beside the digest of the weights.
         engine: which TensorRT builds the engines.
         smallest: shape (C, *sides) of the smallest window, where the sides are to be free.
-        quantise: makes the INT8 model (`common.export.int8.quantiser`); None makes none.
+        quantise: makes the INT8 model (`medspeed.common.export.int8.quantiser`); None makes none.
 
     Raises:
         ParityError: the fp32 export does not compute what torch computes.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.inference.options import ModelPrecision
-from common.inference.predictors import Predictor, torch_predictor
+from medspeed.common.inference.options import ModelPrecision
+from medspeed.common.inference.predictors import Predictor, torch_predictor
 
 Evaluate = Callable[[Predictor], float]
 """Returns the quality of a predictor on the validation cases, in [0, 1]: foreground Dice, or AUC."""

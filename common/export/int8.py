@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from common.export.export import Quantise
-from common.export.gate import ParityError
-from common.export.onnx_model import read_metadata
-from common.files import atomic_path
-from common.inference.predictors import onnx_errors
+from medspeed.common.export.export import Quantise
+from medspeed.common.export.gate import ParityError
+from medspeed.common.export.onnx_model import read_metadata
+from medspeed.common.files import atomic_path
+from medspeed.common.inference.predictors import onnx_errors
 
 QUANTISED = ("Conv", "ConvTranspose")
 """Operators computed in INT8; TensorRT-RTX 1.7 takes both, in two and in three dimensions."""

@@ -8,7 +8,7 @@ from typing import Any, NotRequired, TypedDict
 import jinja2
 import msgspec
 
-from common.files import atomic_path, read_object, sha256_of, write_text
+from medspeed.common.files import atomic_path, read_object, sha256_of, write_text
 
 
 class _Quality(TypedDict):

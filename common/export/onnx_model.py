@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from common.files import atomic_path
-from common.inference.predictors import onnx_errors, read_onnx_metadata
+from medspeed.common.files import atomic_path
+from medspeed.common.inference.predictors import onnx_errors, read_onnx_metadata
 
 ExportPrecision = Literal["fp32", "fp16"]
 """What torch exports."""

@@ -1,7 +1,7 @@
 """TensorRT engines from ONNX models, with a manifest beside each.
 
 One code path serves `tensorrt` 10, 11 and `tensorrt_rtx`: the network is strongly typed, so that the precision is the
-ONNX model's own. `python -m common.export.tensorrt_engine PLAN` builds an engine anew on another host.
+ONNX model's own. `python -m medspeed.common.export.tensorrt_engine PLAN` builds an engine anew on another host.
 """
 
 import argparse
@@ -13,9 +13,9 @@ from typing import Any, Literal, cast
 
 import torch
 
-from common.export.onnx_model import numbers, read_metadata
-from common.files import atomic_path, sha256_of, write_json
-from common.inference.tensorrt_runtime import (
+from medspeed.common.export.onnx_model import numbers, read_metadata
+from medspeed.common.files import atomic_path, sha256_of, write_json
+from medspeed.common.inference.tensorrt_runtime import (
     INSTALL,
     EngineManifest,
     EngineUnavailableError,

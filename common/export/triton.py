@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from common.export.model_card import plain, write_package
-from common.export.onnx_model import OPSET, numbers, read_metadata
-from common.inference.predictors import with_exact_norms
+from medspeed.common.export.model_card import plain, write_package
+from medspeed.common.export.onnx_model import OPSET, numbers, read_metadata
+from medspeed.common.inference.predictors import with_exact_norms
 
 QUEUE_MICROSECONDS = 2000  # a window takes a GPU tens of milliseconds: waiting a few percent of it costs nothing
 _KEPT = ("weights_sha256", "precision", "labels", "regions", "window", "smallest")

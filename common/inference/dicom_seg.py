@@ -13,10 +13,10 @@ from highdicom.seg import Segmentation, SegmentDescription
 from pydicom.sr.codedict import codes
 from pydicom.uid import generate_uid
 
-from common.data.dicom import DicomSeries
-from common.data.dicom_slices import broken, quiet_dicom
-from common.files import atomic_path
-from common.inference.labels import Region
+from medspeed.common.data.dicom import DicomSeries
+from medspeed.common.data.dicom_slices import broken, quiet_dicom
+from medspeed.common.files import atomic_path
+from medspeed.common.inference.labels import Region
 
 ALGORITHM = "medspeed"
 # What a SEG needs of its source images: where they lie and what they are called, nothing of the patient.

@@ -19,9 +19,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from tqdm import tqdm
 
-from common.files import locked, part_ending, printable, read_object, write_json
-from common.ranks import torchrun_place
-from common.run import wait_for_all
+from medspeed.common.files import locked, part_ending, printable, read_object, write_json
+from medspeed.common.ranks import torchrun_place
+from medspeed.common.run import wait_for_all
 
 Source = TypeVar("Source")
 Read = TypeVar("Read")

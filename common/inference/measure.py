@@ -14,9 +14,9 @@ from scipy.ndimage import find_objects
 from scipy.spatial import ConvexHull
 from scipy.spatial.distance import pdist, squareform
 
-from common.data.geometry import box_above
-from common.files import printable, write_text
-from common.inference.labels import LabelScheme, Region
+from medspeed.common.data.geometry import box_above
+from medspeed.common.files import printable, write_text
+from medspeed.common.inference.labels import LabelScheme, Region
 
 _CONNECTIVITY = 26  # voxels that share a corner belong together
 _INSIDE = (slice(1, -1),) * 3

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save
 from torch import nn
 from tqdm import tqdm
 
-from common.data.preparation import Preparation
-from common.files import atomic_path, from_json, read_object, sha256_of, write_json
-from common.inference.labels import LabelScheme
-from common.inference.options import Precision
+from medspeed.common.data.preparation import Preparation
+from medspeed.common.files import atomic_path, from_json, read_object, sha256_of, write_json
+from medspeed.common.inference.labels import LabelScheme
+from medspeed.common.inference.options import Precision
 
 Model = TypeVar("Model")
 

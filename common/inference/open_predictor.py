@@ -16,17 +16,17 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from common.files import check_digest, sha256_of
-from common.inference.model import Trained
-from common.inference.options import AnyPrecision, Backend
-from common.inference.predictors import (
+from medspeed.common.files import check_digest, sha256_of
+from medspeed.common.inference.model import Trained
+from medspeed.common.inference.options import AnyPrecision, Backend
+from medspeed.common.inference.predictors import (
     Predictor,
     computes_bf16,
     onnxruntime_predictor,
     read_onnx_metadata,
     torch_predictor,
 )
-from common.inference.tensorrt_runtime import (
+from medspeed.common.inference.tensorrt_runtime import (
     EngineError,
     EnginePredictor,
     host_problem,

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.data.dataset import Case
-from common.data.geometry import Box, WorkingGrid, box_above, resample, resample_sheared
-from common.data.preparation import PreparedCase
-from common.data.volumes import read_volume
-from common.inference.labels import Region, dice_counts, painted
-from common.inference.model import VolumeModel
-from common.inference.predictors import Predictor, torch_predictor
-from common.inference.windows import fitted_window, sliding_windows
+from medspeed.common.data.dataset import Case
+from medspeed.common.data.geometry import Box, WorkingGrid, box_above, resample, resample_sheared
+from medspeed.common.data.preparation import PreparedCase
+from medspeed.common.data.volumes import read_volume
+from medspeed.common.inference.labels import Region, dice_counts, painted
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.predictors import Predictor, torch_predictor
+from medspeed.common.inference.windows import fitted_window, sliding_windows
 
 Carry = Callable[[torch.Tensor], torch.Tensor]  # a volume on the working grid to its place in the file
 

@@ -10,7 +10,7 @@ import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from torch import nn
 
-from common.inference.options import Precision
+from medspeed.common.inference.options import Precision
 
 Predictor = Callable[[torch.Tensor], torch.Tensor]
 """From windows [B, C, *sides] float32 to logits [B, K, *sides] float32 on their device; sides: X, Y, Z or Y, X."""

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.inference.predictors import Predictor
-from common.kernels import trust
-from common.kernels.capture import record
+from medspeed.common.inference.predictors import Predictor
+from medspeed.common.kernels import trust
+from medspeed.common.kernels.capture import record
 
 _STORE = Path("~/.cache/medspeed")  # of verdicts, as of `--store`
 _MOST_SHAPES = 2  # that are captured: each holds the memory of a call of its own

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.data.dicom import DicomSeries
-from common.data.volumes import read_header
-from common.host_memory import free_memory
-from common.inference.folder_job import BAD_INPUT
-from common.inference.model import VolumeModel
+from medspeed.common.data.dicom import DicomSeries
+from medspeed.common.data.volumes import read_header
+from medspeed.common.host_memory import free_memory
+from medspeed.common.inference.folder_job import BAD_INPUT
+from medspeed.common.inference.model import VolumeModel
 
 Scan = Path | DicomSeries
 

@@ -11,23 +11,23 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.data.dicom import DicomSeries, find_series, read_series
-from common.data.preparation import prepare_volume
-from common.data.threads import usable_cores
-from common.data.volumes import Volume, read_volume, write_label
-from common.files import printable, sha256_of, write_json
-from common.host_memory import free_memory, keep_freed_memory, peak_memory
-from common.inference.folder_job import FolderJob, Item, Record
-from common.inference.measure import clean_labels, measure, write_measures
-from common.inference.model import VolumeModel, model_content, warn_of_phantoms
-from common.inference.open_predictor import OpenedPredictor, open_predictor
-from common.inference.options import InferConfig
-from common.inference.predict import predict_labels
-from common.inference.repeated_windows import RepeatingPredictor
-from common.inference.scan_memory import Scan, say_plan, scan_bytes
-from common.observe.overlays import draw_overlay
-from common.observe.plots import Timeline, draw_timeline
-from common.ranks import choose_device, torchrun_place
+from medspeed.common.data.dicom import DicomSeries, find_series, read_series
+from medspeed.common.data.preparation import prepare_volume
+from medspeed.common.data.threads import usable_cores
+from medspeed.common.data.volumes import Volume, read_volume, write_label
+from medspeed.common.files import printable, sha256_of, write_json
+from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
+from medspeed.common.inference.folder_job import FolderJob, Item, Record
+from medspeed.common.inference.measure import clean_labels, measure, write_measures
+from medspeed.common.inference.model import VolumeModel, model_content, warn_of_phantoms
+from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
+from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.predict import predict_labels
+from medspeed.common.inference.repeated_windows import RepeatingPredictor
+from medspeed.common.inference.scan_memory import Scan, say_plan, scan_bytes
+from medspeed.common.observe.overlays import draw_overlay
+from medspeed.common.observe.plots import Timeline, draw_timeline
+from medspeed.common.ranks import choose_device, torchrun_place
 
 ScanItem = Item[Scan]
 ScanJob = FolderJob[Scan, Volume, tuple[Volume, np.ndarray]]
@@ -212,7 +212,9 @@ class Segmenter:
         with stage("write"):
             write_label(item.outputs[0], labels, volume.affine)
             if isinstance(item.source, DicomSeries):
-                from common.inference.dicom_seg import write_seg  # here: few need it, and it takes a second to load
+                from medspeed.common.inference.dicom_seg import (
+                    write_seg,  # here: few need it, and it takes a second to load
+                )
 
                 version, keep = self.weights[:12], config.keep_patient
                 write_seg(item.outputs[1], labels, item.source, labelling.regions, version=version, keep_patient=keep)

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import torch
 
-from common.files import read_as, sha256_of
-from common.inference.options import ModelPrecision
+from medspeed.common.files import read_as, sha256_of
+from medspeed.common.inference.options import ModelPrecision
 
 Flavour = Literal["tensorrt", "tensorrt_rtx"]
 INSTALL: dict[Flavour, str] = {"tensorrt": "pip install -e '.[trt]'", "tensorrt_rtx": "pip install -e '.[rtx]'"}
@@ -259,7 +259,7 @@ def _empty(shape: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _rebuild_command(plan: Path) -> str:
-    return f"python -m common.export.tensorrt_engine {shlex.quote(str(plan))}"
+    return f"python -m medspeed.common.export.tensorrt_engine {shlex.quote(str(plan))}"
 
 
 def _verified(plan: Path, manifest: EngineManifest) -> bytes:

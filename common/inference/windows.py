@@ -10,8 +10,8 @@ from types import EllipsisType
 import torch
 import torch.nn.functional as F
 
-from common.data.geometry import Shape
-from common.inference.predictors import Predictor
+from medspeed.common.data.geometry import Shape
+from medspeed.common.inference.predictors import Predictor
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ def gathered_crops(
         dtype: of the image, to which float32 is rounded.
         channels_last: layout of the image.
     """
-    from common.kernels.crops_triton import crop_kernel
+    from medspeed.common.kernels.crops_triton import crop_kernel
 
     images, labels = _crops_like(image, label, table, size, dtype, channels_last)
     channels, voxels = len(image), labels[0].numel()

@@ -1,4 +1,4 @@
-"""The kernel of `common.kernels.crops`."""
+"""The kernel of `medspeed.common.kernels.crops`."""
 
 # mypy: ignore-errors
 # What Triton compiles is not typed as Python is.

@@ -72,7 +72,7 @@ def loss_parts(logits: Tensor, label: Tensor, members: Sequence[int]) -> Tensor:
         members: none for K classes that exclude each other, with cross entropy; else of regions, with focal loss: 256 r
             + n for each class number n of region r.
     """
-    from common.kernels.dice_triton import sums_kernel
+    from medspeed.common.kernels.dice_triton import sums_kernel
 
     parts: Tensor = _parts_like(logits, label, members)
     wide, block = _tile(logits)
@@ -91,7 +91,7 @@ def _parts_like(logits: Tensor, label: Tensor, members: Sequence[int]) -> Tensor
 @torch.library.custom_op("medspeed::loss_gradient", mutates_args=())
 def loss_gradient(logits: Tensor, label: Tensor, weights: Tensor, members: Sequence[int]) -> Tensor:
     """Return the gradient of the logits, of their dtype and layout, from that of the sums, [4, B or 1, K] float32."""
-    from common.kernels.dice_triton import gradient_kernel
+    from medspeed.common.kernels.dice_triton import gradient_kernel
 
     gradient = torch.empty_like(logits)
     wide, block = _tile(logits)
@@ -108,7 +108,7 @@ loss_gradient.register_fake(lambda logits, *_: torch.empty_like(logits))
 @torch.library.custom_op("medspeed::loss_of_sums", mutates_args=())
 def loss_of_sums(sums: Tensor, share: float, smooth: float) -> tuple[Tensor, Tensor]:
     """Return the loss of `LossOfSums`, a scalar, and its derivative by each of the sums [4, N, K]."""
-    from common.kernels.dice_triton import loss_kernel
+    from medspeed.common.kernels.dice_triton import loss_kernel
 
     loss, slopes = _loss_like(sums, share, smooth)
     count = sums[0].numel()

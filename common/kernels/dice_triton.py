@@ -1,4 +1,4 @@
-"""The kernels of `common.kernels.dice`."""
+"""The kernels of `medspeed.common.kernels.dice`."""
 
 # mypy: ignore-errors
 # What Triton compiles is not typed as Python is.

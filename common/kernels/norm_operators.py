@@ -35,7 +35,7 @@ def _sums(image: Tensor, groups: int, samples: int, kinds: int) -> Tensor:
 @torch.library.custom_op("medspeed::norm_sums", mutates_args=())
 def norm_sums(image: Tensor, groups: int, samples: int) -> Tensor:
     """Return means and squared deviations [samples, programs, 2, channels] of each program's rows."""
-    from common.kernels.norms_triton import sums_kernel
+    from medspeed.common.kernels.norms_triton import sums_kernel
 
     grid, rows, tiles, constants = geometry(image, groups, samples)
     sums = _sums(image, groups, samples, 2)
@@ -57,7 +57,7 @@ _SIZES = "int groups, int samples"
 )
 def norm_apply(image: Tensor, sums: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
     """Return the result, and means and inverse deviations [samples, 2, groups]; for the arguments see `fused_norm`."""
-    from common.kernels.norms_triton import apply_kernel
+    from medspeed.common.kernels.norms_triton import apply_kernel
 
     bias, slope, residual, running, shift, groups, samples, epsilon, momentum = given
     grid, rows, tiles, constants = geometry(image, groups, samples)
@@ -83,7 +83,7 @@ def _applied(image: Tensor, sums: Tensor, weight: Tensor, *given: Any) -> tuple[
 )
 def norm_gradient_sums(gradient: Tensor, image: Tensor, *given: Any) -> Tensor:  # noqa: ANN401
     """Return sums [samples, programs, 3, channels] for the gradients of bias, weight and slope."""
-    from common.kernels.norms_triton import gradient_sums_kernel
+    from medspeed.common.kernels.norms_triton import gradient_sums_kernel
 
     statistics, weight, bias, slope, groups, samples = given
     grid, rows, tiles, constants = geometry(image, groups, samples)
@@ -104,7 +104,7 @@ norm_gradient_sums.register_fake(lambda gradient, image, *given: _sums(image, gi
 )
 def norm_gradient(gradient: Tensor, image: Tensor, statistics: Tensor, *given: Any) -> Any:  # noqa: ANN401
     """Return the gradients of the image, that `beside` it added, of weight, bias and slope."""
-    from common.kernels.norms_triton import gradient_kernel
+    from medspeed.common.kernels.norms_triton import gradient_kernel
 
     weight, bias, slope, sums, beside, groups, samples = given
     grid, rows, tiles, constants = geometry(image, groups, samples)

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.kernels.norm_operators import norm_apply, norm_gradient, norm_gradient_sums, norm_sums
-from common.kernels.trust import Trial, trusting, trusts
+from medspeed.common.kernels.norm_operators import norm_apply, norm_gradient, norm_gradient_sums, norm_sums
+from medspeed.common.kernels.trust import Trial, trusting, trusts
 
 GROUP, BATCH = "group_norm_relu", "batch_norm_prelu"
 _SHAPE = (2, 96, 96, 96)  # of a trial: batch and sides

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from common.clock import repeated
-from common.files import read_object, write_json
+from medspeed.common.clock import repeated
+from medspeed.common.files import read_object, write_json
 
 Kernels = Literal["auto", "torch", "fused"]
 Work = Callable[[], Sequence[Tensor]]

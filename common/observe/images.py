@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image, ImageFont
 
-from common.files import atomic_path
+from medspeed.common.files import atomic_path
 
 
 def save_image(path: Path, pixels: Image.Image, full_colour: bool = False) -> None:

@@ -15,7 +15,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from common.files import write_text
+from medspeed.common.files import write_text
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
         return
     from matplotlib.figure import Figure  # here, as what draws with it: the start of a run has no need of it
 
-    from common.observe.plots import draw_curve, save_png, style
+    from medspeed.common.observe.plots import draw_curve, save_png, style
 
     values = dict(zip(COLUMNS, np.genfromtxt(lines, delimiter=",", ndmin=2).T, strict=True))
     panels = {

@@ -11,7 +11,7 @@ from nibabel.orientations import apply_orientation, inv_ornt_aff, io_orientation
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter, ImageOps
 
-from common.observe.images import font, one_line, save_image
+from medspeed.common.observe.images import font, one_line, save_image
 
 Array = NDArray[Any]
 

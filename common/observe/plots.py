@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 
-from common.clock import synchronise
-from common.observe.images import save_image
+from medspeed.common.clock import synchronise
+from medspeed.common.observe.images import save_image
 
 Values = NDArray[np.float64]
 _LOSS, _METRIC, _GREY = "#0072B2", "#D55E00", "#555555"

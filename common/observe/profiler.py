@@ -9,8 +9,8 @@ import torch
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from common.clock import span, spans_to, synchronise
-from common.files import atomic_path, write_json, write_text
+from medspeed.common.clock import span, spans_to, synchronise
+from medspeed.common.files import atomic_path, write_json, write_text
 
 # The spans of a training step, in its order.
 STAGES = ("wait for batch", "forward", "loss", "backward", "optimizer")

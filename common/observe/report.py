@@ -15,9 +15,9 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from common.files import read_json_lines, write_json, write_text
-from common.observe.images import one_line
-from common.observe.overlays import LABEL_COLOURS, Array, oriented_scan
+from medspeed.common.files import read_json_lines, write_json, write_text
+from medspeed.common.observe.images import one_line
+from medspeed.common.observe.overlays import LABEL_COLOURS, Array, oriented_scan
 
 Json = dict[str, Any]
 _NEEDED_FOR = {

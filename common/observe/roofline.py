@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.clock import repeated
-from common.run import Run
+from medspeed.common.clock import repeated
+from medspeed.common.run import Run
 
 # Sides of the square matrices that the ceiling is measured with: large enough to leave the caches, small enough to take
 # a moment.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from common.inference.model import save_weights
+from medspeed.common.inference.model import save_weights
 
 
 class BestWeights:

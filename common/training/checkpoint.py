@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from common.files import flush_to_disk, names_folder, sha256_of
-from common.inference.model import UNREADABLE, first_line, load_weights, save_weights
+from medspeed.common.files import flush_to_disk, names_folder, sha256_of
+from medspeed.common.inference.model import UNREADABLE, first_line, load_weights, save_weights
 
 _WEIGHTS, _STATE, _DIGEST = "weights.safetensors", "state.pt", "state.pt.sha256"
 _PREFIX = "epoch-"

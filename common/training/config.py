@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
-from common.config import flat, parse_config
-from common.inference.options import Precision
+from medspeed.common.config import flat, parse_config
+from medspeed.common.inference.options import Precision
 
 C = TypeVar("C", bound="TrainingConfig")
 T = TypeVar("T")
@@ -23,7 +23,7 @@ _CACHE = re.compile(
 
 def decided(value: T | None) -> T:
     """Return the value of a field in a configuration that leaves nothing open any more."""
-    if value is None:  # as in a plan.json that somebody changed: see `common.training.resolve`
+    if value is None:  # as in a plan.json that somebody changed: see `medspeed.common.training.resolve`
         raise ValueError("the plan of this run (plan.json) leaves a field open; restore it, or begin a new run")
     return value
 

@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.data.dataset import Case
-from common.data.volumes import read_volume
-from common.export.export import GATE_CASES, ExportRecord, by_precision, export_volumes, judge_training
-from common.files import printable, write_json
-from common.inference.labels import case_dice, dice_counts, dice_of_counts
-from common.inference.model import Trained, VolumeModel
-from common.inference.predict import predict_labels, read_truth
-from common.inference.predictors import torch_predictor
-from common.run import Run
-from common.training.config import SegmentationConfig, TrainingConfig
-from common.training.fit import Fitted
-from common.training.resolve import Data
-from common.training.sources import stored_cases
-from common.training.state import VALIDATIONS_HELD
+from medspeed.common.data.dataset import Case
+from medspeed.common.data.volumes import read_volume
+from medspeed.common.export.export import GATE_CASES, ExportRecord, by_precision, export_volumes, judge_training
+from medspeed.common.files import printable, write_json
+from medspeed.common.inference.labels import case_dice, dice_counts, dice_of_counts
+from medspeed.common.inference.model import Trained, VolumeModel
+from medspeed.common.inference.predict import predict_labels, read_truth
+from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.run import Run
+from medspeed.common.training.config import SegmentationConfig, TrainingConfig
+from medspeed.common.training.fit import Fitted
+from medspeed.common.training.resolve import Data
+from medspeed.common.training.sources import stored_cases
+from medspeed.common.training.state import VALIDATIONS_HELD
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({printable(worst)})")
     if draws and hardest is not None and hardest[1].name == worst:  # of the ranks the one that has it
         with run.clock.stage("validate"), _said(run, "the report goes without its viewer"):
-            from common.observe.report import write_report_case
+            from medspeed.common.observe.report import write_report_case
 
             image, affine = _image(hardest[1], model)
             write_report_case(run.directory, worst, image, *hardest[2:], affine, **_shown(model))
@@ -103,7 +103,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
 
 def _draw(dice: float, case: Case, labels: np.ndarray, truth: np.ndarray, model: VolumeModel, run: Run) -> None:
     """Draw what was found in a case, [X, Y, Z] uint8 on the grid of its file, over its image."""
-    from common.observe.overlays import draw_overlay  # here: the start of a run need not wait for what draws
+    from medspeed.common.observe.overlays import draw_overlay  # here: the start of a run need not wait for what draws
 
     (image, affine), path = _image(case, model), run.directory / "overlays" / f"{case.name}.png"
     draw_overlay(path, image, labels, affine, truth=truth, title=f"{case.name}: Dice {dice:.3f}", **_shown(model))
@@ -166,7 +166,7 @@ def finish(
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds"].items())
     run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}")
     with _said(run, "no report"):
-        from common.observe.report import write_report
+        from medspeed.common.observe.report import write_report
 
         run.say(f"report: {write_report(run.directory)}")
     return summary

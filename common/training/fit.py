@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.clock import StepTimer, seconds_given, span, spans_to
-from common.data.batches import Batch, Batches
-from common.inference.model import load_weights
-from common.inference.options import Precision
-from common.observe.roofline import distance_to_limit
-from common.run import Run
-from common.training.config import TrainingConfig, decided
-from common.training.setup import OneStep, autocast, learning_rates, nan_as_zero
-from common.training.state import Log, TrainingState
-from common.training.steps import Steps, choose_steps
-from common.training.stopping import GracefulStop
+from medspeed.common.clock import StepTimer, seconds_given, span, spans_to
+from medspeed.common.data.batches import Batch, Batches
+from medspeed.common.inference.model import load_weights
+from medspeed.common.inference.options import Precision
+from medspeed.common.observe.roofline import distance_to_limit
+from medspeed.common.run import Run
+from medspeed.common.training.config import TrainingConfig, decided
+from medspeed.common.training.setup import OneStep, autocast, learning_rates, nan_as_zero
+from medspeed.common.training.state import Log, TrainingState
+from medspeed.common.training.steps import Steps, choose_steps
+from medspeed.common.training.stopping import GracefulStop
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # From the network, and a function to call between cases (it raises when the run is to stop), to the metric.

@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from common.inference.labels import Region
-from common.kernels.dice import LossOfSums, LossSums, fits
-from common.kernels.trust import trusts
-from common.ranks import SINGLE, Ranks
-from common.run import Run
+from medspeed.common.inference.labels import Region
+from medspeed.common.kernels.dice import LossOfSums, LossSums, fits
+from medspeed.common.kernels.trust import trusts
+from medspeed.common.ranks import SINGLE, Ranks
+from medspeed.common.run import Run
 
 LossName = Literal["dice_ce", "dice_focal", "dice_focal_per_sample", "monai_dice_ce", "monai_dice_focal", "monai_dice"]
 Loss = Callable[[Tensor, Tensor], Tensor]

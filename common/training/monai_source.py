@@ -10,20 +10,20 @@ from monai.inferers import sliding_window_inference
 from monai.transforms import Compose
 from torch import nn
 
-from common.data.batches import Batches
-from common.data.dataset import Case
-from common.data.monai_batches import Transforms, monai_crops, monai_items, plain
-from common.data.preparation import label_map
-from common.data.threads import map_in_threads
-from common.data.volumes import check_same_grid, read_volume
-from common.inference.labels import dice_counts
-from common.inference.model import VolumeModel
-from common.inference.predictors import torch_predictor
-from common.run import Run
-from common.training.config import SegmentationConfig, decided
-from common.training.fit import Validate
-from common.training.resolve import Data
-from common.training.setup import shared_validation
+from medspeed.common.data.batches import Batches
+from medspeed.common.data.dataset import Case
+from medspeed.common.data.monai_batches import Transforms, monai_crops, monai_items, plain
+from medspeed.common.data.preparation import label_map
+from medspeed.common.data.threads import map_in_threads
+from medspeed.common.data.volumes import check_same_grid, read_volume
+from medspeed.common.inference.labels import dice_counts
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.run import Run
+from medspeed.common.training.config import SegmentationConfig, decided
+from medspeed.common.training.fit import Validate
+from medspeed.common.training.resolve import Data
+from medspeed.common.training.setup import shared_validation
 
 
 def monai_source(

@@ -8,19 +8,19 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from common.config import config_content, flat, replaced
-from common.data.dataset import Dataset, Split, read_dataset, read_split, split_cases
-from common.data.fingerprint import Fingerprint, fingerprint, is_ct, plan_preparation
-from common.data.preparation import Preparation
-from common.data.store import store_folder
-from common.data.synthetic import make_synthetic
-from common.files import read_as, read_object, write_json
-from common.host_memory import free_memory
-from common.inference.labels import LabelScheme
-from common.inference.model import VolumeModel, write_model
-from common.run import Run, point_latest
-from common.training.config import SegmentationConfig, Size, TrainingConfig, decided
-from common.training.setup import check_partitions, choose_precision, few_cases
+from medspeed.common.config import config_content, flat, replaced
+from medspeed.common.data.dataset import Dataset, Split, read_dataset, read_split, split_cases
+from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct, plan_preparation
+from medspeed.common.data.preparation import Preparation
+from medspeed.common.data.store import store_folder
+from medspeed.common.data.synthetic import make_synthetic
+from medspeed.common.files import read_as, read_object, write_json
+from medspeed.common.host_memory import free_memory
+from medspeed.common.inference.labels import LabelScheme
+from medspeed.common.inference.model import VolumeModel, write_model
+from medspeed.common.run import Run, point_latest
+from medspeed.common.training.config import SegmentationConfig, Size, TrainingConfig, decided
+from medspeed.common.training.setup import check_partitions, choose_precision, few_cases
 
 C = TypeVar("C", bound=TrainingConfig)
 S = TypeVar("S", bound=SegmentationConfig)
@@ -56,7 +56,7 @@ class Defaults:
     """What an app takes on one kind of device where the user says nothing.
 
     Args:
-        fields: values by the names of `common.config.flat`.
+        fields: values by the names of `medspeed.common.config.flat`.
         crop: largest crop X, Y, Z in voxels.
         window: largest window.
         window_batch: windows computed at once.

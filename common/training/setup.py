@@ -12,18 +12,18 @@ from typing import Literal
 import torch
 from torch import nn
 
-from common.config import config_to_yaml
-from common.data.batches import Batch, Batches
-from common.data.dataset import Split
-from common.host_memory import keep_freed_memory
-from common.inference.labels import mean_dice
-from common.inference.model import VolumeModel
-from common.inference.options import Precision
-from common.inference.predictors import computes_bf16, torch_predictor
-from common.kernels import norms, trust
-from common.ranks import Ranks
-from common.run import Run, how_to_go_on, join_ranks, open_run
-from common.training.config import SegmentationConfig, TrainingConfig, decided
+from medspeed.common.config import config_to_yaml
+from medspeed.common.data.batches import Batch, Batches
+from medspeed.common.data.dataset import Split
+from medspeed.common.host_memory import keep_freed_memory
+from medspeed.common.inference.labels import mean_dice
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.options import Precision
+from medspeed.common.inference.predictors import computes_bf16, torch_predictor
+from medspeed.common.kernels import norms, trust
+from medspeed.common.ranks import Ranks
+from medspeed.common.run import Run, how_to_go_on, join_ranks, open_run
+from medspeed.common.training.config import SegmentationConfig, TrainingConfig, decided
 
 DEV_RUN = "FAST DEV RUN: two steps on a few cases; no figure of this run means anything"
 _DEV_TRAINING, _DEV_VALIDATION = 2, 1  # cases, or as many as there are parts to deal them to

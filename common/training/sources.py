@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from common.data.batches import Batches, crop_batches, partition_cases
-from common.data.cache import (
+from medspeed.common.data.batches import Batches, crop_batches, partition_cases
+from medspeed.common.data.cache import (
     CacheMode,
     CachePlan,
     CaseCache,
@@ -24,21 +24,21 @@ from common.data.cache import (
     plan_cache,
     smart_indices,
 )
-from common.data.crops import CachedCase, Tier, place_cases
-from common.data.dataset import Case
-from common.data.preparation import PreparedCase, prepare_case
-from common.data.store import prepared_bytes, prepared_cases, store_folder
-from common.files import read_object, write_json
-from common.inference.model import VolumeModel
-from common.inference.predict import working_counts
-from common.run import Run
-from common.training.config import SegmentationConfig, decided
-from common.training.fit import Setup, Validate
-from common.training.losses import LossName, build_loss, say_inexact
-from common.training.optimizers import build_optimizer
-from common.training.resolve import Data
-from common.training.setup import compile_if_asked, dtype_of, shared_validation, trust_kernels, volume_network
-from common.training.trials import volume_trials
+from medspeed.common.data.crops import CachedCase, Tier, place_cases
+from medspeed.common.data.dataset import Case
+from medspeed.common.data.preparation import PreparedCase, prepare_case
+from medspeed.common.data.store import prepared_bytes, prepared_cases, store_folder
+from medspeed.common.files import read_object, write_json
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.predict import working_counts
+from medspeed.common.run import Run
+from medspeed.common.training.config import SegmentationConfig, decided
+from medspeed.common.training.fit import Setup, Validate
+from medspeed.common.training.losses import LossName, build_loss, say_inexact
+from medspeed.common.training.optimizers import build_optimizer
+from medspeed.common.training.resolve import Data
+from medspeed.common.training.setup import compile_if_asked, dtype_of, shared_validation, trust_kernels, volume_network
+from medspeed.common.training.trials import volume_trials
 
 Transforms = Sequence[Callable[[Any], Any]]
 
@@ -62,7 +62,9 @@ def volume_setup(
     if chains is None:
         batches, validate = our_source(data, model, config, run)
     else:
-        from common.training.monai_source import monai_source  # here: MONAI takes longer to load than all the rest
+        from medspeed.common.training.monai_source import (
+            monai_source,  # here: MONAI takes longer to load than all the rest
+        )
 
         batches, validate = monai_source(chains, data, model, config, run)
     with run.clock.stage("compile"):

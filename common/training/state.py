@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from common.clock import seconds_given
-from common.files import from_json, printable, read_json_lines, write_text
-from common.inference.model import UNREADABLE, first_line
-from common.observe.monitor import Monitor
-from common.observe.profiler import StepProfiler
-from common.run import Run
-from common.training.best import BestWeights
-from common.training.checkpoint import load_checkpoint, save_checkpoint
-from common.training.config import TrainingConfig
-from common.training.optimizers import Novograd
+from medspeed.common.clock import seconds_given
+from medspeed.common.files import from_json, printable, read_json_lines, write_text
+from medspeed.common.inference.model import UNREADABLE, first_line
+from medspeed.common.observe.monitor import Monitor
+from medspeed.common.observe.profiler import StepProfiler
+from medspeed.common.run import Run
+from medspeed.common.training.best import BestWeights
+from medspeed.common.training.checkpoint import load_checkpoint, save_checkpoint
+from medspeed.common.training.config import TrainingConfig
+from medspeed.common.training.optimizers import Novograd
 
 VALIDATIONS_HELD = 3
 """Validations in a row that must reach a target: one may be luck."""
@@ -286,7 +286,7 @@ class Log:
             self._draw()
 
     def _draw(self) -> None:
-        from common.observe.plots import draw_progress
+        from medspeed.common.observe.plots import draw_progress
 
         draw_progress(self._picture, read_json_lines(self._path), self._metric)
         self._drawn = time.monotonic()

@@ -12,15 +12,15 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from common.data.batches import Batch, Batches, Draft
-from common.data.crops import pinned
-from common.inference.model import first_line
-from common.kernels import trust
-from common.kernels.capture import record
-from common.run import Run
-from common.training.config import TrainingConfig
-from common.training.optimizers import Novograd
-from common.training.state import TrainingState
+from medspeed.common.data.batches import Batch, Batches, Draft
+from medspeed.common.data.crops import pinned
+from medspeed.common.inference.model import first_line
+from medspeed.common.kernels import trust
+from medspeed.common.kernels.capture import record
+from medspeed.common.run import Run
+from medspeed.common.training.config import TrainingConfig
+from medspeed.common.training.optimizers import Novograd
+from medspeed.common.training.state import TrainingState
 
 Compute = Callable[[Batch, float | Tensor], Tensor]
 """One step, from a batch and a learning rate to the loss, a scalar."""

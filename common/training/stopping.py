@@ -8,8 +8,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from common.ranks import Ranks
-from common.run import STOP_SIGNALS
+from medspeed.common.ranks import Ranks
+from medspeed.common.run import STOP_SIGNALS
 
 
 class GracefulStop:

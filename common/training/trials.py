@@ -7,14 +7,14 @@ from itertools import chain, count
 import torch
 from torch import Tensor
 
-from common.data import crops
-from common.data.batches import Batches
-from common.inference.model import VolumeModel
-from common.kernels.trust import Trial, trusting
-from common.training import losses
-from common.training.config import SegmentationConfig, decided
-from common.training.losses import build_loss
-from common.training.setup import dtype_of
+from medspeed.common.data import crops
+from medspeed.common.data.batches import Batches
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.kernels.trust import Trial, trusting
+from medspeed.common.training import losses
+from medspeed.common.training.config import SegmentationConfig, decided
+from medspeed.common.training.losses import build_loss
+from medspeed.common.training.setup import dtype_of
 
 Work = Callable[[], list[Tensor]]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.export.gate import QUALITY_BOUNDS
-from data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
+from medspeed.common.export.gate import QUALITY_BOUNDS
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
 
 ROOT = Path(__file__).resolve().parents[2]
 

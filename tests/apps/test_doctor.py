@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from monai.transforms import RandomizableTransform, Transform
 
-from apps import doctor, doctor_probes
-from apps.opening import APPS, parse_flags
-from apps.spleen import guide
-from apps.spleen import train as spleen_train
-from apps.spleen.config import RECIPES, SpleenConfig
-from common.training.config import Windows
-from common.training.state import Log
-from data_scripts.make_slides import make_slides
+from medspeed.apps import doctor, doctor_probes
+from medspeed.apps.opening import APPS, parse_flags
+from medspeed.apps.spleen import guide
+from medspeed.apps.spleen import train as spleen_train
+from medspeed.apps.spleen.config import RECIPES, SpleenConfig
+from medspeed.common.training.config import Windows
+from medspeed.common.training.state import Log
+from medspeed.data_scripts.make_slides import make_slides
 
 TINY: dict[str, Any] = {
     "split": "0.25:0",
@@ -99,14 +99,14 @@ def test_a_slow_disk(uncached, monkeypatch):
 @pytest.mark.slow
 def test_a_slow_transform(uncached, monkeypatch):
     plain = guide.deterministic_transforms
-    monkeypatch.setattr("apps.spleen.guide.deterministic_transforms", lambda *given: [*plain(*given), Fixed()])
+    monkeypatch.setattr("medspeed.apps.spleen.guide.deterministic_transforms", lambda *given: [*plain(*given), Fixed()])
     assert bound(uncached) == "preparation"
 
 
 @pytest.mark.slow
 def test_a_slow_random_transform_also_of_cached_cases(uncached, monkeypatch):
     plain = guide.random_crops
-    monkeypatch.setattr("apps.spleen.guide.random_crops", lambda *given: [Random(), *plain(*given)])
+    monkeypatch.setattr("medspeed.apps.spleen.guide.random_crops", lambda *given: [Random(), *plain(*given)])
     assert bound(replace(uncached, cache="monai")) == "augmentation"
 
 
@@ -114,7 +114,7 @@ def test_a_slow_random_transform_also_of_cached_cases(uncached, monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12 on what MONAI's loader does
 def test_starved_workers(uncached, monkeypatch):
     plain = guide.random_crops
-    monkeypatch.setattr("apps.spleen.guide.random_crops", lambda *given: [Random(), *plain(*given)])
+    monkeypatch.setattr("medspeed.apps.spleen.guide.random_crops", lambda *given: [Random(), *plain(*given)])
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(512)))
     assert bound(replace(uncached, workers=1)) == "workers"
 
@@ -123,7 +123,7 @@ def test_starved_workers(uncached, monkeypatch):
 def test_a_tiny_batch(fast, monkeypatch):
     """Each step costs 150 ms, whatever its batch, as launches do."""
     monkeypatch.setenv("MEDSPEED_CHECKPOINT_SECONDS", "1000")  # a busy machine is slow enough to save in between
-    slowed(monkeypatch, sys.modules["common.training.fit"], "train_step", 0.15)
+    slowed(monkeypatch, sys.modules["medspeed.common.training.fit"], "train_step", 0.15)
     slowed(monkeypatch, doctor_probes, "train_step", 0.15)
     tiny = replace(fast, batch_size=1, crop_size=(8, 8, 8), precision="fp32", epochs=500, validate_every=100)
     assert bound(tiny) == "kernel launch"
@@ -155,7 +155,7 @@ def test_heavy_logging(fast, monkeypatch):
 @pytest.mark.slow
 def test_a_storm_of_checkpoints(fast, monkeypatch):
     slowed(
-        monkeypatch, sys.modules["common.training.state"], "save_checkpoint", 0.1
+        monkeypatch, sys.modules["medspeed.common.training.state"], "save_checkpoint", 0.1
     )  # a disk in memory would take no time
     assert bound(fast) == "checkpointing"
 
@@ -171,11 +171,11 @@ def test_what_computes_but_could_be_faster(fast, monkeypatch):
 
         return step
 
-    fit = sys.modules["common.training.fit"]
+    fit = sys.modules["medspeed.common.training.fit"]
     slowly = slow(fit.train_step)
     monkeypatch.setattr(fit, "train_step", slowly)
     monkeypatch.setattr(doctor_probes, "train_step", slowly)
-    monkeypatch.setattr("apps.doctor.choose_precision", lambda *given: "bf16")
+    monkeypatch.setattr("medspeed.apps.doctor.choose_precision", lambda *given: "bf16")
     verdict, measured, _ = doctor.examine(replace(fast, precision="fp32"))
     assert verdict.bound == "compute"
     assert verdict.text.endswith("; take --precision bf16")
@@ -222,7 +222,7 @@ def test_every_app_is_examined(app, recipe, heads, store, tmp_path):
 
 def test_the_switches_are_flags_of_the_app():
     for app in APPS:
-        for recipe in import_module(f"apps.{app}.config").RECIPES:
+        for recipe in import_module(f"medspeed.apps.{app}.config").RECIPES:
             config = parse_flags(app, ["--recipe", recipe])
             for text in doctor.switches(config).values():
                 flags = re.findall(r"--(\w+)", text)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from apps import doctor_machine
-from apps.doctor_machine import check_machine
+from medspeed.apps import doctor_machine
+from medspeed.apps.doctor_machine import check_machine
 
 CPU = torch.device("cpu")
 GIB = 2**30

@@ -8,26 +8,26 @@ import onnxruntime
 import pytest
 import torch
 
-from apps.brats.config import BratsExport
-from apps.brats.export import imported_model as imported_brats
-from apps.brats.export import main as export_brats
-from apps.pathology.config import PathologyExport
-from apps.pathology.export import main as export_pathology
-from apps.pathology.export import our_name
-from apps.pathology.model import PathologyModel
-from apps.pathology.model import load_model as load_pathology
-from apps.spleen.config import SpleenExport
-from apps.spleen.export import imported_model, network_config
-from apps.spleen.export import main as export_spleen
-from apps.spleen.infer import main as infer_spleen
-from common.export.deploy import _find_cases
-from common.export.onnx_model import export_onnx
-from common.files import record_digests, sha256_of
-from common.inference.model import import_weights, save_weights
-from common.inference.open_predictor import open_predictor
-from common.inference.options import InferConfig
-from data_scripts.make_phantoms import make_ct_phantoms
-from models.resnet18_fcn import resnet18_fcn
+from medspeed.apps.brats.config import BratsExport
+from medspeed.apps.brats.export import imported_model as imported_brats
+from medspeed.apps.brats.export import main as export_brats
+from medspeed.apps.pathology.config import PathologyExport
+from medspeed.apps.pathology.export import main as export_pathology
+from medspeed.apps.pathology.export import our_name
+from medspeed.apps.pathology.model import PathologyModel
+from medspeed.apps.pathology.model import load_model as load_pathology
+from medspeed.apps.spleen.config import SpleenExport
+from medspeed.apps.spleen.export import imported_model, network_config
+from medspeed.apps.spleen.export import main as export_spleen
+from medspeed.apps.spleen.infer import main as infer_spleen
+from medspeed.common.export.deploy import _find_cases
+from medspeed.common.export.onnx_model import export_onnx
+from medspeed.common.files import record_digests, sha256_of
+from medspeed.common.inference.model import import_weights, save_weights
+from medspeed.common.inference.open_predictor import open_predictor
+from medspeed.common.inference.options import InferConfig
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.models.resnet18_fcn import resnet18_fcn
 
 TINY = {"channels": (4, 8), "window_size": (32, 32, 32), "spacing": (4.0, 4.0, 4.0)}
 

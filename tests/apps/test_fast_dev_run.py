@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from apps.brats.train import main as brats
-from apps.opening import parse_flags
-from apps.pathology.train import main as pathology
-from apps.spleen.train import main as spleen
-from common.training.evaluate import RunSummary
-from data_scripts.make_slides import make_slides
+from medspeed.apps.brats.train import main as brats
+from medspeed.apps.opening import parse_flags
+from medspeed.apps.pathology.train import main as pathology
+from medspeed.apps.spleen.train import main as spleen
+from medspeed.common.training.evaluate import RunSummary
+from medspeed.data_scripts.make_slides import make_slides
 
 MAINS: dict[str, Callable[[Any], RunSummary | None]] = {"spleen": spleen, "brats": brats, "pathology": pathology}
 SMALL = {

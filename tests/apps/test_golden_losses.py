@@ -51,7 +51,7 @@ def test_losses_of_captured_steps_are_those_of_before(name, data, golden_store, 
 
 
 def test_losses_of_a_stopped_and_resumed_run_are_those_of_a_whole_one(data, golden_store, tmp_path, monkeypatch):
-    module = importlib.import_module("common.training.fit")
+    module = importlib.import_module("medspeed.common.training.fit")
     train_step, done = module.train_step, []
 
     def stopped(*arguments: Any, **named: Any) -> Any:

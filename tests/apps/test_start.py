@@ -17,9 +17,9 @@ NEEDLESS = {
 IMPORTED = "import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
 TO_THE_SECOND_STEP = """
 import json, os, sys
-import apps.{app}.config as config
+import medspeed.apps.{app}.config as config
 CONFIG = config.parse(sys.argv[1:])
-import apps.{app}.train as train
+import medspeed.apps.{app}.train as train
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 called = []
@@ -46,13 +46,13 @@ def loaded(program: str, *arguments: str) -> set[str]:
 
 @pytest.mark.parametrize("app", ["spleen", "brats", "pathology"])
 def test_importing_an_app_loads_nothing_that_the_fast_recipe_does_not_need(app):
-    found = loaded(IMPORTED.format(module=f"apps.{app}.train")) & NEEDLESS
+    found = loaded(IMPORTED.format(module=f"medspeed.apps.{app}.train")) & NEEDLESS
     assert found == set()
 
 
 def test_what_a_guides_recipe_loads_is_seen():
     """The test above can fail."""
-    assert "monai" in loaded(IMPORTED.format(module="apps.spleen.guide")) & NEEDLESS
+    assert "monai" in loaded(IMPORTED.format(module="medspeed.apps.spleen.guide")) & NEEDLESS
 
 
 def test_nothing_needless_is_loaded_until_the_first_step_is_done(phantoms, store, tmp_path):

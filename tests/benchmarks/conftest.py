@@ -9,9 +9,9 @@ import nibabel
 import numpy as np
 import pytest
 
-from benchmarks import harness
-from benchmarks.harness import Sides
-from common.files import write_json
+from medspeed.benchmarks import harness
+from medspeed.benchmarks.harness import Sides
+from medspeed.common.files import write_json
 
 LABELS = {"0": "background", "1": "edema", "2": "non-enhancing tumor", "3": "enhancing tumour"}
 AFFINE = np.array([[-1, 0, 0, 20], [0, -1, 0, 30], [0, 0, 1, -12], [0, 0, 0, 1.0]])  # LPS, as MSD's own scans

@@ -9,7 +9,7 @@ import torch
 from monai.data import CacheDataset
 from monai.transforms import Compose
 
-from benchmarks.peers import brats_guide
+from medspeed.benchmarks.peers import brats_guide
 
 CPU = torch.device("cpu")
 

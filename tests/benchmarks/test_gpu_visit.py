@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import visit_parts
+from medspeed.benchmarks import visit_parts
 
 ROOT = Path(__file__).parents[2]
 PARTS = [
@@ -183,8 +183,13 @@ def test_inference_and_benchmarks_of_volumes_import_without_what_dicom_and_slide
     """A host with a GPU and without a network has what was carried there."""
     blocked = ["cc3d", "pydicom", "imagecodecs", "gdcm", "highdicom", "openslide", "cucim", "lmdb", "ignite", "fire"]
     blocked += ["cupy", "tensorrt", "tensorrt_rtx"]
-    wanted = [f"apps.{app}.infer", f"apps.{app}.train", "benchmarks.compare", "benchmarks.visit_parts"]
-    wanted += [f"benchmarks.guides.{app}", "benchmarks.time_to_target"]
+    wanted = [
+        f"medspeed.apps.{app}.infer",
+        f"medspeed.apps.{app}.train",
+        "medspeed.benchmarks.compare",
+        "medspeed.benchmarks.visit_parts",
+    ]
+    wanted += [f"medspeed.benchmarks.guides.{app}", "medspeed.benchmarks.time_to_target"]
     program = f"import importlib, sys\nsys.modules.update(dict.fromkeys({blocked}))\n"
     program += f"for name in {wanted}: importlib.import_module(name)\n"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)

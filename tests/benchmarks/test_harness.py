@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import harness
-from benchmarks.harness import Options, apart, call, row, show, step_rows, timed
+from medspeed.benchmarks import harness
+from medspeed.benchmarks.harness import Options, apart, call, row, show, step_rows, timed
 
 
 def test_a_side_runs_elsewhere_each_time_in_the_same_process():

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from apps.opening import APPS, parse_flags
-from benchmarks import ladder
-from benchmarks.ladder import RUNGS, attempt, beside, climb, climbed, draw_ladder, markdown, parse_options
-from benchmarks.ladder_parts import climb_rung, in_a_process
-from common.config import flat
-from data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.apps.opening import APPS, parse_flags
+from medspeed.benchmarks import ladder
+from medspeed.benchmarks.ladder import RUNGS, attempt, beside, climb, climbed, draw_ladder, markdown, parse_options
+from medspeed.benchmarks.ladder_parts import climb_rung, in_a_process
+from medspeed.common.config import flat
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
 # What a rung of the climb may not change: else it would not be its technique that is measured.
 EQUAL = {

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from apps.pathology.model import PathologyModel
-from apps.pathology.patches.augment import jitter_
-from apps.pathology.scan.scan import choose_view, scan_slide
-from apps.pathology.slides.masks import SlideMask
-from apps.pathology.slides.reader import open_slide
-from benchmarks.peers import pathology_guide
-from data_scripts.make_slides import make_slides
+from medspeed.apps.pathology.model import PathologyModel
+from medspeed.apps.pathology.patches.augment import jitter_
+from medspeed.apps.pathology.scan.scan import choose_view, scan_slide
+from medspeed.apps.pathology.slides.masks import SlideMask
+from medspeed.apps.pathology.slides.reader import open_slide
+from medspeed.benchmarks.peers import pathology_guide
+from medspeed.data_scripts.make_slides import make_slides
 
 CPU = torch.device("cpu")
 # MONAI makes tensors of the reader's arrays as they are.

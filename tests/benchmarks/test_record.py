@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from benchmarks.harness import GUIDES, ROOT, guide_of, row
-from benchmarks.record import record_of, results_table, with_record
-from common.files import write_json
+from medspeed.benchmarks.harness import GUIDES, ROOT, guide_of, row
+from medspeed.benchmarks.record import record_of, results_table, with_record
+from medspeed.common.files import write_json
 
 RECORDS = ROOT / "benchmarks" / "records"
 

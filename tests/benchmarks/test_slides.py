@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from apps.pathology.slides.camelyon import read_slide_set
-from benchmarks import compare, harness, slides
-from benchmarks.guides import pathology
-from benchmarks.harness import Options, in_turn
-from benchmarks.peers import make_step, pathology_guide
-from common.config import replaced
-from common.training.fit import train_step
-from data_scripts.make_slides import make_slides
-from models.resnet18_fcn import resnet18_fcn
+from medspeed.apps.pathology.slides.camelyon import read_slide_set
+from medspeed.benchmarks import compare, harness, slides
+from medspeed.benchmarks.guides import pathology
+from medspeed.benchmarks.harness import Options, in_turn
+from medspeed.benchmarks.peers import make_step, pathology_guide
+from medspeed.common.config import replaced
+from medspeed.common.training.fit import train_step
+from medspeed.data_scripts.make_slides import make_slides
+from medspeed.models.resnet18_fcn import resnet18_fcn
 
 CPU = torch.device("cpu")
 SMALL = {"PATCH": 64, "LOADED": (36, 18), "STEPS": ((64, 9),), "EPOCH": 2, "WARM": (36, 9, 2), "MASK_LEVEL": 4}

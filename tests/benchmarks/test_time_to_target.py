@@ -5,9 +5,9 @@ import nibabel
 import numpy as np
 import pytest
 
-from benchmarks import time_to_target
-from benchmarks.time_to_target import judge_segmentation, summary_of
-from common.inference.model import write_model
+from medspeed.benchmarks import time_to_target
+from medspeed.benchmarks.time_to_target import judge_segmentation, summary_of
+from medspeed.common.inference.model import write_model
 from tests.support import unet_model
 
 

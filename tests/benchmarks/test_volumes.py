@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import compare, harness, volumes
-from benchmarks.guides import brats, spleen
-from benchmarks.harness import Options, in_turn
-from benchmarks.peers import brats_guide, make_step, spleen_guide
-from common.data.dataset import read_dataset
-from common.files import write_json
-from common.inference.model import VolumeModel
-from common.training.config import Windows
-from common.training.fit import train_step
-from data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.benchmarks import compare, harness, volumes
+from medspeed.benchmarks.guides import brats, spleen
+from medspeed.benchmarks.harness import Options, in_turn
+from medspeed.benchmarks.peers import brats_guide, make_step, spleen_guide
+from medspeed.common.data.dataset import read_dataset
+from medspeed.common.files import write_json
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.training.config import Windows
+from medspeed.common.training.fit import train_step
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
 CPU = torch.device("cpu")
 

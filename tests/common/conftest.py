@@ -199,8 +199,8 @@ def fake_tensorrt(monkeypatch: pytest.MonkeyPatch) -> InstallFake:
         module = _fake_module(flavour, version)
         monkeypatch.setitem(sys.modules, flavour, module)
         for user in (
-            "common.inference.tensorrt_runtime",
-            "common.export.tensorrt_engine",
+            "medspeed.common.inference.tensorrt_runtime",
+            "medspeed.common.export.tensorrt_engine",
         ):
             monkeypatch.setattr(f"{user}.host_gpu", lambda device=None: gpu)
         return module

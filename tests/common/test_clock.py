@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from common.clock import Clock, StepTimer, seconds_given, span, spans_to
+from medspeed.common.clock import Clock, StepTimer, seconds_given, span, spans_to
 
 CPU = torch.device("cpu")
 

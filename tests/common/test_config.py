@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from common.config import config_from_yaml, config_to_yaml, flat, parse_config, replaced
+from medspeed.common.config import config_from_yaml, config_to_yaml, flat, parse_config, replaced
 
 
 @dataclass(frozen=True)

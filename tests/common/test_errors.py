@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import explained, log_warnings_as_lines
-from common.files import printable
+from medspeed.common.errors import explained, log_warnings_as_lines
+from medspeed.common.files import printable
 
 
 def too_much_for_torch():

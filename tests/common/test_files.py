@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from common import files
-from common.files import atomic_path, from_json, read_as, read_object, sha256_of, write_json, write_text
+from medspeed.common import files
+from medspeed.common.files import atomic_path, from_json, read_as, read_object, sha256_of, write_json, write_text
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -62,7 +62,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
     program = (
         "import resource, signal, sys\n"
         "from pathlib import Path\n"
-        "from common.files import write_text\n"
+        "from medspeed.common.files import write_text\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "write_text(Path(sys.argv[1]), 'x' * 2000)\n"

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from common.host_memory import cgroup_free
+from medspeed.common.host_memory import cgroup_free
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only the GNU C library keeps memory")
 
 FAULTS = """
 import resource
 import torch
-from common.host_memory import keep_freed_memory
+from medspeed.common.host_memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -36,7 +36,7 @@ def test_kept_memory_costs_no_page_faults():
 
 
 CHILD = """
-from common.host_memory import peak_memory
+from medspeed.common.host_memory import peak_memory
 
 before = peak_memory()
 held = bytearray(2**28)
@@ -88,7 +88,7 @@ def test_no_control_groups_no_limits(tmp_path):
 LIMITED = """
 import resource
 import psutil
-from common.host_memory import free_memory
+from medspeed.common.host_memory import free_memory
 
 taken = psutil.Process().memory_info().vms
 resource.setrlimit(resource.RLIMIT_AS, (taken + 2**25, resource.RLIM_INFINITY))

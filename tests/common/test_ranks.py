@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from common.ranks import BEAT_SECONDS, SILENT_SECONDS, SINGLE, Watch
-from common.run import join_ranks
+from medspeed.common.ranks import BEAT_SECONDS, SILENT_SECONDS, SINGLE, Watch
+from medspeed.common.run import join_ranks
 from tests.common.rank_programs import free_port
 from tests.common.training.exact_worker import everything, twenty_steps
 from tests.common.training.fit_worker import train
@@ -143,7 +143,7 @@ def test_a_lost_rank_is_told_from_a_programmers_error(error, said, monkeypatch):
     for name, value in {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    monkeypatch.setattr("common.run.torchrun_place", lambda: (0, 1, 0))
+    monkeypatch.setattr("medspeed.common.run.torchrun_place", lambda: (0, 1, 0))
     with pytest.raises((RuntimeError, ConnectionError), match=said), join_ranks("cpu"):
         raise error
     torch.distributed.destroy_process_group()

@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
-from common.clock import Clock
-from common.files import read_json_lines
-from common.ranks import Ranks, choose_device
-from common.run import (
+from medspeed.common.clock import Clock
+from medspeed.common.files import read_json_lines
+from medspeed.common.ranks import Ranks, choose_device
+from medspeed.common.run import (
     STOP_SIGNALS,
     environment,
     how_to_go_on,
@@ -196,7 +196,7 @@ def test_a_run_folder_belongs_to_one_process(tmp_path):
     """Until that process ends, in whatever way; its own forked workers do not hold on to it."""
     run = open_run(tmp_path, tmp_path / "run", None, "cpu", "a: 1\n", 0)
     program = (
-        "import sys; from pathlib import Path; from common.run import one_line_errors, open_run\n"
+        "import sys; from pathlib import Path; from medspeed.common.run import one_line_errors, open_run\n"
         "with one_line_errors():\n"
         "    open_run(Path(), None, Path(sys.argv[1]), 'cpu', '', 0)\n"
     )
@@ -228,6 +228,6 @@ def test_a_terminal_that_was_closed_does_not_end_a_run(tmp_path, monkeypatch):
     def closed(_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("common.run.tqdm.write", closed)
+    monkeypatch.setattr("medspeed.common.run.tqdm.write", closed)
     run.say("hello")
     assert (tmp_path / "run" / "run.log").read_text() == "hello\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_scripts import fetch
+from medspeed.data_scripts import fetch
 from tests.faulty_server import CONTENT, FaultyServer, running
 
 

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_scripts import fetch
-from data_scripts.fetch import DownloadError, download, http_address, read_receipt
+from medspeed.data_scripts import fetch
+from medspeed.data_scripts.fetch import DownloadError, download, http_address, read_receipt
 from tests import faulty_server as faulty
 from tests.faulty_server import CONTENT, MD5, OTHER, download_from, interrupted
 
@@ -57,7 +57,7 @@ def test_cut_connections_are_resumed_where_they_ended(server, target, waits):
 
 def test_killed_process_is_continued(server, target):
     server.faults = [faulty.hang(30_000)]
-    code = "import sys; from pathlib import Path; from data_scripts.fetch import download; "
+    code = "import sys; from pathlib import Path; from medspeed.data_scripts.fetch import download; "
     code += "download(sys.argv[1], Path(sys.argv[2]))"
     part = target.with_name("a.tar.part")
     with subprocess.Popen([sys.executable, "-c", code, server.url + "/a.tar", target]) as process:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from apps.pathology.slides.camelyon import read_slide_set
-from data_scripts import fetch_camelyon16
-from data_scripts.fetch import DownloadError
-from data_scripts.fetch_camelyon16 import CHECKSUMS, choose, fetch, main, read_checksums
+from medspeed.apps.pathology.slides.camelyon import read_slide_set
+from medspeed.data_scripts import fetch_camelyon16
+from medspeed.data_scripts.fetch import DownloadError
+from medspeed.data_scripts.fetch_camelyon16 import CHECKSUMS, choose, fetch, main, read_checksums
 from tests import faulty_server as http
 from tests.faulty_server import FaultyServer
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from common.data.dataset import read_dataset
-from common.files import locked
-from data_scripts import fetch_msd
-from data_scripts.fetch import DownloadError, read_receipt
-from data_scripts.fetch_msd import ARCHIVES, BASE_URL, fetch, main, unpack
+from medspeed.common.data.dataset import read_dataset
+from medspeed.common.files import locked
+from medspeed.data_scripts import fetch_msd
+from medspeed.data_scripts.fetch import DownloadError, read_receipt
+from medspeed.data_scripts.fetch_msd import ARCHIVES, BASE_URL, fetch, main, unpack
 from tests import faulty_server as http
 from tests.faulty_server import FaultyServer
 
@@ -192,8 +192,8 @@ def test_errors_with_line_breaks_are_one_line(tmp_path, capsys):
 
 def test_two_processes_download_once(tmp_path, server):
     """The second waits for the lock; then the first has brought the data, and it returns at once."""
-    code = "import sys; from pathlib import Path; from data_scripts.fetch_msd import fetch; print('here', flush=True); "
-    code += "fetch('Task09_Spleen', sys.argv[1], Path(sys.argv[2]), base_url=sys.argv[3])"
+    code = "import sys; from pathlib import Path; from medspeed.data_scripts.fetch_msd import fetch; "
+    code += "print('here', flush=True); fetch('Task09_Spleen', sys.argv[1], Path(sys.argv[2]), base_url=sys.argv[3])"
     command = [sys.executable, "-c", code, hashlib.md5(TAR).hexdigest(), tmp_path, server.url]
     with locked(tmp_path / ".Task09_Spleen.lock"):
         both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]

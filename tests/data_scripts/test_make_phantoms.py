@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from data_scripts.make_phantoms import CT_VERSION, main, make_ct_phantoms
+from medspeed.data_scripts.make_phantoms import CT_VERSION, main, make_ct_phantoms
 
 SCRIPT = Path(__file__).resolve().parents[2] / "data_scripts" / "make_phantoms.py"
 CASES = 4

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from data_scripts.make_phantoms import MRI_VERSION, main, make_ct_phantoms, make_mri_phantoms
+from medspeed.data_scripts.make_phantoms import MRI_VERSION, main, make_ct_phantoms, make_mri_phantoms
 
 CASES = 12
 REGIONS = {"whole tumour": (1, 2, 3), "tumour core": (2, 3), "enhancing tumour": (3,)}

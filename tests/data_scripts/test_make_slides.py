@@ -15,8 +15,8 @@ import tifffile
 from PIL import Image, ImageDraw
 from scipy.stats import rankdata
 
-from data_scripts.make_slides import SLIDES_VERSION, entries, main, make_slides, pyramid, write_pyramid
-from data_scripts.slides_paint import draw_slide
+from medspeed.data_scripts.make_slides import SLIDES_VERSION, entries, main, make_slides, pyramid, write_pyramid
+from medspeed.data_scripts.slides_paint import draw_slide
 
 SCRIPT = Path(__file__).resolve().parents[2] / "data_scripts" / "make_slides.py"
 SIZE = 1024
@@ -120,7 +120,7 @@ def test_an_interrupted_set_is_gone_on_with(slides: Path, tmp_path: Path, monkey
 
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     with monkeypatch.context() as patched:
-        patched.setattr("data_scripts.make_slides.draw_slide", draw_or_fail)
+        patched.setattr("medspeed.data_scripts.make_slides.draw_slide", draw_or_fail)
         with pytest.raises(OSError, match="no space left"):
             make_slides(tmp_path, 2, 2, SIZE, progress=False)
     assert not (tmp_path / "slides.json").exists()
@@ -138,7 +138,7 @@ def test_an_interrupted_set_is_gone_on_with(slides: Path, tmp_path: Path, monkey
 
 def test_a_whole_set_is_left_alone(slides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(slides)
-    monkeypatch.setattr("data_scripts.make_slides.draw_slide", None)
+    monkeypatch.setattr("medspeed.data_scripts.make_slides.draw_slide", None)
     make_slides(slides, 5, 3, SIZE, progress=False)
     assert contents(slides) == before
 

@@ -8,8 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_scripts import painting
-from data_scripts.painting import Organ, Part, Scan, Solid, ValueNoise, ball, draw, paint, rotation, slabs, tube
+from medspeed.data_scripts import painting
+from medspeed.data_scripts.painting import (
+    Organ,
+    Part,
+    Scan,
+    Solid,
+    ValueNoise,
+    ball,
+    draw,
+    paint,
+    rotation,
+    slabs,
+    tube,
+)
 
 LONG = 1e5  # mm: the half axis of a cylinder, far beyond any field of view
 SHAPE = (40, 36, 30)

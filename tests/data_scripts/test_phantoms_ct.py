@@ -8,8 +8,8 @@ import numpy.typing as npt
 import pytest
 from scipy import ndimage
 
-from data_scripts.painting import Scan, draw
-from data_scripts.phantoms_ct import CAVITY, SPLEEN_CENTRE, abdomen, draw_scan, draw_tissues, scan_around
+from medspeed.data_scripts.painting import Scan, draw
+from medspeed.data_scripts.phantoms_ct import CAVITY, SPLEEN_CENTRE, abdomen, draw_scan, draw_tissues, scan_around
 
 RAS = np.diag([2.0, 2.0, 4.0, 1.0])
 

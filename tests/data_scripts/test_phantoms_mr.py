@@ -6,8 +6,8 @@ import numpy.typing as npt
 import pytest
 from scipy import ndimage
 
-from data_scripts.painting import Organ, Scan
-from data_scripts.phantoms_mr import CORTEX, MIDDLE, NUMBERS, depths, draw_scan, draw_tissues, head
+from medspeed.data_scripts.painting import Organ, Scan
+from medspeed.data_scripts.phantoms_mr import CORTEX, MIDDLE, NUMBERS, depths, draw_scan, draw_tissues, head
 
 FLAIR, T1, T1GD, T2 = range(4)
 FOLDS = 3.0  # far from the zeros that are sulci

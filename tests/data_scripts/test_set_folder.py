@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data_scripts.set_folder import MARKER, Parameters, fill
+from medspeed.data_scripts.set_folder import MARKER, Parameters, fill
 
 PARAMETERS: Parameters = {"kind": "blocks", "seed": 0}
 NAMES = ["a", "b", "c", "d"]

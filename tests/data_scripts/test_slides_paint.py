@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data_scripts import slides_paint
-from data_scripts.slides_paint import (
+from medspeed.data_scripts import slides_paint
+from medspeed.data_scripts.slides_paint import (
     INKS,
     LOOKS,
     Cells,
@@ -19,7 +19,7 @@ from data_scripts.slides_paint import (
     enlarge,
     stamp,
 )
-from data_scripts.slides_tissue import Fields, draw_node, long_axis, mask_of, values_at
+from medspeed.data_scripts.slides_tissue import Fields, draw_node, long_axis, mask_of, values_at
 
 STAIN = Stain(
     haematoxylin=np.array([0.65, 0.70, 0.29], np.float32),

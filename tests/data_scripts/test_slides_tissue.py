@@ -5,7 +5,7 @@ import pytest
 from matplotlib.path import Path as Polygon
 from scipy.spatial import cKDTree
 
-from data_scripts.slides_tissue import (
+from medspeed.data_scripts.slides_tissue import (
     ISLAND,
     MACRO_UM,
     MARGIN,

@@ -10,14 +10,14 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from apps.spleen.config import SpleenConfig, SpleenExport, parse
-from common.config import config_to_yaml, parse_config
-from common.data.dataset import read_dataset
-from common.data.volumes import read_volume
-from common.inference.options import InferConfig
-from data_scripts import to_msd
-from data_scripts.raw_sets import RawCase, RawSet, examine
-from data_scripts.to_msd import main, parse_options
+from medspeed.apps.spleen.config import SpleenConfig, SpleenExport, parse
+from medspeed.common.config import config_to_yaml, parse_config
+from medspeed.common.data.dataset import read_dataset
+from medspeed.common.data.volumes import read_volume
+from medspeed.common.inference.options import InferConfig
+from medspeed.data_scripts import to_msd
+from medspeed.data_scripts.raw_sets import RawCase, RawSet, examine
+from medspeed.data_scripts.to_msd import main, parse_options
 
 SHAPE = (8, 7, 6)
 AFFINE = np.diag([2.0, 2, 3, 1])

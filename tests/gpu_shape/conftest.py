@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fake_cuda import shim
-from common.files import read_object
+from medspeed.benchmarks.fake_cuda import shim
+from medspeed.common.files import read_object
 
 ROOT = Path(__file__).parents[2]
 Found = dict[str, dict[str, list[str]]]

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from benchmarks.fake_cuda.budget import exceeded
-from benchmarks.fake_cuda.costs import kernels, total
-from benchmarks.fake_cuda.device import Operator
+from medspeed.benchmarks.fake_cuda.budget import exceeded
+from medspeed.benchmarks.fake_cuda.costs import kernels, total
+from medspeed.benchmarks.fake_cuda.device import Operator
 
 Steps = list[list[Operator]]  # of two consecutive steps, at two rates
 

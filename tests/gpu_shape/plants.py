@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from common.kernels.norms import BatchNormPReLU
-from common.training.fit import Setup
+from medspeed.common.kernels.norms import BatchNormPReLU
+from medspeed.common.training.fit import Setup
 
 Plant = Callable[[Setup], AbstractContextManager[object]]
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from apps.opening import open_training, parse_flags
-from benchmarks.fake_cuda.steps import write_data
-from common.training.fit import train_step
-from common.training.setup import start_run
+from medspeed.apps.opening import open_training, parse_flags
+from medspeed.benchmarks.fake_cuda.steps import write_data
+from medspeed.common.training.fit import train_step
+from medspeed.common.training.setup import start_run
 
 TINY = {
     "spleen": ("--channels", "[4,8]", "--crop_size", "[16,16,16]", "--windows.size", "[16,16,16]", "--batch_size", "4"),

@@ -3,15 +3,15 @@
 import sys
 from pathlib import Path
 
-from benchmarks.fake_cuda import shim
+from medspeed.benchmarks.fake_cuda import shim
 
 if __name__ == "__main__":
     shim.load()  # before torch is loaded
 
-from benchmarks.fake_cuda.budget import TABLE, exceeded
-from benchmarks.fake_cuda.costs import total
-from benchmarks.fake_cuda.steps import VARIANTS, Opened, flags_of, opened, write_data
-from common.files import read_object, write_json
+from medspeed.benchmarks.fake_cuda.budget import TABLE, exceeded
+from medspeed.benchmarks.fake_cuda.costs import total
+from medspeed.benchmarks.fake_cuda.steps import VARIANTS, Opened, flags_of, opened, write_data
+from medspeed.common.files import read_object, write_json
 from tests.gpu_shape.guards import GUARDS, Steps
 from tests.gpu_shape.plants import PLANTS
 

@@ -3,7 +3,7 @@ import torch
 from monai.networks.nets import ResNet
 from torch import nn
 
-from models.resnet18_fcn import RECEPTIVE_FIELD, STRIDE, ResNet18, resnet18_fcn
+from medspeed.models.resnet18_fcn import RECEPTIVE_FIELD, STRIDE, ResNet18, resnet18_fcn
 from tests.models.against_monai import both, check_to_the_bit
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from monai.networks.nets import SegResNet
 
-from models.segresnet3d import HalfDoubling, segresnet3d
+from medspeed.models.segresnet3d import HalfDoubling, segresnet3d
 from tests.models.against_monai import both, check_to_the_bit
 
 

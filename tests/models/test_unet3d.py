@@ -2,7 +2,7 @@ import pytest
 import torch
 from monai.networks.nets import UNet
 
-from models.unet3d import unet3d
+from medspeed.models.unet3d import unet3d
 from tests.models.against_monai import both, train_both
 
 

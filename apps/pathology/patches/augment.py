@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch.nn.functional import grid_sample
 
-from apps.pathology.config import Augmentation
-from common.data.batches import keyed_uniforms
-from common.data.crops import upload
+from medspeed.apps.pathology.config import Augmentation
+from medspeed.common.data.batches import keyed_uniforms
+from medspeed.common.data.crops import upload
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 # The shares of red, green and blue in a grey. Source: torchvision's rgb_to_grayscale (ITU-R BT.601, rounded).

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apps.pathology.patches.augment import CONTRAST, PatchDraw, augment, zoomed_sides
-from common.data.crops import upload
-from common.kernels.trust import trusts
+from medspeed.apps.pathology.patches.augment import CONTRAST, PatchDraw, augment, zoomed_sides
+from medspeed.common.data.crops import upload
+from medspeed.common.kernels.trust import trusts
 
 FUSED = "augmentation"
 """The name that `trusts` knows the kernels by."""
@@ -82,7 +82,7 @@ def grey_sums(pixels: Tensor, table: Tensor) -> Tensor:
         pixels: [M, 3, S, S] uint8, contiguous.
         table: [N, 16] int32 of `draw_table`.
     """
-    from apps.pathology.patches.augment_triton import grey_kernel
+    from medspeed.apps.pathology.patches.augment_triton import grey_kernel
 
     sums: Tensor = _sums_like(pixels, table)
     grey_kernel[sums.shape](pixels, table, sums, pixels.shape[2], block=_BLOCK, steps=_STEPS)
@@ -106,7 +106,7 @@ def augmented(pixels: Tensor, table: Tensor, greys: Tensor, dtype: torch.dtype, 
         dtype: of the result, to which float32 is rounded.
         channels_last: layout of the result.
     """
-    from apps.pathology.patches.augment_triton import augment_kernel
+    from medspeed.apps.pathology.patches.augment_triton import augment_kernel
 
     images: Tensor = _images_like(pixels, table, greys, dtype, channels_last)
     size, parts = pixels.shape[2], greys.shape[1]

@@ -1,4 +1,4 @@
-"""The kernels of `apps.pathology.patches.augment_fused`."""
+"""The kernels of `medspeed.apps.pathology.patches.augment_fused`."""
 
 # mypy: ignore-errors
 # What Triton compiles is not typed as Python is.
@@ -6,8 +6,8 @@
 import triton
 import triton.language as tl
 
-from apps.pathology.patches.augment import CONTRAST, GREY, HUE, SATURATION
-from apps.pathology.patches.augment_fused import FACTORS, ORDER, ROW
+from medspeed.apps.pathology.patches.augment import CONTRAST, GREY, HUE, SATURATION
+from medspeed.apps.pathology.patches.augment_fused import FACTORS, ORDER, ROW
 
 _ROW, _ORDER, _FACTORS = tl.constexpr(ROW), tl.constexpr(ORDER), tl.constexpr(FACTORS)
 _CONTRAST, _SATURATION, _HUE = tl.constexpr(CONTRAST), tl.constexpr(SATURATION), tl.constexpr(HUE)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from apps.pathology.patches.table import PatchTable
-from apps.pathology.scan.scan import ASSUMED_MPP
-from apps.pathology.slides.camelyon import SlideEntry
-from apps.pathology.slides.masks import SlideMask, tissue_mask, tumour_mask
-from apps.pathology.slides.reader import Slide, SlidePool
-from common.data.threads import map_in_threads
+from medspeed.apps.pathology.patches.table import PatchTable
+from medspeed.apps.pathology.scan.scan import ASSUMED_MPP
+from medspeed.apps.pathology.slides.camelyon import SlideEntry
+from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask, tumour_mask
+from medspeed.apps.pathology.slides.reader import Slide, SlidePool
+from medspeed.common.data.threads import map_in_threads
 
 TUMOUR_SHARE = 0.5  # of a tumour patch's area, at least: its label is then beyond doubt
 _PIXELS_PER_PATCH = 8  # along a side of a patch, at least, of the mask that is looked at

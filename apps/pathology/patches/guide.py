@@ -15,14 +15,14 @@ import torch
 from monai import transforms as mt
 from monai.data import DataLoader, Dataset, PatchWSIDataset
 
-from apps.pathology.config import Augmentation, PathologyConfig
-from apps.pathology.patches.augment import jitter_
-from apps.pathology.patches.store import IMAGES
-from apps.pathology.patches.table import PatchTable
-from common.data.batches import Batch
-from common.data.monai_batches import MonaiBatches, plain
-from common.run import Run
-from common.training.config import decided
+from medspeed.apps.pathology.config import Augmentation, PathologyConfig
+from medspeed.apps.pathology.patches.augment import jitter_
+from medspeed.apps.pathology.patches.store import IMAGES
+from medspeed.apps.pathology.patches.table import PatchTable
+from medspeed.common.data.batches import Batch
+from medspeed.common.data.monai_batches import MonaiBatches, plain
+from medspeed.common.run import Run
+from medspeed.common.training.config import decided
 
 
 class ColourJitterd(mt.RandomizableTransform):  # type: ignore[misc]

@@ -17,23 +17,23 @@ from isal import isal_zlib
 from PIL import Image
 from tqdm import tqdm
 
-from apps.pathology.config import PathologyConfig
-from apps.pathology.patches.augment import draw_patches
-from apps.pathology.patches.augment_fused import FUSED, augment_rows, augmented_by, draw_table
-from apps.pathology.patches.table import BAD_IMAGE, PatchTable
-from apps.pathology.slides.reader import SlidePool
-from common.clock import synchronise
-from common.data.batches import Batch, Draft, KeyedBatches, Take, keyed_uniforms, partition_cases
-from common.data.cache import measure_budgets
-from common.data.crops import upload
-from common.data.store import store_folder
-from common.data.threads import map_in_threads
-from common.files import atomic_path, read_object, write_json
-from common.kernels.trust import trusts
-from common.run import Run
-from common.training.config import decided
-from common.training.setup import dtype_of, trust_kernels
-from common.training.trials import batch_trials
+from medspeed.apps.pathology.config import PathologyConfig
+from medspeed.apps.pathology.patches.augment import draw_patches
+from medspeed.apps.pathology.patches.augment_fused import FUSED, augment_rows, augmented_by, draw_table
+from medspeed.apps.pathology.patches.table import BAD_IMAGE, PatchTable
+from medspeed.apps.pathology.slides.reader import SlidePool
+from medspeed.common.clock import synchronise
+from medspeed.common.data.batches import Batch, Draft, KeyedBatches, Take, keyed_uniforms, partition_cases
+from medspeed.common.data.cache import measure_budgets
+from medspeed.common.data.crops import upload
+from medspeed.common.data.store import store_folder
+from medspeed.common.data.threads import map_in_threads
+from medspeed.common.files import atomic_path, read_object, write_json
+from medspeed.common.kernels.trust import trusts
+from medspeed.common.run import Run
+from medspeed.common.training.config import decided
+from medspeed.common.training.setup import dtype_of, trust_kernels
+from medspeed.common.training.trials import batch_trials
 
 Tier = Literal["gpu", "ram", "disk"]
 

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from PIL import Image
 
-from apps.pathology.slides.camelyon import is_slide, read_rows, slide_name
-from common.files import read_object
+from medspeed.apps.pathology.slides.camelyon import is_slide, read_rows, slide_name
+from medspeed.common.files import read_object
 
 _PARTS = {"train": "training", "val": "validation", "valid": "validation", "test": "testing"}
 _PARTS |= {part: part for part in _PARTS.values()}

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from apps.pathology.config import DEFAULTS, PathologyConfig
-from apps.pathology.patches.draw import sample_patches
-from apps.pathology.patches.table import PatchTable, read_coordinates, read_patch_folder
-from apps.pathology.scan.scan import ASSUMED_MPP, MPP_TOLERANCE
-from apps.pathology.slides.camelyon import SlideEntry, read_slide_set
-from apps.pathology.slides.reader import SlidePool
-from common.data.synthetic import make_synthetic
-from common.files import read_object, write_json
-from common.run import Run
-from common.training.setup import DEV_RUN
+from medspeed.apps.pathology.config import DEFAULTS, PathologyConfig
+from medspeed.apps.pathology.patches.draw import sample_patches
+from medspeed.apps.pathology.patches.table import PatchTable, read_coordinates, read_patch_folder
+from medspeed.apps.pathology.scan.scan import ASSUMED_MPP, MPP_TOLERANCE
+from medspeed.apps.pathology.slides.camelyon import SlideEntry, read_slide_set
+from medspeed.apps.pathology.slides.reader import SlidePool
+from medspeed.common.data.synthetic import make_synthetic
+from medspeed.common.files import read_object, write_json
+from medspeed.common.run import Run
+from medspeed.common.training.setup import DEV_RUN
 
 _FEW = 16  # patches of each kind that a fast dev run takes
 _SYNTHETIC = "slides-2"  # kind and version of those of data_scripts/make_slides.py

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from common.files import write_text
+from medspeed.common.files import write_text
 
 # The challenge's evaluation code, which MONAI's LesionFROC follows (monai.apps.pathology), has all these numbers.
 GROWTH_UM = 75.0  # lesions this close belong together: the width of five tumour cells
@@ -145,7 +145,7 @@ def draw_froc(path: Path, result: FrocResult) -> None:
     """Draw the curve over false positives per slide (logarithmic), and the six points of the score, as a PNG."""
     from matplotlib.figure import Figure
 
-    from common.observe.plots import save_png, style
+    from medspeed.common.observe.plots import save_png, style
 
     figure = Figure(figsize=(7, 5), dpi=120, layout="constrained")
     axes = figure.subplots()

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from scipy.ndimage import label
 from skimage.measure import regionprops
 
-from apps.pathology.scan.froc import DETECTION_BOX, detect
-from apps.pathology.scan.scan import ProbabilityMap
-from apps.pathology.slides.masks import low_power
-from apps.pathology.slides.reader import Slide
-from common.files import atomic_path, write_text
-from common.observe.images import one_line
-from common.observe.plots import save_png
+from medspeed.apps.pathology.scan.froc import DETECTION_BOX, detect
+from medspeed.apps.pathology.scan.scan import ProbabilityMap
+from medspeed.apps.pathology.slides.masks import low_power
+from medspeed.apps.pathology.slides.reader import Slide
+from medspeed.common.files import atomic_path, write_text
+from medspeed.common.observe.images import one_line
+from medspeed.common.observe.plots import save_png
 
 REGION_THRESHOLD = 0.5
 BOX_UM = DETECTION_BOX * 64 * 0.243  # MONAI's box is in pixels of level 6 of Camelyon16's slides of 0.243 um

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from apps.pathology.model import HALO, PathologyModel, normalised
-from apps.pathology.slides.masks import SlideMask
-from apps.pathology.slides.reader import Slide
-from common.data.threads import prefetch
-from common.inference.predictors import Predictor
-from models.resnet18_fcn import STRIDE
+from medspeed.apps.pathology.model import HALO, PathologyModel, normalised
+from medspeed.apps.pathology.slides.masks import SlideMask
+from medspeed.apps.pathology.slides.reader import Slide
+from medspeed.common.data.threads import prefetch
+from medspeed.common.inference.predictors import Predictor
+from medspeed.models.resnet18_fcn import STRIDE
 
 MPP_TOLERANCE = 0.2  # by which a level's pixel may differ from the network's before it is resized
 MOST_COARSE = 4.0  # times the network's pixel that a slide's finest may have: beyond, nuclei are not seen

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from PIL import Image
 
-from apps.pathology.slides.layout import Box, Layout, Level, checked_mpp, downsample_of
+from medspeed.apps.pathology.slides.layout import Box, Layout, Level, checked_mpp, downsample_of
 
 ReaderName = Literal["cucim", "openslide", "tifffile"]
 # TIFF's Compression tag: raw, LZW, JPEG, deflate (two numbers), Aperio's JPEG 2000 (two). cuCIM opens others too, and

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from apps.pathology.slides.camelyon import SlideEntry
-from apps.pathology.slides.layout import DAMAGE
-from apps.pathology.slides.reader import Slide
-from common.host_memory import free_memory
+from medspeed.apps.pathology.slides.camelyon import SlideEntry
+from medspeed.apps.pathology.slides.layout import DAMAGE
+from medspeed.apps.pathology.slides.reader import Slide
+from medspeed.common.host_memory import free_memory
 
 MASK_MPP = 8.0  # um: a lymph node section becomes about 2,000 pixels wide, a 224 pixel patch at 0.25 um is 7
 _BLOCK = 2048  # pixels of a level read at a time: 12 MiB

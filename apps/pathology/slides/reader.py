@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from apps.pathology.slides.handles import HANDLES, Handle, UnreadableError, open_handle
-from apps.pathology.slides.layout import DEFLATE, Box, Tile, looks_whole, read_layout
+from medspeed.apps.pathology.slides.handles import HANDLES, Handle, UnreadableError, open_handle
+from medspeed.apps.pathology.slides.layout import DEFLATE, Box, Tile, looks_whole, read_layout
 
 Reader = Literal["auto", "cucim", "openslide", "tifffile"]
 WHITE = 255  # what lies outside a slide, was never scanned or cannot be decoded

@@ -2,10 +2,10 @@
 
 import pytest
 
-from apps.brats.choose import window_side
-from apps.brats.config import RECIPES, BratsConfig, Network, parse
-from common.config import config_to_yaml, replaced
-from common.inference.windows import window_starts
+from medspeed.apps.brats.choose import window_side
+from medspeed.apps.brats.config import RECIPES, BratsConfig, Network, parse
+from medspeed.common.config import config_to_yaml, replaced
+from medspeed.common.inference.windows import window_starts
 
 
 def test_the_guides_figures():

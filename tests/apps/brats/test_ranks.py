@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.inference.model import load_weights
+from medspeed.common.inference.model import load_weights
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from apps.brats.regions import NUMBERINGS, choose_labelling
-from common.data.dataset import Dataset, read_dataset
-from common.inference.labels import Region
+from medspeed.apps.brats.regions import NUMBERINGS, choose_labelling
+from medspeed.common.data.dataset import Dataset, read_dataset
+from medspeed.common.inference.labels import Region
 
 # The labels of each dataset as its dataset.json or its challenge's page lists them, and TC, WT, ET as the challenge
 # defines them: ET the enhancing tumour, TC that and the core, WT all.

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from apps.brats import infer
-from apps.brats.config import RECIPES, BratsConfig, Network
-from apps.brats.guide import deterministic_transforms, random_transforms
-from apps.brats.train import main
-from common.data.dataset import read_dataset
-from common.data.monai_batches import monai_crops
-from common.data.preparation import Preparation
-from common.data.volumes import read_volume
-from common.inference.model import load_weights
-from common.inference.options import InferConfig
-from common.training.config import Crops, Parallel, Windows
-from data_scripts.make_phantoms import make_mri_phantoms
+from medspeed.apps.brats import infer
+from medspeed.apps.brats.config import RECIPES, BratsConfig, Network
+from medspeed.apps.brats.guide import deterministic_transforms, random_transforms
+from medspeed.apps.brats.train import main
+from medspeed.common.data.dataset import read_dataset
+from medspeed.common.data.monai_batches import monai_crops
+from medspeed.common.data.preparation import Preparation
+from medspeed.common.data.volumes import read_volume
+from medspeed.common.inference.model import load_weights
+from medspeed.common.inference.options import InferConfig
+from medspeed.common.training.config import Crops, Parallel, Windows
+from medspeed.data_scripts.make_phantoms import make_mri_phantoms
 
 TINY: dict[str, Any] = {
     "split": "0.2",
@@ -142,8 +142,8 @@ def test_a_case_that_cannot_be_prepared_in_the_background_ends_the_run_by_name(h
         broken.write_bytes(cut)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.training.sources.say_inexact", cut_the_file)  # after all checks, before step 1
-        patch.setattr("common.training.sources.stored_cases", _prepares_again)
+        patch.setattr("medspeed.common.training.sources.say_inexact", cut_the_file)  # after all checks, before step 1
+        patch.setattr("medspeed.common.training.sources.stored_cases", _prepares_again)
         with pytest.raises(ValueError, match=broken.name):
             main(config)
 
@@ -216,7 +216,7 @@ def test_real_brains_go_from_file_to_file(real_data, tmp_path):
 
 
 def _fail_after(steps, monkeypatch):
-    from common.training.fit import train_step
+    from medspeed.common.training.fit import train_step
 
     calls = []
 
@@ -226,10 +226,10 @@ def _fail_after(steps, monkeypatch):
             raise RuntimeError("power cut")
         return train_step(*arguments)
 
-    monkeypatch.setattr("common.training.fit.train_step", step)
+    monkeypatch.setattr("medspeed.common.training.fit.train_step", step)
 
 
 def _prepares_again(cases, model, keeping, run):
-    from common.data.preparation import prepare_case
+    from medspeed.common.data.preparation import prepare_case
 
     return [prepare_case(case, model.preparation, range(4)) for case in cases]

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apps.pathology.model import PathologyModel
-from common.inference.model import save_weights, write_model
-from models.resnet18_fcn import resnet18_fcn
+from medspeed.apps.pathology.model import PathologyModel
+from medspeed.common.inference.model import save_weights, write_model
+from medspeed.models.resnet18_fcn import resnet18_fcn
 
 GLASS, PINK, PURPLE = (243, 242, 244), (222, 150, 190), (110, 60, 150)
 MODEL = PathologyModel(64, 2.0, 608, 2, "fp32")

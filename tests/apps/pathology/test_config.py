@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from apps.pathology.config import RECIPES, PathologyConfig, parse
-from common.config import config_to_yaml
+from medspeed.apps.pathology.config import RECIPES, PathologyConfig, parse
+from medspeed.common.config import config_to_yaml
 
 
 def test_recipes_differ_as_the_guides_script_does():

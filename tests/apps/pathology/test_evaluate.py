@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tifffile
 
-from apps.pathology import evaluate
-from apps.pathology.config import EvaluateConfig
+from medspeed.apps.pathology import evaluate
+from medspeed.apps.pathology.config import EvaluateConfig
 from tests.apps.pathology.scan_runs import disc, write_slide
 
 SIDE, MPP = 512, 2.0

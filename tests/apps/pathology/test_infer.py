@@ -10,10 +10,10 @@ import openslide
 import pytest
 import tifffile
 
-from apps.pathology import infer
-from apps.pathology.config import ScanConfig
-from apps.pathology.model import PathologyModel
-from common.export.onnx_model import export_onnx
+from medspeed.apps.pathology import infer
+from medspeed.apps.pathology.config import ScanConfig
+from medspeed.apps.pathology.model import PathologyModel
+from medspeed.common.export.onnx_model import export_onnx
 from tests.apps.pathology.scan_runs import MODEL, Purple, write_run, write_slide
 from tests.apps.pathology.slides.slide_files import overwrite_tile
 
@@ -230,5 +230,5 @@ def test_the_stride_must_be_a_multiple_of_32():
 
 
 def test_options_load_no_torch():
-    program = "import sys, apps.pathology.config; sys.exit('torch' in sys.modules)"
+    program = "import sys, medspeed.apps.pathology.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

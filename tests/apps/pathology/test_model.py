@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from apps.pathology.config import GUIDE, PathologyConfig
-from apps.pathology.model import choose, initialise_from, model_of
-from common.inference.model import save_weights
-from common.training.config import Parallel, decided
-from common.training.setup import check_partitions
-from models.resnet18_fcn import resnet18_fcn
+from medspeed.apps.pathology.config import GUIDE, PathologyConfig
+from medspeed.apps.pathology.model import choose, initialise_from, model_of
+from medspeed.common.inference.model import save_weights
+from medspeed.common.training.config import Parallel, decided
+from medspeed.common.training.setup import check_partitions
+from medspeed.models.resnet18_fcn import resnet18_fcn
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from apps.pathology.patches.store import Patches
-from apps.pathology.patches.table import PatchTable
-from apps.pathology.quality import call_size, evaluate, patch_scores, validation_auc
-from common.clock import Clock
-from common.inference.options import Precision
-from common.ranks import Ranks
-from common.run import Run
+from medspeed.apps.pathology.patches.store import Patches
+from medspeed.apps.pathology.patches.table import PatchTable
+from medspeed.apps.pathology.quality import call_size, evaluate, patch_scores, validation_auc
+from medspeed.common.clock import Clock
+from medspeed.common.inference.options import Precision
+from medspeed.common.ranks import Ranks
+from medspeed.common.run import Run
 
 CPU = torch.device("cpu")
 COUNT, SIZE = 22, 32

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from apps.pathology import infer
-from apps.pathology.config import RECIPES, PathologyConfig, ScanConfig
-from apps.pathology.train import main
-from common.inference.model import load_weights
-from common.training.fit import train_step
-from data_scripts.make_slides import make_slides
+from medspeed.apps.pathology import infer
+from medspeed.apps.pathology.config import RECIPES, PathologyConfig, ScanConfig
+from medspeed.apps.pathology.train import main
+from medspeed.common.inference.model import load_weights
+from medspeed.common.training.fit import train_step
+from medspeed.data_scripts.make_slides import make_slides
 
 SIZE = 1024
 TINY: dict[str, Any] = {
@@ -69,7 +69,7 @@ def test_the_summary_holds_what_it_promises(run):
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights_and_an_interrupted_run_too(run, slides, store, tmp_path, monkeypatch):
     config = PathologyConfig(data=slides, store=store, **TINY)
-    monkeypatch.setattr("common.training.fit.train_step", _fails_after(4))  # within the second epoch
+    monkeypatch.setattr("medspeed.common.training.fit.train_step", _fails_after(4))  # within the second epoch
     with pytest.raises(RuntimeError, match="power cut"):
         main(replace(config, run=tmp_path / "cut"))
     monkeypatch.undo()
@@ -84,7 +84,7 @@ def test_the_guide_runs_and_resumes_at_epoch_boundaries(slides, store, tmp_path,
     assert whole is not None
     assert whole["recipe"] == "guide"
     assert "patch by patch on the CPU, since the device is cpu" in (tmp_path / "whole" / "run.log").read_text()
-    monkeypatch.setattr("common.training.fit.train_step", _fails_after(4))
+    monkeypatch.setattr("medspeed.common.training.fit.train_step", _fails_after(4))
     with pytest.raises(RuntimeError, match="power cut"):
         main(replace(config, run=tmp_path / "cut"))
     monkeypatch.undo()

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from apps.spleen.config import RECIPES, SpleenConfig, parse
-from common.config import config_to_yaml
-from common.training.config import Cache, Crops
+from medspeed.apps.spleen.config import RECIPES, SpleenConfig, parse
+from medspeed.common.config import config_to_yaml
+from medspeed.common.training.config import Cache, Crops
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pydicom
 import pytest
 import torch
 
-from apps.spleen.infer import main
-from common.inference.model import import_weights, save_weights
-from common.inference.options import InferConfig
+from medspeed.apps.spleen.infer import main
+from medspeed.common.inference.model import import_weights, save_weights
+from medspeed.common.inference.options import InferConfig
 from tests.common.data.dicom_files import PATIENT, traces, write_slices
 from tests.support import unet_model
 
@@ -105,7 +105,7 @@ def test_a_folder_of_both_kinds_is_refused(run, tmp_path):
 
 
 def test_a_model_of_four_channels_refuses_a_series(tmp_path):
-    from common.inference.scans import find_scans, read_scan
+    from medspeed.common.inference.scans import find_scans, read_scan
 
     (scan, _) = find_scans(two_series(tmp_path))
     with pytest.raises(ValueError, match="one channel, the model takes 4"):

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from common.inference.model import load_weights
+from medspeed.common.inference.model import load_weights
 
 RUN = [
     "--split", "0.25", "--spacing", "[6,6,6]", "--channels", "[4,8]",

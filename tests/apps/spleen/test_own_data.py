@@ -6,12 +6,12 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from apps.spleen import infer
-from apps.spleen.config import SpleenConfig
-from apps.spleen.train import main
-from common.data.volumes import read_volume
-from common.inference.options import InferConfig
-from common.training.config import Windows
+from medspeed.apps.spleen import infer
+from medspeed.apps.spleen.config import SpleenConfig
+from medspeed.apps.spleen.train import main
+from medspeed.common.data.volumes import read_volume
+from medspeed.common.inference.options import InferConfig
+from medspeed.common.training.config import Windows
 from tests.apps.spleen.test_train import TINY
 
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from apps.spleen import infer
-from apps.spleen.config import RECIPES, SpleenConfig
-from apps.spleen.train import main
-from common.data.volumes import read_volume
-from common.inference.labels import dice_counts, dice_of_counts, one_region_per_label
-from common.inference.model import load_weights
-from common.inference.options import InferConfig
-from common.training.config import Windows
-from common.training.fit import train_step
+from medspeed.apps.spleen import infer
+from medspeed.apps.spleen.config import RECIPES, SpleenConfig
+from medspeed.apps.spleen.train import main
+from medspeed.common.data.volumes import read_volume
+from medspeed.common.inference.labels import dice_counts, dice_of_counts, one_region_per_label
+from medspeed.common.inference.model import load_weights
+from medspeed.common.inference.options import InferConfig
+from medspeed.common.training.config import Windows
+from medspeed.common.training.fit import train_step
 
 TINY: dict[str, Any] = {
     "split": "0.25",
@@ -133,7 +133,7 @@ def test_the_monai_recipes_run_and_resume_at_epoch_boundaries(recipe, phantoms, 
     whole = main(replace(config, run=tmp_path / "whole"))
     assert whole is not None
     assert whole["recipe"] == recipe
-    monkeypatch.setattr("common.training.fit.train_step", _fails_after(3))
+    monkeypatch.setattr("medspeed.common.training.fit.train_step", _fails_after(3))
     with pytest.raises(RuntimeError, match="power cut"):
         main(replace(config, run=tmp_path / "cut"))
     monkeypatch.undo()
@@ -161,7 +161,7 @@ def test_a_non_finite_loss_stops_with_step_and_case_and_keeps_the_checkpoint(pha
         calls.append(arguments[1].cases)
         return train_step(*arguments) * (float("nan") if len(calls) == 5 else 1.0)
 
-    monkeypatch.setattr("common.training.fit.train_step", step)
+    monkeypatch.setattr("medspeed.common.training.fit.train_step", step)
     with pytest.raises(FloatingPointError, match=r"loss nan at step 5 \(epoch 2\), cases phantom_"):
         main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "run", **TINY))
     last = (tmp_path / "run" / "checkpoints" / "last").resolve()

@@ -2,7 +2,7 @@ import shutil
 
 import pytest
 
-from benchmarks.fake_cuda import shim
+from medspeed.benchmarks.fake_cuda import shim
 
 
 @pytest.fixture

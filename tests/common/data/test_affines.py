@@ -6,7 +6,7 @@ import torch
 from monai.data import utils as monai
 from monai.networks.utils import to_norm_affine as monai_norm_affine
 
-from common.data.affines import affine_to_spacing, compute_shape_offset, to_norm_affine, zoom_affine
+from medspeed.common.data.affines import affine_to_spacing, compute_shape_offset, to_norm_affine, zoom_affine
 
 
 def random_affine(seed: int) -> np.ndarray:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data.batches import Batch, KeyedBatches, crop_batches, keyed_uniforms, partition_cases
-from common.data.cache import CaseCache, fill_cache
-from common.data.crops import CachedCase, place_cases
-from common.data.preparation import PreparedCase
+from medspeed.common.data.batches import Batch, KeyedBatches, crop_batches, keyed_uniforms, partition_cases
+from medspeed.common.data.cache import CaseCache, fill_cache
+from medspeed.common.data.crops import CachedCase, place_cases
+from medspeed.common.data.preparation import PreparedCase
 from tests.support import refuse_host_sync
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ import pytest
 import torch
 from monai.data import SmartCacheDataset
 
-from common import host_memory
-from common.data import crops
-from common.data.batches import crop_batches, partition_cases
-from common.data.cache import (
+from medspeed.common import host_memory
+from medspeed.common.data import crops
+from medspeed.common.data.batches import crop_batches, partition_cases
+from medspeed.common.data.cache import (
     CachePlan,
     CaseCache,
     fill_cache,
@@ -26,10 +26,10 @@ from common.data.cache import (
     plan_cache,
     smart_indices,
 )
-from common.data.crops import CachedCase, Crops, Tier, cut, place_cases
-from common.data.geometry import working_grid
-from common.data.preparation import PreparedCase
-from common.data.store import read_entry, write_entry
+from medspeed.common.data.crops import CachedCase, Crops, Tier, cut, place_cases
+from medspeed.common.data.geometry import working_grid
+from medspeed.common.data.preparation import PreparedCase
+from medspeed.common.data.store import read_entry, write_entry
 from tests.support import refuse_host_sync
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data.dataset import Case, Dataset, read_dataset, split_cases
+from medspeed.common.data.dataset import Case, Dataset, read_dataset, split_cases
 
 
 def write_dataset(folder: Path, names: list[str], **changes: Any) -> Path:

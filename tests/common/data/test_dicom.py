@@ -26,9 +26,9 @@ from pydicom.uid import (
 )
 from scipy.spatial.transform import Rotation
 
-from common.data import dicom, dicom_slices
-from common.data.dicom import DicomSeries, find_series, read_series
-from common.data.volumes import Volume, read_volume
+from medspeed.common.data import dicom, dicom_slices
+from medspeed.common.data.dicom import DicomSeries, find_series, read_series
+from medspeed.common.data.volumes import Volume, read_volume
 from tests.common.data.dicom_files import Change, traces, write_slices
 
 NOISE = np.random.default_rng(3).integers(0, 3000, (5, 6, 4)).astype(np.uint16)  # [Z, Y, X]

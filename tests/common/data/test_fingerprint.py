@@ -6,12 +6,12 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from common.data import fingerprint as module
-from common.data.dataset import Case, Dataset, read_dataset
-from common.data.fingerprint import Fingerprint, fingerprint, plan_preparation
-from common.data.preparation import Preparation
-from common.data.volumes import Volume, read_volume
-from common.files import from_json
+from medspeed.common.data import fingerprint as module
+from medspeed.common.data.dataset import Case, Dataset, read_dataset
+from medspeed.common.data.fingerprint import Fingerprint, fingerprint, plan_preparation
+from medspeed.common.data.preparation import Preparation
+from medspeed.common.data.volumes import Volume, read_volume
+from medspeed.common.files import from_json
 
 CT = Dataset(Path("somewhere"), "Organ", ("CT",), ("background", "organ", "lesion"), (), (), False)
 MR = replace(CT, modality=("FLAIR", "T1w"))

@@ -12,9 +12,9 @@ from monai.data import MetaTensor
 from monai.transforms import Orientation, Spacing
 from scipy.ndimage import map_coordinates
 
-from common.data import geometry as module
-from common.data.geometry import WorkingGrid, resample, resample_sheared, to_working, working_grid
-from common.files import from_json
+from medspeed.common.data import geometry as module
+from medspeed.common.data.geometry import WorkingGrid, resample, resample_sheared, to_working, working_grid
+from medspeed.common.files import from_json
 
 Triple = tuple[int, ...]
 LABELS = (("L", "R"), ("P", "A"), ("I", "S"))

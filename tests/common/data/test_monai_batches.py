@@ -6,9 +6,9 @@ import monai.data
 import pytest
 import torch
 
-from common.data.dataset import Case
-from common.data.monai_batches import ForwardingThreadDataLoader, monai_crops
-from common.run import one_line_errors
+from medspeed.common.data.dataset import Case
+from medspeed.common.data.monai_batches import ForwardingThreadDataLoader, monai_crops
+from medspeed.common.run import one_line_errors
 
 
 class Scans(monai.data.Dataset):  # type: ignore[misc]

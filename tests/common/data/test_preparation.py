@@ -17,9 +17,9 @@ from monai.transforms import (
     Spacingd,
 )
 
-from common.data import preparation as module
-from common.data.dataset import Case
-from common.data.preparation import (
+from medspeed.common.data import preparation as module
+from medspeed.common.data.dataset import Case
+from medspeed.common.data.preparation import (
     Preparation,
     PreparedCase,
     prepare_case,
@@ -27,7 +27,7 @@ from common.data.preparation import (
     standardised,
     windowed,
 )
-from common.data.volumes import read_volume
+from medspeed.common.data.volumes import read_volume
 
 CT = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
 MR = Preparation((1.0, 1.0, 1.0), "zscore", None, channels=2)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.data import store
-from common.data.dataset import Case
-from common.data.preparation import Preparation, PreparedCase, prepare_case
-from common.data.store import file_state, prepared_cases
+from medspeed.common.data import store
+from medspeed.common.data.dataset import Case
+from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case
+from medspeed.common.data.store import file_state, prepared_cases
 
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = Preparation(spacing=(2.0, 2.0, 3.0), normalisation="window", window=(-100.0, 200.0))
@@ -145,7 +145,7 @@ def test_a_changed_source_is_seen(cases, folder, made, caplog, which):
     entries = get(cases, folder)
     assert made == ["a"]
     assert is_right(entries[1], cases[1])
-    assert [record.name for record in caplog.records] == ["common.data.store"]
+    assert [record.name for record in caplog.records] == ["medspeed.common.data.store"]
     assert f"a.safetensors: prepared again: stale: {which} " in caplog.text
 
 
@@ -210,9 +210,9 @@ def test_labels_outside_the_list_are_named(cases, folder):
 SHARED = """
 import json, sys, time
 from pathlib import Path
-from common.data import store
-from common.data.dataset import Case
-from common.data.preparation import Preparation, prepare_case
+from medspeed.common.data import store
+from medspeed.common.data.dataset import Case
+from medspeed.common.data.preparation import Preparation, prepare_case
 
 root, me, names, upper_bound = Path(sys.argv[1]), *json.loads(sys.argv[2])
 made = []

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from common.data.dataset import read_dataset
-from common.data.synthetic import make_synthetic
-from data_scripts.make_phantoms import CT_VERSION, MRI_VERSION
+from medspeed.common.data.dataset import read_dataset
+from medspeed.common.data.synthetic import make_synthetic
+from medspeed.data_scripts.make_phantoms import CT_VERSION, MRI_VERSION
 
 APPS = Path(__file__).parents[3] / "apps"
 
@@ -21,7 +21,7 @@ def test_a_set_is_made_once(tmp_path, monkeypatch):
 
 def test_a_folder_that_holds_something_else_is_left_and_the_program_says_why(tmp_path, capfd):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(OSError, match=re.escape(f"{tmp_path}: data_scripts.make_phantoms ct --cases 1")):
+    with pytest.raises(OSError, match=re.escape(f"{tmp_path}: medspeed.data_scripts.make_phantoms ct --cases 1")):
         make_synthetic(tmp_path, "make_phantoms", "ct", "--cases", "1")
     assert "holds other files (mine.txt)" in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -7,7 +7,7 @@ import traceback
 import pytest
 import torch
 
-from common.data.threads import map_in_threads, prefetch
+from medspeed.common.data.threads import map_in_threads, prefetch
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data import volumes
-from common.data.volumes import Volume, check_same_grid, read_header, read_volume, write_label
+from medspeed.common.data import volumes
+from medspeed.common.data.volumes import Volume, check_same_grid, read_header, read_volume, write_label
 
 AFFINE = np.array([[-1.5, 0, 0, 40.5], [0, 1.25, 0, -61.5], [0, 0, 3.0, -804.5], [0, 0, 0, 1]])
 SHEARED = np.array([[1.0, 0, 0, 5], [0, 1.0, 0.4, -3], [0, 0, 2.0, 7], [0, 0, 0, 1]])
@@ -302,7 +302,7 @@ def test_the_same_label_gives_the_same_bytes(tmp_path):
 @pytest.mark.parametrize("size", [59, 60, 61, 119, 120, 121, 1000])
 def test_a_large_label_is_a_gzip_file_of_many_members_however_many_threads_write_it(tmp_path, monkeypatch, size):
     """Every reader takes the members one after the other: gzip's program, zlib, nibabel, and ours."""
-    monkeypatch.setattr("common.data.volumes._MEMBER", 60)
+    monkeypatch.setattr("medspeed.common.data.volumes._MEMBER", 60)
     labels = np.random.default_rng(size).integers(0, 3, (size, 1, 1)).astype(np.uint8)
     written = set()
     for cores in (1, 2, 9):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from common.export.onnx_model import export_onnx
-from common.inference.predictors import Predictor
-from models.unet3d import unet3d
+from medspeed.common.export.onnx_model import export_onnx
+from medspeed.common.inference.predictors import Predictor
+from medspeed.models.unet3d import unet3d
 
 WINDOW = (1, 16, 16, 16)
 

@@ -13,20 +13,20 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-from apps.brats.export import network_config as segresnet_config
-from apps.pathology.export import write_patch_bundle
-from apps.pathology.model import PathologyModel, normalised
-from apps.spleen.export import network_config as unet_config
-from common.data.preparation import Preparation, prepare_volume
-from common.data.volumes import read_volume
-from common.export.bundle import LICENCE, NetworkConfig, painting, write_volume_bundle
-from common.inference.labels import LabelScheme, Region
-from common.inference.model import VolumeModel, save_weights, write_model
-from common.inference.predict import predict_labels, predict_logits
-from common.inference.predictors import torch_predictor
-from data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
-from models.resnet18_fcn import resnet18_fcn
-from models.segresnet3d import segresnet3d
+from medspeed.apps.brats.export import network_config as segresnet_config
+from medspeed.apps.pathology.export import write_patch_bundle
+from medspeed.apps.pathology.model import PathologyModel, normalised
+from medspeed.apps.spleen.export import network_config as unet_config
+from medspeed.common.data.preparation import Preparation, prepare_volume
+from medspeed.common.data.volumes import read_volume
+from medspeed.common.export.bundle import LICENCE, NetworkConfig, painting, write_volume_bundle
+from medspeed.common.inference.labels import LabelScheme, Region
+from medspeed.common.inference.model import VolumeModel, save_weights, write_model
+from medspeed.common.inference.predict import predict_labels, predict_logits
+from medspeed.common.inference.predictors import torch_predictor
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
+from medspeed.models.resnet18_fcn import resnet18_fcn
+from medspeed.models.segresnet3d import segresnet3d
 from tests.support import unet_model
 
 BRATS = LabelScheme(

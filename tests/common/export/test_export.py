@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from common.clock import Clock
-from common.export.deploy import precision_table
-from common.export.export import ExportedEngine, ExportedModel, ExportRecord
-from common.export.export import export as export_network
-from common.export.gate import Judge, ParityError
-from common.export.int8 import quantiser
-from common.export.onnx_model import HalfNetwork, export_onnx
-from common.files import sha256_of, write_json
-from common.inference.predictors import Predictor, onnxruntime_predictor
-from common.run import Run
+from medspeed.common.clock import Clock
+from medspeed.common.export.deploy import precision_table
+from medspeed.common.export.export import ExportedEngine, ExportedModel, ExportRecord
+from medspeed.common.export.export import export as export_network
+from medspeed.common.export.gate import Judge, ParityError
+from medspeed.common.export.int8 import quantiser
+from medspeed.common.export.onnx_model import HalfNetwork, export_onnx
+from medspeed.common.files import sha256_of, write_json
+from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor
+from medspeed.common.run import Run
 
 Dices = Callable[..., Callable[[Predictor], float]]
 

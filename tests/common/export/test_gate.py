@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.export.gate import (
+from medspeed.common.export.gate import (
     HALF_BOUND,
     QUALITY_BOUNDS,
     Judge,
@@ -19,7 +19,7 @@ from common.export.gate import (
     check_predictor,
     take_reference,
 )
-from common.inference.predictors import Predictor, onnxruntime_predictor, torch_predictor
+from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor, torch_predictor
 
 Dices = Callable[..., Callable[[Predictor], float]]
 UNET = (1, 1, 16, 16, 16)

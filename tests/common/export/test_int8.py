@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import nn
 
-from common.clock import Clock
-from common.export.export import ExportedModel, export
-from common.export.gate import Judge, ParityError, check_predictor, take_reference
-from common.export.int8 import check_calibration, quantise, quantiser
-from common.export.onnx_model import export_onnx, read_metadata
-from common.export.tensorrt_engine import build_engine, rebuild_engine
-from common.inference.predictors import Predictor, onnxruntime_predictor, with_exact_norms
-from common.inference.tensorrt_runtime import manifest_path, read_manifest
-from common.run import Run
-from models.resnet18_fcn import resnet18_fcn
-from models.segresnet3d import segresnet3d
+from medspeed.common.clock import Clock
+from medspeed.common.export.export import ExportedModel, export
+from medspeed.common.export.gate import Judge, ParityError, check_predictor, take_reference
+from medspeed.common.export.int8 import check_calibration, quantise, quantiser
+from medspeed.common.export.onnx_model import export_onnx, read_metadata
+from medspeed.common.export.tensorrt_engine import build_engine, rebuild_engine
+from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor, with_exact_norms
+from medspeed.common.inference.tensorrt_runtime import manifest_path, read_manifest
+from medspeed.common.run import Run
+from medspeed.models.resnet18_fcn import resnet18_fcn
+from medspeed.models.segresnet3d import segresnet3d
 
 Made = tuple[Path, str, torch.Tensor]
 """An INT8 model, what was told of it, and windows."""
@@ -139,7 +139,7 @@ def test_the_same_bytes_whatever_the_order_of_sets(
 ):
     np.save(tmp_path / "windows.npy", windows.numpy())
     script = (
-        "import sys, numpy, torch; from pathlib import Path; from common.export.int8 import quantise; "
+        "import sys, numpy, torch; from pathlib import Path; from medspeed.common.export.int8 import quantise; "
         "a, b, c = map(Path, sys.argv[1:]); quantise(a, b, torch.from_numpy(numpy.load(c)))"
     )
     for seed in ("1", "2"):

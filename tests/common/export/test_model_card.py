@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from common.export.model_card import is_synthetic, model_card
-from common.files import sha256_of
+from medspeed.common.export.model_card import is_synthetic, model_card
+from medspeed.common.files import sha256_of
 
 TASK = "Segmentation of structures"
 SECTIONS = ["Data", "Quality", "Limits", "Preparation", "Use", "Licence", "Files", "Versions"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.export.onnx_model import HalfNetwork, export_onnx, read_metadata
+from medspeed.common.export.onnx_model import HalfNetwork, export_onnx, read_metadata
 
 WINDOW = (1, 16, 16, 16)
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import common.export.tensorrt_engine
-import common.inference.tensorrt_runtime
-from common.export.onnx_model import export_onnx
-from common.export.tensorrt_engine import (
+import medspeed.common.export.tensorrt_engine
+import medspeed.common.inference.tensorrt_runtime
+from medspeed.common.export.onnx_model import export_onnx
+from medspeed.common.export.tensorrt_engine import (
     RTX_TARGETS,
     RTX_TURING,
     FlavourChoice,
@@ -23,7 +23,7 @@ from common.export.tensorrt_engine import (
     main,
     rebuild_engine,
 )
-from common.inference.tensorrt_runtime import (
+from medspeed.common.inference.tensorrt_runtime import (
     EngineError,
     EnginePredictor,
     EngineUnavailableError,
@@ -34,7 +34,7 @@ from common.inference.tensorrt_runtime import (
 InstallFake = Callable[..., Any]
 Names = dict[str, dict[str, list[str]]]
 
-SOURCES = (common.export.tensorrt_engine, common.inference.tensorrt_runtime)
+SOURCES = (medspeed.common.export.tensorrt_engine, medspeed.common.inference.tensorrt_runtime)
 CLASS_OF = {  # how the sources call their objects
     "builder": "Builder",
     "network": "INetworkDefinition",
@@ -120,7 +120,7 @@ def test_a_changed_byte_never_reaches_the_real_library(
 
 def test_rtx_targets_a_turing_gpu_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("tensorrt_rtx")
-    for user in ("common.inference.tensorrt_runtime", "common.export.tensorrt_engine"):
+    for user in ("medspeed.common.inference.tensorrt_runtime", "medspeed.common.export.tensorrt_engine"):
         monkeypatch.setattr(f"{user}.host_gpu", lambda device=None: "7.5")
     built = build_engine(folder / "model_fp16.onnx", folder / "model_fp16.plan", "tensorrt_rtx")
     assert built.targets == ("7.5",)

@@ -16,10 +16,10 @@ from google.protobuf import text_format  # type: ignore[import-untyped]
 from torch import nn
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
-from common.export.onnx_model import export_onnx
-from common.export.triton import write_triton
-from common.files import sha256_of
-from common.inference.predictors import onnxruntime_predictor
+from medspeed.common.export.onnx_model import export_onnx
+from medspeed.common.export.triton import write_triton
+from medspeed.common.files import sha256_of
+from medspeed.common.inference.predictors import onnxruntime_predictor
 
 
 def configuration(folder: Path) -> Any:

@@ -3,9 +3,9 @@ import numpy as np
 import pydicom
 import pytest
 
-from common.data.dicom import find_series, read_series
-from common.inference.dicom_seg import write_seg
-from common.inference.labels import Region
+from medspeed.common.data.dicom import find_series, read_series
+from medspeed.common.inference.dicom_seg import write_seg
+from medspeed.common.inference.labels import Region
 from tests.common.data.dicom_files import PATIENT, traces, write_slices
 
 STORED = np.zeros((5, 6, 4), np.uint16)  # [Z, Y, X]

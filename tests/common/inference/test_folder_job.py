@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.inference.folder_job import FolderJob, Item
+from medspeed.common.inference.folder_job import FolderJob, Item
 
 
 @pytest.fixture
@@ -326,7 +326,7 @@ def test_bad_items_are_named_and_cost_themselves_alone(folder, capsys):
 
 
 def test_processes_share_the_items_and_the_last_one_finds_all(folder, monkeypatch):
-    monkeypatch.setattr("common.inference.folder_job.wait_for_all", lambda: None)  # one after the other, here
+    monkeypatch.setattr("medspeed.common.inference.folder_job.wait_for_all", lambda: None)  # one after the other, here
     for rank, due in ((1, ["b"]), (0, ["a", "c"])):
         for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank)):
             monkeypatch.setenv(name, str(value))

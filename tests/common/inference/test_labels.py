@@ -12,8 +12,8 @@ from monai.metrics import DiceMetric
 from monai.networks.utils import one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.files import from_json
-from common.inference.labels import (
+from medspeed.common.files import from_json
+from medspeed.common.inference.labels import (
     LabelScheme,
     Region,
     case_dice,

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.inference.labels import (
+from medspeed.common.inference.labels import (
     LabelScheme,
     Region,
     one_region_per_label,
 )
-from common.inference.measure import Measures, clean_labels, measure, write_measures
+from medspeed.common.inference.measure import Measures, clean_labels, measure, write_measures
 
 SPLEEN = (Region("spleen", (1,), 1),)
 ORGANS = one_region_per_label(("background", "liver", "spleen"))

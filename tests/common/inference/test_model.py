@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from common.inference.labels import LabelScheme, Region
-from common.inference.model import (
+from medspeed.common.inference.labels import LabelScheme, Region
+from medspeed.common.inference.model import (
     import_weights,
     initialise,
     load_model,
@@ -19,8 +19,8 @@ from common.inference.model import (
     warn_of_phantoms,
     write_model,
 )
-from models.segresnet3d import segresnet3d
-from models.unet3d import unet3d
+from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models.unet3d import unet3d
 from tests.support import unet_model
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}

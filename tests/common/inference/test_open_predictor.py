@@ -12,16 +12,22 @@ import pytest
 import torch
 from torch import nn
 
-from common.export.onnx_model import export_onnx
-from common.export.tensorrt_engine import build_engine, choose_flavour
-from common.inference.model import save_weights
-from common.inference.open_predictor import SubpixelUpsampling, fits, folded, open_predictor, use_subpixel_upsampling
-from common.inference.options import Backend, Precision
-from common.inference.predictors import torch_predictor
-from common.inference.tensorrt_runtime import EngineError, EnginePredictor, EngineUnavailableError
-from models.resnet18_fcn import resnet18_fcn
-from models.segresnet3d import segresnet3d
-from models.unet3d import unet3d
+from medspeed.common.export.onnx_model import export_onnx
+from medspeed.common.export.tensorrt_engine import build_engine, choose_flavour
+from medspeed.common.inference.model import save_weights
+from medspeed.common.inference.open_predictor import (
+    SubpixelUpsampling,
+    fits,
+    folded,
+    open_predictor,
+    use_subpixel_upsampling,
+)
+from medspeed.common.inference.options import Backend, Precision
+from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.inference.tensorrt_runtime import EngineError, EnginePredictor, EngineUnavailableError
+from medspeed.models.resnet18_fcn import resnet18_fcn
+from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models.unet3d import unet3d
 
 CPU = torch.device("cpu")
 WINDOW = (1, 16, 16, 16)
@@ -82,7 +88,7 @@ def test_an_opened_network_is_folded_and_computes_the_same(
         run_by.append(each)
         return torch_predictor(each, *arguments, **named)
 
-    monkeypatch.setattr("common.inference.open_predictor.torch_predictor", seen)
+    monkeypatch.setattr("medspeed.common.inference.open_predictor.torch_predictor", seen)
     opened = open_predictor(tmp_path, Model(network), precision=precision, device=CPU)
     with torch.no_grad():
         expected = network(windows)
@@ -164,7 +170,7 @@ def test_auto_takes_torch_where_bf16_is_in_hardware_and_allowed(
     torch_precision: Any,
     backend: str,
 ):
-    monkeypatch.setattr("common.inference.open_predictor.computes_bf16", lambda device: in_hardware)
+    monkeypatch.setattr("medspeed.common.inference.open_predictor.computes_bf16", lambda device: in_hardware)
     opened = open_predictor(run, Model(network, torch_precision), device=CPU)
     assert (opened.backend, opened.precision) == (backend, "bf16" if backend == "torch" else "fp32")
 
@@ -196,7 +202,7 @@ def test_auto_passes_over_what_cannot_be_loaded_and_says_why(
     def refuses(*given: Any) -> None:
         raise EngineError("the engine could not be loaded; TensorRT says: no\nno")
 
-    monkeypatch.setattr("common.inference.open_predictor.EnginePredictor", refuses)
+    monkeypatch.setattr("medspeed.common.inference.open_predictor.EnginePredictor", refuses)
     opened = open_predictor(run, Model(), device=CPU)
     assert (opened.backend, opened.reason) == ("onnxruntime", "the engine could not be loaded; TensorRT says: no no")
     with pytest.raises(EngineError):
@@ -205,7 +211,7 @@ def test_auto_passes_over_what_cannot_be_loaded_and_says_why(
     def damaged(path: Path) -> None:
         raise ValueError(f"{path}: no ONNX model")
 
-    monkeypatch.setattr("common.inference.open_predictor.onnxruntime_predictor", damaged)
+    monkeypatch.setattr("medspeed.common.inference.open_predictor.onnxruntime_predictor", damaged)
     opened = open_predictor(run, Model(network), device=CPU)
     assert opened.backend == "torch"
     assert opened.reason.endswith("model_fp32.onnx: no ONNX model")

@@ -7,9 +7,9 @@ import torch
 from monai.data import MetaTensor
 from monai.transforms import Compose, CropForegroundd, Invertd, Orientationd, Spacingd
 
-from common.data.geometry import Shape, WorkingGrid, to_working, working_grid
-from common.data.volumes import read_volume
-from common.inference.predict import restore_labels
+from medspeed.common.data.geometry import Shape, WorkingGrid, to_working, working_grid
+from medspeed.common.data.volumes import read_volume
+from medspeed.common.inference.predict import restore_labels
 
 ORIENTATIONS = [(axes, signs) for axes in permutations(range(3)) for signs in product((1, -1), repeat=3)]
 SHAPE = (19, 14, 11)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from common.export.onnx_model import export_onnx
-from common.inference.options import Precision
-from common.inference.predictors import computes_bf16, onnxruntime_predictor, torch_predictor, with_exact_norms
-from common.training.setup import choose_precision
-from models.segresnet3d import segresnet3d
-from models.unet3d import unet3d
+from medspeed.common.export.onnx_model import export_onnx
+from medspeed.common.inference.options import Precision
+from medspeed.common.inference.predictors import computes_bf16, onnxruntime_predictor, torch_predictor, with_exact_norms
+from medspeed.common.training.setup import choose_precision
+from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models.unet3d import unet3d
 
 CPU = torch.device("cpu")
 WINDOW = (1, 16, 16, 16)

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from common.inference import repeated_windows
-from common.inference.predictors import torch_predictor
-from common.inference.repeated_windows import RepeatingPredictor
-from common.inference.windows import sliding_windows
-from common.kernels import trust
-from models.segresnet3d import segresnet3d
-from models.unet3d import unet3d
+from medspeed.common.inference import repeated_windows
+from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.inference.repeated_windows import RepeatingPredictor
+from medspeed.common.inference.windows import sliding_windows
+from medspeed.common.kernels import trust
+from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models.unet3d import unet3d
 from tests import emulated_graph
 from tests.support import refuse_host_sync
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.inference.scan_memory import most_bytes, say_plan, scan_bytes
-from common.inference.scans import find_scans
+from medspeed.common.inference.scan_memory import most_bytes, say_plan, scan_bytes
+from medspeed.common.inference.scans import find_scans
 from tests.common.data.dicom_files import write_slices
 from tests.support import unet_model
 
@@ -56,7 +56,7 @@ def test_a_plan_that_cannot_fit_is_told(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "plan: at most 5 scans in memory: 0.0 of" in said
     assert "WARNING" not in said
-    monkeypatch.setattr("common.inference.scan_memory.free_memory", lambda: 2**20)
+    monkeypatch.setattr("medspeed.common.inference.scan_memory.free_memory", lambda: 2**20)
     say_plan(scans, FINE, torch.device("cpu"), 5, 2**19)
     assert "WARNING: that may be more than there is" in capsys.readouterr().out
 
@@ -74,12 +74,12 @@ def test_a_folder_takes_no_more_than_its_plan(tmp_path):
     program = f"""
 import torch
 from pathlib import Path
-from common.inference.options import InferConfig
-from common.inference.open_predictor import OpenedPredictor
-from common.inference.predictors import torch_predictor
-from common.inference.scan_memory import most_bytes
-from common.inference.scans import Segmenter, find_scans
-from common.host_memory import peak_memory
+from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.open_predictor import OpenedPredictor
+from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.inference.scan_memory import most_bytes
+from medspeed.common.inference.scans import Segmenter, find_scans
+from medspeed.common.host_memory import peak_memory
 from tests.support import unet_model
 model = unet_model((2.0, 2.0, 2.0), (4, 8), (64, 64, 32))
 torch.manual_seed(0)

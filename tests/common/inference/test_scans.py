@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.data.dicom import DicomSeries
-from common.data.preparation import prepare_volume
-from common.inference.model import import_weights, save_weights
-from common.inference.options import InferConfig
-from common.inference.predict import predict_logits
-from common.inference.predictors import torch_predictor
-from common.inference.scans import find_scans, read_scan, segment_scans, stem_of
-from data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.common.data.dicom import DicomSeries
+from medspeed.common.data.preparation import prepare_volume
+from medspeed.common.inference.model import import_weights, save_weights
+from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.predict import predict_logits
+from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.inference.scans import find_scans, read_scan, segment_scans, stem_of
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from tests.common.data.dicom_files import write_slices
 from tests.support import unet_model
 
@@ -144,8 +144,8 @@ def test_a_scan_that_the_system_cannot_read_or_memory_cannot_hold_costs_itself_a
             raise torch.OutOfMemoryError("no room")
         return prepare_volume(name, *given)
 
-    monkeypatch.setattr("common.inference.scans.read_scan", breaks)
-    monkeypatch.setattr("common.inference.scans.prepare_volume", fills)
+    monkeypatch.setattr("medspeed.common.inference.scans.read_scan", breaks)
+    monkeypatch.setattr("medspeed.common.inference.scans.prepare_volume", fills)
     assert segment(config(run, scans, tmp_path)) == 1
     said = capsys.readouterr().out
     assert "Input/output error" in said

@@ -11,8 +11,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from common.files import write_json
-from common.inference.tensorrt_runtime import (
+from medspeed.common.files import write_json
+from medspeed.common.inference.tensorrt_runtime import (
     EngineError,
     EngineManifest,
     EnginePredictor,

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.data import crops
-from common.data.crops import cut_and_change, place_cases
-from common.data.preparation import PreparedCase
-from common.kernels.crops import gathered_crops
+from medspeed.common.data import crops
+from medspeed.common.data.crops import cut_and_change, place_cases
+from medspeed.common.data.preparation import PreparedCase
+from medspeed.common.kernels.crops import gathered_crops
 
 CPU = torch.device("cpu")
 FLIPS = np.array([[False] * 3, [True, False, True], [False, True, False], [True] * 3])

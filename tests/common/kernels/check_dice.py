@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from common.inference.labels import Region
-from common.kernels.dice import fits, loss_gradient, loss_of_sums, loss_parts
-from common.ranks import Ranks
-from common.training import losses
-from common.training.losses import dice_ce, dice_focal
+from medspeed.common.inference.labels import Region
+from medspeed.common.kernels.dice import fits, loss_gradient, loss_of_sums, loss_parts
+from medspeed.common.ranks import Ranks
+from medspeed.common.training import losses
+from medspeed.common.training.losses import dice_ce, dice_focal
 
 REGIONS = (Region("TC", (2, 3), 2), Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3))
 LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]

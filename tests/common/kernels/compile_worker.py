@@ -13,8 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from common.kernels import norms_triton
-from common.kernels.norm_operators import TILE
+from medspeed.common.kernels import norms_triton
+from medspeed.common.kernels.norm_operators import TILE
 
 _INTEGERS = ("rows", "tiles", "parts", "part_rows")
 _NUMBERS = ("epsilon", "momentum")

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.data.crops import cut_and_change, place_cases
-from common.data.preparation import PreparedCase
-from common.kernels.trust import trusting
+from medspeed.common.data.crops import cut_and_change, place_cases
+from medspeed.common.data.preparation import PreparedCase
+from medspeed.common.kernels.trust import trusting
 from tests.kernels import run_compiled, run_interpreted
 
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from common.inference.labels import Region
-from common.kernels.trust import trusting
-from common.training.losses import dice_ce, dice_focal
+from medspeed.common.inference.labels import Region
+from medspeed.common.kernels.trust import trusting
+from medspeed.common.training.losses import dice_ce, dice_focal
 from tests.kernels import run_compiled, run_interpreted
 
 REGIONS = (Region("TC", (2, 3), 2), Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3))

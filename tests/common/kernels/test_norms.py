@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common.kernels import norm_operators, norms, trust
-from common.kernels.norms import BatchNormPReLU, GroupNormReLU, fused_norm
-from models.segresnet3d import segresnet3d
-from models.unet3d import unet3d
+from medspeed.common.kernels import norm_operators, norms, trust
+from medspeed.common.kernels.norms import BatchNormPReLU, GroupNormReLU, fused_norm
+from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models.unet3d import unet3d
 
 ROOT = Path(__file__).parents[3]
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

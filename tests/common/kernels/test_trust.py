@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from common.kernels import trust
-from common.kernels.trust import Trial, choose, difference, trusting, trusts
+from medspeed.common.kernels import trust
+from medspeed.common.kernels.trust import Trial, choose, difference, trusting, trusts
 
 VALUES = torch.arange(6.0)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from common.kernels.weights import half_weights
-from models.segresnet3d import segresnet3d
-from models.unet3d import unet3d
+from medspeed.common.kernels.weights import half_weights
+from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models.unet3d import unet3d
 from tests.support import count_operators
 
 NETWORKS = [unet3d(1, 2, (4, 8, 8), 2), segresnet3d(1, 2, 8, (1, 2))]

@@ -20,8 +20,8 @@ import pytest
 import torch
 from PIL import Image
 
-from common.observe import monitor, plots
-from common.observe.monitor import COLUMNS, Monitor, _Host, draw_monitor
+from medspeed.common.observe import monitor, plots
+from medspeed.common.observe.monitor import COLUMNS, Monitor, _Host, draw_monitor
 
 CPU = torch.device("cpu")
 BURN = "import time\nwhile time.process_time() < {seconds}: pass"
@@ -312,7 +312,7 @@ def test_the_thread_ends_with_the_block_also_by_an_error(tmp_path):
 
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_shorter_than_the_interval_has_a_last_row(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.observe.monitor._SHORTEST", 0.0)  # however late the thread came to begin
+    monkeypatch.setattr("medspeed.common.observe.monitor._SHORTEST", 0.0)  # however late the thread came to begin
     with Monitor(tmp_path, CPU, every=600):
         deadline = time.monotonic() + 60
         while not (tmp_path / "monitor.csv").is_file() and time.monotonic() < deadline:

@@ -12,7 +12,7 @@ import pytest
 from nibabel.orientations import apply_orientation, inv_ornt_aff
 from PIL import Image
 
-from common.observe.overlays import body_of, close_up_of, draw_overlay, oriented_scan, picture
+from medspeed.common.observe.overlays import body_of, close_up_of, draw_overlay, oriented_scan, picture
 
 AFFINE = np.diag([3.0, 3.0, 3.0, 1.0])
 AXIAL, CORONAL, SAGITTAL = 2, 1, 0
@@ -247,7 +247,7 @@ def test_a_thin_truth_is_outlined_where_the_panel_is_smaller_than_the_slice(tmp_
 
 
 def test_matplotlib_is_not_loaded():
-    program = "import sys, common.observe.overlays as o; o.font(20.0); assert 'matplotlib' not in sys.modules"
+    program = "import sys, medspeed.common.observe.overlays as o; o.font(20.0); assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], check=True)
 
 

@@ -8,8 +8,8 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from common.observe.images import one_line
-from common.observe.plots import Span, Timeline, draw_progress, draw_timeline, save_png
+from medspeed.common.observe.images import one_line
+from medspeed.common.observe.plots import Span, Timeline, draw_progress, draw_timeline, save_png
 
 NAN = float("nan")
 
@@ -114,7 +114,7 @@ def test_more_records_give_another_picture_and_the_same_ones_the_same_bytes(tmp_
 
 def test_stages_of_a_case_are_added_up(monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 5.0, 5.5, 7.0, 8.0])
-    monkeypatch.setattr("common.observe.plots.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("medspeed.common.observe.plots.time.perf_counter", lambda: next(clock))
     timeline = Timeline()
     for _ in range(2):
         with timeline.stage("a", "compute", "windows"):

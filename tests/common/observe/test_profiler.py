@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from common.clock import span
-from common.observe.profiler import RECORDED, REST, SKIPPED, STAGES, StepProfiler
+from medspeed.common.clock import span
+from medspeed.common.observe.profiler import RECORDED, REST, SKIPPED, STAGES, StepProfiler
 
 CPU = torch.device("cpu")
 REST_SECONDS = 0.03

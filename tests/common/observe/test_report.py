@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.files import write_json
-from common.observe.report import write_report, write_report_case
+from medspeed.common.files import write_json
+from medspeed.common.observe.report import write_report, write_report_case
 
 IMAGE_NAME = "<img src=x onerror=alert(1)>"
 SCRIPT_NAME = "</script><script>window.planted = true</script>"

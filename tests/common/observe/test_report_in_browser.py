@@ -11,7 +11,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from common.observe.report import write_report
+from medspeed.common.observe.report import write_report
 from tests.common.observe.test_report import IMAGE_NAME, SCRIPT_NAME, add_case, hand_made_run
 
 pytestmark = pytest.mark.slow

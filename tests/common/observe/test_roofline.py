@@ -3,12 +3,19 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.observe import roofline
-from common.observe.roofline import Work, count_work, distance_to_limit, floor, measure_bandwidth, measure_ceiling
-from common.run import open_run
-from models.resnet18_fcn import resnet18_fcn
-from models.segresnet3d import segresnet3d
-from models.unet3d import unet3d
+from medspeed.common.observe import roofline
+from medspeed.common.observe.roofline import (
+    Work,
+    count_work,
+    distance_to_limit,
+    floor,
+    measure_bandwidth,
+    measure_ceiling,
+)
+from medspeed.common.run import open_run
+from medspeed.models.resnet18_fcn import resnet18_fcn
+from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models.unet3d import unet3d
 
 NETWORKS = {
     "unet3d": (lambda: unet3d(1, 2, (8, 16), 1), (2, 1, 16, 16, 16)),

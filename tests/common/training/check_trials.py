@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from apps.spleen.config import SpleenConfig
-from common.data import crops
-from common.data.batches import crop_batches
-from common.data.cache import fill_cache
-from common.data.crops import Tier
-from common.data.preparation import PreparedCase
-from common.kernels import dice, trust
-from common.kernels.trust import choose, trusting
-from common.training import losses
-from common.training.setup import dtype_of
-from common.training.trials import volume_trials
+from medspeed.apps.spleen.config import SpleenConfig
+from medspeed.common.data import crops
+from medspeed.common.data.batches import crop_batches
+from medspeed.common.data.cache import fill_cache
+from medspeed.common.data.crops import Tier
+from medspeed.common.data.preparation import PreparedCase
+from medspeed.common.kernels import dice, trust
+from medspeed.common.kernels.trust import choose, trusting
+from medspeed.common.training import losses
+from medspeed.common.training.setup import dtype_of
+from medspeed.common.training.trials import volume_trials
 from tests.support import unet_model
 
 CPU = torch.device("cpu")

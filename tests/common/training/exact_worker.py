@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.ranks import SINGLE, Ranks
-from common.run import join_ranks
-from common.training.fit import train_step
-from common.training.optimizers import build_optimizer
+from medspeed.common.ranks import SINGLE, Ranks
+from medspeed.common.run import join_ranks
+from medspeed.common.training.fit import train_step
+from medspeed.common.training.optimizers import build_optimizer
 from tests.common.training.fit_worker import TinyBatches, batch_dice, sample_mean, tiny_network
 
 STEPS = 20

@@ -16,12 +16,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from common.data.batches import Batch
-from common.ranks import SINGLE, Ranks
-from common.run import join_ranks, one_line_errors, open_run
-from common.training.config import Parallel, TrainingConfig
-from common.training.fit import Fitted, Setup, fit
-from common.training.optimizers import build_optimizer
+from medspeed.common.data.batches import Batch
+from medspeed.common.ranks import SINGLE, Ranks
+from medspeed.common.run import join_ranks, one_line_errors, open_run
+from medspeed.common.training.config import Parallel, TrainingConfig
+from medspeed.common.training.fit import Fitted, Setup, fit
+from medspeed.common.training.optimizers import build_optimizer
 
 ROWS, SIDE = 4, 8
 

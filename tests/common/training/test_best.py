@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import files
-from common.inference.model import load_weights, read_note, save_weights
-from common.training import best, checkpoint, state
-from common.training.best import BestWeights
+from medspeed.common import files
+from medspeed.common.inference.model import load_weights, read_note, save_weights
+from medspeed.common.training import best, checkpoint, state
+from medspeed.common.training.best import BestWeights
 from tests.common.training.fit_worker import train
 
 METRIC = [0.5, 0.7, 0.6]

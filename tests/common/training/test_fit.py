@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from common.clock import Clock
-from common.data.batches import crop_batches
-from common.data.cache import fill_cache
-from common.data.preparation import PreparedCase
-from common.ranks import SINGLE, Ranks
-from common.run import Run
-from common.training.checkpoint import load_checkpoint, save_checkpoint
-from common.training.fit import train_step
-from common.training.losses import dice_ce
-from common.training.optimizers import build_optimizer
-from common.training.state import TrainingState, random_of_rank
-from models.unet3d import unet3d
+from medspeed.common.clock import Clock
+from medspeed.common.data.batches import crop_batches
+from medspeed.common.data.cache import fill_cache
+from medspeed.common.data.preparation import PreparedCase
+from medspeed.common.ranks import SINGLE, Ranks
+from medspeed.common.run import Run
+from medspeed.common.training.checkpoint import load_checkpoint, save_checkpoint
+from medspeed.common.training.fit import train_step
+from medspeed.common.training.losses import dice_ce
+from medspeed.common.training.optimizers import build_optimizer
+from medspeed.common.training.state import TrainingState, random_of_rank
+from medspeed.models.unet3d import unet3d
 from tests.support import count_operators, refuse_host_sync
 
 CPU = torch.device("cpu")

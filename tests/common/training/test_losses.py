@@ -5,8 +5,8 @@ import monai.losses
 import pytest
 import torch
 
-from common.inference.labels import Region
-from common.training.losses import binary_cross_entropy, build_loss, dice_ce, dice_focal
+from medspeed.common.inference.labels import Region
+from medspeed.common.training.losses import binary_cross_entropy, build_loss, dice_ce, dice_focal
 from tests.support import refuse_host_sync
 
 REGIONS = (Region("TC", (2, 3), 2), Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.inference.model import load_weights
+from medspeed.common.inference.model import load_weights
 
 FIT = "tests.common.training.fit_worker"
 LIMIT = 60.0  # seconds in which all must be over

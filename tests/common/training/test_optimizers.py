@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from common.training.optimizers import Novograd, build_optimizer
-from common.training.setup import lr_factor
+from medspeed.common.training.optimizers import Novograd, build_optimizer
+from medspeed.common.training.setup import lr_factor
 from tests.support import count_operators, refuse_host_sync
 
 

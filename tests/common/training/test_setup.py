@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from common.clock import Clock
-from common.data.batches import Batch
-from common.data.dataset import Case, Split
-from common.kernels import trust
-from common.ranks import SINGLE
-from common.run import Run
-from common.training import setup
-from common.training.config import TrainingConfig
-from common.training.setup import (
+from medspeed.common.clock import Clock
+from medspeed.common.data.batches import Batch
+from medspeed.common.data.dataset import Case, Split
+from medspeed.common.kernels import trust
+from medspeed.common.ranks import SINGLE
+from medspeed.common.run import Run
+from medspeed.common.training import setup
+from medspeed.common.training.config import TrainingConfig
+from medspeed.common.training.setup import (
     OneStep,
     autocast,
     choose_precision,
@@ -31,7 +31,7 @@ from common.training.setup import (
     trust_kernels,
     wake,
 )
-from models.unet3d import unet3d
+from medspeed.models.unet3d import unet3d
 from tests.common.training.fit_worker import TinyBatches, train
 
 CPU = torch.device("cpu")

@@ -9,24 +9,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.clock import Clock
-from common.data.batches import Batch, crop_batches
-from common.inference.labels import Region
-from common.inference.model import load_weights
-from common.inference.options import Precision
-from common.kernels import trust
-from common.ranks import SINGLE, Ranks
-from common.run import Run
-from common.training import steps as module
-from common.training.config import TrainingConfig
-from common.training.fit import train_step
-from common.training.losses import binary_cross_entropy, dice_ce, dice_focal
-from common.training.optimizers import build_optimizer
-from common.training.state import TrainingState
-from common.training.steps import Steps, choose_steps, why_eager
-from models.resnet18_fcn import resnet18_fcn
-from models.segresnet3d import segresnet3d
-from models.unet3d import unet3d
+from medspeed.common.clock import Clock
+from medspeed.common.data.batches import Batch, crop_batches
+from medspeed.common.inference.labels import Region
+from medspeed.common.inference.model import load_weights
+from medspeed.common.inference.options import Precision
+from medspeed.common.kernels import trust
+from medspeed.common.ranks import SINGLE, Ranks
+from medspeed.common.run import Run
+from medspeed.common.training import steps as module
+from medspeed.common.training.config import TrainingConfig
+from medspeed.common.training.fit import train_step
+from medspeed.common.training.losses import binary_cross_entropy, dice_ce, dice_focal
+from medspeed.common.training.optimizers import build_optimizer
+from medspeed.common.training.state import TrainingState
+from medspeed.common.training.steps import Steps, choose_steps, why_eager
+from medspeed.models.resnet18_fcn import resnet18_fcn
+from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models.unet3d import unet3d
 from tests import golden
 from tests.common.training.fit_worker import TinyBatches, train
 from tests.common.training.test_fit import held_on

@@ -3,8 +3,8 @@ import signal
 
 import pytest
 
-from common.ranks import SINGLE
-from common.training.stopping import GracefulStop
+from medspeed.common.ranks import SINGLE
+from medspeed.common.training.stopping import GracefulStop
 
 
 @pytest.mark.parametrize(

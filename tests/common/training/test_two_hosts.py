@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from common.inference.model import load_weights
+from medspeed.common.inference.model import load_weights
 
 HOSTS, ADDRESSES = ("medspeed-a", "medspeed-b"), ("10.77.0.1", "10.77.0.2")
 WISH = {"epochs": 2, "steps": 40, "step_seconds": 0.1, "checkpoint_seconds": 1.0}

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from common.clock import span
-from common.training.config import TrainingConfig
+from medspeed.common.clock import span
+from medspeed.common.training.config import TrainingConfig
 from tests.common.training.fit_worker import train
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from apps.pathology.config import Augmentation
-from apps.pathology.patches import augment_fused
-from apps.pathology.patches.augment import draw_patches
-from apps.pathology.patches.augment_fused import augment_rows, augmented, draw_table, grey_sums
+from medspeed.apps.pathology.config import Augmentation
+from medspeed.apps.pathology.patches import augment_fused
+from medspeed.apps.pathology.patches.augment import draw_patches
+from medspeed.apps.pathology.patches.augment_fused import augment_rows, augmented, draw_table, grey_sums
 
 STRONG = Augmentation((0.25, 0.75, 0.25, 0.4), (0.5, 2.0))
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from apps.pathology.patches.augment_fused import ROW, augmented, grey_sums
+from medspeed.apps.pathology.patches.augment_fused import ROW, augmented, grey_sums
 from tests.kernels import CAPABILITIES, compiled_not_launched
 
 

@@ -9,9 +9,9 @@ from monai.transforms import Zoom
 from PIL import Image, ImageEnhance
 from scipy.stats import chisquare
 
-from apps.pathology.config import Augmentation
-from apps.pathology.patches import augment as module
-from apps.pathology.patches.augment import (
+from medspeed.apps.pathology.config import Augmentation
+from medspeed.apps.pathology.patches import augment as module
+from medspeed.apps.pathology.patches.augment import (
     BRIGHTNESS,
     CONTRAST,
     HUE,

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from apps.pathology.config import Augmentation
-from apps.pathology.patches.augment import draw_patches
-from apps.pathology.patches.augment_fused import augment_rows, draw_table
-from common.kernels.trust import trusting
+from medspeed.apps.pathology.config import Augmentation
+from medspeed.apps.pathology.patches.augment import draw_patches
+from medspeed.apps.pathology.patches.augment_fused import augment_rows, draw_table
+from medspeed.common.kernels.trust import trusting
 from tests.kernels import run_compiled, run_interpreted
 
 

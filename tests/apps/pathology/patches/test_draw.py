@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import tifffile
 
-from apps.pathology.patches import draw as patch_sampling
-from apps.pathology.patches.draw import sample_patches
-from apps.pathology.patches.table import PatchTable
-from apps.pathology.slides.camelyon import SlideEntry
-from apps.pathology.slides.reader import SlidePool
+from medspeed.apps.pathology.patches import draw as patch_sampling
+from medspeed.apps.pathology.patches.draw import sample_patches
+from medspeed.apps.pathology.patches.table import PatchTable
+from medspeed.apps.pathology.slides.camelyon import SlideEntry
+from medspeed.apps.pathology.slides.reader import SlidePool
 
 SIDE, SIZE = 1024, 64
 GLASS, EOSIN = (243, 242, 244), (222, 150, 190)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from apps.pathology.config import Augmentation, PathologyConfig
-from apps.pathology.patches import guide
-from apps.pathology.patches.guide import cucim_transform, monai_dataset, monai_patches, why_not_cucim
-from apps.pathology.patches.table import PatchTable
-from common.data.monai_batches import MonaiBatches
-from common.ranks import Ranks
+from medspeed.apps.pathology.config import Augmentation, PathologyConfig
+from medspeed.apps.pathology.patches import guide
+from medspeed.apps.pathology.patches.guide import cucim_transform, monai_dataset, monai_patches, why_not_cucim
+from medspeed.apps.pathology.patches.table import PatchTable
+from medspeed.common.data.monai_batches import MonaiBatches
+from medspeed.common.ranks import Ranks
 from tests.apps.pathology.scan_runs import write_slide
 
 CPU = torch.device("cpu")

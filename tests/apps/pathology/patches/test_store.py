@@ -11,16 +11,23 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apps.pathology.config import Augmentation, PathologyConfig
-from apps.pathology.patches import store as patch_store
-from apps.pathology.patches.store import Patches, Tier, held_for_validation, patch_batches, send_rows, stored_patches
-from apps.pathology.patches.table import PatchTable
-from apps.pathology.slides.reader import SlidePool
-from common.clock import Clock
-from common.data.batches import KeyedBatches
-from common.ranks import Ranks
-from common.run import Run
-from common.training.config import Parallel
+from medspeed.apps.pathology.config import Augmentation, PathologyConfig
+from medspeed.apps.pathology.patches import store as patch_store
+from medspeed.apps.pathology.patches.store import (
+    Patches,
+    Tier,
+    held_for_validation,
+    patch_batches,
+    send_rows,
+    stored_patches,
+)
+from medspeed.apps.pathology.patches.table import PatchTable
+from medspeed.apps.pathology.slides.reader import SlidePool
+from medspeed.common.clock import Clock
+from medspeed.common.data.batches import KeyedBatches
+from medspeed.common.ranks import Ranks
+from medspeed.common.run import Run
+from medspeed.common.training.config import Parallel
 from tests.support import refuse_host_sync
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 from monai.transforms import GridSplit
 from PIL import Image
 
-from apps.pathology.patches.table import PatchTable, read_coordinates, read_patch_folder
+from medspeed.apps.pathology.patches.table import PatchTable, read_coordinates, read_patch_folder
 
 
 def table(folder: Path, labels: list[int], files: int = 2, size: int = 32) -> PatchTable:

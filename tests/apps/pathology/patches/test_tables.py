@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from apps.pathology.config import PathologyConfig
-from apps.pathology.patches.tables import Tables, find_tables, hold_out, keep_digests
-from common.ranks import Ranks
-from data_scripts.make_slides import SLIDES_VERSION, make_slides
+from medspeed.apps.pathology.config import PathologyConfig
+from medspeed.apps.pathology.patches.tables import Tables, find_tables, hold_out, keep_digests
+from medspeed.common.ranks import Ranks
+from medspeed.data_scripts.make_slides import SLIDES_VERSION, make_slides
 from tests.apps.pathology.scan_runs import write_slide
 
 
@@ -85,7 +85,7 @@ def test_without_data_slides_are_made_once(tmp_path, monkeypatch):
         asked.append(given)
         raise OSError("made nothing")
 
-    monkeypatch.setattr("apps.pathology.patches.tables.make_synthetic", make)
+    monkeypatch.setattr("medspeed.apps.pathology.patches.tables.make_synthetic", make)
     with pytest.raises(OSError, match="made nothing"):
         tables_of(PathologyConfig(store=tmp_path))
     assert asked == [(tmp_path / "phantoms" / f"slides-{SLIDES_VERSION}", "make_slides")]

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 from scipy.stats import mannwhitneyu
 
-from apps.pathology.scan.froc import (
+from medspeed.apps.pathology.scan.froc import (
     FALSE_POSITIVE_RATES,
     auc,
     detect,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.ndimage import label
 from skimage.measure import regionprops
 
-from apps.pathology.scan.outputs import (
+from medspeed.apps.pathology.scan.outputs import (
     find_detections,
     outline,
     read_detections_csv,
@@ -17,7 +17,7 @@ from apps.pathology.scan.outputs import (
     write_geojson,
     write_probability_tif,
 )
-from apps.pathology.scan.scan import ProbabilityMap
+from medspeed.apps.pathology.scan.scan import ProbabilityMap
 
 
 def map_of(values: np.ndarray, stride: float = 32.0) -> ProbabilityMap:

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apps.pathology.model import HALO, PathologyModel, normalised
-from apps.pathology.scan.scan import choose_view, scan_slide
-from apps.pathology.slides.masks import SlideMask
-from apps.pathology.slides.reader import open_slide
-from models.resnet18_fcn import resnet18_fcn
+from medspeed.apps.pathology.model import HALO, PathologyModel, normalised
+from medspeed.apps.pathology.scan.scan import choose_view, scan_slide
+from medspeed.apps.pathology.slides.masks import SlideMask
+from medspeed.apps.pathology.slides.reader import open_slide
+from medspeed.models.resnet18_fcn import resnet18_fcn
 from tests.apps.pathology.slides.slide_files import write_pyramid
 
 PATCH, CPU = 64, torch.device("cpu")

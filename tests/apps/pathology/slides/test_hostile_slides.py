@@ -12,9 +12,9 @@ import psutil
 import pytest
 import tifffile
 
-from apps.pathology.slides.layout import read_layout
-from apps.pathology.slides.masks import low_power
-from apps.pathology.slides.reader import Reader, open_slide
+from medspeed.apps.pathology.slides.layout import read_layout
+from medspeed.apps.pathology.slides.masks import low_power
+from medspeed.apps.pathology.slides.reader import Reader, open_slide
 from tests.apps.pathology.slides.slide_files import TILE, painted, write_pyramid
 
 READERS: tuple[Reader, ...] = ("cucim", "openslide", "tifffile")

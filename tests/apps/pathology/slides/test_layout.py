@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tifffile
 
-from apps.pathology.slides.layout import read_layout
-from apps.pathology.slides.reader import Reader, open_slide
+from medspeed.apps.pathology.slides.layout import read_layout
+from medspeed.apps.pathology.slides.reader import Reader, open_slide
 from tests.apps.pathology.slides.slide_files import TILE, painted, write_pyramid
 
 READERS_OF_TILES: tuple[Reader, ...] = ("cucim", "openslide")

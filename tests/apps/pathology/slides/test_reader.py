@@ -10,10 +10,10 @@ import numpy as np
 import psutil
 import pytest
 
-from apps.pathology.slides.layout import Box, Tile
-from apps.pathology.slides.reader import Reader, SlidePool, open_slide
-from data_scripts.make_slides import write_pyramid as write_slide_pyramid
-from data_scripts.slides_paint import draw_slide
+from medspeed.apps.pathology.slides.layout import Box, Tile
+from medspeed.apps.pathology.slides.reader import Reader, SlidePool, open_slide
+from medspeed.data_scripts.make_slides import write_pyramid as write_slide_pyramid
+from medspeed.data_scripts.slides_paint import draw_slide
 from tests.apps.pathology.slides.slide_files import TILE, overwrite_tile, write_pyramid
 
 READERS: tuple[Reader, ...] = ("cucim", "openslide", "tifffile")
@@ -188,14 +188,14 @@ def test_a_missing_reader_is_named_with_its_remedy(pyramid, monkeypatch, reader,
 
 
 def test_readers_are_imported_when_first_asked_for():
-    program = "import sys, apps.pathology.slides.reader; sys.exit(any(m in sys.modules for m in sys.argv[1:]))"
+    program = "import sys, medspeed.apps.pathology.slides.reader; sys.exit(any(m in sys.modules for m in sys.argv[1:]))"
     modules = ["cucim", "openslide", "tifffile", "imagecodecs", "torch"]
     done = subprocess.run([sys.executable, "-c", program, *modules], cwd=Path(__file__).parents[4], check=False)
     assert done.returncode == 0
 
 
 def test_a_pool_keeps_few_slides_open_and_none_in_use_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr("apps.pathology.slides.reader._MOST_OPEN", 2)
+    monkeypatch.setattr("medspeed.apps.pathology.slides.reader._MOST_OPEN", 2)
     paths = [tmp_path / f"{number}.tif" for number in range(4)]
     for path in paths:
         write_pyramid(path, factors=(1,), compression="deflate")
@@ -221,7 +221,7 @@ def test_a_pool_keeps_few_slides_open_and_none_in_use_is_closed(tmp_path, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
 def test_ten_thousand_reads_leave_handles_and_memory_flat(tmp_path, reader, monkeypatch):
-    monkeypatch.setattr("apps.pathology.slides.reader._MOST_OPEN", 3)
+    monkeypatch.setattr("medspeed.apps.pathology.slides.reader._MOST_OPEN", 3)
     paths = [tmp_path / f"{number}.tif" for number in range(5)]
     for path in paths:
         write_pyramid(path, **JPEG)
@@ -247,7 +247,7 @@ def test_ten_thousand_reads_leave_handles_and_memory_flat(tmp_path, reader, monk
 @pytest.mark.gpu
 def test_cucims_plugin_for_gpus_gives_the_same_pixels(pyramid):
     program = (
-        "import sys; from apps.pathology.slides.reader import open_slide\n"
+        "import sys; from medspeed.apps.pathology.slides.reader import open_slide\n"
         "a, b = (open_slide(sys.argv[1], reader).read(3, 5, 200, 100) for reader in ('cucim', 'tifffile'))\n"
         "sys.exit(int((a != b).any()))"
     )

@@ -7,9 +7,9 @@ import tifffile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apps.pathology.slides.masks import MAX_THRESHOLD, MIN_CONTRAST, SlideMask, low_power, split, tissue_mask
-from apps.pathology.slides.reader import open_slide
-from data_scripts import slides_paint
+from medspeed.apps.pathology.slides.masks import MAX_THRESHOLD, MIN_CONTRAST, SlideMask, low_power, split, tissue_mask
+from medspeed.apps.pathology.slides.reader import open_slide
+from medspeed.data_scripts import slides_paint
 
 GLASS, EOSIN, HAEMATOXYLIN = (243, 242, 244), (222, 150, 190), (120, 80, 150)
 INKS = {"blue": (35, 60, 170), "green": (30, 140, 70), "black": (25, 24, 28)}
@@ -180,7 +180,7 @@ def test_a_slide_larger_than_a_block_is_read_block_by_block(tmp_path, monkeypatc
     path = write(tmp_path / "a.tif", np.random.default_rng(0).uniform(0, 255, (37, 53, 3)))
     with open_slide(path, "tifffile") as slide:
         whole, _ = low_power(slide, 4.0)
-        monkeypatch.setattr("apps.pathology.slides.masks._BLOCK", 30)
+        monkeypatch.setattr("medspeed.apps.pathology.slides.masks._BLOCK", 30)
         sizes = []
         read = slide.read
 

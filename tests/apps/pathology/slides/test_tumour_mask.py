@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.path import Path as Outline
 
-from apps.pathology.slides.camelyon import SlideEntry
-from apps.pathology.slides.masks import rasterise, read_asap, tumour_mask
+from medspeed.apps.pathology.slides.camelyon import SlideEntry
+from medspeed.apps.pathology.slides.masks import rasterise, read_asap, tumour_mask
 
 Points = list[tuple[float, float]]
 SQUARE: Points = [(2.0, 1.0), (6.0, 1.0), (6.0, 5.0), (2.0, 5.0)]

@@ -1,0 +1,1 @@
+"""Medical image segmentation and slide detection, from raw scans to checked engines; see the README."""
