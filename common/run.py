@@ -183,7 +183,8 @@ def how_to_go_on(folder: Path) -> str:
     last, best = folder / "checkpoints" / "last", folder / "best.safetensors"
     found = f"the last checkpoint is {last} -> {last.readlink()}; " if last.is_symlink() else ""
     found += f"the best weights are {best}; " if best.is_file() else ""
-    return f"{found}resume with {shlex.join(['python', sys.argv[0], '--resume', str(folder)])}"
+    program = sys.argv[0].split() if sys.argv[0].startswith("medspeed ") else ["python", sys.argv[0]]
+    return f"{found}resume with {shlex.join([*program, '--resume', str(folder)])}"
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

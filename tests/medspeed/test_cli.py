@@ -1,0 +1,71 @@
+"""The command `medspeed`, in processes of its own as a shell starts it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from medspeed import __version__
+from medspeed.cli import main, programs
+
+ROOT = Path(__file__).parents[2]
+
+
+def ask(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    command = [sys.executable, "-m", "medspeed.cli", *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+
+def complete(line: str) -> list[str]:
+    return ask(COMP_LINE=line, COMP_POINT=str(len(line))).stdout.split()
+
+
+def test_version_and_help(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"medspeed {__version__}\n"
+    assert main([]) == main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(word in told for word in programs())
+
+
+def test_every_app_and_data_script_has_its_words():
+    known = programs()
+    apps = {path.parent.name for path in (ROOT / "apps").glob("*/train.py")}
+    assert all(set(known[verb]) >= apps for verb in ("train", "infer", "export"))
+    assert {"to-msd", "make-phantoms", "make-slides", "fetch-msd", "fetch-camelyon16"} <= set(known["data"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "medspeed: unknown word 'trian'; expected one of train, infer"),
+        (["train"], "medspeed train: expected one of brats, pathology, spleen"),
+        (["train", "--epochs"], "medspeed train: unknown word '--epochs'; expected one of brats"),
+        (["data", "make_phantoms"], "unknown word 'make_phantoms'; expected one of fetch-camelyon16"),
+    ],
+)
+def test_a_wrong_word_is_named_with_the_right_ones(words, said, capsys):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_program_runs_under_the_words_that_were_typed():
+    found = ask("train", "spleen", "--help")
+    assert found.returncode == 0
+    assert found.stdout.startswith("usage: medspeed train spleen ")
+    wrong = ask("train", "spleen", "--epochs", "none")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("medspeed train spleen: ")
+    assert wrong.stderr.count("\n") == 1
+
+
+def test_words_and_flags_are_completed():
+    assert complete("medspeed in") == ["infer"]
+    assert complete("medspeed train ") == sorted(programs()["train"])
+    assert "--crop" in " ".join(complete("medspeed train spleen --cr"))
+    assert complete("medspeed train spleen --epochs 5 --lear") != []
+    assert complete("medspeed train spleen --data /tm") == []  # the shell's file names
+    assert "--app" in complete("medspeed doctor --")
