@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
 
-def run(command, cwd, **environ):
+def run(command: list[object], cwd: Path, **environ: str) -> str:
     plain = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "COMP_LINE"}}
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=plain | environ, capture_output=True, text=True, check=False
@@ -39,12 +39,12 @@ def copy_of_the_checkout(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> dict[str, Path]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the wheel of the checkout, and the source distribution with the wheel made of it."""
     source, made = copy_of_the_checkout(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("made")
     run([sys.executable, "-c", BUILD, "build_sdist", made], source)
     run([sys.executable, "-c", BUILD, "build_wheel", made / "direct"], source)
-    (archive,) = made.glob("*.tar.gz")
+    archive = next(made.glob("*.tar.gz"))
     with tarfile.open(archive) as tar:
         tar.extractall(made / "unpacked", filter="data")
     run([sys.executable, "-c", BUILD, "build_wheel", made / "again"], next((made / "unpacked").iterdir()))
@@ -53,13 +53,13 @@ def built(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def installed(built, tmp_path_factory) -> Path:
+def installed(built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an environment with the wheel, this one's libraries, and decoys that lie before them on the path."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", folder / "bin" / "python"]
-    run([*command, "install", "--quiet", "--no-deps", "--no-index", built["wheel"]], folder)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", folder / "bin" / "python"]
+    run([*pip, "install", "--quiet", "--no-deps", "--no-index", built["wheel"]], folder)
     (packages / "libraries.pth").write_text("\n".join(site.getsitepackages()))
     for decoy in ("apps", "common", "models"):
         (packages / decoy).mkdir()
