@@ -8,8 +8,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -171,10 +172,6 @@ def open_run(
     if ranks.watch is not None:
         ranks.watch.hint = lambda: how_to_go_on(folder)
     torch.manual_seed(seed)
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-            signal.signal(number, _exit)
-    log_warnings_as_lines()
     return Run(folder, chosen, Clock(), resume is not None, ranks)
 
 
@@ -185,6 +182,33 @@ def how_to_go_on(folder: Path) -> str:
     found += f"the best weights are {best}; " if best.is_file() else ""
     program = sys.argv[0].split() if sys.argv[0].startswith("medspeed ") else ["python", sys.argv[0]]
     return f"{found}resume with {shlex.join([*program, '--resume', str(folder)])}"
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let `STOP_SIGNALS` end a block as an error does, with what it has to put away; then give them back."""
+    before = take_signals(STOP_SIGNALS, _exit)
+    try:
+        yield
+    finally:
+        give_back_signals(before)
+
+
+def take_signals(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Handle signals that are not ignored, as SIGHUP is under nohup; return what did so until now.
+
+    Python allows that in the main thread alone; in another one, such as a server's, none is taken.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    taken = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in taken}
+
+
+def give_back_signals(before: Mapping[int, Any]) -> None:
+    """Let signals be handled as they were before `take_signals`."""
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
@@ -200,7 +224,7 @@ def point_latest(folder: Path) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the program with status 1 and one line for an error that its message explains.
+    """End the program with status 1 and one line for an error that its message explains; a warning is a line too.
 
     What the output's encoding lacks is written as an escape, instead of ending a run that is done.
     Among several ranks the line says which one it is. With MEDSPEED_TRACEBACK set in the environment the traceback is
@@ -211,6 +235,7 @@ def one_line_errors() -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         with suppress(OSError):  # it is closed, or a pipe that nobody reads: printing will say so, if it matters
             sys.stdout.reconfigure(errors="backslashreplace")
+    log_warnings_as_lines()
     try:
         yield
     except KeyboardInterrupt:

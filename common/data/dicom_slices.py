@@ -65,7 +65,7 @@ def quiet_dicom() -> None:
     for library in ("pydicom", "highdicom"):
         logging.getLogger(library).setLevel(logging.CRITICAL + 1)
     pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
-    warnings.filterwarnings("ignore", module=r"pydicom|highdicom|common\.(data|inference)\.dicom")
+    warnings.filterwarnings("ignore", module=r"pydicom|highdicom|medspeed\.common\.(data|inference)\.dicom")
 
 
 def files_below(folder: Path) -> Iterator[Path]:

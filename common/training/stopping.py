@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from medspeed.common.ranks import Ranks
-from medspeed.common.run import STOP_SIGNALS
+from medspeed.common.run import STOP_SIGNALS, give_back_signals, take_signals
 
 
 class GracefulStop:
     """A context in which the first signal is a wish to stop after the step, and the second acts as usual.
 
-    The signals are `STOP_SIGNALS` and SIGINT.
+    The signals are `STOP_SIGNALS` and SIGINT; outside of the main thread there are none.
 
     With several ranks the signal reaches each at another step, or only one of them. They then agree: what one was told
     counts for all at the step after, and further signals change nothing, so that the leader can save in peace
@@ -34,14 +34,12 @@ class GracefulStop:
 
     def __enter__(self) -> Self:
         """Take over the signals that are not ignored, as SIGHUP is under nohup."""
-        taken = [each for each in (*STOP_SIGNALS, signal.SIGINT) if signal.getsignal(each) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._note) for number in taken}
+        self._before = take_signals((*STOP_SIGNALS, signal.SIGINT), self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Give the signals back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        give_back_signals(self._before)
 
     @property
     def requested(self) -> bool:
