@@ -5,18 +5,15 @@ import os
 import platform
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -30,7 +27,6 @@ from medspeed.common.errors import explained, log_warnings_as_lines
 from medspeed.common.files import hold, names_folder, printable, write_json, write_text
 from medspeed.common.ranks import SILENT_SECONDS, SINGLE, Ranks, Watch, choose_device, torchrun_place
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a scheduler's, and a terminal's that is closed
 # The watch judges whether a rank is dead; these limits only have to be longer than any honest work.
 _STEP_LIMIT = timedelta(minutes=30)  # gradients, sums: the ranks differ by a checkpoint at most
 _CONTROL_LIMIT = timedelta(hours=24)  # waiting for what one rank does alone: preparing cases, exporting
@@ -182,37 +178,6 @@ def how_to_go_on(folder: Path) -> str:
     found += f"the best weights are {best}; " if best.is_file() else ""
     program = sys.argv[0].split() if sys.argv[0].startswith("medspeed ") else ["python", sys.argv[0]]
     return f"{found}resume with {shlex.join([*program, '--resume', str(folder)])}"
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let `STOP_SIGNALS` end a block as an error does, with what it has to put away; then give them back."""
-    before = take_signals(STOP_SIGNALS, _exit)
-    try:
-        yield
-    finally:
-        give_back_signals(before)
-
-
-def take_signals(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Handle signals that are not ignored, as SIGHUP is under nohup; return what did so until now.
-
-    Python allows that in the main thread alone; in another one, such as a server's, none is taken.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    taken = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in taken}
-
-
-def give_back_signals(before: Mapping[int, Any]) -> None:
-    """Let signals be handled as they were before `take_signals`."""
-    for number, handler in before.items():
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 def point_latest(folder: Path) -> None:

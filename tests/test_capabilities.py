@@ -4,6 +4,7 @@ The lists are written by hand, from README, the apps' READMEs, docs and CHANGELO
 product: the changelog must then say so.
 """
 
+import inspect
 import os
 import re
 import subprocess
@@ -11,6 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import medspeed
+from medspeed.common.inference import predictions
 
 ROOT = Path(__file__).parents[1]
 _TRAIN = (
@@ -59,6 +63,9 @@ GONE = """
     training_list validation_list brightness zoom label_smoothing
 """
 
+PYTHON = {"train": "app quiet flags", "predict": "model inputs output quiet flags"}  # from medspeed import ...
+RESULTS = {"Prediction": "files record volumes_ml", "Predictions": "done failed status"}
+
 MAKE = ("train", "test", "test-all", "doctor", "ladder", "record", "image-test")
 
 RUN_FILES = (
@@ -96,6 +103,18 @@ def test_a_command_has_every_flag_that_was_promised(command):
 def test_the_changelog_names_every_flag_that_went():
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert [flag for flag in GONE.split() if f"--{flag}" not in changelog] == []
+
+
+@pytest.mark.parametrize("function", PYTHON)
+def test_python_has_every_function_that_was_promised(function):
+    words = list(inspect.signature(getattr(medspeed, function)).parameters)
+    assert words == PYTHON[function].split()
+
+
+@pytest.mark.parametrize("result", RESULTS)
+def test_results_have_every_attribute_that_was_promised(result):
+    kind = getattr(predictions, result)
+    assert {*RESULTS[result].split()} <= {*kind.__annotations__, *vars(kind)}
 
 
 @pytest.mark.parametrize("target", MAKE)

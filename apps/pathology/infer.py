@@ -27,9 +27,10 @@ from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask
 from medspeed.apps.pathology.slides.reader import SlidePool
 from medspeed.common.files import sha256_of
 from medspeed.common.host_memory import keep_freed_memory, peak_memory
-from medspeed.common.inference.folder_job import FolderJob, Item, Record
+from medspeed.common.inference.folder_job import FolderJob, Item
 from medspeed.common.inference.model import warn_of_phantoms
 from medspeed.common.inference.open_predictor import open_predictor
+from medspeed.common.inference.predictions import Predictions, Record
 from medspeed.common.observe.plots import Timeline
 from medspeed.common.ranks import choose_device, torchrun_place
 from medspeed.common.run import one_line_errors
@@ -123,10 +124,12 @@ class Scanner:
 
 
 def main(config: ScanConfig) -> int:
-    """Scan every slide; return 0, or 1 where one could not be read (the others are done all the same).
+    """Scan every slide; return 0, or 1 where one could not be read (the others are done all the same)."""
+    return predict(config).status
 
-    Under torchrun each process takes its share of the slides.
-    """
+
+def predict(config: ScanConfig) -> Predictions:
+    """Scan every slide. Under torchrun each process takes its share of the slides."""
     with closing(SlidePool(config.reader)) as pool:
         scanner = Scanner(config, pool)
         items = [scanner.item(file) for file in find_slides(config.input)]

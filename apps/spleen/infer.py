@@ -7,6 +7,7 @@ if __name__ == "__main__":
     CONFIG = parse_config(InferConfig, {}, description=__doc__)  # before torch: --help answers at once
 
 from medspeed.common.inference.model import load_model
+from medspeed.common.inference.predictions import Predictions
 from medspeed.common.inference.scans import segment_scans
 from medspeed.common.run import one_line_errors
 from medspeed.models.unet3d import unet3d
@@ -14,6 +15,11 @@ from medspeed.models.unet3d import unet3d
 
 def main(config: InferConfig) -> int:
     """Segment every scan; return 0, or 1 where a scan could not be read (the others are done all the same)."""
+    return predict(config).status
+
+
+def predict(config: InferConfig) -> Predictions:
+    """Segment every scan."""
     return segment_scans(config, load_model(config.model, "spleen", unet3d))
 
 

@@ -20,13 +20,13 @@ import torch
 from tqdm import tqdm
 
 from medspeed.common.files import locked, part_ending, printable, read_object, write_json
+from medspeed.common.inference.predictions import Prediction, Predictions, Record
 from medspeed.common.ranks import torchrun_place
 from medspeed.common.run import wait_for_all
 
 Source = TypeVar("Source")
 Read = TypeVar("Read")
 Computed = TypeVar("Computed")
-Record = dict[str, Any]
 
 BAD_INPUT = (ValueError, OSError)
 _VERSION = 2  # raise when outputs or records change for the same input, weights and options
@@ -134,11 +134,8 @@ class FolderJob(Generic[Source, Read, Computed]):
             tqdm.write(f"{kept} {self.kind}s kept: they were finished with the same weights and options")
         return left
 
-    def run(self, items: Sequence[Item[Source]]) -> int:
-        """Do the items anew, then the tables; wait for the other processes.
-
-        Returns:
-            The exit status: 1 where an item could not be done (the others are done all the same), else 0.
+    def run(self, items: Sequence[Item[Source]]) -> Predictions:
+        """Do the items anew, then the tables; wait for the other processes, and return what became of this one's items.
 
         Raises:
             FileExistsError: an output is there that no record tells of: it is not this program's.
@@ -154,16 +151,17 @@ class FolderJob(Generic[Source, Read, Computed]):
             names = printable(", ".join(failed))
             tqdm.write(f"{len(failed)} of {len(self.share())} {self.kind}s were set aside: {names}")
         wait_for_all()
-        return 1 if failed else 0
+        done = {item: record for item in self.share() if (record := self.finished(item)) and item.name not in failed}
+        return Predictions({item.name: Prediction(item.outputs, record) for item, record in done.items()}, failed)
 
-    def work(self, items: Sequence[Item[Source]]) -> list[str]:
-        """Do the items, computed in order; return the names of those that could not be done.
+    def work(self, items: Sequence[Item[Source]]) -> dict[str, str]:
+        """Do the items, computed in order; return why some could not be done, by name.
 
         Those in memory are bounded in number and bytes, whichever stage is slow. An error costs its item alone. Only an
         OSError of writing is raised, as of a full disk (but not a name that is too long); what was written until then
         is whole, and nothing more is read.
         """
-        failed: set[str] = set()
+        failed: dict[str, str] = {}
         left = deque((item, self.need(item)) for item in items)
         coming: deque[tuple[Item[Source], Future[tuple[Record, Read]], int]] = deque()
         writing: dict[Future[None], int] = {}
@@ -185,7 +183,7 @@ class FolderJob(Generic[Source, Read, Computed]):
                     del writing[done]
                     done.result()
                     bar.update()
-        return [item.name for item in items if item.name in failed]
+        return {item.name: failed[item.name] for item in items if item.name in failed}
 
     def _has_room(self, held: Sequence[int], need: int) -> bool:
         """Return whether one more item may be read, beside those that are held."""
@@ -217,11 +215,11 @@ class FolderJob(Generic[Source, Read, Computed]):
                 torch.cuda.empty_cache()
             return error
 
-    def _write(self, item: Item[Source], computed: tuple[Record, Computed] | Exception, failed: set[str]) -> None:
+    def _write(self, item: Item[Source], computed: tuple[Record, Computed] | Exception, failed: dict[str, str]) -> None:
         record = computed if isinstance(computed, Exception) else self._written(item, *computed)
         if isinstance(record, Exception):
-            failed.add(item.name)
-            tqdm.write(f"set aside: {_why(item.name, record)}")
+            failed[item.name] = _why(item.name, record)
+            tqdm.write(f"set aside: {failed[item.name]}")
         else:
             tqdm.write(f"{printable(item.name)}: {self.line(record)}")
 

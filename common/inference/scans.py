@@ -17,12 +17,13 @@ from medspeed.common.data.threads import usable_cores
 from medspeed.common.data.volumes import Volume, read_volume, write_label
 from medspeed.common.files import printable, sha256_of, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
-from medspeed.common.inference.folder_job import FolderJob, Item, Record
+from medspeed.common.inference.folder_job import FolderJob, Item
 from medspeed.common.inference.measure import clean_labels, measure, write_measures
 from medspeed.common.inference.model import VolumeModel, model_content, warn_of_phantoms
 from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.predict import predict_labels
+from medspeed.common.inference.predictions import Predictions, Record
 from medspeed.common.inference.repeated_windows import RepeatingPredictor
 from medspeed.common.inference.scan_memory import Scan, say_plan, scan_bytes
 from medspeed.common.observe.overlays import draw_overlay
@@ -37,8 +38,8 @@ _PER_THREAD = 2**27  # bytes of room for each thread that reads or writes
 _OPTIONS = ("flips", "fit_windows", "largest_component", "smallest_ml", "overlays", "keep_patient")
 
 
-def segment_scans(config: InferConfig, model: VolumeModel) -> int:
-    """Segment every scan; return 0, or 1 where a scan could not be segmented (the others are done all the same).
+def segment_scans(config: InferConfig, model: VolumeModel) -> Predictions:
+    """Segment every scan; one that cannot be is set aside, and the others are done all the same.
 
     Under torchrun each process takes its share of the scans.
 

@@ -145,6 +145,7 @@ def finish(
     """
     summary: RunSummary = {
         "app": config.APP,
+        "run": str(run.directory),
         "recipe": config.recipe,
         "data": about["data"],
         "held_out": quality.selected_on != "training",

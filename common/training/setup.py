@@ -22,7 +22,8 @@ from medspeed.common.inference.options import Precision
 from medspeed.common.inference.predictors import computes_bf16, torch_predictor
 from medspeed.common.kernels import norms, trust
 from medspeed.common.ranks import Ranks
-from medspeed.common.run import Run, ended_by_signals, how_to_go_on, join_ranks, open_run
+from medspeed.common.run import Run, how_to_go_on, join_ranks, open_run
+from medspeed.common.signals import ended_by_signals
 from medspeed.common.training.config import SegmentationConfig, TrainingConfig, decided
 
 DEV_RUN = "FAST DEV RUN: two steps on a few cases; no figure of this run means anything"

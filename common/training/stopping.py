@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from medspeed.common.ranks import Ranks
-from medspeed.common.run import STOP_SIGNALS, give_back_signals, take_signals
+from medspeed.common.signals import STOP_SIGNALS, give_back_signals, take_signals
 
 
 class GracefulStop:

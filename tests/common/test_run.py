@@ -13,24 +13,22 @@ from medspeed.common.clock import Clock
 from medspeed.common.files import read_json_lines
 from medspeed.common.ranks import Ranks, choose_device
 from medspeed.common.run import (
-    STOP_SIGNALS,
     environment,
     how_to_go_on,
     one_line_errors,
     open_run,
     point_latest,
 )
+from medspeed.common.signals import STOP_SIGNALS
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def keep_logging_and_signals():
-    handlers, before = logging.root.handlers[:], {number: signal.getsignal(number) for number in STOP_SIGNALS}
+def keep_logging():
+    handlers = logging.root.handlers[:]
     yield
     logging.root.handlers[:] = handlers
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_an_unnamed_run_gets_a_folder_by_the_time_and_a_latest_link(tmp_path):
@@ -43,6 +41,12 @@ def test_an_unnamed_run_gets_a_folder_by_the_time_and_a_latest_link(tmp_path):
         assert (tmp_path / "latest").resolve() == run.directory
     assert (second.directory / "config.yaml").read_text() == "a: 2\n"
     assert json.loads((second.directory / "environment.json").read_text())["versions"]["torch"]
+
+
+def test_opening_a_run_leaves_signals_and_logging_to_the_program(tmp_path):
+    before = logging.root.handlers[:], [signal.getsignal(number) for number in STOP_SIGNALS]
+    open_run(tmp_path, None, None, "cpu", "a: 1\n", 0)
+    assert (logging.root.handlers, [signal.getsignal(number) for number in STOP_SIGNALS]) == before
 
 
 def test_a_folder_in_use_is_refused_and_one_to_resume_is_kept(tmp_path):

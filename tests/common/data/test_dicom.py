@@ -3,6 +3,7 @@ import logging
 import math
 import os
 import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -497,3 +498,11 @@ def test_a_real_series_is_the_nifti_that_others_made_of_it(real_data):
     np.testing.assert_allclose(volume.affine, nifti.affine @ flipped, atol=1e-4)
     one_by_one = [pydicom.dcmread(io.BytesIO(file.read_bytes())) for file in series.files]
     np.testing.assert_array_equal(volume.voxels, np.stack([one.pixel_array.T for one in one_by_one], -1) - 1024.0)
+
+
+@pytest.mark.parametrize("module", [dicom.__name__, "medspeed.common.inference.dicom_seg", "pydicom.valuerep"])
+def test_no_warning_may_quote_a_file(module):
+    with warnings.catch_warnings(record=True) as shown:
+        dicom_slices.quiet_dicom()
+        warnings.warn_explicit("Invalid value for VR PN: 'Doe^Jane'", UserWarning, "file.py", 1, module=module)
+    assert not shown

@@ -55,7 +55,7 @@ def with_picture(item):
 
 def do(job):
     left = job.unfinished()
-    return [item.name for item in left], job.run(left)
+    return [item.name for item in left], job.run(left).status
 
 
 def test_reading_computing_and_writing_overlap(folder):
@@ -67,7 +67,7 @@ def test_reading_computing_and_writing_overlap(folder):
 
     # While c is read, b is computed and a written.
     job = doubling(folder, read=meet("c"), compute=meet("b"), write=meet("a"), line=str, tables=None)
-    assert job.work(job.items) == []
+    assert job.work(job.items) == {}
 
 
 def held_at_most(folder, slow, **more):
@@ -94,7 +94,7 @@ def held_at_most(folder, slow, **more):
 
     stages = {stage: work(stage) for stage in ("read", "compute", "write")}
     job = doubling(folder, **stages, line=str, tables=None, **more)
-    assert job.work(job.items) == []
+    assert job.work(job.items) == {}
     assert len(most) == 24
     return [max(each) for each in zip(*most, strict=True)], order
 
@@ -132,7 +132,7 @@ def test_threads_read_and_write_at_once(folder, stage):
 
     stages: dict[str, Any] = dict.fromkeys(("read", "compute", "write"), lambda item, *_: {})
     job = doubling(folder, **{**stages, stage: meet}, line=str, tables=None, threads=3)
-    assert job.work(job.items) == []
+    assert job.work(job.items) == {}
 
 
 def test_nothing_more_is_read_once_writing_fails(folder):
@@ -160,7 +160,7 @@ def test_torch_computes_on_one_core_in_each_thread_and_keeps_those_of_others(fol
     try:
         torch.set_num_threads(3)
         job = doubling(folder, compute=compute, write=lambda *_: {"length": torch.get_num_threads()}, threads=2)
-        assert job.work(job.items) == []
+        assert job.work(job.items) == {}
         assert computed == [3, 3, 3]
         assert torch.get_num_threads() == 3
     finally:
@@ -189,7 +189,7 @@ def test_any_error_costs_its_item_alone(folder, stage, error, said, capsys):
 
     stages: dict[str, Any] = dict.fromkeys(("read", "compute", "write"), lambda item, *_: {})
     job = doubling(folder, **{**stages, stage: fails}, line=str, tables=None)
-    assert job.work(job.items) == ["b"]
+    assert [*job.work(job.items)] == ["b"]
     assert said in capsys.readouterr().out
 
 
@@ -208,7 +208,7 @@ def test_a_file_that_is_gone_is_a_bad_input_and_a_full_disk_is_not(folder):
         raise OSError("full")
 
     job = doubling(folder, read=fails)
-    assert job.work(job.items) == ["a", "b", "c"]
+    assert [*job.work(job.items)] == ["a", "b", "c"]
     job = doubling(folder, write=fails)
     with pytest.raises(OSError, match="full"):
         job.work(job.items)

@@ -45,7 +45,7 @@ def run(tmp_path_factory):
 
 
 def segment(given):
-    return segment_scans(given, MODEL)
+    return segment_scans(given, MODEL).status
 
 
 def config(run, scans, output, **more):

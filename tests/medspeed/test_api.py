@@ -1,0 +1,198 @@
+"""The Python interface: what a notebook calls, and what it leaves behind."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import medspeed
+from medspeed import predict, train
+from medspeed.api import App, _as_function, _configured
+from medspeed.apps.opening import APPS
+from medspeed.apps.spleen.config import RECIPES
+from medspeed.common.data.volumes import read_volume
+from medspeed.common.inference.model import import_weights, save_weights
+from medspeed.common.inference.options import InferConfig
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.models.unet3d import UNet3d
+from tests.support import unet_model
+
+MODEL = unet_model((4.0, 4.0, 4.0), (4, 8), (24, 24, 16), window_batch=2)
+SMALL = {"channels": (4, 8), "crop_size": [16, 16, 16], "windows": {"size": (32, 32, 32)}, "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_ct_phantoms(tmp_path_factory.mktemp("data") / "phantoms", 3, progress=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A run of random weights."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(3)
+    save_weights(folder / "drawn.safetensors", MODEL.build().state_dict(), {})
+    import_weights(folder / "run", "spleen", MODEL, folder / "drawn.safetensors")
+    return folder / "run"
+
+
+def state():
+    """Return what a call must leave as it was."""
+    names = (None, "pydicom", "highdicom", "medspeed")
+    loggers = [logging.getLogger(name).level for name in names]
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)]
+    return (
+        logging.root.handlers[:],
+        loggers,
+        handlers,
+        warnings.filters[:],
+        threading.excepthook,
+        torch.get_num_threads(),
+    )
+
+
+def test_the_package_is_typed_and_loads_no_torch_until_it_is_used():
+    program = (
+        "import sys, medspeed; print(medspeed.__version__); from medspeed import train; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [medspeed.__version__, "False"]
+    assert (Path(medspeed.__file__).parent / "py.typed").is_file()
+    assert set(medspeed.__all__) <= {*dir(medspeed), *dir(medspeed.api)}
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        _ = medspeed.trian
+
+
+def test_the_apps_are_those_there_are():
+    assert set(App.__args__) == set(APPS)
+    with pytest.raises(ValueError, match="app 'liver': must be one of brats, pathology, spleen"):
+        train("liver")  # type: ignore[arg-type]
+
+
+def test_flags_are_keywords_of_the_same_names():
+    given = {"epochs": 3, "crop_size": [32, 32, 16], "windows": {"overlap": 0.5}, "crops.per_case": 2, "data": "~/x"}
+    config = _configured(type(RECIPES["guide"]), RECIPES["guide"], given)
+    assert (config.epochs, config.crop_size, config.crops.per_case, config.recipe) == (3, (32, 32, 16), 2, "guide")
+    assert (config.windows.overlap, config.windows.size) == (0.5, (160, 160, 160))
+    assert config.data == Path.home() / "x"
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "said"),
+    [
+        ({"epoch": 3}, TypeError, "epoch: no such flag; did you mean epochs?"),
+        ({"windows": {"sise": 3}}, TypeError, r"windows.sise: no such flag; did you mean windows.size\?"),
+        ({"window_size": (32, 32, 32)}, TypeError, "did you mean windows.size"),
+        ({"epochs": "many"}, ValueError, "epochs"),
+        ({"epochs": 0}, ValueError, "epochs 0: must be at least 1"),
+        ({"recipe": "slow"}, ValueError, "recipe 'slow': must be one of fast, guide, baseline"),
+        ({"resume": "nowhere"}, FileNotFoundError, "nowhere"),
+    ],
+)
+def test_a_mistake_is_an_exception_that_names_the_flag(flags, kind, said):
+    with pytest.raises(kind, match=said):
+        train("spleen", **flags)
+
+
+def test_scans_are_segmented_and_told_one_by_one(model, data, tmp_path, capfd):
+    scans = tmp_path / "scans"
+    scans.mkdir()
+    for path in sorted((data / "imagesTr").iterdir())[:2]:
+        (scans / path.name).symlink_to(path)
+    (scans / "broken.nii.gz").write_bytes(b"no scan")
+    before = state()
+    found = predict(model, scans, str(tmp_path / "out"), quiet=True, device="cpu", overlays=False)
+    assert state() == before
+    assert capfd.readouterr() == ("", "")
+    assert list(found.done) == ["phantom_000.nii.gz", "phantom_001.nii.gz"]
+    assert list(found.failed) == ["broken.nii.gz"]
+    assert "broken.nii.gz" in found.failed["broken.nii.gz"]
+    for name, each in found.done.items():
+        assert each.files == (tmp_path / "out" / name,)
+        labels = read_volume(each.files[0])
+        voxel_ml = abs(np.linalg.det(labels.affine[:3, :3])) / 1000
+        assert each.volumes_ml == {"spleen": pytest.approx((labels.voxels == 1).sum() * voxel_ml, abs=1e-3)}
+    again = predict(model, scans, tmp_path / "out", device="cpu", overlays=False)
+    assert again == found
+    assert "2 scans kept" in capfd.readouterr().out
+
+
+def test_what_is_no_model_or_no_flag_is_named(model, tmp_path):
+    with pytest.raises(FileNotFoundError, match="model takes the folder of a training run"):
+        predict(tmp_path, tmp_path, tmp_path / "out")
+    with pytest.raises(TypeError, match=r"largest: no such flag; did you mean largest_component\?"):
+        predict(model, tmp_path, tmp_path / "out", largest=True)
+    (tmp_path / "model.json").write_text('{"app": "liver"}')
+    with pytest.raises(ValueError, match="app 'liver': must be one of"):
+        predict(tmp_path, tmp_path, tmp_path / "out")
+    assert _configured(InferConfig, None, {"model": "a", "input": "b", "output": "c"}).input == Path("b")
+
+
+def test_a_signal_that_ended_the_work_acts_as_usual_afterwards():
+    """Ctrl-C interrupts the cell, another one does what the caller's handler does."""
+    with pytest.raises(KeyboardInterrupt), _as_function(quiet=True):
+        raise SystemExit(128 + signal.SIGINT)
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        with pytest.raises(RuntimeError, match="ended with status 143"), _as_function(quiet=True):
+            raise SystemExit(128 + signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == [signal.SIGTERM]
+    with pytest.raises(RuntimeError, match="ended with status 1"), _as_function(quiet=False):
+        raise SystemExit(1)
+
+
+def spleen(data, run, **more):
+    flags = {**SMALL, "data": data, "store": run.parent / "store", "engine": "none", "device": "cpu", "epochs": 2}
+    return train("spleen", run=run, quiet=True, **{**flags, **more})
+
+
+@pytest.mark.slow
+def test_a_training_in_a_thread_says_nothing_and_leaves_nothing(data, tmp_path, capfd):
+    found, before = [], state()
+    thread = threading.Thread(target=lambda: found.append(spleen(data, tmp_path / "run", fast_dev_run=True)))
+    thread.start()
+    thread.join()
+    assert state() == before
+    assert capfd.readouterr() == ("", "")
+    (summary,) = found
+    assert (summary["app"], summary["steps"], summary["run"]) == ("spleen", 2, str(tmp_path / "run"))
+    assert "no figure of this run means anything" in (tmp_path / "run" / "run.log").read_text()
+    masks = predict(summary["run"], data / "imagesTr", tmp_path / "masks", quiet=True, device="cpu")
+    assert len(masks.done) == 3
+    assert masks.status == 0
+
+
+@pytest.mark.slow
+def test_an_interrupted_training_is_saved_and_goes_on(data, tmp_path):
+    """Ctrl-C in a notebook, while the first epoch runs."""
+    steps = []
+
+    def interrupt(module, _):
+        if module.training and isinstance(module, UNet3d):
+            steps.append(1)
+            if len(steps) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    hook, before = torch.nn.modules.module.register_module_forward_pre_hook(interrupt), state()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            spleen(data, tmp_path / "run")
+    finally:
+        hook.remove()
+    assert state() == before
+    assert len(steps) == 1
+    assert (tmp_path / "run" / "checkpoints" / "last").exists()
+    with pytest.raises(ValueError, match="a resumed run keeps its own"):
+        train("spleen", resume=tmp_path / "run", epochs=3)
+    assert train("spleen", resume=tmp_path / "run", quiet=True)["steps"] == 4
