@@ -18,6 +18,7 @@ import msgspec
 T = TypeVar("T")
 
 _MAX_JSON = 2**28  # bytes
+_HELD: dict[Path, int] = {}  # descriptors of locked files
 _UMASK = os.umask(0)  # once, before there are threads: to read it is to set it, for all of them
 os.umask(_UMASK)
 
@@ -186,12 +187,12 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def hold(path: Path) -> None:
-    """Lock a file for this process, not for those it forks, for as long as it lives.
+    """Lock a file for this process, not for those it forks, until it is released or the process ends.
 
     Raises:
         BlockingIOError: another process has done so; says which.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would unlock it
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # stays open: to close it is to unlock it
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -202,6 +203,13 @@ def hold(path: Path) -> None:
         return
     os.truncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    _HELD[path] = descriptor
+
+
+def release(path: Path) -> None:
+    """Unlock a file, where this process holds it."""
+    if path in _HELD:
+        os.close(_HELD.pop(path))
 
 
 def sha256_of(path: Path) -> str:

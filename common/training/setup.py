@@ -15,6 +15,7 @@ from torch import nn
 from medspeed.common.config import config_to_yaml
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.data.dataset import Split
+from medspeed.common.files import release
 from medspeed.common.host_memory import keep_freed_memory
 from medspeed.common.inference.labels import mean_dice
 from medspeed.common.inference.model import VolumeModel
@@ -70,6 +71,8 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
                 with suppress(OSError):
                     run.say(how_to_go_on(run.directory))
             raise
+        finally:
+            release(run.directory / ".lock")
 
 
 def wake(device: torch.device) -> None:

@@ -1,6 +1,9 @@
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -108,6 +111,17 @@ def test_waking_draws_nothing():
     before = torch.get_rng_state()
     wake(CPU)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_holds_its_folder_and_the_signals_for_as_long_as_it_lasts(tmp_path):
+    program = "import fcntl, os, sys; fcntl.lockf(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    command = [sys.executable, "-c", program, str(tmp_path / "run" / ".lock")]
+    before = signal.getsignal(signal.SIGTERM)
+    with start_run(TrainingConfig(run=tmp_path / "run", device="cpu")):
+        assert b"BlockingIOError" in subprocess.run(command, capture_output=True, check=False).stderr
+        assert signal.getsignal(signal.SIGTERM) is not before
+    subprocess.run(command, check=True)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_start_that_fails_leaves_no_folder(tmp_path):
