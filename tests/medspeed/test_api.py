@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_the_package_is_typed_and_loads_no_torch_until_it_is_used():
 
 
 def test_the_apps_are_those_there_are():
-    assert set(App.__args__) == set(APPS)
+    assert set(get_args(App)) == set(APPS)
     with pytest.raises(ValueError, match="app 'liver': must be one of brats, pathology, spleen"):
         train("liver")  # type: ignore[arg-type]
 
