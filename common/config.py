@@ -4,27 +4,25 @@ Precedence, lowest first: the defaults of the dataclass, the recipe (or of a res
 file of `--config`, the flags. A field that is a dataclass itself is a group of flags: `--windows.size`.
 """
 
-import argparse
-import difflib
+import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, DefaultHelpFormatter
 
-from medspeed.common.files import from_json
+from medspeed.common.flags import Parser, as_type, flag_of, near, placeholder, shown_default, value_of
 
 Config = TypeVar("Config")
 
 _MOST_YAML, _DEEPEST_YAML = 1_000_000, 8
-_WORDS = {int: "whole number", float: "number", Path: "path", str: "word"}
-_EXAMPLES = {int: "[64,64,48]", float: "[1.5,1.5,2.0]"}
 _SHOWN = 60  # letters of a foreign word in an error
+_OPEN = "What has no default is chosen from the data and the device, or not used; the value null means the same.\n"
+_NOTE = "A list is written 64 64 48 or 64,64,48. Flags may have underscores instead of dashes."
 
 
 def parse_config(
@@ -37,34 +35,45 @@ def parse_config(
     """Parse the command line into a `kind`, a frozen dataclass.
 
     A mistyped or unknown flag, a value of the wrong type and a `ValueError` from the dataclass end the program with
-    status 2 and one line that names the field; `--help` and `--print_config` end it with status 0.
+    status 2 and one line that names the flag; `--help` and `--print-config` end it with status 0.
 
     Args:
-        kind: the dataclass; its docstring's `Args` become the help.
+        kind: the dataclass; its docstring's `Args` become the help, its `GROUPS` (fields by title, "*" for all others)
+            order it.
         recipes: values of `kind` by name, chosen with `--recipe`; empty where the app has none.
         arguments: the words of the command line, by default those of the process.
         description: the first lines of the help.
         resumable: with `--resume FOLDER` the defaults are those of FOLDER/config.yaml, and only these may differ.
     """
-    arguments = [_at_home(word) for word in (sys.argv[1:] if arguments is None else arguments)]
-    parser = _parser(kind, description)
+    leaves = _leaves(kind)
+    parser = _parser(kind, leaves, description)
+    parsed, unknown = parser.parse_known_args(arguments)
+    words = vars(parsed)
+    file, shows, prints = (words.pop(name) for name in ("config", "help", "print_config"))
     try:
-        early = _early(arguments, kind)
-        start, stored = None, None
-        if resumable and early["resume"] is not None:
-            start = stored = config_from_yaml(kind, Path(early["resume"]) / "config.yaml")
+        given = {} if file is None else _read_values(file, leaves)
+        given |= {name: value_of(name, leaves[name].type, each) for name, each in words.items()}
+        resumed = bool(resumable) and given.get("resume") is not None
+        start = {name: leaf.default for name, leaf in leaves.items()}
+        if resumed:
+            start = flat(config_from_yaml(kind, given["resume"] / "config.yaml"))
         elif recipes:
-            name = early["recipe"] or next(iter(recipes))
-            if name not in recipes:
-                raise ValueError(f"--recipe {name}: must be one of {', '.join(recipes)}")
-            start = recipes[name]
-        if start is not None:
-            parser.set_defaults(asdict(start))  # type: ignore[call-overload]
-        config = from_json(kind, _values(kind, parser.parse_args(arguments).as_dict()))
-        if stored is not None:
-            _check_resumed(flat(config), flat(stored), resumable)
-    except (ArgumentError, yaml.YAMLError, ValueError, OSError) as error:
-        _fail(parser.prog, _hint(_plain_words(str(error), kind), list(_flags(kind))))
+            start = flat(recipes[given.get("recipe") or next(iter(recipes))])
+        if shows:
+            shown = {name: leaf._replace(default=start[name]) for name, leaf in leaves.items()}
+            _parser(kind, shown, description).print_help()
+            parser.exit()
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        config: Config = _build(kind, start | given)
+        if resumed:
+            _check_resumed(flat(config), start, resumable)
+    except (ValueError, OSError) as error:
+        name, *rest = str(error).split(" ", 1)
+        parser.error(" ".join([flag_of(name) if name in leaves else name, *rest]))
+    if prints:
+        sys.stdout.write(config_to_yaml(config))
+        parser.exit()
     return config
 
 
@@ -85,11 +94,13 @@ def config_from_yaml(kind: type[Config], path: Path) -> Config:
         FileNotFoundError: the file does not exist.
         ValueError: the file holds another set of fields, or values out of bounds.
     """
-    _read_yaml(path, kind)
+    leaves = _leaves(kind)
+    values = {name: leaf.default for name, leaf in leaves.items()} | _read_values(path, leaves)
     try:
-        return from_json(kind, _values(kind, _parser(kind, "").parse_path(path).as_dict()))
-    except ArgumentError as error:
-        raise ValueError(f"{path}: {_plain_words(str(error), kind)}") from error
+        config: Config = _build(kind, values)
+        return config
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def flat(config: object, prefix: str = "") -> dict[str, Any]:
@@ -111,45 +122,85 @@ def replaced(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
-class _Help(DefaultHelpFormatter):  # type: ignore[misc] # jsonargparse has no types
-    """Flags in wide lines, with their defaults; what the choices are is in the help already."""
+class _Leaf(NamedTuple):
+    """A field that is no group: its type, its text in the help and its default, MISSING where one must be given."""
 
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=120)
-
-    def _get_type_str(self, action: argparse.Action) -> None:
-        return None
+    type: Any
+    text: str
+    default: Any
 
 
-def _parser(kind: type, description: str) -> ArgumentParser:
-    parser = ArgumentParser(
-        description=description,
-        usage="%(prog)s [--FLAG VALUE ...]",
-        formatter_class=_Help,
-        exit_on_error=False,
-        allow_abbrev=False,
+def _leaves(kind: type, prefix: str = "") -> dict[str, _Leaf]:
+    """Return the fields by the names of `flat`."""
+    types, texts = get_type_hints(kind), _texts(kind)
+    leaves: dict[str, _Leaf] = {}
+    for field in fields(kind):
+        name, expected = prefix + field.name, types[field.name]
+        group = is_dataclass(expected)
+        leaves |= _leaves(expected, f"{name}.") if group else {name: _Leaf(expected, texts[field.name], field.default)}
+    return leaves
+
+
+def _texts(kind: type) -> dict[str, str]:
+    """Return what the docstrings of a dataclass and its bases say of each field; "" where they say nothing."""
+    texts = {field.name: "" for field in fields(kind)}
+    for each in reversed(kind.__mro__):
+        args = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2]
+        found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE)
+        texts |= {name: " ".join(text.split()) for name, text in found}
+    return texts
+
+
+def _parser(kind: type, leaves: Mapping[str, _Leaf], description: str) -> Parser:
+    needed = [f"{flag_of(name)} {placeholder(leaf.type)}" for name, leaf in leaves.items() if leaf.default is MISSING]
+    note = _OPEN * any(leaf.default is None for leaf in leaves.values()) + _NOTE
+    parser = Parser(
+        description=f"{textwrap.fill(description, 118)}\n\n{note}",
+        usage=" ".join(["%(prog)s", *needed, "[--FLAG VALUE ...]"]),
+        add_help=False,
     )
-    parser.add_argument(
-        "--config",
-        action=ActionConfigFile,
-        help="YAML file with any of these fields (there and here a list is [1,2,3])",
-    )
-    parser.add_class_arguments(kind, as_group=False)
+    parser.add_argument("-h", "--help", action="store_true", help="show this help and exit")
+    parser.add_argument("--config", type=Path, metavar="PATH", help="YAML file with any of the fields below")
+    parser.add_argument("--print-config", action="store_true", help="print the configuration as YAML and exit")
+    sections: dict[str, Any] = {}
+    for title, names in getattr(kind, "GROUPS", {}).items():
+        sections |= dict.fromkeys(names.split(), parser.add_argument_group(title))
+    for name, (expected, text, default) in leaves.items():
+        section = sections.get(name.partition(".")[0], sections.get("*", parser))
+        parser.add_field(section, name, expected, f"{text.removesuffix('.')} {shown_default(default)}".strip())
     return parser
 
 
-def _at_home(word: str) -> str:
-    """Return a word of the command line with the user's home for a tilde, which a shell leaves in `--data=~/scans`."""
-    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-    return f"{flag}{equals}{Path(value).expanduser()}" if value.startswith("~") else word
+def _build(kind: Any, values: Mapping[str, Any], prefix: str = "") -> Any:  # noqa: ANN401 - a dataclass and its value
+    """Return the dataclass of values by the names of `flat`."""
+    if missing := [flag_of(name) for name, value in values.items() if value is MISSING]:
+        raise ValueError(f"{', '.join(missing)}: required")
+    arguments = {}
+    for name, expected in get_type_hints(kind).items():
+        if is_dataclass(expected):
+            arguments[name] = _build(expected, values, f"{prefix}{name}.")
+        elif prefix + name in values:
+            arguments[name] = values[prefix + name]
+    return kind(**arguments)
 
 
-def _values(kind: type, parsed: Mapping[str, Any]) -> dict[str, Any]:
-    values = {field.name: parsed[field.name] for field in fields(kind)}
-    return {name: value.expanduser() if isinstance(value, Path) else value for name, value in values.items()}
+def _read_values(path: Path, leaves: Mapping[str, _Leaf]) -> dict[str, Any]:
+    """Return the values of a configuration file by the names of `flat`."""
+    values = {}
+    for name, value in _flattened(_read_yaml(path)):
+        if name not in leaves:
+            raise ValueError(f"{path}: {name[:_SHOWN]}: no such field{near(name[:_SHOWN], leaves)}")
+        values[name] = as_type(f"{path}: {name} {str(value)[:_SHOWN]}", leaves[name].type, value)
+    return values
 
 
-def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
+def _flattened(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        name = prefix + str(key).replace("-", "_")
+        yield from _flattened(value, f"{name}.") if isinstance(value, dict) else ((name, value),)
+
+
+def _read_yaml(path: Path) -> dict[Any, Any]:
     """Return the content of a configuration file, which is small and flat, as a hostile one is not."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such configuration file")
@@ -166,72 +217,16 @@ def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: is no configuration; it has lines such as `epochs: 5`")
-    known = {field.name for field in fields(kind)}
-    if unknown := [str(name) for name in content if str(name).split(".")[0] not in known]:
-        raise ValueError(f"{path}: --{unknown[0][:_SHOWN]} is no field of a configuration")
     return content
-
-
-def _early(arguments: Sequence[str], kind: type) -> dict[str, str | None]:
-    """Return the recipe and the run to resume that the flags name, else the config file; None where none does."""
-    scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("--recipe", "--resume", "--config"):
-        scan.add_argument(flag)
-    found = vars(scan.parse_known_args(list(arguments))[0])
-    file = found.pop("config")
-    given = _read_yaml(Path(file), kind) if file is not None else {}
-    return {name: value if value is not None else given.get(name) for name, value in found.items()}
 
 
 def _check_resumed(given: Mapping[str, Any], stored: Mapping[str, Any], resumable: Sequence[str]) -> None:
     for name, value in given.items():
         if name not in resumable and value != stored[name]:
             raise ValueError(
-                f"--{name} {value}: a resumed run keeps its own {name} ({stored[name]}); "
+                f"{flag_of(name)} {value}: a resumed run keeps its own {name} ({stored[name]}); "
                 "drop the flag, or start a new run from its weights with --init"
             )
-
-
-def _flags(kind: type, prefix: str = "--") -> Iterator[str]:
-    for field in fields(kind):
-        group = isinstance(field.type, type) and is_dataclass(field.type)
-        yield from _flags(field.type, f"{prefix}{field.name}.") if group else (prefix + field.name,)  # type: ignore[arg-type]
-
-
-def _plain_words(message: str, kind: type) -> str:
-    """Return what jsonargparse says of a value of the wrong type as a line that a user understands."""
-    found = re.search(r'Parser key "([\w.]+)".*(?:Given|Got) value:\s*(.*)', " ".join(message.split()))
-    if found is None:
-        return message
-    name, value = found.groups()
-    expected: Any = kind
-    for part in name.split("."):
-        expected = get_type_hints(expected)[part]
-    return f"--{name} {value[:_SHOWN]}: expected {_type_words(expected)}"
-
-
-def _type_words(expected: Any) -> str:  # noqa: ANN401 - the type of a field
-    """Return a type in words: "3 whole numbers in brackets, such as [1,2,3], or null"."""
-    parts = get_args(expected)
-    if get_origin(expected) is Literal:
-        return f"one of {', '.join(map(str, parts))}"
-    if get_origin(expected) in (UnionType, Union):
-        return " or ".join(map(_type_words, parts))
-    if parts:
-        several = "" if parts[-1] is ... else f"{len(parts)} "
-        return f"{several}{_WORDS.get(parts[0], 'value')}s in brackets, such as {_EXAMPLES.get(parts[0], '[a,b,c]')}"
-    return {bool: "true or false", NoneType: "null"}.get(expected, f"a {_WORDS.get(expected, 'value')}")
-
-
-def _hint(message: str, flags: Sequence[str]) -> str:
-    words = [word.split("=")[0].rstrip(":") for word in message.split() if word.startswith("--")]
-    near = [match for word in words if word not in flags for match in difflib.get_close_matches(word, flags, n=1)]
-    return " ".join(message.split()) + (f" (did you mean {near[0]}?)" if near else "")
-
-
-def _fail(program: str, message: str) -> NoReturn:
-    sys.stderr.write(f"{program}: {message}; --help lists every flag\n")
-    sys.exit(2)
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - any field of a config

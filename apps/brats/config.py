@@ -18,9 +18,9 @@ class Network:
     """The SegResNet.
 
     Args:
-        filters: width of the first level, a multiple of 8.
-        blocks_down: residual blocks of each level.
-        dropout: probability before the first block.
+        filters: channels of the SegResNet's first level, a multiple of 8.
+        blocks_down: residual blocks per level.
+        dropout: dropout probability before the first block.
     """
 
     filters: int | None = None
@@ -30,14 +30,14 @@ class Network:
 
 @dataclass(frozen=True)
 class BratsConfig(SegmentationConfig):
-    """What a training run is told; a field that is null is chosen from the data and the device, and printed.
+    """The configuration of a training run; a field that is null is chosen from the data and the device, and printed.
 
     Args:
-        regions: what is learned: names (TC, WT and ET, by the names of the labels), labels (each label by itself),
-            or the numbers of a challenge: brats2013, brats2018 (2018 to 2021), brats2023.
-        network: the SegResNet
-        loss: dice_focal (over the batch of all ranks), dice_focal_per_sample (exact under accumulation), or MONAI's
-            DiceFocalLoss or DiceLoss (each rank by itself).
+        regions: what to learn: names (TC, WT and ET, by label name), labels (each label by itself), or a challenge's
+            label values: brats2013, brats2018 (2018 to 2021), brats2023.
+        network: the SegResNet.
+        loss: dice_focal (over the batch of all ranks), dice_focal_per_sample (exact with accumulation), or MONAI's
+            monai_dice_focal or monai_dice (per rank).
     """
 
     regions: Literal["names", "labels", "brats2013", "brats2018", "brats2023"] = "names"
@@ -108,15 +108,15 @@ def parse(arguments: Sequence[str] | None = None) -> BratsConfig:
 
 @dataclass(frozen=True)
 class BratsExport(ExportConfig):
-    """What the hand-over of a run is told.
+    """The configuration of an export; the defaults of imported weights are those of MONAI's brats_mri_segmentation.
 
     Args:
-        filters: with --init only, as all that follow: width of the first level of the SegResNet.
-        blocks_down: residual blocks of each level.
-        spacing: mm along R, A, S that the weights were trained at.
-        window_size: sliding window, voxels X, Y, Z; the defaults are those of MONAI's bundle
-            brats_mri_segmentation, whose channels are T1c, T1, T2, FLAIR: scans must have them in that order.
-        overlap: part of a window that its neighbour also covers.
+        filters: channels of the SegResNet's first level.
+        blocks_down: residual blocks per level.
+        spacing: voxel spacing R, A, S in mm that the weights were trained at.
+        window_size: sliding window X, Y, Z in voxels. Scans must have the channels in the order of the weights
+            (MONAI's bundle: T1c, T1, T2, FLAIR).
+        overlap: fraction of a window that its neighbor also covers.
     """
 
     filters: int = 16

@@ -29,13 +29,13 @@ def _on_stride(side: int) -> bool:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How patches are changed: all jittered and turned by quarters, half of them flipped, half of them zoomed.
+    """How patches are augmented: all jittered and rotated by quarter turns, half of them flipped, half of them zoomed.
 
     Args:
-        jitter: largest relative change of brightness, contrast and saturation, and largest turn of the hue, in turns. A
-            factor of the first three is uniform in [max(0, 1 - b), 1 + b], the hue turns uniformly within [-h, h].
-        zoom: smallest and greatest zoom, between which it is uniform.
-        label_smoothing: targets lie so far from 0 and 1.
+        jitter: color jitter: maximum relative change b of brightness, contrast and saturation (the factor is uniform in
+            [max(0, 1 - b), 1 + b]), and maximum shift h of the hue, in turns (uniform in [-h, h]).
+        zoom: minimum and maximum zoom factor, uniform in between.
+        label_smoothing: distance of the targets from 0 and 1.
 
     Source: MONAI tutorials, pathology/tumor_detection (from NCRF, Li and Ping 2018); the parameters and operations of
         the jitter are those of torchvision.transforms.ColorJitter.
@@ -48,22 +48,22 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class PathologyConfig(TrainingConfig):
-    """What a training run is told; a field that is null is chosen from the data and the device, and printed.
+    """The configuration of a training run; a field that is null is chosen from the data and the device, and printed.
 
     Args:
-        data: folder of slides in Camelyon16's layout, or of patches with a labels.csv (image, label, split); null makes
-            synthetic slides.
-        init: weights to start from: a .safetensors of ours, or a .pth of torchvision's ResNet-18 (ImageNet).
-        lists: coordinates to train on and to validate on (NCRF's CSV or MONAI's JSON), of slides below `data`.
-        mpp: um per pixel of the patches; null takes what the slides say. Scans then look at the level that is nearest.
-        held_out: share of the training slides (or patches) that validate.
-        reader: of the slides: auto, cucim, openslide or tifffile.
-        source: uncached (MONAI's datasets and loaders) or resident (patches decoded once, kept near the device).
-        patches_per_slide: patches drawn from each annotated slide.
-        patch_size: side of a patch in pixels, a multiple of 32; a list's patches have 224.
-        augmentation: how patches and targets are changed
-        channels_last: memory layout of the network, channels innermost.
-        tile_size: side of the tiles of a dense scan in pixels, a multiple of 32; the exported networks take it.
+        data: folder of slides in Camelyon16 layout, or of patches with a labels.csv (image, label, split); synthetic
+            slides without it.
+        init: initial weights: a .safetensors file of this project, or a .pth of torchvision's ResNet-18 (ImageNet).
+        lists: coordinates of training and validation patches on the slides in --data (NCRF's CSV or MONAI's JSON).
+        mpp: pixel size of the patches in um; that of the slides by default. Scans use the nearest pyramid level.
+        held_out: fraction of the training slides (or patches) to validate on.
+        reader: slide reader: auto, cucim, openslide or tifffile.
+        source: uncached (MONAI's datasets and loaders) or resident (patches decoded once, kept in memory).
+        patches_per_slide: patches sampled from each annotated slide.
+        patch_size: side of a patch in pixels, a multiple of 32; 224 with --lists.
+        augmentation: how patches and targets are changed.
+        channels_last: channels-last memory layout.
+        tile_size: side of the tiles of a dense scan in pixels, a multiple of 32; exported networks expect it.
     """
 
     lists: tuple[Path, Path] | None = None
@@ -137,21 +137,21 @@ def parse(arguments: Sequence[str] | None = None) -> PathologyConfig:
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """What a scan is told.
+    """The configuration of a scan.
 
     Args:
-        model: folder of a training run.
+        model: run folder.
         input: a slide, or a folder of slides.
-        output: folder that gets a folder for each slide.
-        mode: dense (tiles of the fully convolutional network, a probability every 32 pixels) or patches (MONAI's way,
-            one call of the network for each, every `stride` pixels).
-        stride: pixels, as the network sees them, between two patches; a multiple of 32.
-        backend: tensorrt, onnxruntime, torch, or auto (an engine that fits this GPU, else the fastest that is here).
-        precision: fp32, fp16, bf16 (torch only), int8 (exported ones only), or auto (the run's own with torch, else
+        output: folder for the results, with a subfolder for each slide.
+        mode: dense (fully convolutional on tiles, a probability every 32 pixels) or patches (as MONAI does: one forward
+            pass per patch, every --stride pixels).
+        stride: distance between patches in pixels of the network's input, a multiple of 32.
+        backend: tensorrt, onnxruntime, torch or auto (an engine that fits this GPU, else the fastest one available).
+        precision: fp32, fp16, bf16 (torch only), int8 (exported models only) or auto (as trained with torch, else
             fp32).
-        reader: cucim, openslide, tifffile, or auto (the first of them that reads all levels).
+        reader: cucim, openslide, tifffile or auto (the first one that reads all levels).
         device: auto, cpu, cuda or cuda:N.
-        overlays: draw each slide with its probabilities.
+        overlays: draw a heatmap of each slide.
     """
 
     model: Path
@@ -173,11 +173,11 @@ class ScanConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """What the evaluation of scans is told.
+    """The configuration of an evaluation.
 
     Args:
-        scans: folder that a scan wrote.
-        data: set of slides with a reference, the training set's or another.
+        scans: output folder of infer.py.
+        data: folder of slides with reference annotations, the training set or another.
     """
 
     scans: Path
@@ -186,12 +186,12 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class PathologyExport(ExportConfig):
-    """What the hand-over of a run is told.
+    """The configuration of an export.
 
     Args:
-        patch_size: with --init only, as all that follow: side of the patches, pixels.
-        mpp: um per pixel of the slides that the weights were trained on; null leaves it open.
-        tile_size: side of the tiles of a dense scan, pixels; a multiple of 32.
+        patch_size: side of the patches in pixels.
+        mpp: pixel size in um of the slides that the weights were trained on; unknown by default.
+        tile_size: side of the tiles of a dense scan in pixels, a multiple of 32.
     """
 
     patch_size: int = 224

@@ -14,12 +14,12 @@ _DESCRIPTION = (
 
 @dataclass(frozen=True)
 class SpleenConfig(SegmentationConfig):
-    """What a training run is told; a field that is null is chosen from the data and the device, and printed.
+    """The configuration of a training run; a field that is null is chosen from the data and the device, and printed.
 
     Args:
-        window: lower and upper HU for CT; null takes the dataset's fingerprint.
-        channels: width of each level of the U-Net.
-        loss: dice_ce (ours), or MONAI's DiceCELoss, DiceFocalLoss or DiceLoss.
+        window: CT intensity window, lower and upper HU; from the dataset's fingerprint by default.
+        channels: channels of each U-Net level.
+        loss: dice_ce (this project's), or MONAI's monai_dice_ce, monai_dice_focal or monai_dice.
     """
 
     schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -93,15 +93,15 @@ def parse(arguments: Sequence[str] | None = None) -> SpleenConfig:
 
 @dataclass(frozen=True)
 class SpleenExport(ExportConfig):
-    """What the hand-over of a run is told.
+    """The configuration of an export; the defaults of imported weights are those of MONAI's spleen_ct_segmentation.
 
     Args:
-        labels: with --init only, as all that follow: name of each class, background first.
-        channels: width of each level of the U-Net.
-        spacing: mm along R, A, S that the weights were trained at.
-        window: lower and upper HU.
-        window_size: sliding window, voxels X, Y, Z; the defaults are those of MONAI's bundle spleen_ct_segmentation.
-        overlap: part of a window that its neighbour also covers.
+        labels: class names, background first.
+        channels: channels of each U-Net level.
+        spacing: voxel spacing R, A, S in mm that the weights were trained at.
+        window: CT intensity window, lower and upper HU.
+        window_size: sliding window X, Y, Z in voxels.
+        overlap: fraction of a window that its neighbor also covers.
     """
 
     labels: tuple[str, ...] = ("background", "spleen")

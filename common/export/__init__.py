@@ -5,27 +5,26 @@ Here is what the export script of each app is told: without torch, so that --hel
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from medspeed.common.inference.options import ModelPrecision
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What is handed over, and how.
+    """The configuration of an export.
 
     Args:
-        model: folder of a training run; with --init one that is made.
-        to: onnx (models behind the gate), engine (those, and TensorRT engines), triton (a model repository), or bundle
-            (MONAI's).
-        output: folder of the repository or bundle; null takes `triton` or `bundle` in the run's. ONNX models and
-            engines always go to `exports` of the run, where inference looks for them.
-        precision: of the ONNX model that a Triton repository serves.
-        int8: also make INT8 models, calibrated on cases that the network was trained on.
-        data: dataset for the gate and the calibration; null takes the run's own. Without either, exports must agree
-            with torch on synthetic data.
-        init: weights to make the run of, without training: a .safetensors of ours, or the .pt of a MONAI bundle.
-        engine: which TensorRT builds engines.
+        model: run folder; with --init, the run folder to create.
+        to: onnx (verified models), engine (also TensorRT engines), triton (a model repository) or bundle (MONAI's).
+        output: folder for the repository or bundle; triton or bundle in the run folder by default. ONNX models and
+            engines always go to exports in the run folder, where inference looks for them.
+        precision: precision of the ONNX model in a Triton repository.
+        int8: also make INT8 models, calibrated on training cases.
+        data: dataset to verify and calibrate with; the run's own by default. Without any, exports are compared with
+            PyTorch on synthetic data.
+        init: weights to import instead of training: a .safetensors file of this project, or the .pt of a MONAI bundle.
+        engine: TensorRT to build engines with.
         device: auto, cpu, cuda or cuda:N.
     """
 
@@ -38,6 +37,11 @@ class ExportConfig:
     init: Path | None = None
     engine: Literal["auto", "tensorrt", "tensorrt_rtx"] = "auto"
     device: str = "auto"
+
+    GROUPS: ClassVar[dict[str, str]] = {  # of the help
+        "export": "model to output precision int8 data init engine device",
+        "imported weights (with --init only)": "*",
+    }
 
     def __post_init__(self) -> None:
         """Check that the fields fit each other.

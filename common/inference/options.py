@@ -14,25 +14,24 @@ Backend = Literal["tensorrt", "onnxruntime", "torch"]
 
 @dataclass(frozen=True)
 class InferConfig:
-    """What inference is told.
+    """The configuration of inference.
 
     Args:
-        model: folder of a training run, or of an imported one (`export.py --init`).
-        input: a .nii.gz or .nii file, a folder of them, or a folder of DICOM series (CT or MR of one channel).
-        output: folder for the label maps; must not be the input's.
-        backend: tensorrt, onnxruntime, torch, or auto (an engine that fits this GPU, else the fastest that is here).
-        precision: fp32, fp16, bf16 (torch only), int8 (exported ones only), or auto (the run's own with torch, else
+        model: run folder, trained or imported (`export.py --init`).
+        input: a .nii.gz or .nii file, a folder of them, or a folder of DICOM series (single-channel CT or MR).
+        output: folder for the label maps, other than the input's.
+        backend: tensorrt, onnxruntime, torch or auto (an engine that fits this GPU, else the fastest one available).
+        precision: fp32, fp16, bf16 (torch only), int8 (exported models only) or auto (as trained with torch, else
             fp32).
         device: auto, cpu, cuda or cuda:N.
         overlays: draw a picture of each scan.
-        flips: test-time augmentation: axes of R, A, S (x, y, z) whose mirror images are segmented too, the logits
-            averaged; "xyz" takes eight times as long.
-        fit_windows: size the windows to each scan (torch only): no more of them, but smaller, so that less is computed
-            twice; up to twice as fast, and label maps differ a little.
-        largest_component: keep only the largest connected part of each structure.
-        smallest_ml: drop connected parts that are smaller, in ml.
-        keep_patient: copy the patient's name and the like from DICOM into the DICOM-SEG, for a PACS; by default they
-            are left blank.
+        flips: test-time augmentation: axes (of x, y, z = R, A, S) to flip; logits are averaged. xyz takes 8 times as
+            long.
+        fit_windows: fit the windows to each scan (torch only): never more windows, but smaller ones with less overlap;
+            up to twice as fast, with slightly different label maps.
+        largest_component: keep only the largest connected component of each structure.
+        smallest_ml: remove connected components smaller than this volume in ml.
+        keep_patient: copy patient data from DICOM into the DICOM-SEG, as a PACS needs; blank by default.
     """
 
     model: Path

@@ -30,12 +30,11 @@ def decided(value: T | None) -> T:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a batch is shared out.
+    """How a batch is split.
 
     Args:
-        partitions: parts of the training data, each held by one rank; null takes as many as there are ranks. A run
-            goes on exactly on any number of ranks that divides them.
-        accumulate: parts of a rank's batch computed one after the other, for less memory.
+        partitions: parts of the training data; one per rank by default. Any number of ranks that divides it can resume.
+        accumulate: parts of a batch that a rank computes one after the other, to save memory.
     """
 
     partitions: int | None = None
@@ -44,33 +43,33 @@ class Parallel:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What every training run is told; a field that is null is chosen from the data and the device, and printed.
+    """The configuration of a training run; a field that is null is chosen from the data and the device, and printed.
 
     Args:
-        recipe: baseline (what people write first, in MONAI), guide (MONAI's fast recipe) or fast (ours).
-        data: folder of the dataset, in one of the layouts that the app's README names; null makes a synthetic one.
-        run: folder of this run; null names it by the time below runs/.
-        resume: folder of a run to go on with; it keeps its own configuration.
-        init: weights to start from, a .safetensors of ours or what the app's README names.
-        store: folder for what is made of the data and kept, and for synthetic data.
-        seed: of the split's default, the initial weights, the crops, the order and the augmentation.
+        recipe: baseline (plain MONAI), guide (MONAI's fast-training guide) or fast (this project's own).
+        data: dataset folder, in one of the layouts listed in the app's README; synthetic data without it.
+        run: run folder to create; runs/TIME by default.
+        resume: run folder to resume, with its own configuration.
+        init: initial weights: a .safetensors file of this project, or a file that the app's README names.
+        store: cache directory for prepared and synthetic data.
+        seed: random seed for the initial weights, the sampling and order of crops or patches, and the augmentation.
         device: auto, cpu, cuda or cuda:N.
-        workers: loader processes or preparation threads; null takes the cores at hand.
-        batch_size: crops or patches in one step, over all ranks.
-        optimizer: novograd (ours, foreach), MONAI's Novograd, adam or sgd.
-        learning_rate: at the first step.
-        schedule: of the learning rate over all steps.
+        workers: data-loading processes or preparation threads; all available cores by default.
+        batch_size: crops or patches per step, over all ranks.
+        optimizer: novograd, monai_novograd (MONAI's), adam or sgd.
+        learning_rate: initial learning rate.
+        schedule: how the learning rate changes over the run.
         epochs: passes over the training data.
-        precision: fp32, bf16, fp16 (scaled) or auto (bf16 where the device computes it; guide: fp16 on GPUs, or fp32).
+        precision: fp32, bf16, fp16 (with loss scaling) or auto (bf16 if the device supports it; guide: fp16 on GPUs).
         compile: compile the network with torch.compile.
-        kernels: on a GPU: auto (fused where this device shows them right and faster), fused (where right) or torch.
-        graph: on a GPU: auto (each step as one CUDA graph, where a trial shows that right and faster) or off.
-        validate_every: epochs between validations; null validates about ten times.
-        until: a target, "dice=0.90" (pathology: "auc=0.95"): the run ends once three validations in a row reach it.
-        engine: TensorRT flavour to build for: auto, tensorrt, tensorrt_rtx or none.
-        fast_dev_run: try the whole way on a few cases: two steps, each validated, export, summary; no figure counts.
-        profile: nothing, torch (the profiler, of some steps, in the run's folder profile) or nvtx (for Nsight Systems).
-        parallel: shares of a batch
+        kernels: GPU kernels: torch, fused (where verified correct) or auto (fused where also measured to be faster).
+        graph: run each GPU step as one CUDA graph: auto (where a trial shows it correct and faster) or off.
+        validate_every: epochs between validations; about ten validations per run by default.
+        until: target, such as dice=0.90 (pathology: auc=0.95); stop once three validations in a row reach it.
+        engine: TensorRT engine to build: auto, tensorrt, tensorrt_rtx or none.
+        fast_dev_run: smoke test: two steps on a few cases, validation, export and summary; the scores mean nothing.
+        profile: profile some steps: torch (into the run folder's profile) or nvtx (for Nsight Systems).
+        parallel: how a batch is split.
     """
 
     recipe: Literal["baseline", "guide", "fast"] = "fast"
@@ -98,6 +97,14 @@ class TrainingConfig:
     profile: Literal["nothing", "torch", "nvtx"] = "nothing"
     parallel: Parallel = field(default_factory=Parallel)
 
+    GROUPS: ClassVar[dict[str, str]] = {  # of the help; what only one app has is of its model, or named here too
+        "run": "recipe run resume init seed fast_dev_run profile",
+        "data": "data store split spacing crop_size lists held_out reader patches_per_slide",
+        "model": "*",
+        "training": "batch_size optimizer learning_rate schedule epochs until loss crops augmentation",
+        "device and speed": "device workers precision compile kernels graph parallel cache source channels_last",
+        "validation and export": "validate_every windows tile_size engine",
+    }
     APP: ClassVar[str] = "training"
     METRIC: ClassVar[str] = "Dice"  # what validations measure, and --until names in small letters
     COUNTS: ClassVar[tuple[str, ...]] = (  # fields that are null, or 1 at least
@@ -165,13 +172,12 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Crops:
-    """How crops are drawn and changed.
+    """How training crops are sampled and augmented.
 
     Args:
-        per_case: crops of each case in one epoch.
-        flips: axes flipped at random, letters of "xyz" ("" for none). Flips make a network indifferent to how a file
-            is stamped, and take it longer to learn.
-        intensity: largest random relative scale and absolute shift of the normalised image, for all channels alike.
+        per_case: crops per case and epoch.
+        flips: axes flipped at random, such as xyz; "" for none. Flips add robustness, but slow convergence.
+        intensity: maximum random scaling and shift of the normalized intensities, the same for all channels.
     """
 
     per_case: int | None = None
@@ -184,8 +190,8 @@ class Windows:
     """The sliding windows of validation, inference and the exported networks.
 
     Args:
-        size: X, Y, Z in voxels of the working grid.
-        overlap: part of a window that its neighbour also covers.
+        size: sliding window X, Y, Z in voxels of the working grid.
+        overlap: fraction of a window that its neighbor also covers.
     """
 
     size: Size | None = None
@@ -210,22 +216,19 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentationConfig(TrainingConfig):
-    """What a run is told that learns to label the voxels of volumes.
+    """The configuration of a training run that segments volumes.
 
     Args:
-        data: folder in MSD layout (dataset.json, imagesTr, labelsTr); null makes synthetic phantoms.
-        init: weights to start from, a .safetensors of ours or a MONAI bundle's model.pt.
-        split: validation fraction and seed ("0.2:0"), "all" (validate on the training cases), or a JSON file.
-        spacing: working spacing R, A, S in mm; null takes the dataset's fingerprint.
-        crop_size: crop X, Y, Z in voxels of the working grid.
-        cache: where the cases lie while training: auto (the device, then memory, then the disk, as they fit), gpu, ram
-            or disk, each with :EPOCHS to deal the cases to the ranks anew after so many; smart[:CASES[:SHARE]] (so many
-            cases of each partition at a time, that share of them replaced after each epoch); none (prepared at every
-            use); or MONAI's own: monai (CacheDataset), uncached (Dataset).
-        channels_last: memory layout of the network, channels innermost; null takes the layout that is faster here.
-        loss: of the app's list.
-        crops: crops
-        windows: sliding windows
+        data: dataset folder in MSD layout (dataset.json, imagesTr, labelsTr); synthetic phantoms without it.
+        init: initial weights: a .safetensors file of this project, or the model.pt of a MONAI bundle.
+        split: validation fraction and seed (0.2:0), all (validate on the training cases), or a JSON file.
+        spacing: voxel spacing R, A, S of the working grid in mm; from the dataset's fingerprint by default.
+        crop_size: training crop X, Y, Z in voxels of the working grid.
+        cache: where training cases are kept: gpu, ram, disk or auto (the first of them with room), optionally with
+            :EPOCHS after which cases are reassigned to ranks; smart[:CASES[:SHARE]] (CASES per partition at a time, a
+            SHARE of them replaced each epoch); none (prepared at each use); or MONAI's monai or uncached.
+        channels_last: channels-last memory layout; null takes the layout that is faster here.
+        loss: one of the app's losses.
     """
 
     split: str = "0.2:0"
@@ -241,11 +244,7 @@ class SegmentationConfig(TrainingConfig):
     RESUMABLE: ClassVar[tuple[str, ...]] = (*TrainingConfig.RESUMABLE, "cache")
 
     def __post_init__(self) -> None:
-        """Check each value against its bound, and that the network can halve crops and windows.
-
-        Raises:
-            ValueError: names the field, the value and the bound.
-        """
+        """Check each value against its bound, and that the network can halve crops and windows; raise a ValueError."""
         self.caching()
         super().__post_init__()
         levels = self.halvings()

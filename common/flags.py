@@ -1,0 +1,183 @@
+"""The command line of every program here: argparse, with the grammar that people expect and errors of one line."""
+
+import argparse
+import difflib
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+
+import msgspec
+import yaml
+
+from medspeed.common.files import printable
+
+_PLAIN = {  # what argparse says, and what we do
+    r"unrecognized arguments: (-\S+).*": r"\1: no such flag",
+    r"unrecognized arguments: (\S+).*": r"\1: belongs to no flag",
+    r"argument (-[^\s:]+): expected .*argument.*": r"\1: needs a value; write \1=VALUE for one that starts with a dash",
+    r"argument ([^\s:]+): invalid int value: '(.*)'": r"\1 \2: expected a whole number",
+    r"argument ([^\s:]+): invalid choice: '([^']*)' \(choose from (.*)\)": r"\1 \2: expected one of \3",
+    r"argument ([^\s:]+): (.*)": r"\1: \2",
+    r"the following arguments are required: (.*)": r"\1: required",
+}
+_WORDS = {int: "whole number", float: "number", Path: "path", str: "word"}
+_EXAMPLES = {int: "64 64 48", float: "1.5 1.5 2", Path: "train.csv validate.csv", str: "background spleen"}
+_VALUES = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", bool: None}
+_SWITCH = {"yes": True, "on": True, "no": False, "off": False}
+_WIDEST = 28  # letters of choices that stand beside their flag
+_SHOWN = 60  # letters of a value in an error
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help of 120 columns, or as many as the terminal has, with flags as people type them."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=min(120, shutil.get_terminal_size((120, 24)).columns))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.default is not argparse.SUPPRESS:
+            return super()._format_action_invocation(action)
+        return " ".join([", ".join(action.option_strings), str(action.metavar or "")]).strip()
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` in which `--crop-size` and `--crop_size` are one flag, and `~` is the user's home folder.
+
+    A word such as -57 or -57,164 is a value. An error is one line, which suggests the nearest flag.
+    """
+
+    def __init__(self, **keywords: Any) -> None:  # noqa: ANN401 - those of an ArgumentParser
+        super().__init__(formatter_class=_Help, allow_abbrev=False, **keywords)
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse words, by default those of the process; those after `--` stay as they are."""
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        return super().parse_known_args([*map(_spelled, words[:end]), *words[end:]], namespace)
+
+    def add_field(self, section: argparse._ActionsContainer, name: str, expected: Any, text: str) -> None:  # noqa: ANN401
+        """Add the flag of a field of a type to this parser or a group of it; `value_of` reads what it was given."""
+        how: dict[str, Any] = {"nargs": "+"} if get_origin(_core(expected)) is tuple else {}
+        flags = [flag_of(name)]
+        if _core(expected) is bool:
+            how = {"action": _Switch, "nargs": "?", "const": "true"}
+            flags.append(f"--no-{flags[0][2:]}")
+        text = text.replace("%", "%%")
+        section.add_argument(*flags, default=argparse.SUPPRESS, metavar=placeholder(expected), help=text, **how)
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2 and a line on stderr."""
+        message = " ".join(message.split())
+        theirs = next((each for each in _PLAIN if re.fullmatch(each, message)), None)
+        message = message if theirs is None else re.sub(theirs, _PLAIN[theirs], message)
+        if message.endswith(": no such flag"):
+            message += near(message.split(":")[0].split("=")[0], self._option_string_actions)
+        self.exit(2, printable(f"{self.prog}: {message}; --help lists every flag") + "\n")
+
+
+class _Switch(argparse.Action):
+    """Takes `--compile`, `--compile false` and `--no-compile`."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:  # noqa: ANN401
+        """Keep the value as a word."""
+        off = str(option_string).startswith("--no-")
+        if off and values != self.const:
+            parser.error(f"{option_string} {values}: takes no value")
+        setattr(namespace, self.dest, "false" if off else values)
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """Return a question that names the nearest of the known words; "" where none is near."""
+    found = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field: "--crops.per-case"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def placeholder(expected: Any) -> str | None:  # noqa: ANN401 - a type
+    """Return what stands for a value of a type in the help: "X Y Z"; None for a switch."""
+    core = _core(expected)
+    parts = get_args(core)
+    if get_origin(core) is Literal:
+        choices = "|".join(parts)
+        return choices if len(choices) <= _WIDEST else "NAME"
+    if not parts:
+        return _VALUES[core]
+    if parts[-1] is ...:
+        return f"{_VALUES[parts[0]]} ..."
+    return "X Y Z" if len(parts) == 3 else " ".join(str(_VALUES[part]) for part in parts)
+
+
+def shown_default(default: Any) -> str:  # noqa: ANN401 - a value of a field
+    """Return a default as the help shows it; "" for one that is null, off or empty."""
+    if default is MISSING:
+        return "(required)"
+    if default is None or default is False or default in ("", ()):
+        return ""
+    parts = default if isinstance(default, tuple) else ("on" if default is True else default,)
+    text = " ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)
+    return f"(default: {text.replace(str(Path.home()), '~')})"
+
+
+def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: ANN401 - a type and its value
+    """Return the value of a field from the words of its flag: several, or one such as "64,64,48" or "[64,64,48]".
+
+    Raises:
+        ValueError: they are no value of that type.
+    """
+    text = words if isinstance(words, str) else " ".join(words)
+    value: Any = words
+    if text == "null" and NoneType in get_args(expected):
+        value = None
+    elif isinstance(words, str):
+        value = _SWITCH.get(text.lower(), text) if _core(expected) is bool else text
+    elif len(words) == 1 or text.startswith("["):
+        try:
+            value = yaml.load(text if text.startswith("[") else f"[{text}]", Loader=yaml.BaseLoader)
+        except yaml.YAMLError:
+            value = text
+    return as_type(f"{flag_of(name)} {text[:_SHOWN]}", expected, value)
+
+
+def as_type(told: str, expected: Any, value: Any) -> Any:  # noqa: ANN401 - a type and its value
+    """Return a value as a type, a path from its text and a number too; a ValueError begins with what was `told`."""
+    try:
+        return msgspec.convert(value, expected, strict=False, dec_hook=lambda _, text: Path(text).expanduser())
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{told}: expected {_type_words(expected)}") from error
+
+
+def _type_words(expected: Any) -> str:  # noqa: ANN401 - a type
+    """Return a type in words: "3 whole numbers, such as 64 64 48, or null"."""
+    core = _core(expected)
+    parts = get_args(core)
+    if get_origin(core) is Literal:
+        words = f"one of {', '.join(parts)}"
+    elif parts:
+        several = "" if parts[-1] is ... else f"{len(parts)} "
+        words = f"{several}{_WORDS[parts[0]]}s, such as {' '.join(_EXAMPLES[parts[0]].split()[: len(parts)])}"
+    else:
+        words = "true or false" if core is bool else f"a {_WORDS[core]}"
+    return words if core is expected else f"{words}{',' * bool(parts)} or null"
+
+
+def _core(expected: Any) -> Any:  # noqa: ANN401 - a type
+    """Return X of "X or null"."""
+    return get_args(expected)[0] if get_origin(expected) in (UnionType, Union) else expected
+
+
+def _spelled(word: str) -> str:
+    """Return a word with dashes in its flag, and the home folder for a tilde, which a shell leaves in `--to=~/a`."""
+    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{flag.replace('_', '-')}{equals}{Path(value).expanduser() if value.startswith('~') else value}"
