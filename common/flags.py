@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import msgspec
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         how: dict[str, Any] = {"nargs": "+"} if get_origin(_core(expected)) is tuple else {}
         flags = [flag_of(name)]
         if _core(expected) is bool:
-            how = {"action": _Switch, "nargs": "?", "const": "true"}
+            how = {"action": _Switch, "nargs": "?"}
             flags.append(f"--no-{flags[0][2:]}")
         text = text.replace("%", "%%")
         section.add_argument(*flags, default=argparse.SUPPRESS, metavar=placeholder(expected), help=text, **how)
@@ -89,9 +89,9 @@ class _Switch(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:  # noqa: ANN401
         """Keep the value as a word."""
         off = str(option_string).startswith("--no-")
-        if off and values != self.const:
+        if off and values is not None:
             parser.error(f"{option_string} {values}: takes no value")
-        setattr(namespace, self.dest, "false" if off else values)
+        setattr(namespace, self.dest, "false" if off else "true" if values is None else values)
 
 
 def near(word: str, known: Iterable[str]) -> str:
@@ -136,18 +136,33 @@ def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: 
     Raises:
         ValueError: they are no value of that type.
     """
+    core = _core(expected)
     text = words if isinstance(words, str) else " ".join(words)
-    value: Any = words
-    if text == "null" and NoneType in get_args(expected):
+    value: Any
+    if text == "null" and core is not expected:
         value = None
     elif isinstance(words, str):
-        value = _SWITCH.get(text.lower(), text) if _core(expected) is bool else text
-    elif len(words) == 1 or text.startswith("["):
-        try:
-            value = yaml.load(text if text.startswith("[") else f"[{text}]", Loader=yaml.BaseLoader)
-        except yaml.YAMLError:
-            value = text
+        value = _SWITCH.get(text.lower(), text) if core is bool else _number(core, text)
+    else:
+        value = [_number(get_args(core)[0], word) for word in _split(words, text)]
     return as_type(f"{flag_of(name)} {text[:_SHOWN]}", expected, value)
+
+
+def _split(words: list[str], text: str) -> list[str]:
+    if len(words) > 1 and not text.startswith("["):
+        return [word.removesuffix(",") for word in words]
+    try:
+        return list(yaml.load(text if text.startswith("[") else f"[{text}]", Loader=yaml.BaseLoader))
+    except yaml.YAMLError:
+        return words
+
+
+def _number(expected: Any, word: Any) -> Any:  # noqa: ANN401 - a type and its value
+    """Return a word as a number where Python takes it for one of this type: also -.5."""
+    try:
+        return expected(word) if expected in (int, float) else word
+    except (TypeError, ValueError):
+        return word
 
 
 def as_type(told: str, expected: Any, value: Any) -> Any:  # noqa: ANN401 - a type and its value

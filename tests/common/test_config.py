@@ -1,6 +1,6 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -26,11 +26,17 @@ class ToyConfig:
 
     Args:
         recipe: which values.
-        epochs: passes over the data.
+        epochs: passes over the data,
+            at 100% of it.
         spacing: mm along R, A, S.
         data: a folder.
         resume: an earlier run.
         window: windows
+        compile: whether it is compiled.
+        layout: the order in memory.
+        labels: of the classes.
+        bounds: lower and upper.
+        batch_size: at once.
     """
 
     recipe: Literal["fast", "slow"] = "fast"
@@ -39,6 +45,13 @@ class ToyConfig:
     data: Path | None = None
     resume: Path | None = None
     window: Window = field(default_factory=Window)
+    compile: bool = False
+    layout: bool | None = True
+    labels: tuple[str, ...] = ("background", "spleen")
+    bounds: tuple[float, float] | None = None
+    batch_size: int = 2
+
+    GROUPS: ClassVar[dict[str, str]] = {"the data": "data spacing labels", "the rest": "*"}
 
     def __post_init__(self):
         if self.epochs < 1:
@@ -70,10 +83,22 @@ def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
         (["--epohcs", "5"], ["--epohcs", "did you mean --epochs"]),
         (["--epoch", "5"], ["--epoch", "did you mean --epochs"]),
         (["--epochs", "many"], ["--epochs many: expected a whole number;"]),
-        (["--spacing", "[1,2]"], ["--spacing [1, 2]: expected 3 numbers in brackets, such as [1.5,1.5,2.0] or null;"]),
+        (["--spacing", "[1,2]"], ["--spacing [1,2]: expected 3 numbers, such as 1.5 1.5 2, or null;"]),
+        (["--spacing", "1", "2"], ["--spacing 1 2: expected 3 numbers"]),
+        (["--spacing", "[1,2"], ["--spacing [1,2: expected 3 numbers"]),
         (["--spacing", ""], ["--spacing : expected 3 numbers"]),
+        (["--labels"], ["--labels: needs a value;"]),
+        (["--data", "--epochs", "5"], ["--data: needs a value; write --data=VALUE for one that starts with a dash;"]),
+        (["--compile", "maybe"], ["--compile maybe: expected true or false;"]),
+        (["--layout", "2"], ["--layout 2: expected true or false or null;"]),
+        (["--no-compile", "true"], ["--no-compile true: takes no value;"]),
+        (["--no-epochs"], ["--no-epochs: no such flag"]),
+        (["--batch_sise=4"], ["--batch-sise=4: no such flag (did you mean --batch-size?);"]),
+        (["--nothing-like-it"], ["--nothing-like-it: no such flag;"]),
+        (["spleen"], ["spleen: belongs to no flag;"]),
+        (["--epochs", "\x1b[2J"], ["--epochs \\x1b[2J: expected a whole number;"]),
         (["--window.side", "x"], ["--window.side x: expected a whole number;"]),
-        (["--epochs", "0"], ["epochs 0", "at least 1"]),
+        (["--epochs", "0"], ["--epochs 0: must be at least 1;"]),
         (["--recipe", "medium"], ["--recipe medium", "fast, slow"]),
         (["--config", "/nowhere/c.yaml"], ["/nowhere/c.yaml"]),
     ],
@@ -88,12 +113,92 @@ def test_a_mistake_ends_with_status_2_and_one_line_that_names_it(arguments, word
         assert word in text
 
 
-def test_an_unknown_key_in_the_file_is_named(tmp_path, capsys):
-    file = tmp_path / "c.yaml"
-    file.write_text("epohcs: 4\n")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("epohcs: 4\n", "c.yaml: epohcs: no such field (did you mean epochs?);"),
+        ("window: {sid: 4}\n", "c.yaml: window.sid: no such field (did you mean window.side?);"),
+        ("epochs: many\n", "c.yaml: epochs many: expected a whole number;"),
+        ("epochs: {a: 1}\n", "c.yaml: epochs.a: no such field"),
+        ("data: 5\n", "c.yaml: data 5: expected a path or null;"),
+        ("labels: spleen\n", "c.yaml: labels spleen: expected words, such as background spleen;"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(content, words, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text(content)
     with pytest.raises(SystemExit, match="2"):
-        parse("--config", str(file))
-    assert "epohcs" in capsys.readouterr().err
+        parse("--config", str(tmp_path / "c.yaml"))
+    text = capsys.readouterr().err
+    assert words in text
+    assert text.count("\n") == 1
+
+
+def test_a_file_has_numbers_as_yaml_and_groups_as_mappings_or_with_dots(tmp_path):
+    (tmp_path / "c.yaml").write_text("spacing: [1, 1e-1, 2.5]\nwindow: {side: 8}\nwindow.batch: 4\nbatch-size: 9\n")
+    found = parse("--config", str(tmp_path / "c.yaml"))
+    assert (found.spacing, found.window, found.batch_size) == ((1.0, 0.1, 2.5), Window(8, 4), 9)
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("--batch-size 5", {"batch_size": 5}),
+        ("--batch_size 5", {"batch_size": 5}),
+        ("--batch_size=5", {"batch_size": 5}),
+        ("--compile", {"compile": True}),
+        ("--compile --no-compile", {"compile": False}),
+        ("--compile --epochs 5", {"compile": True, "epochs": 5}),
+        ("--compile true", {"compile": True}),
+        ("--compile=Yes", {"compile": True}),
+        ("--compile False", {"compile": False}),
+        ("--compile no", {"compile": False}),
+        ("--no-layout", {"layout": False}),
+        ("--layout null", {"layout": None}),
+        ("--layout false", {"layout": False}),
+        ("--spacing 1 1.5 2e0", {"spacing": (1.0, 1.5, 2.0)}),
+        ("--spacing 1,1.5,2", {"spacing": (1.0, 1.5, 2.0)}),
+        ("--spacing [1,1.5,2]", {"spacing": (1.0, 1.5, 2.0)}),
+        ("--spacing=[1,1.5,2]", {"spacing": (1.0, 1.5, 2.0)}),
+        ("--spacing [1, 1.5, 2]", {"spacing": (1.0, 1.5, 2.0)}),
+        ("--spacing 1, 1.5, 2", {"spacing": (1.0, 1.5, 2.0)}),
+        ("--bounds -57 164", {"bounds": (-57.0, 164.0)}),
+        ("--bounds -57,164", {"bounds": (-57.0, 164.0)}),
+        ("--bounds [-57,-1e1]", {"bounds": (-57.0, -10.0)}),
+        ("--bounds -.5 -1e-3 --epochs 4", {"bounds": (-0.5, -0.001), "epochs": 4}),
+        ("--bounds null", {"bounds": None}),
+        ("--labels none liver no", {"labels": ("none", "liver", "no")}),
+        ("--labels none,liver", {"labels": ("none", "liver")}),
+        ("--data null", {"data": None}),
+        ("--data=--odd", {"data": Path("--odd")}),
+        ("--data a_b", {"data": Path("a_b")}),
+    ],
+)
+def test_flags_are_taken_as_people_type_them(words, values):
+    assert parse(*words.split(" ")) == replaced(ToyConfig(), values)
+
+
+def test_names_with_spaces_stay_whole():
+    for words in (["none", "left kidney"], ["none,left kidney"], ['[none, "left kidney"]']):
+        assert parse("--labels", *words).labels == ("none", "left kidney")
+
+
+def test_help_has_groups_types_and_the_defaults_of_the_recipe(capsys):
+    for words, epochs in ((["--help"], 3), (["--recipe", "slow", "-h", "--unknown"], 9)):
+        with pytest.raises(SystemExit, match="0"):
+            parse(*words)
+        text = capsys.readouterr().out
+        data, rest = text.split("\nthe data:\n")[1].split("\nthe rest:\n")
+        assert "--data PATH " in data
+        assert "--spacing X Y Z  " in data
+        assert "--labels TEXT ... " in data
+        assert "(default: background spleen)" in data
+        assert "--compile, --no-compile " in rest
+        assert "--bounds NUMBER NUMBER" in rest
+        assert "--window.side N" in rest
+        assert f"passes over the data, at 100% of it (default: {epochs})" in rest
+        assert "--recipe fast|slow" in rest
+        assert not {"Optional", "CONFIG", "None", "true"} & set(text.replace(",", " ").split())
+        assert text.count("null") == 1
 
 
 def test_a_broken_yaml_file_is_a_users_mistake(tmp_path, capsys):
@@ -110,8 +215,8 @@ def test_a_broken_yaml_file_is_a_users_mistake(tmp_path, capsys):
         ("epochs: &a [1]\ndata: *a\n", "no aliases"),
         ("# " + "x" * 1_000_000, "1000000 at most"),
         ("root:x:0:0:root:/root:/bin/bash\n", "is no configuration"),
-        ("config: /etc/passwd\n", "--config is no field"),
-        ("5: 6\n", "--5 is no field"),
+        ("config: /etc/passwd\n", "config: no such field"),
+        ("5: 6\n", "5: no such field"),
     ],
 )
 def test_a_hostile_file_is_refused_in_one_line_that_does_not_show_it(content, words, tmp_path, capsys):
@@ -135,10 +240,11 @@ def test_a_tilde_is_the_users_home(tmp_path, monkeypatch):
     assert parse("--data=~").data == tmp_path  # in YAML that is null
 
 
-def test_printed_config_fed_back_is_the_same(tmp_path, capsys):
+@pytest.mark.parametrize("printing", ["--print-config", "--print_config"])
+def test_printed_config_fed_back_is_the_same(printing, tmp_path, capsys):
     given = ["--recipe", "slow", "--spacing", "[0.5,1,2]", "--data", "/scans"]
     with pytest.raises(SystemExit, match="0"):
-        parse(*given, "--print_config")
+        parse(*given, printing)
     file = tmp_path / "c.yaml"
     file.write_text(capsys.readouterr().out)
     assert parse("--config", str(file)) == parse(*given)
@@ -177,3 +283,26 @@ def test_groups_by_their_flags():
     assert config.window == Window(8)
     assert flat(config)["window.side"] == 8
     assert replaced(config, {"window.batch": 2, "epochs": 4}) == replace(config, window=Window(8, 2), epochs=4)
+
+
+@dataclass(frozen=True)
+class Needing:
+    """What has fields without a default.
+
+    Args:
+        model: a run.
+        output: a folder.
+    """
+
+    model: Path
+    output: Path
+
+
+def test_what_is_required_is_asked_for(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(Needing, {}, ["--model", "run"])
+    assert ": --output: required;" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        parse_config(Needing, {}, ["--help"])
+    assert "--model PATH --output PATH [--FLAG VALUE ...]\n" in capsys.readouterr().out
+    assert parse_config(Needing, {}, ["--model", "a", "--output", "b"]) == Needing(Path("a"), Path("b"))

@@ -23,15 +23,15 @@ def test_recipes_differ_as_the_guides_script_does():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--patch_size", "100"], "patch_size 100: must be a multiple of 32"),
+        (["--patch_size", "100"], "--patch-size 100: must be a multiple of 32"),
         (
             ["--augmentation.jitter", "[0.2,0.7,0.2,0.6]"],
             "augmentation.jitter (0.2, 0.7, 0.2, 0.6): must be",
         ),
         (["--augmentation.jitter", "[0.2,-0.7,0.2,0.04]"], "augmentation.jitter (0.2, -0.7, 0.2, 0.04): must be"),
-        (["--held_out", "1"], "held_out 1.0: must be above 0, below 1"),
+        (["--held_out", "1"], "--held-out 1.0: must be above 0, below 1"),
         (["--lists", "[a.csv,b.csv]"], "must be given together with data"),
-        (["--batchsize", "3"], "did you mean --batch_size?"),
+        (["--batchsize", "3"], "did you mean --batch-size?"),
         (["--augmentation.zoom", "[1.1, 0.9]"], "augmentation.zoom"),
     ],
 )

@@ -11,14 +11,14 @@ from medspeed.common.training.config import Cache, Crops
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--epochs", "0"], "epochs 0: must be at least 1"),
-        (["--learning_rate", "-1"], "learning_rate -1.0: must be above 0"),
+        (["--epochs", "0"], "--epochs 0: must be at least 1"),
+        (["--learning_rate", "-1"], "--learning-rate -1.0: must be above 0"),
         (["--spacing", "[1,0,2]"], r"spacing (1.0, 0.0, 2.0): must be 0.01 to 100 mm on each axis"),
         (["--spacing", "[1e-320,1,1]"], "must be 0.01 to 100 mm on each axis"),
         (["--window", "[100,-100]"], "window (100.0, -100.0): must be lower bound first"),
         (["--crops.flips", "xq"], "crops.flips xq: must be letters of xyz"),
         (["--recipe", "guide", "--crop_size", "[90,96,96]"],
-         "crop_size (90, 96, 96): each side must divide by 16 (4 stride-2 levels)"),
+         "--crop-size (90, 96, 96): each side must divide by 16 (4 stride-2 levels)"),
         (["--recipe", "guide", "--crops.flips", "x"], "crops.flips x: must be empty with MONAI's sources"),
         (["--recipe", "guide", "--crops.intensity", "0.1"], "crops.intensity 0.1: must be 0 with MONAI's sources"),
         (["--windows.overlap", "1"], "windows.overlap 1.0: must be in [0, 1)"),
@@ -76,7 +76,7 @@ def test_a_flag_of_a_resumed_run_counts_where_it_is_the_default(tmp_path, capsys
     assert parse(["--resume", str(tmp_path), "--engine", "auto"]).engine == "auto"
     with pytest.raises(SystemExit, match="2"):
         parse(["--resume", str(tmp_path), "--learning_rate", "0.01"])
-    assert "--learning_rate 0.01: a resumed run keeps its own learning_rate (0.001)" in capsys.readouterr().err
+    assert "--learning-rate 0.01: a resumed run keeps its own learning_rate (0.001)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
