@@ -20,6 +20,7 @@ _PLAIN = {  # what argparse says, and what we do
     r"unrecognized arguments: (-\S+).*": r"\1: no such flag",
     r"unrecognized arguments: (\S+).*": r"\1: belongs to no flag",
     r"argument (-[^\s:]+): expected .*argument.*": r"\1: needs a value; write \1=VALUE for one that starts with a dash",
+    r"argument ([^\s:]+): ignored explicit argument '(.*)'": r"\1 \2: takes no value",
     r"argument ([^\s:]+): invalid int value: '(.*)'": r"\1 \2: expected a whole number",
     r"argument ([^\s:]+): invalid choice: '([^']*)' \(choose from (.*)\)": r"\1 \2: expected one of \3",
     r"argument ([^\s:]+): (.*)": r"\1: \2",

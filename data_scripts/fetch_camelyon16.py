@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from medspeed.common.files import locked
+from medspeed.common.flags import Parser
 from medspeed.data_scripts.fetch import check_space, download, http_address, read_receipt, run_command, size_of
 
 BASE_URL = "https://camelyon-dataset.s3.us-west-2.amazonaws.com/CAMELYON16"
@@ -109,7 +110,7 @@ def _tell_size(paths: Sequence[str], base_url: str, to: Path) -> None:
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; a mistake ends the program with status 2."""
-    parser = argparse.ArgumentParser(description="Download slides of Camelyon16.", allow_abbrev=False)
+    parser = Parser(description="Download slides of Camelyon16.")
     parser.add_argument(
         "--slides",
         nargs="+",

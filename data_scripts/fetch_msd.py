@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.files import flush_to_disk, locked
+from medspeed.common.flags import Parser
 from medspeed.data_scripts.fetch import check_space, download, http_address, read_receipt, run_command
 
 BASE_URL = "https://msd-for-monai.s3-us-west-2.amazonaws.com"
@@ -93,9 +94,7 @@ def _check_whole(folder: Path, found: str | None, md5: str, url: str) -> None:
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; a mistake ends the program with status 2."""
-    parser = argparse.ArgumentParser(
-        description="Download a data set of the Medical Segmentation Decathlon.", allow_abbrev=False
-    )
+    parser = Parser(description="Download a data set of the Medical Segmentation Decathlon.")
     parser.add_argument("dataset", choices=tuple(ARCHIVES))
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to put the data set in")
     parser.add_argument(

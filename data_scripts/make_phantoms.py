@@ -1,6 +1,5 @@
 """Make phantom data sets: synthetic scans in MSD layout, with a true label for every voxel."""
 
-import argparse
 import hashlib
 import re
 import sys
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from medspeed.common.data.volumes import gzipped, read_volume
 from medspeed.common.files import atomic_path, read_object, sha256_of
+from medspeed.common.flags import Parser
 from medspeed.data_scripts import phantoms_ct, phantoms_mr
 from medspeed.data_scripts.painting import Scan, Size, read_anatomy
 from medspeed.data_scripts.set_folder import Parameters, fill
@@ -180,18 +180,13 @@ def _write_set(
     return fill(folder / "dataset.json", parameters, files, make, lambda: about | lists, _MOST_AT_ONCE, progress)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the parser of the command line."""
-    style: dict[str, Any] = {
-        "epilog": _EXAMPLES,
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-        "allow_abbrev": False,
-    }
-    parser = argparse.ArgumentParser(description=__doc__, **style)
+    parser = Parser(description=__doc__, epilog=_EXAMPLES)
     kinds = parser.add_subparsers(dest="kind", required=True)
     for kind, (about, *_) in _KINDS.items():
         text = f"Make {about['what']}. Same seed, same bytes."
-        add = kinds.add_parser(kind, help=about["what"], description=text, **style).add_argument
+        add = kinds.add_parser(kind, help=about["what"], description=text, epilog=_EXAMPLES).add_argument
         add("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the data set")
         add("--cases", type=int, required=kind == "mri", metavar="N", help="how many scans to make")
         sizes = f"small: {about['small']} (default); msd: {about['msd']}"

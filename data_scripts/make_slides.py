@@ -1,6 +1,5 @@
 """Make a set of synthetic slides: haematoxylin and eosin, lymph nodes with and without metastases, as in Camelyon16."""
 
-import argparse
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -12,6 +11,7 @@ import numpy as np
 import tifffile
 
 from medspeed.common.files import atomic_path, write_text
+from medspeed.common.flags import Parser
 from medspeed.data_scripts.set_folder import Parameters, fill
 from medspeed.data_scripts.slides_paint import draw_slide
 from medspeed.data_scripts.slides_tissue import ISLAND, MACRO_UM, MPP, Bytes, Lesions, long_axis
@@ -198,14 +198,9 @@ def write_annotations(path: Path, lesions: Lesions) -> None:
         ElementTree.ElementTree(root).write(part, encoding="utf-8", xml_declaration=True)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__} Same seed, same bytes.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(description=f"{__doc__} Same seed, same bytes.", epilog=_EXAMPLES)
     add = parser.add_argument
     add("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the set")
     add("--training", type=int, default=8, metavar="N", help="how many training slides, half with tumour (default 8)")

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from medspeed.common.data.volumes import gzipped, read_volume, write_label
 from medspeed.common.files import flush_to_disk, write_json
+from medspeed.common.flags import Parser, flag_of
 from medspeed.data_scripts.raw_sets import (
     RawCase,
     RawSet,
@@ -35,7 +36,7 @@ _MOST_NAMED = 5  # cases that a note names
 _EXAMPLES = """examples:
   python data_scripts/to_msd.py --images scans --labels masks --names background liver --modality CT --to data/liver
   python data_scripts/to_msd.py --images scans --labels masks --names background liver --modality CT --to data/liver \\
-      --values 255=1 --skip_bad --link
+      --values 255=1 --skip-bad --link
   python data_scripts/to_msd.py --nnunet nnUNet_raw/Dataset003_Liver --to data/liver
   python data_scripts/to_msd.py --check data/liver
 """
@@ -43,9 +44,7 @@ _EXAMPLES = """examples:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; a mistake ends the program with status 2."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__, epilog=_EXAMPLES)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--images", type=Path, metavar="DIR", help="a folder of .nii.gz or .nii images; needs --labels")
     source.add_argument("--nnunet", type=Path, metavar="DIR", help="a folder in nnU-Net's raw layout, DatasetXXX_Name")
@@ -56,7 +55,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modality", nargs="+", metavar="NAME", help="of each channel: CT, or MRI, or FLAIR T1w ...")
     meaning = "label values that mean another: 255=1"
     parser.add_argument("--values", nargs="+", type=_mapping, default=[], metavar="OLD=NEW", help=meaning)
-    parser.add_argument("--skip_bad", action="store_true", help="leave out cases that cannot be used, and say so")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out cases that cannot be used, and say so")
     parser.add_argument("--link", action="store_true", help="link files that stay as they are, instead of copying them")
     options = parser.parse_args(arguments)
     if mistake := _mistake(options):
@@ -75,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, problem in bad:
             print(f"{'left out' if options.skip_bad else 'bad'}: {name}: {problem}", file=sys.stderr)
         if bad and not options.skip_bad:
-            print("mend these files, or leave their cases out with --skip_bad", file=sys.stderr)
+            print("mend these files, or leave their cases out with --skip-bad", file=sys.stderr)
         if (bad and not options.skip_bad) or not any(case.label for case in good):
             print(f"{len(good)} of {len(raw.cases)} cases can be used; nothing was written", file=sys.stderr)
             return 1
@@ -95,7 +94,8 @@ def _mistake(options: argparse.Namespace) -> str | None:
     every = ["labels", "to", "names", "modality", "values", "skip_bad", "link"]
     for name in {"check": every, "nnunet": ["labels", "modality"], "images": []}[source]:
         if getattr(options, name):
-            return f"--{name}: leave it out: --{source} {'writes nothing' if options.check else 'has its dataset.json'}"
+            why = "writes nothing" if options.check else "has its dataset.json"
+            return f"{flag_of(name)}: leave it out: --{source} {why}"
     for name in needed:
         if not getattr(options, name):
             return (
@@ -224,7 +224,7 @@ def _report(folder: Path, raw: RawSet, good: Sequence[RawCase]) -> None:
         print(f"  {title:<{max(map(len, rows))}}  {text}")
     data = shlex.quote(str(folder))
     print("next, two steps through everything, then the training:")
-    print(f"  python apps/spleen/train.py --data {data} --fast_dev_run true")
+    print(f"  python apps/spleen/train.py --data {data} --fast-dev-run")
     print(f"  python apps/spleen/train.py --data {data}")
 
 

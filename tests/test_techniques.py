@@ -14,7 +14,7 @@ from medspeed.common.inference.options import InferConfig
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "techniques.md").read_text()
 ROWS = [line.split(" | ") for line in TEXT.splitlines() if line.startswith("| ") and "`--" in line]
-FLAGS = sorted({flag for row in ROWS for flag in re.findall(r"--(\w+)", row[1])})
+FLAGS = sorted({flag.replace("-", "_") for row in ROWS for flag in re.findall(r"--([\w-]+)", row[1])})
 CONFIGS = (SpleenConfig, BratsConfig, PathologyConfig, InferConfig, SpleenExport)
 TECHNIQUES = """
 torch.profiler; NVTX; NVML; CacheDataset; PersistentDataset; LMDBDataset; SmartCache;
