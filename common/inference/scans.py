@@ -19,7 +19,7 @@ from medspeed.common.files import printable, sha256_of, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
 from medspeed.common.inference.folder_job import FolderJob, Item
 from medspeed.common.inference.measure import clean_labels, measure, write_measures
-from medspeed.common.inference.model import VolumeModel, model_content, warn_of_phantoms
+from medspeed.common.inference.model import VolumeModel, model_content, read_note, warn_of_phantoms
 from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.predict import predict_labels
@@ -137,8 +137,10 @@ class Segmenter:
 
     @cached_property
     def weights(self) -> str:
-        """SHA-256 of the file whose numbers are computed with."""
-        return sha256_of(self.opened.file)
+        """SHA-256 of the numbers that are computed with: of our weights what was checked as they were opened."""
+        file = self.opened.file
+        checked = read_note(file).get("sha256") if file.suffix == ".safetensors" else None
+        return checked or sha256_of(file)
 
     def job(self, scans: Sequence[Scan]) -> ScanJob:
         """Return the job of segmenting the scans into the output folder."""
