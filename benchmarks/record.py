@@ -1,4 +1,4 @@
-"""The protocol of a record: run compare.py's parts, write the record's folder, and put its table into the app's README.
+"""The protocol of a record: run compare.py's parts, write the record's folder and its table in docs/benchmarks.md.
 
 Run: python benchmarks/record.py spleen|brats|pathology [--data FOLDER] [--rounds 3] [--today 2026-11-21]
 
@@ -23,11 +23,11 @@ from medspeed.common.files import read_object, write_text
 from medspeed.common.inference.predictors import computes_bf16
 
 _NUMERALS = {1: "one", 2: "two", 4: "four", 8: "eight", 16: "sixteen"}
-_TABLE = re.compile(r"\| on [^\n]*\| guide \| fast \| ratio \|\n(?:\|[^\n]*\n)+")
+PAGE = ROOT / "docs" / "benchmarks.md"
 
 
 def main() -> None:
-    """Measure, write the record, and update the README."""
+    """Measure, write the record, and update the page of results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("app", choices=GUIDES)
     parser.add_argument("--data", type=Path, help="folder of the dataset")
@@ -53,9 +53,8 @@ def main() -> None:
             f"```bash\npython benchmarks/record.py {' '.join(words)}\n```\n\n"
             "Both sides run in turn; figures are medians. `record.json` has machine, versions and commit.\n",
         )
-    readme = ROOT / guide_of(given.app).README
-    write_text(readme, with_record(readme.read_text(encoding="utf-8"), folder))
-    print(f"{folder}\n{readme}: its table is this record's now")
+    write_text(PAGE, with_record(PAGE.read_text(encoding="utf-8"), given.app, folder))
+    print(f"{folder}\n{PAGE}: the table of {given.app} is this record's now")
 
 
 def results_table(folder: Path) -> str:
@@ -72,24 +71,30 @@ def results_table(folder: Path) -> str:
     return "\n".join([*lines, *(show(row) for row in rows if row["guide"] is not None)])
 
 
-def with_record(text: str, folder: Path) -> str:
-    """Return a README with the table of a record, and with links to it instead of to the record before."""
-    before = record_of(text)
-    text = _TABLE.sub(lambda found: results_table(folder) + "\n", text, count=1)
+def with_record(text: str, app: str, folder: Path) -> str:
+    """Return the page with the table of an app's record, and with links to it instead of to the record before."""
+    table, before = _table(text, app), record_of(text, app)
+    text = f"{text[: table.start(1)]}{results_table(folder)}{text[table.end(1) :]}"
     return text.replace(f"benchmarks/records/{before}", f"benchmarks/records/{folder.name}")
 
 
-def record_of(text: str) -> str:
-    """Return the name of the record that a README's table of results is of: the first that it links to below it.
+def record_of(text: str, app: str) -> str:
+    """Return the name of the record that an app's table is made of: the first that the page links to below it.
 
     Raises:
-        ValueError: the text has no table of results, or no link to the record it is of.
+        ValueError: the page has no place for the table, or no link to the record it is of.
     """
-    table = _TABLE.search(text)
-    link = re.search(r"benchmarks/records/([\w.-]+)", text[table.end() :]) if table else None
+    link = re.search(r"benchmarks/records/([\w.-]+)", text[_table(text, app).end() :])
     if link is None:
-        raise ValueError("no table of results with a link to its record")
+        raise ValueError(f"no link to the record of {app} below its table")
     return link.group(1)
+
+
+def _table(text: str, app: str) -> re.Match[str]:
+    found = re.search(rf"<!-- record of {app} -->\n\n(.*?)\n\n<!-- end -->", text, re.DOTALL)
+    if found is None:
+        raise ValueError(f"no place for the table of {app}: it lies between <!-- record of {app} --> and <!-- end -->")
+    return found
 
 
 if __name__ == "__main__":

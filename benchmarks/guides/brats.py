@@ -21,7 +21,6 @@ from medspeed.models.segresnet3d import segresnet3d
 
 parts, channels_last = volumes, faster_channels_last
 
-README = "apps/brats/README.md"
 STEPS = (((96, 96, 96), 1), ((64, 64, 64), 2))  # crop and batch of each training step
 CROPS_PER_CASE = 1
 WARM = ((64, 64, 64), 2, 40)  # of the training before inference

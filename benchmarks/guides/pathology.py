@@ -26,7 +26,6 @@ parts = slides
 PER_REGION = peer.GRID**2
 _CORES = len(os.sched_getaffinity(0))
 
-README = "apps/pathology/README.md"
 PATCH = peer.PATCH  # side of the patches that are loaded and scanned, in pixels
 LOADED = (1152, 72)  # patches in an epoch of loading, and in a batch
 STEPS = ((224, 18), (96, 36))  # side of the patches and batch of each training step

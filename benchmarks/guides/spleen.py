@@ -19,7 +19,6 @@ from medspeed.models.unet3d import unet3d
 
 parts = volumes
 
-README = "README.md"
 STEPS = (((96, 96, 96), 4),)  # crop and batch of each training step
 CROPS_PER_CASE = 4
 WARM = ((96, 96, 96), 4, 240)  # of the training before inference

@@ -1,23 +1,32 @@
-"""The READMEs' tables are the records' figures, and nothing else."""
+"""The tables of docs/benchmarks.md, and the README's rows, are the records' figures, and nothing else."""
 
 import json
+import re
 
 import pytest
 
-from medspeed.benchmarks.harness import GUIDES, ROOT, guide_of, row
-from medspeed.benchmarks.record import record_of, results_table, with_record
+from medspeed.benchmarks.harness import GUIDES, ROOT, row
+from medspeed.benchmarks.record import PAGE, record_of, results_table, with_record
 from medspeed.common.files import write_json
 
 RECORDS = ROOT / "benchmarks" / "records"
 
 
-def readme(app):
-    return (ROOT / guide_of(app).README).read_text()
+TEXT = PAGE.read_text()
+README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("app", GUIDES)
-def test_each_readme_shows_the_table_of_the_record_that_it_links_to(app):
-    assert results_table(RECORDS / record_of(readme(app))) in readme(app)
+def test_the_page_shows_the_table_of_the_record_that_it_links_to(app):
+    assert f"\n\n{results_table(RECORDS / record_of(TEXT, app))}\n\n" in TEXT
+
+
+def test_the_rows_of_the_readme_are_those_of_the_record_it_links_to():
+    rows = re.findall(r"^\| [^|]+ \| [^|]+ \| [^|]+ \| [+\d.x-]+ \|$", README, re.MULTILINE)
+    (name,) = set(re.findall(r"benchmarks/records/([\w.-]+)", README))
+    assert len(rows) == 3
+    assert set(rows) <= set(results_table(RECORDS / name).splitlines())
+    assert not any("warm" in each for each in rows)  # a filled cache is not compared with computing anew
 
 
 def numbers(content):
@@ -52,23 +61,28 @@ def test_a_table_has_the_rows_that_have_both_sides(tmp_path):
 
 
 @pytest.mark.parametrize("app", GUIDES)
-def test_a_readme_takes_the_same_record_unchanged(app):
-    assert with_record(readme(app), RECORDS / record_of(readme(app))) == readme(app)
+def test_the_page_takes_the_same_record_unchanged(app):
+    assert with_record(TEXT, app, RECORDS / record_of(TEXT, app)) == TEXT
 
 
 def test_another_records_table_and_links_take_the_place_of_the_old_ones():
-    text = readme("brats")
-    before, after = record_of(text), record_of(readme("spleen"))
+    before, after = record_of(TEXT, "brats"), record_of(TEXT, "spleen")
     assert before != after
-    changed = with_record(text, RECORDS / after)
-    assert record_of(changed) == after
+    changed = with_record(TEXT, "brats", RECORDS / after)
+    assert record_of(changed, "brats") == after
     assert f"records/{before}" not in changed
-    assert results_table(RECORDS / after) in changed
+    assert changed.count(results_table(RECORDS / after)) == 2
     assert results_table(RECORDS / before) not in changed
-    assert changed.split("## Regions")[1] == text.split("## Regions")[1]
+    assert changed.split("## Pathology")[1] == TEXT.split("## Pathology")[1]
 
 
-@pytest.mark.parametrize("text", ["no table", "| on two CPU cores | guide | fast | ratio |\n|---|\n\nno link"])
-def test_a_readme_without_a_table_or_a_link_is_refused(text):
-    with pytest.raises(ValueError, match="no table of results with a link"):
-        with_record(text, RECORDS / record_of(readme("spleen")))
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("| on two CPU cores | guide | fast | ratio |", "no place for the table of brats"),
+        ("<!-- record of brats -->\n\n| a |\n\n<!-- end -->\n\nno link", "no link to the record of brats"),
+    ],
+)
+def test_a_page_without_a_place_or_a_link_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        with_record(text, "brats", RECORDS / record_of(TEXT, "spleen"))
