@@ -4,6 +4,7 @@ What a command would train, download or segment is tested elsewhere. Programs of
 """
 
 import argparse
+import importlib
 import importlib.util
 import re
 import shlex
@@ -251,7 +252,17 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
         text = (tmp_path / "site" / page).read_text(encoding="utf-8")
         assert not re.findall(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(?:https?:)?//', text)
     api = (tmp_path / "site/api/index.html").read_text(encoding="utf-8")
-    assert 'id="medspeed.apps.spleen.config.SpleenConfig"' in api
+    assert {"medspeed.api.train", "medspeed.api.predict", "medspeed.common.inference.options.InferConfig"} <= set(
+        re.findall(r'id="([\w.]+)"', api)
+    )
+
+
+def test_the_programs_of_the_pages_name_what_there_is():
+    for path in GUIDES:
+        for program in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+            compile(program, path.name, "exec")
+            for module, names in re.findall(r"^from (medspeed[\w.]*) import (.*)$", program, re.MULTILINE):
+                assert all(hasattr(importlib.import_module(module), name) for name in names.split(", ")), names
 
 
 def test_the_program_that_scores_patches_runs(tmp_path, monkeypatch, capsys):
@@ -288,4 +299,4 @@ def test_the_pictures_are_drawn_of_a_run(tmp_path):
         assert overlay.size == (90, 60)
         assert np.asarray(overlay.convert("RGB"))[30, 45, 0] > 200  # the worst case that was judged
     with Image.open(tmp_path / "made/overview.webp") as overview:
-        assert overview.size == (1600, 940)
+        assert overview.size == (1600, 1000)
