@@ -21,8 +21,10 @@ from medspeed.apps.doctor_probes import batch_parts, step_times
 from medspeed.apps.doctor_verdict import Bound, Measured, Verdict, diagnose
 from medspeed.apps.opening import APPS, open_training, parse_flags
 from medspeed.common.config import replaced
+from medspeed.common.console import Kind, say
 from medspeed.common.data.dataset import read_dataset, split_cases
 from medspeed.common.files import read_json_lines, write_json
+from medspeed.common.flags import Parser
 from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run, one_line_errors
 from medspeed.common.training.config import SegmentationConfig, TrainingConfig, decided
@@ -32,6 +34,7 @@ from medspeed.common.training.setup import choose_precision, nan_as_zero, start_
 _STEPS = 24  # of the short training, at least; its first epoch does not count
 _TRAINING, _VALIDATION = 8, 2  # cases of it
 _SIGNS = {"good": "+", "note": " ", "warning": "!", "error": "X"}
+_KINDS: dict[str, Kind] = {"good": "note", "note": "note", "warning": "warning", "error": "warning"}
 
 
 def switches(config: TrainingConfig) -> dict[Bound, str]:
@@ -59,7 +62,7 @@ def switches(config: TrainingConfig) -> dict[Bound, str]:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; what follows `--` is the app's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--app", choices=APPS, help="train a little with it; without, look at the machine alone")
     parser.add_argument("--json", type=Path, help="file for all that was found")
     parser.add_argument("flags", nargs="*", help="flags of the app's train.py, after --")
@@ -73,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = choose_device(config.device if config else "auto")
     checks = check_machine(config.store if config else TrainingConfig.store.expanduser(), device)
     for check in checks:
-        print(f"{_SIGNS[check.state]} {check.name}: {check.text}")
+        say(f"{_SIGNS[check.state]} {check.name}: {check.text}", _KINDS[check.state])
     found: dict[str, Any] = {"machine": [check._asdict() for check in checks]}
     well = not any(check.state == "error" for check in checks)
     if config is not None:
@@ -154,11 +157,11 @@ def _times(run: Run, steps: float, validations: float) -> dict[str, float]:
 def _print(verdict: Verdict, measured: Measured, estimate: dict[str, float]) -> None:
     shares = ", ".join(f"{name} {share:.0%}" for name, share in verdict.shares.items())
     parts = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in measured.batch.items())
-    print(f"time goes to: {shares}")
-    print(f"a batch takes, by one thread, in ms: {parts}; a step {1000 * measured.step:.1f}")
+    say(f"time goes to: {shares}")
+    say(f"a batch takes, by one thread, in ms: {parts}; a step {1000 * measured.step:.1f}")
     prepare, train = estimate["prepare"], estimate["train"]
-    print(f"the whole run: about {prepare:.0f} s to prepare what the store lacks, {train:.0f} s to train and validate")
-    print(f"VERDICT {verdict.text}")
+    say(f"the whole run: about {prepare:.0f} s to prepare what the store lacks, {train:.0f} s to train and validate")
+    say(f"VERDICT {verdict.text}", "result")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 import msgspec
 import yaml
 
+from medspeed.common.console import set_verbosity
 from medspeed.common.files import printable
 
 _PLAIN = {  # what argparse says, and what we do
@@ -29,6 +30,10 @@ _PLAIN = {  # what argparse says, and what we do
 _WORDS = {int: "whole number", float: "number", Path: "path", str: "word"}
 _EXAMPLES = {int: "64 64 48", float: "1.5 1.5 2", Path: "train.csv validate.csv", str: "background spleen"}
 _VALUES = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", bool: None}
+_VERBOSITY = {
+    "--quiet": "print only errors, warnings and the final result",
+    "--verbose": "print every choice in a line of its own, and tracebacks of errors",
+}
 _SWITCH = {"yes": True, "on": True, "no": False, "off": False}
 _WIDEST = 28  # letters of choices that stand beside their flag
 _SHOWN = 60  # letters of a value in an error
@@ -55,6 +60,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **keywords: Any) -> None:  # noqa: ANN401 - those of an ArgumentParser
         super().__init__(formatter_class=_Help, allow_abbrev=False, **keywords)
         self._negative_number_matcher = re.compile(r"-\.?\d")
+        for flag, text in _VERBOSITY.items():
+            self.add_argument(flag, action=_Verbosity, nargs=0, dest=argparse.SUPPRESS, help=text)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -82,6 +89,14 @@ class Parser(argparse.ArgumentParser):
         if message.endswith(": no such flag"):
             message += near(message.split(":")[0].split("=")[0], self._option_string_actions)
         self.exit(2, printable(f"{self.prog}: {message}; --help lists every flag") + "\n")
+
+
+class _Verbosity(argparse.Action):
+    """Takes `--quiet` or `--verbose`, which take effect at once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:  # noqa: ANN401
+        """Choose what this process prints."""
+        set_verbosity("quiet" if option_string == "--quiet" else "verbose")
 
 
 class _Switch(argparse.Action):

@@ -20,10 +20,9 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, though not listed
-from tqdm import tqdm
 
 from medspeed.common.clock import Clock
-from medspeed.common.errors import explained, log_warnings_as_lines
+from medspeed.common.console import Kind, explained, log_warnings_as_lines, say, wants_traceback
 from medspeed.common.files import hold, names_folder, printable, write_json, write_text
 from medspeed.common.ranks import SILENT_SECONDS, SINGLE, Ranks, Watch, choose_device, torchrun_place
 
@@ -60,15 +59,14 @@ class Run:
         """Whether this process is the one that writes and speaks."""
         return self.ranks.leader
 
-    def say(self, line: str) -> None:
-        """Print a line without breaking a progress bar, and keep it in `run.log`; only the leader does."""
+    def say(self, line: str, kind: Kind = "note") -> None:
+        """Keep a line in `run.log`, and print it as `--quiet` and `--verbose` allow; only the leader does."""
         if not self.leader:
             return
         line = printable(line, "\n")
         with names_folder(self.directory), (self.directory / "run.log").open("a", encoding="utf-8") as log:
             log.write(line + "\n")
-        with suppress(OSError):  # a terminal that was closed
-            tqdm.write(line)
+        say(line, kind)
 
 
 @contextmanager
@@ -192,8 +190,7 @@ def one_line_errors() -> Iterator[None]:
     """End the program with status 1 and one line for an error that its message explains; a warning is a line too.
 
     What the output's encoding lacks is written as an escape, instead of ending a run that is done.
-    Among several ranks the line says which one it is. With MEDSPEED_TRACEBACK set in the environment the traceback is
-    shown instead.
+    Among several ranks the line says which one it is. With `--verbose` the traceback is shown instead.
     """
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     who = f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}: " if several else ""
@@ -208,11 +205,10 @@ def one_line_errors() -> Iterator[None]:
     except Exception as error:
         line = explained(error)
         if line is None and several:  # the traceback that follows may be lost among those of the others
-            tqdm.write(f"{who}{type(error).__name__}: {error}", file=sys.stderr)
-        if line is None or os.environ.get("MEDSPEED_TRACEBACK"):
+            say(f"{who}{type(error).__name__}: {error}", "error")
+        if line is None or wants_traceback():
             raise
-        hint = "(MEDSPEED_TRACEBACK=1 shows where it was raised)"
-        tqdm.write(f"{who}error: {line}{' ' if several else chr(10)}{hint}", file=sys.stderr)
+        say(f"{who}error: {line}{' ' if several else chr(10)}(--verbose shows the traceback)", "error")
         raise SystemExit(1) from None
 
 

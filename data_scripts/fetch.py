@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
+from medspeed.common.console import hides_bar, say
 from medspeed.common.files import flush_to_disk, read_object, write_json
 
 CHUNK = 1 << 20  # bytes read at once
@@ -67,7 +68,7 @@ def download(url: str, target: Path, md5: str | None = None, room: float = 1.0) 
     path = target if target.exists() else part
     target.parent.mkdir(parents=True, exist_ok=True)
     if path == part and not (md5 and part.exists() and _md5_of(part) == md5):  # killed between the bytes and the name
-        with tqdm(desc=target.name, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+        with tqdm(desc=target.name, unit="B", unit_scale=True, unit_divisor=1024, disable=hides_bar()) as bar:
             _patiently(partial(_fetch_rest, url, part, md5 is not None, room, bar), lambda: _size(part))
     found = _md5_of(path)
     if md5 not in (None, found):
@@ -128,7 +129,7 @@ def run_command(program: str, fetch: Callable[[], Path], app: str) -> int:
     except KeyboardInterrupt:
         print(f"{program}: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
-    print(f"next: python apps/{app}/train.py --data {shlex.quote(str(folder))}")
+    say(f"next: python apps/{app}/train.py --data {shlex.quote(str(folder))}")
     return 0
 
 
@@ -146,7 +147,7 @@ def _patiently(work: Callable[[], Result], arrived: Callable[[], int]) -> Result
                 raise DownloadError(f"gave up after {failures} attempts without progress: {error}; {remedy}") from error
             # Doubling with each failure, spread so that clients do not return in step.
             wait = 2.0 ** (failures - 1) * random.uniform(0.5, 1.0)
-            tqdm.write(f"{error}; trying again in {wait:.1f} s", file=sys.stderr)
+            say(f"{error}; trying again in {wait:.1f} s", "warning", sys.stderr)
             time.sleep(wait)
 
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from medspeed.common.console import say
 from medspeed.common.files import locked
 from medspeed.common.flags import Parser
 from medspeed.data_scripts.fetch import check_space, download, http_address, read_receipt, run_command, size_of
@@ -48,11 +49,11 @@ def fetch(slides: Sequence[str], to: Path, base_url: str = BASE_URL) -> Path:
         download(f"{base_url}/{CHECKSUMS}", to / CHECKSUMS)
         files = choose(read_checksums(to / CHECKSUMS), slides)
         missing = [path for path, md5 in files.items() if not _is_here(to / path, md5)]
-        print(f"{to}: {len(files) - len(missing)} of {len(files)} files are there already")
+        say(f"{to}: {len(files) - len(missing)} of {len(files)} files are there already")
         if missing:
             _tell_size(missing, base_url, to)
         for number, path in enumerate(missing, 1):
-            print(f"{number} of {len(missing)}: {path}")
+            say(f"{number} of {len(missing)}: {path}")
             download(f"{base_url}/{path}", to / path, files[path])
     return to
 
@@ -104,7 +105,7 @@ def _tell_size(paths: Sequence[str], base_url: str, to: Path) -> None:
         size = sum(pool.map(lambda path: size_of(f"{base_url}/{path}"), paths))
     there = [to / f"{path}{ending}" for path in paths for ending in ("", ".part")]
     here = sum(path.stat().st_size for path in there if path.is_file())
-    print(f"{base_url} -> {to}: {len(paths)} files, {size / 1e9:.2f} GB, of which {here / 1e9:.2f} GB are there")
+    say(f"{base_url} -> {to}: {len(paths)} files, {size / 1e9:.2f} GB, of which {here / 1e9:.2f} GB are there")
     check_space(to, size - here)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from medspeed.common.console import hides_bar, say
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.files import flush_to_disk, locked
 from medspeed.common.flags import Parser
@@ -42,11 +43,11 @@ def fetch(task: str, md5: str, to: Path, base_url: str = BASE_URL, keep_archive:
     with locked(to / f".{task}.lock"):
         if folder.exists():
             _check_whole(folder, read_receipt(tar).get("md5"), md5, url)
-            print(f"{folder}: already there, all files of dataset.json present")
+            say(f"{folder}: already there, all files of dataset.json present")
             return folder
-        print(f"{tar}: already there, its digest is checked" if tar.exists() else f"{url} -> {tar}")
+        say(f"{tar}: already there, its digest is checked" if tar.exists() else f"{url} -> {tar}")
         receipt = download(url, tar, md5, room=2.0)
-        print(f"{tar}: {receipt['size']} bytes, MD5 {receipt['md5']} as published")
+        say(f"{tar}: {receipt['size']} bytes, MD5 {receipt['md5']} as published")
         check_space(to, receipt["size"])
         unpack(tar, folder)
         if not keep_archive:
@@ -70,7 +71,7 @@ def unpack(archive: Path, folder: Path) -> None:
     try:
         with tarfile.open(archive, "r:") as tar:
             members = [member for member in tar if "/._" not in f"/{member.name}"]
-            tar.extractall(scratch, tqdm(members, f"unpacking {archive.name}", disable=None), filter="data")
+            tar.extractall(scratch, tqdm(members, f"unpacking {archive.name}", disable=hides_bar()), filter="data")
         read_dataset(scratch / folder.name)
         for path in scratch.rglob("*"):
             flush_to_disk(path)

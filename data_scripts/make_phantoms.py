@@ -11,6 +11,7 @@ import nibabel as nib
 import numpy as np
 import numpy.typing as npt
 
+from medspeed.common.console import say
 from medspeed.common.data.volumes import gzipped, read_volume
 from medspeed.common.files import atomic_path, read_object, sha256_of
 from medspeed.common.flags import Parser
@@ -214,7 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(re.sub(r"\s*\n\s*", " ", f"make_phantoms.py: error: {error}"), file=sys.stderr)
         return 2
-    print(f"{folder}: synthetic {options.kind.upper()} in MSD layout, seed {options.seed}; not for clinical use")
+    say(
+        f"{folder}: synthetic {options.kind.upper()} in MSD layout, seed {options.seed}; not for clinical use", "result"
+    )
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import tifffile
 
+from medspeed.common.console import say
 from medspeed.common.files import atomic_path, write_text
 from medspeed.common.flags import Parser
 from medspeed.data_scripts.set_folder import Parameters, fill
@@ -219,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(re.sub(r"\s*\n\s*", " ", f"make_slides.py: error: {error}"), file=sys.stderr)
         return 2
-    print(f"{folder}: synthetic slides in the layout of Camelyon16, seed {options.seed}; not for clinical use")
+    say(f"{folder}: synthetic slides in the layout of Camelyon16, seed {options.seed}; not for clinical use", "result")
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from medspeed.common.console import hides_bar
 from medspeed.common.files import read_object, write_json
 
 Parameters = dict[str, str | int | None]
@@ -45,9 +46,9 @@ def fill(
     todo = [item for item, files in enumerate(items) if not all(path.exists() for path in files)]
     with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, len(todo), most))) as pool:
         jobs = [pool.submit(make, item) for item in todo]
-        title = f"making phantoms ({parameters['kind']})"
+        title, hidden = f"making phantoms ({parameters['kind']})", hides_bar(not (progress and todo))
         try:
-            for job in tqdm(as_completed(jobs), title, len(jobs), unit="case", disable=not (progress and todo)):
+            for job in tqdm(as_completed(jobs), title, len(jobs), unit="case", disable=hidden):
                 job.result()
         finally:  # the first failure stops the rest
             pool.shutdown(cancel_futures=True)

@@ -17,6 +17,7 @@ import nibabel as nib
 import numpy as np
 from tqdm import tqdm
 
+from medspeed.common.console import hides_bar, say
 from medspeed.common.data.volumes import gzipped, read_volume, write_label
 from medspeed.common.files import flush_to_disk, write_json
 from medspeed.common.flags import Parser, flag_of
@@ -129,7 +130,7 @@ def _find(options: argparse.Namespace) -> RawSet:
 def _on_each(cases: Sequence[RawCase], work: Callable[[RawCase], None], title: str) -> None:
     """Do some work for each case, several at a time under a progress bar; the first error is raised."""
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_AT_ONCE)) as pool:
-        list(tqdm(pool.map(work, cases), title, len(cases), unit="case"))
+        list(tqdm(pool.map(work, cases), title, len(cases), unit="case", disable=hides_bar()))
 
 
 def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -> None:
@@ -203,7 +204,7 @@ def _report(folder: Path, raw: RawSet, good: Sequence[RawCase]) -> None:
     """Print what is to be looked at, a small table, and the next commands."""
     for note, names in _notes(raw, good).items():
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        print(f"note: {note}: {', '.join(names[:_MOST_NAMED])}{more}")
+        say(f"note: {note}: {', '.join(names[:_MOST_NAMED])}{more}")
     labelled = [case for case in good if case.label]
     orientations = Counter(case.orientation for case in good).most_common()
     rows = {
@@ -219,13 +220,13 @@ def _report(folder: Path, raw: RawSet, good: Sequence[RawCase]) -> None:
             volumes = [case.volumes[number] for case in labelled if case.volumes[number]] or [0.0]
             size = f"{min(volumes):.3g} to {max(volumes):.3g} ml, median {np.median(volumes):.3g}"
             rows[f"label {number} {name}"] = f"in {np.count_nonzero(volumes)} of {len(labelled)} cases, {size}"
-    print(f"{folder}: in MSD layout")
+    say(f"{folder}: in MSD layout", "result")
     for title, text in rows.items():
-        print(f"  {title:<{max(map(len, rows))}}  {text}")
+        say(f"  {title:<{max(map(len, rows))}}  {text}")
     data = shlex.quote(str(folder))
-    print("next, two steps through everything, then the training:")
-    print(f"  python apps/spleen/train.py --data {data} --fast-dev-run")
-    print(f"  python apps/spleen/train.py --data {data}")
+    say("next, two steps through everything, then the training:")
+    say(f"  python apps/spleen/train.py --data {data} --fast-dev-run")
+    say(f"  python apps/spleen/train.py --data {data}")
 
 
 def _notes(raw: RawSet, good: Sequence[RawCase]) -> dict[str, list[str]]:

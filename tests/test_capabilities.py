@@ -56,6 +56,8 @@ FLAGS = {
     "benchmarks/overhead.py": "rounds steps output",
     "benchmarks/ranks.py": "rounds ranks output",
 }
+for _command in [each for each in FLAGS if not each.startswith(("benchmarks/", "data_scripts/make_phantoms.py"))]:
+    FLAGS[_command] += " quiet verbose"
 # Gone, or under another name: each must be told in the changelog.
 GONE = """
     source fast_prelu monitor checkpoint_seconds window_batch residual_units cache_cases replace_share reshuffle_every

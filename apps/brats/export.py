@@ -9,6 +9,7 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from medspeed.apps.brats.regions import choose_labelling
+from medspeed.common.console import say
 from medspeed.common.data.dataset import Dataset
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.export.bundle import NetworkConfig
@@ -62,4 +63,4 @@ def network_config(model: VolumeModel) -> NetworkConfig:
 
 if __name__ == "__main__":
     with one_line_errors():
-        print(f"written: {main(CONFIG)}")
+        say(f"written: {main(CONFIG)}", "result")

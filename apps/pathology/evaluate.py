@@ -19,6 +19,7 @@ from medspeed.apps.pathology.scan.outputs import read_detections_csv
 from medspeed.apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_slide_set
 from medspeed.apps.pathology.slides.layout import MAX_MPP, MIN_MPP
 from medspeed.apps.pathology.slides.masks import tumour_mask
+from medspeed.common.console import hides_bar, say
 from medspeed.common.files import from_json, read_object, write_json
 from medspeed.common.observe.images import one_line
 from medspeed.common.run import one_line_errors
@@ -57,7 +58,7 @@ def main(config: EvaluateConfig) -> int:
     left_out = {entry.name: "it has not been scanned" for entry in slides.testing}
     judged, for_froc, sizes = {}, [], set()
     scans, broken = _read_scans(config.scans)
-    for record, scan in tqdm(scans.items(), unit="slide", desc="reference", leave=False):
+    for record, scan in tqdm(scans.items(), unit="slide", desc="reference", leave=False, disable=hides_bar()):
         entry = entries.get(scan.name)
         reason = _why_not(entry, scan)
         if entry is None or reason:
@@ -74,7 +75,7 @@ def main(config: EvaluateConfig) -> int:
         for_froc += [(lesions, found)] if entry.scored else []
     left_out |= broken
     for name, reason in left_out.items():
-        tqdm.write(one_line(f"{name}: left out, {reason}", 1000))
+        say(one_line(f"{name}: left out, {reason}", 1000), "warning")
     if not judged:
         raise ValueError(
             f"{config.scans}: none of its {len(scans) + len(broken)} scans has a reference in {config.data}"
@@ -94,14 +95,14 @@ def main(config: EvaluateConfig) -> int:
     }
     write_json(config.scans / "froc.json", content)
     if result is None:
-        print(f"FROC: none, for lack of lesions larger than isolated tumour cells in {len(judged)} slides")
+        say(f"FROC: none, for lack of lesions larger than isolated tumour cells in {len(judged)} slides", "result")
     else:
         write_froc_csv(config.scans / "froc.csv", result)
         draw_froc(config.scans / "froc.png", result)
         at = " and ".join(f"{size:g}" for size in sorted(sizes))
-        print(f"FROC: {result.score:.4f}, {result.lesions} lesions in {result.slides} slides, masks at {at} um")
+        say(f"FROC: {result.score:.4f}, {result.lesions} lesions in {result.slides} slides, masks at {at} um", "result")
     kinds = f"{labels.sum():.0f} slides with tumour, {len(judged)} in all"
-    print(f"slide AUC: {'none, it needs both kinds' if slide_auc is None else f'{slide_auc:.4f}'}, {kinds}")
+    say(f"slide AUC: {'none, it needs both kinds' if slide_auc is None else f'{slide_auc:.4f}'}, {kinds}", "result")
     return 1 if broken else 0
 
 

@@ -15,6 +15,7 @@ from medspeed.apps.pathology.model import PathologyModel, load_model
 from medspeed.apps.pathology.patches.store import decoded
 from medspeed.apps.pathology.patches.tables import find_tables
 from medspeed.apps.pathology.quality import export_patches, judge_on, tiles
+from medspeed.common.console import say
 from medspeed.common.export.bundle import NetworkConfig, write_bundle
 from medspeed.common.export.deploy import hand_over
 from medspeed.common.export.export import EngineChoice, ExportRecord
@@ -86,4 +87,4 @@ def _export(
 
 if __name__ == "__main__":
     with one_line_errors():
-        print(f"written: {main(CONFIG)}")
+        say(f"written: {main(CONFIG)}", "result")

@@ -11,8 +11,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from medspeed.apps.pathology.model import load_model
 from medspeed.apps.pathology.scan.outputs import (
     draw_heatmap,
@@ -25,6 +23,7 @@ from medspeed.apps.pathology.scan.scan import ProbabilityMap, View, choose_view,
 from medspeed.apps.pathology.slides.camelyon import SUFFIXES, is_slide
 from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask
 from medspeed.apps.pathology.slides.reader import SlidePool
+from medspeed.common.console import say
 from medspeed.common.files import sha256_of
 from medspeed.common.host_memory import keep_freed_memory, peak_memory
 from medspeed.common.inference.folder_job import FolderJob, Item
@@ -136,7 +135,7 @@ def predict(config: ScanConfig) -> Predictions:
         identity, opened = scanner.identity(), scanner.opened
         job = FolderJob("slide", config.output, items, identity, scanner.read, scanner.scan, scanner.write, _line)
         share = len(job.share())
-        tqdm.write(f"{share} slides, {opened.backend} {opened.precision} on {scanner.device}: {opened.reason}")
+        say(f"{share} slides, {opened.backend} {opened.precision} on {scanner.device}: {opened.reason}")
         warn_of_phantoms(config.model)
         return job.run(job.unfinished())
 

@@ -8,6 +8,7 @@ if __name__ == "__main__":
 
 from pathlib import Path
 
+from medspeed.common.console import say
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.export.bundle import NetworkConfig
 from medspeed.common.export.deploy import export_run
@@ -58,4 +59,4 @@ def network_config(model: VolumeModel) -> NetworkConfig:
 
 if __name__ == "__main__":
     with one_line_errors():
-        print(f"written: {main(CONFIG)}")
+        say(f"written: {main(CONFIG)}", "result")

@@ -75,7 +75,7 @@ def fingerprint(
         ValueError: a file is damaged, image and label differ in geometry, a label is not listed, nothing is labelled.
     """
     if known is not None:
-        grids = map_in_threads(lambda case: _ras_grid(*read_header(case.image)), cases, "headers", workers, progress)
+        grids = map_in_threads(lambda case: _ras_grid(*read_header(case.image)), cases, "indexing", workers, progress)
         return _summary(dataset, [(spacing, shape, shape) for spacing, shape in grids], None)
     if store is None:
         return _measure(cases, dataset, workers, progress)
@@ -144,7 +144,7 @@ def is_ct(dataset: Dataset) -> bool:
 
 
 def _measure(cases: Sequence[Case], dataset: Dataset, workers: int | None, progress: bool) -> Fingerprint:
-    measured = map_in_threads(lambda case: _case_figures(case, dataset), cases, "fingerprint", workers, progress)
+    measured = map_in_threads(lambda case: _case_figures(case, dataset), cases, "measuring cases", workers, progress)
     grids, samples_each = zip(*measured, strict=True)
     samples = np.concatenate(samples_each)
     if not len(samples):

@@ -62,7 +62,7 @@ def prepared_cases(
     """
     wanted = list(dict.fromkeys(cases))
     one = partial(_prepared_case, preparation=preparation, allowed=allowed, folder=folder)
-    entries = dict(zip(wanted, map_in_threads(one, wanted, "prepared cases", workers, progress), strict=True))
+    entries = dict(zip(wanted, map_in_threads(one, wanted, "preparing cases", workers, progress), strict=True))
     return [entries[case] for case in cases]
 
 

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from medspeed.common.console import hides_bar
+
 
 def make_synthetic(folder: Path, script: str, *flags: str) -> Path:
     """Return the folder of a synthetic set; it is made where it is not whole yet.
@@ -19,6 +21,7 @@ def make_synthetic(folder: Path, script: str, *flags: str) -> Path:
     if any((folder / name).is_file() for name in ("dataset.json", "slides.json")):  # written last
         return folder
     command = [sys.executable, "-m", f"medspeed.data_scripts.{script}", *flags, "--to", str(folder)]
+    command += ["--quiet"] if hides_bar() else []
     status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
     if status:
         raise OSError(f"{folder}: {' '.join(command[2:])} ended with status {status}; see what it printed above")

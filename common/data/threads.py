@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
+from medspeed.common.console import hides_bar, say
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -27,7 +29,7 @@ def map_in_threads(
     workers: int | None = None,
     progress: bool = True,
 ) -> list[Result]:
-    """Return `[function(item) for item in items]`, computed in parallel under a progress bar.
+    """Return `[function(item) for item in items]`, computed in parallel under a progress bar; without one, say it.
 
     The first error, or Ctrl-C, cancels what has not begun, waits for what has, and is raised.
 
@@ -42,7 +44,10 @@ def map_in_threads(
     pool = ThreadPoolExecutor(workers, "case", initializer=torch.set_num_threads, initargs=(1,))
     try:
         futures = [pool.submit(function, item) for item in items]
-        for future in tqdm(as_completed(futures), title, len(items), unit="case", disable=not progress):
+        bar = tqdm(as_completed(futures), title, len(items), unit="case", disable=hides_bar(not progress))
+        if progress and bar.disable:
+            say(f"{title}: {len(items)}")
+        for future in bar:
             future.result()
         return [future.result() for future in futures]
     finally:

@@ -114,7 +114,7 @@ def _tell(record: ExportRecord, judge: Judge, run: Run) -> None:
             predict = onnxruntime_predictor(Path(model.path))
             times = repeated(lambda: predict(judge.windows[:1]), _TIMED)  # noqa: B023 - it is called at once
             seconds[model.precision] = statistics.median(times)
-    run.say(precision_table(record, seconds))
+    run.say(precision_table(record, seconds), "result")
     stored = {"gate": judge.origin, "seconds per window in ONNX Runtime": seconds, **asdict(record)}
     write_json(run.directory / "exports" / "exports.json", stored)
 

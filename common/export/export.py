@@ -133,7 +133,7 @@ def export(
         ParityError: the fp32 export does not compute what torch computes.
         EngineError: an engine in fp32 or fp16 was built and cannot be loaded.
     """
-    run.say(f"gate: {judge.origin}")
+    run.say(f"gate: {judge.origin}", "detail")
     with run.clock.stage("export"):
         reference = take_reference(network, judge)
         metadata = {**metadata, "weights_sha256": sha256_of(run.directory / "best.safetensors")}
@@ -283,7 +283,8 @@ def _checked_engine(onnx: Path, reference: Reference, flavour: Flavour, device: 
 def _say(record: ExportRecord, run: Run) -> None:
     """Say in a line each which models and engines there are, and why others are not."""
     for model in record.onnx:
-        run.say(f"onnx {model.precision}: {model.path or 'refused'} {model.reason or ''}".rstrip())
+        line = f"onnx {model.precision}: {model.path or 'refused'} {model.reason or ''}".rstrip()
+        run.say(line, "note" if model.path else "warning")
         if model.note:
             run.say(f"  {model.note}")
     for built in record.engines:

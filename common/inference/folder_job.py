@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from tqdm import tqdm
 
+from medspeed.common.console import hides_bar, say, wants_traceback
 from medspeed.common.files import locked, part_ending, printable, read_object, write_json
 from medspeed.common.inference.predictions import Prediction, Predictions, Record
 from medspeed.common.ranks import torchrun_place
@@ -131,7 +132,7 @@ class FolderJob(Generic[Source, Read, Computed]):
             lock.write_text(" ".join(ours | {path.name for path in self.table_files}), encoding="utf-8")
             left = [item for item in share if self.finished(item) is None]
         if kept := len(share) - len(left):
-            tqdm.write(f"{kept} {self.kind}s kept: they were finished with the same weights and options")
+            say(f"{kept} {self.kind}s kept: they were finished with the same weights and options")
         return left
 
     def run(self, items: Sequence[Item[Source]]) -> Predictions:
@@ -149,7 +150,7 @@ class FolderJob(Generic[Source, Read, Computed]):
                     self.tables({item.name: record for item in self.items if (record := self.finished(item))})
         if failed:
             names = printable(", ".join(failed))
-            tqdm.write(f"{len(failed)} of {len(self.share())} {self.kind}s were set aside: {names}")
+            say(f"{len(failed)} of {len(self.share())} {self.kind}s were set aside: {names}", "warning")
         wait_for_all()
         done = {item: record for item in self.share() if (record := self.finished(item)) and item.name not in failed}
         return Predictions({item.name: Prediction(item.outputs, record) for item, record in done.items()}, failed)
@@ -165,7 +166,7 @@ class FolderJob(Generic[Source, Read, Computed]):
         left = deque((item, self.need(item)) for item in items)
         coming: deque[tuple[Item[Source], Future[tuple[Record, Read]], int]] = deque()
         writing: dict[Future[None], int] = {}
-        bar = tqdm(total=len(items), unit=self.kind, disable=len(items) < 2)
+        bar = tqdm(total=len(items), unit=self.kind, disable=hides_bar(len(items) < 2))
         with bar, _pool(self.threads, "read") as readers, _pool(self.threads, "write") as writers:
             while left or coming or writing:
                 held = [*(need for *_, need in coming), *writing.values()]
@@ -219,9 +220,9 @@ class FolderJob(Generic[Source, Read, Computed]):
         record = computed if isinstance(computed, Exception) else self._written(item, *computed)
         if isinstance(record, Exception):
             failed[item.name] = _why(item.name, record)
-            tqdm.write(f"set aside: {failed[item.name]}")
+            say(f"set aside: {failed[item.name]}", "warning")
         else:
-            tqdm.write(f"{printable(item.name)}: {self.line(record)}")
+            say(f"{printable(item.name)}: {self.line(record)}")
 
     def _written(self, item: Item[Source], mark: Record, computed: Computed) -> Record | Exception:
         begun = {"name": item.name, "outputs": [path.name for path in item.outputs]}
@@ -250,7 +251,7 @@ def _pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
 
 
 def _why(name: str, error: Exception) -> str:
-    if os.environ.get("MEDSPEED_TRACEBACK"):
+    if wants_traceback():
         traceback.print_exception(error)
     said = str(error)
     if not said or not isinstance(error, (*BAD_INPUT, torch.OutOfMemoryError)):

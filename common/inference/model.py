@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import nn
-from tqdm import tqdm
 
+from medspeed.common.console import say
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.files import atomic_path, from_json, read_object, sha256_of, write_json
 from medspeed.common.inference.labels import LabelScheme
@@ -146,7 +146,8 @@ def warn_of_phantoms(run: Path) -> None:
     except (ValueError, OSError):
         return
     if isinstance(data, dict) and data.get("synthetic") is True:
-        tqdm.write("WARNING: this model was trained on SYNTHETIC DATA: what it finds in patients means nothing")
+        text = "WARNING: this model was trained on SYNTHETIC DATA: what it finds in patients means nothing"
+        say(text, "warning")
 
 
 def load_model(run: Path, app: str, *networks: Callable[..., nn.Module]) -> VolumeModel:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
+from medspeed.common.console import say
 from medspeed.common.data.dicom import DicomSeries
 from medspeed.common.data.volumes import read_header
 from medspeed.common.host_memory import free_memory
@@ -32,9 +32,10 @@ def say_plan(scans: Sequence[Scan], model: VolumeModel, device: torch.device, in
     if gpu:
         needs[str(device)] = working, torch.cuda.mem_get_info(device)[0]
     words = [f"{need / 2**30:.1f} of {free / 2**30:.1f} GiB free on the {name}" for name, (need, free) in needs.items()]
-    tqdm.write(f"plan: at most {in_flight} scans in memory: {', '.join(words)}, besides what a batch of windows takes")
+    say(f"plan: at most {in_flight} scans in memory: {', '.join(words)}, besides what a batch of windows takes")
     if any(need > free for need, free in needs.values()):
-        tqdm.write("WARNING: that may be more than there is; segment the largest scans one by one, or on another host")
+        text = "WARNING: that may be more than there is; segment the largest scans one by one, or on another host"
+        say(text, "warning")
 
 
 def most_bytes(scans: Sequence[Scan], model: VolumeModel, in_flight: int, room: int) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from threading import current_thread
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
+from medspeed.common.console import say
 from medspeed.common.data.dicom import DicomSeries, find_series, read_series
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.threads import usable_cores
@@ -53,10 +53,10 @@ def segment_scans(config: InferConfig, model: VolumeModel) -> Predictions:
     segmenter = open_segmenter(config, model)
     job = segmenter.job(scans)
     opened, share = segmenter.opened, job.share()
-    tqdm.write(f"{len(share)} scans, {opened.backend} {opened.precision} on {segmenter.device}: {opened.reason}")
+    say(f"{len(share)} scans, {opened.backend} {opened.precision} on {segmenter.device}: {opened.reason}")
     for item in share:
         for note in item.source.notes if isinstance(item.source, DicomSeries) else ():
-            tqdm.write(printable(f"{item.name}: {note}"))
+            say(printable(f"{item.name}: {note}"), "warning")
     warn_of_phantoms(config.model)
     left = job.unfinished()
     if len(left) > 1:
@@ -84,7 +84,7 @@ def find_scans(path: Path) -> list[Scan]:
     found = find_series(path) if path.is_dir() else ()
     for series in found:
         if not series.is_volume:
-            tqdm.write(printable(f"{series.name}: left out, no volume: {series.problem or series.modality}"))
+            say(printable(f"{series.name}: left out, no volume: {series.problem or series.modality}"))
     volumes = [series for series in found if series.is_volume]
     if files and volumes:  # without the path: folders of DICOM studies are often named after patients
         raise ValueError(f"--input: {len(files)} NIfTI files and {len(volumes)} DICOM series: must be of one kind")
@@ -273,5 +273,5 @@ def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
         )
     if opened.backend == "torch" and device.type == "cuda":
         about = f"{model.network.__name__} {model.arguments} in {opened.precision}"
-        opened = replace(opened, predict=RepeatingPredictor(opened.predict, about, tqdm.write))
+        opened = replace(opened, predict=RepeatingPredictor(opened.predict, about, partial(say, kind="detail")))
     return Segmenter(config, model, opened, device)

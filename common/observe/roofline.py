@@ -63,14 +63,15 @@ def distance_to_limit(
             work, dtype = count_work(network, shape), _DTYPES[precision]
             ceiling, bandwidth = measure_ceiling(run.device, dtype), measure_bandwidth(run.device)
     except RuntimeError as error:  # no memory left on the device, or an operator that cannot be counted
-        run.say(f"limit: not measured: {' '.join(str(error).split())[:200]}")
+        run.say(f"limit: not measured: {' '.join(str(error).split())[:200]}", "detail")
         return None
     flops, least = sum(each.flops for each in work), floor(work, dtype.itemsize, ceiling, bandwidth)
     reached, percent = flops / seconds / 1e12, 100 * flops / seconds / ceiling
     run.say(
-        f"limit: {flops / 1e9:.1f} GFLOP in {seconds:.3g} s a step, {reached:.3g} TFLOP/s: {percent:.0f} percent of "
-        f"what a {precision} product of matrices reaches here ({ceiling / 1e12:.3g}); the floor of its layers is "
-        f"{least:.3g} s, {100 * least / seconds:.0f} percent of the step"
+        f"limit: a step takes {seconds:.3g} s; at this device's measured {precision} matrix-product and memory speeds "
+        f"its layers would take {least:.3g} s or more ({flops / 1e9:.1f} GFLOP per step; {reached:.3g} of "
+        f"{ceiling / 1e12:.3g} TFLOP/s reached, {percent:.0f} percent)",
+        "detail",
     )
     return {
         "flops_per_step": flops,

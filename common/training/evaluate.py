@@ -86,7 +86,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     }
     shown = ", ".join(f"{name} {value:.4f}" for name, value in by_region.items() if value is not None)
     worst = min(dice, key=dice.__getitem__)
-    run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({printable(worst)})")
+    run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({printable(worst)})", "result")
     if draws and hardest is not None and hardest[1].name == worst:  # of the ranks the one that has it
         with run.clock.stage("validate"), _said(run, "the report goes without its viewer"):
             from medspeed.common.observe.report import write_report_case
@@ -95,7 +95,8 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
             write_report_case(run.directory, worst, image, *hardest[2:], affine, **_shown(model))
     if not split.held_out:
         run.say(
-            "NOT HELD OUT: these cases were trained on; the Dice says that the run works, not how good the model is"
+            "NOT HELD OUT: these cases were trained on; the Dice says that the run works, not how good the model is",
+            "warning",
         )
     selected = "validation" if split.held_out else "training"
     return Quality("foreground Dice, native grid, best weights", mean, dice, selected_on=selected, per_region=by_region)
@@ -165,11 +166,12 @@ def finish(
     }
     write_json(run.directory / "summary.json", summary)
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds"].items())
-    run.say(f"seconds: {seconds}\nsummary: {run.directory / 'summary.json'}")
+    run.say(f"seconds: {seconds}")
+    run.say(f"summary: {run.directory / 'summary.json'}", "result")
     with _said(run, "no report"):
         from medspeed.common.observe.report import write_report
 
-        run.say(f"report: {write_report(run.directory)}")
+        run.say(f"report: {write_report(run.directory)}", "result")
     return summary
 
 
@@ -179,7 +181,7 @@ def _said(run: Run, loss: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        run.say(f"{loss}: {error}")
+        run.say(f"{loss}: {error}", "warning")
 
 
 def _target(config: TrainingConfig, fitted: Fitted, quality: Quality, run: Run) -> dict[str, Any] | None:
@@ -197,6 +199,7 @@ def _target(config: TrainingConfig, fitted: Fitted, quality: Quality, run: Run) 
     how = f"held in {VALIDATIONS_HELD} validations in a row" if fitted.held else "NOT reached"
     run.say(
         f"target {config.until}: {how} after {fitted.steps} steps and {fitted.seconds:.1f} s since the start; "
-        f"{quality.name}: {quality.value:.4f}, {'holds' if found['quality_holds'] else 'BELOW it'}"
+        f"{quality.name}: {quality.value:.4f}, {'holds' if found['quality_holds'] else 'BELOW it'}",
+        "result",
     )
     return found

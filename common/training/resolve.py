@@ -20,7 +20,7 @@ from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.model import VolumeModel, write_model
 from medspeed.common.run import Run, point_latest
 from medspeed.common.training.config import SegmentationConfig, Size, TrainingConfig, decided
-from medspeed.common.training.setup import check_partitions, choose_precision, few_cases
+from medspeed.common.training.setup import check_partitions, choose_precision, few_cases, say_defaults
 
 C = TypeVar("C", bound=TrainingConfig)
 S = TypeVar("S", bound=SegmentationConfig)
@@ -111,7 +111,8 @@ def read_volumes(
             run.say(
                 "SYNTHETIC DATA: these are phantoms, and a Dice on them says nothing about patients. For the real "
                 f"scans:\n  python data_scripts/fetch_msd.py {config.APP} --to data && "
-                f"python apps/{config.APP}/train.py --data data/{real}"
+                f"python apps/{config.APP}/train.py --data data/{real}",
+                "warning",
             )
         preparation = (known or {}).get(dataset.name) if is_ct(dataset) else None
         split, figures = run.ranks.once(lambda: _divided(dataset, preparation, config, run))
@@ -158,10 +159,8 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run, told: Sequence[str] 
             return replaced(stored, {name: given[name] for name in config.RESUMABLE})
         chosen = choose()
         before = flat(config)
-        for name, value in flat(chosen).items():
-            if value != before[name] and name not in told:
-                shown = "none" if value == "" else value
-                run.say(f"{name} {shown}: chosen for this {run.device.type}; change it with --{name}")
+        made = {name: value for name, value in flat(chosen).items() if value != before[name] and name not in told}
+        say_defaults(made, run)
         write_json(path, config_content(chosen))
         if config.run is None:
             point_latest(run.directory)  # a run that got no further leaves the link as it was

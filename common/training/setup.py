@@ -1,8 +1,10 @@
 """What stands before the first step: the run, precision and schedule, a compiled network, and the fast dev run."""
 
+import json
 import math
+import shlex
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,6 +18,7 @@ from medspeed.common.config import config_to_yaml
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.data.dataset import Split
 from medspeed.common.files import release
+from medspeed.common.flags import flag_of
 from medspeed.common.host_memory import keep_freed_memory
 from medspeed.common.inference.labels import mean_dice
 from medspeed.common.inference.model import VolumeModel
@@ -69,7 +72,7 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
                     run.directory.rmdir()
             elif not isinstance(error, Exception) or (run.directory / "checkpoints" / "last").is_symlink():
                 with suppress(OSError):
-                    run.say(how_to_go_on(run.directory))
+                    run.say(how_to_go_on(run.directory), "warning")
             raise
         finally:
             release(run.directory / ".lock")
@@ -270,6 +273,21 @@ def nan_as_zero(validate: Callable[[nn.Module, Callable[[], None]], float]) -> C
 
 def few_cases(split: Split, parts: int, run: Run) -> Split:
     """Return the split with a few of its cases, and say that no figure means anything."""
-    run.say(DEV_RUN)
+    run.say(DEV_RUN, "warning")
     training, validation = split.training[: max(_DEV_TRAINING, parts)], split.validation[: max(_DEV_VALIDATION, parts)]
     return replace(split, training=training, validation=validation, description=f"{split.description}; cut short")
+
+
+def say_defaults(made: Mapping[str, object], run: Run) -> None:
+    """Say what was chosen for this device, by field, as flags in one line; with `--verbose` line by line."""
+    device, flags = "CPU" if run.device.type == "cpu" else "GPU", [_as_flag(*each) for each in made.items()]
+    for flag in flags:
+        run.say(f"default for this {device}: {flag}", "detail")
+    if flags:
+        run.say(f"defaults for this {device} (override any with its flag): {' '.join(flags)}")
+
+
+def _as_flag(name: str, value: object) -> str:
+    words = value if isinstance(value, tuple) else (value,)
+    typed = (word if isinstance(word, str) else json.dumps(word) for word in words)
+    return shlex.join([flag_of(name), *typed])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from medspeed.common.clock import seconds_given
+from medspeed.common.console import hides_bar
 from medspeed.common.files import from_json, printable, read_json_lines, write_text
 from medspeed.common.inference.model import UNREADABLE, first_line
 from medspeed.common.observe.monitor import Monitor
@@ -21,12 +23,13 @@ from medspeed.common.observe.profiler import StepProfiler
 from medspeed.common.run import Run
 from medspeed.common.training.best import BestWeights
 from medspeed.common.training.checkpoint import load_checkpoint, save_checkpoint
-from medspeed.common.training.config import TrainingConfig
+from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.optimizers import Novograd
 
 VALIDATIONS_HELD = 3
 """Validations in a row that must reach a target: one may be luck."""
 _DRAW_SECONDS = 30.0
+_LOG_LINES = 30  # about; each epoch has a line where there are no more epochs
 _KEPT = ("epoch", "step", "best", "best_epoch", "last", "recent")  # attributes that a checkpoint holds as they are
 
 
@@ -233,16 +236,16 @@ class Log:
     """
 
     def __init__(self, run: Run, config: TrainingConfig, total: int, state: TrainingState) -> None:
-        self._metric, folder = config.METRIC, run.directory
+        self._run, self._metric, folder = run, config.METRIC, run.directory
         self._path, self._picture = folder / "metrics.jsonl", folder / "progress.png"
         if records := read_json_lines(self._path):
             kept = [record for record in records if record["epoch"] <= state.epoch]
             write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._events, self._purge_step = folder / "tensorboard", state.steps_done
-        self._bar = tqdm(total=total, initial=state.steps_done, unit="step", desc="train")
-        self._shown: dict[str, str] = {}
-        self._samples = 0
-        self._drawn = time.monotonic()
+        self._bar = tqdm(total=total, initial=state.steps_done, unit="step", desc="train", disable=hides_bar())
+        self._epochs, self._first = decided(config.epochs), state.epoch
+        self._shown, self._samples = dict[str, str](), 0
+        self._drawn = self._began = time.monotonic()
         self._watching, self._profiler = ExitStack(), None
         if seconds := seconds_given("MEDSPEED_MONITOR_SECONDS", 1):  # tests and benchmarks do without
             self._watching.enter_context(Monitor(run.directory, run.device, seconds))
@@ -282,6 +285,11 @@ class Log:
             self._writer.add_scalar(name, record[name], record["step"])
         self._shown |= {name: f"{record[name]:.4f}" for name in shown}
         self._bar.set_postfix({**self._shown, "samples/s": f"{rate:.1f}"}, refresh=False)
+        if (epoch := record["epoch"]) % -(-self._epochs // _LOG_LINES) == 0 or len(shown) > 1:
+            left = (time.monotonic() - self._began) / (epoch - self._first) * (self._epochs - epoch)
+            figures = ", ".join(f"{name} {self._shown[name]}" for name in shown)
+            line = f"epoch {epoch}/{self._epochs}: {figures}, {seconds:.1f} s, {tqdm.format_interval(left)} left"
+            self._run.say(line, "note" if self._bar.disable or not sys.stdout.isatty() else "detail")
         if time.monotonic() - self._drawn > _DRAW_SECONDS:
             self._draw()
 

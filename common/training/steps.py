@@ -150,7 +150,7 @@ def choose_steps(steps: Steps, batches: Batches, epoch: int, config: TrainingCon
             with closing(batches.epoch(epoch)) as made:  # type: ignore[type-var]
                 sample = next(made)
             reason = _tried(steps, sample, config, run)
-    run.say(f"steps: eager ({reason})" if reason else "steps: each one CUDA graph")
+    run.say(f"steps: eager ({reason})" if reason else "steps: each one CUDA graph", "detail")
 
 
 def _tried(steps: Steps, sample: Batch, config: TrainingConfig, run: Run) -> str | None:

@@ -1,6 +1,7 @@
 """Folders of sets: claimed, gone on with, whole, and what holds something else."""
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +92,10 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
         write(tmp_path / "set")
 
 
-def test_progress_is_shown_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_where_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     write(tmp_path / "a", progress=True)
     assert "4/4" in capsys.readouterr().err
     write(tmp_path / "b")

@@ -23,6 +23,7 @@ from medspeed.apps.pathology.patches.augment_fused import FUSED, augment_rows, a
 from medspeed.apps.pathology.patches.table import BAD_IMAGE, PatchTable
 from medspeed.apps.pathology.slides.reader import SlidePool
 from medspeed.common.clock import synchronise
+from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Draft, KeyedBatches, Take, keyed_uniforms, partition_cases
 from medspeed.common.data.cache import measure_budgets
 from medspeed.common.data.crops import upload
@@ -111,7 +112,7 @@ def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
     with run.clock.stage("prepare"), closing(SlidePool(config.reader)) as pool:
         run.ranks.once(lambda: found.append(stored_patches(table, folder, pool, config.workers, run.leader)))
         for path, tiles in pool.damaged.items():
-            run.say(f"{path.name}: {len(tiles)} DAMAGED TILES taken as white")
+            run.say(f"{path.name}: {len(tiles)} DAMAGED TILES taken as white", "warning")
         return found[0] if found else stored_patches(table, folder, pool, config.workers, False)
 
 
@@ -138,7 +139,7 @@ def stored_patches(table: PatchTable, folder: Path, pool: SlidePool, workers: in
             )
         with atomic_path(path) as part:
             pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
-            with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=not progress) as bar:
+            with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not progress)) as bar:
                 for rows, read in _decode(table, pool, workers):
                     pixels[rows] = read
                     bar.update(len(rows))
@@ -161,7 +162,7 @@ def _is_sound(path: Path, note: Path, shape: tuple[int, ...], progress: bool) ->
 def _crc32(pixels: np.ndarray, progress: bool) -> int:
     crc, flat = 0, pixels.reshape(-1)
     blocks = range(0, flat.size, _CHECKED_AT_ONCE)
-    for start in tqdm(blocks, "checking patches", unit="block", disable=not progress, delay=2):
+    for start in tqdm(blocks, "checking patches", unit="block", disable=hides_bar(not progress), delay=2):
         crc = isal_zlib.crc32(flat[start : start + _CHECKED_AT_ONCE].data, crc)
     return crc
 

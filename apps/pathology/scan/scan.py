@@ -14,6 +14,7 @@ from tqdm import tqdm
 from medspeed.apps.pathology.model import HALO, PathologyModel, normalised
 from medspeed.apps.pathology.slides.masks import SlideMask
 from medspeed.apps.pathology.slides.reader import Slide
+from medspeed.common.console import hides_bar
 from medspeed.common.data.threads import prefetch
 from medspeed.common.inference.predictors import Predictor
 from medspeed.models.resnet18_fcn import STRIDE
@@ -175,7 +176,7 @@ def _probabilities(
     batches = (slide.read_many(base[start : start + batch], size, view.level) for start in starts)
     # Closed on the way out: no thread may read from the slide when its caller closes it after an error.
     ahead = cast(Generator[np.ndarray, None, None], prefetch(batches, device))
-    bar = tqdm(total=len(corners), desc=repr(slide.name), unit="tile", leave=False, disable=None)
+    bar = tqdm(total=len(corners), desc=repr(slide.name), unit="tile", leave=False, disable=hides_bar())
     with bar, closing(ahead) as regions:
         for pixels in regions:
             images = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from medspeed.apps.pathology.slides.camelyon import SlideEntry
 from medspeed.apps.pathology.slides.layout import DAMAGE
 from medspeed.apps.pathology.slides.reader import Slide
+from medspeed.common.console import hides_bar
 from medspeed.common.host_memory import free_memory
 
 MASK_MPP = 8.0  # um: a lymph node section becomes about 2,000 pixels wide, a 224 pixel patch at 0.25 um is 7
@@ -92,7 +93,7 @@ def low_power(slide: Slide, downsample: float) -> tuple[np.ndarray, float]:
     require_memory(f"{slide.path}: at {factor * level.downsample:g} times less", columns, rows)
     image = np.empty((rows, columns, 3), np.uint8)
     step = max(1, _BLOCK // factor)
-    for row in tqdm(range(0, rows, step), "low power", unit="row", leave=False, disable=None, delay=2):
+    for row in tqdm(range(0, rows, step), "low power", unit="row", leave=False, disable=hides_bar(), delay=2):
         for column in range(0, columns, step):
             x, y = (math.ceil(place * factor * level.downsample) for place in (column, row))
             high, wide = min(step, rows - row), min(step, columns - column)

@@ -1,5 +1,6 @@
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -80,9 +81,14 @@ def test_ctrl_c_cancels_the_rest():
     assert len(begun) < 10
 
 
-def test_the_bar_tells_what_is_counted(capsys):
+def test_a_bar_on_a_terminal_or_else_a_line_tells_what_is_done(capsys, monkeypatch):
     map_in_threads(str, range(4), "preparing cases")
-    assert "preparing cases: 100%" in capsys.readouterr().err
+    assert capsys.readouterr() == ("preparing cases: 4\n", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    map_in_threads(str, range(4), "preparing cases")
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert "preparing cases: 100%" in found.err
 
 
 def test_all_items_come_in_order_from_another_thread():

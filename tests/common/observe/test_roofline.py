@@ -101,7 +101,7 @@ def run(tmp_path):
     return open_run(tmp_path, None, None, "cpu", "", 0)
 
 
-def test_the_distance_by_hand(run, monkeypatch, capsys):
+def test_the_distance_by_hand(run, monkeypatch):
     monkeypatch.setattr(roofline, "count_work", lambda network, shape: [Work(4 * 10**12, 0), Work(0, 10**9)])
     monkeypatch.setattr(roofline, "measure_ceiling", lambda device, dtype: 8e12)
     monkeypatch.setattr(roofline, "measure_bandwidth", lambda device: 8e9)
@@ -113,11 +113,13 @@ def test_the_distance_by_hand(run, monkeypatch, capsys):
     half = distance_to_limit(nn.Identity(), (1, 1, 8), 2.0, "bf16", run)
     assert half is not None
     assert half["floor_seconds"] == 0.75
-    assert "limit: 4000.0 GFLOP in 2 s a step, 2 TFLOP/s: 25 percent of what" in capsys.readouterr().out
+    log = (run.directory / "run.log").read_text()
+    assert log.startswith("limit: a step takes 2 s; ")
+    assert "would take 1 s or more (4000.0 GFLOP per step; 2 of 8 TFLOP/s reached, 25 percent)" in log
     assert "limit" in run.clock.seconds()
     assert distance_to_limit(nn.Identity(), (1, 1, 8), None, "fp32", run) is None
 
 
-def test_an_operator_that_cannot_be_counted_costs_no_run(run, capsys):
+def test_an_operator_that_cannot_be_counted_costs_no_run(run):
     assert distance_to_limit(nn.Linear(3, 2), (1, 5), 1.0, "fp32", run) is None
-    assert "limit: not measured: " in capsys.readouterr().out
+    assert "limit: not measured: " in (run.directory / "run.log").read_text()

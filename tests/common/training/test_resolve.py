@@ -103,7 +103,7 @@ def test_a_plan_is_said_and_kept_and_found_again(run, capsys):
     given = replace(PLAIN, epochs=None)
     plan = keep_plan(given, lambda: replace(given, epochs=7), run)
     assert plan.epochs == 7
-    assert capsys.readouterr().out == "epochs 7: chosen for this cpu; change it with --epochs\n"
+    assert capsys.readouterr().out == "defaults for this CPU (override any with its flag): --epochs 7\n"
     later = Run(run.directory, run.device, Clock(), resumed=True)
     again = keep_plan(replace(given, workers=3), lambda: pytest.fail("it is decided"), later)
     assert again == replace(plan, workers=3)  # where it computes may differ

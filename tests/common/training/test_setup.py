@@ -238,7 +238,7 @@ def test_kernels_are_tried_on_a_gpu_only(device, wish, taken, tmp_path):
 
 
 class Said(list[str]):
-    def say(self, line):
+    def say(self, line, kind="note"):
         self.append(line)
 
 

@@ -1,14 +1,24 @@
-"""What a program says that ends, or warns: one line that a user understands, safe for any terminal."""
+"""What a program prints: as much as `--quiet` and `--verbose` ask for, in lines that any user and terminal can take."""
 
 import logging
+import os
 import re
 import sys
 import threading
 import warnings
+from contextlib import suppress
+from typing import Literal, TextIO
 
 from tqdm import tqdm
 
 from medspeed.common.files import printable
+
+Kind = Literal["detail", "note", "warning", "error", "result"]
+Verbosity = Literal["quiet", "normal", "verbose"]
+
+_HIDDEN: dict[Verbosity, tuple[Kind, ...]] = {"quiet": ("detail", "note"), "normal": ("detail",), "verbose": ()}
+_COLOURS: dict[Kind, str] = {"warning": "\x1b[33m", "error": "\x1b[31m"}
+_verbosity: Verbosity = "normal"  # of the process
 
 # Errors of torch, numpy and Python that a user can do something about.
 _REMEDIES = {
@@ -20,6 +30,33 @@ _REMEDIES = {
     r"DataLoader worker":
         "a process that loads cases was killed, as a rule for want of memory: lower --workers, or end other programs",
 }  # fmt: skip
+
+
+def set_verbosity(verbosity: Verbosity) -> None:
+    """Choose what this process prints."""
+    global _verbosity
+    _verbosity = verbosity
+
+
+def wants_traceback() -> bool:
+    """Return whether errors come with their tracebacks: with `--verbose`, or MEDSPEED_TRACEBACK in the environment."""
+    return _verbosity == "verbose" or bool(os.environ.get("MEDSPEED_TRACEBACK"))
+
+
+def hides_bar(hidden: bool = False) -> bool | None:
+    """Return tqdm's `disable`: None shows the bar on a terminal alone; True where it is hidden, or output is quiet."""
+    return True if hidden or _verbosity == "quiet" else None
+
+
+def say(line: str, kind: Kind = "note", stream: TextIO | None = None) -> None:
+    """Print a line at once, without breaking a progress bar: an error to stderr, by default all else to stdout."""
+    if kind in _HIDDEN[_verbosity]:
+        return
+    stream = stream or (sys.stderr if kind == "error" else sys.stdout)
+    colour = _COLOURS.get(kind) if stream.isatty() and not os.environ.get("NO_COLOR") else None
+    with suppress(OSError):  # a terminal that was closed
+        tqdm.write(f"{colour}{line}\x1b[0m" if colour else line, file=stream)
+        stream.flush()
 
 
 def explained(error: Exception) -> str | None:
@@ -34,15 +71,15 @@ def explained(error: Exception) -> str | None:
 def log_warnings_as_lines() -> None:
     """Let warnings, and what ends a thread, be lines that break no progress bar."""
     threading.excepthook = _explain_thread
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_TqdmHandler()], force=True)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_LineHandler()], force=True)
     # MONAI's LoadImage tries a DICOM reader for GPUs wherever pydicom is installed, and warns; it is not used here.
     logging.getLogger("monai.data.nvimgcodec_pydicom_plugin").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "NvImgCodecPydicomReader", UserWarning)
 
 
-class _TqdmHandler(logging.Handler):
+class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        say(self.format(record), "warning", sys.stderr)
 
 
 def _explain_thread(ended: threading.ExceptHookArgs) -> None:
@@ -51,4 +88,4 @@ def _explain_thread(ended: threading.ExceptHookArgs) -> None:
     if line is None:
         threading.__excepthook__(ended)
     else:
-        tqdm.write(f"error in a thread: {line}", file=sys.stderr)
+        say(f"error in a thread: {line}", "error")

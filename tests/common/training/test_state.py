@@ -1,0 +1,50 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from medspeed.common.clock import Clock
+from medspeed.common.run import Run
+from medspeed.common.training.config import TrainingConfig
+from medspeed.common.training.state import Log
+
+
+@pytest.fixture
+def lines_of(tmp_path, capsys, monkeypatch):
+    """Return the lines that the epochs of a training print, validated every so many epochs."""
+    monkeypatch.setenv("MEDSPEED_MONITOR_SECONDS", "0")
+    monkeypatch.setattr(Log, "_writer", SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None))
+    monkeypatch.setattr(Log, "_draw", lambda log: None)
+
+    def lines(epochs, first=0, every=10**6):
+        state: Any = SimpleNamespace(epoch=first, steps_done=first)
+        run = Run(tmp_path, torch.device("cpu"), Clock(), resumed=False)
+        log = Log(run, TrainingConfig(epochs=epochs), epochs, state)
+        for epoch in range(first + 1, epochs + 1):
+            record = {"epoch": epoch, "step": epoch, "losses": [0.25, 0.75]}
+            log.epoch(record | ({"dice": 0.875} if epoch % every == 0 else {}), 2.0)
+        log.close()
+        found = capsys.readouterr()
+        assert found.err == ""  # no bar
+        return found.out.splitlines()
+
+    return lines
+
+
+def test_without_a_terminal_each_epoch_is_a_line(lines_of):
+    found = lines_of(25, every=5)
+    assert len(found) == 25
+    assert found[3].startswith("epoch 4/25: loss 0.5000, 2.0 s, ")
+    assert found[4].startswith("epoch 5/25: loss 0.5000, dice 0.8750, 2.0 s, ")
+    assert found[24].endswith(", 00:00 left")
+
+
+def test_of_many_epochs_some_and_the_validated_ones_are_lines(lines_of):
+    found, validated = lines_of(1000, every=125), range(125, 1001, 125)
+    assert len(found) <= 40
+    assert [line.split(":")[0] for line in found if "dice" in line] == [f"epoch {n}/1000" for n in validated]
+
+
+def test_a_resumed_run_counts_its_own_epochs(lines_of):
+    assert [line.split(":")[0] for line in lines_of(4, first=2)] == ["epoch 3/4", "epoch 4/4"]
