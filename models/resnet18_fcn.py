@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from medspeed.common.kernels.norms import batch_norm_relu, fork
 from medspeed.common.kernels.weights import half_weights
 
 STRIDE = 32
@@ -29,18 +30,18 @@ class ResidualBlock(nn.Module):
             shortcut = nn.Sequential(convolution, nn.BatchNorm2d(out_channels))
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(out_channels)
-        self.act = nn.ReLU(inplace=True)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(out_channels)
         self.downsample = shortcut
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return [B, out_channels, Y / stride, X / stride] for [B, in_channels, Y, X]."""
-        x: torch.Tensor = self.act(self.bn1(self.conv1(image)))
-        x = self.bn2(self.conv2(x))
-        x += image if self.downsample is None else self.downsample(image)
-        activated: torch.Tensor = self.act(x)
-        return activated
+        image, beside = fork(image)
+        x = self.conv2(batch_norm_relu(self.bn1, self.conv1(image)))
+        if self.downsample is not None:
+            convolution, norm = self.downsample
+            beside = batch_norm_relu(norm, convolution(beside), relu=False)  # type: ignore[arg-type]
+        return batch_norm_relu(self.bn2, x, beside)
 
 
 class ResNet18(nn.Module):
@@ -50,7 +51,6 @@ class ResNet18(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, _WIDTHS[0], 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(_WIDTHS[0])
-        self.act = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, 1)
         before = _WIDTHS[0]
         for number, width in enumerate(_WIDTHS, 1):
@@ -65,7 +65,7 @@ class ResNet18(nn.Module):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return the features [B, 512, Y / 32, X / 32] of images [B, 3, Y, X]."""
-        x: torch.Tensor = self.maxpool(self.act(self.bn1(self.conv1(image))))
+        x: torch.Tensor = self.maxpool(batch_norm_relu(self.bn1, self.conv1(image)))
         for number in range(1, len(_WIDTHS) + 1):
             x = self.get_submodule(f"layer{number}")(x)
         return x

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from medspeed.common.kernels.norms import BatchNormPReLU
+from medspeed.common.kernels.norms import BATCH, BatchNormPReLU, fork
+from medspeed.common.kernels.trust import trusts
 from medspeed.common.kernels.weights import half_weights
 
 
@@ -37,8 +38,10 @@ class Convolution(nn.Module):
         if norm and self.conv.bias is not None:
             self.conv.bias.requires_grad_(False)
 
-    def forward(self, image: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [B, out_channels, *sides] for [B, in_channels, X, Y, Z], and the residual added."""
+    def forward(
+        self, image: torch.Tensor, residual: torch.Tensor | None = None, residual_bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return [B, out_channels, *sides] for [B, in_channels, X, Y, Z], and the residual and its bias added."""
         x: torch.Tensor
         if self.adn is None or not self.training:
             x = self.conv(image) if self.adn is None else self.adn(self.conv(image))
@@ -48,7 +51,7 @@ class Convolution(nn.Module):
             x = F.conv_transpose3d(image, weight, None, stride, 1, self.conv.output_padding)
         else:
             x = F.conv3d(image, weight, None, stride, 1)
-        x = self.adn(x, self.conv.bias, residual)
+        x = self.adn(x, self.conv.bias, residual, residual_bias)
         return x
 
 
@@ -82,11 +85,17 @@ class ResidualUnit(nn.Module):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return [B, out_channels, X / stride, Y / stride, Z / stride] for [B, in_channels, X, Y, Z]."""
-        x, shortcut = image, self.residual(image)
         *units, last = self.conv
+        x, shortcut = fork(image)
+        bias = None
+        if self.training and trusts(BATCH, image) and isinstance(self.residual, nn.Conv3d) and last.adn is not None:
+            bias = self.residual.bias  # added with the rest, where its gradient is summed with theirs
+            shortcut = self.residual._conv_forward(shortcut, self.residual.weight, None)
+        else:
+            shortcut = self.residual(shortcut)
         for unit in units:
             x = unit(x)
-        added: torch.Tensor = last(x, shortcut)
+        added: torch.Tensor = last(x, shortcut, bias)
         return added
 
 
@@ -103,7 +112,8 @@ class Skip(nn.Module):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return the channels of [B, C, X, Y, Z], then those of the submodule's output."""
-        return torch.cat([image, self.submodule(image)], dim=1)
+        image, below = fork(image)
+        return torch.cat([image, self.submodule(below)], dim=1)
 
 
 class UNet3d(nn.Module):

@@ -9,16 +9,17 @@ import copy
 import math
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medspeed.common.kernels.norm_operators import norm_apply, norm_gradient, norm_gradient_sums, norm_sums
+from medspeed.common.kernels.norm_operators import norm_apply, norm_gradient, norm_gradient_sums, norm_sums, rows_of
 from medspeed.common.kernels.trust import Trial, trusting, trusts
 
-GROUP, BATCH = "group_norm_relu", "batch_norm_prelu"
+Kind = Literal["relu", "prelu", "sum_relu", "none"]
+GROUP, BATCH, RELU = "group_norm_relu", "batch_norm_prelu", "batch_norm_relu"
 _SHAPE = (2, 96, 96, 96)  # of a trial: batch and sides
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
@@ -58,7 +59,13 @@ class BatchNormPReLU(nn.Module):
         self.N = nn.BatchNorm3d(channels)
         self.A = nn.PReLU()
 
-    def forward(self, image: Tensor, shift: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        image: Tensor,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
+        residual_bias: Tensor | None = None,
+    ) -> Tensor:
         """Return what has the shape of the image.
 
         Args:
@@ -66,31 +73,49 @@ class BatchNormPReLU(nn.Module):
             shift: [C], in training only: what the image lacks of each channel. Normalisation takes it out anyway; the
                 running mean must have it.
             residual: is added at the end; as the image.
+            residual_bias: [C], added to that.
         """
-        norm, momentum = self.N, self.N.momentum or 0.0
-        mean, variance, batches = norm.running_mean, norm.running_var, norm.num_batches_tracked
-        assert mean is not None
-        assert variance is not None
-        assert batches is not None
-        if self.training and trusts(BATCH, image) and channels_innermost(image):
-            running = [mean, variance, batches]
-            given = (
-                norm.weight,
-                norm.bias,
-                image.shape[1],
-                1,
-                norm.eps,
-                self.A.weight,
-                residual,
-                running,
-                shift,
-                momentum,
-            )
-            return fused_norm(image, *given)[0]
+        fused = _fused_batch_norm(BATCH, self.N, image, "prelu", self.A.weight, residual, residual_bias, shift)
+        if fused is not None:
+            return fused
         if shift is not None:  # before its update, which keeps 1 - momentum of it; past autograd, as the update itself
+            momentum, mean = self.N.momentum or 0.0, self.N.running_mean
+            assert mean is not None
             mean.data.add_(shift.detach(), alpha=momentum / (1 - momentum))
-        activated: Tensor = self.A(norm(image))
+        activated: Tensor = self.A(self.N(image))
+        if residual_bias is not None:
+            activated = activated + residual_bias.view(-1, 1, 1, 1)
         return activated if residual is None else activated + residual
+
+
+def batch_norm_relu(norm: nn.BatchNorm2d, image: Tensor, residual: Tensor | None = None, relu: bool = True) -> Tensor:
+    """Return an image [B, C, Y, X] normalised, a residual of its shape added, then, unless it is off, ReLU."""
+    kind: Kind = ("relu" if residual is None else "sum_relu") if relu else "none"
+    fused = _fused_batch_norm(RELU, norm, image, kind, None, residual)
+    if fused is not None:
+        return fused
+    x: Tensor = norm(image)
+    if residual is not None:
+        x += residual
+    return F.relu(x, inplace=True) if relu else x
+
+
+def _fused_batch_norm(
+    name: str,
+    norm: nn.BatchNorm2d | nn.BatchNorm3d,
+    image: Tensor,
+    kind: Kind,
+    slope: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor | None:
+    """Return `fused_norm` of a module in training, where the variant of this name is trusted; else None."""
+    if not (norm.training and trusts(name, image) and channels_innermost(image)):
+        return None
+    running = [each for each in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if each is not None]
+    given = norm.weight, norm.bias, norm.num_features, 1, norm.eps, kind, slope, residual, residual_bias, running
+    return fused_norm(image, *given, shift, norm.momentum or 0.0)[0]
 
 
 def channels_innermost(image: Tensor) -> bool:
@@ -105,8 +130,10 @@ def fused_norm(
     groups: int,
     samples: int,
     epsilon: float,
+    kind: Kind = "relu",
     slope: Tensor | None = None,
     residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
     running: Sequence[Tensor] = (),
     shift: Tensor | None = None,
     momentum: float = 0.0,
@@ -120,50 +147,82 @@ def fused_norm(
         groups: of channels; C for batch normalisation.
         samples: that are normalised each by itself: B, or 1 for batch normalisation.
         epsilon: added to variances.
-        slope: [1] of PReLU; None for ReLU.
-        residual: as the image.
+        kind: of the activation; "sum_relu" is a ReLU of the sum with the residual.
+        slope: [1] of PReLU.
+        residual: as the image; anyhow in memory.
+        residual_bias: [C], added to the residual.
         running: mean [C], variance [C] and number of batches [] int64, which are updated.
         shift: [C], added to the mean there.
         momentum: of that update.
     """
     apply: Any = _Norm.apply
-    given = (groups, samples, epsilon, list(running), shift, momentum)
-    found: tuple[Tensor, Tensor] = apply(image, weight, bias, slope, residual, given)
+    given = (groups, samples, epsilon, kind, list(running), shift, momentum)
+    found: tuple[Tensor, Tensor] = apply(image, weight, bias, slope, residual, residual_bias, given)
     return found
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, image: Tensor, *given: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-        weight, bias, slope, residual, (groups, samples, epsilon, running, shift, momentum) = given
-        added = None if residual is None else _like(residual, image)
-        tensors = image, norm_sums(image, groups, samples), weight, bias, slope, added, running, shift
-        y, statistics = norm_apply(*tensors, groups, samples, epsilon, momentum)
-        ctx.save_for_backward(image, statistics, weight, bias, slope)
+        weight, bias, slope, residual, residual_bias, (*sizes, epsilon, kind, running, shift, momentum) = given
+        added = None if residual is None else rows_of(residual)
+        tensors = image, norm_sums(image, *sizes), weight, bias, slope, added, residual_bias, running, shift
+        y, statistics = norm_apply(*tensors, *sizes, epsilon, momentum, kind)
+        ctx.save_for_backward(image, statistics, weight, bias, slope, residual_bias, y if kind == "sum_relu" else None)
         ctx.set_materialize_grads(False)
-        ctx.groups, ctx.samples, ctx.residual = groups, samples, None if residual is None else residual.dtype
+        ctx.sizes, ctx.residual = (*sizes, kind), None if residual is None else residual.dtype
         return y, image
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, beside: Tensor | None) -> Any:  # noqa: ANN401
-        image, statistics, weight, bias, slope = ctx.saved_tensors
-        laid, beside = _like(gradient, image), None if beside is None else _like(beside, image)
-        given = image, statistics, weight, bias, slope
-        sums = norm_gradient_sums(laid, *given, ctx.groups, ctx.samples)
-        dx, dweight, dbias, dslope = norm_gradient(laid, *given, sums, beside, ctx.groups, ctx.samples)
-        returned = None if ctx.residual is None else gradient.to(ctx.residual)
-        return dx, dweight, dbias, None if slope is None else dslope, returned, None
+        image, *given, residual_bias, y = ctx.saved_tensors
+        gradients = [rows_of(each) for each in (gradient, *getattr(ctx, "more", ()))]
+        ctx.more = ()
+        joined = y is not None or len(gradients) > 1 or not gradients[0].is_contiguous()
+        biased = residual_bias is not None
+        sums, *found = norm_gradient_sums(gradients, image, y, *given, *ctx.sizes, biased, joined)
+        gradient = found[0] if joined else gradient
+        laid = gradient if joined else gradients[0]
+        beside = None if beside is None else rows_of(beside).contiguous()
+        dx, *small = norm_gradient(laid, image, *given, residual_bias, sums, beside, *ctx.sizes)
+        dweight, dbias, dslope, dresidual_bias = small
+        dresidual = None if ctx.residual is None else gradient.to(ctx.residual)
+        slope = None if given[-1] is None else dslope
+        return dx, dweight, dbias, slope, dresidual, dresidual_bias if biased else None, None
 
 
-def _like(tensor: Tensor, image: Tensor) -> Tensor:
-    """Return a tensor with its channels where the image has them."""
-    if channels_innermost(tensor):
-        return tensor
-    return tensor.contiguous(memory_format=torch.channels_last_3d if image.dim() == 5 else torch.channels_last)
+def fork(image: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an image for each of two uses; a fused norm that it comes from adds up their gradients in its kernels."""
+    if torch.compiler.is_compiling():
+        return image, image
+    kinds: Any = _Fork, _Norm
+    forks, norms = (kind._backward_cls for kind in kinds)
+    node: Any = image.grad_fn
+    if isinstance(node, forks):
+        node = node.norm
+    elif not isinstance(node, norms) or image.output_nr:
+        return image, image
+    both: tuple[Tensor, Tensor] = kinds[0].apply(image, node)
+    return both
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, image: Tensor, norm: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        ctx.norm = norm
+        ctx.set_materialize_grads(False)
+        return image.view_as(image), image.view_as(image)
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> tuple[Tensor | None, None]:  # noqa: ANN401
+        if first is None or second is None:
+            return second if first is None else first, None
+        ctx.norm.more = [*getattr(ctx.norm, "more", ()), second]
+        return first, None
 
 
 def trials(network: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Trial]:
-    """Return a trial of each of the two that a network has; of each kind the first, whose volumes are the largest.
+    """Return a trial of each of the three that a network has; of each kind the first, whose images are the largest.
 
     Args:
         network: or one such module.
@@ -171,12 +230,30 @@ def trials(network: nn.Module, dtype: torch.dtype, device: torch.device) -> list
         device: to try it on.
     """
     found = []
-    for kind, name in ((GroupNormReLU, GROUP), (BatchNormPReLU, BATCH)):
-        first = next((module for module in network.modules() if isinstance(module, kind)), None)
+    for kind, name, sides in ((GroupNormReLU, GROUP, 3), (BatchNormPReLU, BATCH, 3), (nn.BatchNorm2d, RELU, 2)):
+        first: Any = next((module for module in network.modules() if isinstance(module, kind)), None)
         if first is not None:
-            channels = first.num_channels if isinstance(first, GroupNormReLU) else first.N.num_features
-            found.append(_trial(name, first, (_SHAPE[0], channels, *_SHAPE[1:]), dtype, device))
+            channels = next(each.numel() for each in first.parameters())
+            tried = _InBlock(channels) if sides == 2 else first
+            shape = (_SHAPE[0] * _SHAPE[1], channels, *_SHAPE[2:]) if sides == 2 else (_SHAPE[0], channels, *_SHAPE[1:])
+            found.append(_trial(name, tried, shape, dtype, device))
     return found
+
+
+class _InBlock(nn.Module):
+    """Batch normalisation as a residual block has it: with ReLU, without, and with the ReLU of a sum.
+
+    The sum is kept from 0, where rounding alone would decide whether a gradient passes.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x, beside = fork(batch_norm_relu(self.norm, image))
+        residual = batch_norm_relu(self.norm, beside, relu=False) + 3 * image.detach().sign()
+        return batch_norm_relu(self.norm, x, residual)
 
 
 def _trial(name: str, module: nn.Module, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Trial:
@@ -186,7 +263,7 @@ def _trial(name: str, module: nn.Module, shape: Sequence[int], dtype: torch.dtyp
         # In disorder without a generator, as the run's own numbers stay as they are; the gradients of one sign, so that
         # their sums are no differences of large numbers.
         places = torch.arange(math.prod(shape), device=device).remainder(9973).view(*shape)
-        layout: Any = {"memory_format": torch.channels_last_3d}
+        layout: Any = {"memory_format": torch.channels_last_3d if len(shape) == 5 else torch.channels_last}
         image = places.mul(12.9898).sin().to(dtype, **layout)
         gradient = places.mul(78.233).sin().add(1).to(dtype, **layout)
         return twin, image.requires_grad_(), gradient

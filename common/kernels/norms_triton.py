@@ -29,6 +29,13 @@ def _merge(seen, mean, squares, count, other, other_squares):
 
 
 @triton.jit
+def _by_group(values, BG: tl.constexpr, BS: tl.constexpr):
+    """Return of each channel the sum over its group."""
+    sums = tl.sum(tl.reshape(values, (BG, BS)), 1)[:, None]
+    return tl.reshape(tl.broadcast_to(sums, (BG, BS)), (BG * BS,))
+
+
+@triton.jit
 def sums_kernel(
     x, partial, rows, tiles,
     C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
@@ -52,16 +59,12 @@ def sums_kernel(
 
 
 @triton.jit
-def apply_kernel(
-    x, partial, weight, bias, slope, residual, y, statistics, running_mean, running_var, steps_seen, shift,
-    rows, tiles, parts, part_rows, epsilon, momentum,
-    C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    SLOPE: tl.constexpr, RESIDUAL: tl.constexpr, RUNNING: tl.constexpr, SHIFT: tl.constexpr,
+def _statistics(
+    partial, rows, parts, part_rows, there,
+    GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the normalised, activated rows; the first program of a sample writes mean and 1 / deviation [2, group]."""
-    channel, group, there = _channels(C, GS, BG, BS)
-    place, sample = tl.arange(0, BG * BS), tl.program_id(1).to(tl.int64)
-    partial += sample * parts * 2 * BG * BS
+    """Return mean and variance of each channel's group, from what `sums_kernel` wrote of a sample."""
+    place = tl.arange(0, BG * BS)
     seen, mean, squares = 0.0, tl.zeros((BG * BS,), tl.float32), tl.zeros((BG * BS,), tl.float32)
     for begin in range(0, parts, PARTS):
         part = begin + tl.arange(0, PARTS)
@@ -73,137 +76,185 @@ def apply_kernel(
         off = means - centre[None, :]
         inner = tl.sum(tl.load(at + BG * BS, mask=here, other=0.0) + counts * off * off, 0)
         seen, mean, squares = _merge(seen, mean, squares, count, centre, inner)
-    whole = tl.sum(tl.reshape(mean, (BG, BS)), 1)[:, None] / GS
-    off = tl.where(there, mean - tl.reshape(tl.broadcast_to(whole, (BG, BS)), (BG * BS,)), 0.0)
-    variances = tl.sum(tl.reshape(squares + off * off * rows, (BG, BS)), 1)[:, None] / GS / rows
-    mean = tl.reshape(tl.broadcast_to(whole, (BG, BS)), (BG * BS,))
-    variance = tl.reshape(tl.broadcast_to(variances, (BG, BS)), (BG * BS,))
+    whole = _by_group(mean, BG, BS) / GS
+    off = tl.where(there, mean - whole, 0.0)
+    return whole, _by_group(squares + off * off * rows, BG, BS) / GS / rows
+
+
+@triton.jit
+def _move(running, now, momentum, there):
+    """Move running figures a little towards those of now."""
+    before = tl.load(running, mask=there)
+    tl.store(running, before + momentum * (now - before), mask=there)
+
+
+@triton.jit
+def apply_kernel(
+    x, partial, weight, bias, slope, residual, residual_bias, y, statistics, running_mean, running_var, steps_seen,
+    shift, rows, tiles, parts, part_rows, epsilon, momentum,
+    C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    KIND: tl.constexpr, RESIDUAL: tl.constexpr, BIASED: tl.constexpr, RUNNING: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Write the normalised, activated rows; the first program of a sample writes mean and 1 / deviation [2, group].
+
+    RESIDUAL is from one of its rows to the next, or 0 where there is none.
+    """
+    channel, group, there = _channels(C, GS, BG, BS)
+    sample = tl.program_id(1).to(tl.int64)
+    partial += sample * parts * 2 * BG * BS
+    mean, variance = _statistics(partial, rows, parts, part_rows, there, GS, BG, BS, PARTS)
     inverse = 1.0 / tl.sqrt(variance + epsilon)
     if tl.program_id(0) == 0:
         first_of_group = there & (channel % GS == 0)
         tl.store(statistics + sample * 2 * (C // GS) + group, mean, mask=first_of_group)
         tl.store(statistics + (sample * 2 + 1) * (C // GS) + group, inverse, mask=first_of_group)
         if RUNNING:
-            moved = mean
-            if SHIFT:
-                moved += tl.load(shift + channel, mask=there, other=0.0)
-            before = tl.load(running_mean + channel, mask=there)
-            tl.store(running_mean + channel, before + momentum * (moved - before), mask=there)
-            before = tl.load(running_var + channel, mask=there)
-            unbiased = variance * (rows / tl.maximum(rows - 1.0, 1.0))
-            tl.store(running_var + channel, before + momentum * (unbiased - before), mask=there)
+            lacking = tl.load(shift + channel, mask=there & SHIFT, other=0.0)
+            _move(running_mean + channel, mean + lacking, momentum, there)
+            _move(running_var + channel, variance * (rows / tl.maximum(rows - 1.0, 1.0)), momentum, there)
             tl.store(steps_seen, tl.load(steps_seen) + 1)
     scale = inverse * tl.load(weight + channel, mask=there, other=0.0).to(tl.float32)
     offset = tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)
     first = tl.program_id(0) * tiles * BLOCK
-    start = (sample * rows + first) * C
+    start = sample * rows + first
     for tile in range(tiles):
-        row = tile * BLOCK + tl.arange(0, BLOCK)
-        ok, at = (row[:, None] < rows - first) & there[None, :], row[:, None] * C + channel[None, :]
-        value = tl.load(x + start + at, mask=ok, other=0.0).to(tl.float32)
+        row = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
+        ok, at = (row < rows - first) & there[None, :], row * C + channel[None, :]
+        value = tl.load(x + start * C + at, mask=ok, other=0.0).to(tl.float32)
         value = (value - mean[None, :]) * scale[None, :] + offset[None, :]
-        if SLOPE:
-            value = tl.where(value < 0, value * tl.load(slope).to(tl.float32), value)
-        else:
-            value = tl.where(value < 0, 0.0, value)
         if RESIDUAL:
-            value += tl.load(residual + start + at, mask=ok, other=0.0).to(tl.float32)
-        tl.store(y + start + at, value.to(y.dtype.element_ty), mask=ok)
+            beside = residual + start * RESIDUAL + row * RESIDUAL + channel[None, :]
+            added = tl.load(beside, mask=ok, other=0.0).to(tl.float32)
+            added += tl.load(residual_bias + channel, mask=there & BIASED, other=0.0).to(tl.float32)[None, :]
+        if KIND == "sum_relu":
+            value += added
+        if KIND == "prelu":
+            value = tl.where(value < 0, value * tl.load(slope).to(tl.float32), value)
+        elif KIND != "none":
+            value = tl.where(value < 0, 0.0, value)
+        if RESIDUAL and KIND != "sum_relu":
+            value += added
+        tl.store(y + start * C + at, value.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _constants(statistics, weight, bias, sample, C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr):
+    """Return mean, 1 / deviation, weight and bias of each channel in a row."""
+    channel, group, there = _channels(C, GS, BG, BS)
+    mean = tl.load(statistics + sample * 2 * (C // GS) + group, mask=there, other=0.0)
+    inverse = tl.load(statistics + (sample * 2 + 1) * (C // GS) + group, mask=there, other=0.0)
+    scale = tl.load(weight + channel, mask=there, other=0.0).to(tl.float32)
+    offset = tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)
+    return mean[None, :], inverse[None, :], scale[None, :], offset[None, :]
+
+
+@triton.jit
+def _activation(given, value, slope, KIND: tl.constexpr):
+    """Return the gradient before the activation of a value, from that behind it."""
+    if KIND == "prelu":
+        given = tl.where(value > 0, given, given * tl.load(slope).to(tl.float32))
+    elif KIND == "relu":
+        given = tl.where(value > 0, given, 0.0)
+    return given
 
 
 @triton.jit
 def gradient_sums_kernel(
-    gradient, x, statistics, weight, bias, slope, partial, rows, tiles,
-    C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, SLOPE: tl.constexpr,
+    gradient, second, third, x, y, statistics, weight, bias, slope, partial, joined, rows, tiles,
+    C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, JOIN: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums [sample, program, 3, channel] of the gradient, of it times the normal value, of the slope's."""
-    channel, group, there = _channels(C, GS, BG, BS)
+    """Write sums [sample, program, SUMS, channel] of the gradient, of it times the normal value, of the slope's.
+
+    The fourth is of the gradient as it is given, behind the activation. The gradients given are added; JOIN writes what
+    they are together, before a sum's ReLU. From a row of one to the next it is FIRST, SECOND, THIRD, or 0 for none.
+    """
+    channel, _, there = _channels(C, GS, BG, BS)
     sample, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * tiles * BLOCK
-    mean = tl.load(statistics + sample * 2 * (C // GS) + group, mask=there, other=0.0)
-    inverse = tl.load(statistics + (sample * 2 + 1) * (C // GS) + group, mask=there, other=0.0)
-    scale = tl.load(weight + channel, mask=there, other=0.0).to(tl.float32)
-    offset = tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)
+    mean, inverse, scale, offset = _constants(statistics, weight, bias, sample, C, GS, BG, BS)
     straight, leaning = tl.zeros((BG * BS,), tl.float32), tl.zeros((BG * BS,), tl.float32)
-    sloping = tl.zeros((BG * BS,), tl.float32)
-    start = (sample * rows + first) * C
+    sloping, plain = tl.zeros((BG * BS,), tl.float32), tl.zeros((BG * BS,), tl.float32)
+    start = sample * rows + first
     for tile in range(tiles):
-        row = tile * BLOCK + tl.arange(0, BLOCK)
-        ok, at = (row[:, None] < rows - first) & there[None, :], row[:, None] * C + channel[None, :]
-        given = tl.load(gradient + start + at, mask=ok, other=0.0).to(tl.float32)
-        normal = (tl.load(x + start + at, mask=ok, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
-        value = normal * scale[None, :] + offset[None, :]
-        if SLOPE:
+        row = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
+        ok, at = (row < rows - first) & there[None, :], row * C + channel[None, :]
+        place = start * FIRST + row * FIRST + channel[None, :]
+        given = tl.load(gradient + place, mask=ok, other=0.0).to(tl.float32)
+        if SECOND:
+            place = start * SECOND + row * SECOND + channel[None, :]
+            given += tl.load(second + place, mask=ok, other=0.0).to(tl.float32)
+        if THIRD:
+            place = start * THIRD + row * THIRD + channel[None, :]
+            given += tl.load(third + place, mask=ok, other=0.0).to(tl.float32)
+        if KIND == "sum_relu":
+            given = tl.where(tl.load(y + start * C + at, mask=ok, other=0.0) > 0, given, 0.0)
+        if JOIN:
+            rounded = given.to(joined.dtype.element_ty)
+            tl.store(joined + start * C + at, rounded, mask=ok)
+            given = rounded.to(tl.float32)
+        normal = (tl.load(x + start * C + at, mask=ok, other=0.0).to(tl.float32) - mean) * inverse
+        value = normal * scale + offset
+        if SUMS == 4:
+            plain += tl.sum(given, 0)
+        if KIND == "prelu":
             sloping += tl.sum(tl.where(value < 0, given * value, 0.0), 0)
-            given = tl.where(value > 0, given, given * tl.load(slope).to(tl.float32))
-        else:
-            given = tl.where(value > 0, given, 0.0)
+        given = _activation(given, value, slope, KIND)
         straight += tl.sum(given, 0)
         leaning += tl.sum(given * normal, 0)
-    partial += (sample * tl.num_programs(0) + tl.program_id(0)) * 3 * BG * BS + tl.arange(0, BG * BS)
+    partial += (sample * tl.num_programs(0) + tl.program_id(0)) * SUMS * BG * BS + tl.arange(0, BG * BS)
     tl.store(partial, straight)
     tl.store(partial + BG * BS, leaning)
     tl.store(partial + 2 * BG * BS, sloping)
+    if SUMS == 4:
+        tl.store(partial + 3 * BG * BS, plain)
 
 
 @triton.jit
-def _added(partial, parts, width: tl.constexpr, PARTS: tl.constexpr):
-    """Return the three sums of `gradient_sums_kernel` over all programs of a sample."""
-    place = tl.arange(0, width)
-    straight, leaning = tl.zeros((width,), tl.float32), tl.zeros((width,), tl.float32)
-    sloping = tl.zeros((width,), tl.float32)
+def _added(partial, parts, width: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr):
+    """Return one of the sums of `gradient_sums_kernel` over so many programs."""
+    total = tl.zeros((width,), tl.float32)
     for begin in range(0, parts, PARTS):
-        part = begin + tl.arange(0, PARTS)
-        at, here = partial + part[:, None] * 3 * width + place[None, :], (part < parts)[:, None]
-        straight += tl.sum(tl.load(at, mask=here, other=0.0), 0)
-        leaning += tl.sum(tl.load(at + width, mask=here, other=0.0), 0)
-        sloping += tl.sum(tl.load(at + 2 * width, mask=here, other=0.0), 0)
-    return straight, leaning, sloping
+        part = (begin + tl.arange(0, PARTS))[:, None]
+        total += tl.sum(tl.load(partial + part * SUMS * width + tl.arange(0, width), mask=part < parts, other=0.0), 0)
+    return total
 
 
 @triton.jit
 def gradient_kernel(
-    gradient, x, statistics, weight, bias, slope, partial, beside, dx, dweight, dbias, dslope, rows, tiles, parts,
+    gradient, x, statistics, weight, bias, slope, partial, beside, dx, dweight, dbias, dslope, dresidual_bias,
+    rows, tiles, parts,
     C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    SLOPE: tl.constexpr, BESIDE: tl.constexpr,
+    KIND: tl.constexpr, BESIDE: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of x; the very first program also those of weight, bias and slope, over all samples."""
-    channel, group, there = _channels(C, GS, BG, BS)
+    """Write the gradient of x; the very first program also those of what has no rows, over all samples."""
+    channel, _, there = _channels(C, GS, BG, BS)
     sample = tl.program_id(1).to(tl.int64)
-    scale = tl.load(weight + channel, mask=there, other=0.0).to(tl.float32)
-    offset = tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)
+    width: tl.constexpr = BG * BS
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        straight, leaning = tl.zeros((BG * BS,), tl.float32), tl.zeros((BG * BS,), tl.float32)
-        sloping = tl.zeros((BG * BS,), tl.float32)
-        of_sample = partial
-        for _ in range(tl.num_programs(1)):
-            one, two, three = _added(of_sample, parts, BG * BS, PARTS)
-            of_sample += parts * 3 * BG * BS
-            straight += one
-            leaning += two
-            sloping += three
-        tl.store(dweight + channel, leaning, mask=there)
-        tl.store(dbias + channel, straight, mask=there)
-        tl.store(dslope, tl.sum(sloping, 0))
-    straight, leaning, _ = _added(partial + sample * parts * 3 * BG * BS, parts, BG * BS, PARTS)
-    by_group = tl.sum(tl.reshape(straight * scale, (BG, BS)), 1)[:, None] / GS / rows
-    level = tl.reshape(tl.broadcast_to(by_group, (BG, BS)), (BG * BS,))
-    by_group = tl.sum(tl.reshape(leaning * scale, (BG, BS)), 1)[:, None] / GS / rows
-    tilt = tl.reshape(tl.broadcast_to(by_group, (BG, BS)), (BG * BS,))
-    mean = tl.load(statistics + sample * 2 * (C // GS) + group, mask=there, other=0.0)
-    inverse = tl.load(statistics + (sample * 2 + 1) * (C // GS) + group, mask=there, other=0.0)
+        every = parts * tl.num_programs(1)
+        tl.store(dbias + channel, _added(partial, every, width, SUMS, PARTS), mask=there)
+        tl.store(dweight + channel, _added(partial + width, every, width, SUMS, PARTS), mask=there)
+        if KIND == "prelu":
+            tl.store(dslope, tl.sum(_added(partial + 2 * width, every, width, SUMS, PARTS), 0))
+        if SUMS == 4:
+            total = _added(partial + 3 * width, every, width, SUMS, PARTS)
+            tl.store(dresidual_bias + channel, total.to(dresidual_bias.dtype.element_ty), mask=there)
+    mean, inverse, scale, offset = _constants(statistics, weight, bias, sample, C, GS, BG, BS)
+    partial += sample * parts * SUMS * width
+    straight, leaning = _added(partial, parts, width, SUMS, PARTS), _added(partial + width, parts, width, SUMS, PARTS)
+    scaled = tl.reshape(scale, (width,))
+    level = _by_group(straight * scaled, BG, BS) / GS / rows
+    tilt = _by_group(leaning * scaled, BG, BS) / GS / rows
     first = tl.program_id(0) * tiles * BLOCK
     start = (sample * rows + first) * C
     for tile in range(tiles):
-        row = tile * BLOCK + tl.arange(0, BLOCK)
-        ok, at = (row[:, None] < rows - first) & there[None, :], row[:, None] * C + channel[None, :]
+        row = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
+        ok, at = (row < rows - first) & there[None, :], row * C + channel[None, :]
         given = tl.load(gradient + start + at, mask=ok, other=0.0).to(tl.float32)
-        normal = (tl.load(x + start + at, mask=ok, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
-        value = normal * scale[None, :] + offset[None, :]
-        if SLOPE:
-            given = tl.where(value > 0, given, given * tl.load(slope).to(tl.float32))
-        else:
-            given = tl.where(value > 0, given, 0.0)
-        found = (given * scale[None, :] - level[None, :] - normal * tilt[None, :]) * inverse[None, :]
+        normal = (tl.load(x + start + at, mask=ok, other=0.0).to(tl.float32) - mean) * inverse
+        given = _activation(given, normal * scale + offset, slope, KIND)
+        found = (given * scale - level[None, :] - normal * tilt[None, :]) * inverse
         if BESIDE:
             found += tl.load(beside + start + at, mask=ok, other=0.0).to(tl.float32)
         tl.store(dx + start + at, found.to(dx.dtype.element_ty), mask=ok)

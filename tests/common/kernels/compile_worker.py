@@ -16,24 +16,40 @@ from triton.compiler import ASTSource
 from medspeed.common.kernels import norms_triton
 from medspeed.common.kernels.norm_operators import TILE
 
+_HALVES = (
+    "x",
+    "y",
+    "gradient",
+    "second",
+    "third",
+    "joined",
+    "dx",
+    "residual",
+    "residual_bias",
+    "dresidual_bias",
+    "beside",
+)
 _INTEGERS = ("rows", "tiles", "parts", "part_rows")
 _NUMBERS = ("epsilon", "momentum")
+CASES = ((16, 8, "relu"), (128, 8, "relu"), (16, 16, "prelu"), (256, 256, "prelu"), (512, 512, "sum_relu"))
 
 
 def jobs() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield each kernel with its constants: of few channels and of many, of groups and of batches."""
     names = ("sums_kernel", "apply_kernel", "gradient_sums_kernel", "gradient_kernel")
     for kernel in (getattr(norms_triton, name) for name in names):
-        for channels, groups in ((16, 8), (128, 8), (16, 16), (256, 256)):
-            batch, size = groups == channels, channels // groups
-            switches = dict.fromkeys(("SLOPE", "RESIDUAL", "RUNNING", "SHIFT", "BESIDE"), batch)
+        for channels, groups, kind in CASES:
+            several, size = groups == channels, channels // groups
+            switches = dict.fromkeys(("BIASED", "RUNNING", "SHIFT", "BESIDE", "JOIN"), several)
+            strides = {"FIRST": channels, **dict.fromkeys(("RESIDUAL", "SECOND", "THIRD"), 2 * channels * several)}
             sizes = {"C": channels, "GS": size, "BG": groups, "BS": size, "BLOCK": TILE // channels}
-            yield kernel, {**switches, **sizes, "PARTS": 2048 // channels}
+            sums = {"SUMS": 3 + several, "PARTS": 2048 // channels}
+            yield kernel, {**switches, **strides, **sizes, **sums, "KIND": kind}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], capability: int) -> str:
     """Return the PTX of a kernel for tensors of bfloat16 that begin at multiples of 16 bytes."""
-    kinds = dict.fromkeys(("x", "y", "gradient", "dx", "residual", "beside"), "*bf16") | {"steps_seen": "*i64"}
+    kinds = dict.fromkeys(_HALVES, "*bf16") | {"steps_seen": "*i64"}
     kinds |= dict.fromkeys(_INTEGERS, "i32") | dict.fromkeys(_NUMBERS, "fp32") | dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
     known = {(kernel.arg_names.index(name),): value for name, value in constants.items() if name in signature}

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from medspeed.common.kernels import norm_operators, norms, trust
-from medspeed.common.kernels.norms import BatchNormPReLU, GroupNormReLU, fused_norm
+from medspeed.common.kernels.norms import BatchNormPReLU, GroupNormReLU, fork, fused_norm
+from medspeed.models.resnet18_fcn import ResidualBlock
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d
+from tests.support import count_operators
 
 ROOT = Path(__file__).parents[3]
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -38,7 +41,8 @@ def fused(*given):
 
 def drawn(*shape, dtype=torch.float32, seed=0):
     values = 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + 1
-    return values.to(dtype).contiguous(memory_format=LAYOUT) if len(shape) == 5 else values
+    layouts = {5: LAYOUT, 4: torch.channels_last}
+    return values.to(dtype).contiguous(memory_format=layouts.get(len(shape), torch.contiguous_format))
 
 
 def exact(tensors):
@@ -85,19 +89,74 @@ def test_batch_norm_prelu_and_sum_are_torchs(samples, channels, sides, added, dt
         *(drawn(channels, seed=seed).requires_grad_() for seed in (1, 2)),
         torch.tensor([0.3], requires_grad=True),
         residual,
+        drawn(channels, dtype=dtype, seed=9).requires_grad_() if added else None,
     ]
     doubles = exact(inputs)
     running = [drawn(channels, seed=5), drawn(channels, seed=6).abs(), torch.tensor(3)]
     means, variances = (each.double() for each in running[:2])
     shift = drawn(channels, seed=7)
-    weight, bias, slope, other = inputs[1:]
-    found = fused(image, weight, bias, channels, 1, 1e-5, slope, other, running, shift, 0.1)
+    weight, bias, slope, other, others_bias = inputs[1:]
+    found = fused(image, weight, bias, channels, 1, 1e-5, "prelu", slope, other, others_bias, running, shift, 0.1)
     normal = F.batch_norm(doubles[0], means, variances, doubles[1], doubles[2], True, 0.1, 1e-5)
-    expected = F.prelu(normal, doubles[3]) + (0 if other is None else doubles[4])
+    expected = F.prelu(normal, doubles[3]) + (0 if other is None else doubles[4] + doubles[5].view(-1, 1, 1, 1))
     check(found, expected, inputs, doubles, BOUNDS[dtype], drawn(*found.shape, dtype=dtype, seed=8))
     assert torch.allclose(running[0].double(), means + 0.1 * shift, atol=1e-6)
     assert torch.allclose(running[1].double(), variances, atol=1e-6)
     assert running[2].item() == 4
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("kind", ["none", "relu", "sum_relu"])
+@pytest.mark.parametrize("shape", [(3, 16, 5, 7), (2, 3, 9, 4), (1, 128, 3, 5)])
+def test_batch_norm_sum_and_relu_are_torchs(shape, kind, dtype):
+    image, residual = (drawn(*shape, dtype=dtype, seed=seed) for seed in (0, 4))
+    inputs = [image, drawn(shape[1], seed=1), drawn(shape[1], seed=2), residual if kind == "sum_relu" else None]
+    inputs = [None if each is None else each.requires_grad_() for each in inputs]
+    doubles = exact(inputs)
+    found = fused(*inputs[:3], shape[1], 1, 1e-5, kind, None, inputs[3])
+    expected = F.batch_norm(doubles[0], None, None, doubles[1], doubles[2], True)
+    expected = expected if doubles[3] is None else expected + doubles[3]
+    expected = expected if kind == "none" else F.relu(expected)
+    assert (found.dtype, found.stride()) == (dtype, image.stride())
+    check(found, expected, inputs, doubles, BOUNDS[dtype], drawn(*shape, dtype=dtype, seed=3))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("kind", ["relu", "sum_relu"])
+def test_gradients_of_several_uses_are_added_whatever_their_strides(kind, dtype):
+    """Of three: one lies in half of a wider tensor's rows, as behind a concatenation."""
+    shape = (2, 8, 3, 4, 5)
+    image, residual = (drawn(*shape, dtype=dtype, seed=seed).requires_grad_() for seed in (0, 1))
+    given = [image, torch.ones(8, requires_grad=True), torch.zeros(8, requires_grad=True), residual]
+    doubles = exact(given)
+
+    def uses(y, apart):
+        one, rest = apart(y)
+        two, three = apart(rest)
+        wide = torch.cat([two, two * 2], 1)
+        return (
+            (one.float() * 3).square().sum()
+            + (wide.float() * torch.arange(16).view(-1, 1, 1, 1)).sum()
+            + three.float().sum()
+        )
+
+    added = residual if kind == "sum_relu" else None
+    with count_operators() as counted:
+        uses(fused(*given[:3], 8, 1, 1e-5, kind, None, added), fork).backward()
+    expected = F.batch_norm(doubles[0], None, None, doubles[1], doubles[2], True)
+    uses(F.relu(expected + doubles[3] if kind == "sum_relu" else expected), lambda y: (y, y)).backward()
+    for number, (one, other) in enumerate(zip(given, doubles, strict=True)):
+        if other.grad is not None:
+            assert (one.grad - other.grad).abs().max() <= 2 * BOUNDS[dtype] * other.grad.abs().max(), number
+    assert counted["aten::add"] == 3  # of the two losses, and of two * 2 with two: none of the norm's
+
+
+def test_what_comes_from_elsewhere_is_forked_by_torch():
+    image = drawn(2, 8, 3, 4, 5).requires_grad_()
+    for each in (image, image * 2, image.detach()):
+        assert all(one is each for one in fork(each))
 
 
 @interpreted
@@ -158,8 +217,12 @@ def test_the_twin_is_differentiable_to_the_bit_of_its_numbers(module):
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(
     ("network", "name"),
-    [(segresnet3d(1, 2, 8, (1, 1)), norms.GROUP), (unet3d(1, 2, (4, 8), 1), norms.BATCH)],
-    ids=["segresnet", "unet"],
+    [
+        (segresnet3d(1, 2, 8, (1, 1)), norms.GROUP),
+        (unet3d(1, 2, (4, 8), 1), norms.BATCH),
+        (ResidualBlock(4, 8, 2), norms.RELU),
+    ],
+    ids=["segresnet", "unet", "resnet"],
 )
 def test_its_trial_passes_and_finds_a_planted_fault(network, name, dtype, everywhere, monkeypatch):
     monkeypatch.setattr(norms, "_SHAPE", (2, 6, 5, 4))
@@ -175,17 +238,22 @@ def test_its_trial_passes_and_finds_a_planted_fault(network, name, dtype, everyw
 @interpreted
 @pytest.mark.parametrize(
     ("network", "name"),
-    [(segresnet3d(1, 2, 8, (1, 2)), norms.GROUP), (unet3d(1, 2, (4, 8, 8), 2), norms.BATCH)],
-    ids=["segresnet", "unet"],
+    [
+        (segresnet3d(1, 2, 8, (1, 2)), norms.GROUP),
+        (unet3d(1, 2, (4, 8, 8), 2), norms.BATCH),
+        (nn.Sequential(nn.Conv2d(1, 4, 1), ResidualBlock(4, 8, 2), ResidualBlock(8, 8)), norms.RELU),
+    ],
+    ids=["segresnet", "unet", "resnet"],
 )
 def test_a_network_with_them_learns_as_without(network, name, everywhere):
     """Logits, gradients and statistics, which then tell in evaluation; each kernel runs once for a normalisation."""
     fused, plain = copy.deepcopy(network), copy.deepcopy(network)
-    image = drawn(2, 1, 8, 8, 8)
+    flat = name == norms.RELU
+    image, layout = (drawn(2, 1, 16, 16), torch.channels_last) if flat else (drawn(2, 1, 8, 8, 8), LAYOUT)
     for each in (fused, plain):
-        each.to(memory_format=LAYOUT)
+        each.to(memory_format=layout)
         with trust.trusting(*[name] * (each is fused)):
-            each.train()(image).square().mean().backward()
+            each.train()(image).pow(3).mean().backward()
         each.eval()
     for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None)
@@ -212,7 +280,8 @@ def test_operators_have_true_fakes():
         running = [torch.empty(16), torch.empty(16), torch.empty((), dtype=torch.int64), torch.empty(16)]
         for found in (
             fused(image, weight, bias, 8, 2, 1e-5),
-            fused(image, weight, bias, 16, 1, 1e-5, slope, image, running[:3], running[3], 0.1),
+            fused(image, weight, bias, 16, 1, 1e-5, "prelu", slope, image, weight, running[:3], running[3], 0.1),
+            fused(image, weight, bias, 16, 1, 1e-5, "sum_relu", None, image),
         ):
             assert (found.shape, found.stride(), found.dtype) == (image.shape, image.stride(), image.dtype)
             found.sum().backward()
@@ -229,6 +298,6 @@ def test_kernels_compile_without_local_memory_or_spills(capability):
     done = subprocess.run([sys.executable, worker, str(capability)], **given)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 16
+    assert len(lines) == 20
     for line in lines:
         assert line.endswith("local 0 spilled 0 atomics 0"), line
