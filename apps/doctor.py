@@ -8,23 +8,39 @@ something is to be mended.
 """
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from medspeed.apps import APPS
+from medspeed.common.flags import Parser
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; what follows `--` is the app's."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--app", choices=APPS, help="train a little with it; without, look at the machine alone")
+    parser.add_argument("--json", type=Path, help="file for all that was found")
+    parser.add_argument("flags", nargs="*", help="flags of the app's train.py, after --")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    parse_options()  # before torch is loaded, so that --help answers at once
+
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from medspeed.apps.doctor_machine import check_machine
 from medspeed.apps.doctor_probes import batch_parts, step_times
 from medspeed.apps.doctor_verdict import Bound, Measured, Verdict, diagnose
-from medspeed.apps.opening import APPS, open_training, parse_flags
+from medspeed.apps.opening import open_training, parse_flags
 from medspeed.common.config import replaced
 from medspeed.common.console import Kind, say
 from medspeed.common.data.dataset import read_dataset, split_cases
 from medspeed.common.files import read_json_lines, write_json
-from medspeed.common.flags import Parser
 from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run, one_line_errors
 from medspeed.common.training.config import SegmentationConfig, TrainingConfig, decided
@@ -40,11 +56,11 @@ _KINDS: dict[str, Kind] = {"good": "note", "note": "note", "warning": "warning",
 def switches(config: TrainingConfig) -> dict[Bound, str]:
     """Return what to turn for each bound; a bound for which this configuration has nothing to turn is left out."""
     found: dict[Bound, str] = {
-        "validation": "raise --validate_every",
+        "validation": "raise --validate-every",
         "checkpointing": "write the run to a local disk (--run)",
         "logging": "write the run to a local disk (--run)",
         "workers": "raise --workers",
-        "kernel launch": "raise --batch_size" + ("" if config.compile else ", or try --compile true"),
+        "kernel launch": "raise --batch-size" + ("" if config.compile else ", or try --compile"),
     }
     volumes = isinstance(config, SegmentationConfig)
     if config.ours if isinstance(config, SegmentationConfig) else getattr(config, "source", "resident") == "resident":
@@ -58,15 +74,6 @@ def switches(config: TrainingConfig) -> dict[Bound, str]:
         "augmentation": "which cuts and augments whole batches on the device",
     }
     return {**found, **{bound: f"take {ours}, {why}" for bound, why in resident.items()}}
-
-
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; what follows `--` is the app's."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("--app", choices=APPS, help="train a little with it; without, look at the machine alone")
-    parser.add_argument("--json", type=Path, help="file for all that was found")
-    parser.add_argument("flags", nargs="*", help="flags of the app's train.py, after --")
-    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

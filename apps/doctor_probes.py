@@ -68,7 +68,7 @@ def step_times(setup: Setup, auto: Precision) -> tuple[float, float | None, dict
     weight = next(each for each in setup.network.parameters() if each.dim() == batch.image.dim() and each.shape[1] > 1)
     is_inner = weight.is_contiguous(memory_format=inner) and not weight.is_contiguous()
     other = torch.contiguous_format if is_inner else inner
-    others[f"--channels_last {str(not is_inner).lower()}"] = _step(setup, batch, setup.precision, other)
+    others["--no-channels-last" if is_inner else "--channels-last"] = _step(setup, batch, setup.precision, other)
     return now, doubled, others
 
 

@@ -2,14 +2,10 @@
 
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from medspeed.common.run import Run
 from medspeed.common.training.fit import Setup
-
-APPS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/train.py")))
-"""Names of the apps: their folders."""
 
 
 def parse_flags(app: str, flags: Sequence[str]) -> Any:  # noqa: ANN401 - the app's configuration

@@ -10,15 +10,32 @@ Run: python benchmarks/compare.py APP --data FOLDER [--part preparation step inf
 --part step --sides fast --cases 2 --rounds 1 --output FILE.json, in turn in the work tree of each.
 """
 
-import argparse
+from pathlib import Path
+
+from medspeed.benchmarks import GUIDES
+from medspeed.common.flags import Parser
+
+PARSER = Parser(description=__doc__)
+PARSER.add_argument("app", choices=GUIDES)
+PARSER.add_argument("--data", type=Path, required=True, help="folder in MSD layout, or of slides")
+_PARTS = ("preparation", "step", "inference", "quality")
+PARSER.add_argument("--part", nargs="+", choices=_PARTS, default=_PARTS, help="what to measure; default all")
+PARSER.add_argument("--sides", choices=("both", "fast"), default="both", help="fast: ours alone")
+PARSER.add_argument("--cases", type=int, default=8, help="cases to prepare; half as many are segmented (scanned)")
+PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs")
+PARSER.add_argument("--device", help="default: cuda where there is a GPU")
+PARSER.add_argument("--output", type=Path, help="JSON file for the figures")
+
+if __name__ == "__main__":
+    PARSER.parse_args()  # before torch is loaded, so that --help answers at once
+
 import tempfile
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from medspeed.benchmarks.harness import GUIDES, Options, Row, Values, row, show
+from medspeed.benchmarks.harness import Options, Row, Values, row, show
 from medspeed.common.config import replaced
 from medspeed.common.files import write_json
 from medspeed.common.run import environment
@@ -39,18 +56,8 @@ def quality(options: Options) -> list[Row]:
 
 def main() -> None:
     """Run the parts that were asked for, print their rows, and write all of it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("app", choices=GUIDES)
-    parser.add_argument("--data", type=Path, required=True, help="folder in MSD layout, or of slides")
-    parts = ("preparation", "step", "inference", "quality")
-    parser.add_argument("--part", nargs="+", choices=parts, default=parts, help="what to measure; default all")
-    parser.add_argument("--sides", choices=("both", "fast"), default="both", help="fast: ours alone")
-    parser.add_argument("--cases", type=int, default=8, help="cases to prepare; half as many are segmented (scanned)")
-    parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
-    given = parser.parse_args()
-    device = torch.device(given.device)
+    given = PARSER.parse_args()
+    device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
         options = Options(given.app, device, given.rounds, Path(folder), given.sides == "both")

@@ -39,8 +39,6 @@ Values = dict[str, list[float]]
 Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
-GUIDES = sorted(path.stem for path in (ROOT / "benchmarks" / "guides").glob("[a-z]*.py"))
-"""The apps that have a guide to be compared with: the modules of `benchmarks/guides`."""
 
 RATE = 0.01  # of our steps
 

@@ -10,47 +10,25 @@ ladder.md and time.png; what cannot run here is listed with its reason. With 16 
 """
 
 import argparse
-import math
-import os
-import statistics
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import numpy as np
-import torch
 import yaml
-from matplotlib.figure import Figure
-from tqdm import tqdm
 
-from medspeed.apps.opening import APPS, parse_flags
-from medspeed.benchmarks.harness import GUIDES, guide_of
-from medspeed.benchmarks.ladder_parts import Figures, climb_rung, datasets, in_a_process, loaders, steps
-from medspeed.common.config import flat, replaced
-from medspeed.common.files import write_json, write_text
-from medspeed.common.observe.plots import save_png
-from medspeed.common.run import environment
-from medspeed.common.training.config import TrainingConfig
+from medspeed.apps import APPS
+from medspeed.benchmarks import GUIDES
+from medspeed.common.flags import Parser
 
-RAM_DISK = Path("/dev/shm")
 RUNGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("rungs.yaml").read_text(encoding="utf-8"))
-_SHORT = 2  # epochs of a single change, of which the second is timed
-_TARGET = 0.9  # of the quality that fast has in the end: what "seconds to" counts to
-_BEFORE = "times as fast as the rung before"
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("app", choices=APPS)
     parser.add_argument("--data", type=Path, help="folder of the dataset; by default small phantoms or slides")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--seeds", type=int, default=1, help="rounds; each has its seed")
     parser.add_argument("--epochs", type=int, help="of each rung of the climb; by default those of rungs.yaml")
     parser.add_argument("--output", type=Path, help="folder; by default runs/ladder-APP")
@@ -61,17 +39,51 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return given
 
 
+if __name__ == "__main__":
+    parse_options()  # before torch is loaded, so that --help answers at once
+
+import math
+import os
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from medspeed.apps.opening import parse_flags
+from medspeed.benchmarks.harness import guide_of
+from medspeed.benchmarks.ladder_parts import Figures, climb_rung, datasets, in_a_process, loaders, steps
+from medspeed.common.config import flat, replaced
+from medspeed.common.files import write_json, write_text
+from medspeed.common.observe.plots import save_png
+from medspeed.common.run import environment
+from medspeed.common.training.config import TrainingConfig
+
+RAM_DISK = Path("/dev/shm")
+_SHORT = 2  # epochs of a single change, of which the second is timed
+_TARGET = 0.9  # of the quality that fast has in the end: what "seconds to" counts to
+_BEFORE = "times as fast as the rung before"
+
+
 def main() -> None:
     """Climb, and write what was found."""
     arguments = parse_options()
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     app, output = arguments.app, arguments.output or Path("runs") / f"ladder-{arguments.app}"
     began = time.perf_counter()
-    about = environment(torch.device(arguments.device))  # now: the files may change while it climbs
+    about = environment(torch.device(device))  # now: the files may change while it climbs
     with tempfile.TemporaryDirectory(prefix="ladder-") as made:
         folder = Path(made)
         data = arguments.data or guide_of(app).make_data(folder / "data", small=True)
         epochs = arguments.epochs or RUNGS[app]["epochs"]
-        record = measure(app, data, arguments.device, arguments.seeds, epochs, folder)
+        record = measure(app, data, device, arguments.seeds, epochs, folder)
     record |= {"environment": about, "seconds in all": round(time.perf_counter() - began, 1)}
     write_json(output / "ladder.json", record)
     write_text(output / "ladder.md", markdown(record) + "\n")

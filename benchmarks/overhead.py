@@ -5,13 +5,23 @@ Run: python benchmarks/overhead.py [--rounds 20] [--steps 16] [--output FILE.jso
 The network is the spleen app's on a CPU, or on the GPU where there is one. NVTX ranges are on where torch has NVTX.
 """
 
-import argparse
+from pathlib import Path
+
+from medspeed.common.flags import Parser
+
+PARSER = Parser(description=__doc__)
+PARSER.add_argument("--rounds", type=int, default=20, help="pairs")
+PARSER.add_argument("--steps", type=int, default=16, help="steps of each side in a pair")
+PARSER.add_argument("--output", type=Path, help="JSON file for the figures")
+
+if __name__ == "__main__":
+    PARSER.parse_args()  # before torch is loaded, so that --help answers at once
+
 import statistics
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -29,11 +39,7 @@ _CHANNELS, _CROP, _BATCH = (8, 16, 32, 64), (64, 64, 48), 4  # the spleen app's 
 
 def main() -> None:
     """Time both sides and print what watching adds to a step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="pairs")
-    parser.add_argument("--steps", type=int, default=16, help="steps of each side in a pair")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
-    arguments = parser.parse_args()
+    arguments = PARSER.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     step = make_step(device)
     pairs = [pair(step, arguments.steps, device) for _ in range(arguments.rounds + 1)][1:]

@@ -6,28 +6,35 @@ It trains the app on its small synthetic data with torchrun, the same global bat
 (or patches) per second of the last epoch.
 """
 
-import argparse
-import tempfile
 from pathlib import Path
+
+from medspeed.benchmarks import GUIDES
+from medspeed.common.flags import Parser
+
+PARSER = Parser(description=__doc__)
+PARSER.add_argument("--app", choices=GUIDES, default="brats", help="whose training")
+PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs")
+PARSER.add_argument("--ranks", type=int, default=2, help="ranks of the second side; one core each")
+PARSER.add_argument("--output", type=Path, help="JSON file for the figures")
+
+if __name__ == "__main__":
+    PARSER.parse_args()  # before torch is loaded, so that --help answers at once
+
+import tempfile
 from typing import Any
 
 import torch
 
-from medspeed.benchmarks.harness import GUIDES, call, guide_of, median, ratio, tell
+from medspeed.benchmarks.harness import call, guide_of, median, ratio, tell
 from medspeed.common.files import read_json_lines
 from medspeed.common.run import environment
 
-_SETTINGS = ["--device", "cpu", "--epochs", "2", "--batch_size", "4", "--engine", "none", "--validate_every", "2"]
+_SETTINGS = ["--device", "cpu", "--epochs", "2", "--batch-size", "4", "--engine", "none", "--validate-every", "2"]
 
 
 def main() -> None:
     """Run both sides in turn, print a line per figure, and write all of it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--app", choices=GUIDES, default="brats", help="whose training")
-    parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the second side; one core each")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
-    given = parser.parse_args()
+    given = PARSER.parse_args()
     seconds: dict[int, list[float]] = {1: [], given.ranks: []}
     losses: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

@@ -7,18 +7,30 @@ The record is benchmarks/records/DATE_DEVICE_APP-guide-against-fast; look at it,
 know, and commit it.
 """
 
-import argparse
 import datetime
+from pathlib import Path
+
+from medspeed.benchmarks import GUIDES
+from medspeed.common.flags import Parser
+
+PARSER = Parser(description=__doc__)
+PARSER.add_argument("app", choices=GUIDES)
+PARSER.add_argument("--data", type=Path, help="folder of the dataset")
+PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs")
+PARSER.add_argument("--today", default=datetime.date.today().isoformat(), help="date in the record's name")
+
+if __name__ == "__main__":
+    PARSER.parse_args()  # before torch is loaded, so that --help answers at once
+
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 
-from medspeed.benchmarks.harness import GUIDES, ROOT, Row, guide_of, show
+from medspeed.benchmarks.harness import ROOT, Row, guide_of, show
 from medspeed.common.files import read_object, write_text
 from medspeed.common.inference.predictors import computes_bf16
 
@@ -28,12 +40,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 
 def main() -> None:
     """Measure, write the record, and update the page of results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("app", choices=GUIDES)
-    parser.add_argument("--data", type=Path, help="folder of the dataset")
-    parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
-    parser.add_argument("--today", default=datetime.date.today().isoformat(), help="date in the record's name")
-    given = parser.parse_args()
+    given = PARSER.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name().lower().replace(" ", "-") if device == "cuda" else device
     name += "-bf16" if device == "cpu" and computes_bf16(torch.device(device)) else ""

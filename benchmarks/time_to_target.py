@@ -10,12 +10,33 @@ own clock is checked against this process's.
 """
 
 import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from medspeed.benchmarks import GUIDES
+from medspeed.common.flags import Parser
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--app", required=True, choices=GUIDES)
+    parser.add_argument("--until", required=True, help="METRIC=VALUE")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the dataset")
+    parser.add_argument("--seeds", type=int, default=5, help="runs, of the seeds 0, 1, ...")
+    parser.add_argument("--warm", action="store_true", help="run each seed twice, and tell of the second time, too")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument("flags", nargs="*", help="flags of train.py, after --")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    parse_options()  # before torch is loaded, so that --help answers at once
+
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +47,7 @@ from scipy.stats import mannwhitneyu
 from medspeed.apps.pathology.config import PathologyConfig
 from medspeed.apps.pathology.patches.store import decoded
 from medspeed.apps.pathology.patches.tables import find_tables
-from medspeed.benchmarks.harness import GUIDES, call, tell
+from medspeed.benchmarks.harness import call, tell
 from medspeed.benchmarks.volumes import dices
 from medspeed.common.clock import Clock
 from medspeed.common.data.dataset import read_dataset
@@ -36,19 +57,6 @@ from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run, environment
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d
-
-
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--app", required=True, choices=GUIDES)
-    parser.add_argument("--until", required=True, help="METRIC=VALUE")
-    parser.add_argument("--data", type=Path, required=True, help="folder of the dataset")
-    parser.add_argument("--seeds", type=int, default=5, help="runs, of the seeds 0, 1, ...")
-    parser.add_argument("--warm", action="store_true", help="run each seed twice, and tell of the second time, too")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
-    parser.add_argument("flags", nargs="*", help="flags of train.py, after --")
-    return parser.parse_args(arguments)
 
 
 def main() -> None:
@@ -118,7 +126,7 @@ def judge_segmentation(app: str, run: Path) -> float:
         images.mkdir()
         for case in cases:
             (images / case.image.name).symlink_to(case.image)
-        call(f"apps/{app}/infer.py", "--model", run, "--input", images, "--output", masks, "--overlays", "false")
+        call(f"apps/{app}/infer.py", "--model", run, "--input", images, "--output", masks, "--no-overlays")
         for case in cases:
             assert case.label is not None
             each = dices([masks / case.image.name], [case.label], regions)

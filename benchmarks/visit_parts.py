@@ -3,18 +3,34 @@
 Run: python benchmarks/visit_parts.py --part survey|APP --to FILE.json [--ways WAY ...] [-- FLAGS of train.py]
 """
 
-import argparse
+from pathlib import Path
+
+from medspeed.apps import APPS
+from medspeed.common.flags import Parser
+
+WAYS: dict[str, dict[str, str]] = {
+    "guide": {}, "eager": {}, "graph": {"graph": "auto"}, "fused": {"graph": "auto", "kernels": "fused"},
+    "compiled": {"compile": "true"},
+}  # fmt: skip
+PARSER = Parser(description=__doc__)
+PARSER.add_argument("--part", required=True, choices=("survey", *APPS), help="an app: its steps")
+PARSER.add_argument("--to", type=Path, required=True, help="JSON file for the figures")
+PARSER.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="to a step; default all")
+PARSER.add_argument("flags", nargs="*", help="flags of train.py, after --")
+
+if __name__ == "__main__":
+    PARSER.parse_args()  # before torch is loaded, so that --help answers at once
+
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medspeed.apps.opening import APPS, open_training, parse_flags
+from medspeed.apps.opening import open_training, parse_flags
 from medspeed.benchmarks.harness import Options, median
 from medspeed.benchmarks.ladder import attempt
 from medspeed.common.clock import repeated
@@ -38,10 +54,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, .
 }
 LAYOUTS = {"channels last": (True, False), "contiguous": (False, False), "channels last, benchmark": (True, True)}
 PASSES = {"forward": None, "image's gradient": [True, False, False], "weight's gradient": [False, True, False]}
-WAYS: dict[str, dict[str, str]] = {
-    "guide": {}, "eager": {}, "graph": {"graph": "auto"}, "fused": {"graph": "auto", "kernels": "fused"},
-    "compiled": {"compile": "true"},
-}  # fmt: skip
 OFF = {"graph": "off", "kernels": "torch", "compile": "false"}  # what a way does not name
 _ROUNDS = 10
 
@@ -143,12 +155,7 @@ def guide_steps(app: str, config: Any, device: torch.device) -> Figures:  # noqa
 
 def main() -> None:
     """Run a part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", required=True, choices=("survey", *APPS), help="an app: its steps")
-    parser.add_argument("--to", type=Path, required=True, help="JSON file for the figures")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="to a step; default all")
-    parser.add_argument("flags", nargs="*", help="flags of train.py, after --")
-    given = parser.parse_args()
+    given = PARSER.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if given.part in APPS:
         steps(given.part, given.flags, given.ways, device, given.to)

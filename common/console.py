@@ -24,7 +24,7 @@ _verbosity: Verbosity = "normal"  # of the process
 _REMEDIES = {
     r"MemoryError|an't allocate memory|Unable to allocate|out of memory|[Ss]torage size calculation overflowed|"
     r"could not create a primitive$|can't start new thread":  # oneDNN's word for it, and Python's
-        "there is not so much memory: lower --batch_size, --crop_size or --windows.size, or take a smaller network",
+        "there is not so much memory: lower --batch-size, --crop-size or --windows.size, or take a smaller network",
     r"shared memory|/torch_\d+":
         "/dev/shm is too small for batches on their way: enlarge it (docker run --shm-size 2g), or lower --workers",
     r"DataLoader worker":

@@ -29,7 +29,7 @@ _PLAIN = {  # what argparse says, and what we do
 }
 _WORDS = {int: "whole number", float: "number", Path: "path", str: "word"}
 _EXAMPLES = {int: "64 64 48", float: "1.5 1.5 2", Path: "train.csv validate.csv", str: "background spleen"}
-_VALUES = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", bool: None}
+_VALUES: dict[Any, str | None] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", bool: None}
 _VERBOSITY = {
     "--quiet": "print only errors, warnings and the final result",
     "--verbose": "print every choice in a line of its own, and tracebacks of errors",
@@ -44,6 +44,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=min(120, shutil.get_terminal_size((120, 24)).columns))
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return str(_VALUES.get(action.type, "TEXT"))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.default is not argparse.SUPPRESS:

@@ -55,6 +55,9 @@ FLAGS = {
     "benchmarks/time_to_target.py": f"{_SEEDS} app until warm",
     "benchmarks/overhead.py": "rounds steps output",
     "benchmarks/ranks.py": "rounds ranks output",
+    "benchmarks/floor.py": "gpu",
+    "benchmarks/visit_parts.py": "part to ways",
+    "benchmarks/fake_cuda/__main__.py": "write",
 }
 for _command in [each for each in FLAGS if not each.startswith(("benchmarks/", "data_scripts/make_phantoms.py"))]:
     FLAGS[_command] += " quiet verbose"
@@ -79,16 +82,31 @@ RUN_FILES = (
 SCAN_FILES = ("phantom_000.nii.gz", "phantom_000.png", "measurements.csv", "timings.json", "timeline.png", "records")
 
 
-_SLOW = ("benchmarks/", "apps/doctor.py")  # they load torch before they answer
+# Runs a script as the interpreter does, then tells what was loaded of what takes seconds.
+_LOADED = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    print("loaded:", *sorted({"torch", "monai", "matplotlib"} & set(sys.modules)))
+    sys.exit(end.code)
+"""
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(each, marks=[pytest.mark.slow] * each.startswith(_SLOW)) for each in FLAGS]
-)
-def test_a_command_has_every_flag_that_was_promised(command):
+def test_every_program_is_listed():
+    """But the guides of the benchmarks, which import nothing of ours, and what takes no flags."""
+    code = [path for room in ("apps", "data_scripts", "benchmarks") for path in (ROOT / room).rglob("*.py")]
+    programs = {path for path in code if re.search(r"Parser\(|parse_config\(|    CONFIG = parse\(", path.read_text())}
+    programs = {path for path in programs if path.parent.name != "peers"}
+    assert {path.relative_to(ROOT).as_posix() for path in programs} == {command.split()[0] for command in FLAGS}
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_a_command_has_every_flag_that_was_promised_and_says_so_at_once(command):
     script, *words = command.split()
     done = subprocess.run(
-        [sys.executable, ROOT / script, *words, "--help"],
+        [sys.executable, "-c", _LOADED, ROOT / script, *words, "--help"],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "120"},
         capture_output=True,
@@ -99,6 +117,7 @@ def test_a_command_has_every_flag_that_was_promised(command):
     found = set(re.findall(r"--([a-z][a-z0-9_.-]+)", done.stdout))
     assert set(FLAGS[command].replace("_", "-").split()) <= found
     assert done.stdout.count("\n") <= 100  # two screens
+    assert done.stdout.endswith("loaded:\n")
 
 
 def test_the_changelog_names_every_flag_that_went():

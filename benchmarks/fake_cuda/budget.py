@@ -1,12 +1,10 @@
 """The budget: what steps and validations may cost, and what they cost now."""
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from medspeed.apps.opening import APPS
 from medspeed.benchmarks.fake_cuda.costs import Totals, total
 from medspeed.benchmarks.fake_cuda.steps import VARIANTS, flags_of, opened, write_data
 from medspeed.common.files import write_json
@@ -36,21 +34,17 @@ def exceeded(costs: Mapping[str, int], budget: Mapping[str, int]) -> Iterator[st
             yield f"{name}: {costs[name]:,}, and the budget is {budget[name]:,}"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(apps: Sequence[str], write: bool) -> None:
     """Count, compare with the table, and write it where that is asked for."""
-    parser = argparse.ArgumentParser(prog="python -m medspeed.benchmarks.fake_cuda", description=__doc__)
-    parser.add_argument("apps", nargs="*", choices=[*APPS, []], help="all by default")
-    parser.add_argument("--write", action="store_true", help="make what is counted now the budget")
-    options = parser.parse_args(arguments)
     table = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
-    for app in options.apps or APPS:
+    for app in apps:
         with TemporaryDirectory() as folder:
             now = measure(app, write_data(app, Path(folder) / "data"))
         for variant, costs in now.items():
             before = table.get(app, {}).get(variant, {})
             print(f"{app}, {variant}: " + ", ".join(_change(name, before.get(name), costs[name]) for name in costs))
         table[app] = now
-    if options.write:
+    if write:
         write_json(TABLE, table)
 
 

@@ -1,6 +1,5 @@
 """How long a training step would take on a GPU: an estimate from what is counted, and the floor below it."""
 
-import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,25 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from medspeed.apps.opening import APPS
 from medspeed.benchmarks.fake_cuda.costs import Kernel, Kind, kernels
 from medspeed.benchmarks.fake_cuda.device import Layout, Operator
+from medspeed.benchmarks.fake_cuda.gpus import GPUS, Gpu
 from medspeed.benchmarks.fake_cuda.steps import opened, write_data
 from medspeed.common.observe.roofline import count_work, floor
-
-
-class Gpu(NamedTuple):
-    """What a GPU reaches: products of matrices in bf16, FLOP/s, and a large copy, bytes/s."""
-
-    flops: float
-    bandwidth: float
-
-
-# An H200 was measured once, at 0.80 and 0.90 of its data sheet; the others have those shares of theirs (NVIDIA; dense
-# bf16 that adds up in float32; SXM, and the A100 with 80 GB).
-_DATA_SHEETS = {"h100": (989e12, 3.35e12), "a100": (312e12, 2.04e12), "l40s": (362e12, 0.864e12)}
-_DATA_SHEETS |= {"rtx5090": (209.5e12, 1.79e12)}
-GPUS = {"h200": Gpu(790e12, 4.3e12)} | {name: Gpu(0.8 * a, 0.9 * b) for name, (a, b) in _DATA_SHEETS.items()}
 
 # Of the bandwidth of a large copy, and of the products of large matrices, what kernels of each kind reach.
 _BANDWIDTH: dict[Kind, float] = {
@@ -97,22 +82,18 @@ def compiled(operators: Sequence[Operator]) -> list[list[Kernel]]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Count a step of an app and print its floor and its estimates on a GPU."""
-    parser = argparse.ArgumentParser(prog="python benchmarks/floor.py", description=__doc__)
-    parser.add_argument("app", choices=APPS)
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="default: %(default)s")
-    options = parser.parse_args(arguments)
-    gpu: Gpu = GPUS[options.gpu]
+def main(app: str, name: str) -> None:
+    """Count a step of an app and print its floor and its estimates on a GPU of a name."""
+    gpu = GPUS[name]
     with TemporaryDirectory() as folder:
-        data = write_data(options.app, Path(folder) / "data")
-        plain, fused = (_step(options.app, data, flags) for flags in (("--kernels", "torch"), ()))
-        with opened(options.app, data) as training:
+        data = write_data(app, Path(folder) / "data")
+        plain, fused = (_step(app, data, flags) for flags in (("--kernels", "torch"), ()))
+        with opened(app, data) as training:
             shape = next(iter(training.setup.batches.epoch(0))).image.shape
     work = count_work(_without_device(training.setup.network), shape)
     least, flops = floor(work, 2, *gpu), sum(each.flops for each in work)
     reached = f"{gpu.flops / 1e12:.0f} TFLOP/s and {gpu.bandwidth / 1e12:.2f} TB/s"
-    print(f"AN ESTIMATE, nothing was run: a training step of {options.app} in bf16 on one {options.gpu} ({reached})")
+    print(f"AN ESTIMATE, nothing was run: a training step of {app} in bf16 on one {name} ({reached})")
     print(f"floor of its layers, {flops / 1e12:.3f} TFLOP: {1e3 * least:.2f} ms")
     rows = {
         "plain torch, eager": estimate(map(kernels, plain), gpu),

@@ -44,7 +44,7 @@ _NAMES = {
 
 def flags_of(app: str, variant: str) -> Sequence[str]:
     """Return the flags of an app's variant; the batch of brats is one crop, which has no parts."""
-    crops = ("--batch_size", "2") if app == "brats" and "parts" in variant else ()
+    crops = ("--batch-size", "2") if app == "brats" and "parts" in variant else ()
     return (*VARIANTS[variant], *crops)
 
 
@@ -107,7 +107,7 @@ def opened(app: str, data: Path, flags: Sequence[str] = ()) -> Iterator[Opened]:
     words += ["--kernels", "fused"]  # as where they are trusted; on zeros they are equal, and no time is judged
     if app in _NAMES:
         usual = import_module(f"medspeed.apps.{app}.train").DEFAULTS["cuda"]
-        words += ["--crop_size", str(list(usual.crop)), "--windows.size", str(list(usual.window))]
+        words += ["--crop-size", str(list(usual.crop)), "--windows.size", str(list(usual.window))]
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr), fake_cuda() as mode:
         parsed = parse_flags(app, [*words, "--run", f"{folder}/run", *flags])
         with start_run(parsed) as run, trust.trusting(), mock.patch.object(trust, "choose", _all):

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from monai.transforms import RandomizableTransform, Transform
 
-from medspeed.apps import doctor, doctor_probes
-from medspeed.apps.opening import APPS, parse_flags
+from medspeed.apps import APPS, doctor, doctor_probes
+from medspeed.apps.opening import parse_flags
 from medspeed.apps.spleen import guide
 from medspeed.apps.spleen import train as spleen_train
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig
@@ -225,9 +225,9 @@ def test_the_switches_are_flags_of_the_app():
         for recipe in import_module(f"medspeed.apps.{app}.config").RECIPES:
             config = parse_flags(app, ["--recipe", recipe])
             for text in doctor.switches(config).values():
-                flags = re.findall(r"--(\w+)", text)
+                flags = re.findall(r"--([\w-]+)", text)
                 assert flags
-                assert all(hasattr(config, flag) for flag in flags), text
+                assert all(hasattr(config, flag.replace("-", "_")) for flag in flags), text
 
 
 def test_a_mistyped_flag_of_the_app_ends_with_status_2(capsys):

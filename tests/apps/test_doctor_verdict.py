@@ -68,7 +68,7 @@ def test_a_step_that_hardly_grows_with_its_batch_is_too_small():
 
 
 def test_a_faster_setting_is_named_with_its_gain():
-    verdict = diagnose(replace(HEALTHY, alternatives={"--precision bf16": 0.5, "--channels_last true": 0.8}))
+    verdict = diagnose(replace(HEALTHY, alternatives={"--precision bf16": 0.5, "--channels-last": 0.8}))
     assert verdict.bound == "compute"
     assert verdict.text.endswith("; take --precision bf16")
     assert verdict.gain == pytest.approx(1 / (1 - 0.9 * 0.5))

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from medspeed.benchmarks.harness import GUIDES, ROOT, row
+from medspeed.benchmarks import GUIDES
+from medspeed.benchmarks.harness import ROOT, row
 from medspeed.benchmarks.record import PAGE, record_of, results_table, with_record
 from medspeed.common.files import write_json
 

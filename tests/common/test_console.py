@@ -114,17 +114,17 @@ def test_too_much_memory_is_one_line_with_advice(take):
         take()
     line = explained(found.value)
     assert line is not None
-    assert "lower --batch_size" in line
+    assert "lower --batch-size" in line
     assert "\n" not in line
 
 
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore"), "lower --batch_size"),
-        (MemoryError(), "lower --batch_size"),
-        (RuntimeError("could not create a primitive"), "lower --batch_size"),
-        (RuntimeError("can't start new thread"), "lower --batch_size"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore"), "lower --batch-size"),
+        (MemoryError(), "lower --batch-size"),
+        (RuntimeError("could not create a primitive"), "lower --batch-size"),
+        (RuntimeError("can't start new thread"), "lower --batch-size"),
         (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "), "lower --workers"),
         (RuntimeError("DataLoader worker (pid(s) 12) exited unexpectedly"), "lower --workers"),
         (RuntimeError("unable to allocate shared memory(shm) for file </torch_7_1_0>: No space left"), "/dev/shm"),

@@ -17,7 +17,7 @@ import torch
 import medspeed
 from medspeed import predict, train
 from medspeed.api import App, _as_function, _configured
-from medspeed.apps.opening import APPS
+from medspeed.apps import APPS
 from medspeed.apps.spleen.config import RECIPES
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.model import import_weights, save_weights

@@ -59,7 +59,7 @@ def sample_patches(
     parts = [each for pair in map_in_threads(draw, ordered, "drawing patches", workers, progress) for each in pair]
     place = np.repeat(np.arange(len(parts)), [len(corners) for corners in parts])
     if not len(place):
-        raise ValueError(f"{len(entries)} slides: no room for a patch of {size} pixels; choose a smaller --patch_size")
+        raise ValueError(f"{len(entries)} slides: no room for a patch of {size} pixels; choose a smaller --patch-size")
     return PatchTable(
         files=tuple(entry.path for entry in ordered),
         file=(place // 2).astype(np.int32),

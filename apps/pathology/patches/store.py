@@ -135,7 +135,7 @@ def stored_patches(table: PatchTable, folder: Path, pool: SlidePool, workers: in
         if needed > free:
             raise OSError(
                 f"{folder}: {len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB and "
-                f"{free / 2**30:.1f} GiB are free; make room, choose another --store, or fewer --patches_per_slide"
+                f"{free / 2**30:.1f} GiB are free; make room, choose another --store, or fewer --patches-per-slide"
             )
         with atomic_path(path) as part:
             pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)

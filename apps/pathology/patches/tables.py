@@ -160,7 +160,7 @@ def _of_both_kinds(tables: Tables, run: Run) -> Tables:
         kind = "tumour" if table.label.min() == 0 else "normal"
         raise ValueError(
             f"{tables.folder}: there is no {kind} patch among the {len(table)} for {name}, and no AUC without; add "
-            f"some, or choose another --held_out or --seed"
+            f"some, or choose another --held-out or --seed"
         )
     return tables
 

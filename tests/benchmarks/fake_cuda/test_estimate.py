@@ -8,7 +8,8 @@ import pytest
 from medspeed.benchmarks.fake_cuda import shim
 from medspeed.benchmarks.fake_cuda.costs import Kernel
 from medspeed.benchmarks.fake_cuda.device import Layout, Operator
-from medspeed.benchmarks.fake_cuda.estimate import GPUS, Gpu, compiled, estimate, seconds
+from medspeed.benchmarks.fake_cuda.estimate import compiled, estimate, seconds
+from medspeed.benchmarks.fake_cuda.gpus import GPUS, Gpu
 
 ROOT = Path(__file__).parents[3]
 GPU = Gpu(flops=100e12, bandwidth=1e12)
