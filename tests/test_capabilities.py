@@ -28,6 +28,7 @@ _VOLUMES = (
 )
 _INFER = "model input output backend precision device overlays"
 _EXPORT = "model to output precision int8 data init engine device"
+_EVALUATE = "predictions references model data labels output tolerance config print-config"
 _SEEDS = "data seeds output"
 
 FLAGS = {
@@ -38,6 +39,8 @@ FLAGS = {
     "apps/spleen/infer.py": f"{_INFER} flips fit_windows largest_component smallest_ml keep_patient",
     "apps/brats/infer.py": f"{_INFER} flips fit_windows largest_component smallest_ml keep_patient",
     "apps/pathology/infer.py": f"{_INFER} mode stride reader",
+    "apps/spleen/evaluate.py": _EVALUATE,
+    "apps/brats/evaluate.py": _EVALUATE,
     "apps/pathology/evaluate.py": "scans data",
     "apps/spleen/export.py": f"{_EXPORT} labels channels spacing window window_size overlap",
     "apps/brats/export.py": f"{_EXPORT} filters blocks_down spacing window_size overlap",
@@ -77,7 +80,7 @@ RUN_FILES = (
     "summary.json", "progress.png", "metrics.jsonl", "tensorboard", "report.html", "overlays", "best.safetensors",
     "checkpoints/last", "exports/model_fp32.onnx", "exports/model_fp16.onnx", "config.yaml", "plan.json",
     "fingerprint.json", "split.json", "environment.json", "digests.json", "model.json", "run.log", "monitor.csv",
-    "monitor.png", "profile/operations.txt",
+    "monitor.png", "profile/operations.txt", "evaluation.csv", "evaluation.json",
 )  # fmt: skip
 SCAN_FILES = ("phantom_000.nii.gz", "phantom_000.png", "measurements.csv", "timings.json", "timeline.png", "records")
 

@@ -32,6 +32,7 @@ from medspeed.apps.spleen.config import SpleenConfig, SpleenExport
 from medspeed.apps.spleen.config import parse as parse_spleen
 from medspeed.benchmarks import ladder, time_to_target
 from medspeed.common.config import config_to_yaml, parse_config
+from medspeed.common.inference import options
 from medspeed.common.inference.model import save_weights, write_model
 from medspeed.common.inference.options import InferConfig
 from medspeed.data_scripts import fetch_camelyon16, fetch_msd, make_phantoms, make_slides, to_msd
@@ -50,6 +51,8 @@ OTHERS: dict[str, type] = {
     "apps/spleen/infer.py": InferConfig,
     "apps/brats/infer.py": InferConfig,
     "apps/pathology/infer.py": ScanConfig,
+    "apps/spleen/evaluate.py": options.EvaluateConfig,
+    "apps/brats/evaluate.py": options.EvaluateConfig,
     "apps/pathology/evaluate.py": EvaluateConfig,
     "apps/spleen/export.py": SpleenExport,
     "apps/brats/export.py": BratsExport,

@@ -152,8 +152,8 @@ def gzipped(content: bytes | np.ndarray) -> bytes:
     return member.compress(content) + member.flush()
 
 
-def check_same_grid(image: Volume, label: Volume) -> None:
-    """Refuse a label that does not lie voxel on voxel on its image.
+def check_same_grid(image: Volume, label: Volume, kind: str = "image") -> None:
+    """Refuse a label that does not lie voxel on voxel on its image, or on what else `kind` says.
 
     Raises:
         ValueError: other shape, or corners further apart than a tenth of a voxel; both files, shapes and affines shown.
@@ -165,9 +165,9 @@ def check_same_grid(image: Volume, label: Volume) -> None:
     if label.voxels.shape == shape and distance <= MAX_GRID_DISTANCE * smallest:
         return
     raise ValueError(
-        f"{label.path} does not lie on the grid of its image {image.path}: shape {label.voxels.shape} against {shape}, "
-        f"corners up to {distance:.3g} mm apart (at most {MAX_GRID_DISTANCE * smallest:.3g}); affines "
-        f"{label.affine.round(4).tolist()} and {image.affine.round(4).tolist()}; resample the label onto the image"
+        f"{label.path} does not lie on the grid of its {kind} {image.path}: shape {label.voxels.shape} against "
+        f"{shape}, corners up to {distance:.3g} mm apart (at most {MAX_GRID_DISTANCE * smallest:.3g}); affines "
+        f"{label.affine.round(4).tolist()} and {image.affine.round(4).tolist()}; resample the label onto the {kind}"
     )
 
 

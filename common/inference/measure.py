@@ -59,6 +59,13 @@ def _kept(mask: np.ndarray, largest: bool, fewest: int) -> np.ndarray:
     return cc3d.largest_k(_bordered(mask), 1, connectivity=_CONNECTIVITY).astype(bool)[_INSIDE] if largest else mask
 
 
+def connected_components(mask: np.ndarray) -> np.ndarray:
+    """Return the number, from 1, of the connected component that each voxel of a mask [X, Y, Z] lies in, 0 outside."""
+    import cc3d
+
+    return np.asarray(cc3d.connected_components(_bordered(mask), connectivity=_CONNECTIVITY)[_INSIDE])
+
+
 def _bordered(mask: np.ndarray) -> np.ndarray:
     """Return a mask with a border of background: without one cc3d fails on some small or thin masks."""
     return np.pad(mask, 1)
@@ -105,13 +112,15 @@ def measure(labels: np.ndarray, affine: np.ndarray, regions: Sequence[Region]) -
     return tuple(_measure(region.name, np.isin(labels, region.members), affine) for region in regions)
 
 
-def write_measures(path: Path, scans: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Write a CSV with a row for each structure of each scan, atomically; the structures are `Measures` as JSON."""
+def write_measures(
+    path: Path, scans: Mapping[str, Sequence[Mapping[str, Any]]], columns: Sequence[str] = (), key: str = "scan"
+) -> None:
+    """Write a CSV with a row for each structure of each scan, atomically; the columns are those of `Measures`."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, ["scan", *(each.name for each in fields(Measures))], lineterminator="\n")
+    writer = csv.DictWriter(text, [key, *(columns or [each.name for each in fields(Measures)])], lineterminator="\n")
     writer.writeheader()
     for scan, found in scans.items():
-        writer.writerows({name: _cell(value) for name, value in {"scan": scan, **each}.items()} for each in found)
+        writer.writerows({name: _cell(value) for name, value in {key: scan, **each}.items()} for each in found)
     write_text(path, text.getvalue())
 
 
@@ -123,8 +132,6 @@ def _cell(value: object) -> object:
 
 
 def _measure(name: str, mask: np.ndarray, affine: np.ndarray) -> Measures:
-    import cc3d
-
     voxels = int(np.count_nonzero(mask))
     if not voxels:
         return Measures(name, 0, 0.0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -134,7 +141,7 @@ def _measure(name: str, mask: np.ndarray, affine: np.ndarray) -> Measures:
     vectors, mask = affine[:3, order], mask.transpose(order)
     extents = mask.shape * np.linalg.norm(vectors, axis=0)
     lengths = [round(float(each), 2) for each in (*_axial_diameters(mask, vectors[:, :2]), *extents)]
-    parts = int(cc3d.connected_components(_bordered(mask), connectivity=_CONNECTIVITY).max())
+    parts = int(connected_components(mask).max())
     volume_ml = round(voxels * abs(float(np.linalg.det(vectors))) / 1000, 3)
     return Measures(name, voxels, volume_ml, parts, *lengths)
 

@@ -1,5 +1,6 @@
 """What the inference script of each app is told; it loads no torch, so that --help answers at once."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,17 @@ ModelPrecision = Literal["fp32", "fp16", "int8"]
 """What an ONNX model or an engine may be in: INT8 is made from the export in fp32."""
 AnyPrecision = Literal[Precision, ModelPrecision]
 Backend = Literal["tensorrt", "onnxruntime", "torch"]
+DEFINITIONS = """
+All is measured on the grid of the files, in mm by their affine. Dice: 2 |A and B| / (|A| + |B|). A surface is the
+voxels of a mask with a face towards a voxel outside it or the edge of the image; distances go from every surface voxel
+of either mask to the nearest one of the other. NSD (surface Dice): the share of them within --tolerance. HD95: the
+larger of the two 95th percentiles. ASSD: the mean of them all. Volume error: prediction minus reference. A connected
+component (26 neighbors) of the reference is found if 10 percent of its voxels are predicted, one of the prediction is
+true if 10 percent of its voxels lie in the reference; sensitivity: found / all of the reference, precision: true / all
+of the prediction, F1: (found + true) / all of both. Empty masks: if both are, Dice and distances are undefined and the
+means leave the case out, as nnU-Net does; if one is, Dice and NSD are 0, HD95 and ASSD the diagonal of the image, as in
+BraTS. A missing prediction is listed, left out of the means, and ends the program with status 1."""
+"""The metrics of an evaluation, as the help shows them; surfaces, distances and percentiles are MONAI's."""
 
 
 @dataclass(frozen=True)
@@ -60,3 +72,37 @@ class InferConfig:
             raise ValueError(f"flips {self.flips!r}: must be some of the letters x, y and z, each once")
         if not 0 <= self.smallest_ml < float("inf"):
             raise ValueError(f"smallest_ml {self.smallest_ml}: must be a volume in ml, 0 to keep all")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """What an evaluation is told: two folders to compare, or a trained run and a dataset.
+
+    Args:
+        predictions: folder of label maps (.nii.gz, .nii), such as infer.py writes.
+        references: folder of label maps of the same names; a dataset.json one folder up names the labels.
+        model: instead of predictions: folder of a training run, which first segments the dataset.
+        data: instead of references: dataset with labels; of the one that the run was trained on, the validation cases.
+        labels: structures with their label numbers, such as WT=1+2+3 ET=3; without them, those of the run or of
+            dataset.json, or every number.
+        output: folder for the tables and label maps; without it, that of the predictions, or RUN/evaluation.
+        tolerance: of the NSD, mm.
+    """
+
+    predictions: Path | None = None
+    references: Path | None = None
+    model: Path | None = None
+    data: Path | None = None
+    labels: tuple[str, ...] = ()
+    output: Path | None = None
+    tolerance: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError where there are not two things to compare, or another value cannot be."""
+        given = [name for name in ("predictions", "references", "model", "data") if getattr(self, name) is not None]
+        if given not in (["predictions", "references"], ["model", "data"]):
+            raise ValueError(f"expected --predictions and --references, or --model and --data, found {given or 'none'}")
+        if not 0 <= self.tolerance < float("inf"):
+            raise ValueError(f"tolerance {self.tolerance}: must be a distance in mm, 0 or more")
+        if wrong := [each for each in self.labels if not re.fullmatch(r".+=\d+(\+\d+)*", each)]:
+            raise ValueError(f"labels {wrong[0]}: must be NAME=NUMBER or NAME=NUMBER+NUMBER, such as WT=1+2+3")

@@ -38,10 +38,10 @@ _PER_THREAD = 2**27  # bytes of room for each thread that reads or writes
 _OPTIONS = ("flips", "fit_windows", "largest_component", "smallest_ml", "overlays", "keep_patient")
 
 
-def segment_scans(config: InferConfig, model: VolumeModel) -> Predictions:
+def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | None = None) -> Predictions:
     """Segment every scan; one that cannot be is set aside, and the others are done all the same.
 
-    Under torchrun each process takes its share of the scans.
+    Under torchrun each process takes its share of the scans: those of the input, unless they are given.
 
     Raises:
         FileNotFoundError: there is no scan, or the run lacks what is to run it.
@@ -49,7 +49,7 @@ def segment_scans(config: InferConfig, model: VolumeModel) -> Predictions:
         ValueError: two scans would share their outputs, or an option does not fit the run or this host.
         OSError: the output folder cannot be written.
     """
-    scans = find_scans(config.input)
+    scans = find_scans(config.input) if scans is None else scans
     segmenter = open_segmenter(config, model)
     job = segmenter.job(scans)
     opened, share = segmenter.opened, job.share()

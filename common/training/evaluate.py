@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from medspeed.common.data.dataset import Case
-from medspeed.common.data.volumes import read_volume
+from medspeed.common.data.volumes import Volume, read_volume
 from medspeed.common.export.export import GATE_CASES, ExportRecord, by_precision, export_volumes, judge_training
 from medspeed.common.files import printable, write_json
 from medspeed.common.inference.labels import case_dice, dice_counts, dice_of_counts
 from medspeed.common.inference.model import Trained, VolumeModel
+from medspeed.common.inference.options import EvaluateConfig
 from medspeed.common.inference.predict import predict_labels, read_truth
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.run import Run
@@ -36,6 +37,7 @@ class Quality:
         per_case: value by case name.
         selected_on: the cases on which the best weights were chosen.
         per_region: mean over the cases of each region's own Dice; null for one that no case holds.
+        metrics: of each region, surface metrics among them: see `Evaluation.summary`.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Quality:
     per_case: dict[str, float]
     selected_on: str
     per_region: dict[str, float | None]
+    metrics: dict[str, Any] = field(default_factory=dict)
 
 
 RunSummary = dict[str, Any]  # the content of summary.json
@@ -61,22 +64,28 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     The ranks share the cases, whose prepared forms lie in the store of `config`. The worst case is kept for the
     report's viewer.
     """
-    split, ranks = data.split, run.ranks
+    from medspeed.common.inference.evaluation import Evaluation, score, structures  # here: training needs none of it
+
+    split, ranks, regions = data.split, run.ranks, structures(model.labelling)
     cases = ranks.shard(split.validation)
     with run.clock.stage("prepare"):  # already there, unless MONAI prepared for the training
         prepared = stored_cases(cases, model, config, run)
     with run.clock.stage("validate"):
-        predictor, counts = torch_predictor(best_network(model, fitted, run)), []
+        predictor, counts, scores = torch_predictor(best_network(model, fitted, run)), [], []
         hardest: tuple[float, Case, np.ndarray, np.ndarray] | None = None
         draws = run.directory.is_dir()  # another host's ranks draw nothing
         for case, voxels in zip(cases, prepared, strict=True):
             labels, truth = predict_labels(voxels, predictor, model, run.device), read_truth(case)
             counts.append(dice_counts(torch.from_numpy(labels), truth, model.labelling.regions))
+            found, true = (
+                Volume(each, np.array(voxels.grid.native_affine), case.image) for each in (labels, truth.numpy())
+            )
+            scores.append(score(found, true, regions, EvaluateConfig.tolerance))
             judged = case_dice(counts[-1]), case, labels, truth.numpy()
             hardest = judged if hardest is None or judged[0] < hardest[0] else hardest
             if draws:
                 _draw(*judged, model, run)
-        counts = ranks.gather(counts)
+        counts, scores = ranks.gather(counts), ranks.gather(scores)
     dice = {case.name: case_dice(each) for case, each in zip(split.validation, counts, strict=True)}
     mean = sum(dice.values()) / len(dice)
     means = dice_of_counts(torch.stack(counts)).nanmean(dim=0).tolist()
@@ -84,9 +93,12 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         region.name: None if math.isnan(value) else value
         for region, value in zip(model.labelling.regions, means, strict=True)
     }
+    evaluation = Evaluation(EvaluateConfig.tolerance, dict(zip(dice, scores, strict=True)))
     shown = ", ".join(f"{name} {value:.4f}" for name, value in by_region.items() if value is not None)
     worst = min(dice, key=dice.__getitem__)
     run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({printable(worst)})", "result")
+    if run.leader:
+        evaluation.write(run.directory)
     if draws and hardest is not None and hardest[1].name == worst:  # of the ranks the one that has it
         with run.clock.stage("validate"), _said(run, "the report goes without its viewer"):
             from medspeed.common.observe.report import write_report_case
@@ -99,7 +111,8 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
             "warning",
         )
     selected = "validation" if split.held_out else "training"
-    return Quality("foreground Dice, native grid, best weights", mean, dice, selected_on=selected, per_region=by_region)
+    name = "foreground Dice, native grid, best weights"
+    return Quality(name, mean, dice, selected, by_region, evaluation.summary)
 
 
 def _draw(dice: float, case: Case, labels: np.ndarray, truth: np.ndarray, model: VolumeModel, run: Run) -> None:

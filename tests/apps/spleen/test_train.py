@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from medspeed.apps.spleen import infer
+from medspeed.apps.spleen import evaluate, infer
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig
 from medspeed.apps.spleen.train import main
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.labels import dice_counts, dice_of_counts, one_region_per_label
 from medspeed.common.inference.model import load_weights
-from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.training.config import Windows
 from medspeed.common.training.fit import train_step
 
@@ -66,6 +66,25 @@ def test_the_summary_holds_what_it_promises(run):
     assert summary["onnx"]["max_abs_diff"] <= 1e-3
     assert summary["onnx"]["fp16"]["precision"] == "fp16"
     assert {"flavour", "version", "precision", "path", "sha256", "ran", "reason"} <= summary["engine"].keys()
+
+
+def test_a_run_is_evaluated_on_the_cases_that_it_held_out(run, phantoms, tmp_path, capsys):
+    """The run has told the same of itself, in its summary and in tables of its own."""
+    quality = json.loads((run / "summary.json").read_text())["quality"]
+    output = tmp_path / "tables"
+    assert evaluate.main(EvaluateConfig(model=run, data=phantoms, output=output)).status == 0
+    assert "the 1 validation cases of the run" in capsys.readouterr().out
+    ours, again = (json.loads((each / "evaluation.json").read_text()) for each in (run, output))
+    assert (
+        list(again["cases"]) == list(quality["per_case"]) == json.loads((run / "split.json").read_text())["validation"]
+    )
+    for found in (ours, again):
+        (metrics,) = found["cases"].values()
+        assert metrics[0]["label"] == "spleen"
+        assert metrics[0]["dice"] == pytest.approx(quality["per_region"]["spleen"], abs=0.005)
+        assert metrics[0]["hd95_mm"] == pytest.approx(quality["metrics"]["spleen"]["hd95_mm"]["mean"], rel=0.1)
+    assert ours["cases"][next(iter(quality["per_case"]))][0]["nsd"] == quality["metrics"]["spleen"]["nsd"]["mean"]
+    assert (run / "evaluation.csv").is_file()
 
 
 def test_infer_returns_labels_on_the_files_own_grid(run, phantoms, tmp_path, capsys):

@@ -1,0 +1,24 @@
+"""Evaluate label maps against references: Dice, surface distances, volumes, components; also of a run on a dataset."""
+
+from medspeed.common.config import parse_config
+from medspeed.common.inference.options import DEFINITIONS, EvaluateConfig
+
+if __name__ == "__main__":
+    CONFIG = parse_config(EvaluateConfig, {}, description=__doc__ + DEFINITIONS)  # before torch: --help answers at once
+
+from medspeed.apps.brats.regions import choose_labelling
+from medspeed.common.inference.evaluation import Evaluation, run_evaluation
+from medspeed.common.inference.model import load_model
+from medspeed.common.run import one_line_errors
+from medspeed.models.segresnet3d import segresnet3d
+
+
+def main(config: EvaluateConfig) -> Evaluation:
+    """Evaluate every case."""
+    model = load_model(config.model, "brats", segresnet3d) if config.model else None
+    return run_evaluation(config, model, lambda dataset: choose_labelling(dataset, "names"))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        raise SystemExit(main(CONFIG).status)

@@ -1,0 +1,355 @@
+"""The metrics against libraries of the same definition and against the hand; folders, tables and what is refused."""
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.ndimage import gaussian_filter
+from scipy.spatial.distance import dice as dissimilarity
+from skimage.measure import regionprops
+
+from medspeed.common.data.volumes import Volume, write_label
+from medspeed.common.inference.evaluation import Evaluation, evaluate_folders, run_evaluation, score
+from medspeed.common.inference.labels import LabelScheme, one_region_per_label
+from medspeed.common.inference.options import EvaluateConfig
+
+SHAPE = (9, 10, 11)
+NO_SCHEME: Any = lambda dataset: pytest.fail("there is no dataset")  # noqa: E731
+
+
+def volume(voxels: np.ndarray, spacing: Any = (1.0, 1.0, 1.0), name: str = "a.nii.gz") -> Volume:
+    affine = np.diag([*spacing, 1.0]) if np.ndim(spacing) == 1 else np.asarray(spacing)
+    return Volume(voxels, affine, Path(name))
+
+
+def one(prediction: np.ndarray, reference: np.ndarray, spacing: Any = (1.0, 1.0, 1.0), tolerance: float = 2.0) -> Any:
+    """Return the scores of label 1."""
+    (found,) = score(volume(prediction, spacing), volume(reference, spacing), {"it": (1,)}, tolerance)
+    assert found.pop("label") == "it"
+    return found
+
+
+def block(*sides: tuple[int, int], shape: tuple[int, int, int] = SHAPE) -> np.ndarray:
+    labels = np.zeros(shape, np.uint8)
+    labels[tuple(slice(*side) for side in sides)] = 1
+    return labels
+
+
+def random_pair(seed: int) -> tuple[np.ndarray, np.ndarray, list[float]]:
+    """Return two masks that look like organs, specks or nets, and a spacing that float32 holds exactly."""
+    rng = np.random.default_rng(seed)
+    shape = tuple(rng.integers(4, 20, 3))
+    field, noise = (gaussian_filter(rng.standard_normal(shape), rng.uniform(0.4, 2.5)) for _ in range(2))
+    other = field + rng.choice([0.0, 0.3, 2.0]) * noise * field.std() / noise.std()
+    bounds = rng.uniform(0.2, 0.97, 2)
+    masks = [each >= np.quantile(each, bound) for each, bound in zip((field, other), bounds, strict=True)]
+    return masks[0].astype(np.uint8), masks[1].astype(np.uint8), rng.choice([0.5, 0.75, 1.0, 1.5, 2.5, 5.0], 3).tolist()
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.filterwarnings("ignore:.*always_return_as_numpy.*:FutureWarning")
+def test_metrics_equal_those_of_libraries_on_200_random_shapes(seeds):
+    """Dice of MONAI and SciPy, volumes of scikit-image and by count, surface metrics of MONAI."""
+    from monai import metrics
+
+    of_monai = {
+        "dice": lambda pair, spacing: metrics.DiceMetric()(*pair),
+        "nsd": lambda pair, spacing: metrics.compute_surface_dice(
+            *pair, [2.0], include_background=True, spacing=spacing
+        ),
+        "hd95_mm": lambda pair, spacing: metrics.compute_hausdorff_distance(
+            *pair, include_background=True, percentile=95, spacing=spacing
+        ),
+        "assd_mm": lambda pair, spacing: metrics.compute_average_surface_distance(
+            *pair, include_background=True, symmetric=True, spacing=spacing
+        ),
+    }
+    for seed in seeds:
+        prediction, reference, spacing = random_pair(seed)
+        found = one(prediction, reference, spacing)
+        pair = [torch.from_numpy(each)[None, None].float() for each in (prediction, reference)]
+        due = {name: metric(pair, spacing).item() for name, metric in of_monai.items()}
+        assert {name: found[name] for name in due} == pytest.approx(due, rel=1e-5, abs=1e-6), seed  # float32
+        assert found["dice"] == pytest.approx(1 - dissimilarity(prediction.ravel() > 0, reference.ravel() > 0))
+        for name, mask in (("predicted_ml", prediction), ("reference_ml", reference)):
+            (region,) = regionprops(mask, spacing=spacing)
+            assert found[name] == pytest.approx(region.area / 1000)
+            assert found[name] == pytest.approx(mask.sum() * math.prod(spacing) / 1000)
+
+
+def test_cubes_that_are_shifted_by_known_millimeters():
+    """4 x 4 x 4 voxels of 1 x 2 x 4 mm, one of them a voxel further along y.
+
+    Of the 56 surface voxels of a cube 16 face the gap, 2 mm from the other's side. 4 lie within the other cube, behind
+    its face, 1 mm from its surface. 36 are surface of both.
+    """
+    found = one(block((1, 5), (1, 5), (1, 5)), block((1, 5), (2, 6), (1, 5)), (1.0, 2.0, 4.0), tolerance=1.5)
+    assert found["dice"] == pytest.approx(2 * 48 / 128)
+    assert found["assd_mm"] == pytest.approx((16 * 2 + 4 * 1) / 56)
+    assert found["hd95_mm"] == pytest.approx(2.0)
+    assert found["nsd"] == pytest.approx(40 / 56)
+    assert one(block((1, 5), (1, 5), (1, 5)), block((1, 5), (2, 6), (1, 5)), (1.0, 2.0, 4.0), 2.0)["nsd"] == 1.0
+    assert found["reference_ml"] == found["predicted_ml"] == pytest.approx(64 * 8 / 1000)
+    assert (found["error_ml"], found["error_percent"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("axis", "spacing"), [(0, 0.7), (1, 1.3), (2, 5.0)])
+def test_plates_are_as_far_apart_as_they_are(axis, spacing):
+    """Every distance of two plates of one voxel is the same."""
+    spacings = np.insert([1.0, 1.0], axis, spacing).tolist()
+    plates = np.zeros((2, *SHAPE), np.uint8)
+    for plate, place in zip(plates, (2, 6), strict=True):
+        np.moveaxis(plate, axis, 0)[place] = 1
+    found = one(plates[0], plates[1], spacings, 4 * spacing - 0.01)
+    assert (found["dice"], found["nsd"]) == (0.0, 0.0)
+    assert (found["hd95_mm"], found["assd_mm"]) == pytest.approx((4 * spacing, 4 * spacing))
+    assert one(plates[0], plates[1], spacings, 4 * spacing)["nsd"] == 1.0
+
+
+def test_a_tolerance_of_one_voxel_holds_for_spacings_as_files_hold_them():
+    exact = float(np.float32(0.8))  # a little more than 0.8
+    assert exact > 0.8
+    assert one(block((1, 2), (1, 2), (1, 2)), block((2, 3), (1, 2), (1, 2)), (exact, 1.0, 1.0), 0.8)["nsd"] == 1.0
+
+
+def test_the_percentile_is_the_larger_of_the_two_directions():
+    """A speck far away is 1 of the prediction's 11 voxels; the reference has nothing that lies as far from it."""
+    reference, prediction = (
+        block((0, 10), (2, 3), (2, 3), shape=(10, 10, 50)),
+        block((0, 10), (2, 3), (2, 3), shape=(10, 10, 50)),
+    )
+    prediction[0, 2, 42] = 1
+    found = one(prediction, reference)
+    assert found["hd95_mm"] == pytest.approx(np.percentile([0] * 10 + [40], 95)) == pytest.approx(20.0)
+    assert one(reference, prediction)["hd95_mm"] == found["hd95_mm"]
+    assert found["assd_mm"] == pytest.approx(40 / 21)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 0, 2)])
+def test_the_files_axes_do_not_matter(order):
+    prediction, reference, spacing = random_pair(3)
+    turned = np.eye(4)
+    turned[:3, :3] = np.diag(spacing)[:, order]
+    turned[:, 0] *= -1  # and one of them runs the other way
+    there = one(prediction.transpose(order), reference.transpose(order), turned)
+    assert there == pytest.approx(one(prediction, reference, spacing))
+
+
+def test_a_sheared_grid_is_measured_as_it_lies():
+    tilted = np.diag([1.0, 1.0, 3.0, 1.0])
+    tilted[1, 2] = 4.0  # a slice further is 3 mm up and 4 mm back
+    found = one(block((1, 2), (5, 6), (1, 2)), block((1, 2), (5, 6), (2, 3)), tilted)
+    assert found["hd95_mm"] == found["assd_mm"] == pytest.approx(5.0)
+    assert found["reference_ml"] == pytest.approx(0.003)
+
+
+def test_the_grid_around_changes_nothing():
+    prediction, reference, spacing = random_pair(5)
+    found, true = (np.pad(each, ((3, 1), (0, 7), (2, 2))) for each in (prediction, reference))
+    assert one(found, true, spacing) == pytest.approx(one(prediction, reference, spacing))
+
+
+def test_empty_masks_have_the_values_that_the_help_promises():
+    some, none = block((1, 3), (1, 3), (1, 3)), np.zeros(SHAPE, np.uint8)
+    diagonal = pytest.approx(math.hypot(9 * 1.0, 10 * 2.0, 11 * 3.0))
+    missed, invented, nothing = (
+        one(found, true, (1.0, 2.0, 3.0)) for found, true in ((none, some), (some, none), (none, none))
+    )
+    for found in (missed, invented):
+        assert (found["dice"], found["nsd"], found["f1"]) == (0.0, 0.0, 0.0)
+        assert found["hd95_mm"] == found["assd_mm"] == diagonal
+    assert missed["error_percent"] == -100.0
+    assert (missed["sensitivity"], missed["precision"]) == (0.0, None)
+    assert (invented["sensitivity"], invented["precision"], invented["error_percent"]) == (None, 0.0, None)
+    assert [name for name, value in nothing.items() if value is None] == [
+        "dice", "nsd", "hd95_mm", "assd_mm", "error_percent", "sensitivity", "precision", "f1"
+    ]  # fmt: skip
+    assert nothing["reference_ml"] == nothing["predicted_ml"] == nothing["predicted_components"] == 0
+
+
+def test_components_are_found_from_a_tenth_on():
+    reference, prediction = np.zeros((2, 30, 12), np.uint8)[:, :, :, None]
+    reference[0:10, 1], reference[0:10, 4], reference[20:25, 4] = 1, 1, 1  # three, of 10, 10 and 5 voxels
+    prediction[0:1, 1] = 1  # a tenth of the first
+    prediction[20:30, 4] = 1  # all of the third, and half beside it
+    prediction[0:11, 8], prediction[12:14, 8] = 1, 1  # two that are nowhere
+    found = one(prediction, reference)
+    assert (found["reference_components"], found["found_components"]) == (3, 2)
+    assert (found["predicted_components"], found["true_components"]) == (4, 2)
+    assert (found["sensitivity"], found["precision"], found["f1"]) == (2 / 3, 2 / 4, 4 / 7)
+    reference[10, 1] = 1  # now it is less than a tenth of the first, but all of the predicted one lies in it
+    found = one(prediction, reference)
+    assert (found["found_components"], found["true_components"]) == (1, 2)
+
+
+def test_voxels_that_share_a_corner_are_one_component():
+    diagonal = np.zeros((3, 3, 3), np.uint8)
+    diagonal[range(3), range(3), range(3)] = 1
+    assert one(diagonal, diagonal)["reference_components"] == 1
+
+
+def test_regions_overlap_and_numbers_speak_for_themselves():
+    reference, prediction = block((1, 5), (1, 5), (1, 5)), block((1, 5), (1, 5), (1, 5))
+    reference[1:3, 1:5, 1:5], prediction[1:3, 1:3, 1:5] = 4, 4
+    whole, core = score(volume(prediction), volume(reference), {"WT": (1, 4), "ET": (4,)}, 2.0)
+    assert (whole["label"], whole["dice"]) == ("WT", 1.0)
+    assert (core["label"], core["dice"]) == ("ET", pytest.approx(2 * 16 / (16 + 32)))
+    by_number = score(volume(prediction), volume(reference), None, 2.0)
+    assert [each["label"] for each in by_number] == ["1", "4"]
+    assert by_number[1] == {**core, "label": "4"}
+    assert score(volume(np.zeros(SHAPE, np.uint8)), volume(np.zeros(SHAPE, np.uint8)), None, 2.0) == []
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float32, np.float64])
+def test_label_maps_may_be_of_any_type(dtype):
+    prediction, reference, spacing = random_pair(7)
+    assert one(prediction.astype(dtype), reference, spacing) == one(prediction, reference, spacing)
+
+
+@pytest.mark.parametrize("value", [0.5, -1.0, 300.0])
+def test_what_is_no_label_is_refused_by_name(value):
+    voxels = np.zeros(SHAPE, np.float32)
+    voxels[4, 4, 4] = value
+    with pytest.raises(ValueError, match=rf"probabilities.nii: expected label values 0 to 255, found .*{value:g}"):
+        score(volume(voxels, name="probabilities.nii"), volume(block((1, 5), (1, 5), (1, 5))), None, 2.0)
+
+
+def write(folder: Path, name: str, labels: np.ndarray, spacing: tuple[float, ...] = (1.0, 1.0, 2.0)) -> None:
+    folder.mkdir(exist_ok=True)
+    write_label(folder / name, np.asfortranarray(labels), np.diag([*spacing, 1.0]))
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """Two cases that can be compared, one whose prediction is missing, and predictions that are refused."""
+    found, true = tmp_path / "found", tmp_path / "true"
+    cube = block((1, 5), (1, 5), (1, 5))
+    for name in ("a.nii.gz", "=b.nii", "missing.nii.gz", "shape.nii.gz", "affine.nii.gz", "broken.nii.gz"):
+        write(true, name, cube)
+    write(found, "a.nii.gz", cube)
+    write(found, "=b.nii.gz", block((1, 5), (2, 6), (1, 5)))
+    write(found, "shape.nii.gz", block((1, 5), (1, 5), (1, 5), shape=(9, 10, 12)))
+    write(found, "affine.nii.gz", cube, (1.0, 1.0, 3.0))
+    (found / "broken.nii.gz").write_bytes(b"\x1f\x8b")
+    (found / "._a.nii.gz").write_bytes(b"macOS")
+    return found, true
+
+
+def test_folders_are_matched_by_name_and_nothing_is_dropped_silently(folders):
+    found = evaluate_folders(folders[0], folders[1], {"cube": (1,)})
+    assert list(found.cases) == ["=b", "a"]
+    assert found.missing == ["missing"]
+    assert set(found.refused) == {"shape", "affine", "broken"}
+    assert "shape.nii.gz does not lie on the grid of its reference" in found.refused["shape"]
+    assert "(9, 10, 12)" in found.refused["shape"]
+    assert "affine.nii.gz does not lie on the grid of its reference" in found.refused["affine"]
+    assert "broken.nii.gz" in found.refused["broken"]
+    assert found.summary["cube"]["dice"]["mean"] == pytest.approx((1.0 + 0.75) / 2)
+
+
+def test_tables_hold_every_case_and_the_means(folders, capsys):
+    found = run_evaluation(
+        EvaluateConfig(folders[0], folders[1], labels=("cube=1", "none=7+9"), tolerance=0.5), None, NO_SCHEME
+    )
+    assert found.status == 1
+    with (folders[0] / "evaluation.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(row["case"], row["label"]) for row in rows] == [
+        ("'=b", "cube"),
+        ("'=b", "none"),
+        ("a", "cube"),
+        ("a", "none"),
+    ]
+    assert float(rows[0]["dice"]) == 0.75
+    assert float(rows[0]["nsd"]) == pytest.approx(36 / 56)
+    assert (rows[1]["dice"], rows[1]["reference_ml"]) == ("", "0.0")
+    content = json.loads((folders[0] / "evaluation.json").read_text())
+    assert content["tolerance_mm"] == 0.5
+    assert content["missing"] == ["missing"]
+    assert set(content["refused"]) == {"shape", "affine", "broken"}
+    assert content["cases"]["a"][0]["dice"] == 1.0
+    dice = content["summary"]["cube"]["dice"]
+    assert dice == {"cases": 2, "mean": 0.875, "low": 0.75, "high": 1.0, "median": 0.875}
+    assert content["summary"]["none"]["dice"] == {"cases": 0}
+    said = capsys.readouterr().out
+    assert "missing: left out of the means: MISSING prediction" in said
+    assert "affine: left out of the means:" in said
+    assert "2 cases  dice 0.875 [0.750, 1.000]  nsd " in said
+    assert "none" in said
+
+
+def test_all_there_is_no_complaint(folders):
+    found, true = folders
+    for name in ("missing", "shape", "affine", "broken"):
+        (true / f"{name}.nii.gz").unlink()
+    output = found.parent / "tables"
+    assert run_evaluation(EvaluateConfig(found, true, labels=("cube=1",), output=output), None, NO_SCHEME).status == 0
+    assert {path.name for path in output.iterdir()} == {"evaluation.csv", "evaluation.json"}
+
+
+def test_a_dataset_above_the_references_names_the_labels(folders, capsys):
+    found, true = folders
+    write(true.parent / "images", "a.nii.gz", block((1, 5), (1, 5), (1, 5)))
+    entry = {"image": "images/a.nii.gz", "label": "true/a.nii.gz"}
+    content = {"name": "x", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "liver"}, "training": [entry]}
+    (true.parent / "dataset.json").write_text(json.dumps(content))
+
+    def labelling(dataset: Any) -> LabelScheme:
+        return one_region_per_label(dataset.labels)
+
+    assert run_evaluation(EvaluateConfig(found, true), None, labelling).status == 1
+    assert "liver " in capsys.readouterr().out
+    (true.parent / "dataset.json").write_text("{}")
+    assert run_evaluation(EvaluateConfig(found, true), None, labelling).status == 1
+    said = capsys.readouterr().out
+    assert "evaluating each label number; --labels names structures" in said
+    assert "\n1 " in said
+
+
+def test_nothing_to_compare_is_an_error_that_says_why(folders):
+    found, true = folders
+    with pytest.raises(ValueError, match=r"6 references .* none can be evaluated: no prediction has the name"):
+        evaluate_folders(found.parent / "nowhere", true)
+    with pytest.raises(ValueError, match="0 references"):
+        evaluate_folders(found, found.parent / "nowhere")
+    for name in ("a", "=b"):
+        (found / f"{name}.nii.gz").unlink()
+    with pytest.raises(ValueError, match=r"none can be evaluated: .*affine\.nii\.gz does not lie on the grid"):
+        evaluate_folders(found, true)
+
+
+def test_intervals_are_seeded_and_hold_the_mean():
+    values = np.random.default_rng(1).random(40).tolist()
+    found = Evaluation(2.0, {str(number): [{"label": "x", "dice": value}] for number, value in enumerate(values)})
+    dice = found.summary["x"]["dice"]
+    assert dice["mean"] == pytest.approx(np.mean(values))
+    assert dice["median"] == pytest.approx(np.median(values))
+    error = np.std(values) / math.sqrt(40)
+    assert dice["mean"] - dice["low"] == pytest.approx(1.96 * error, rel=0.15)
+    assert dice["high"] - dice["mean"] == pytest.approx(1.96 * error, rel=0.15)
+    assert Evaluation(2.0, found.cases).summary == found.summary
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"predictions": Path("a")}, {"model": Path("a"), "references": Path("b")}, {"data": Path("a")}]
+)
+def test_what_is_compared_must_be_two_things(given):
+    with pytest.raises(ValueError, match="expected --predictions and --references, or --model and --data, found"):
+        EvaluateConfig(**given)
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, float("inf"), float("nan")])
+def test_the_tolerance_has_bounds(tolerance):
+    with pytest.raises(ValueError, match=r"tolerance .*: must be a distance in mm"):
+        EvaluateConfig(Path("a"), Path("b"), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("wrong", ["WT", "WT=", "=1", "WT=1,2", "WT=-1", "WT=1+"])
+def test_labels_have_a_name_and_numbers(wrong):
+    with pytest.raises(ValueError, match=r"labels .*: must be NAME=NUMBER"):
+        EvaluateConfig(Path("a"), Path("b"), labels=("ET=3", wrong))
