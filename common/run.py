@@ -5,15 +5,18 @@ import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -26,6 +29,7 @@ from medspeed.common.console import Kind, explained, log_warnings_as_lines, say,
 from medspeed.common.files import hold, names_folder, printable, write_json, write_text
 from medspeed.common.ranks import SILENT_SECONDS, SINGLE, Ranks, Watch, choose_device, torchrun_place
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a scheduler's, and a terminal's that is closed
 # The watch judges whether a rank is dead; these limits only have to be longer than any honest work.
 _STEP_LIMIT = timedelta(minutes=30)  # gradients, sums: the ranks differ by a checkpoint at most
 _CONTROL_LIMIT = timedelta(hours=24)  # waiting for what one rank does alone: preparing cases, exporting
@@ -176,6 +180,24 @@ def how_to_go_on(folder: Path) -> str:
     found += f"the best weights are {best}; " if best.is_file() else ""
     program = sys.argv[0].split() if sys.argv[0].startswith("medspeed ") else ["python", sys.argv[0]]
     return f"{found}resume with {shlex.join([*program, '--resume', str(folder)])}"
+
+
+def take_signals(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]) -> ExitStack:
+    """Handle signals, but for ignored ones, as SIGHUP is under nohup; closing what is returned gives them back.
+
+    Python allows that in the main thread alone: in another one, such as a server's, none is taken.
+    """
+    taken = ExitStack()
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                taken.callback(signal.signal, number, signal.signal(number, handler) or signal.SIG_DFL)
+    return taken
+
+
+def exit_by_signal(number: int, frame: FrameType | None) -> None:
+    """End the program as an error does, with the status that tells the signal: 143 for SIGTERM."""
+    sys.exit(128 + number)
 
 
 def point_latest(folder: Path) -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hint
 
 from medspeed.common.config import _check_resumed, config_content, config_from_yaml, flat
 from medspeed.common.files import from_json, read_object
+from medspeed.common.inference.demo import model_folder
 
 if TYPE_CHECKING:  # they load torch
     from medspeed.common.inference.predictions import Predictions
@@ -82,7 +83,7 @@ def predict(
     What an earlier call with the same weights and options has finished is kept.
 
     Args:
-        model: folder of a training run.
+        model: folder of a training run, or "demo" for small weights that have seen phantoms alone.
         inputs: a file, or a folder of NIfTI files, DICOM series or slides.
         output: folder for label maps, pictures and `measurements.csv`.
         quiet: print nothing.
@@ -96,14 +97,15 @@ def predict(
         ValueError: a value is of the wrong type or out of its bounds, or the model does not fit.
         OSError: there is no model or no scan, or the folder cannot be written.
     """
-    record = Path(model).expanduser() / "model.json"
+    folder = model_folder(Path(model))
+    record = folder / "model.json"
     if not record.is_file():
         raise FileNotFoundError(f"{record}: no such file; model takes the folder of a training run")
     module = importlib.import_module(f"medspeed.apps.{_known(read_object(record).get('app'))}.infer")
-    given = {"model": model, "input": inputs, "output": output, **flags}
-    config = _configured(get_type_hints(module.predict)["config"], None, given)
+    given = {"model": folder, "input": inputs, "output": output, **flags}
+    config = _configured(get_type_hints(module.main)["config"], None, given)
     with _as_function(quiet):
-        found: Predictions = module.predict(config)
+        found: Predictions = module.main(config)
     return found
 
 

@@ -74,6 +74,8 @@ GONE = """
 PYTHON = {"train": "app quiet flags", "predict": "model inputs output quiet flags"}  # from medspeed import ...
 RESULTS = {"Prediction": "files record volumes_ml", "Predictions": "done failed status"}
 
+DEMO = ("best.safetensors", "model.json", "summary.json", "README.md")  # behind `--model demo`
+
 MAKE = ("train", "test", "test-all", "doctor", "ladder", "record", "image-test")
 
 RUN_FILES = (
@@ -138,6 +140,12 @@ def test_python_has_every_function_that_was_promised(function):
 def test_results_have_every_attribute_that_was_promised(result):
     kind = getattr(predictions, result)
     assert {*RESULTS[result].split()} <= {*kind.__annotations__, *vars(kind)}
+
+
+@pytest.mark.parametrize("name", DEMO)
+def test_demo_weights_come_with_the_package(name):
+    assert (ROOT / "medspeed" / "demo" / name).is_file()
+    assert '"demo/*"' in (ROOT / "pyproject.toml").read_text()  # and so into a wheel
 
 
 @pytest.mark.parametrize("target", MAKE)

@@ -122,13 +122,11 @@ class Scanner:
         }
 
 
-def main(config: ScanConfig) -> int:
-    """Scan every slide; return 0, or 1 where one could not be read (the others are done all the same)."""
-    return predict(config).status
+def main(config: ScanConfig) -> Predictions:
+    """Scan every slide; one that cannot be read is set aside, and the others are done all the same.
 
-
-def predict(config: ScanConfig) -> Predictions:
-    """Scan every slide. Under torchrun each process takes its share of the slides."""
+    Under torchrun each process takes its share of the slides.
+    """
     with closing(SlidePool(config.reader)) as pool:
         scanner = Scanner(config, pool)
         items = [scanner.item(file) for file in find_slides(config.input)]
@@ -182,4 +180,4 @@ def _line(record: Record) -> str:
 
 if __name__ == "__main__":
     with one_line_errors():
-        raise SystemExit(main(CONFIG))
+        raise SystemExit(main(CONFIG).status)

@@ -13,16 +13,11 @@ from medspeed.common.run import one_line_errors
 from medspeed.models.unet3d import unet3d
 
 
-def main(config: InferConfig) -> int:
-    """Segment every scan; return 0, or 1 where a scan could not be read (the others are done all the same)."""
-    return predict(config).status
-
-
-def predict(config: InferConfig) -> Predictions:
-    """Segment every scan."""
+def main(config: InferConfig) -> Predictions:
+    """Segment every scan; one that cannot be read is set aside, and the others are done all the same."""
     return segment_scans(config, load_model(config.model, "spleen", unet3d))
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        raise SystemExit(main(CONFIG))
+        raise SystemExit(main(CONFIG).status)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from medspeed.common.inference.demo import model_folder
 from medspeed.common.inference.options import ModelPrecision
 
 
@@ -15,7 +16,7 @@ class ExportConfig:
     """The configuration of an export.
 
     Args:
-        model: run folder; with --init, the run folder to create.
+        model: run folder (demo: small CT weights trained on phantoms only); with --init, the run folder to create.
         to: onnx (verified models), engine (also TensorRT engines), triton (a model repository) or bundle (MONAI's).
         output: folder for the repository or bundle; triton or bundle in the run folder by default. ONNX models and
             engines always go to exports in the run folder, where inference looks for them.
@@ -49,6 +50,7 @@ class ExportConfig:
         Raises:
             ValueError: names the field and the bound.
         """
+        object.__setattr__(self, "model", model_folder(self.model))
         if self.output is not None and self.to in ("onnx", "engine"):
             raise ValueError(f"output {self.output}: of --to triton and bundle only; models go to the run's `exports`")
         if self.precision != "fp32" and self.to != "triton":

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from medspeed.common.inference.demo import model_folder
+
 Precision = Literal["fp32", "bf16", "fp16"]
 """What torch trains and computes in."""
 ModelPrecision = Literal["fp32", "fp16", "int8"]
@@ -29,7 +31,7 @@ class InferConfig:
     """The configuration of inference.
 
     Args:
-        model: run folder, trained or imported (`export.py --init`).
+        model: run folder, trained or imported (`export.py --init`); demo: small CT weights trained on phantoms only.
         input: a .nii.gz or .nii file, a folder of them, or a folder of DICOM series (single-channel CT or MR).
         output: folder for the label maps, other than the input's.
         backend: tensorrt, onnxruntime, torch or auto (an engine that fits this GPU, else the fastest one available).
@@ -65,6 +67,7 @@ class InferConfig:
         Raises:
             ValueError: the output would overwrite the input; another field is out of its bounds.
         """
+        object.__setattr__(self, "model", model_folder(self.model))
         folder = self.input if self.input.is_dir() else self.input.parent
         if self.output.resolve() == folder.resolve():
             raise ValueError(f"output {self.output}: must not be the folder of the input, whose files it would replace")

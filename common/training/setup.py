@@ -26,8 +26,7 @@ from medspeed.common.inference.options import Precision
 from medspeed.common.inference.predictors import computes_bf16, torch_predictor
 from medspeed.common.kernels import norms, trust
 from medspeed.common.ranks import Ranks
-from medspeed.common.run import Run, how_to_go_on, join_ranks, open_run
-from medspeed.common.signals import ended_by_signals
+from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on, join_ranks, open_run, take_signals
 from medspeed.common.training.config import SegmentationConfig, TrainingConfig, decided
 
 DEV_RUN = "FAST DEV RUN: two steps on a few cases; no figure of this run means anything"
@@ -50,7 +49,7 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
     run's own. Whatever else ends a run, it says where its checkpoint and weights are, and how to go on. For errors see
     `open_run`.
     """
-    with join_ranks(config.device) as ranks, ended_by_signals():
+    with join_ranks(config.device) as ranks, take_signals(STOP_SIGNALS, exit_by_signal):
         root = Path("runs") / config.APP
         run = open_run(root, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
         if run.device.type == "cpu":

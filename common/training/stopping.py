@@ -2,14 +2,15 @@
 
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from medspeed.common.ranks import Ranks
-from medspeed.common.signals import STOP_SIGNALS, give_back_signals, take_signals
+from medspeed.common.run import STOP_SIGNALS, take_signals
 
 
 class GracefulStop:
@@ -30,16 +31,16 @@ class GracefulStop:
         self._ranks, self._save = ranks, save
         self._number, self._agreed = 0, 0  # the signal that came to this process, and the one that counts for all
         self._asked: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._before: dict[int, Any] = {}
+        self._taken = ExitStack()
 
     def __enter__(self) -> Self:
         """Take over the signals that are not ignored, as SIGHUP is under nohup."""
-        self._before = take_signals((*STOP_SIGNALS, signal.SIGINT), self._note)
+        self._taken = take_signals((*STOP_SIGNALS, signal.SIGINT), self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Give the signals back."""
-        give_back_signals(self._before)
+        self._taken.close()
 
     @property
     def requested(self) -> bool:

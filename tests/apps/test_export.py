@@ -63,9 +63,8 @@ def test_weights_of_a_bundle_become_models_that_infer_takes(tmp_path, weights, c
     scans = make_ct_phantoms(tmp_path / "data", 2, progress=False) / "imagesTr"
     sides: tuple[tuple[Literal["onnxruntime", "torch"], str], ...] = (("onnxruntime", "a"), ("torch", "b"))
     for backend, output in sides:
-        assert (
-            infer_spleen(InferConfig(tmp_path / "run", scans, tmp_path / output, backend=backend, overlays=False)) == 0
-        )
+        config = InferConfig(tmp_path / "run", scans, tmp_path / output, backend=backend, overlays=False)
+        assert infer_spleen(config).status == 0
     rows = [(tmp_path / name / "measurements.csv").read_text().splitlines()[1].split(",") for name in "ab"]
     assert float(rows[0][2]) == pytest.approx(float(rows[1][2]), rel=0.01)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ from medspeed.common.clock import Clock
 from medspeed.common.files import read_json_lines
 from medspeed.common.ranks import Ranks, choose_device
 from medspeed.common.run import (
+    STOP_SIGNALS,
     environment,
+    exit_by_signal,
     how_to_go_on,
     one_line_errors,
     open_run,
     point_latest,
+    take_signals,
 )
-from medspeed.common.signals import STOP_SIGNALS
 
 CPU = torch.device("cpu")
 
@@ -228,3 +231,47 @@ def test_what_the_output_cannot_print_does_not_end_a_run(tmp_path, monkeypatch, 
     stream.flush()
     assert stream.buffer.getvalue() == b"case \\u813e\\udcff\\x1b[31m\n"
     assert (tmp_path / "run" / "run.log").read_text(encoding="utf-8") == "case 脾\\udcff\\x1b[31m\n"
+
+
+def handlers():
+    return [signal.getsignal(number) for number in STOP_SIGNALS]
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_ends_the_block_as_an_error_does_and_is_given_back(number):
+    before = handlers()
+    with pytest.raises(SystemExit) as ended, take_signals(STOP_SIGNALS, exit_by_signal):
+        os.kill(os.getpid(), number)
+    assert ended.value.code == 128 + number
+    assert handlers() == before
+
+
+def test_what_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with take_signals(STOP_SIGNALS, exit_by_signal):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_no_signal_is_taken_outside_of_the_main_thread():
+    before, found = handlers(), []
+
+    def work():
+        with take_signals(STOP_SIGNALS, exit_by_signal):
+            found.append(handlers())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+def test_a_handler_that_python_does_not_know_becomes_the_default(monkeypatch):
+    """A library in C may have set one; Python shows it as None, and cannot set it again."""
+    given: list[object] = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: given.append(handler))
+    take_signals([signal.SIGUSR1], exit_by_signal).close()
+    assert given == [exit_by_signal, signal.SIG_DFL]

@@ -73,7 +73,7 @@ def test_the_summary_holds_the_regions(run):
 
 def test_infer_returns_label_maps_on_the_files_own_grid(run, heads, tmp_path):
     images = heads / "imagesTr"
-    assert infer.main(InferConfig(run, images, tmp_path / "out", device="cpu", overlays=False)) == 0
+    assert infer.main(InferConfig(run, images, tmp_path / "out", device="cpu", overlays=False)).status == 0
     for file in sorted(images.glob("*.nii.gz")):
         scan, labels = nib.load(file), read_volume(tmp_path / "out" / file.name)
         assert labels.voxels.shape == scan.shape[:3]
@@ -211,7 +211,7 @@ def test_real_brains_go_from_file_to_file(real_data, tmp_path):
     assert summary is not None
     assert summary["held_out"] is False
     image = sorted((data / "imagesTr").iterdir())[0]
-    assert infer.main(InferConfig(tmp_path / "run", image, tmp_path / "out", device="cpu", overlays=False)) == 0
+    assert infer.main(InferConfig(tmp_path / "run", image, tmp_path / "out", device="cpu", overlays=False)).status == 0
     assert read_volume(tmp_path / "out" / image.name).voxels.shape == nib.load(image).shape[:3]
 
 

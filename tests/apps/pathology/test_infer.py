@@ -47,7 +47,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("mode", ["dense", "patches"])
 def test_each_slide_gets_its_outputs(config, mode, capsys):
-    assert infer.main(replace(config, overlays=True, mode=mode)) == 0
+    assert infer.main(replace(config, overlays=True, mode=mode)).status == 0
     assert {path.name for path in (config.output / "one").iterdir()} == OUTPUTS
     record = json.loads((config.output / "one" / "slide.json").read_text())
     assert (record["reader"], record["level"], record["mpp"], record["size"]) == ("tifffile", 0, 2.0, [512, 512])
@@ -70,7 +70,7 @@ def test_each_slide_gets_its_outputs(config, mode, capsys):
 def test_real_weights_scan_a_slide(config, monkeypatch):
     monkeypatch.undo()
     small = write_slide(config.input / "small.tif", [], side=256)
-    assert infer.main(replace(config, input=small)) == 0
+    assert infer.main(replace(config, input=small)).status == 0
     weights = json.loads((config.output / "small" / "slide.json").read_text())["mark"]["weights"]
     assert set(weights) == {"best.safetensors"}
     assert tifffile.imread(config.output / "small" / "probability.tif").any()
@@ -100,7 +100,7 @@ def test_torch_and_onnxruntime_give_the_same_map(config, tmp_path, monkeypatch):
 
 def test_damaged_tiles_are_white_and_recorded(config, capsys):
     overwrite_tile(config.input / "one.tif", 1, 2)
-    assert infer.main(config) == 0
+    assert infer.main(config).status == 0
     record = json.loads((config.output / "one" / "slide.json").read_text())
     assert record["damaged_tiles"] == [[0, 1, 2]]
     assert "1 DAMAGED TILES taken as white" in capsys.readouterr().out
@@ -150,7 +150,7 @@ def test_an_interrupted_scan_goes_on_to_the_same_outputs(config, tmp_path, where
 
 def test_a_broken_slide_is_named_and_the_others_are_scanned(config, capsys):
     (config.input / "empty.tif").touch()
-    assert infer.main(config) == 1
+    assert infer.main(config).status == 1
     said = capsys.readouterr().out
     assert "set aside" in said
     assert "1 of 3 slides were set aside: empty" in said
@@ -161,7 +161,7 @@ def test_a_broken_slide_is_named_and_the_others_are_scanned(config, capsys):
 @pytest.mark.real_data
 def test_a_real_broken_slide_is_refused_in_one_line(config, real_data, capsys):
     broken = real_data / "slides_real" / "broken.svs"
-    assert infer.main(replace(config, input=broken, reader="auto")) == 1
+    assert infer.main(replace(config, input=broken, reader="auto")).status == 1
     assert "broken.svs" in capsys.readouterr().out
 
 
@@ -174,7 +174,7 @@ def test_a_white_slide_gives_an_empty_map(config, capsys):
         resolution=(5e3, 5e3),
         resolutionunit="CENTIMETER",
     )
-    assert infer.main(replace(config, input=config.input / "one.tif", overlays=True)) == 0
+    assert infer.main(replace(config, input=config.input / "one.tif", overlays=True)).status == 0
     record = json.loads((config.output / "one" / "slide.json").read_text())
     assert (record["probability"], record["tiles"], record["detections"]) == (0.0, 0, 0)
     assert "NO TISSUE was found" in capsys.readouterr().out
@@ -206,7 +206,7 @@ def test_a_folder_of_patches_is_refused(config, place):
 
 def test_a_patch_is_no_slide(config, capsys):
     write_slide(config.input / "patch.tif", [(32, 32, 32)], side=64)
-    assert infer.main(config) == 1
+    assert infer.main(config).status == 1
     said = capsys.readouterr().out
     assert "patch.tif: 64 x 64 pixels are a patch" in said
     assert "1 of 3 slides were set aside: patch" in said

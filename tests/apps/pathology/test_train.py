@@ -119,7 +119,7 @@ def test_the_run_scans_slides(run, slides, tmp_path):
         config = ScanConfig(
             run, slides / "testing" / "images", tmp_path / mode, mode=mode, device="cpu", overlays=False
         )
-        assert infer.main(config) == 0
+        assert infer.main(config).status == 0
         found[mode] = sorted(path.parent.name for path in (tmp_path / mode).glob("*/slide.json"))
     assert found["dense"] == found["patches"] == ["test_001", "test_002"]
 

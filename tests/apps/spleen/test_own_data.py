@@ -125,7 +125,7 @@ def test_a_real_scan_goes_from_file_to_file(real_data, tmp_path):
     assert summary is not None
     assert summary["held_out"] is False
     config = InferConfig(tmp_path / "run", data / "imagesTr", tmp_path / "out", "onnxruntime", device="cpu")
-    assert infer.main(config) == 0
+    assert infer.main(config).status == 0
     for file in (data / "imagesTr").glob("*.nii.gz"):
         scan, labels = read_volume(file), read_volume(tmp_path / "out" / file.name)
         assert labels.voxels.shape == scan.voxels.shape

@@ -89,7 +89,7 @@ def test_a_run_is_evaluated_on_the_cases_that_it_held_out(run, phantoms, tmp_pat
 
 def test_infer_returns_labels_on_the_files_own_grid(run, phantoms, tmp_path, capsys):
     images = phantoms / "imagesTr"
-    assert infer.main(InferConfig(run, images, tmp_path / "out", device="cpu")) == 0
+    assert infer.main(InferConfig(run, images, tmp_path / "out", device="cpu")).status == 0
     assert "onnxruntime fp32" in capsys.readouterr().out
     for file in sorted(images.glob("*.nii.gz")):
         scan, labels = read_volume(file), read_volume(tmp_path / "out" / file.name)
@@ -107,7 +107,7 @@ def test_torch_and_onnxruntime_give_the_same_masks(run, phantoms, tmp_path):
     image = phantoms / "imagesTr" / "phantom_000.nii.gz"
     for backend in ("torch", "onnxruntime"):
         config = InferConfig(run, image, tmp_path / backend, backend, "fp32", "cpu", overlays=False)
-        assert infer.main(config) == 0
+        assert infer.main(config).status == 0
     masks = [torch.from_numpy(read_volume(tmp_path / name / image.name).voxels.astype(np.uint8))
              for name in ("torch", "onnxruntime")]  # fmt: skip
     regions = one_region_per_label(["background", "spleen"]).regions
@@ -119,7 +119,7 @@ def test_a_bad_scan_in_a_folder_is_set_aside_by_name_and_the_others_are_done(run
     scans.mkdir()
     (scans / "a_bad.nii.gz").write_bytes(b"no scan")
     (scans / "good.nii.gz").symlink_to(phantoms / "imagesTr" / "phantom_001.nii.gz")
-    assert infer.main(InferConfig(run, scans, tmp_path / "out", device="cpu", overlays=False)) == 1
+    assert infer.main(InferConfig(run, scans, tmp_path / "out", device="cpu", overlays=False)).status == 1
     assert "1 of 2 scans were set aside: a_bad.nii.gz" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out").glob("*.nii.gz")) == ["good.nii.gz"]
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from medspeed.common.data.batches import Batch
 from medspeed.common.ranks import SINGLE, Ranks
-from medspeed.common.run import join_ranks, one_line_errors, open_run
-from medspeed.common.signals import ended_by_signals
+from medspeed.common.run import STOP_SIGNALS, exit_by_signal, join_ranks, one_line_errors, open_run, take_signals
 from medspeed.common.training.config import Parallel, TrainingConfig
 from medspeed.common.training.fit import Fitted, Setup, fit
 from medspeed.common.training.optimizers import build_optimizer
@@ -132,7 +131,7 @@ def misbehave(what: str) -> None:
 
 
 def main(argument: str) -> None:
-    with one_line_errors(), join_ranks("cpu") as ranks, ended_by_signals():
+    with one_line_errors(), join_ranks("cpu") as ranks, take_signals(STOP_SIGNALS, exit_by_signal):
         wish = json.loads(argument)
         if "pids" in wish:
             Path(wish["pids"], f"{ranks.rank}").write_text(str(os.getpid()))

@@ -1,0 +1,25 @@
+"""The weights that come with the package: trained on phantoms alone, for a first try of inference and export."""
+
+from importlib.resources import files
+from pathlib import Path
+
+from medspeed.common.files import atomic_path
+
+
+def model_folder(model: Path) -> Path:
+    """Return the folder of a run; for the word demo, where no folder is called so, the user's copy of the demo weights.
+
+    The copy lies in ~/.cache/medspeed/demo, where exports and engines may be written beside it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if model != Path("demo") or model.exists():
+        return model.expanduser()
+    folder = Path("~/.cache/medspeed/demo").expanduser()
+    for shipped in (files("medspeed") / "demo").iterdir():
+        content, copy = shipped.read_bytes(), folder / shipped.name
+        if not copy.is_file() or copy.read_bytes() != content:
+            with atomic_path(copy) as part:
+                part.write_bytes(content)
+    return folder
