@@ -53,21 +53,14 @@ def parse_config(
     try:
         given = {} if file is None else _read_values(file, leaves)
         given |= {name: value_of(name, leaves[name].type, each) for name, each in words.items()}
-        resumed = bool(resumable) and given.get("resume") is not None
-        start = {name: leaf.default for name, leaf in leaves.items()}
-        if resumed:
-            start = flat(config_from_yaml(kind, given["resume"] / "config.yaml"))
-        elif recipes:
-            start = flat(recipes[given.get("recipe") or next(iter(recipes))])
+        start = _start(kind, recipes, given, resumable)
         if shows:
             shown = {name: leaf._replace(default=start[name]) for name, leaf in leaves.items()}
             _parser(kind, shown, description).print_help()
             parser.exit()
         if unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        config: Config = _build(kind, start | given)
-        if resumed:
-            _check_resumed(flat(config), start, resumable)
+        config = _complete(kind, start, given, resumable)
     except (ValueError, OSError) as error:
         name, *rest = str(error).split(" ", 1)
         parser.error(" ".join([flag_of(name) if name in leaves else name, *rest]))
@@ -75,6 +68,19 @@ def parse_config(
         sys.stdout.write(config_to_yaml(config))
         parser.exit()
     return config
+
+
+def config_from_values(
+    kind: type[Config], recipes: Mapping[str, Config], values: Mapping[str, Any], resumable: Sequence[str] = ()
+) -> Config:
+    """Return the configuration of values by field, a group's as a mapping; for the arguments see `parse_config`.
+
+    Raises:
+        FileNotFoundError: there is no run to resume.
+        ValueError: names the field that does not exist, or whose value is of the wrong type or out of its bounds.
+    """
+    given = _typed("", values, _leaves(kind))
+    return _complete(kind, _start(kind, recipes, given, resumable), given, resumable)
 
 
 def config_to_yaml(config: object) -> str:
@@ -184,13 +190,37 @@ def _build(kind: Any, values: Mapping[str, Any], prefix: str = "") -> Any:  # no
     return kind(**arguments)
 
 
+def _start(
+    kind: type[Config], recipes: Mapping[str, Config], given: Mapping[str, Any], resumable: Sequence[str]
+) -> dict[str, Any]:
+    """Return what holds where nothing is given: of the run to resume, of the recipe, or the defaults."""
+    if resumable and given.get("resume") is not None:
+        return flat(config_from_yaml(kind, given["resume"] / "config.yaml"))
+    if recipes:
+        return flat(recipes[given.get("recipe") or next(iter(recipes))])
+    return {name: leaf.default for name, leaf in _leaves(kind).items()}
+
+
+def _complete(
+    kind: type[Config], start: Mapping[str, Any], given: Mapping[str, Any], resumable: Sequence[str]
+) -> Config:
+    config: Config = _build(kind, {**start, **given})
+    if resumable and given.get("resume") is not None:
+        _check_resumed(flat(config), start, resumable)
+    return config
+
+
 def _read_values(path: Path, leaves: Mapping[str, _Leaf]) -> dict[str, Any]:
     """Return the values of a configuration file by the names of `flat`."""
+    return _typed(f"{path}: ", _read_yaml(path), leaves)
+
+
+def _typed(where: str, content: Mapping[Any, Any], leaves: Mapping[str, _Leaf]) -> dict[str, Any]:
     values = {}
-    for name, value in _flattened(_read_yaml(path)):
+    for name, value in _flattened(content):
         if name not in leaves:
-            raise ValueError(f"{path}: {name[:_SHOWN]}: no such field{near(name[:_SHOWN], leaves)}")
-        values[name] = as_type(f"{path}: {name} {str(value)[:_SHOWN]}", leaves[name].type, value)
+            raise ValueError(f"{where}{name[:_SHOWN]}: no such field{near(name[:_SHOWN], leaves)}")
+        values[name] = as_type(f"{where}{name} {str(value)[:_SHOWN]}", leaves[name].type, value)
     return values
 
 

@@ -7,19 +7,16 @@ from medspeed.common.files import atomic_path
 
 
 def model_folder(model: Path) -> Path:
-    """Return the folder of a run; for the word demo, where no folder is called so, the user's copy of the demo weights.
+    """Return the folder of a run; for "demo", unless there is such a folder, a copy of the demo weights.
 
-    The copy lies in ~/.cache/medspeed/demo, where exports and engines may be written beside it.
-
-    Raises:
-        OSError: it cannot be written.
+    The copy is ~/.cache/medspeed/demo, so that exports and engines can be written beside the weights.
     """
-    if model != Path("demo") or model.exists():
-        return model.expanduser()
-    folder = Path("~/.cache/medspeed/demo").expanduser()
-    for shipped in (files("medspeed") / "demo").iterdir():
-        content, copy = shipped.read_bytes(), folder / shipped.name
-        if not copy.is_file() or copy.read_bytes() != content:
-            with atomic_path(copy) as part:
-                part.write_bytes(content)
+    folder = model.expanduser()
+    if model == Path("demo") and not model.exists():
+        folder = Path("~/.cache/medspeed/demo").expanduser()
+        for shipped in (files("medspeed") / "demo").iterdir():
+            content, copy = shipped.read_bytes(), folder / shipped.name
+            if not copy.is_file() or copy.read_bytes() != content:
+                with atomic_path(copy) as part:
+                    part.write_bytes(content)
     return folder

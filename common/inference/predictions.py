@@ -12,10 +12,8 @@ class Prediction:
     """What came out of one scan or slide.
 
     Attributes:
-        files: what was written of it; the first is the label map on the scan's own grid (for DICOM, a DICOM-SEG follows
-            it), or of a slide the map of tumour probability.
-        record: what is known of it, as its file in `records` says (of a slide, `slide.json`): measurements or
-            detections, seconds per stage.
+        files: written files; the first is the label map on the scan's own grid, or the slide's map of tumor probability.
+        record: measurements or detections, seconds per stage, and whatever else its JSON record holds.
     """
 
     files: tuple[Path, ...]
@@ -23,7 +21,7 @@ class Prediction:
 
     @property
     def volumes_ml(self) -> dict[str, float]:
-        """Volume of each structure in ml; of a slide none."""
+        """Volume of each structure in ml; empty for a slide."""
         return {each["structure"]: each["volume_ml"] for each in self.record.get("measures", ())}
 
 
@@ -32,8 +30,7 @@ class Predictions:
     """What became of the scans or slides of this process.
 
     Attributes:
-        done: what came out, by name of scan, those among them that an earlier call with the same weights and options
-            has finished.
+        done: by name of scan, also those that an earlier run with the same weights and options finished.
         failed: why the others were set aside, by name.
     """
 
