@@ -7,16 +7,18 @@ import sys
 import threading
 import warnings
 from contextlib import suppress
-from typing import Literal, TextIO
+from typing import Literal, TextIO, get_args
 
 from tqdm import tqdm
 
 from medspeed.common.files import printable
 
 Kind = Literal["detail", "note", "warning", "error", "result"]
-Verbosity = Literal["quiet", "normal", "verbose"]
+Verbosity = Literal["silent", "quiet", "normal", "verbose"]
 
-_HIDDEN: dict[Verbosity, tuple[Kind, ...]] = {"quiet": ("detail", "note"), "normal": ("detail",), "verbose": ()}
+_HIDDEN: dict[Verbosity, tuple[Kind, ...]] = {
+    "silent": get_args(Kind), "quiet": ("detail", "note"), "normal": ("detail",), "verbose": ()
+}  # fmt: skip
 _COLOURS: dict[Kind, str] = {"warning": "\x1b[33m", "error": "\x1b[31m"}
 _verbosity: Verbosity = "normal"  # of the process
 
@@ -32,10 +34,11 @@ _REMEDIES = {
 }  # fmt: skip
 
 
-def set_verbosity(verbosity: Verbosity) -> None:
-    """Choose what this process prints."""
+def set_verbosity(verbosity: Verbosity) -> Verbosity:
+    """Choose what this process prints, and return what was chosen before; "silent" is nothing at all."""
     global _verbosity
-    _verbosity = verbosity
+    before, _verbosity = _verbosity, verbosity
+    return before
 
 
 def wants_traceback() -> bool:
@@ -45,7 +48,7 @@ def wants_traceback() -> bool:
 
 def hides_bar(hidden: bool = False) -> bool | None:
     """Return tqdm's `disable`: None shows the bar on a terminal alone; True where it is hidden, or output is quiet."""
-    return True if hidden or _verbosity == "quiet" else None
+    return True if hidden or _verbosity in ("silent", "quiet") else None
 
 
 def say(line: str, kind: Kind = "note", stream: TextIO | None = None) -> None:

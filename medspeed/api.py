@@ -14,16 +14,16 @@ nothing ends the process. In the main thread, Ctrl-C lets a training finish its 
 """
 
 import importlib
-import io
 import logging
 import signal
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from medspeed.common.config import config_from_values
+from medspeed.common.console import set_verbosity
 from medspeed.common.files import read_object
 from medspeed.common.inference.demo import model_folder
 
@@ -111,8 +111,7 @@ def _as_function(quiet: bool) -> Iterator[None]:
         for library in map(logging.getLogger, ("pydicom", "highdicom")):  # they are kept from naming patients
             after.callback(library.setLevel, library.level)
         if quiet:
-            after.enter_context(redirect_stdout(io.StringIO()))
-            after.enter_context(redirect_stderr(io.StringIO()))
+            after.callback(set_verbosity, set_verbosity("silent"))
         try:
             yield
         except SystemExit as end:

@@ -12,7 +12,8 @@ class Prediction:
     """What came out of one scan or slide.
 
     Attributes:
-        files: written files; the first is the label map on the scan's own grid, or the slide's map of tumor probability.
+        files: written files; the first is the label map on the scan's own grid (of a slide the map of tumor
+            probability).
         record: measurements or detections, seconds per stage, and whatever else its JSON record holds.
     """
 

@@ -1,6 +1,7 @@
 import io
 import logging
 import threading
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from tqdm import tqdm
 
 from medspeed.common import console
 from medspeed.common.console import (
+    Kind,
     explained,
     hides_bar,
     log_warnings_as_lines,
@@ -49,6 +51,15 @@ def test_each_verbosity_shows_its_kinds_of_lines(verbosity, shown, capsys):
     assert found.err == "error\n"
     assert (hides_bar(), hides_bar(True)) == (True if verbosity == "quiet" else None, True)
     assert wants_traceback() == (verbosity == "verbose")
+
+
+def test_what_is_silent_prints_nothing_and_tells_what_was_before(capsys):
+    assert set_verbosity("silent") == "normal"
+    for kind in get_args(Kind):
+        say(kind, kind)
+    assert capsys.readouterr() == ("", "")
+    assert hides_bar() is True
+    assert set_verbosity("normal") == "silent"
 
 
 @pytest.mark.parametrize(

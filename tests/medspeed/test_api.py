@@ -19,6 +19,7 @@ from medspeed import predict, train
 from medspeed.api import App, _as_function
 from medspeed.apps import APPS
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig
+from medspeed.common import console
 from medspeed.common.config import config_from_values
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.model import import_weights, save_weights
@@ -57,6 +58,7 @@ def state():
         warnings.filters[:],
         threading.excepthook,
         torch.get_num_threads(),
+        console._verbosity,
     )
 
 
