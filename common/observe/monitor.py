@@ -15,7 +15,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from medspeed.common.files import write_text
+from medspeed.common.files import read_json_lines, write_text
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ PANELS = {
     "CPU of this run (%, 100 is one core)": ("process_cpu_percent",),  # this process and its children
     "CPU of the host (% of all cores)": ("host_cpu_percent",),
     "memory of this run (GiB)": ("process_memory_gib",),  # resident, with children; what they share counts in each
-    "disk (MB/s)": ("read_mb_per_s", "written_mb_per_s"),  # 10^6 bytes that reached it, with children
+    "disk, read and written (MB/s)": ("read_mb_per_s", "written_mb_per_s"),  # 10^6 bytes that reached it, with children
     "GPU utilisation (%)": ("gpu_percent",),
     "GPU memory (GiB)": ("gpu_memory_gib",),  # of all processes
     "GPU power (W)": ("gpu_power_w",),
@@ -49,6 +49,7 @@ class Monitor:
     def __init__(self, folder: Path, device: torch.device, every: float = 1.0) -> None:
         self._path, self._picture = folder / "monitor.csv", folder / "monitor.png"
         self._device, self._every, self._stop = device, every, threading.Event()
+        self.zero = time.perf_counter()  # when the column of seconds has 0
         self._thread = threading.Thread(target=self._guarded, args=(self._sample,), name="monitor", daemon=True)
 
     def __enter__(self) -> Self:
@@ -74,12 +75,12 @@ class Monitor:
         write_text(self._path, "".join(f"{line}\n" for line in (",".join(COLUMNS), *lines)))
         earlier = float(lines[-1].partition(",")[0]) if lines else 0.0
         host, stopped = _Host(), False
-        began = host.read_at
+        self.zero = host.read_at - earlier
         while not stopped:
             stopped = self._stop.wait(self._every)
             if stopped and time.perf_counter() - host.read_at < _SHORTEST:
                 return
-            row = {**host.read(), **_read_gpu(self._device), SECONDS: earlier + host.read_at - began}
+            row = {**host.read(), **_read_gpu(self._device), SECONDS: host.read_at - self.zero}
             with self._path.open("a", encoding="utf-8") as stream:
                 stream.write(",".join(f"{row[name]:.3f}" if name in row else "" for name in COLUMNS) + "\n")
 
@@ -137,9 +138,10 @@ def _read_gpu(device: torch.device) -> dict[str, float]:
 
 
 def draw_monitor(csv_path: Path, png_path: Path) -> None:
-    """Draw a `monitor.csv` as a PNG: a panel for each quantity, with its mean.
+    """Draw a `monitor.csv` as a PNG: a panel for each quantity, with its mean, and where validations ended.
 
-    A table without rows, of a run that was over at once, gives none.
+    These are the seconds "monitored" in `metrics.jsonl` beside the table, where there is one. A table without rows, of
+    a run that was over at once, gives no picture.
 
     Raises:
         OSError: the table cannot be read or the picture not be written.
@@ -151,6 +153,8 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
 
     from medspeed.common.observe.plots import draw_curve, save_png, style
 
+    records = read_json_lines(csv_path.with_name("metrics.jsonl"))
+    validated = [record["monitored"] for record in records if "monitored" in record]
     values = dict(zip(COLUMNS, np.genfromtxt(lines, delimiter=",", ndmin=2).T, strict=True))
     panels = {
         title: names for title, names in PANELS.items() if "GPU" not in title or np.isfinite(values[names[0]]).any()
@@ -160,13 +164,15 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
     for axis, (title, names) in zip(axes, panels.items(), strict=True):
         style(axis)
         for name, colour in zip(names, ("#0072B2", "#D55E00"), strict=False):
-            draw_curve(axis, values[SECONDS], values[name], color=colour, label=name)
+            draw_curve(axis, values[SECONDS], values[name], color=colour, label=name.split("_")[0])
         if len(names) > 1:
             axis.legend(frameon=False, fontsize=8)
-        means = ", ".join(f"{np.nanmean(values[name]):.4g}" for name in names)
+        means = ", ".join(f"{np.nanmean(values[name]):.1f}" for name in names)
         axis.set_title(f"{title}: mean {means}", loc="left", fontsize=9)
+        for second in validated:
+            axis.axvline(second, color="0.3", linewidth=1, linestyle=":")
         axis.set_ylim(bottom=0)
-    axes[-1].set_xlabel("seconds", fontsize=9)
+    axes[-1].set_xlabel("seconds" + ("; dotted: the end of a validation" if validated else ""), fontsize=9)
     save_png(png_path, figure)
 
 

@@ -64,7 +64,10 @@ def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str 
         right, best = upper.twinx(), int(np.nanargmax(values))
         style(right, f"validation {metric}", _METRIC)
         right.grid(visible=False)
-        right.set_ylim(0, 1.02)
+        # The nearer to 1, the wider apart: so the last epochs can be told from each other.
+        stretched = (lambda value: -np.log(np.maximum(1.05 - value, 1e-3)), lambda place: 1.05 - np.exp(-place))
+        right.set_yscale("function", functions=stretched)
+        right.set(ylim=(0, 1), yticks=(0, 0.5, 0.7, 0.8, 0.9, 0.95, 1))
         size, named = (
             4 if validated.sum() <= 60 else 1.5,
             f"best {metric} {values[best]:.4f} (epoch {epochs[best]:.0f})",
@@ -78,7 +81,11 @@ def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str 
     style(lower, "epoch time (s)", _GREY)
     draw_curve(lower, epochs, seconds, color=_GREY)
     lower.set_ylim(bottom=0, top=1.15 * max(seconds[np.isfinite(seconds)], default=1.0))
-    lower.set_xlabel("epoch")
+    spent = np.nancumsum(seconds)
+    unit, length = ("minutes", 60) if sum(spent[-1:]) > 600 else ("seconds", 1)
+    lower.set_xlabel(f"epoch; below it, {unit} of training")
+    if len(epochs):
+        lower.xaxis.set_major_formatter(lambda at, _: f"{at:.0f}\n{np.interp(at, epochs, spent) / length:.3g}")
     lower.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     lower.set_xlim(0.5, max(epochs, default=1) + 0.5)
     save_png(path, figure)

@@ -1,6 +1,7 @@
 """The report of a run: one page that opens anywhere, without a network, and that can be mailed."""
 
 import base64
+import gzip
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import yaml
 from markupsafe import Markup
+from nibabel.affines import from_matvec
 from numpy.typing import NDArray
 from torch.nn import functional
 
@@ -27,8 +29,9 @@ _NEEDED_FOR = {
     "plan.json": "nothing of what was chosen for this device and these cases",
 }
 _STAGES = ("start", "prepare", "cache", "compile", "train", "validate", "export")  # in the order they run
-_LARGEST_SIDE = 96  # voxels of the case to look at: more would be megabytes in a mail, and lesions still show
-_LARGEST_PICTURE = 600_000  # bytes; five of them and the largest case stay below 8 MB
+_SIDES = (48, 96)  # voxels at most of a case to scroll through: many cases share the bytes that nine of 96 take
+_LARGEST_PAGE, _REST = 8_000_000, 500_000  # bytes; the rest is all but pictures and cases
+_LARGEST_PICTURE = 600_000  # bytes
 _LONGEST_VALUE, _LONGEST_FILE = 1000, 20_000  # characters
 _WORST = 3  # cases whose overlay is shown
 
@@ -36,12 +39,12 @@ _WORST = 3  # cases whose overlay is shown
 def write_report(directory: Path) -> Path:
     """Write `report.html` into a run folder, from the files that the run has left there; return its path.
 
-    Of a run that is incomplete it shows what there is and says what is missing. It stays below 8 MB for hundreds of
-    cases.
+    For an incomplete run it shows what there is and says what is missing. It stays below 8 MB for hundreds of cases:
+    those with the lowest values come first, and what no longer fits is left out, which the page says.
 
     Args:
-        directory: a run folder. Besides the files that every run writes, `report_case.json` (see `write_report_case`)
-            gives the report a viewer; `progress.png`, `monitor.png` and `overlays/` are shown where they are.
+        directory: a run folder. Besides the files that every run writes, `report_cases/` (see `write_report_case`)
+            gives the report its viewer; `progress.png`, `monitor.png` and `overlays/` are shown where they are.
 
     Raises:
         FileNotFoundError: the folder is none of a run.
@@ -50,14 +53,17 @@ def write_report(directory: Path) -> Path:
     if not any((directory / name).is_file() for name in _NEEDED_FOR):
         raise FileNotFoundError(f"{directory}: no run folder (none of {', '.join(_NEEDED_FOR)} is there)")
     problems: list[str] = []
-    summary, environment, config, _ = (_read(directory / name, problems, loss) for name, loss in _NEEDED_FOR.items())
-    quality, case = summary.get("quality", {}), directory / "report_case.json"
+    summary, environment, config, plan = (_read(directory / name, problems, loss) for name, loss in _NEEDED_FOR.items())
+    quality = summary.get("quality", {})
     per_case = quality.get("per_case", {})
-    # A case without a value is worse than any.
-    ranked = sorted(per_case, key=lambda name: (per_case[name] is not None, per_case[name] or 0.0, name))
-    overlays = {path.stem: path for path in (directory / "overlays").glob("*.png")}
+    ranked, overlays = worst_first(per_case), {path.stem: path for path in (directory / "overlays").glob("*.png")}
+    worst = {name: _embedded(overlays[name]) for name in [name for name in ranked if name in overlays][:_WORST]}
+    pictures = {name: _embedded(directory / f"{name}.png") for name in ("progress", "monitor")}
+    room = _LARGEST_PAGE - _REST - sum(len(address or "") for address in (*worst.values(), *pictures.values()))
+    scans, left_out = _scans(directory, ranked, room, problems)
     content = _template().render(
-        title=" ".join(filter(None, (summary.get("app"), summary.get("recipe")))) or directory.resolve().name,
+        name=directory.resolve().name,
+        title=" ".join(filter(None, (summary.get("app"), summary.get("recipe") or config.get("recipe")))),
         summary=summary,
         environment=environment,
         config=config,
@@ -66,16 +72,24 @@ def write_report(directory: Path) -> Path:
         # An app that judges patches has figures of all of them together, in its own order, and no regions.
         cases={name: per_case[name] for name in (ranked if quality.get("per_region") else per_case)},
         overlays=len(overlays),
-        worst={name: _embedded(overlays[name]) for name in [name for name in ranked if name in overlays][:_WORST]},
-        pictures={name: _embedded(directory / f"{name}.png") for name in ("progress", "monitor")},
-        case=_read(case, problems, "no viewer") if case.is_file() else {},
+        worst=worst,
+        pictures=pictures,
+        scans=scans,
+        left_out=left_out,
         colours=LABEL_COLOURS,
         exported=lambda path: directory / "exports" / Path(path).name,
-        texts={name: _end_of(directory / name) for name in (*_NEEDED_FOR, "run.log")},
+        texts={name: _end_of(directory / name) for name in ("config.yaml", "run.log")},
+        plan=yaml.safe_dump(plan, sort_keys=False)[:_LONGEST_FILE] if plan else "",
+        files=[path for path in sorted(directory.iterdir()) if not path.name.startswith((".", "report.html"))],
         problems=problems,
     )
     write_text(directory / "report.html", content)
     return directory / "report.html"
+
+
+def worst_first(per_case: Mapping[str, float | None]) -> list[str]:
+    """Return the cases of a summary's `per_case`, the one with the lowest value first; one without a value is worse."""
+    return sorted(per_case, key=lambda name: (per_case[name] is not None, per_case[name] or 0.0, name))
 
 
 def write_report_case(
@@ -88,11 +102,13 @@ def write_report_case(
     *,
     names: Sequence[str],
     window: tuple[float, float] | None = None,
+    of: int = 1,
 ) -> None:
-    """Write `report_case.json` into a run folder: the case that its report lets the reader look through.
+    """Write `report_cases/NAME.json` into a run folder: a case that its report lets the reader scroll through.
 
-    It is small (at most 96 voxels a side; means of the image, middles of the labels), turned to R, A, S, and in words
-    that the page's script understands: volumes are base64 of uint8, z running fastest.
+    It is small (at most 96 voxels a side, fewer where more than nine cases share a report; means of the image, middles
+    of the labels; 8 bits), turned to R, A, S, and in words that the page's script understands: volumes are base64 of
+    gzip of uint8, z running fastest.
 
     Args:
         directory: folder of the run.
@@ -102,7 +118,9 @@ def write_report_case(
         truth: true labels, the same.
         affine: voxel index to RAS mm, [4, 4], any orientation.
         names: name of each label, by its number.
-        window: intensities that are drawn black and white; by default as an overlay chooses them.
+        window: intensities that are drawn black and white at first; by default as an overlay chooses them. Those up to
+            a window's width beyond are kept.
+        of: cases that share the report.
 
     Raises:
         OSError: the folder cannot be written or the disk is full.
@@ -110,25 +128,37 @@ def write_report_case(
     assert image.shape == labels.shape == truth.shape, (image.shape, labels.shape, truth.shape)
     scan = oriented_scan(image, labels, truth, affine, window)
     assert scan.truth is not None
-    sides, (black, white) = scan.image.shape, scan.window
-    x, y, z = (min(side, _LARGEST_SIDE) for side in sides)
-    shape = (x, y, z)
+    sides, (black, white) = np.array(scan.image.shape), map(float, scan.window)
+    shape = np.minimum(sides, int(np.clip(_SIDES[1] * (9 / of) ** (1 / 3), *_SIDES)))
     voxels = torch.from_numpy(np.ascontiguousarray(scan.image, np.float32))
-    grey = (functional.adaptive_avg_pool3d(voxels[None], shape)[0].numpy() - black) / (white - black)
+    grey = functional.adaptive_avg_pool3d(voxels[None], shape.tolist())[0].numpy()
+    low, high = max(2 * black - white, float(grey.min())), min(2 * white - black, float(grey.max()))
+    low, high = (low, high) if high > low else (black, white)
     middles = np.ix_(*((2 * np.arange(few) + 1) * side // (2 * few) for few, side in zip(shape, sides, strict=True)))
     found, true = scan.labels[middles], scan.truth[middles]
     occurring = [int(label) for label in np.union1d(found, true) if label > 0]
     content = {
-        "name": name,
-        "shape": shape,
-        "spacing": [mm * side / few for mm, side, few in zip(scan.spacing.tolist(), sides, shape, strict=True)],
-        "start": [scan.largest[axis] * shape[axis] // sides[axis] for axis in range(3)],
+        "shape": shape.tolist(),
+        "spacing": (scan.spacing * sides / shape).tolist(),
+        "native": scan.spacing.tolist(),  # of the file
+        "affine": (scan.affine @ from_matvec(np.diag(sides / shape), (sides / shape - 1) / 2))[:3].tolist(),
+        "start": (np.array(scan.largest) * shape // sides).tolist(),
         "labels": {label: names[label] if label < len(names) else f"label {label}" for label in occurring},
-        "image": _base64(np.round(255 * grey.clip(0, 1))),
-        "prediction": _base64(found),
-        "truth": _base64(true),
+        "range": (low, high),  # intensities of the bytes 0 and 255
+        "window": (black, white),
+        "image": _packed(np.round(255 * ((grey - low) / (high - low)).clip(0, 1))),
+        "prediction": _packed(found),
+        "truth": _packed(true),
     }
-    write_json(directory / "report_case.json", content)
+    write_json(directory / "report_cases" / f"{name}.json", content)
+
+
+def _scans(directory: Path, names: Sequence[str], room: int, problems: list[str]) -> tuple[dict[str, Json], int]:
+    """Return what `write_report_case` has left of cases, as far as their bytes have room, and how many have none."""
+    files = [path for name in names if (path := directory / "report_cases" / f"{name}.json").is_file()]
+    ends = np.cumsum([path.stat().st_size for path in files])
+    scans = {path.stem: _read(path, problems, "not in the viewer") for path in files[: np.count_nonzero(ends <= room)]}
+    return {name: scan for name, scan in scans.items() if scan}, len(files) - len(scans)
 
 
 def _read(path: Path, problems: list[str], loss: str) -> Json:
@@ -169,8 +199,18 @@ def _end_of(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")[-_LONGEST_FILE:] if path.is_file() else ""
 
 
-def _base64(content: bytes | Array) -> str:
-    return base64.b64encode(content if isinstance(content, bytes) else content.astype(np.uint8).tobytes()).decode()
+def _packed(volume: Array) -> str:
+    return _base64(gzip.compress(volume.astype(np.uint8).tobytes(), mtime=0))
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    long = f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+    return long if minutes >= 2 else f"{seconds:.1f} s"
 
 
 def _sha256(text: str) -> str:
@@ -194,5 +234,5 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["sha256"] = _sha256
+    environment.filters |= {"sha256": _sha256, "duration": _duration}
     return environment.get_template("report.html.j2")

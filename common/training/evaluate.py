@@ -61,8 +61,7 @@ def best_network(model: Trained, fitted: Fitted, run: Run) -> nn.Module:
 def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: SegmentationConfig, run: Run) -> Quality:
     """Return the Dice of the best weights on the native grid of the validation cases, and draw each case.
 
-    The ranks share the cases, whose prepared forms lie in the store of `config`. The worst case is kept for the
-    report's viewer.
+    The ranks share the cases, whose prepared forms lie in the store of `config`. Each is kept for the report's viewer.
     """
     from medspeed.common.inference.evaluation import Evaluation, score, structures  # here: training needs none of it
 
@@ -72,7 +71,6 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         prepared = stored_cases(cases, model, config, run)
     with run.clock.stage("validate"):
         predictor, counts, scores = torch_predictor(best_network(model, fitted, run)), [], []
-        hardest: tuple[float, Case, np.ndarray, np.ndarray] | None = None
         draws = run.directory.is_dir()  # another host's ranks draw nothing
         for case, voxels in zip(cases, prepared, strict=True):
             labels, truth = predict_labels(voxels, predictor, model, run.device), read_truth(case)
@@ -81,10 +79,8 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
                 Volume(each, np.array(voxels.grid.native_affine), case.image) for each in (labels, truth.numpy())
             )
             scores.append(score(found, true, regions, EvaluateConfig.tolerance))
-            judged = case_dice(counts[-1]), case, labels, truth.numpy()
-            hardest = judged if hardest is None or judged[0] < hardest[0] else hardest
             if draws:
-                _draw(*judged, model, run)
+                _draw(case_dice(counts[-1]), case, labels, truth.numpy(), model, run, len(split.validation))
         counts, scores = ranks.gather(counts), ranks.gather(scores)
     dice = {case.name: case_dice(each) for case, each in zip(split.validation, counts, strict=True)}
     mean = sum(dice.values()) / len(dice)
@@ -99,12 +95,6 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({printable(worst)})", "result")
     if run.leader:
         evaluation.write(run.directory)
-    if draws and hardest is not None and hardest[1].name == worst:  # of the ranks the one that has it
-        with run.clock.stage("validate"), _said(run, "the report goes without its viewer"):
-            from medspeed.common.observe.report import write_report_case
-
-            image, affine = _image(hardest[1], model)
-            write_report_case(run.directory, worst, image, *hardest[2:], affine, **_shown(model))
     if not split.held_out:
         run.say(
             "NOT HELD OUT: these cases were trained on; the Dice says that the run works, not how good the model is",
@@ -115,12 +105,18 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     return Quality(name, mean, dice, selected, by_region, evaluation.summary)
 
 
-def _draw(dice: float, case: Case, labels: np.ndarray, truth: np.ndarray, model: VolumeModel, run: Run) -> None:
-    """Draw what was found in a case, [X, Y, Z] uint8 on the grid of its file, over its image."""
+def _draw(
+    dice: float, case: Case, labels: np.ndarray, truth: np.ndarray, model: VolumeModel, run: Run, cases: int
+) -> None:
+    """Draw the labels of a case, [X, Y, Z] uint8 on the grid of its file, over its image; keep it for the viewer."""
     from medspeed.common.observe.overlays import draw_overlay  # here: the start of a run need not wait for what draws
+    from medspeed.common.observe.report import write_report_case
 
     (image, affine), path = _image(case, model), run.directory / "overlays" / f"{case.name}.png"
-    draw_overlay(path, image, labels, affine, truth=truth, title=f"{case.name}: Dice {dice:.3f}", **_shown(model))
+    shown: dict[str, Any] = {"names": model.labelling.labels, "window": model.preparation.window}
+    draw_overlay(path, image, labels, affine, truth=truth, title=f"{case.name}: Dice {dice:.3f}", **shown)
+    with _said(run, f"{printable(case.name)} is missing in the report's viewer"):
+        write_report_case(run.directory, case.name, image, labels, truth, affine, of=cases, **shown)
 
 
 def _image(case: Case, model: VolumeModel) -> tuple[np.ndarray, np.ndarray]:
@@ -128,10 +124,6 @@ def _image(case: Case, model: VolumeModel) -> tuple[np.ndarray, np.ndarray]:
     channels = model.preparation.channels
     volume = read_volume(case.image, channels, first_only=channels > 1)
     return volume.voxels.reshape(volume.voxels.shape[:3], order="F"), volume.affine
-
-
-def _shown(model: VolumeModel) -> dict[str, Any]:
-    return {"names": model.labelling.labels, "window": model.preparation.window}
 
 
 def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: SegmentationConfig, run: Run) -> ExportRecord:

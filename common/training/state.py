@@ -247,8 +247,9 @@ class Log:
         self._shown, self._samples = dict[str, str](), 0
         self._drawn = self._began = time.monotonic()
         self._watching, self._profiler = ExitStack(), None
+        self._monitor: Monitor | None = None
         if seconds := seconds_given("MEDSPEED_MONITOR_SECONDS", 1):  # tests and benchmarks do without
-            self._watching.enter_context(Monitor(run.directory, run.device, seconds))
+            self._monitor = self._watching.enter_context(Monitor(run.directory, run.device, seconds))
         if config.profile == "torch":
             self._profiler = self._watching.enter_context(StepProfiler(run.directory / "profile", run.device))
 
@@ -278,6 +279,8 @@ class Log:
         rate, losses, self._samples = self._samples / seconds, record["losses"], 0
         mean = sum(losses) / len(losses)
         record |= {"loss": mean, "seconds": round(seconds, 4), "samples_per_second": round(rate, 2)}
+        if self._monitor is not None and self._metric.lower() in record:
+            record["monitored"] = round(time.perf_counter() - self._monitor.zero, 1)  # when the validation ended
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record, allow_nan=False) + "\n")
         shown = [name for name in ("loss", self._metric.lower()) if name in record]

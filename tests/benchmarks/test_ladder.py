@@ -134,6 +134,23 @@ def test_the_curves_are_drawn(tmp_path):
     assert (tmp_path / "time.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_recipes_stand_out_of_the_curves(tmp_path, monkeypatch):
+    figures: list[Any] = []
+    monkeypatch.setattr(ladder, "save_png", lambda path, figure: figures.append(figure))
+    names = ("baseline: Dataset", "the faster layout", "Novograd: the guide (--optimizer x)", "fast's schedule: fast")
+    draw_ladder(tmp_path / "time.png", {"climb": {name: rung(0.1, 0.75) for name in names}})
+    (axes,) = figures[0].axes
+    lines = {line.get_label(): line.get_color() for line in axes.get_lines()}
+    told = {name: lines[name] for name in ("baseline", "the guide", "fast")}
+    assert len({*told.values(), "0.8"}) == 4
+    assert sum(line.get_color() == "0.8" for line in axes.get_lines()) == 2  # the other rung, and the legend's
+    figures[0].canvas.draw()
+    shown = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert axes.get_xlim()[0] == 0
+    assert len(shown) > 3
+    assert not [text for text in shown if "times" in text or "^" in text]
+
+
 @pytest.mark.parametrize("flags", [[], ["--data", "x"]])
 def test_an_app_without_a_guide_or_without_rungs_is_told_what_it_needs(monkeypatch, capsys, flags):
     monkeypatch.setattr(ladder, "APPS", ("liver",))

@@ -56,6 +56,16 @@ def equal_weights(one, other):
     return all(torch.equal(value, last_weights(other)[name]) for name, value in last_weights(one).items())
 
 
+def test_the_reports_viewer_has_every_validation_case_and_names_the_labels(run):
+    cases = json.loads((run / "split.json").read_text())["validation"]
+    assert sorted(path.stem for path in (run / "report_cases").iterdir()) == sorted(cases)
+    page = (run / "report.html").read_text()
+    assert page.count('class="case"') == len(cases)
+    assert "label 1" not in page
+    for label in ("1: edema", "2: non-enhancing tumor", "3: enhancing tumour"):
+        assert f"{label}</span>" in page
+
+
 def test_the_summary_holds_the_regions(run):
     summary = json.loads((run / "summary.json").read_text())
     assert summary["app"] == "brats"

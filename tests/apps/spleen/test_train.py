@@ -48,8 +48,11 @@ def test_a_run_leaves_all_that_it_promises(run):
 
 
 def test_the_reports_viewer_names_the_labels(run):
-    assert json.loads((run / "report_case.json").read_text())["labels"] == {"1": "spleen"}
-    assert "1: spleen</span>" in (run / "report.html").read_text()
+    (case,) = json.loads((run / "split.json").read_text())["validation"]
+    assert json.loads((run / "report_cases" / f"{case}.json").read_text())["labels"] == {"1": "spleen"}
+    page = (run / "report.html").read_text()
+    assert "1: spleen</span>" in page
+    assert f"<title>{run.name} · spleen fast</title>" in page
 
 
 def test_the_summary_holds_what_it_promises(run):

@@ -353,13 +353,44 @@ def test_titles_say_the_means(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "save_png", lambda path, figure: figures.append(figure))
     write_table(tmp_path / "a.csv", 10, gpu=True)
     lines = (tmp_path / "a.csv").read_text().splitlines()
+    lines[1:] = [
+        ",".join(("1.234" if at == 3 else cell) for at, cell in enumerate(line.split(","))) for line in lines[1:]
+    ]
     lines[1:4] = [line.replace("50.0", "90.0", 1) for line in lines[1:4]]
     (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
     draw_monitor(tmp_path / "a.csv", tmp_path / "a.png")
     titles = [axes.get_title(loc="left") for axes in figures[0].axes]
-    assert titles[0] == "CPU of this run (%, 100 is one core): mean 62"
-    assert titles[3] == "disk (MB/s): mean 50, 50"
-    assert titles[6] == "GPU power (W): mean 50"
+    assert titles[0] == "CPU of this run (%, 100 is one core): mean 62.0"
+    assert titles[3] == "disk, read and written (MB/s): mean 50.0, 50.0"
+    assert titles[2] == "memory of this run (GiB): mean 1.2"
+    assert titles[6] == "GPU power (W): mean 50.0"
+
+
+def test_the_ends_of_validations_are_marked(tmp_path, monkeypatch):
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "save_png", lambda path, figure: figures.append(figure))
+    write_table(tmp_path / "a.csv", 10, gpu=False)
+    records = (
+        '{"epoch": 1, "loss": 1.0}',
+        '{"epoch": 2, "dice": 0.5, "monitored": 4.5}',
+        '{"epoch": 3, "monitored": 7}',
+    )
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{record}\n" for record in records))
+    draw_monitor(tmp_path / "a.csv", tmp_path / "a.png")
+    for axes in figures[0].axes:
+        assert [line.get_xdata()[0] for line in axes.get_lines() if line.get_linestyle() == ":"] == [4.5, 7]
+    assert "validation" in figures[0].axes[-1].get_xlabel()
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_the_monitor_tells_the_time_of_its_table_also_when_resumed(tmp_path):
+    (tmp_path / "monitor.csv").write_text(f"{','.join(COLUMNS)}\n1000.000{',1.0' * 5},,,\n")
+    with Monitor(tmp_path, CPU, 0.02) as watching:
+        wait_for_rows(tmp_path, 3)
+        now = time.perf_counter() - watching.zero
+        last = column(tmp_path, "seconds")[-1]
+    assert 1000 < now < last + 1
+    assert column(tmp_path, "seconds")[1] < now
 
 
 @pytest.mark.gpu

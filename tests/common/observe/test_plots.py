@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+from medspeed.common.observe import plots
 from medspeed.common.observe.images import one_line
 from medspeed.common.observe.plots import Span, Timeline, draw_progress, draw_timeline, save_png
 
@@ -86,9 +87,35 @@ def test_the_best_validation_has_the_star(tmp_path: Path):
     rows = records(21, every=1)
     for row in rows:
         row["dice"] = 0.9 if row["epoch"] == 6 else 0.1
-    high = orange(drawn(tmp_path / "a.png", rows))[60:200, 110:880]  # Dice 0.1 lies far below
+    high = orange(drawn(tmp_path / "a.png", rows))[60:260, 110:880]  # Dice 0.1 lies far below
     columns = np.flatnonzero(high.sum(axis=0) > 8)
     assert 0.15 < columns.mean() / high.shape[1] < 0.4  # epoch 6 of 21
+
+
+def progress_axes(rows: list[dict[str, Any]], monkeypatch) -> list[Any]:
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "save_png", lambda path, figure: figures.append(figure))
+    draw_progress(Path("unused.png"), rows)
+    figures[0].canvas.draw()
+    return list(figures[0].axes)
+
+
+def test_the_last_epochs_of_a_good_run_can_be_told_apart(monkeypatch):
+    rows = [{"epoch": n, "loss": 1.0, "dice": dice, "seconds": 1.0} for n, dice in enumerate((0.0, 0.93, 0.95), 1)]
+    right = next(axes for axes in progress_axes(rows, monkeypatch) if "Dice" in axes.get_ylabel())
+    heights = [right.transData.transform((1, dice))[1] for dice in (0.0, 0.93, 0.95, 1.0)]
+    whole = heights[3] - heights[0]
+    assert heights[2] - heights[1] > 2.5 * 0.02 * whole  # on a plain axis it would be 0.02 of it
+    assert heights == sorted(heights)
+    assert [tick.get_text() for tick in right.get_yticklabels()][-3:] == ["0.90", "0.95", "1.00"]
+
+
+@pytest.mark.parametrize(("seconds", "unit", "shown"), [(2.0, "seconds", "10\n20"), (120.0, "minutes", "10\n20")])
+def test_the_axis_of_epochs_has_the_time_beside(monkeypatch, seconds: float, unit: str, shown: str):
+    rows = [{"epoch": n, "loss": 1.0, "seconds": seconds} for n in range(1, 21)]
+    lower = progress_axes(rows, monkeypatch)[1]
+    assert unit in lower.get_xlabel()
+    assert shown in [tick.get_text() for tick in lower.get_xticklabels()]
 
 
 def test_values_that_are_not_finite_leave_gaps(tmp_path: Path):

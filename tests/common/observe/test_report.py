@@ -1,6 +1,7 @@
 """The report of a run: what it says, what it does without, and that data never become HTML."""
 
 import base64
+import gzip
 import hashlib
 import json
 import re
@@ -13,10 +14,11 @@ import pytest
 from PIL import Image
 
 from medspeed.common.files import write_json
-from medspeed.common.observe.report import write_report, write_report_case
+from medspeed.common.observe.report import _duration, write_report, write_report_case
 
 IMAGE_NAME = "<img src=x onerror=alert(1)>"
 SCRIPT_NAME = "</script><script>window.planted = true</script>"
+LABEL = "</script><script>window.planted = true</script>"
 LIMIT = 8_000_000  # bytes, the size that `write_report` promises
 
 
@@ -37,7 +39,7 @@ def hand_made_run(folder: Path, per_case: dict[str, float | None] | None = None)
         "cases": {"training": 15, "validation": 5},
         "steps": 123,
         "target": {"until": "dice=0.9", "held": False, "seconds": 12.5},
-        "limit": {"share": 0.5},
+        "limit": {"seconds_per_step": 0.0345, "tflops": 0.0456, "percent": 12.3},
         "quality": {
             "name": "foreground Dice",
             "value": 0.66,
@@ -62,6 +64,7 @@ def hand_made_run(folder: Path, per_case: dict[str, float | None] | None = None)
         "command": ["train.py", "--resume", "runs/x"],
         "time": "2026-11-21T19:44:28+0000",
         "device": "Big GPU",
+        "memory_gib": 23.5,
         "versions": {"torch": "2.13"},
         "git": "0123456789abcdef+changes",
     }
@@ -74,15 +77,16 @@ def hand_made_run(folder: Path, per_case: dict[str, float | None] | None = None)
     return folder
 
 
-def add_case(folder: Path, name: str = SCRIPT_NAME) -> None:
+def add_case(folder: Path, name: str = IMAGE_NAME) -> None:
     """Give a run folder a case to look at: a gradient, and a prediction that lies one voxel beside the truth."""
     x, y, z = np.indices((20, 16, 12))
     image = 40 * x + 10 * y + 5 * z
     truth = np.zeros(image.shape, np.uint8)
     truth[5:12, 4:10, 3:8] = 1
     found = np.roll(truth, 1, axis=0)
-    names, spacing = ("background", "<s>spleen</s>"), np.diag([2.0, 3.0, 4.0, 1.0])
-    write_report_case(folder, name, image, found, truth, spacing, names=names, window=(0, image.max()))
+    affine = np.diag([2.0, 3.0, 4.0, 1.0])
+    affine[:3, 3] = -20, 10, 5
+    write_report_case(folder, name, image, found, truth, affine, names=("background", LABEL), window=(0, image.max()))
 
 
 class Page(HTMLParser):
@@ -134,9 +138,8 @@ class Page(HTMLParser):
         return self.rows[start + 1 : end]
 
     @property
-    def case(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(self.scripts[0])
-        return content
+    def cases(self) -> list[dict[str, Any]]:
+        return [json.loads(script) for script in self.scripts[:-1]]
 
 
 def report(folder: Path) -> Page:
@@ -152,7 +155,7 @@ def test_the_head_says_what_ran_and_how_well(tmp_path: Path):
         "spleen fast", "0.6600", "foreground Dice", "weights selected on: training",
         "2026-11-21 19:44:28+0000 (resumed)", "while training: best 0.7111 (epoch 2), last 0.6222",
         "cuda:0, Big GPU", "bf16", "Phantoms & more",
-        "15 training, 5 validation", "0123456789ab+changes", "dice=0.9: NOT reached after 12.5 s",
+        "15 training, 5 validation", "0123456789ab+changes", "dice=0.9: NOT reached after 12.5 s", "23.5 GiB",
         "SYNTHETIC DATA", "NOT HELD OUT",
     ):  # fmt: skip
         assert expected in text
@@ -171,11 +174,11 @@ def test_real_data_held_out_has_no_banner(tmp_path: Path):
 def test_the_stages_stand_in_order_and_add_up_with_the_rest(tmp_path: Path):
     page = report(hand_made_run(tmp_path / "run"))
     assert page.table("stage")[:5] == [
-        ["start", "1.0", "10.0 %"],
-        ["prepare", "2.0", "20.0 %"],
-        ["train", "5.0", "50.0 %"],
-        ["own stage", "0.5", "5.0 %"],
-        ["rest", "1.5", "15.0 %"],
+        ["start", "1.0 s", "10.0 %"],
+        ["prepare", "2.0 s", "20.0 %"],
+        ["train", "5.0 s", "50.0 %"],
+        ["own stage", "0.5 s", "5.0 %"],
+        ["rest", "1.5 s", "15.0 %"],
     ]
     assert [(bar["x"], bar["width"]) for bar in page.all("rect") if "x" in bar] == [
         ("0.000%", "10.000%"),
@@ -198,8 +201,8 @@ def test_the_cases_stand_worst_first_and_the_worst_three_are_shown(tmp_path: Pat
         ["good", "0.9500", ""],
     ]
     assert page.table("region")[:2] == [["<i>region</i>", "0.6250", ""], ["never there", "—", ""]]
-    assert page.pictures() == ["progress", "bad", "fair", "good"]
-    assert "The worst 3 cases; overlays/ in the run folder holds 3 pictures." in page.text
+    assert page.pictures() == ["bad", "fair", "good", "progress"]
+    assert "Pictures of the worst 3 cases, of 3 in overlays/" in page.text
 
 
 def test_a_case_without_a_value_is_the_worst(tmp_path: Path):
@@ -207,7 +210,7 @@ def test_a_case_without_a_value_is_the_worst(tmp_path: Path):
     for name in "abcd":
         Image.new("RGB", (30, 20), "red").save(folder / "overlays" / f"{name}.png")
     page = report(folder)
-    assert page.pictures()[1:] == ["c", "d", "b"]
+    assert page.pictures()[:3] == ["c", "d", "b"]
     assert page.table("case")[0] == ["c", "—", ""]
 
 
@@ -232,11 +235,49 @@ def test_exports_say_how_far_they_are_and_why_there_is_none(tmp_path: Path):
     ]
 
 
-def test_the_files_of_the_run_are_in_the_page_as_they_are(tmp_path: Path):
+def test_settings_and_messages_are_in_the_page_as_they_are_and_nothing_else_has_raw_keys(tmp_path: Path):
     page = report(hand_made_run(tmp_path / "run"))
-    for line in ("run: '<u>under</u>'", '"torch": "2.13"', '"share": 0.5', "first line\n<script>window.planted = true"):
+    for line in ("run: '<u>under</u>'", "  window:\n  - 96\n", "first line\n<script>window.planted = true"):
         assert line in page.text
-    assert len(page.all("details")) == 5
+    assert len(page.all("details")) == 5  # with the machine's, and the worst cases
+    assert "A step computes for 34.5 ms, at 45.6 GFLOP/s: 12.3 % of what" in page.text
+    assert not [
+        key for key in ("memory_gib", "seconds_per_step", "versions", "per_case", "best_epoch") if key in page.text
+    ]
+
+
+def test_links_lead_to_the_files_of_the_run(tmp_path: Path):
+    folder = hand_made_run(tmp_path / "run")
+    (folder / "javascript:alert(1)").write_bytes(bytes(2048))
+    (folder / ".lock").touch()
+    page = report(folder)
+    assert page.source == report(folder).source  # the page does not list itself
+    links = {link["href"] for link in page.all("a")}
+    assert {"./summary.json", "./overlays", "./metrics.jsonl", "./javascript%3Aalert%281%29"} <= links
+    assert "./.lock" not in links
+    assert "javascript:alert(1) 2.0 KiB" in " ".join(page.text.split())
+
+
+def test_the_title_tells_runs_apart(tmp_path: Path):
+    page = report(hand_made_run(tmp_path / "20261122-1944"))
+    assert "<title>20261122-1944 · spleen fast</title>" in page.source
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.04, "0.0 s"), (119.2, "119.2 s"), (119.8, "2 min 0 s"), (417, "6 min 57 s"), (7170, "119 min 30 s"),
+     (7200, "2 h 0 min"), (90061, "25 h 1 min")],
+)  # fmt: skip
+def test_times_are_said_as_people_say_them(seconds: float, said: str):
+    assert _duration(seconds) == said
+
+
+def test_the_result_comes_first_then_the_cases_then_curves_and_time(tmp_path: Path):
+    folder = hand_made_run(tmp_path / "run")
+    add_case(folder)
+    parts = ("0.6600", "Cases", 'id="viewer"', "Curves", ">Time<", "Export parity", "Details", "Files")
+    places = [write_report(folder).read_text().index(part) for part in parts]
+    assert places == sorted(places)
 
 
 def test_nothing_from_the_data_becomes_an_element(tmp_path: Path):
@@ -247,11 +288,10 @@ def test_nothing_from_the_data_becomes_an_element(tmp_path: Path):
     assert all((picture["src"] or "").startswith("data:image/") for picture in page.all("img"))
     assert not {"b", "i", "u", "s"} & {tag for tag, _ in page.tags}
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
-    assert page.case["name"] == SCRIPT_NAME
-    assert page.case["labels"] == {"1": "<s>spleen</s>"}
-    assert "1: <s>spleen</s>" in page.text
+    assert [case["labels"] for case in page.cases] == [{"1": LABEL}]
+    assert f"1: {LABEL}" in page.text
     assert not set("<>&") & set(page.scripts[0])
-    assert page.text.count(f"{SCRIPT_NAME}: voxels of 2.0 x 3.0 x 4.0 mm") == 1
+    assert f"{IMAGE_NAME} (0.5000)" in page.text  # the choice of the viewer
 
 
 def test_names_that_no_text_file_can_hold_do_no_harm(tmp_path: Path):
@@ -267,7 +307,8 @@ def test_the_page_asks_for_nothing(tmp_path: Path):
     page = report(folder)
     assert "http://" not in page.source
     assert "https://" not in page.source
-    assert all((each.get(name) or "data:").startswith("data:") for _, each in page.tags for name in ("src", "href"))
+    addresses = [each.get(name) or "data:" for _, each in page.tags for name in ("src", "href")]
+    assert all(address.startswith(("data:", "./", "#viewer")) for address in addresses)
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|sendBeacon|innerHTML|eval\(", page.source)
 
 
@@ -276,7 +317,7 @@ def test_the_policy_allows_the_own_style_and_script_alone(tmp_path: Path):
     policy = next(each["content"] or "" for each in page.all("meta") if "http-equiv" in each)
     style = re.findall(r"<style>(.*?)</style>", page.source, re.DOTALL)
     assert len(style) == 1
-    for name, text in (("style", style[0]), ("script", page.scripts[1])):
+    for name, text in (("style", style[0]), ("script", page.scripts[-1])):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{name}-src 'sha256-{digest}';" in policy
     assert policy.startswith("default-src 'none'; img-src data:; ")
@@ -309,9 +350,10 @@ def test_what_is_missing_or_damaged_is_said_and_the_rest_is_there(tmp_path: Path
 def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("recipe: guide\n")
     page = report(tmp_path)
-    assert "recipe guide" in page.text
+    assert f"{tmp_path.name} · guide" in page.text
+    assert tmp_path.name in page.text
     assert "no quality yet" in page.text
-    for section in ("Curves", "Time", "Cases", "Export parity", "Look at a case", "Monitor"):
+    for section in ("Curves", "Time", "Cases", "Export parity", "zoom", "Monitor"):
         assert section not in page.text
 
 
@@ -321,29 +363,56 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_large_run_stays_below_the_promised_size(tmp_path: Path):
-    folder = hand_made_run(tmp_path / "run", {f"case {number}": number / 50 for number in range(50)})
+def test_a_large_run_stays_below_the_promised_size_and_says_what_is_left_out(tmp_path: Path):
+    folder = hand_made_run(tmp_path / "run", {f"case {number:02}": number / 50 for number in range(50)})
     noise = np.random.default_rng(0).integers(0, 256, (440, 450, 3), np.uint8)
-    for name in ("overlays/case 0", "overlays/case 1", "overlays/case 2", "progress", "monitor"):
+    for name in ("overlays/case 00", "overlays/case 01", "overlays/case 02", "progress", "monitor"):
         Image.fromarray(noise).save(folder / f"{name}.png", compress_level=0)
-    (folder / "overlays" / "case 2.png").write_bytes(bytes(600_001))
+    (folder / "overlays" / "case 02.png").write_bytes(bytes(600_001))
     (folder / "run.log").write_text("a long line\n" * 100_000)
-    volume = np.zeros((96, 96, 96), np.uint8)
-    write_report_case(folder, "case 0", volume, volume, volume, np.eye(4), names=())
-    page = write_report(folder).read_bytes()
-    assert page.count(b"data:image/png;base64,") == 4
-    assert b"case 2: the picture is too large" in page
-    assert LIMIT / 2 < len(page) < LIMIT
+    image = np.random.default_rng(0).integers(0, 256, (96, 96, 96), np.uint8)
+    for number in range(12):  # of noise, which nothing makes smaller
+        write_report_case(folder, f"case {number:02}", image, image, image, np.eye(4), names=(), of=50)
+    path = write_report(folder)
+    assert path.read_bytes().count(b"data:image/png;base64,") == 4
+    assert b"case 02: the picture is too large" in path.read_bytes()
+    assert LIMIT / 2 < path.stat().st_size < LIMIT
+    page = Page(path)
+    (shown,) = {len(page.cases), len(page.all("option"))}
+    assert 1 < shown < 12
+    assert f"{12 - shown} more did not fit into this page." in page.text
 
 
-def written_case(folder: Path, *given: Any, **options: Any) -> dict[str, Any]:
-    write_report_case(folder, *given, **options)
-    content: dict[str, Any] = json.loads((folder / "report_case.json").read_text())
+@pytest.mark.parametrize(("of", "side"), [(1, 96), (9, 96), (10, 92), (30, 64), (72, 48), (500, 48)])
+def test_many_cases_share_the_bytes_of_nine(tmp_path: Path, of: int, side: int):
+    volume = np.zeros((200, 1, 1), np.uint8)
+    assert written_case(tmp_path, "one", volume, volume, volume, np.eye(4), names=(), of=of)["shape"] == [side, 1, 1]
+
+
+def test_each_case_is_in_the_viewer_the_worst_first_and_the_table_leads_there(tmp_path: Path):
+    folder = hand_made_run(tmp_path / "run")
+    for name in ("good", "bad", IMAGE_NAME):
+        add_case(folder, name)
+    page = report(folder)
+    assert len(page.cases) == 3
+    assert [option["value"] for option in page.all("option")] == ["0", "1", "2"]
+    places = [
+        page.text.index(f"{name} ({dice:.4f})") for name, dice in (("bad", 0.25), (IMAGE_NAME, 0.5), ("good", 0.95))
+    ]
+    assert places == sorted(places)
+    links = re.findall(r'<a href="#viewer" data-case="(.)">(.*?)</a>', page.source)
+    assert [number for number, _ in links] == ["0", "1", "2"]
+    assert (links[0][1], links[2][1]) == ("bad", "good")
+
+
+def written_case(folder: Path, name: str, *given: Any, **options: Any) -> dict[str, Any]:
+    write_report_case(folder, name, *given, **options)
+    content: dict[str, Any] = json.loads((folder / "report_cases" / f"{name}.json").read_text())
     return content
 
 
 def unpacked(case: dict[str, Any], name: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(case[name]), np.uint8).reshape(case["shape"])
+    return np.frombuffer(gzip.decompress(base64.b64decode(case[name])), np.uint8).reshape(case["shape"])
 
 
 def test_a_case_is_made_small_by_means_and_middles(tmp_path: Path):
@@ -373,14 +442,14 @@ def test_a_case_is_turned_to_the_patient_and_windowed(tmp_path: Path):
     affine = np.array([[0, -2.0, 0, 0], [3.0, 0, 0, 0], [0, 0, 4.0, 0], [0, 0, 0, 1]])  # first axis A, second axis L
     names = ("background", "organ")
     case = written_case(tmp_path, "one", image, 0 * truth, truth, affine, names=names, window=(-100, 300))
-    assert case["name"] == "one"
-    assert case["spacing"] == [2.0, 3.0, 4.0]
+    assert case["spacing"] == case["native"] == [2.0, 3.0, 4.0]
     assert case["labels"] == {"1": "organ"}
     grey = unpacked(case, "image")
     assert grey.shape == (5, 4, 6)
     assert (grey[4, 0, 0], grey[0, 3, 5]) == (0, 255)
     assert grey[3, 1, 1] == 128  # (100 + 100) / 400 of 255, rounded to even
     assert np.argwhere(unpacked(case, "truth")).tolist() == [[3, 0, 2]]
+    assert np.array(case["affine"]) @ (3, 0, 2, 1) == pytest.approx((affine @ (0, 1, 2, 1))[:3])  # the same place in mm
     assert not unpacked(case, "prediction").any()
 
 
@@ -392,14 +461,27 @@ def test_any_side_shrinks_to_at_most_96_and_keeps_its_length_and_mean(tmp_path: 
     kept = min(side, 96)
     assert case["shape"] == [kept, 1, 1]
     assert case["spacing"][0] * kept == pytest.approx(0.5 * side)
-    assert base64.b64decode(case["image"]) == bytes([7]) * kept
+    assert unpacked(case, "image").ravel().tolist() == [7] * kept
+    ends = [np.array(case["affine"]) @ (place, 0, 0, 1) for place in (-0.5, kept - 0.5)]
+    assert [end[0] for end in ends] == pytest.approx([-0.25, 0.5 * side - 0.25])  # edge to edge, as in the file
+
+
+def test_intensities_beyond_the_window_are_kept_for_another_one(tmp_path: Path):
+    image = np.linspace(-1000, 1000, 21, dtype=np.float32).reshape(21, 1, 1)
+    labels = np.zeros(image.shape, np.uint8)
+    case = written_case(tmp_path, "one", image, labels, labels, np.eye(4), names=(), window=(0, 100))
+    assert (case["window"], case["range"]) == ([0, 100], [-100, 200])
+    assert unpacked(case, "image").ravel()[8:13].tolist() == [0, 0, 85, 170, 255]
+    case = written_case(tmp_path, "one", image, labels, labels, np.eye(4), names=(), window=(-900, 900))
+    assert case["range"] == [-1000, 1000]
 
 
 def test_a_cut_case_file_is_named_and_the_report_is_there(tmp_path: Path):
     folder = hand_made_run(tmp_path / "run")
     add_case(folder)
-    path = folder / "report_case.json"
+    path = folder / "report_cases" / f"{IMAGE_NAME}.json"
     path.write_bytes(path.read_bytes()[:200])
     page = report(folder)
-    assert "report_case.json is damaged" in page.text
-    assert "Look at a case" not in page.text
+    assert f"{IMAGE_NAME}.json is damaged" in page.text
+    assert not page.cases
+    assert "zoom" not in page.text
