@@ -49,7 +49,7 @@ class Monitor:
     def __init__(self, folder: Path, device: torch.device, every: float = 1.0) -> None:
         self._path, self._picture = folder / "monitor.csv", folder / "monitor.png"
         self._device, self._every, self._stop = device, every, threading.Event()
-        self.zero = time.perf_counter()  # when the column of seconds has 0
+        self._zero = time.perf_counter()  # when the column of seconds has 0
         self._thread = threading.Thread(target=self._guarded, args=(self._sample,), name="monitor", daemon=True)
 
     def __enter__(self) -> Self:
@@ -64,6 +64,10 @@ class Monitor:
         if self._path.is_file():
             self._guarded(lambda: draw_monitor(self._path, self._picture))
 
+    def now(self) -> float:
+        """Return what the column of seconds would say now."""
+        return round(time.perf_counter() - self._zero, 1)
+
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
@@ -75,12 +79,12 @@ class Monitor:
         write_text(self._path, "".join(f"{line}\n" for line in (",".join(COLUMNS), *lines)))
         earlier = float(lines[-1].partition(",")[0]) if lines else 0.0
         host, stopped = _Host(), False
-        self.zero = host.read_at - earlier
+        self._zero = host.read_at - earlier
         while not stopped:
             stopped = self._stop.wait(self._every)
             if stopped and time.perf_counter() - host.read_at < _SHORTEST:
                 return
-            row = {**host.read(), **_read_gpu(self._device), SECONDS: host.read_at - self.zero}
+            row = {**host.read(), **_read_gpu(self._device), SECONDS: host.read_at - self._zero}
             with self._path.open("a", encoding="utf-8") as stream:
                 stream.write(",".join(f"{row[name]:.3f}" if name in row else "" for name in COLUMNS) + "\n")
 

@@ -246,8 +246,7 @@ class Log:
         self._epochs, self._first = decided(config.epochs), state.epoch
         self._shown, self._samples = dict[str, str](), 0
         self._drawn = self._began = time.monotonic()
-        self._watching, self._profiler = ExitStack(), None
-        self._monitor: Monitor | None = None
+        self._watching, self._profiler, self._monitor = ExitStack(), None, None
         if seconds := seconds_given("MEDSPEED_MONITOR_SECONDS", 1):  # tests and benchmarks do without
             self._monitor = self._watching.enter_context(Monitor(run.directory, run.device, seconds))
         if config.profile == "torch":
@@ -276,11 +275,9 @@ class Log:
 
     def epoch(self, record: dict[str, Any], seconds: float) -> None:
         """Write one epoch's record; `losses` of its steps, and the metric where it was validated."""
-        rate, losses, self._samples = self._samples / seconds, record["losses"], 0
-        mean = sum(losses) / len(losses)
-        record |= {"loss": mean, "seconds": round(seconds, 4), "samples_per_second": round(rate, 2)}
-        if self._monitor is not None and self._metric.lower() in record:
-            record["monitored"] = round(time.perf_counter() - self._monitor.zero, 1)  # when the validation ended
+        rate, loss, self._samples = self._samples / seconds, sum(record["losses"]) / len(record["losses"]), 0
+        record |= {"loss": loss, "seconds": round(seconds, 4), "samples_per_second": round(rate, 2)}
+        record |= {"monitored": self._monitor.now()} if self._monitor and self._metric.lower() in record else {}
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record, allow_nan=False) + "\n")
         shown = [name for name in ("loss", self._metric.lower()) if name in record]
