@@ -212,6 +212,21 @@ def test_every_flag_that_a_text_names_exists():
     assert {(page, flag) for page, flag in named if flag.removeprefix("no-").replace("_", "-") not in known} == set()
 
 
+def test_every_program_that_a_text_names_exists():
+    spans = [code for path in GUIDES for code in re.findall(r"(?<!`)`([^`\n]+)`", path.read_text(encoding="utf-8"))]
+    named = {tuple(code.split()) for code in spans if re.match(r"(make|python|medspeed) [a-z]", code)}
+    assert len(named) >= 20
+    for program, *words in named:
+        if program == "make":
+            make_understood(words, ROOT)
+        elif program == "python":
+            assert (ROOT / words[0]).is_file(), words
+        else:
+            assert {word for word in words[1:2] if not (word.startswith("-") or word.isupper())} <= cli.programs()[
+                words[0]
+            ].keys(), words
+
+
 def slugs(path: Path) -> set[str]:
     """Return the anchors of a page's headings that a repository browser and the site both give them."""
     text = re.sub(r"^ *```.*?^ *```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
