@@ -255,6 +255,23 @@ def test_every_page_is_in_the_navigation():
     assert [path.name for path in (ROOT / "docs").glob("*.md") if f"'{path.name}'" not in navigation] == []
 
 
+def test_the_workflow_builds_the_site_with_the_packages_of_the_extra():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/docs.yml").read_text())["jobs"]
+    steps = [step.get("run", "") for step in jobs["build"]["steps"]]
+    assert "mkdocs build --strict" in steps
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (install,) = [shlex.split(step) for step in steps if " install " in step]
+    assert {each.split(">")[0] for each in extras["docs"]} <= set(install)
+    assert set(extras["docs"]) <= set(extras["dev"])
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what its schema demands
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+
+
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     for package in ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python"):
         pytest.importorskip(package, reason="pip install -c constraints.txt -e '.[docs]'")
