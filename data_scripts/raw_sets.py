@@ -227,7 +227,9 @@ def read_numbers(label: Volume, raw: RawSet) -> np.ndarray:
     named = {number: f"{number} {name}" for number, name in enumerate(raw.labels) if name}
     if unnamed := [str(number) for number, target in meant.items() if target not in named]:
         found_and_due = f"found the values {', '.join(unnamed[:5])}; named are {', '.join(named.values())}"
-        raise ValueError(f"{label.path}: {found_and_due}; name these too, or map them: --values={unnamed[0]}=0")
+        free = [number for number in named if number not in found and number < int(unnamed[0])]
+        remedy = f"--values={unnamed[0]}={max(free, default=0)}"  # BraTS has 0, 1, 2 and 4: 4=3
+        raise ValueError(f"{label.path}: {found_and_due}; name these too, or map them: {remedy}")
     table = np.array([meant.get(number, 0) for number in range(low, high + 1)], np.uint8)
     return table[whole.astype(np.int32) - low]
 

@@ -223,10 +223,16 @@ def _report(folder: Path, raw: RawSet, good: Sequence[RawCase]) -> None:
     say(f"{folder}: in MSD layout", "result")
     for title, text in rows.items():
         say(f"  {title:<{max(map(len, rows))}}  {text}")
-    data = shlex.quote(str(folder))
-    say("next, two steps through everything, then the training:")
-    say(f"  python apps/spleen/train.py --data {data} --fast-dev-run")
-    say(f"  python apps/spleen/train.py --data {data}")
+    train = f"  medspeed train {_app(raw)} --data {shlex.quote(str(folder))}"
+    say(f"next, two steps through everything, then the training:\n{train} --fast-dev-run\n{train}")
+
+
+def _app(raw: RawSet) -> str:
+    """Return the app that trains on a set, with the flag that its labels need."""
+    if len(raw.modality) == 1:
+        return "spleen"
+    tumour = any("enhancing" in name.lower() or name.lower() == "et" for name in raw.labels)
+    return "brats" if tumour else "brats --regions labels"
 
 
 def _notes(raw: RawSet, good: Sequence[RawCase]) -> dict[str, list[str]]:

@@ -141,8 +141,8 @@ class ScanConfig:
 
     Args:
         model: run folder.
-        input: a slide, or a folder of slides.
-        output: folder for the results, with a subfolder for each slide.
+        input: a slide, or a folder of slides or of patches (PNG, JPEG or BMP), which are scored.
+        output: folder for the results: a subfolder for each slide, or the table of the patches.
         mode: dense (fully convolutional on tiles, a probability every 32 pixels) or patches (as MONAI does: one forward
             pass per patch, every --stride pixels).
         stride: distance between patches in pixels of the network's input, a multiple of 32.

@@ -1,4 +1,4 @@
-"""Scan slides with a trained run: maps of tumour probability, detections and outlines for QuPath, a picture of each."""
+"""Scan slides with a trained run: probability maps, detections, outlines for QuPath and pictures; or score patches."""
 
 from medspeed.apps.pathology.config import ScanConfig
 from medspeed.common.config import parse_config
@@ -125,8 +125,13 @@ class Scanner:
 def main(config: ScanConfig) -> Predictions:
     """Scan every slide; one that cannot be read is set aside, and the others are done all the same.
 
-    Under torchrun each process takes its share of the slides.
+    Under torchrun each process takes its share of the slides. A folder of images without slides is one of patches,
+    which are scored.
     """
+    from medspeed.apps.pathology.patches.score import find_patches, score_patches  # here: they load what trains
+
+    if patches := find_patches(config.input):
+        return score_patches(patches, config)
     with closing(SlidePool(config.reader)) as pool:
         scanner = Scanner(config, pool)
         items = [scanner.item(file) for file in find_slides(config.input)]
@@ -153,7 +158,8 @@ def find_slides(path: Path) -> list[Path]:
     labels = (path.parent if path.name == "images" else path) / "labels.csv"
     if labels.is_file():
         raise ValueError(
-            f"{path}: holds patches ({labels}), and slides are scanned: name those that they were cut from"
+            f"{path}: holds patches ({labels}), and slides are scanned: name those that they were cut from; or save "
+            "the patches as PNG to have them scored"
         )
     files = sorted(file for file in path.glob("*") if is_slide(file))
     if not files:

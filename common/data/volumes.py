@@ -80,9 +80,7 @@ def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volu
     voxels = _scaled(voxels, header, path)
     if voxels.dtype.kind == "f" and not (finite := np.isfinite(voxels)).all():
         count = voxels.size - np.count_nonzero(finite)
-        raise ValueError(
-            f"{path}: {count} of {voxels.size} voxels are not a number or infinite: repair or drop the file"
-        )
+        raise ValueError(f"{path}: {count} of {voxels.size} voxels are not a number or infinite: repair or drop it")
     return Volume(voxels, affine, path)
 
 
@@ -93,11 +91,7 @@ def read_header(path: Path) -> tuple[tuple[int, ...], np.ndarray]:
         FileNotFoundError, ValueError: as `read_volume`, for what the header shows.
     """
     with _open(path) as stream:
-        header, shape, affine = _parse_header(stream, path)
-    sides, pixdim = np.linalg.norm(affine[:3, :3], axis=0), header["pixdim"][1:4].astype(np.float64)
-    if not np.allclose(sides, pixdim, rtol=MAX_DISAGREEMENT):
-        _warn_once(f"{path}: voxels of {_mm(sides)} by its affine, which counts, and of {_mm(pixdim)} by its pixdim")
-    return shape, affine
+        return _parse_header(stream, path)[1:]
 
 
 def check_affine(affine: np.ndarray, prefix: str = "") -> None:
@@ -109,9 +103,7 @@ def check_affine(affine: np.ndarray, prefix: str = "") -> None:
     """
     sides, origin = np.linalg.norm(affine[:3, :3], axis=0), affine[:3, 3]
     if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) <= 1e-6 * sides.prod():
-        raise ValueError(
-            f"{prefix}the affine is not finite or singular, {affine.tolist()}: correct pixdim and sform with nibabel"
-        )
+        raise ValueError(f"{prefix}the affine is not finite or singular, {affine.tolist()}: correct it with nibabel")
     if sides.min().round(6) < MIN_SIDE or sides.max().round(6) > MAX_SIDE:
         raise ValueError(f"{prefix}voxels of {_mm(sides)}, expected {MIN_SIDE} to {MAX_SIDE} mm: correct the header")
     if np.abs(origin).max() > MAX_ORIGIN:
@@ -135,6 +127,7 @@ def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
     if not np.allclose(header.get_qform(), affine, rtol=1e-4, atol=1e-3):
         header["qform_code"] = 0
     header.set_data_offset(HEADER_BYTES + 4)
+    header.set_slope_inter(1, 0)
     stored = io.BytesIO()
     header.write_to(stored)
     voxels = labels.ravel(order="F")
@@ -201,8 +194,10 @@ def _open(path: Path) -> Iterator[Stream]:
         try:
             yield igzip.IGzipFile(fileobj=file, mode="rb")
         except DAMAGED as error:
-            size = path.stat().st_size
-            raise ValueError(f"{path} ({size} bytes) is truncated or damaged ({error}): copy it again") from error
+            found = f"({path.stat().st_size} bytes) is truncated or damaged ({error}): copy it again"
+            if str(error).startswith("Not a gzipped file"):  # what the first member begins with has been looked at
+                found = "has other bytes behind its gzip stream: copy it again, or `gzip -dc FILE | gzip > NEW`"
+            raise ValueError(f"{path} {found}") from error
 
 
 def _read_exactly(stream: Stream, buffer: np.ndarray) -> int:
@@ -239,9 +234,18 @@ def _parse_header(stream: Stream, path: Path) -> tuple[nibabel.Nifti1Header, tup
         affine = np.asarray(header.get_best_affine(), np.float64)
     except (HeaderDataError, ValueError) as error:
         raise ValueError(f"{path}: its header gives no affine ({error}): correct it with nibabel") from error
-    if unit := {1: "metres", 3: "micrometres"}.get(int(header["xyzt_units"]) & 7):
-        raise ValueError(f"{path}: its header gives lengths in {unit}, expected mm: convert its affine with nibabel")
+    if unit := {1: ("metres", 1000), 3: ("micrometres", 0.001)}.get(int(header["xyzt_units"]) & 7):
+        raise ValueError(
+            f"{path}: its header gives lengths in {unit[0]}, expected mm: with nibabel, multiply the first "
+            f'three rows of its affine by {unit[1]} and set_xyzt_units("mm")'
+        )
     check_affine(affine, f"{path}: ")
+    sides, pixdim = np.linalg.norm(affine[:3, :3], axis=0), header["pixdim"][1:4].astype(np.float64)
+    if not np.allclose(sides, pixdim, rtol=MAX_DISAGREEMENT):
+        _warn_once(
+            f"{path}: voxels of {_mm(sides)} by its sform, which is used, and of {_mm(pixdim)} by its pixdim, which "
+            "other programs may use: if the sform is right, image.set_qform(image.affine) in nibabel corrects the file"
+        )
     return header, shape, affine
 
 

@@ -36,7 +36,7 @@ _ROUNDING = 1e-4  # of the largest logit: what the order of sums may change
 
 
 def write_volume_bundle(folder: Path, run: Path, task: str, model: VolumeModel, network: NetworkConfig) -> Path:
-    """Write a segmentation run as a MONAI bundle that makes a label map of each NIfTI file (see `write_bundle`).
+    """Write a segmentation run as a MONAI bundle that writes NAME.nii.gz for each NAME.nii(.gz) (see `write_bundle`).
 
     The run's weights must fit the network, which is given as MONAI's own class and arguments.
     """

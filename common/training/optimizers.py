@@ -78,8 +78,12 @@ class Novograd(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`; each parameter keeps its device, dtype and memory format."""
         inspect.unwrap(torch.optim.Optimizer.load_state_dict)(self, state_dict)
-        self._buffers = []
         self.pack()  # at once: torch leaves what was loaded shared with `state_dict`
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state, as torch loads, copies and unpickles it; the next `pack` gives it buffers."""
+        super().__setstate__(state)
+        self._buffers = []
 
     def pack(self) -> list[Tensor]:
         """Make the state of the groups that have none yet; return the few tensors that hold the state of all."""

@@ -1,8 +1,6 @@
 """Own scans into MSD layout: pairing, nnU-Net's raw layout, checks, and a folder that appears whole or not at all."""
 
 import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +8,12 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from medspeed.apps.spleen.config import SpleenConfig, SpleenExport, parse
-from medspeed.common.config import config_to_yaml, parse_config
+from medspeed.apps.brats.regions import choose_labelling
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.inference.options import InferConfig
 from medspeed.data_scripts import to_msd
 from medspeed.data_scripts.raw_sets import RawCase, RawSet, examine
-from medspeed.data_scripts.to_msd import main, parse_options
+from medspeed.data_scripts.to_msd import main
 
 SHAPE = (8, 7, 6)
 AFFINE = np.diag([2.0, 2, 3, 1])
@@ -83,7 +79,7 @@ def test_pairs_become_a_set_that_training_reads(pairs: Path, capsys: pytest.Capt
     assert "2x2x3" in printed
     assert "RAS 2" in printed
     assert "in 2 of 2 cases, 0.144 to 0.144 ml" in printed
-    assert f"python apps/spleen/train.py --data {pairs / 'set'}" in printed
+    assert f"medspeed train spleen --data {pairs / 'set'}" in printed
     assert not list(pairs.glob(".*"))
 
 
@@ -216,6 +212,51 @@ def test_a_number_without_a_name_is_no_label(pairs: Path) -> None:
     examine(case, RawSet("set", ("CT",), ("background", "", "organ"), (case,)))
     (problem,) = case.problems
     assert "found the values 1; named are 0 background, 2 organ" in problem
+
+
+def test_brats_labels_are_mapped_by_the_value_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("background", "necrotic core", "edema", "enhancing tumour")
+    for number, values in enumerate(((1, 2, 4), (4,))):
+        label = mask(0)
+        for place, value in enumerate(values):
+            label[place + 2, 2:5] = value
+        save(tmp_path / "images" / f"{number}.nii.gz", np.stack([scan(4 * number + each) for each in range(4)], 3))
+        save(tmp_path / "labels" / f"{number}.nii.gz", label)
+    flags = ("--modality", "FLAIR", "T1w", "T1gd", "T2w")
+    assert convert(tmp_path, *flags, names=names) == 1
+    told = capsys.readouterr().err
+    assert told.count("found the values 4; named are 0 background") == told.count("map them: --values=4=3") == 2
+    assert convert(tmp_path, "--values", "4=3", *flags, names=names) == 0
+    assert np.unique(read_volume(written(tmp_path)["0"][1]).voxels).tolist() == [0, 1, 2, 3]
+    assert "medspeed train brats --data" in capsys.readouterr().out
+    labelling = choose_labelling(read_dataset(tmp_path / "set"), "names")
+    assert {region.name: region.members for region in labelling.regions} == {"TC": (1, 3), "WT": (1, 2, 3), "ET": (3,)}
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "hint"),
+    [
+        ((255,), ("background", "organ"), "255=1"),
+        ((1, 255), ("background", "organ"), "255=0"),
+        ((1, 255), ("background", "organ", "tumour"), "255=2"),
+        ((-1, 1), ("background", "organ"), "-1=0"),
+    ],
+)
+def test_the_value_that_is_proposed(pairs: Path, values: tuple[int, ...], names: tuple[str, ...], hint: str) -> None:
+    label = mask(0, np.int16)
+    for place, value in enumerate(values):
+        label[place] = value
+    case = RawCase("a", (pairs / "images/a.nii.gz",), save(pairs / "labels/a.nii.gz", label))
+    examine(case, RawSet("set", ("CT",), names, (case,)))
+    assert case.problems[0].endswith(f"map them: --values={hint}")
+
+
+def test_the_app_is_named_that_takes_the_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        save(tmp_path / "images" / f"{name}.nii.gz", np.stack([scan(1), scan(2)], 3))
+        save(tmp_path / "labels" / f"{name}.nii.gz", mask())
+    assert convert(tmp_path, "--modality", "T2", "ADC", names=("background", "prostate")) == 0
+    assert "medspeed train brats --regions labels --data" in capsys.readouterr().out
 
 
 def test_names_in_capitals_and_plain_nii_are_taken_over(tmp_path: Path) -> None:
@@ -463,37 +504,17 @@ def test_a_path_with_spaces_can_be_pasted(pairs: Path, capsys: pytest.CaptureFix
     assert read_dataset(pairs / "my set").labels == ("background", "left kidney")
 
 
-# --- docs/own_data.md ---
-
-ROOT = Path(__file__).resolve().parents[2]
-BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "own_data.md").read_text(), flags=re.DOTALL)
-LINES = [shlex.split(line, comments=True) for block in BLOCKS for line in block.splitlines()]
-# a command in a container is the same behind the image's name
-COMMANDS = [line[line.index(next(w for w in line if w.startswith("apps/"))) :] for line in LINES if "run" in line]
-COMMANDS += [line[1:] for line in LINES if line[:1] == ["python"]]
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_the_commands_of_the_page_are_understood(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    script, *arguments = command
-    assert (ROOT / script).is_file()
-    match Path(script).stem:
-        case "to_msd":
-            assert parse_options(arguments)
-        case "doctor":
-            assert parse(arguments[arguments.index("--") + 1 :])
-        case "train":
-            stored = tmp_path / "runs" / "tiny" / "config.yaml"
-            stored.parent.mkdir(parents=True)
-            stored.write_text(config_to_yaml(SpleenConfig()))
-            assert parse(arguments)
-        case stem:
-            assert parse_config({"infer": InferConfig, "export": SpleenExport}[stem], {}, arguments)
+# --- docs/own_data.md, whose commands tests/test_docs.py parses ---
 
 
 def test_the_page_shows_every_step() -> None:
-    assert {Path(command[0]).stem for command in COMMANDS} == {"to_msd", "doctor", "train", "infer", "export"}
-    assert ["docker", "build", "-t", "medspeed", "."] in LINES
+    page = (Path(__file__).resolve().parents[2] / "docs" / "own_data.md").read_text()
+    for step in (
+        "data to-msd --images",
+        "doctor --app",
+        "train spleen --data",
+        "infer spleen --model",
+        "export spleen",
+    ):
+        assert f"\nmedspeed {step}" in page, step
+    assert "\ndocker build -t medspeed ." in page

@@ -140,7 +140,7 @@ def stored_patches(table: PatchTable, folder: Path, pool: SlidePool, workers: in
         with atomic_path(path) as part:
             pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
             with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not progress)) as bar:
-                for rows, read in _decode(table, pool, workers):
+                for rows, read in decode(table, pool, workers):
                     pixels[rows] = read
                     bar.update(len(rows))
             pixels.flush()
@@ -167,7 +167,7 @@ def _crc32(pixels: np.ndarray, progress: bool) -> int:
     return crc
 
 
-def _decode(table: PatchTable, pool: SlidePool, workers: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def decode(table: PatchTable, pool: SlidePool, workers: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield rows, of one slide or of several images, and their patches [M, 3, S, S] uint8, in the files' order."""
     order = np.argsort(table.file, kind="stable")
     images = table.files[0].suffix.lower() in IMAGES  # then all are
@@ -193,7 +193,7 @@ def _read_image(file: Path, size: int) -> np.ndarray:
     except BAD_IMAGE as error:
         raise ValueError(f"{file}: cannot be read as an image ({error}); copy it again") from error
     raise ValueError(
-        f"{file}: {width} x {height} pixels; the first patch of the set has {size} x {size}, and all must be alike"
+        f"{file}: {width} x {height} pixels, expected {size} x {size}, as the network or the first patch of the set has"
     )
 
 

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,12 +10,13 @@ import numpy as np
 import openslide
 import pytest
 import tifffile
+from PIL import Image
 
 from medspeed.apps.pathology import infer
 from medspeed.apps.pathology.config import ScanConfig
 from medspeed.apps.pathology.model import PathologyModel
 from medspeed.common.export.onnx_model import export_onnx
-from tests.apps.pathology.scan_runs import MODEL, Purple, write_run, write_slide
+from tests.apps.pathology.scan_runs import GLASS, MODEL, PURPLE, Purple, write_run, write_slide
 from tests.apps.pathology.slides.slide_files import overwrite_tile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -202,6 +204,36 @@ def test_a_folder_of_patches_is_refused(config, place):
     (config.input / "labels.csv").write_text("image,label\na.tif,1\n")
     with pytest.raises(ValueError, match=r"holds patches .*name those that they were cut from"):
         infer.main(replace(config, input=config.input / place))
+
+
+def test_patches_are_scored(config, tmp_path, capsys):
+    folder = tmp_path / "patches"
+    for name, colour in (("tumour/=b.png", PURPLE), ("normal/a.jpg", GLASS), ("images/c.PNG", PURPLE)):
+        (folder / name).parent.mkdir(parents=True)
+        Image.new("RGB", (64, 64), colour).save(folder / name)
+    (folder / "labels.csv").write_text("image,label\nc.PNG,1\n")
+    (folder / "._hidden.png").touch()
+    assert infer.main(replace(config, input=folder)).status == 0
+    assert "3 patches, torch fp32 on cpu" in capsys.readouterr().out
+    lines = [line.split(",") for line in (config.output / "probabilities.csv").read_text().splitlines()]
+    assert [name for name, _ in lines] == ["image", "images/c.PNG", "normal/a.jpg", "tumour/=b.png"]
+    for (_, score), (red, _, _) in zip(lines[1:], (PURPLE, GLASS, PURPLE), strict=True):
+        assert float(score) == pytest.approx(1 / (1 + math.exp(8 * (red / 127.5 - 1))), abs=0.02)
+
+
+def test_a_patch_alone_is_scored_and_one_of_another_size_is_named(config, tmp_path):
+    Image.new("RGB", (64, 64), PURPLE).save(tmp_path / "=a.png")
+    assert infer.main(replace(config, input=tmp_path / "=a.png")).status == 0
+    assert "\n'=a.png,0.7" in (config.output / "probabilities.csv").read_text()  # no formula in a spreadsheet
+    Image.new("RGB", (96, 64)).save(tmp_path / "b.png")
+    with pytest.raises(ValueError, match=r"b\.png: 96 x 64 pixels, expected 64 x 64, as the network"):
+        infer.main(replace(config, input=tmp_path / "b.png", output=tmp_path / "other"))
+
+
+def test_pictures_beside_slides_are_no_patches(config):
+    Image.new("RGB", (64, 64)).save(config.input / "thumbnail.png")
+    assert infer.main(config).status == 0
+    assert not (config.output / "probabilities.csv").exists()
 
 
 def test_a_patch_is_no_slide(config, capsys):

@@ -109,6 +109,7 @@ def rotten(kind: str, path: Path) -> None:
         "cut": whole[: len(whole) // 2],
         "cut in the header": gzip.compress(content[:200]),
         "checksum": whole[:-8] + bytes(4) + whole[-4:],
+        "garbage behind it": whole + b"not of a scan.",
         "short payload": gzip.compress(content[:-10]),
         "plain": content,
         "text": gzip.compress(b"not a scan " * 100),
@@ -132,6 +133,7 @@ def rotten(kind: str, path: Path) -> None:
         ("cut", "truncated or damaged"),
         ("cut in the header", "200 bytes, less than a NIfTI-1 header"),
         ("checksum", "truncated or damaged"),
+        ("garbage behind it", "other bytes behind its gzip stream: copy it again, or `gzip -dc FILE"),
         ("short payload", "expected 27648 bytes of voxels.*found 27638"),
         ("plain", "not gzip.*rename it to .nii,"),
         ("text", "not a single-file NIfTI-1"),
@@ -224,13 +226,20 @@ def test_the_least_and_the_largest_voxel_are_read(tmp_path):
         assert read_header(write(tmp_path / "a.nii", voxels_of(), np.diag([side, side, side, 1])))[0] == (5, 4, 3)
 
 
-def test_a_pixdim_that_is_not_the_affines_is_told_once(tmp_path, caplog):
+@pytest.mark.parametrize("read", [read_header, read_volume])
+def test_a_pixdim_that_is_not_the_affines_is_told_once(tmp_path, caplog, read):
     path = write(tmp_path / "a.nii", voxels_of(), pixdim=[1, 1, 1, 1, 1, 1, 1, 1])
     for _ in range(2):
-        assert np.array_equal(read_header(path)[1], AFFINE)
+        found = read(path)
+        assert np.array_equal(found.affine if read is read_volume else found[1], AFFINE)
     assert caplog.messages == [
-        f"{path}: voxels of 1.5 x 1.25 x 3 mm by its affine, which counts, and of 1 x 1 x 1 mm by its pixdim"
+        f"{path}: voxels of 1.5 x 1.25 x 3 mm by its sform, which is used, and of 1 x 1 x 1 mm by its pixdim, which "
+        "other programs may use: if the sform is right, image.set_qform(image.affine) in nibabel corrects the file"
     ]
+    image = nibabel.load(path)
+    image.set_qform(image.affine)  # the remedy
+    nibabel.save(image, tmp_path / "b.nii")
+    read(tmp_path / "b.nii")
     tilted = np.array([[1.0, 0, 0, 0], [0, 1.0, 1.0, 0], [0, 0, 2.0, 0], [0, 0, 0, 1]])
     read_header(write(tmp_path / "tilted.nii", voxels_of(), tilted, pixdim=[1, 1, 1, 2, 1, 1, 1, 1]))
     assert len(caplog.messages) == 1
@@ -264,6 +273,31 @@ def test_no_cut_and_no_flipped_byte_changes_a_voxel_unnoticed(tmp_path_factory, 
     assert np.array_equal(found.affine, AFFINE)
 
 
+@pytest.mark.parametrize(("unit", "side"), [("meter", 0.002), ("micron", 2000.0)])
+def test_the_remedy_for_lengths_in_another_unit_holds(tmp_path, unit, side):
+    image = nibabel.Nifti1Image(voxels_of(), np.diag([side, side, side, 1]))
+    image.header.set_xyzt_units(unit)
+    nibabel.save(image, tmp_path / "a.nii")
+    with pytest.raises(
+        ValueError, match=r'the first three rows of its affine by (1000|0.001) and set_xyzt_units\("mm"\)'
+    ) as error:
+        read_volume(tmp_path / "a.nii")
+    factor = float(str(error.value).split("affine by ")[1].split()[0])
+    mended = nibabel.Nifti1Image(image.dataobj, np.diag([factor, factor, factor, 1]) @ image.affine, image.header)
+    mended.header.set_xyzt_units("mm")
+    nibabel.save(mended, tmp_path / "b.nii")
+    volume = read_volume(tmp_path / "b.nii")
+    np.testing.assert_allclose(volume.affine, np.diag([2, 2, 2, 1]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("units", [0, 2, 7, 8 + 2])
+def test_an_unknown_unit_is_mm_and_the_label_lies_where_the_image_does(tmp_path, units):
+    path = write(tmp_path / "a.nii", voxels_of(np.uint8), xyzt_units=units)
+    volume = read_volume(path)
+    write_label(tmp_path / "mask.nii", volume.voxels, volume.affine)
+    assert np.array_equal(nibabel.load(tmp_path / "mask.nii").affine, nibabel.load(path).affine)
+
+
 @pytest.mark.parametrize("name", ["out/mask.nii.gz", "mask.nii"])
 @pytest.mark.parametrize("affine", [AFFINE, np.eye(4), SHEARED], ids=["LAS", "identity", "sheared"])
 def test_a_label_comes_back_as_it_was(tmp_path, name, affine):
@@ -274,6 +308,9 @@ def test_a_label_comes_back_as_it_was(tmp_path, name, affine):
     np.testing.assert_allclose(found.affine, affine, rtol=1e-6)
     assert found.get_data_dtype() == np.uint8
     assert found.header.get_xyzt_units()[0] == "mm"
+    content = (tmp_path / name).read_bytes()
+    stored = nibabel.Nifti1Header((gzip.decompress(content) if name.endswith(".gz") else content)[:348])
+    assert (float(stored["scl_slope"]), float(stored["scl_inter"])) == (1, 0)  # nibabel shows them as not-a-number
     np.testing.assert_allclose(found.header.get_zooms(), np.linalg.norm(affine[:3, :3], axis=0), rtol=1e-6)
     assert [file.name for file in (tmp_path / name).parent.iterdir()] == [Path(name).name]
     assert np.array_equal(read_volume(tmp_path / name).voxels, labels)

@@ -1,6 +1,7 @@
 import copy
 import io
 import math
+import pickle
 
 import monai.optimizers
 import pytest
@@ -313,6 +314,27 @@ def test_state_round_trip_continues_bit_for_bit():
             stepper.step()
     assert all_equal(weights(network), weights(resumed))
     assert restored.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_copy_continues_bit_for_bit(copied, steps):
+    network = small_network()
+    optimizer = Novograd(network.parameters(), lr=0.01)
+    for step in range(steps):
+        backward(network, step)
+        optimizer.step()
+    pairs = [(network, optimizer), copied((network, optimizer))]
+    for step in range(steps, steps + 5):
+        for each, stepper in pairs:
+            backward(each, step)
+            stepper.step()
+        assert all_equal(weights(pairs[0][0]), weights(pairs[1][0]))
+    assert pairs[1][1].param_groups[0]["lr"] == 0.01
+    before = weights(pairs[1][0])
+    backward(network, 10)
+    optimizer.step()
+    assert all_equal(weights(pairs[1][0]), before)  # they share no memory
 
 
 def test_state_survives_a_change_of_memory_format():

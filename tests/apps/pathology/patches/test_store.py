@@ -80,14 +80,14 @@ def test_a_sound_store_is_read_and_a_damaged_one_made_anew(
 ):
     whole = stored(squares, tmp_path / "store")
     read: list[list[int]] = []
-    decode = patch_store._decode
+    decode = patch_store.decode
 
     def noting(*given: Any) -> Any:
         for rows, pixels in decode(*given):
             read.append(rows.tolist())
             yield rows, pixels
 
-    monkeypatch.setattr(patch_store, "_decode", noting)
+    monkeypatch.setattr(patch_store, "decode", noting)
     stored(squares, tmp_path / "store")
     assert read == []
     (path,) = (tmp_path / "store").glob("*.npy")
@@ -109,7 +109,7 @@ def test_another_file_gives_another_store(tmp_path: Path, images: PatchTable):
 
 def test_images_must_be_alike_and_whole(tmp_path: Path, images: PatchTable):
     Image.fromarray(np.zeros((32, 40, 3), np.uint8)).save(images.files[1])
-    with pytest.raises(ValueError, match=r"b\.png: 40 x 32 pixels; the first patch of the set has 32 x 32"):
+    with pytest.raises(ValueError, match=r"b\.png: 40 x 32 pixels, expected 32 x 32"):
         stored(images, tmp_path / "store")
     images.files[1].write_bytes(images.files[0].read_bytes()[:200])
     with pytest.raises(ValueError, match=r"b\.png: cannot be read as an image"):
