@@ -47,20 +47,12 @@ def parse_config(
     """
     leaves = _leaves(kind)
     parser = _parser(kind, leaves, description)
-    parsed, unknown = parser.parse_known_args(arguments)
-    words = vars(parsed)
-    file, shows, prints = (words.pop(name) for name in ("config", "help", "print_config"))
+    words = vars(parser.parse_args(arguments))
+    file, prints = words.pop("config"), words.pop("print_config")
     try:
         given = {} if file is None else _read_values(file, leaves)
         given |= {name: value_of(name, leaves[name].type, each) for name, each in words.items()}
-        start = _start(kind, recipes, given, resumable)
-        if shows:
-            shown = {name: leaf._replace(default=start[name]) for name, leaf in leaves.items()}
-            _parser(kind, shown, description).print_help()
-            parser.exit()
-        if unknown:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        config = _complete(kind, start, given, resumable)
+        config = _complete(kind, recipes, given, resumable)
     except (ValueError, OSError) as error:
         name, *rest = str(error).split(" ", 1)
         parser.error(" ".join([flag_of(name) if name in leaves else name, *rest]))
@@ -80,7 +72,7 @@ def config_from_values(
         ValueError: names the field that does not exist, or whose value is of the wrong type or out of its bounds.
     """
     given = _typed("", values, _leaves(kind))
-    return _complete(kind, _start(kind, recipes, given, resumable), given, resumable)
+    return _complete(kind, recipes, given, resumable)
 
 
 def config_to_yaml(config: object) -> str:
@@ -160,12 +152,8 @@ def _texts(kind: type) -> dict[str, str]:
 def _parser(kind: type, leaves: Mapping[str, _Leaf], description: str) -> Parser:
     needed = [f"{flag_of(name)} {placeholder(leaf.type)}" for name, leaf in leaves.items() if leaf.default is MISSING]
     note = _OPEN * any(leaf.default is None for leaf in leaves.values()) + _NOTE
-    parser = Parser(
-        description=f"{textwrap.fill(description, 118)}\n\n{note}",
-        usage=" ".join(["%(prog)s", *needed, "[--FLAG VALUE ...]"]),
-        add_help=False,
-    )
-    parser.add_argument("-h", "--help", action="store_true", help="show this help and exit")
+    usage = " ".join(["%(prog)s", *needed, "[--FLAG VALUE ...]"])
+    parser = Parser(description=f"{textwrap.fill(description, 118)}\n\n{note}", usage=usage)
     parser.add_argument("--config", type=Path, metavar="PATH", help="YAML file with any of the fields below")
     parser.add_argument("--print-config", action="store_true", help="print the configuration as YAML and exit")
     sections: dict[str, Any] = {}
@@ -190,22 +178,18 @@ def _build(kind: Any, values: Mapping[str, Any], prefix: str = "") -> Any:  # no
     return kind(**arguments)
 
 
-def _start(
-    kind: type[Config], recipes: Mapping[str, Config], given: Mapping[str, Any], resumable: Sequence[str]
-) -> dict[str, Any]:
-    """Return what holds where nothing is given: of the run to resume, of the recipe, or the defaults."""
-    if resumable and given.get("resume") is not None:
-        return flat(config_from_yaml(kind, given["resume"] / "config.yaml"))
-    if recipes:
-        return flat(recipes[given.get("recipe") or next(iter(recipes))])
-    return {name: leaf.default for name, leaf in _leaves(kind).items()}
-
-
 def _complete(
-    kind: type[Config], start: Mapping[str, Any], given: Mapping[str, Any], resumable: Sequence[str]
+    kind: type[Config], recipes: Mapping[str, Config], given: Mapping[str, Any], resumable: Sequence[str]
 ) -> Config:
+    """Return the configuration of what is given, and for the rest of the run to resume, the recipe, or the defaults."""
+    start = {name: leaf.default for name, leaf in _leaves(kind).items()}
+    resumed = bool(resumable) and given.get("resume") is not None
+    if resumed:
+        start = flat(config_from_yaml(kind, given["resume"] / "config.yaml"))
+    elif recipes:
+        start = flat(recipes[given.get("recipe") or next(iter(recipes))])
     config: Config = _build(kind, {**start, **given})
-    if resumable and given.get("resume") is not None:
+    if resumed:
         _check_resumed(flat(config), start, resumable)
     return config
 

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import re
 import shutil
 import sys
@@ -12,7 +13,6 @@ from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import msgspec
-import yaml
 
 from medspeed.common.console import set_verbosity
 from medspeed.common.files import printable
@@ -29,7 +29,7 @@ _PLAIN = {  # what argparse says, and what we do
 }
 _WORDS = {int: "whole number", float: "number", Path: "path", str: "word"}
 _EXAMPLES = {int: "64 64 48", float: "1.5 1.5 2", Path: "train.csv validate.csv", str: "background spleen"}
-_VALUES: dict[Any, str | None] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", bool: None}
+_VALUES: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}
 _VERBOSITY = {
     "--quiet": "print only errors, warnings and the final result",
     "--verbose": "print every choice in a line of its own, and tracebacks of errors",
@@ -76,13 +76,13 @@ class Parser(argparse.ArgumentParser):
 
     def add_field(self, section: argparse._ActionsContainer, name: str, expected: Any, text: str) -> None:  # noqa: ANN401
         """Add the flag of a field of a type to this parser or a group of it; `value_of` reads what it was given."""
-        how: dict[str, Any] = {"nargs": "+"} if get_origin(_core(expected)) is tuple else {}
-        flags = [flag_of(name)]
-        if _core(expected) is bool:
-            how = {"action": _Switch, "nargs": "?"}
-            flags.append(f"--no-{flags[0][2:]}")
-        text = text.replace("%", "%%")
-        section.add_argument(*flags, default=argparse.SUPPRESS, metavar=placeholder(expected), help=text, **how)
+        core, flag, hidden = _core(expected), flag_of(name), argparse.SUPPRESS
+        how: dict[str, Any] = {"metavar": placeholder(core), "nargs": "+" if get_origin(core) is tuple else None}
+        if core is bool:
+            off = f"--no-{flag[2:]}"
+            section.add_argument(off, action="store_const", const="false", dest=name, default=hidden, help=hidden)
+            how = {"metavar": f"or {off}", "nargs": "?", "const": "true"}
+        section.add_argument(flag, dest=name, default=hidden, help=text.replace("%", "%%"), **how)
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2 and a line on stderr."""
@@ -102,17 +102,6 @@ class _Verbosity(argparse.Action):
         set_verbosity("quiet" if option_string == "--quiet" else "verbose")
 
 
-class _Switch(argparse.Action):
-    """Takes `--compile`, `--compile false` and `--no-compile`."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:  # noqa: ANN401
-        """Keep the value as a word."""
-        off = str(option_string).startswith("--no-")
-        if off and values is not None:
-            parser.error(f"{option_string} {values}: takes no value")
-        setattr(namespace, self.dest, "false" if off else "true" if values is None else values)
-
-
 def near(word: str, known: Iterable[str]) -> str:
     """Return a question that names the nearest of the known words; "" where none is near."""
     found = difflib.get_close_matches(word, known, n=1)
@@ -124,18 +113,13 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def placeholder(expected: Any) -> str | None:  # noqa: ANN401 - a type
-    """Return what stands for a value of a type in the help: "X Y Z"; None for a switch."""
-    core = _core(expected)
+def placeholder(core: Any) -> str:  # noqa: ANN401 - a type
+    """Return what stands for a value of a type in the help: "X Y Z"."""
     parts = get_args(core)
     if get_origin(core) is Literal:
         choices = "|".join(parts)
         return choices if len(choices) <= _WIDEST else "NAME"
-    if not parts:
-        return _VALUES[core]
-    if parts[-1] is ...:
-        return f"{_VALUES[parts[0]]} ..."
-    return "X Y Z" if len(parts) == 3 else " ".join(str(_VALUES[part]) for part in parts)
+    return "X Y Z" if len(parts) == 3 else " ".join(_VALUES.get(part, "...") for part in parts or [core])
 
 
 def shown_default(default: Any) -> str:  # noqa: ANN401 - a value of a field
@@ -155,39 +139,25 @@ def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: 
     Raises:
         ValueError: they are no value of that type.
     """
-    core = _core(expected)
-    text = words if isinstance(words, str) else " ".join(words)
-    value: Any
-    if text == "null" and core is not expected:
+    core, given = _core(expected), [words] if isinstance(words, str) else words
+    if float in (core, *get_args(core)):
+        given = [re.sub(r"(?<!\d)\.(?=\d)", "0.", word) for word in given]  # of .5
+    value: Any = " ".join(given)
+    told = f"{flag_of(name)} {value[:_SHOWN]}"
+    if value == "null" and core is not expected:
         value = None
-    elif isinstance(words, str):
-        value = _SWITCH.get(text.lower(), text) if core is bool else _number(core, text)
-    else:
-        value = [_number(get_args(core)[0], word) for word in _split(words, text)]
-    return as_type(f"{flag_of(name)} {text[:_SHOWN]}", expected, value)
-
-
-def _split(words: list[str], text: str) -> list[str]:
-    if len(words) > 1 and not text.startswith("["):
-        return [word.removesuffix(",") for word in words]
-    try:
-        return list(yaml.load(text if text.startswith("[") else f"[{text}]", Loader=yaml.BaseLoader))
-    except yaml.YAMLError:
-        return words
-
-
-def _number(expected: Any, word: Any) -> Any:  # noqa: ANN401 - a type and its value
-    """Return a word as a number where Python takes it for one of this type: also -.5."""
-    try:
-        return expected(word) if expected in (int, float) else word
-    except (TypeError, ValueError):
-        return word
+    elif core is bool:
+        value = _SWITCH.get(value.lower(), value)
+    elif isinstance(words, list):
+        parts = value.strip("[] ").split(",") if len(words) == 1 or value.startswith("[") else given
+        value = [part.strip("'\", ") for part in parts if part]
+    return as_type(told, expected, value)
 
 
 def as_type(told: str, expected: Any, value: Any) -> Any:  # noqa: ANN401 - a type and its value
     """Return a value as a type, a path from its text and a number too; a ValueError begins with what was `told`."""
     try:
-        return msgspec.convert(value, expected, strict=False, dec_hook=lambda _, text: Path(text).expanduser())
+        return msgspec.convert(value, expected, strict=False, dec_hook=lambda kind, text: kind(_at_home(text)))
     except msgspec.ValidationError as error:
         raise ValueError(f"{told}: expected {_type_words(expected)}") from error
 
@@ -196,14 +166,13 @@ def _type_words(expected: Any) -> str:  # noqa: ANN401 - a type
     """Return a type in words: "3 whole numbers, such as 64 64 48, or null"."""
     core = _core(expected)
     parts = get_args(core)
+    words = "true or false" if core is bool else f"a {_WORDS.get(core)}"
     if get_origin(core) is Literal:
         words = f"one of {', '.join(parts)}"
     elif parts:
-        several = "" if parts[-1] is ... else f"{len(parts)} "
-        words = f"{several}{_WORDS[parts[0]]}s, such as {' '.join(_EXAMPLES[parts[0]].split()[: len(parts)])}"
-    else:
-        words = "true or false" if core is bool else f"a {_WORDS[core]}"
-    return words if core is expected else f"{words}{',' * bool(parts)} or null"
+        several = "some" if parts[-1] is ... else len(parts)
+        words = f"{several} {_WORDS[parts[0]]}s, such as {' '.join(_EXAMPLES[parts[0]].split()[: len(parts)])}"
+    return words if core is expected else f"{words}, or null"
 
 
 def _core(expected: Any) -> Any:  # noqa: ANN401 - a type
@@ -214,4 +183,8 @@ def _core(expected: Any) -> Any:  # noqa: ANN401 - a type
 def _spelled(word: str) -> str:
     """Return a word with dashes in its flag, and the home folder for a tilde, which a shell leaves in `--to=~/a`."""
     flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-    return f"{flag.replace('_', '-')}{equals}{Path(value).expanduser() if value.startswith('~') else value}"
+    return f"{flag.replace('_', '-')}{equals}{_at_home(value)}"
+
+
+def _at_home(path: str) -> str:
+    return os.path.expanduser(path)  # noqa: PTH111 - pathlib's raises where there is no such user

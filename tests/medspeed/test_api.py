@@ -94,7 +94,7 @@ def test_flags_are_keywords_of_the_same_names():
         ({"epoch": 3}, ValueError, r"epoch: no such field \(did you mean epochs\?\)"),
         ({"windows": {"sise": 3}}, ValueError, r"windows.sise: no such field \(did you mean windows.size\?\)"),
         ({"window_size": (32, 32, 32)}, ValueError, "did you mean windows.size"),
-        ({"epochs": "many"}, ValueError, "epochs many: expected a whole number or null"),
+        ({"epochs": "many"}, ValueError, "epochs many: expected a whole number, or null"),
         ({"epochs": 0}, ValueError, "epochs 0: must be at least 1"),
         ({"recipe": "slow"}, ValueError, "recipe slow: expected one of baseline, guide, fast"),
         ({"resume": "nowhere"}, FileNotFoundError, "nowhere"),
