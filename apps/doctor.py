@@ -7,25 +7,17 @@ how much a remedy would give, and which flag is that remedy. The exit status is 
 something is to be mended.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from medspeed.apps import APPS
 from medspeed.common.flags import Parser
 
-
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; what follows `--` is the app's."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("--app", choices=APPS, help="train a little with it; without, look at the machine alone")
-    parser.add_argument("--json", type=Path, help="file for all that was found")
-    parser.add_argument("flags", nargs="*", help="flags of the app's train.py, after --")
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    parse_options()  # before torch is loaded, so that --help answers at once
+PARSER = Parser(description=__doc__)
+PARSER.add_argument("--app", choices=APPS, help="train a little with it; without, look at the machine alone")
+PARSER.add_argument("--json", type=Path, help="file for all that was found")
+PARSER.add_argument("flags", nargs="*", help="flags of the app's train.py, after --")
+PARSER.answer(__name__)
 
 import os
 import sys
@@ -78,7 +70,7 @@ def switches(config: TrainingConfig) -> dict[Bound, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Look, and print what is found; return the exit status."""
-    options = parse_options(arguments)
+    options = PARSER.parse_args(arguments)
     config = parse_flags(options.app, options.flags) if options.app else None
     device = choose_device(config.device if config else "auto")
     checks = check_machine(config.store if config else TrainingConfig.store.expanduser(), device)

@@ -25,9 +25,7 @@ PARSER.add_argument("--cases", type=int, default=8, help="cases to prepare; half
 PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs")
 PARSER.add_argument("--device", help="default: cuda where there is a GPU")
 PARSER.add_argument("--output", type=Path, help="JSON file for the figures")
-
-if __name__ == "__main__":
-    PARSER.parse_args()  # before torch is loaded, so that --help answers at once
+PARSER.answer(__name__)
 
 import tempfile
 from importlib import import_module

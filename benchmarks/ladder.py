@@ -9,7 +9,7 @@ ladder.md and time.png; what cannot run here is listed with its reason. With 16 
 12 to 22 minutes.
 """
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,25 +22,14 @@ from medspeed.common.flags import Parser
 
 RUNGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("rungs.yaml").read_text(encoding="utf-8"))
 
-
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("app", choices=APPS)
-    parser.add_argument("--data", type=Path, help="folder of the dataset; by default small phantoms or slides")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    parser.add_argument("--seeds", type=int, default=1, help="rounds; each has its seed")
-    parser.add_argument("--epochs", type=int, help="of each rung of the climb; by default those of rungs.yaml")
-    parser.add_argument("--output", type=Path, help="folder; by default runs/ladder-APP")
-    given = parser.parse_args(arguments)
-    if given.app not in RUNGS or (given.data is None and given.app not in GUIDES):
-        needed = f"a section {given.app} in benchmarks/rungs.yaml, and benchmarks/guides/{given.app}.py or --data"
-        parser.error(f"{given.app} has no ladder: it needs {needed} (CONTRIBUTING.md tells what goes in)")
-    return given
-
-
-if __name__ == "__main__":
-    parse_options()  # before torch is loaded, so that --help answers at once
+PARSER = Parser(description=__doc__)
+PARSER.add_argument("app", choices=APPS)
+PARSER.add_argument("--data", type=Path, help="folder of the dataset; by default small phantoms or slides")
+PARSER.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+PARSER.add_argument("--seeds", type=int, default=1, help="rounds; each has its seed")
+PARSER.add_argument("--epochs", type=int, help="of each rung of the climb; by default those of rungs.yaml")
+PARSER.add_argument("--output", type=Path, help="folder; by default runs/ladder-APP")
+PARSER.answer(__name__)
 
 import math
 import os
@@ -71,6 +60,15 @@ _SHORT = 2  # epochs of a single change, of which the second is timed
 _TARGET = 0.9  # of the quality that fast has in the end: what "seconds to" counts to
 _BEFORE = "times as fast as the rung before"
 _COLOURS = {"baseline": "#D55E00", "the guide": "#0072B2", "fast": "#009E73"}  # of the recipes' rungs, by their names
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line, and refuse an app that has no ladder."""
+    given = PARSER.parse_args(arguments)
+    if given.app not in RUNGS or (given.data is None and given.app not in GUIDES):
+        needed = f"a section {given.app} in benchmarks/rungs.yaml, and benchmarks/guides/{given.app}.py or --data"
+        PARSER.error(f"{given.app} has no ladder: it needs {needed} (CONTRIBUTING.md tells what goes in)")
+    return given
 
 
 def main() -> None:

@@ -13,9 +13,7 @@ PARSER = Parser(description=__doc__)
 PARSER.add_argument("--rounds", type=int, default=20, help="pairs")
 PARSER.add_argument("--steps", type=int, default=16, help="steps of each side in a pair")
 PARSER.add_argument("--output", type=Path, help="JSON file for the figures")
-
-if __name__ == "__main__":
-    PARSER.parse_args()  # before torch is loaded, so that --help answers at once
+PARSER.answer(__name__)
 
 import statistics
 import tempfile

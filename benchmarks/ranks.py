@@ -16,9 +16,7 @@ PARSER.add_argument("--app", choices=GUIDES, default="brats", help="whose traini
 PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs")
 PARSER.add_argument("--ranks", type=int, default=2, help="ranks of the second side; one core each")
 PARSER.add_argument("--output", type=Path, help="JSON file for the figures")
-
-if __name__ == "__main__":
-    PARSER.parse_args()  # before torch is loaded, so that --help answers at once
+PARSER.answer(__name__)
 
 import tempfile
 from typing import Any

@@ -18,9 +18,7 @@ PARSER.add_argument("app", choices=GUIDES)
 PARSER.add_argument("--data", type=Path, help="folder of the dataset")
 PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs")
 PARSER.add_argument("--today", default=datetime.date.today().isoformat(), help="date in the record's name")
-
-if __name__ == "__main__":
-    PARSER.parse_args()  # before torch is loaded, so that --help answers at once
+PARSER.answer(__name__)
 
 import json
 import re

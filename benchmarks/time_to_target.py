@@ -9,29 +9,21 @@ then checked by other code: the saved weights segment the validation cases from 
 own clock is checked against this process's.
 """
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from medspeed.benchmarks import GUIDES
 from medspeed.common.flags import Parser
 
-
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("--app", required=True, choices=GUIDES)
-    parser.add_argument("--until", required=True, help="METRIC=VALUE")
-    parser.add_argument("--data", type=Path, required=True, help="folder of the dataset")
-    parser.add_argument("--seeds", type=int, default=5, help="runs, of the seeds 0, 1, ...")
-    parser.add_argument("--warm", action="store_true", help="run each seed twice, and tell of the second time, too")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
-    parser.add_argument("flags", nargs="*", help="flags of train.py, after --")
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    parse_options()  # before torch is loaded, so that --help answers at once
+PARSER = Parser(description=__doc__)
+PARSER.add_argument("--app", required=True, choices=GUIDES)
+PARSER.add_argument("--until", required=True, help="METRIC=VALUE")
+PARSER.add_argument("--data", type=Path, required=True, help="folder of the dataset")
+PARSER.add_argument("--seeds", type=int, default=5, help="runs, of the seeds 0, 1, ...")
+PARSER.add_argument("--warm", action="store_true", help="run each seed twice, and tell of the second time, too")
+PARSER.add_argument("--output", type=Path, help="JSON file for the figures")
+PARSER.add_argument("flags", nargs="*", help="flags of train.py, after --")
+PARSER.answer(__name__)
 
 import statistics
 import tempfile
@@ -61,7 +53,7 @@ from medspeed.models.unet3d import unet3d
 
 def main() -> None:
     """Run the seeds, print a line for each and the median, and write all of it as JSON."""
-    given = parse_options()
+    given = PARSER.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record = {"app": given.app, "until": given.until, "flags": given.flags, "environment": environment(device)}
     flags = ["--until", given.until, "--data", str(given.data.resolve()), *given.flags]

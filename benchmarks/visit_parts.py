@@ -17,9 +17,7 @@ PARSER.add_argument("--part", required=True, choices=("survey", *APPS), help="an
 PARSER.add_argument("--to", type=Path, required=True, help="JSON file for the figures")
 PARSER.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="to a step; default all")
 PARSER.add_argument("flags", nargs="*", help="flags of train.py, after --")
-
-if __name__ == "__main__":
-    PARSER.parse_args()  # before torch is loaded, so that --help answers at once
+PARSER.answer(__name__)
 
 from collections import Counter
 from collections.abc import Callable, Sequence

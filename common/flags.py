@@ -74,6 +74,11 @@ class Parser(argparse.ArgumentParser):
         end = words.index("--") if "--" in words else len(words)
         return super().parse_known_args([*map(_spelled, words[:end]), *words[end:]], namespace)
 
+    def answer(self, module: str) -> None:
+        """Parse now if this module is the program: called before torch is loaded, so that --help does not wait."""
+        if module == "__main__":
+            self.parse_args()
+
     def add_field(self, section: argparse._ActionsContainer, name: str, expected: Any, text: str) -> None:  # noqa: ANN401
         """Add the flag of a field of a type to this parser or a group of it; `value_of` reads what it was given."""
         core, flag, hidden = _core(expected), flag_of(name), argparse.SUPPRESS
@@ -126,11 +131,10 @@ def shown_default(default: Any) -> str:  # noqa: ANN401 - a value of a field
     """Return a default as the help shows it; "" for one that is null, off or empty."""
     if default is MISSING:
         return "(required)"
-    if default is None or default is False or default in ("", ()):
+    if default is False or default in (None, "", ()):
         return ""
     parts = default if isinstance(default, tuple) else ("on" if default is True else default,)
-    text = " ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)
-    return f"(default: {text.replace(str(Path.home()), '~')})"
+    return f"(default: {' '.join(f'{part:g}' if isinstance(part, float) else str(part) for part in parts)})"
 
 
 def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: ANN401 - a type and its value

@@ -59,9 +59,9 @@ OTHERS: dict[str, type] = {
     "apps/pathology/export.py": PathologyExport,
 }
 PARSERS: dict[str, Callable[[Sequence[str]], argparse.Namespace]] = {
-    "apps/doctor.py": doctor.parse_options,
+    "apps/doctor.py": doctor.PARSER.parse_args,
     "benchmarks/ladder.py": ladder.parse_options,
-    "benchmarks/time_to_target.py": time_to_target.parse_options,
+    "benchmarks/time_to_target.py": time_to_target.PARSER.parse_args,
     "data_scripts/fetch_msd.py": fetch_msd.parse_options,
     "data_scripts/fetch_camelyon16.py": fetch_camelyon16.parse_options,
     "data_scripts/make_phantoms.py": make_phantoms.make_parser().parse_args,

@@ -61,5 +61,5 @@ def test_the_validation_cases_alone_are_judged_from_files(tmp_path, monkeypatch)
 
 def test_flags_of_the_app_follow_two_dashes():
     given = ["--app", "spleen", "--until", "dice=0.9", "--data", "x", "--seeds", "2", "--", "--epochs", "3"]
-    options = time_to_target.parse_options(given)
+    options = time_to_target.PARSER.parse_args(given)
     assert (options.app, options.seeds, options.flags) == ("spleen", 2, ["--epochs", "3"])
