@@ -5,6 +5,8 @@ file of `--config`, the flags. A field that is a dataclass itself is a group of 
 """
 
 import inspect
+import json
+import os
 import re
 import sys
 import textwrap
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import yaml
 
+from medspeed.common.files import from_json
 from medspeed.common.flags import Parser, as_type, flag_of, near, placeholder, shown_default, value_of
 
 Config = TypeVar("Config")
@@ -82,7 +85,7 @@ def config_to_yaml(config: object) -> str:
 
 def config_content(config: object) -> dict[str, Any]:
     """Return a config dataclass as JSON and YAML take it; `from_json` reads it back."""
-    return {name: _plain(value) for name, value in asdict(config).items()}  # type: ignore[call-overload]
+    return dict(json.loads(json.dumps(asdict(config), default=os.fspath)))  # type: ignore[call-overload]
 
 
 def config_from_yaml(kind: type[Config], path: Path) -> Config:
@@ -165,17 +168,15 @@ def _parser(kind: type, leaves: Mapping[str, _Leaf], description: str) -> Parser
     return parser
 
 
-def _build(kind: Any, values: Mapping[str, Any], prefix: str = "") -> Any:  # noqa: ANN401 - a dataclass and its value
+def _build(kind: type[Config], values: Mapping[str, Any]) -> Config:
     """Return the dataclass of values by the names of `flat`."""
     if missing := [flag_of(name) for name, value in values.items() if value is MISSING]:
         raise ValueError(f"{', '.join(missing)}: required")
-    arguments = {}
-    for name, expected in get_type_hints(kind).items():
-        if is_dataclass(expected):
-            arguments[name] = _build(expected, values, f"{prefix}{name}.")
-        elif prefix + name in values:
-            arguments[name] = values[prefix + name]
-    return kind(**arguments)
+    content: dict[str, Any] = {}
+    for name, value in values.items():
+        group, _, inner = name.partition(".")
+        content |= {group: content.get(group, {}) | {inner: value}} if inner else {name: value}
+    return from_json(kind, content)
 
 
 def _complete(
@@ -241,11 +242,3 @@ def _check_resumed(given: Mapping[str, Any], stored: Mapping[str, Any], resumabl
                 f"{flag_of(name)} {value}: a resumed run keeps its own {name} ({stored[name]}); "
                 "drop the flag, or start a new run from its weights with --init"
             )
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401 - any field of a config
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
