@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from medspeed.api import evaluate as evaluate
     from medspeed.api import predict as predict
     from medspeed.api import train as train
 
@@ -14,7 +15,7 @@ try:
     __version__ = version("medspeed")
 except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+checkout"
-__all__ = ["predict", "train"]
+__all__ = ["evaluate", "predict", "train"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a function of the interface

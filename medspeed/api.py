@@ -1,16 +1,18 @@
 """Training, prediction and evaluation as Python functions, for notebooks, scripts and services.
 
-    from medspeed import predict, train
+    from medspeed import evaluate, predict, train
 
     summary = train("spleen", data="data/Task09_Spleen", epochs=20, crop_size=(64, 64, 48), run="runs/mine")
-    found = predict("runs/mine", "scans", "masks", quiet=True)
-    print(summary["quality"]["value"], {name: each.volumes_ml for name, each in found.done.items()})
+    masks = predict("runs/mine", "scans", "masks", quiet=True)
+    print(summary["quality"]["value"], {name: each.volumes_ml for name, each in masks.done.items()})
+    print(evaluate("masks", "references").summary)
 
 Keyword arguments are the commands' flags, with the same defaults and bounds; those of a group, such as
-`--windows.size`, are a mapping: `windows={"size": (96, 96, 64)}`. A mistake raises a `ValueError` or an `OSError`;
-nothing ends the process. In the main thread, Ctrl-C lets a training finish its step and save before it raises
-`KeyboardInterrupt`; in another thread no signal is handled. Signal handlers and the settings of `logging` and
-`warnings` are restored afterwards; the state of torch's random numbers is not.
+`--windows.size`, are a mapping: `windows={"size": (96, 96, 64)}`. With `quiet=True` nothing is printed. A mistake
+raises a `ValueError` (no such flag, a value of the wrong type or out of its bounds, data that do not fit) or an
+`OSError` (a file is missing or cannot be written); nothing ends the process. In the main thread, Ctrl-C lets a training
+finish its step and save before it raises `KeyboardInterrupt`; in another thread no signal is handled. Signal handlers
+and the settings of `logging` and `warnings` are restored afterwards; the state of torch's random numbers is not.
 """
 
 import importlib
@@ -28,13 +30,15 @@ from medspeed.common.files import read_object
 from medspeed.common.inference.demo import model_folder
 
 if TYPE_CHECKING:  # they load torch
+    from medspeed.apps.pathology.evaluate import SlideScores
+    from medspeed.common.inference.evaluation import Evaluation
     from medspeed.common.inference.predictions import Predictions
     from medspeed.common.training.evaluate import RunSummary
 
 App = Literal["brats", "pathology", "spleen"]
 
 
-def train(app: App, *, quiet: bool = False, **flags: Any) -> "RunSummary":  # noqa: ANN401 - of each flag its own
+def train(app: App, *, quiet: bool = False, **flags: Any) -> "RunSummary":
     """Train a network as `medspeed train APP` does: data, training, evaluation, exports and the report.
 
     Args:
@@ -48,25 +52,15 @@ def train(app: App, *, quiet: bool = False, **flags: Any) -> "RunSummary":  # no
         torchrun the first process alone has it, the others an empty one.
 
     Raises:
-        ValueError: a flag does not exist, a value is of the wrong type or out of its bounds, or the data do not fit.
-        OSError: a file is missing or cannot be written, or another process trains in the run's folder.
+        ValueError, OSError: see above; also, another process trains in the run's folder.
         FloatingPointError: a loss is not finite.
         KeyboardInterrupt: Ctrl-C was pressed; the run is saved, and `resume` continues it.
     """
-    recipes = importlib.import_module(f"medspeed.apps.{_known(app)}.config").RECIPES
-    kind = type(recipes["fast"])
-    config = config_from_values(kind, recipes, flags, kind.RESUMABLE)
-    with _as_function(quiet):
-        return importlib.import_module(f"medspeed.apps.{app}.train").main(config) or {}
+    return _call("train", app, flags, quiet) or {}
 
 
 def predict(
-    model: str | Path,
-    inputs: str | Path,
-    output: str | Path,
-    *,
-    quiet: bool = False,
-    **flags: Any,  # noqa: ANN401 - of each flag its own
+    model: str | Path, inputs: str | Path, output: str | Path, *, quiet: bool = False, **flags: Any
 ) -> "Predictions":
     """Segment scans, or scan slides, as `medspeed infer APP` does; the app is the one that trained the model.
 
@@ -83,38 +77,66 @@ def predict(
         For each scan its files and measurements, and why others were set aside: one that cannot be read is no error.
 
     Raises:
-        ValueError: a flag does not exist, a value is of the wrong type or out of its bounds, or the model does not fit.
-        OSError: there is no model or no scan, or the folder cannot be written.
+        ValueError, OSError: see above.
     """
     folder = model_folder(Path(model))
-    record = folder / "model.json"
+    return _call("infer", _app(folder), {"model": folder, "input": inputs, "output": output, **flags}, quiet)
+
+
+def evaluate(
+    predictions: str | Path, references: str | Path, *, app: App = "spleen", quiet: bool = False, **flags: Any
+) -> "Evaluation | SlideScores":
+    """Compare label maps, or scanned slides, with references, as `medspeed evaluate APP` does; write the tables.
+
+    Args:
+        predictions: folder that `predict` wrote, or of other label maps; or of a training run, which segments first.
+        references: folder of label maps of the same names; the dataset, for a run and for slides.
+        app: pathology for slides; brats for the overlapping regions of a dataset's labels.
+        quiet: print nothing.
+        flags: those of `medspeed evaluate APP --help`, such as `tolerance`.
+
+    Returns:
+        The metrics of each case, and their means; of slides FROC and AUC.
+
+    Raises:
+        ValueError, OSError: see above; also, nothing can be compared.
+    """
+    folder, names = model_folder(Path(predictions)), ("predictions", "references")
+    if (folder / "model.json").is_file():
+        app, names = _app(folder), ("model", "data")
+    elif app == "pathology":
+        names = ("scans", "data")
+    return _call("evaluate", app, {names[0]: folder, names[1]: references, **flags}, quiet)
+
+
+def _app(model: Path) -> Any:
+    record = model / "model.json"
     if not record.is_file():
         raise FileNotFoundError(f"{record}: no such file; model takes the folder of a training run")
-    module = importlib.import_module(f"medspeed.apps.{_known(read_object(record).get('app'))}.infer")
-    given = {"model": folder, "input": inputs, "output": output, **flags}
-    config = config_from_values(get_type_hints(module.main)["config"], {}, given)
-    with _as_function(quiet):
-        found: Predictions = module.main(config)
-    return found
+    return read_object(record).get("app")
 
 
-def _known(app: object) -> str:
+def _call(verb: str, app: App, given: dict[str, Any], quiet: bool) -> Any:
+    """Return what a program returns: silent if asked, its settings put back, its end an exception."""
     if app not in get_args(App):
         raise ValueError(f"app {app!r}: must be one of {', '.join(get_args(App))}")
-    return str(app)
-
-
-@contextmanager
-def _as_function(quiet: bool) -> Iterator[None]:
-    """Let a program's work be a function's: silent if asked, its settings put back, its end an exception."""
-    with ExitStack() as after, warnings.catch_warnings():
+    main = importlib.import_module(f"medspeed.apps.{app}.{verb}").main
+    recipes = importlib.import_module(f"medspeed.apps.{app}.config").RECIPES if verb == "train" else {}
+    kind = get_type_hints(main)["config"]
+    config = config_from_values(kind, recipes, given, getattr(kind, "RESUMABLE", ()))
+    with ExitStack() as after, warnings.catch_warnings(), _ends_raised():
         for library in map(logging.getLogger, ("pydicom", "highdicom")):  # they are kept from naming patients
             after.callback(library.setLevel, library.level)
         if quiet:
             after.callback(set_verbosity, set_verbosity("silent"))
-        try:
-            yield
-        except SystemExit as end:
-            if isinstance(end.code, int) and end.code > 128:  # the run was saved: the signal may act as usual now
-                signal.raise_signal(end.code - 128)
-            raise RuntimeError(f"ended with status {end.code}: by a signal, or as another process failed") from end
+        return main(config)
+
+
+@contextmanager
+def _ends_raised() -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as end:
+        if isinstance(end.code, int) and end.code > 128:  # the run was saved: the signal may act as usual now
+            signal.raise_signal(end.code - 128)
+        raise RuntimeError(f"ended with status {end.code}: by a signal, or as another process failed") from end

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import medspeed
+from medspeed.apps.pathology.evaluate import SlideScores
 from medspeed.common.inference import predictions
+from medspeed.common.inference.evaluation import Evaluation
 
 ROOT = Path(__file__).parents[1]
 _TRAIN = (
@@ -71,8 +73,17 @@ GONE = """
     training_list validation_list brightness zoom label_smoothing
 """
 
-PYTHON = {"train": "app quiet flags", "predict": "model inputs output quiet flags"}  # from medspeed import ...
-RESULTS = {"Prediction": "files record volumes_ml", "Predictions": "done failed status"}
+PYTHON = {  # from medspeed import ...
+    "train": "app quiet flags",
+    "predict": "model inputs output quiet flags",
+    "evaluate": "predictions references app quiet flags",
+}
+RESULTS = {
+    predictions.Prediction: "files record volumes_ml",
+    predictions.Predictions: "done failed status",
+    Evaluation: "cases missing refused summary status",
+    SlideScores: "froc slide_auc slides left_out refused status",
+}
 
 DEMO = ("best.safetensors", "model.json", "summary.json", "README.md")  # behind `--model demo`
 
@@ -138,8 +149,7 @@ def test_python_has_every_function_that_was_promised(function):
 
 @pytest.mark.parametrize("result", RESULTS)
 def test_results_have_every_attribute_that_was_promised(result):
-    kind = getattr(predictions, result)
-    assert {*RESULTS[result].split()} <= {*kind.__annotations__, *vars(kind)}
+    assert {*RESULTS[result].split()} <= {*result.__annotations__, *vars(result)}
 
 
 @pytest.mark.parametrize("name", DEMO)

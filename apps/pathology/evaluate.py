@@ -7,7 +7,7 @@ if __name__ == "__main__":
     CONFIG = parse_config(EvaluateConfig, {}, description=__doc__)  # before torch: --help answers at once
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,35 @@ class Scan:
             raise ValueError(f"{self.size} pixels of {self.mpp} um: no slide's (between {MIN_MPP} and {MAX_MPP} um)")
 
 
-def main(config: EvaluateConfig) -> int:
-    """Score the scanned slides that have a reference; write froc.json, froc.csv and froc.png beside them.
+@dataclass(frozen=True)
+class SlideScores:
+    """The scores of scanned slides: the content of `froc.json`.
 
-    Returns:
-        The exit status: 1 where a scan or a reference is damaged (the others are judged all the same), else 0.
+    Attributes:
+        froc: mean of the sensitivities at Camelyon16's rates of false positives; None, as they are, without lesions.
+        slide_auc: of the slides' probabilities; None unless there are slides with tumor and without.
+        mask_mpp: um per pixel of the masks in which lesions were found.
+        left_out: why a slide was not judged, by name.
+        refused: of these, the ones whose scan or reference is damaged.
     """
+
+    froc: float | None
+    sensitivities: list[float] | None
+    lesions: int
+    slide_auc: float | None
+    mask_mpp: list[float]
+    slides: dict[str, dict[str, Any]]
+    left_out: dict[str, str]
+    refused: dict[str, str]
+
+    @property
+    def status(self) -> int:
+        """Exit status of the program: 1 where a scan or a reference is damaged, else 0."""
+        return 1 if self.refused else 0
+
+
+def main(config: EvaluateConfig) -> SlideScores:
+    """Score the scanned slides that have a reference; write froc.json, froc.csv and froc.png beside them."""
     slides = read_slide_set(config.data)
     entries = {entry.name: entry for entry in (*slides.training, *slides.testing)}
     left_out = {entry.name: "it has not been scanned" for entry in slides.testing}
@@ -84,16 +107,9 @@ def main(config: EvaluateConfig) -> int:
     labels, scores = np.array([[each["tumour"], each["probability"]] for each in judged.values()]).T
     # Slides are told apart where there are some of both kinds.
     slide_auc = auc(labels, scores) if 0 < labels.sum() < len(labels) else None
-    content = {
-        "froc": None if result is None else result.score,
-        "sensitivities": None if result is None else list(result.at_rates),
-        "lesions": 0 if result is None else result.lesions,
-        "slide_auc": slide_auc,
-        "mask_mpp": sorted(sizes),
-        "slides": judged,
-        "left_out": left_out,
-    }
-    write_json(config.scans / "froc.json", content)
+    figures = (None, None, 0) if result is None else (result.score, list(result.at_rates), result.lesions)
+    scored = SlideScores(*figures, slide_auc, sorted(sizes), judged, left_out, broken)
+    write_json(config.scans / "froc.json", asdict(scored))
     if result is None:
         say(f"FROC: none, for lack of lesions larger than isolated tumour cells in {len(judged)} slides", "result")
     else:
@@ -103,7 +119,7 @@ def main(config: EvaluateConfig) -> int:
         say(f"FROC: {result.score:.4f}, {result.lesions} lesions in {result.slides} slides, masks at {at} um", "result")
     kinds = f"{labels.sum():.0f} slides with tumour, {len(judged)} in all"
     say(f"slide AUC: {'none, it needs both kinds' if slide_auc is None else f'{slide_auc:.4f}'}, {kinds}", "result")
-    return 1 if broken else 0
+    return scored
 
 
 def _read_scans(folder: Path) -> tuple[dict[Path, Scan], dict[str, str]]:
@@ -164,4 +180,4 @@ def _on_one_grid(entry: SlideEntry, scan: Scan, found: np.ndarray) -> tuple[np.n
 
 if __name__ == "__main__":
     with one_line_errors():
-        raise SystemExit(main(CONFIG))
+        raise SystemExit(main(CONFIG).status)

@@ -102,6 +102,8 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         """Raise a ValueError where there are not two things to compare, or another value cannot be."""
+        if self.model is not None:
+            object.__setattr__(self, "model", model_folder(self.model))
         given = [name for name in ("predictions", "references", "model", "data") if getattr(self, name) is not None]
         if given not in (["predictions", "references"], ["model", "data"]):
             raise ValueError(f"expected --predictions and --references, or --model and --data, found {given or 'none'}")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import medspeed
-from medspeed import predict, train
-from medspeed.api import App, _as_function
+from medspeed import evaluate, predict, train
+from medspeed.api import App, _ends_raised
 from medspeed.apps import APPS
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig
 from medspeed.common import console
@@ -128,6 +128,24 @@ def test_scans_are_segmented_and_told_one_by_one(model, data, tmp_path, capfd):
     assert "2 scans kept" in capfd.readouterr().out
 
 
+def test_label_maps_are_compared_with_references_those_of_a_run_too(model, data, tmp_path, capfd):
+    masks = predict(model, data / "imagesTr", tmp_path / "masks", quiet=True, device="cpu", overlays=False)
+    found = evaluate(tmp_path / "masks", data / "labelsTr", quiet=True, tolerance=1)
+    assert capfd.readouterr() == ("", "")
+    names = [name.removesuffix(".nii.gz") for name in masks.done]
+    assert list(found.cases) == names
+    (scores,) = found.cases[names[0]]
+    labels, due = (
+        read_volume(path / f"{names[0]}.nii.gz").voxels == 1 for path in (tmp_path / "masks", data / "labelsTr")
+    )
+    assert scores["dice"] == pytest.approx(2 * (labels & due).sum() / (labels.sum() + due.sum()))
+    assert (found.tolerance_mm, found.status) == (1.0, 0)
+    again = evaluate(model, data, quiet=True, output=tmp_path / "again", tolerance=1)
+    assert again.summary == found.summary
+    with pytest.raises(ValueError, match=r"tolerances: no such field \(did you mean tolerance\?\)"):
+        evaluate(tmp_path / "masks", data / "labelsTr", tolerances=1)
+
+
 def test_what_is_no_model_or_no_flag_is_named(model, tmp_path):
     with pytest.raises(FileNotFoundError, match="model takes the folder of a training run"):
         predict(tmp_path, tmp_path, tmp_path / "out")
@@ -140,17 +158,17 @@ def test_what_is_no_model_or_no_flag_is_named(model, tmp_path):
 
 def test_a_signal_that_ended_the_work_acts_as_usual_afterwards():
     """Ctrl-C interrupts the cell, another one does what the caller's handler does."""
-    with pytest.raises(KeyboardInterrupt), _as_function(quiet=True):
+    with pytest.raises(KeyboardInterrupt), _ends_raised():
         raise SystemExit(128 + signal.SIGINT)
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
-        with pytest.raises(RuntimeError, match="ended with status 143"), _as_function(quiet=True):
+        with pytest.raises(RuntimeError, match="ended with status 143"), _ends_raised():
             raise SystemExit(128 + signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert came == [signal.SIGTERM]
-    with pytest.raises(RuntimeError, match="ended with status 1"), _as_function(quiet=False):
+    with pytest.raises(RuntimeError, match="ended with status 1"), _ends_raised():
         raise SystemExit(1)
 
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 import tifffile
 
+import medspeed
 from medspeed.apps.pathology import evaluate
 from medspeed.apps.pathology.config import EvaluateConfig
 from tests.apps.pathology.scan_runs import disc, write_slide
@@ -42,7 +44,7 @@ def write_scan(folder: Path, name: str, probability: float, rows: str, mpp: floa
 
 
 def judge(scans: Path, data: Path) -> dict[str, Any]:
-    assert evaluate.main(EvaluateConfig(scans, data)) == 0
+    assert evaluate.main(EvaluateConfig(scans, data)).status == 0
     content: dict[str, Any] = json.loads((scans / "froc.json").read_text())
     return content
 
@@ -52,6 +54,11 @@ def test_scores_follow_from_hits_and_false_positives(tmp_path, capsys):
     write_scan(scans, "test_001", 0.9, "0.900000,160,140\n0.700000,300,60\n0.600000,380,390\n")
     write_scan(scans, "test_002", 0.8, "0.800000,511,511\n0.510000,9,9\n")
     found = judge(scans, data)
+    capsys.readouterr()
+    scored = medspeed.evaluate(scans, data, app="pathology", quiet=True)
+    assert asdict(scored) == found
+    assert capsys.readouterr() == ("", "")
+    judge(scans, data)
     # At 0.9 one of two lesions and no false positive, at 0.6 both and two, which is one a slide; the lowest score of
     # all is no point of the curve.
     assert found["lesions"] == 2
@@ -135,7 +142,7 @@ def test_a_slide_marked_in_part_counts_for_the_auc_alone(tmp_path):
 
 def judged_with(scans: Path, data: Path) -> dict[str, Any]:
     """Return what is left out where one slide is damaged: the others are judged, and the status says so."""
-    assert evaluate.main(EvaluateConfig(scans, data)) == 1
+    assert evaluate.main(EvaluateConfig(scans, data)).status == 1
     left_out: dict[str, Any] = json.loads((scans / "froc.json").read_text())["left_out"]
     return left_out
 
