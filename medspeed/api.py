@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints, overload
 
 from medspeed.common.config import config_from_values
 from medspeed.common.console import set_verbosity
@@ -80,7 +80,25 @@ def predict(
         ValueError, OSError: see above.
     """
     folder = model_folder(Path(model))
-    return _call("infer", _app(folder), {"model": folder, "input": inputs, "output": output, **flags}, quiet)
+    given = {"model": folder, "input": inputs, "output": output, **flags}
+    return _call("infer", _app(folder), given, quiet)  # type: ignore[no-any-return]
+
+
+@overload
+def evaluate(
+    predictions: str | Path, references: str | Path, *, app: Literal["pathology"], quiet: bool = False, **flags: Any
+) -> "SlideScores": ...
+
+
+@overload
+def evaluate(
+    predictions: str | Path,
+    references: str | Path,
+    *,
+    app: Literal["brats", "spleen"] = "spleen",
+    quiet: bool = False,
+    **flags: Any,
+) -> "Evaluation": ...
 
 
 def evaluate(
@@ -106,7 +124,7 @@ def evaluate(
         app, names = _app(folder), ("model", "data")
     elif app == "pathology":
         names = ("scans", "data")
-    return _call("evaluate", app, {names[0]: folder, names[1]: references, **flags}, quiet)
+    return _call("evaluate", app, {names[0]: folder, names[1]: references, **flags}, quiet)  # type: ignore[no-any-return]
 
 
 def _app(model: Path) -> Any:

@@ -107,8 +107,9 @@ def main(config: EvaluateConfig) -> SlideScores:
     labels, scores = np.array([[each["tumour"], each["probability"]] for each in judged.values()]).T
     # Slides are told apart where there are some of both kinds.
     slide_auc = auc(labels, scores) if 0 < labels.sum() < len(labels) else None
-    figures = (None, None, 0) if result is None else (result.score, list(result.at_rates), result.lesions)
-    scored = SlideScores(*figures, slide_auc, sorted(sizes), judged, left_out, broken)
+    score, rates = (None, None) if result is None else (result.score, list(result.at_rates))
+    counted = 0 if result is None else result.lesions
+    scored = SlideScores(score, rates, counted, slide_auc, sorted(sizes), judged, left_out, broken)
     write_json(config.scans / "froc.json", asdict(scored))
     if result is None:
         say(f"FROC: none, for lack of lesions larger than isolated tumour cells in {len(judged)} slides", "result")
