@@ -144,8 +144,7 @@ def _read_gpu(device: torch.device) -> dict[str, float]:
 def draw_monitor(csv_path: Path, png_path: Path) -> None:
     """Draw a `monitor.csv` as a PNG: a panel for each quantity, with its mean, and where validations ended.
 
-    These are the seconds "monitored" in `metrics.jsonl` beside the table, where there is one. A table without rows, of
-    a run that was over at once, gives no picture.
+    These are the seconds "monitored" in the `metrics.jsonl` beside it. A table without rows gives none.
 
     Raises:
         OSError: the table cannot be read or the picture not be written.

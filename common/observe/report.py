@@ -29,7 +29,8 @@ _NEEDED_FOR = {
     "plan.json": "nothing of what was chosen for this device and these cases",
 }
 _STAGES = ("start", "prepare", "cache", "compile", "train", "validate", "export")  # in the order they run
-_SIDES = (48, 96)  # voxels at most of a case to scroll through: many cases share the bytes that nine of 96 take
+_LONGEST_SIDE = 192  # voxels of a case to scroll through
+_MOST_VOXELS, _FEWEST_VOXELS = 96**3, 48**3  # of a case where up to nine share the page, and where many do
 _LARGEST_PAGE, _REST = 8_000_000, 500_000  # bytes; the rest is all but pictures and cases
 _LARGEST_PICTURE = 600_000  # bytes
 _LONGEST_VALUE, _LONGEST_FILE = 1000, 20_000  # characters
@@ -56,7 +57,9 @@ def write_report(directory: Path) -> Path:
     summary, environment, config, plan = (_read(directory / name, problems, loss) for name, loss in _NEEDED_FOR.items())
     quality = summary.get("quality", {})
     per_case = quality.get("per_case", {})
-    ranked, overlays = worst_first(per_case), {path.stem: path for path in (directory / "overlays").glob("*.png")}
+    # A case without a value is worse than any.
+    ranked = sorted(per_case, key=lambda name: (per_case[name] is not None, per_case[name] or 0.0, name))
+    overlays = {path.stem: path for path in (directory / "overlays").glob("*.png")}
     worst = {name: _embedded(overlays[name]) for name in [name for name in ranked if name in overlays][:_WORST]}
     pictures = {name: _embedded(directory / f"{name}.png") for name in ("progress", "monitor")}
     room = _LARGEST_PAGE - _REST - sum(len(address or "") for address in (*worst.values(), *pictures.values()))
@@ -87,11 +90,6 @@ def write_report(directory: Path) -> Path:
     return directory / "report.html"
 
 
-def worst_first(per_case: Mapping[str, float | None]) -> list[str]:
-    """Return the cases of a summary's `per_case`, the one with the lowest value first; one without a value is worse."""
-    return sorted(per_case, key=lambda name: (per_case[name] is not None, per_case[name] or 0.0, name))
-
-
 def write_report_case(
     directory: Path,
     name: str,
@@ -106,9 +104,9 @@ def write_report_case(
 ) -> None:
     """Write `report_cases/NAME.json` into a run folder: a case that its report lets the reader scroll through.
 
-    It is small (at most 96 voxels a side, fewer where more than nine cases share a report; means of the image, middles
-    of the labels; 8 bits), turned to R, A, S, and in words that the page's script understands: volumes are base64 of
-    gzip of uint8, z running fastest.
+    It is small (as many voxels as a cube of 96 has, fewer where more than nine cases share a report; means of the
+    image, middles of the labels; 8 bits), turned to R, A, S, and in words that the page's script understands: volumes
+    are base64 of gzip of uint8, z running fastest.
 
     Args:
         directory: folder of the run.
@@ -129,7 +127,8 @@ def write_report_case(
     scan = oriented_scan(image, labels, truth, affine, window)
     assert scan.truth is not None
     sides, (black, white) = np.array(scan.image.shape), map(float, scan.window)
-    shape = np.minimum(sides, int(np.clip(_SIDES[1] * (9 / of) ** (1 / 3), *_SIDES)))
+    most = max(_MOST_VOXELS * 9 / max(of, 9), _FEWEST_VOXELS)
+    shape = next(few for side in range(_LONGEST_SIDE, 0, -1) if (few := np.minimum(sides, side)).prod() <= most)
     voxels = torch.from_numpy(np.ascontiguousarray(scan.image, np.float32))
     grey = functional.adaptive_avg_pool3d(voxels[None], shape.tolist())[0].numpy()
     low, high = max(2 * black - white, float(grey.min())), min(2 * white - black, float(grey.max()))
@@ -146,9 +145,9 @@ def write_report_case(
         "labels": {label: names[label] if label < len(names) else f"label {label}" for label in occurring},
         "range": (low, high),  # intensities of the bytes 0 and 255
         "window": (black, white),
-        "image": _packed(np.round(255 * ((grey - low) / (high - low)).clip(0, 1))),
-        "prediction": _packed(found),
-        "truth": _packed(true),
+        "image": _base64(np.round(255 * ((grey - low) / (high - low)).clip(0, 1))),
+        "prediction": _base64(found),
+        "truth": _base64(true),
     }
     write_json(directory / "report_cases" / f"{name}.json", content)
 
@@ -199,12 +198,9 @@ def _end_of(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")[-_LONGEST_FILE:] if path.is_file() else ""
 
 
-def _packed(volume: Array) -> str:
-    return _base64(gzip.compress(volume.astype(np.uint8).tobytes(), mtime=0))
-
-
-def _base64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
+def _base64(content: bytes | Array) -> str:
+    packed = content if isinstance(content, bytes) else gzip.compress(content.astype(np.uint8).tobytes(), mtime=0)
+    return base64.b64encode(packed).decode()
 
 
 def _duration(seconds: float) -> str:

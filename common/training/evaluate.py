@@ -105,18 +105,16 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     return Quality(name, mean, dice, selected, by_region, evaluation.summary)
 
 
-def _draw(
-    dice: float, case: Case, labels: np.ndarray, truth: np.ndarray, model: VolumeModel, run: Run, cases: int
-) -> None:
-    """Draw the labels of a case, [X, Y, Z] uint8 on the grid of its file, over its image; keep it for the viewer."""
+def _draw(dice: float, case: Case, found: np.ndarray, truth: np.ndarray, model: VolumeModel, run: Run, of: int) -> None:
+    """Draw the labels of one `of` so many cases, [X, Y, Z] uint8 on its file's grid; keep it for the viewer."""
     from medspeed.common.observe.overlays import draw_overlay  # here: the start of a run need not wait for what draws
     from medspeed.common.observe.report import write_report_case
 
     (image, affine), path = _image(case, model), run.directory / "overlays" / f"{case.name}.png"
     shown: dict[str, Any] = {"names": model.labelling.labels, "window": model.preparation.window}
-    draw_overlay(path, image, labels, affine, truth=truth, title=f"{case.name}: Dice {dice:.3f}", **shown)
+    draw_overlay(path, image, found, affine, truth=truth, title=f"{case.name}: Dice {dice:.3f}", **shown)
     with _said(run, f"{printable(case.name)} is missing in the report's viewer"):
-        write_report_case(run.directory, case.name, image, labels, truth, affine, of=cases, **shown)
+        write_report_case(run.directory, case.name, image, found, truth, affine, of=of, **shown)
 
 
 def _image(case: Case, model: VolumeModel) -> tuple[np.ndarray, np.ndarray]:
