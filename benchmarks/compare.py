@@ -17,14 +17,14 @@ from medspeed.common.flags import Parser
 
 PARSER = Parser(description=__doc__)
 PARSER.add_argument("app", choices=GUIDES)
-PARSER.add_argument("--data", type=Path, required=True, help="folder in MSD layout, or of slides")
+PARSER.add_argument("--data", type=Path, required=True, help="dataset folder: MSD layout, or slides")
 _PARTS = ("preparation", "step", "inference", "quality")
-PARSER.add_argument("--part", nargs="+", choices=_PARTS, default=_PARTS, help="what to measure; default all")
-PARSER.add_argument("--sides", choices=("both", "fast"), default="both", help="fast: ours alone")
-PARSER.add_argument("--cases", type=int, default=8, help="cases to prepare; half as many are segmented (scanned)")
-PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs")
-PARSER.add_argument("--device", help="default: cuda where there is a GPU")
-PARSER.add_argument("--output", type=Path, help="JSON file for the figures")
+PARSER.add_argument("--part", nargs="+", choices=_PARTS, default=_PARTS, help="what to measure")
+PARSER.add_argument("--sides", choices=("both", "fast"), default="both", help="fast: without the guide")
+PARSER.add_argument("--cases", type=int, default=8, help="cases to prepare; half as many are segmented or scanned")
+PARSER.add_argument("--rounds", type=int, default=3, help="repetitions of each side")
+PARSER.add_argument("--device", help="cpu or cuda; the GPU by default if there is one")
+PARSER.add_argument("--output", type=Path, help="JSON file for the results")
 PARSER.answer(__name__)
 
 import tempfile

@@ -7,7 +7,7 @@ from medspeed.common.flags import Parser
 
 PARSER = Parser(description=__doc__)
 PARSER.add_argument("app", choices=APPS)
-PARSER.add_argument("--gpu", choices=GPUS, default="h200", help="default: %(default)s")
+PARSER.add_argument("--gpu", choices=GPUS, default="h200", help="GPU to estimate for")
 
 if __name__ == "__main__":
     GIVEN = PARSER.parse_args()

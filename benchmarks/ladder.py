@@ -24,11 +24,11 @@ RUNGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("rung
 
 PARSER = Parser(description=__doc__)
 PARSER.add_argument("app", choices=APPS)
-PARSER.add_argument("--data", type=Path, help="folder of the dataset; by default small phantoms or slides")
-PARSER.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-PARSER.add_argument("--seeds", type=int, default=1, help="rounds; each has its seed")
-PARSER.add_argument("--epochs", type=int, help="of each rung of the climb; by default those of rungs.yaml")
-PARSER.add_argument("--output", type=Path, help="folder; by default runs/ladder-APP")
+PARSER.add_argument("--data", type=Path, help="dataset folder; small phantoms or slides by default")
+PARSER.add_argument("--device", choices=("cpu", "cuda"), help="the GPU by default if there is one")
+PARSER.add_argument("--seeds", type=int, default=1, help="number of rounds, each with its own seed")
+PARSER.add_argument("--epochs", type=int, help="epochs of each rung; those of rungs.yaml by default")
+PARSER.add_argument("--output", type=Path, help="folder for the results; runs/ladder-APP by default")
 PARSER.answer(__name__)
 
 import math

@@ -10,9 +10,9 @@ from pathlib import Path
 from medspeed.common.flags import Parser
 
 PARSER = Parser(description=__doc__)
-PARSER.add_argument("--rounds", type=int, default=20, help="pairs")
-PARSER.add_argument("--steps", type=int, default=16, help="steps of each side in a pair")
-PARSER.add_argument("--output", type=Path, help="JSON file for the figures")
+PARSER.add_argument("--rounds", type=int, default=20, help="pairs of runs")
+PARSER.add_argument("--steps", type=int, default=16, help="steps per run")
+PARSER.add_argument("--output", type=Path, help="JSON file for the results")
 PARSER.answer(__name__)
 
 import statistics

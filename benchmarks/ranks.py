@@ -12,10 +12,10 @@ from medspeed.benchmarks import GUIDES
 from medspeed.common.flags import Parser
 
 PARSER = Parser(description=__doc__)
-PARSER.add_argument("--app", choices=GUIDES, default="brats", help="whose training")
-PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs")
-PARSER.add_argument("--ranks", type=int, default=2, help="ranks of the second side; one core each")
-PARSER.add_argument("--output", type=Path, help="JSON file for the figures")
+PARSER.add_argument("--app", choices=GUIDES, default="brats", help="app to train")
+PARSER.add_argument("--rounds", type=int, default=3, help="repetitions of each side")
+PARSER.add_argument("--ranks", type=int, default=2, help="ranks to compare with one rank, each on one core")
+PARSER.add_argument("--output", type=Path, help="JSON file for the results")
 PARSER.answer(__name__)
 
 import tempfile

@@ -16,12 +16,12 @@ from medspeed.benchmarks import GUIDES
 from medspeed.common.flags import Parser
 
 PARSER = Parser(description=__doc__)
-PARSER.add_argument("--app", required=True, choices=GUIDES)
-PARSER.add_argument("--until", required=True, help="METRIC=VALUE")
-PARSER.add_argument("--data", type=Path, required=True, help="folder of the dataset")
-PARSER.add_argument("--seeds", type=int, default=5, help="runs, of the seeds 0, 1, ...")
-PARSER.add_argument("--warm", action="store_true", help="run each seed twice, and tell of the second time, too")
-PARSER.add_argument("--output", type=Path, help="JSON file for the figures")
+PARSER.add_argument("--app", required=True, choices=GUIDES, help="app to train")
+PARSER.add_argument("--until", required=True, help="target, such as dice=0.90 or auc=0.95")
+PARSER.add_argument("--data", type=Path, required=True, help="dataset folder")
+PARSER.add_argument("--seeds", type=int, default=5, help="number of runs, with seeds 0, 1, ...")
+PARSER.add_argument("--warm", action="store_true", help="run each seed a second time with filled caches")
+PARSER.add_argument("--output", type=Path, help="JSON file for the results")
 PARSER.add_argument("flags", nargs="*", help="flags of train.py, after --")
 PARSER.answer(__name__)
 

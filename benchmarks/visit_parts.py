@@ -13,9 +13,9 @@ WAYS: dict[str, dict[str, str]] = {
     "compiled": {"compile": "true"},
 }  # fmt: skip
 PARSER = Parser(description=__doc__)
-PARSER.add_argument("--part", required=True, choices=("survey", *APPS), help="an app: its steps")
-PARSER.add_argument("--to", type=Path, required=True, help="JSON file for the figures")
-PARSER.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="to a step; default all")
+PARSER.add_argument("--part", required=True, choices=("survey", *APPS), help="survey, or the training steps of an app")
+PARSER.add_argument("--to", type=Path, required=True, help="JSON file for the results")
+PARSER.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ways to run a step")
 PARSER.add_argument("flags", nargs="*", help="flags of train.py, after --")
 PARSER.answer(__name__)
 

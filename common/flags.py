@@ -48,6 +48,10 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return str(_VALUES.get(action.type, "TEXT"))
 
+    def _get_help_string(self, action: argparse.Action) -> str:
+        known = action.default is argparse.SUPPRESS or "(default" in (action.help or "")
+        return f"{action.help or ''} {'' if known else shown_default(action.default)}".strip()
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.default is not argparse.SUPPRESS:
             return super()._format_action_invocation(action)
@@ -109,7 +113,7 @@ class _Verbosity(argparse.Action):
 
 def near(word: str, known: Iterable[str]) -> str:
     """Return a question that names the nearest of the known words; "" where none is near."""
-    found = difflib.get_close_matches(word, known, n=1)
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     return f" (did you mean {found[0]}?)" if found else ""
 
 
@@ -131,9 +135,9 @@ def shown_default(default: Any) -> str:  # noqa: ANN401 - a value of a field
     """Return a default as the help shows it; "" for one that is null, off or empty."""
     if default is MISSING:
         return "(required)"
-    if default is False or default in (None, "", ()):
+    if default is False or default in (None, "", (), []):
         return ""
-    parts = default if isinstance(default, tuple) else ("on" if default is True else default,)
+    parts = default if isinstance(default, tuple | list) else ("on" if default is True else default,)
     return f"(default: {' '.join(f'{part:g}' if isinstance(part, float) else str(part) for part in parts)})"
 
 

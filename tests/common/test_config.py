@@ -95,6 +95,7 @@ def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
         (["--no-epochs"], ["--no-epochs: no such flag"]),
         (["--batch_sise=4"], ["--batch-sise=4: no such flag (did you mean --batch-size?);"]),
         (["--nothing-like-it"], ["--nothing-like-it: no such flag;"]),
+        (["--nope"], ["--nope: no such flag;"]),
         (["spleen"], ["spleen: belongs to no flag;"]),
         (["--epochs", "\x1b[2J"], ["--epochs \\x1b[2J: expected a whole number;"]),
         (["--window.side", "x"], ["--window.side x: expected a whole number;"]),

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from medspeed.common.flags import Parser
@@ -54,3 +56,26 @@ def test_an_error_is_one_plain_line(words, told, capsys):
     text = capsys.readouterr().err
     assert text.startswith(told)
     assert text.count("\n") == 1
+
+
+def test_help_shows_types_and_defaults(capsys):
+    made = Parser(prog="tool", description="What it does.\n\nAnd a second paragraph.")
+    made.add_argument("--cases", type=int, default=3, help="to take")
+    made.add_argument("--to", type=Path, help="folder")
+    made.add_argument("--link", action="store_true", help="no copies")
+    made.add_argument("--sides", nargs="+", default=["a", "b"], help="of it")
+    with pytest.raises(SystemExit, match="0"):
+        made.parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "What it does. And a second paragraph." in text
+    for line in ("--cases N to take (default: 3)", "--to PATH folder --link no copies --sides", "of it (default: a b)"):
+        assert line in text
+
+
+def test_only_the_program_answers_at_once(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["tool", "--nothing-known"])
+    made = Parser(prog="tool")
+    made.answer("medspeed.benchmarks.tool")
+    with pytest.raises(SystemExit, match="2"):
+        made.answer("__main__")
+    assert "--nothing-known: no such flag" in capsys.readouterr().err
