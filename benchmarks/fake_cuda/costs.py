@@ -17,6 +17,7 @@ _NOTHING = {
     "_assert_async.msg", "as_strided", "detach", "empty.memory_format", "empty_like", "empty_permuted", "empty_strided",
     "lift_fresh", "new_empty", "new_empty_strided", "promote_types", "set_.source_Storage",
 }  # fmt: skip
+_LISTS = ("_foreach", "_fused")
 _COPIES = {"clone", "_to_copy", "copy_", "contiguous"}
 _REDUCTIONS = ("sum", "mean", "linalg_vector_norm", "amax", "amin", "aminmax", "count_nonzero", "argmax")
 # Passes over the input of each kernel of a normalisation: statistics, then what is applied.
@@ -44,7 +45,7 @@ class Totals(NamedTuple):
     Args:
         kernels: launched.
         bytes: moved.
-        float32_bytes: those of them that belong to float32 tensors of four axes or more.
+        float32_bytes: those of them that belong to float32 tensors of four axes or more, outside of lists of weights.
         layout_copies: kernels that change the order of a tensor's axes in memory, and nothing else.
         uploads: from the host.
         waits: of the host for the device.
@@ -64,7 +65,8 @@ def total(operators: Iterable[Operator]) -> Totals:
     """Return what operators cost together."""
     known = list(operators)
     launched = [kernel for each in known for kernel in kernels(each)]
-    tensors = [each for one in known if one.name not in _NOTHING for each in (*one.inputs, *one.outputs)]
+    listed = [one for one in known if one.name not in _NOTHING and not one.name.startswith(_LISTS)]
+    tensors = [each for one in listed for each in (*one.inputs, *one.outputs)]
     return Totals(
         kernels=len(launched),
         bytes=sum(kernel.bytes for kernel in launched),
@@ -100,7 +102,7 @@ def kernels(one: Operator) -> list[Kernel]:
 def _plain(one: Operator, read: int, written: int) -> Kernel:
     """Return the kernel of an operator that launches one."""
     base = one.name.partition(".")[0]
-    if base.startswith("_foreach"):
+    if base.startswith(_LISTS):
         return Kernel("foreach", read + written)
     if base in _COPIES:
         source, target = one.inputs[-1] if base == "copy_" else one.inputs[0], one.outputs[0]

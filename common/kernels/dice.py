@@ -4,7 +4,7 @@ Each reads logits and labels once and stores nothing of a voxel but the gradient
 own, without atomic operations, so that a run repeats to the bit. Triton is imported when one is launched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,45 +14,44 @@ _ELEMENTS = 512  # logits that a program works on at a time
 _STEPS = 32  # times that a program of the sums does so
 
 
-class LossSums(torch.autograd.Function):
-    """Sums over the voxels of each sample, [4, B, K] float32, or of the batch as one, [4, 1, K]; K classes or regions.
+class FusedLoss(torch.autograd.Function):
+    """The mean Dice loss of classes or regions (and of samples), plus `share` of the sum of the penalties, a scalar.
 
-    They are penalty, missed, squared and voxels as `common.training.losses` has them. For arguments see `loss_parts`;
-    `fits` says which logits it takes.
+    `batch` takes Dice over the batch as one, whose sums `total`, where it is not None, adds up over `world` ranks: the
+    gradient is then exact after DDP's mean. For the rest see `loss_parts`; `fits` says which logits it takes.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, label: Tensor, members: Sequence[int], batch: bool) -> Tensor:  # noqa: ANN401
-        """Keep what the gradient is computed from: the logits and the label."""
-        ctx.save_for_backward(logits, label)
-        ctx.members = members
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        logits: Tensor,
+        label: Tensor,
+        members: Sequence[int],
+        batch: bool,
+        share: float,
+        smooth: float,
+        total: Callable[[Tensor], Tensor] | None = None,
+        world: int = 1,
+    ) -> Tensor:
+        """Keep what the gradient is computed from: the logits, the label and the derivative by the sums."""
         parts: Tensor = loss_parts(logits, label, members)
-        return parts.sum((1, 2) if batch else 2).view(4, -1, logits.shape[1])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
-        """Return the gradient of the logits."""
-        logits, label = ctx.saved_tensors
-        return loss_gradient(logits, label, weights.contiguous(), ctx.members), None, None, None
-
-
-class LossOfSums(torch.autograd.Function):
-    """The mean Dice loss of classes (and of samples), plus `share` of the sum of the penalties, from sums [4, N, K]."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: Tensor, share: float, smooth: float) -> Tensor:  # noqa: ANN401
-        """Compute the derivative as well."""
+        if not batch:
+            parts = parts.sum(2, keepdim=True)
+        elif total is not None:
+            parts = total(parts.sum((1, 2), keepdim=True))
         loss: Tensor
-        loss, slopes = loss_of_sums(sums.contiguous(), share, smooth)
-        ctx.save_for_backward(slopes)
+        loss, slopes = loss_of_parts(parts, batch, share, smooth)
+        ctx.save_for_backward(logits, label, slopes)
+        ctx.members, ctx.world = members, world
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        """Return the gradient of the sums."""
-        return ctx.saved_tensors[0] * weight, None, None
+    def backward(ctx: Any, weight: Tensor) -> Any:  # noqa: ANN401
+        """Return the gradient of the logits."""
+        logits, label, slopes = ctx.saved_tensors
+        weight = weight if ctx.world == 1 else weight * ctx.world
+        return loss_gradient(logits, label, slopes, weight, ctx.members), *[None] * 7
 
 
 def fits(logits: Tensor, label: Tensor) -> bool:
@@ -89,36 +88,48 @@ def _parts_like(logits: Tensor, label: Tensor, members: Sequence[int]) -> Tensor
 
 
 @torch.library.custom_op("medspeed::loss_gradient", mutates_args=())
-def loss_gradient(logits: Tensor, label: Tensor, weights: Tensor, members: Sequence[int]) -> Tensor:
-    """Return the gradient of the logits, of their dtype and layout, from that of the sums, [4, B or 1, K] float32."""
+def loss_gradient(logits: Tensor, label: Tensor, slopes: Tensor, weight: Tensor, members: Sequence[int]) -> Tensor:
+    """Return the gradient of the logits, of their dtype and layout.
+
+    It is `weight`, a scalar, times that from the derivative by the sums, [4, B or 1, K] float32.
+    """
     from medspeed.common.kernels.dice_triton import gradient_kernel
 
     gradient = torch.empty_like(logits)
     wide, block = _tile(logits)
-    step = weights.stride(1) if weights.shape[1] > 1 else 0
+    step = slopes.stride(1) if slopes.shape[1] > 1 else 0
     grid = -(-label[0].numel() // block), len(logits)
-    tail = (weights.stride(0), step, tuple(members), wide, block)
-    gradient_kernel[grid](logits, label, weights, gradient, *_sizes(logits), *tail)
+    tail = (slopes.stride(0), step, tuple(members), wide, block)
+    gradient_kernel[grid](logits, label, slopes, weight, gradient, *_sizes(logits), *tail)
     return gradient
 
 
 loss_gradient.register_fake(lambda logits, *_: torch.empty_like(logits))
 
 
-@torch.library.custom_op("medspeed::loss_of_sums", mutates_args=())
-def loss_of_sums(sums: Tensor, share: float, smooth: float) -> tuple[Tensor, Tensor]:
-    """Return the loss of `LossOfSums`, a scalar, and its derivative by each of the sums [4, N, K]."""
+@torch.library.custom_op("medspeed::loss_of_parts", mutates_args=())
+def loss_of_parts(parts: Tensor, batch: bool, share: float, smooth: float) -> tuple[Tensor, Tensor]:
+    """Return the loss of `FusedLoss`, a scalar, and its derivative by each of the sums, [4, N, K].
+
+    Args:
+        parts: [4, B, P, K] float32, contiguous; for the `batch` as one added up (N is 1), else with P of 1 (N is B).
+        batch: see `FusedLoss`, also for share.
+        share: of the penalties.
+        smooth: added to numerator and denominator of Dice.
+    """
     from medspeed.common.kernels.dice_triton import loss_kernel
 
-    loss, slopes = _loss_like(sums, share, smooth)
-    count = sums[0].numel()
-    loss_kernel[1,](sums, loss, slopes, share, smooth, count, _power(count))
+    loss, slopes = _loss_like(parts, batch, share, smooth)
+    count, wide = slopes[0].numel(), _power(slopes[0].numel())
+    block = max(1, 4 * _ELEMENTS // wide)
+    loss_kernel[1,](parts, loss, slopes, share, smooth, count, parts[0].numel() // count, wide, block)
     return loss, slopes
 
 
-@loss_of_sums.register_fake
-def _loss_like(sums: Tensor, share: float, smooth: float) -> tuple[Tensor, Tensor]:
-    return torch.empty((), device=sums.device), torch.empty_like(sums)
+@loss_of_parts.register_fake
+def _loss_like(parts: Tensor, batch: bool, share: float, smooth: float) -> tuple[Tensor, Tensor]:
+    samples, _, classes = parts.shape[1:]
+    return parts.new_empty(()), parts.new_empty(4, 1 if batch else samples, classes)
 
 
 def _tile(logits: Tensor) -> tuple[int, int]:

@@ -41,7 +41,7 @@ def sums_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits, label, weights, gradient, voxels, classes, voxel_stride, class_stride, plane, sample_stride,
+    logits, label, slopes, weight, gradient, voxels, classes, voxel_stride, class_stride, plane, sample_stride,
     members: tl.constexpr, wide: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Program (p, b) writes the gradient of block p of sample b.
@@ -52,7 +52,7 @@ def gradient_kernel(
     sample, sizes = tl.program_id(1).to(tl.int64), (voxels, classes, voxel_stride, class_stride)
     voxel = tl.program_id(0) * block + tl.arange(0, block)
     error, log_right, here, place, inside = _errors(logits, label, sample, voxel, sizes, members, wide)
-    source = weights + sample * sample_stride + tl.arange(0, wide)
+    source = slopes + sample * sample_stride + tl.arange(0, wide)
     known = tl.arange(0, wide) < classes
     penalty = tl.load(source, mask=known, other=0.0)[None, :]
     missed = tl.load(source + plane, mask=known, other=0.0)[None, :]
@@ -66,7 +66,7 @@ def gradient_kernel(
         probability = tl.where(here, 1 + error, error)
         slope = probability * (steep - tl.sum(steep * probability, 1)[:, None])
         slope += error * tl.sum(tl.where(here, penalty, 0.0), 1)[:, None]
-    tl.store(gradient + place, slope.to(gradient.dtype.element_ty), mask=inside)
+    tl.store(gradient + place, (slope * tl.load(weight)).to(gradient.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -113,14 +113,19 @@ def _log1p(value):
 
 
 @triton.jit
-def loss_kernel(sums, loss, slopes, share, smooth, count, wide: tl.constexpr):
-    """Compute, in one program, what `LossOfSums` says."""
+def loss_kernel(parts, loss, slopes, share, smooth, count, rows, wide: tl.constexpr, block: tl.constexpr):
+    """Compute, in one program, what `FusedLoss` says."""
     number = tl.arange(0, wide)
-    known = number < count
-    penalty = tl.load(sums + number, mask=known, other=0.0)
-    missed = tl.load(sums + count + number, mask=known, other=0.0)
-    squared = tl.load(sums + 2 * count + number, mask=known, other=0.0)
-    voxels = tl.load(sums + 3 * count + number, mask=known, other=0.0)
+    known, plane = number < count, rows * count
+    penalty, missed = tl.zeros((wide,), tl.float32), tl.zeros((wide,), tl.float32)
+    squared, voxels = tl.zeros((wide,), tl.float32), tl.zeros((wide,), tl.float32)
+    for begin in range(0, rows, block):
+        row = begin + tl.arange(0, block)[:, None]
+        at, here = parts + row * count + number[None, :], (row < rows) & known[None, :]
+        penalty += tl.sum(tl.load(at, mask=here, other=0.0), 0)
+        missed += tl.sum(tl.load(at + plane, mask=here, other=0.0), 0)
+        squared += tl.sum(tl.load(at + 2 * plane, mask=here, other=0.0), 0)
+        voxels += tl.sum(tl.load(at + 3 * plane, mask=here, other=0.0), 0)
     whole = 2 * (voxels - missed) + squared + smooth
     dice = squared / whole
     tl.store(loss, tl.sum(dice) / count + tl.sum(penalty) * share)

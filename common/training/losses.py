@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from medspeed.common.inference.labels import Region
-from medspeed.common.kernels.dice import LossOfSums, LossSums, fits
+from medspeed.common.kernels.dice import FusedLoss, fits
 from medspeed.common.kernels.trust import trusts
 from medspeed.common.ranks import SINGLE, Ranks
 from medspeed.common.run import Run
@@ -151,12 +151,12 @@ def say_inexact(name: str, ranks: Ranks, accumulate: int, run: Run) -> None:
 
 def _fused(logits: Tensor, label: Tensor, members: Sequence[int], batch: bool, ranks: Ranks) -> Tensor:
     """Return the loss by the kernels of `common.kernels.dice`; `members` are those of regions, none of classes."""
-    sums: Tensor = LossSums.apply(logits, label, members, batch)  # type: ignore[no-untyped-call]
-    share = 1 / ((logits if members else label).numel() * ranks.world)
-    if batch:
-        return LossOfSums.apply(ranks.sum(sums), share, _SMOOTH)  # type: ignore[no-untyped-call, no-any-return]
-    own: Tensor = LossOfSums.apply(sums, share * ranks.world, _SMOOTH)  # type: ignore[no-untyped-call]
-    return ranks.sum(own / ranks.world)
+    share = 1 / (logits if members else label).numel()
+    apply: Callable[..., Tensor] = FusedLoss.apply
+    if not batch:
+        return ranks.sum(apply(logits, label, members, False, share, _SMOOTH) / ranks.world)
+    total = ranks.sum if ranks.world > 1 else None
+    return apply(logits, label, members, True, share / ranks.world, _SMOOTH, total, ranks.world)
 
 
 def _dice(sums: _Sums) -> Tensor:

@@ -132,19 +132,20 @@ def _step_group(
     buffers: _GroupBuffers, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> None:
     torch._foreach_copy_(buffers.scratch_views, _gradients(buffers))
-    keep = None if found_inf is None else found_inf == 0  # whether the step counts, on the device
-    before = buffers.moment if keep is None else buffers.moment.clone()
-    divisor = _update_second_moments(buffers, grad_scale, keep)
-    buffers.moment.mul_(_BETA1).addcdiv_(buffers.scratch, divisor.index_select(0, buffers.owner).unsqueeze(1))
-    if keep is not None:
-        torch.where(keep, buffers.moment, before, out=buffers.moment)
-    if keep is None and not isinstance(lr, Tensor):
-        torch._foreach_add_(buffers.parameters, buffers.moment_views, alpha=-lr)
-    elif keep is None and isinstance(lr, Tensor) and not lr.is_cuda:  # in one pass, which on CUDA is many launches
+    divisor = _update_second_moments(buffers, grad_scale, None if found_inf is None else found_inf == 0)
+    divisor = divisor.index_select(0, buffers.owner).unsqueeze(1)
+    # A rate that is a number is part of what a CUDA graph repeats; a tensor is read anew.
+    if buffers.moment.is_cuda or found_inf is not None:
+        usual: dict[str, Any] = {"weight_decay": 0.0, "momentum": _BETA1, "dampening": 0.0, "nesterov": False}
+        usual |= {"maximize": False, "is_first_step": False, "found_inf": found_inf}
+        buffers.scratch.div_(divisor)
+        torch._fused_sgd_(buffers.parameters, buffers.scratch_views, buffers.moment_views, lr=lr, **usual)
+        return
+    buffers.moment.mul_(_BETA1).addcdiv_(buffers.scratch, divisor)  # what a CPU does faster
+    if isinstance(lr, Tensor):
         torch._foreach_addcmul_(buffers.parameters, buffers.moment_views, [lr] * len(buffers.blocks), value=-1)
-    else:  # a number beside the operator is part of what a CUDA graph repeats; a tensor is read anew
-        torch.mul(buffers.moment, lr if keep is None else keep * lr, out=buffers.scratch)
-        torch._foreach_sub_(buffers.parameters, buffers.scratch_views)
+    else:
+        torch._foreach_add_(buffers.parameters, buffers.moment_views, alpha=-lr)
 
 
 def _gradients(buffers: _GroupBuffers) -> list[Tensor]:
@@ -177,9 +178,11 @@ def _update_second_moments(buffers: _GroupBuffers, grad_scale: Tensor | None, ke
     norms = torch.stack(torch._foreach_norm(block_norms, 2, torch.float64))
     if grad_scale is not None:
         norms = norms / grad_scale
-    squares = norms.square().to(buffers.second.dtype)
-    averaged = torch.where(buffers.second == 0, squares, buffers.second * _BETA2 + squares * (1 - _BETA2))
-    buffers.second.copy_(averaged if keep is None else torch.where(keep, averaged, buffers.second))
+    squares = torch.square(norms, out=torch.empty_like(buffers.second))
+    averaged = torch.lerp(buffers.second, squares, 1 - _BETA2)
+    if keep is not None:
+        squares, averaged = (torch.where(keep, each, buffers.second) for each in (squares, averaged))
+    torch.where(buffers.second == 0, squares, averaged, out=buffers.second)
     divisor: Tensor = buffers.second.sqrt() + _EPSILON
     return divisor if grad_scale is None else divisor * grad_scale
 

@@ -139,5 +139,5 @@ PLANTS: dict[str, tuple[str, str, Plant]] = {  # name: the guard that finds it, 
     "strides that change": ("steady", "then", _image_in_other_strides),
     "shapes that change": ("steady", "then", _counted(lambda logits, loss, n: loss + logits[..., :n].sum())),
     "a number that changes": ("capturable", "mul", _counted(lambda _, loss, number: loss * (1 / number))),
-    "a learning rate of the host's": ("capturable", "_foreach_add_", _rate_of_the_host),
+    "a learning rate of the host's": ("capturable", "_fused_sgd_", _rate_of_the_host),
 }  # fmt: skip

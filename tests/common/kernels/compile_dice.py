@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from medspeed.common.kernels.dice import loss_gradient, loss_of_sums, loss_parts
+from medspeed.common.kernels.dice import loss_gradient, loss_of_parts, loss_parts
 from tests.kernels import CAPABILITIES, compiled_not_launched
 
 MEMBERS = (2, 3, 257, 258, 259, 515)
@@ -15,6 +15,7 @@ def test_the_kernels_compile_without_spilling(classes, members, capability):
     with compiled_not_launched(capability):
         for layout in (torch.contiguous_format, torch.channels_last_3d):
             loss_parts(logits.contiguous(memory_format=layout), label, members)
-            loss_gradient(logits.contiguous(memory_format=layout), label, torch.zeros(4, 1, classes), members)
-        loss_of_sums(torch.zeros(4, 1, classes), 0.1, 1e-5)
-        loss_of_sums(torch.zeros(4, 2, classes), 0.1, 1e-5)
+            given = torch.zeros(4, 1, classes), torch.ones(()), members
+            loss_gradient(logits.contiguous(memory_format=layout), label, *given)
+        loss_of_parts(torch.zeros(4, 2, 1700, classes), True, 0.1, 1e-5)
+        loss_of_parts(torch.zeros(4, 2, 1, classes), False, 0.1, 1e-5)
