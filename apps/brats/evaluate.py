@@ -7,8 +7,9 @@ if __name__ == "__main__":
     CONFIG = parse_config(EvaluateConfig, {}, description=__doc__ + DEFINITIONS)  # before torch: --help answers at once
 
 from medspeed.apps.brats.regions import choose_labelling
-from medspeed.common.inference.evaluation import Evaluation, run_evaluation
+from medspeed.common.inference.evaluation import run_evaluation
 from medspeed.common.inference.model import load_model
+from medspeed.common.inference.scores import Evaluation
 from medspeed.common.run import one_line_errors
 from medspeed.models.segresnet3d import segresnet3d
 

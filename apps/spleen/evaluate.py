@@ -6,9 +6,10 @@ from medspeed.common.inference.options import DEFINITIONS, EvaluateConfig
 if __name__ == "__main__":
     CONFIG = parse_config(EvaluateConfig, {}, description=__doc__ + DEFINITIONS)  # before torch: --help answers at once
 
-from medspeed.common.inference.evaluation import Evaluation, run_evaluation
+from medspeed.common.inference.evaluation import run_evaluation
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import load_model
+from medspeed.common.inference.scores import Evaluation
 from medspeed.common.run import one_line_errors
 from medspeed.models.unet3d import unet3d
 

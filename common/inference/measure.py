@@ -112,12 +112,11 @@ def measure(labels: np.ndarray, affine: np.ndarray, regions: Sequence[Region]) -
     return tuple(_measure(region.name, np.isin(labels, region.members), affine) for region in regions)
 
 
-def write_measures(
-    path: Path, scans: Mapping[str, Sequence[Mapping[str, Any]]], columns: Sequence[str] = (), key: str = "scan"
-) -> None:
-    """Write a CSV with a row for each structure of each scan, atomically; the columns are those of `Measures`."""
+def write_measures(path: Path, scans: Mapping[str, Sequence[Mapping[str, Any]]], key: str = "scan") -> None:
+    """Write a CSV with a row for each structure of each scan, atomically; the structures are `Measures` as JSON."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, [key, *(columns or [each.name for each in fields(Measures)])], lineterminator="\n")
+    columns = next((list(each) for found in scans.values() for each in found), [each.name for each in fields(Measures)])
+    writer = csv.DictWriter(text, [key, *columns], lineterminator="\n")
     writer.writeheader()
     for scan, found in scans.items():
         writer.writerows({name: _cell(value) for name, value in {key: scan, **each}.items()} for each in found)

@@ -63,7 +63,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
 
     The ranks share the cases, whose prepared forms lie in the store of `config`. Each is kept for the report's viewer.
     """
-    from medspeed.common.inference.evaluation import Evaluation, score, structures  # here: training needs none of it
+    from medspeed.common.inference.scores import Evaluation, score, structures  # here: training needs none of it
 
     split, ranks, regions = data.split, run.ranks, structures(model.labelling)
     cases = ranks.shard(split.validation)

@@ -14,9 +14,10 @@ from scipy.spatial.distance import dice as dissimilarity
 from skimage.measure import regionprops
 
 from medspeed.common.data.volumes import Volume, write_label
-from medspeed.common.inference.evaluation import Evaluation, evaluate_folders, run_evaluation, score
+from medspeed.common.inference.evaluation import evaluate_folders, run_evaluation
 from medspeed.common.inference.labels import LabelScheme, one_region_per_label
 from medspeed.common.inference.options import EvaluateConfig
+from medspeed.common.inference.scores import Evaluation, score
 
 SHAPE = (9, 10, 11)
 NO_SCHEME: Any = lambda dataset: pytest.fail("there is no dataset")  # noqa: E731

@@ -1,0 +1,152 @@
+"""How well label maps agree with references: overlap, surface distances, volumes and components; means and tables."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.ndimage import find_objects
+from scipy.spatial import KDTree
+
+from medspeed.common.data.geometry import box_above
+from medspeed.common.data.preparation import label_map
+from medspeed.common.data.volumes import Volume, check_same_grid
+from medspeed.common.files import write_json
+from medspeed.common.inference.labels import LabelScheme
+from medspeed.common.inference.measure import connected_components, write_measures
+
+Labels = Mapping[str, Sequence[int]]
+"""Structures by name, each with the label numbers that make it up; they may overlap, as the regions of a tumor do."""
+Scores = dict[str, Any]
+"""Name ("label") and metrics (see `options.DEFINITIONS`) of a structure in a case; None for an undefined one."""
+
+_ROUNDING = 1e-5  # mm by which a distance may exceed the tolerance: affines are stored as float32
+_OVERLAP = 0.1  # of a component's voxels that the other mask must cover
+_INTERVAL = "95 percent, percentile bootstrap of the mean, 2000 resamples of the cases, seed 0"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Label maps compared with their references.
+
+    Attributes:
+        tolerance_mm: of the NSD.
+        cases: metrics of each structure, by case.
+        missing: references without a prediction.
+        refused: why a case could not be compared, by name.
+    """
+
+    tolerance_mm: float
+    cases: Mapping[str, Sequence[Scores]]
+    missing: Sequence[str] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def status(self) -> int:
+        """Exit status of the program: 1 where a case is missing or was refused, else 0."""
+        return 1 if self.missing or self.refused else 0
+
+    @cached_property
+    def summary(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Mean with its 95 percent interval, median and number of cases, by structure and metric."""
+        rows = [each for scores in self.cases.values() for each in scores]
+        by_label = {each["label"]: [row for row in rows if row["label"] == each["label"]] for each in rows}
+        return {
+            label: {metric: _statistics([row[metric] for row in some]) for metric in some[0] if metric != "label"}
+            for label, some in by_label.items()
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write `evaluation.csv`, a row for each case and structure, and `evaluation.json`, with the summary."""
+        write_measures(folder / "evaluation.csv", self.cases, "case")
+        write_json(folder / "evaluation.json", {"interval": _INTERVAL, "summary": self.summary, **asdict(self)})
+
+
+def structures(scheme: LabelScheme) -> Labels:
+    """Return the structures of a scheme with their label numbers."""
+    return {region.name: region.members for region in scheme.regions}
+
+
+def score(prediction: Volume, reference: Volume, labels: Labels | None, tolerance: float) -> list[Scores]:
+    """Compare two label maps [X, Y, Z] on one grid, structure by structure; see `evaluate_folders`.
+
+    Raises:
+        ValueError: the grids differ, or a value is no label; names the file.
+    """
+    check_same_grid(reference, prediction, "reference")
+    occupied = np.logical_or(prediction.voxels.T, reference.voxels.T).view(np.uint8)  # [z, y, x], as a file lies
+    z, y, x = (slice(*each) for each in box_above(torch.from_numpy(occupied)[None], 0) or ((0, 0),) * 3)
+    crops = (replace(each, voxels=each.voxels[x, y, z]) for each in (prediction, reference))
+    maps = [np.ascontiguousarray(label_map(each, range(256)).T) for each in crops]
+    objects = [dict(enumerate(find_objects(each) if each.size else (), start=1)) for each in maps]
+    if labels is None:
+        labels = {str(number): (number,) for number in range(1, 256) if any(each.get(number) for each in objects)}
+    diagonal = float(np.linalg.norm(np.linalg.norm(reference.affine[:3, :3], axis=0) * reference.voxels.shape))
+    scores = []
+    for name, members in labels.items():
+        # A structure is looked at in its own box: there may be a hundred of them.
+        places = [place for each in objects for number in members if (place := each.get(number))]
+        axes = zip(*(places or [(slice(0, 1),) * 3]), strict=True)
+        box = tuple(slice(min(each.start for each in axis), max(each.stop for each in axis)) for axis in axes)
+        one, other = (np.logical_or.reduce([each[box] == number for number in members]) for each in maps)
+        scores.append({"label": name, **_score(one, other, reference.affine[:3, 2::-1], diagonal, tolerance)})
+    return scores
+
+
+def _score(
+    prediction: np.ndarray, reference: np.ndarray, matrix: np.ndarray, diagonal: float, tolerance: float
+) -> Scores:
+    """Return the metrics of masks [A, B, C] that hold all of a structure; a step along an axis makes `matrix` mm."""
+    predicted, true, both = (int(np.count_nonzero(mask)) for mask in (prediction, reference, prediction & reference))
+    nsd, hd95, assd = (0.0, diagonal, diagonal) if predicted or true else (None,) * 3
+    if predicted and true:
+        steps = np.linalg.qr(matrix)[1].T  # the same distances whichever way the patient lies
+        points = [np.argwhere(_surface(mask)) @ steps for mask in (prediction, reference)]
+        trees = (KDTree(each, 16, compact_nodes=False, balanced_tree=False) for each in reversed(points))
+        distances = [tree.query(each)[0] for tree, each in zip(trees, points, strict=True)]
+        every = np.concatenate(distances)
+        nsd, assd = float((every <= tolerance + _ROUNDING).mean()), float(every.mean())
+        hd95 = max(float(np.percentile(each, 95)) for each in distances)
+    (parts, found), (claimed, right) = _detected(reference, prediction), _detected(prediction, reference)
+    ml, error = abs(float(np.linalg.det(matrix))) / 1000, predicted - true
+    return {
+        "dice": _share(2 * both, predicted + true), "nsd": nsd, "hd95_mm": hd95, "assd_mm": assd,
+        "reference_ml": true * ml, "predicted_ml": predicted * ml,
+        "error_ml": error * ml, "error_percent": _share(100 * error, true),
+        "reference_components": parts, "found_components": found,
+        "predicted_components": claimed, "true_components": right,
+        "sensitivity": _share(found, parts), "precision": _share(right, claimed),
+        "f1": _share(found + right, parts + claimed),
+    }  # fmt: skip
+
+
+def _surface(mask: np.ndarray) -> np.ndarray:
+    """Return the voxels of a mask with a face towards a voxel outside it, with a border of one voxel."""
+    mask = np.pad(mask, 1)
+    inside = np.logical_and.reduce([np.roll(mask, step, axis) for axis in range(3) for step in (-1, 1)])
+    return np.asarray(mask & ~inside)
+
+
+def _detected(mask: np.ndarray, other: np.ndarray) -> tuple[int, int]:
+    """Return how many connected components a mask has, and of how many the other mask covers enough."""
+    components = connected_components(mask)
+    sizes = np.bincount(components[mask])
+    covered = np.bincount(components[mask & other], minlength=len(sizes))
+    return max(len(sizes) - 1, 0), int(np.count_nonzero(covered[1:] >= _OVERLAP * sizes[1:]))
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _statistics(values: Sequence[float | None]) -> dict[str, float]:
+    found = np.array([value for value in values if value is not None], np.float64)
+    if not len(found):
+        return {"cases": 0}
+    draws = np.random.default_rng(0).integers(len(found), size=(2000, len(found)))
+    low, high = np.percentile(found[draws].mean(axis=1), [2.5, 97.5]).tolist()
+    mean, median = float(found.mean()), float(np.median(found))
+    return {"cases": len(found), "mean": mean, "low": low, "high": high, "median": median}
