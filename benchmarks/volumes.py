@@ -3,7 +3,6 @@
 What is true of one guide alone lies in `benchmarks/guides/APP.py`: its network, transforms, loader, step and sizes.
 """
 
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-import nibabel
 import numpy as np
 import torch
 from monai.data import CacheDataset
@@ -26,11 +24,13 @@ from medspeed.common.data.dataset import Case, read_dataset
 from medspeed.common.data.monai_batches import monai_items
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.store import prepared_cases
+from medspeed.common.data.volumes import read_volume
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.host_memory import peak_memory
 from medspeed.common.inference.model import VolumeModel, import_weights, load_model, load_weights
 from medspeed.common.inference.options import InferConfig, Precision
 from medspeed.common.inference.scans import find_scans, open_segmenter
+from medspeed.common.inference.scores import score
 from medspeed.common.training.losses import build_loss
 from medspeed.common.training.setup import choose_precision
 
@@ -224,11 +224,6 @@ def fast_inference(task: Task, name: str) -> Sides:
 
 def dices(some: Sequence[Path], others: Sequence[Path], regions: Sequence[Sequence[int]]) -> np.ndarray:
     """Return the Dice of each region in each pair of files of label maps; NaN where it is in neither."""
-    found = []
-    for pair in zip(some, others, strict=True):
-        labels = [np.asarray(nibabel.load(path).dataobj) for path in pair]
-        for members in regions:
-            one, other = (np.isin(each, members) for each in labels)
-            voxels = int(one.sum()) + int(other.sum())
-            found.append(2 * int((one & other).sum()) / voxels if voxels else math.nan)
-    return np.array(found)
+    labels = {str(number): members for number, members in enumerate(regions)}
+    pairs = zip(map(read_volume, some), map(read_volume, others), strict=True)
+    return np.array([each["dice"] for one, other in pairs for each in score(one, other, labels, 0.0)], np.float64)

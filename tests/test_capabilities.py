@@ -59,6 +59,7 @@ FLAGS = {
     "benchmarks/record.py": "data rounds today",
     "benchmarks/time_to_target.py": f"{_SEEDS} app until warm",
     "benchmarks/overhead.py": "rounds steps output",
+    "benchmarks/metrics.py": "references rounds",
     "benchmarks/ranks.py": "rounds ranks output",
     "benchmarks/floor.py": "gpu",
     "benchmarks/visit_parts.py": "part to ways",

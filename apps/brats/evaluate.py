@@ -8,7 +8,6 @@ if __name__ == "__main__":
 
 from medspeed.apps.brats.regions import choose_labelling
 from medspeed.common.inference.evaluation import run_evaluation
-from medspeed.common.inference.model import load_model
 from medspeed.common.inference.scores import Evaluation
 from medspeed.common.run import one_line_errors
 from medspeed.models.segresnet3d import segresnet3d
@@ -16,8 +15,7 @@ from medspeed.models.segresnet3d import segresnet3d
 
 def main(config: EvaluateConfig) -> Evaluation:
     """Evaluate every case."""
-    model = load_model(config.model, "brats", segresnet3d) if config.model else None
-    return run_evaluation(config, model, lambda dataset: choose_labelling(dataset, "names"))
+    return run_evaluation(config, "brats", segresnet3d, lambda dataset: choose_labelling(dataset, "names"))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ if __name__ == "__main__":
 
 from medspeed.common.inference.evaluation import run_evaluation
 from medspeed.common.inference.labels import one_region_per_label
-from medspeed.common.inference.model import load_model
 from medspeed.common.inference.scores import Evaluation
 from medspeed.common.run import one_line_errors
 from medspeed.models.unet3d import unet3d
@@ -16,8 +15,7 @@ from medspeed.models.unet3d import unet3d
 
 def main(config: EvaluateConfig) -> Evaluation:
     """Evaluate every case."""
-    model = load_model(config.model, "spleen", unet3d) if config.model else None
-    return run_evaluation(config, model, lambda dataset: one_region_per_label(dataset.labels))
+    return run_evaluation(config, "spleen", unet3d, lambda dataset: one_region_per_label(dataset.labels))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from torch import nn
+
 from medspeed.common.console import say
 from medspeed.common.data.dataset import Dataset, read_dataset, read_split
 from medspeed.common.data.threads import map_in_threads
@@ -11,7 +13,7 @@ from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import printable
 from medspeed.common.inference.folder_job import BAD_INPUT
 from medspeed.common.inference.labels import LabelScheme
-from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.model import VolumeModel, load_model
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.inference.scans import segment_scans, stem_of
 from medspeed.common.inference.scores import Evaluation, Labels, Scores, score, structures
@@ -56,26 +58,24 @@ def evaluate_files(pairs: Mapping[str, tuple[Path, Path]], labels: Labels | None
 
 
 def run_evaluation(
-    config: EvaluateConfig, model: VolumeModel | None, labelling: Callable[[Dataset], LabelScheme]
+    config: EvaluateConfig, app: str, network: Callable[..., nn.Module], labelling: Callable[[Dataset], LabelScheme]
 ) -> Evaluation:
-    """Evaluate two folders, or the run of a model; write the tables, and print the means.
+    """Evaluate two folders, or a run of an app and its network; write the tables, and print the means.
 
     `labelling` makes structures of the labels of the dataset whose folder holds the references.
     """
-    source, truth = config.predictions or config.model or Path(), config.references or config.data or Path()
-    output = config.output or (source / "evaluation" if model else source)
     given = (each.rpartition("=") for each in config.labels)
-    labels: Labels | None = {name: [*map(int, numbers.split("+"))] for name, _, numbers in given}
-    if model is not None:
-        pairs = _segmented(source, truth, output, model)
+    labels: Labels = {name: [*map(int, numbers.split("+"))] for name, _, numbers in given}
+    if config.model and config.data:
+        model, output = load_model(config.model, app, network), config.output or config.model / "evaluation"
+        pairs = _segmented(config.model, config.data, output, model)
         found = evaluate_files(pairs, labels or structures(model.labelling), config.tolerance)
     else:
-        try:
-            labels = labels or structures(labelling(read_dataset(truth.parent)))
-        except BAD_INPUT as error:
-            labels = None
-            say(printable(f"evaluating each label number; --labels names structures ({error})"))
-        found = evaluate_folders(source, truth, labels, tolerance=config.tolerance)
+        predictions, references = config.predictions or Path(), config.references or Path()
+        output = config.output or predictions
+        with suppress(FileNotFoundError):  # no dataset: every number is a structure
+            labels = labels or structures(labelling(read_dataset(references.parent)))
+        found = evaluate_folders(predictions, references, labels or None, tolerance=config.tolerance)
     found.write(output)
     for name, why in {**found.refused, **dict.fromkeys(found.missing, "MISSING prediction")}.items():
         say(printable(f"{name}: left out of the means: {why}"), "warning")

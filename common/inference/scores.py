@@ -148,5 +148,10 @@ def _statistics(values: Sequence[float | None]) -> dict[str, float]:
         return {"cases": 0}
     draws = np.random.default_rng(0).integers(len(found), size=(2000, len(found)))
     low, high = np.percentile(found[draws].mean(axis=1), [2.5, 97.5]).tolist()
-    mean, median = float(found.mean()), float(np.median(found))
-    return {"cases": len(found), "mean": mean, "low": low, "high": high, "median": median}
+    return {
+        "cases": len(found),
+        "mean": found.mean().item(),
+        "low": low,
+        "high": high,
+        "median": np.median(found).item(),
+    }

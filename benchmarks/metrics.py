@@ -1,0 +1,60 @@
+"""Time metrics of label maps from files to figures: those of MONAI, case by case, and of `evaluate`, in turn.
+
+Run: python benchmarks/metrics.py --references FOLDER [--rounds 3]
+
+The predictions are the first 20 references, with every voxel three further along x.
+"""
+
+from pathlib import Path
+
+from medspeed.common.flags import Parser
+
+PARSER = Parser(description=__doc__)
+PARSER.add_argument("--references", type=Path, required=True, help="label maps (.nii.gz), best of MSD's size")
+PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs")
+
+if __name__ == "__main__":
+    PARSER.parse_args()  # before torch is loaded, so that --help answers at once
+
+import tempfile
+
+import numpy as np
+import torch
+from monai import metrics
+from monai.transforms import LoadImage
+
+from medspeed.benchmarks.harness import in_turn, median, ratio
+from medspeed.common.data.volumes import read_volume, write_label
+from medspeed.common.inference.evaluation import evaluate_folders
+
+
+def main() -> None:
+    """Time both sides, and print their seconds and the median ratio."""
+    given, files = PARSER.parse_args(), []
+    with tempfile.TemporaryDirectory(prefix="metrics-") as folder:
+        for file in sorted(given.references.glob("*.gz"))[:20]:
+            volume, moved, copied = read_volume(file), Path(folder, "moved", file.name), Path(folder, file.name)
+            write_label(moved, np.roll(volume.voxels.astype(np.uint8), 3, 0), volume.affine)
+            copied.symlink_to(file.resolve())
+            files.append((moved, copied))
+        evaluate = lambda: evaluate_folders(Path(folder, "moved"), Path(folder), {"1": (1,)})  # noqa: E731
+        seconds, _ = in_turn({"MONAI": lambda: [*map(of_monai, files)], "evaluate": evaluate}, given.rounds)
+    print(*(f"{side}: {median(each)} s for {len(files)} pairs" for side, each in seconds.items()), sep="\n")
+    print(f"ratio: {ratio(seconds['MONAI'], seconds['evaluate'])}, the median of {given.rounds} rounds")
+
+
+def of_monai(files: tuple[Path, Path]) -> list[float]:
+    """Return Dice, NSD at 2 mm, HD95 and ASSD of label 1."""
+    volumes = [LoadImage(image_only=True)(file) for file in files]
+    pair, spacing = [torch.stack([each != 1, each == 1])[None].float() for each in volumes], volumes[1].pixdim.tolist()
+    found = (
+        metrics.compute_dice(*pair, include_background=False),
+        metrics.compute_surface_dice(*pair, [2.0], spacing=spacing),
+        metrics.compute_hausdorff_distance(*pair, percentile=95, spacing=spacing),
+        metrics.compute_average_surface_distance(*pair, symmetric=True, spacing=spacing),
+    )
+    return [each.item() for each in found]
+
+
+if __name__ == "__main__":
+    main()
