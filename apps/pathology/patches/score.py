@@ -51,5 +51,5 @@ def score_patches(files: list[Path], config: ScanConfig) -> Predictions:
         scores = torch.cat([torch.sigmoid(opened.predict(normalised(call.to(device)))).flatten() for call in calls])
         for row, score in zip(some, scores.tolist(), strict=True):
             found[files[row].relative_to(folder).as_posix()] = [{"probability": f"{score:.6f}"}]
-    write_measures(output, found, ["probability"], "image")
+    write_measures(output, found, "image")
     return Predictions({config.input.name: Prediction((output,), {"patches": len(files)})}, {})
