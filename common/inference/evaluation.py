@@ -16,7 +16,8 @@ from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.model import VolumeModel, load_model
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.inference.scans import segment_scans, stem_of
-from medspeed.common.inference.scores import Evaluation, Labels, Scores, score, structures
+from medspeed.common.inference.scores import Evaluation as Evaluation
+from medspeed.common.inference.scores import Labels, Scores, score, structures
 
 _MEAN, _SHOWN = "{mean:.3f} [{low:.3f}, {high:.3f}]", ("dice", "nsd", "hd95_mm", "error_percent")
 
