@@ -1,10 +1,9 @@
-"""The doctor: is this machine sound, and what bounds this training?
+"""Health check of this machine, and what limits the speed of a training on it.
 
 Run: python apps/doctor.py [--app NAME] [--json FILE] [-- FLAGS OF THE APP'S train.py]
 
-It looks at the machine; with --app it also trains a little, in a folder of its own, and says what bounds the training,
-how much a remedy would give, and which flag is that remedy. The exit status is 0 where all is well, and 1 where
-something is to be mended.
+It checks the machine. With --app it also runs a short training in a temporary folder, and reports the bottleneck, the
+possible speed-up and the flag that fixes it. The exit status is 0 if there is nothing to fix, otherwise 1.
 """
 
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from medspeed.apps import APPS
 from medspeed.common.flags import Parser
 
 PARSER = Parser(description=__doc__)
-PARSER.add_argument("--app", choices=APPS, help="train a little with it; without, look at the machine alone")
-PARSER.add_argument("--json", type=Path, help="file for all that was found")
+PARSER.add_argument("--app", choices=APPS, help="also run a short training of this app (else machine check only)")
+PARSER.add_argument("--json", type=Path, help="write all results to this JSON file")
 PARSER.add_argument("flags", nargs="*", help="flags of the app's train.py, after --")
 PARSER.answer(__name__)
 
@@ -56,7 +55,7 @@ def switches(config: TrainingConfig) -> dict[Bound, str]:
     }
     volumes = isinstance(config, SegmentationConfig)
     if config.ours if isinstance(config, SegmentationConfig) else getattr(config, "source", "resident") == "resident":
-        elsewhere = "take --cache auto, which keeps in memory what fits"
+        elsewhere = "use --cache auto, which keeps in memory what fits"
         return {**found, "disk": elsewhere, "preparation": elsewhere} if volumes else found
     ours = "--cache auto" if volumes else "--source resident"
     resident: dict[Bound, str] = {
@@ -65,7 +64,7 @@ def switches(config: TrainingConfig) -> dict[Bound, str]:
         "preparation": "which prepares each case once and keeps it",
         "augmentation": "which cuts and augments whole batches on the device",
     }
-    return {**found, **{bound: f"take {ours}, {why}" for bound, why in resident.items()}}
+    return {**found, **{bound: f"use {ours}, {why}" for bound, why in resident.items()}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,11 +155,11 @@ def _times(run: Run, steps: float, validations: float) -> dict[str, float]:
 def _print(verdict: Verdict, measured: Measured, estimate: dict[str, float]) -> None:
     shares = ", ".join(f"{name} {share:.0%}" for name, share in verdict.shares.items())
     parts = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in measured.batch.items())
-    say(f"time goes to: {shares}")
-    say(f"a batch takes, by one thread, in ms: {parts}; a step {1000 * measured.step:.1f}")
+    say(f"training time: {shares}")
+    say(f"one batch, single-threaded, in ms: {parts}; one step {1000 * measured.step:.1f}")
     prepare, train = estimate["prepare"], estimate["train"]
-    say(f"the whole run: about {prepare:.0f} s to prepare what the store lacks, {train:.0f} s to train and validate")
-    say(f"VERDICT {verdict.text}", "result")
+    say(f"the whole run: about {prepare:.0f} s of preparation (unless stored), {train:.0f} s of training, validation")
+    say(f"VERDICT: {verdict.text}", "result")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Check(NamedTuple):
 def check_machine(folder: Path, device: torch.device) -> list[Check]:
     """Look at all that a run depends on, for a few seconds; `folder`, for prepared data, need not exist."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    kind = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs alone"
+    kind = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPU only"
     return [
         Check("torch", "good", f"{torch.__version__}, built {kind}"),
         _gpu(device),
@@ -58,13 +58,13 @@ def check_machine(folder: Path, device: torch.device) -> list[Check]:
 def _gpu(device: torch.device) -> Check:
     if device.type != "cuda":
         if any(Path(path).exists() for path in ("/dev/nvidia0", "/dev/nvidiactl")):
-            return Check("GPU", "warning", "one is there, but torch does not use it: install a torch built for CUDA")
-        return Check("GPU", "note", "none: the CPU computes")
+            return Check("GPU", "warning", "found, but torch cannot use it: install a torch built for CUDA")
+        return Check("GPU", "note", "none found: computing on the CPU")
     name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)
     text = f"{name}, {memory[0] / _GIB:.0f} of {memory[1] / _GIB:.0f} GiB free"
     version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     if version is not None and version < _CUDNN:
-        return Check("GPU", "warning", f"{text}; cuDNN {version} is slow or wrong in bf16: take {_CUDNN} or newer")
+        return Check("GPU", "warning", f"{text}; cuDNN {version} is slow or wrong in bf16: use {_CUDNN} or newer")
     return Check("GPU", "good", f"{text}, cuDNN {version}")
 
 
@@ -79,21 +79,21 @@ def _bf16(device: torch.device) -> Check:
             output = layer(image)
         gradients += torch.autograd.grad(output.float().square().mean(), layer.weight)
     difference = float((gradients[1] - gradients[0]).abs().max() / gradients[0].abs().max())
-    text = f"conv3d gradients differ from float32 by {difference:.2g} of the largest"
+    text = f"conv3d gradients differ from float32 by {difference:.2g} of the largest gradient"
     if not difference <= _WRONG:
         return Check("bf16", "error", f"{text} (bound {_WRONG}): use --precision fp32, or another torch or cuDNN")
     return Check("bf16", "good", text)
 
 
 def _cores() -> Check:
-    text = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} to use, {torch.get_num_threads()} threads in torch"
+    text = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable, {torch.get_num_threads()} torch threads"
     limit = _CGROUP / "cpu.max"
     allowed, _, period = (limit.read_text(encoding="utf-8") if limit.is_file() else "max").strip().partition(" ")
     if allowed.isdigit() and period.isdigit():
         quota = int(allowed) / int(period)
         if max(1.0, quota) < torch.get_num_threads():
             remedy = f"set OMP_NUM_THREADS={max(1, int(quota))}"
-            return Check("cores", "warning", f"{text}; the container may use {quota:.1f}: {remedy}")
+            return Check("cores", "warning", f"{text}; the container is limited to {quota:.1f}: {remedy}")
     return Check("cores", "good", text)
 
 
@@ -102,9 +102,9 @@ def _memory() -> Check:
     free = min([memory.available, *cgroup_free()])
     text = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
     if free < memory.available:
-        text += f"; the container may take {free / _GIB:.1f} GiB more"
+        text += f"; the container may use {free / _GIB:.1f} GiB more"
     if free < _LEAST_MEMORY:
-        return Check("memory", "warning", f"{text}: little; take --cache disk and few --workers")
+        return Check("memory", "warning", f"{text}: low; use --cache disk and fewer --workers")
     return Check("memory", "good", text)
 
 
@@ -114,7 +114,7 @@ def _space(folder: Path) -> Check:
     if not os.access(folder, os.W_OK):
         return Check("disk", "error", f"{folder} cannot be written: choose another --store")
     if free < _LEAST_FREE:
-        little = "little; MSD's brains take 36 GiB once prepared; choose another --store"
+        little = "low (prepared MSD brain data need 36 GiB); choose another --store"
         return Check("disk", "warning", f"{text}: {little}")
     return Check("disk", "good", text)
 
@@ -139,7 +139,7 @@ def _disk(folder: Path) -> Check:
     except OSError as error:
         return Check("disk speed", "error", f"{folder}: {error.strerror}: choose another --store")
     speeds = [_PROBE * _MIB / seconds / 1e6 for seconds in (written, read)]
-    text = f"written at {speeds[0]:.0f} MB/s, read at {speeds[1]:.0f} MB/s"
+    text = f"write {speeds[0]:.0f} MB/s, read {speeds[1]:.0f} MB/s"
     if min(speeds) < _SLOW_DISK:
         return Check("disk speed", "warning", f"{text}: slow; put --store on a local disk")
     return Check("disk speed", "good", text)
@@ -148,9 +148,9 @@ def _disk(folder: Path) -> Check:
 def _slides() -> Check:
     readers = [name for name in ("cucim", "openslide", "tifffile") if util.find_spec(name) is not None]
     if not readers:
-        return Check("slides", "warning", "no reader: pip install openslide-python openslide-bin tifffile")
-    cupy = "cuPy is there" if util.find_spec("cupy") else "without cuPy, so the guide's jitter runs on the CPU"
-    return Check("slides", "good", f"read by {', '.join(readers)}; {cupy}")
+        return Check("slides", "warning", "no slide reader: pip install openslide-python openslide-bin tifffile")
+    cupy = "cuPy installed" if util.find_spec("cupy") else "no cuPy: the color jitter of recipe guide runs on the CPU"
+    return Check("slides", "good", f"readers: {', '.join(readers)}; {cupy}")
 
 
 def _engines(device: torch.device) -> Check:
@@ -166,9 +166,9 @@ def _engines(device: torch.device) -> Check:
 def _shared_memory() -> Check:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return Check("shared memory", "note", "there is none: loader processes may be slow")
+        return Check("shared memory", "note", "none: loader processes may be slow")
     size = shutil.disk_usage(folder).total
     text = f"{size / _GIB:.1f} GiB at {folder}"
     if size < _GIB:
-        return Check("shared memory", "warning", f"{text}: loader processes may die; docker run --shm-size 8g")
+        return Check("shared memory", "warning", f"{text}: loader processes may crash; docker run --shm-size 8g")
     return Check("shared memory", "good", text)

@@ -15,16 +15,16 @@ _WORTH, _GAIN = 0.15, 1.15
 _HIDDEN = 1.4
 _OWN_BOUND: dict[str, Bound] = {"saved": "checkpointing", "logged": "logging", "validated": "validation"}
 _TEXTS: dict[Bound, str] = {
-    "disk": "the steps wait for batches, and those for the disk",
-    "decode": "the steps wait for batches, and those for the decoding of files",
-    "preparation": "the steps wait for batches, and those for transforms that are the same in every epoch",
-    "augmentation": "the steps wait for batches, and those for random transforms",
-    "workers": "the steps wait for batches, which too few workers make",
-    "validation": "validations take the time",
-    "checkpointing": "checkpoints take the time",
-    "logging": "what is logged takes the time",
-    "kernel launch": "the steps are too small: most of their time does not grow with the batch",
-    "compute": "the device computes, and would be faster with another setting",
+    "disk": "training waits for batches, limited by the disk",
+    "decode": "training waits for batches, limited by file decoding",
+    "preparation": "training waits for batches, limited by deterministic transforms",
+    "augmentation": "training waits for batches, limited by random transforms",
+    "workers": "training waits for batches: too few workers",
+    "validation": "validation dominates",
+    "checkpointing": "writing checkpoints dominates",
+    "logging": "logging dominates",
+    "kernel launch": "the steps are too small: most of their time is independent of the batch size",
+    "compute": "the device is busy, but another setting is faster",
 }
 
 
@@ -95,11 +95,11 @@ def diagnose(measured: Measured) -> Verdict:
         switch = measured.switches.get(bound)
     elif fastest and step >= _GAIN * measured.alternatives[fastest]:
         bound, share, saved = "compute", computed, computed * (1 - measured.alternatives[fastest] / step)
-        switch = f"take {fastest}"
+        switch = f"use {fastest}"
     else:
-        return Verdict("nothing", computed, 1.0, f"healthy: {computed:.0%} of the time the device computes", shares)
+        return Verdict("nothing", computed, 1.0, f"healthy: the device computes {computed:.0%} of the time", shares)
     gain = 1 / (1 - saved)
-    text = f"{bound}: {_TEXTS[bound]} ({share:.0%}; up to {gain:.1f}x to gain)" + (f"; {switch}" if switch else "")
+    text = f"{bound}: {_TEXTS[bound]} ({share:.0%}; up to {gain:.1f}x faster)" + (f"; {switch}" if switch else "")
     return Verdict(bound, share, gain, text, shares)
 
 

@@ -177,5 +177,5 @@ def seconds_given(variable: str, usual: float) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= 1e6:
-        raise ValueError(f"{variable}={text}: expected seconds, 0 to a million; unset it for {usual:g}")
+        raise ValueError(f"{variable}={text}: expected seconds from 0 to 1,000,000; unset it to use {usual:g}")
     return seconds

@@ -26,11 +26,11 @@ _verbosity: Verbosity = "normal"  # of the process
 _REMEDIES = {
     r"MemoryError|an't allocate memory|Unable to allocate|out of memory|[Ss]torage size calculation overflowed|"
     r"could not create a primitive$|can't start new thread":  # oneDNN's word for it, and Python's
-        "there is not so much memory: lower --batch-size, --crop-size or --windows.size, or take a smaller network",
+        "out of memory: lower --batch-size, --crop-size or --windows.size, or use a smaller network",
     r"shared memory|/torch_\d+":
-        "/dev/shm is too small for batches on their way: enlarge it (docker run --shm-size 2g), or lower --workers",
+        "/dev/shm is too small for the batches in flight: enlarge it (docker run --shm-size 2g), or lower --workers",
     r"DataLoader worker":
-        "a process that loads cases was killed, as a rule for want of memory: lower --workers, or end other programs",
+        "a data-loading process was killed, usually for lack of memory: lower --workers, or stop other programs",
 }  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def explained(error: Exception) -> str | None:
 
 
 def log_warnings_as_lines() -> None:
-    """Let warnings, and what ends a thread, be lines that break no progress bar."""
+    """Let warnings, and errors that end a thread, be lines that break no progress bar."""
     threading.excepthook = _explain_thread
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_LineHandler()], force=True)
     # MONAI's LoadImage tries a DICOM reader for GPUs wherever pydicom is installed, and warns; it is not used here.
@@ -86,7 +86,7 @@ class _LineHandler(logging.Handler):
 
 
 def _explain_thread(ended: threading.ExceptHookArgs) -> None:
-    """Say in a line what ended a thread, such as TensorBoard's on a full disk, where that explains it."""
+    """Print the error that ended a thread, such as TensorBoard's on a full disk, in one line where it is understood."""
     line = explained(ended.exc_value) if isinstance(ended.exc_value, Exception) else None
     if line is None:
         threading.__excepthook__(ended)

@@ -76,6 +76,11 @@ def printable(text: str, but: str = "") -> str:
     return "".join(kept)
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: "1 case", "2 cases"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def flush_to_disk(path: Path) -> None:
     """Force what was written to a file, or the names in a folder, onto the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -96,7 +101,7 @@ def write_json(path: Path, content: Any, flush: bool = True) -> None:  # noqa: A
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n", flush)
 
 
-def read_object(path: Path, remedy: str = "mend it") -> dict[str, Any]:
+def read_object(path: Path, remedy: str = "fix it") -> dict[str, Any]:
     """Return the object that a JSON file holds.
 
     Raises:
@@ -107,7 +112,7 @@ def read_object(path: Path, remedy: str = "mend it") -> dict[str, Any]:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_JSON:  # a named pipe would wait for ever
         found = f"{status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "a folder, pipe or device"
-        raise ValueError(f"{path}: expected a regular file of {_MAX_JSON} bytes at most, found {found}; {remedy}")
+        raise ValueError(f"{path}: expected a regular file of at most {_MAX_JSON} bytes, found {found}; {remedy}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # broken or too deep JSON, or bytes that are no UTF-8
@@ -117,7 +122,7 @@ def read_object(path: Path, remedy: str = "mend it") -> dict[str, Any]:
     return content
 
 
-def read_as(path: Path, kind: type[T], remedy: str = "mend it") -> T:
+def read_as(path: Path, kind: type[T], remedy: str = "fix it") -> T:
     """Return the dataclass that a JSON file holds; see `from_json`.
 
     Raises:
@@ -143,7 +148,7 @@ def from_json(kind: type[T], content: Mapping[str, Any]) -> T:
         ValueError: a field is missing, is not one of the dataclass, or is of another type; it is named.
     """
     if unknown := content.keys() - {field.name for field in fields(kind)}:  # type: ignore[arg-type]
-        raise ValueError(f"there is no field {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
     try:
         return msgspec.convert(content, kind, dec_hook=_path)
     except msgspec.ValidationError as error:
@@ -170,7 +175,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines[:-1] if line]
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected lines of JSON ({error}); restore it, or remove it") from error
+        raise ValueError(f"{path}: expected lines of JSON ({error}); restore or remove it") from error
 
 
 @contextmanager
@@ -198,7 +203,7 @@ def hold(path: Path) -> None:
     except BlockingIOError:
         holder = os.read(descriptor, 1000).decode(errors="backslashreplace") or "another process"
         os.close(descriptor)
-        raise BlockingIOError(f"{path.parent}: in use by {holder}; wait until it is done, or end it") from None
+        raise BlockingIOError(f"{path.parent}: in use by {holder}; wait for it to finish, or stop it") from None
     except OSError:  # a file system without locks
         return
     os.truncate(descriptor, 0)
@@ -241,6 +246,6 @@ def check_digest(folder: Path, file: Path) -> None:
     due = read_object(record).get(file.relative_to(folder).as_posix()) if record.is_file() else None
     if due is not None and file.is_file() and (found := sha256_of(file)) != due:
         raise ValueError(
-            f"{file}: sha256 {found} is not the one in {record.name} ({due}): it was changed or damaged; "
+            f"{file}: SHA-256 {found} does not match {record.name} ({due}): the file was changed or damaged; "
             f"restore it, or remove {record.name} if you changed it yourself"
         )

@@ -34,7 +34,7 @@ BEAT_SECONDS = 2.0
 # Without a sign of life. A library may hold Python's lock, and with it the beats, for a while. Not more: torchrun gives
 # the other ranks up to 30 seconds to end, and the whole has to be over in 60.
 SILENT_SECONDS = 16.0
-_GONE = f"no word from the other ranks for {SILENT_SECONDS:.0f} s (the link, or the host of rank 0, is gone)"
+_GONE = f"no contact with the other ranks for {SILENT_SECONDS:.0f} s (network down, or rank 0's host lost)"
 HUNG_SECONDS, HUNG_STEPS = 40.0, 4  # without a move within a step, and so many times the longest step before
 
 
@@ -111,12 +111,12 @@ class Watch:
     def _judge(self, heard: _Heard) -> str | None:
         """Return what is wrong with another rank, or None."""
         if heard.silent * BEAT_SECONDS >= SILENT_SECONDS:
-            return f"has given no sign of life for {heard.silent * BEAT_SECONDS:.0f} s"
+            return f"has not responded for {heard.silent * BEAT_SECONDS:.0f} s"
         (moves, step), (mine, here) = heard.place, self._place
         stood = min(heard.stood, self._stood) * BEAT_SECONDS
         hung = step and here and moves <= mine and self._longest
         if hung and stood >= max(HUNG_SECONDS, HUNG_STEPS * self._longest):
-            return f"hangs: it has stood in step {step} for {stood:.0f} s, while this rank waits in {here}"
+            return f"hangs: it has been in step {step} for {stood:.0f} s while this rank waits in step {here}"
         return None
 
     def _beat_on(self) -> None:
@@ -277,11 +277,11 @@ def choose_device(name: str, local_rank: int | None = None) -> torch.device:
         raise ValueError(f"device {name}: must be auto, cpu, cuda or cuda:N")
     if kind == "cuda" and local_rank is not None:
         if number:
-            raise ValueError(f"device {name}: several ranks take one GPU each, by their number; use --device cuda")
+            raise ValueError(f"device {name}: each of several ranks uses the GPU of its number; use --device cuda")
         name, number = f"cuda:{local_rank}", str(local_rank)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(number or 0) >= count:
-        raise ValueError(f"device {name}: {count} CUDA devices found; use --device cpu, or check the driver")
+        raise ValueError(f"device {name}: found {count} CUDA devices; use --device cpu, or check the driver")
     if kind == "cuda":
         torch.cuda.set_device(int(number or 0))  # what asks for "the" GPU, as a synchronisation does, means this one
     return torch.device(name)

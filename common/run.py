@@ -110,7 +110,7 @@ def join_ranks(device: str) -> Iterator[Ranks]:
         if not (isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST)):
             raise
         reason = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", str(error).split("\n")[0])  # without gloo's place in its source
-        hint = watch.hint() if watch is not None else "the ranks had not come together yet"
+        hint = watch.hint() if watch is not None else "the ranks had not connected yet"
         raise ConnectionError(f"lost the other ranks ({reason}); {hint}") from error
     finally:
         if watch is not None:

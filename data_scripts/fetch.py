@@ -73,7 +73,7 @@ def download(url: str, target: Path, md5: str | None = None, room: float = 1.0) 
     found = _md5_of(path)
     if md5 not in (None, found):
         path = path if path == target else part.replace(_beside(target, ".refused"))
-        raise DownloadError(f"{url}: {path} is another file: MD5 {found}, expected {md5}: move it away and run again")
+        raise DownloadError(f"{url}: {path} has MD5 {found}, expected {md5}: move it away and run again")
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     receipt = {"url": url, "size": _size(path), "md5": found, "date": date}
     flush_to_disk(path)
@@ -105,14 +105,14 @@ def check_space(folder: Path, needed: int) -> None:
     """Raise DownloadError, naming both figures, where the disk of `folder` has fewer than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        figures = f"{needed / 1e9:.2f} GB of disk space are needed, {free / 1e9:.2f} GB are free"
-        raise DownloadError(f"{folder}: {figures}: free some or choose another folder")
+        figures = f"{needed / 1e9:.2f} GB of disk space needed, {free / 1e9:.2f} GB free"
+        raise DownloadError(f"{folder}: {figures}: free some space or choose another folder")
 
 
 def http_address(text: str) -> str:
     """Return a whole, percent-encoded http or https address without its last slash; ValueError where it is none."""
     if not re.fullmatch(r"https?://[!-~]+", text) or not urlsplit(text).hostname or urlsplit(text).port == 0:
-        raise ValueError(f"{text!r}: an address such as https://host/folder is needed")
+        raise ValueError(f"{text!r}: expected an address such as https://host/folder")
     return text.rstrip("/")
 
 
@@ -127,7 +127,7 @@ def run_command(program: str, fetch: Callable[[], Path], app: str) -> int:
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command goes on from here", file=sys.stderr)
+        print(f"{program}: interrupted; run the same command to continue", file=sys.stderr)
         return 130
     say(f"next: python apps/{app}/train.py --data {shlex.quote(str(folder))}")
     return 0
@@ -143,7 +143,7 @@ def _patiently(work: Callable[[], Result], arrived: Callable[[], int]) -> Result
             # The mark never goes back, so that a server that makes us start over again and again is given up.
             failures, mark = 1 if arrived() > mark else failures + 1, max(mark, arrived())
             if failures >= ATTEMPTS:
-                remedy = "what has arrived is kept: run again later to go on from there"
+                remedy = "the partial download is kept: run again later to continue"
                 raise DownloadError(f"gave up after {failures} attempts without progress: {error}; {remedy}") from error
             # Doubling with each failure, spread so that clients do not return in step.
             wait = 2.0 ** (failures - 1) * random.uniform(0.5, 1.0)
@@ -158,7 +158,7 @@ def _fetch_rest(url: str, part: Path, resumes: bool, room: float, bar: "tqdm[Nev
         rest = re.fullmatch(rf"bytes {have}-\d+/(\d+)", response.headers.get("Content-Range", ""))
         if response.status == 206 and not rest:
             part.unlink(missing_ok=True)
-            raise _TransientError(f"{url}: asked for the bytes from {have}, answered with others; starting over")
+            raise _TransientError(f"{url}: asked for the bytes from {have}, the server sent others; starting over")
         have = have if rest else 0
         whole = int(rest[1]) if rest else _stated_size(response, url)
         check_space(part.parent, math.ceil(room * whole) - have)
@@ -194,7 +194,7 @@ def _answer(url: str, headers: Mapping[str, str], method: str = "GET") -> Iterat
         said = " ".join(f"{url}: {str(reason) or type(reason).__name__}".split())
         local = isinstance(error, OSError) and (error.filename or error.errno in _OF_THE_DISK)
         if local or isinstance(reason, ssl.SSLCertVerificationError):
-            raise DownloadError(f"{said}; what has arrived is kept: mend the cause and run again") from error
+            raise DownloadError(f"{said}; the partial download is kept: fix the cause and run again") from error
         raise _TransientError(said) from error
 
 
@@ -204,7 +204,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, req: urllib.request.Request, *answer: Any) -> urllib.request.Request | None:  # noqa: ANN401
         stream, code, _, headers, url = answer
         if urlsplit(url).scheme not in ({"https"} if req.type == "https" else {"http", "https"}):
-            raise urllib.error.HTTPError(req.full_url, code, f"redirection to {url} is not allowed", headers, stream)
+            raise urllib.error.HTTPError(req.full_url, code, f"redirect to {url} is not allowed", headers, stream)
         return super().redirect_request(req, *answer)
 
 

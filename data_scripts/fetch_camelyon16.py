@@ -49,7 +49,7 @@ def fetch(slides: Sequence[str], to: Path, base_url: str = BASE_URL) -> Path:
         download(f"{base_url}/{CHECKSUMS}", to / CHECKSUMS)
         files = choose(read_checksums(to / CHECKSUMS), slides)
         missing = [path for path, md5 in files.items() if not _is_here(to / path, md5)]
-        say(f"{to}: {len(files) - len(missing)} of {len(files)} files are there already")
+        say(f"{to}: {len(files) - len(missing)} of {len(files)} files already downloaded")
         if missing:
             _tell_size(missing, base_url, to)
         for number, path in enumerate(missing, 1):
@@ -69,7 +69,7 @@ def read_checksums(path: Path) -> dict[str, str]:
     found = _LINE.findall(path.read_text(encoding="utf-8", errors="replace"))
     digests = {name: md5.lower() for md5, name in found}
     if not any(name.startswith("images/") for name in digests):
-        raise ValueError(f"{path}: names no images/*.tif with an MD5 digest; delete it and run again, or use a mirror")
+        raise ValueError(f"{path}: lists no images/*.tif with an MD5 digest; delete it and run again, or use a mirror")
     return digests
 
 
@@ -85,7 +85,7 @@ def choose(digests: Mapping[str, str], slides: Sequence[str]) -> dict[str, str]:
     for name in wanted:
         if name not in known:
             near = difflib.get_close_matches(name, known, 3) or [known[0], known[-1]]
-            raise ValueError(f"slide {name!r}: there is none of that name; near it are {', '.join(near)}")
+            raise ValueError(f"slide {name!r}: no such slide; similar names: {', '.join(near)}")
     kinds = ("annotations/{}.xml", "masks/{}_mask.tif", "images/{}.tif")
     paths = [kind.format(name) for name in wanted for kind in kinds]
     if any(name.startswith("test_") for name in wanted):
@@ -105,7 +105,7 @@ def _tell_size(paths: Sequence[str], base_url: str, to: Path) -> None:
         size = sum(pool.map(lambda path: size_of(f"{base_url}/{path}"), paths))
     there = [to / f"{path}{ending}" for path in paths for ending in ("", ".part")]
     here = sum(path.stat().st_size for path in there if path.is_file())
-    say(f"{base_url} -> {to}: {len(paths)} files, {size / 1e9:.2f} GB, of which {here / 1e9:.2f} GB are there")
+    say(f"{base_url} -> {to}: {len(paths)} files, {size / 1e9:.2f} GB, of which {here / 1e9:.2f} GB already downloaded")
     check_space(to, size - here)
 
 
@@ -119,9 +119,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help=f"slides such as tumor_001; sample: {' '.join(SAMPLE)}; all: all 399, about 700 GB",
     )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to put the slides in")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder for the slides")
     parser.add_argument(
-        "--base-url", type=http_address, default=BASE_URL, metavar="URL", help="where checksums.md5 lies (a mirror)"
+        "--base-url", type=http_address, default=BASE_URL, metavar="URL", help="folder of checksums.md5 on a mirror"
     )
     return parser.parse_args(arguments)
 

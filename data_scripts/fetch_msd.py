@@ -43,11 +43,11 @@ def fetch(task: str, md5: str, to: Path, base_url: str = BASE_URL, keep_archive:
     with locked(to / f".{task}.lock"):
         if folder.exists():
             _check_whole(folder, read_receipt(tar).get("md5"), md5, url)
-            say(f"{folder}: already there, all files of dataset.json present")
+            say(f"{folder}: already downloaded, all files of dataset.json present")
             return folder
-        say(f"{tar}: already there, its digest is checked" if tar.exists() else f"{url} -> {tar}")
+        say(f"{tar}: already downloaded, verifying its checksum" if tar.exists() else f"{url} -> {tar}")
         receipt = download(url, tar, md5, room=2.0)
-        say(f"{tar}: {receipt['size']} bytes, MD5 {receipt['md5']} as published")
+        say(f"{tar}: {receipt['size']} bytes, MD5 {receipt['md5']} matches the published one")
         check_space(to, receipt["size"])
         unpack(tar, folder)
         if not keep_archive:
@@ -87,21 +87,21 @@ def _check_whole(folder: Path, found: str | None, md5: str, url: str) -> None:
     """Raise FileExistsError where a folder does not hold what its archive, of MD5 `found`, held."""
     try:
         if found != md5:
-            raise ValueError(f"its receipt says MD5 {found}")
+            raise ValueError(f"its receipt has MD5 {found}")
         read_dataset(folder)
     except (ValueError, OSError) as error:
-        raise FileExistsError(f"{folder} is not what {url} holds ({error}): move it away and run again") from error
+        raise FileExistsError(f"{folder} differs from {url} ({error}): move it away and run again") from error
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; a mistake ends the program with status 2."""
-    parser = Parser(description="Download a data set of the Medical Segmentation Decathlon.")
+    parser = Parser(description="Download a dataset of the Medical Segmentation Decathlon.")
     parser.add_argument("dataset", choices=tuple(ARCHIVES))
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to put the data set in")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder for the dataset")
     parser.add_argument(
-        "--base-url", type=http_address, default=BASE_URL, metavar="URL", help="where the archives lie (a mirror)"
+        "--base-url", type=http_address, default=BASE_URL, metavar="URL", help="folder of the archives on a mirror"
     )
-    parser.add_argument("--keep-archive", action="store_true", help="keep the tar file after it was unpacked")
+    parser.add_argument("--keep-archive", action="store_true", help="keep the tar file after unpacking")
     return parser.parse_args(arguments)
 
 

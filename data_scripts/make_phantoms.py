@@ -65,7 +65,7 @@ def make_ct_phantoms(
     if labels is not None:
         return _around_labels(folder, cases, labels, seed, progress)
     if cases is None:
-        raise ValueError("--cases is missing: say how many phantoms to make, such as --cases 20")
+        raise ValueError("--cases is missing: give the number of phantoms, such as --cases 20")
     return _drawn("ct", folder, cases, size, seed, progress)
 
 
@@ -98,11 +98,11 @@ def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int, pro
     files = _label_files(labels)
     cases = len(files) if cases is None else cases
     if cases > len(files):
-        raise ValueError(f"--cases {cases}: {labels} holds {len(files)} label volumes; ask for that many at most")
+        raise ValueError(f"--cases {cases}: {labels} contains {len(files)} label volumes; use at most that many")
     files = files[: max(cases, 0)]
     digest = hashlib.sha256("".join(f"{path.name} {sha256_of(path)}\n" for path in files).encode()).hexdigest()
     own = labels / "dataset.json"
-    given = read_object(own, "mend it or take it out") if own.is_file() else {}
+    given = read_object(own, "fix it or remove it") if own.is_file() else {}
     name = given.get("name", labels.name)
     about = {
         "name": name,
@@ -126,12 +126,12 @@ def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int, pro
 def _label_files(labels: Path) -> list[Path]:
     """Return the label volumes of a folder in MSD layout, or of a plain folder, sorted by name."""
     if not labels.is_dir():
-        raise FileNotFoundError(f"--labels {labels}: no such folder; name one that holds labelsTr or .nii.gz labels")
+        raise FileNotFoundError(f"--labels {labels}: no such folder; expected one with labelsTr or .nii.gz labels")
     folder = labels / "labelsTr" if (labels / "labelsTr").is_dir() else labels
     # MSD's archives hold a hidden twin of each file, written by a desktop
     files = sorted(folder.glob("[!.]*.nii.gz"))
     if not files:
-        raise FileNotFoundError(f"--labels {labels}: no .nii.gz files in {folder}; name the folder that has them")
+        raise FileNotFoundError(f"--labels {labels}: no .nii.gz files in {folder}; pass the folder that contains them")
     return files
 
 
@@ -146,7 +146,7 @@ def _read_label(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float
     volume = read_volume(path)
     label: npt.NDArray[np.uint8] = volume.voxels.astype(np.uint8)
     if not np.array_equal(label, volume.voxels):
-        raise ValueError(f"{path}: holds other values than the whole numbers 0 to 255; is it a label volume?")
+        raise ValueError(f"{path}: contains values other than the integers 0 to 255; is it a label volume?")
     return label, volume.affine
 
 
@@ -161,7 +161,7 @@ def _write_set(
 ) -> Path:
     """Write the cases that are missing, each as `draw` makes the one of its index, then `dataset.json`."""
     if not names:
-        raise ValueError(f"--cases {parameters['cases']}: at least 1 phantom has to be made")
+        raise ValueError(f"--cases {parameters['cases']}: must be at least 1")
     if seed < 0:
         raise ValueError(f"--seed {seed}: must be 0 or more")
     pairs = [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in names]
@@ -188,15 +188,13 @@ def make_parser() -> Parser:
     for kind, (about, *_) in _KINDS.items():
         text = f"Make {about['what']}. Same seed, same bytes."
         add = kinds.add_parser(kind, help=about["what"], description=text, epilog=_EXAMPLES).add_argument
-        add("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the data set")
-        add("--cases", type=int, required=kind == "mri", metavar="N", help="how many scans to make")
+        add("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the dataset")
+        add("--cases", type=int, required=kind == "mri", metavar="N", help="number of scans")
         sizes = f"small: {about['small']} (default); msd: {about['msd']}"
         add("--size", choices=get_args(Size), help=sizes)
         add("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
         if kind == "ct":
-            around = (
-                "draw a CT around each label volume (the first N) of this folder, in MSD layout or of .nii.gz files"
-            )
+            around = "draw a CT around each label volume (or the first N) in this folder: MSD layout or .nii.gz files"
             add("--labels", type=Path, metavar="FOLDER", help=around)
     return parser
 
@@ -209,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.kind == "mri":
             folder = make_mri_phantoms(options.to, options.cases, size, options.seed)
         elif options.size and options.labels:
-            raise ValueError(f"--size {size}: --labels has the scans take their size from the labels; drop one")
+            raise ValueError(f"--size {size}: with --labels, scans take their size from the labels; drop one")
         else:
             folder = make_ct_phantoms(options.to, options.cases, size, options.labels, options.seed)
     except (ValueError, FileNotFoundError) as error:

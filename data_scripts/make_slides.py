@@ -97,9 +97,9 @@ def make_slides(
     """
     for name, number in (("training", training), ("testing", testing)):
         if number < 2:
-            raise ValueError(f"--{name} {number}: at least 2 slides have to be made, one with tumour and one without")
+            raise ValueError(f"--{name} {number}: must be at least 2, one slide with tumour and one without")
         if number > MOST:
-            raise ValueError(f"--{name} {number}: at most {MOST} slides are made")
+            raise ValueError(f"--{name} {number}: must be at most {MOST}")
     if not SMALLEST <= size <= LARGEST:
         raise ValueError(f"--size {size}: must be {SMALLEST} to {LARGEST} px")
     if seed < 0:
@@ -204,9 +204,9 @@ def make_parser() -> Parser:
     parser = Parser(description=f"{__doc__} Same seed, same bytes.", epilog=_EXAMPLES)
     add = parser.add_argument
     add("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the set")
-    add("--training", type=int, default=8, metavar="N", help="how many training slides, half with tumour (default 8)")
-    add("--testing", type=int, default=6, metavar="N", help="how many test slides, half with tumour (default 6)")
-    size = f"side of a slide in pixels of {MPP} um (default {DEFAULT_SIZE}); takes {BYTES_PER_PIXEL} bytes a pixel"
+    add("--training", type=int, default=8, metavar="N", help="number of training slides, half with tumour (default 8)")
+    add("--testing", type=int, default=6, metavar="N", help="number of test slides, half with tumour (default 6)")
+    size = f"side of a slide in pixels of {MPP} um (default {DEFAULT_SIZE}); needs {BYTES_PER_PIXEL} bytes per pixel"
     add("--size", type=int, default=DEFAULT_SIZE, metavar="PX", help=size)
     add("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
     return parser

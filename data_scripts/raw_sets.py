@@ -97,7 +97,7 @@ def pair_folders(images: Path, labels: Path, name: str, modality: Sequence[str],
         ValueError: both folders are one.
     """
     if images.resolve() == labels.resolve():
-        raise ValueError(f"--labels {labels}: the same folder as --images; put the labels into one of their own")
+        raise ValueError(f"--labels {labels}: same folder as --images; put the labels into a separate folder")
     columns = _volumes(images), _volumes(labels)
     equal = {stem for stem, _ in columns[0]} & {stem for stem, _ in columns[1]}
     found: dict[str, tuple[list[Path], list[Path]]] = defaultdict(lambda: ([], []))
@@ -109,7 +109,7 @@ def pair_folders(images: Path, labels: Path, name: str, modality: Sequence[str],
         cases.append(RawCase(stem, tuple(scans), masks[0] if masks else None))
         if (len(scans), len(masks)) != (1, 1):
             there = ", ".join(str(path) for path in (*scans, *masks))
-            cases[-1].problems.append(f"expected an image and a label of one name, found {there}")
+            cases[-1].problems.append(f"expected an image and a label with the same name, found {there}")
     return RawSet(name, tuple(modality), tuple(names), tuple(cases))
 
 
@@ -169,7 +169,7 @@ def examine(case: RawCase, raw: RawSet) -> None:
             case.notes.append("the label is empty")
         case.relabelled = not np.array_equal(numbers, label.voxels)
         if case.relabelled and label.voxels.dtype.kind == "f" and (label.voxels % 1).any():
-            case.notes.append("label values a little off whole numbers are rounded")
+            case.notes.append("label values slightly off whole numbers were rounded")
     if image and label:
         _attempt(case, lambda: check_same_grid(image, label))
     if image:
@@ -188,9 +188,9 @@ def _describe(case: RawCase, image: Volume, numbers: np.ndarray | None, raw: Raw
         millilitres = abs(float(np.linalg.det(image.affine[:3, :3]))) / 1000
         case.volumes = tuple((_count(numbers, 0, len(raw.labels) - 1) * millilitres).tolist())
     if case.least == case.most:
-        case.problems.append(f"{case.images[0]}: every voxel is {case.least:g}: there is nothing to see")
+        case.problems.append(f"{case.images[0]}: every voxel is {case.least:g}: the image is empty")
     elif all(name.strip().upper() == "CT" for name in raw.modality) and case.least >= _AIR_BELOW:
-        air = "a CT in HU holds air, about -1000; is it rescaled, or no CT?"
+        air = "a CT in HU contains air, about -1000; was it rescaled, or is it not a CT?"
         case.notes.append(f"no value below {_AIR_BELOW}: {air}")
 
 
@@ -221,12 +221,12 @@ def read_numbers(label: Volume, raw: RawSet) -> np.ndarray:
         raise ValueError(f"{label.path}: label values up to {off:.2g} off whole numbers, expected 0, 1, ...; {remedy}")
     low, high = int(whole.min()), int(whole.max())
     if high - low >= _MOST_VALUES:
-        raise ValueError(f"{label.path}: values from {low} to {high}: expected a label map, is it an image?")
+        raise ValueError(f"{label.path}: values from {low} to {high}: expected a label map; is it an image?")
     found = [int(number) + low for number in np.flatnonzero(_count(whole, low, high))]
     meant = {number: raw.values.get(number, number) for number in found}
     named = {number: f"{number} {name}" for number, name in enumerate(raw.labels) if name}
     if unnamed := [str(number) for number, target in meant.items() if target not in named]:
-        found_and_due = f"found the values {', '.join(unnamed[:5])}; named are {', '.join(named.values())}"
+        found_and_due = f"found the values {', '.join(unnamed[:5])}; known labels are {', '.join(named.values())}"
         free = [number for number in named if number not in found and number < int(unnamed[0])]
         remedy = f"--values={unnamed[0]}={max(free, default=0)}"  # BraTS has 0, 1, 2 and 4: 4=3
         raise ValueError(f"{label.path}: {found_and_due}; name these too, or map them: {remedy}")
@@ -260,7 +260,7 @@ def _volumes(folder: Path, *endings: str) -> list[tuple[str, Path]]:
     found = [(match[1], path) for path in paths if (match := named.fullmatch(path.name)) and path.is_file()]
     if not found:
         others = sorted({path.suffix for path in paths if path.suffix})
-        raise FileNotFoundError(f"{folder}: holds no .nii.gz or .nii files{f', only {others}' if others else ''}")
+        raise FileNotFoundError(f"{folder}: contains no .nii.gz or .nii files{f', only {others}' if others else ''}")
     return found
 
 
@@ -275,7 +275,7 @@ def _by_channel(folder: Path, ending: str, modality: Sequence[str]) -> dict[str,
     for name, images in found.items():
         if wrong := sorted(images.keys() ^ set(due)):
             expected = f"dataset.json lists {', '.join(modality)}: CASE_{due[0]}{ending} and so on"
-            cases[name].problems.append(f"channel {', '.join(wrong)} missing or too many in {folder}; {expected}")
+            cases[name].problems.append(f"channel {', '.join(wrong)} missing or unexpected in {folder}; {expected}")
     return cases
 
 

@@ -46,7 +46,7 @@ def fill(
     todo = [item for item, files in enumerate(items) if not all(path.exists() for path in files)]
     with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, len(todo), most))) as pool:
         jobs = [pool.submit(make, item) for item in todo]
-        title, hidden = f"making phantoms ({parameters['kind']})", hides_bar(not (progress and todo))
+        title, hidden = f"drawing phantoms ({parameters['kind']})", hides_bar(not (progress and todo))
         try:
             for job in tqdm(as_completed(jobs), title, len(jobs), unit="case", disable=hidden):
                 job.result()
@@ -62,17 +62,17 @@ def _claim(whole: Path, parameters: Parameters) -> None:
     """Mark a folder as the place of the set with these parameters; ValueError where it holds something else."""
     folder, marker = whole.parent, whole.with_name(MARKER)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: name a folder to write the set to")
+        raise ValueError(f"{folder} is a file: pass a folder for the dataset")
     held = _object(whole).get("phantom") if whole.exists() else _object(marker)
     if held == parameters:
         return
     if isinstance(held, dict) and held:
         changed = ", ".join(f"{k} {held.get(k)!r} instead of {v!r}" for k, v in parameters.items() if held.get(k) != v)
-        raise ValueError(f"{folder} holds another set ({changed}): name another folder, or delete that one")
+        raise ValueError(f"{folder} contains another dataset ({changed}): choose another folder, or delete it")
     # hidden files are no content: a killed run may leave the part it was writing, a desktop its own notes
     others = sorted(p.name for p in folder.glob("[!.]*"))
     if others:
-        raise ValueError(f"{folder} holds other files ({others[0]}): name a new or empty folder")
+        raise ValueError(f"{folder} contains other files ({others[0]}): choose a new or empty folder")
     write_json(marker, parameters)
 
 

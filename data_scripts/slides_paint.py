@@ -199,7 +199,7 @@ def draw_slide(size: int, tumour: bool, rng: np.random.Generator) -> tuple[Bytes
         if not tumour or max((long_axis(outline) for _, outline in lesions), default=0.0) > least:
             break
     else:
-        raise ValueError(f"slides of {size} px: {_TRIES} drawn ones had no room for a lesion; take a larger --size")
+        raise ValueError(f"slides of {size} px: no room for a lesion in {_TRIES} attempts; use a larger --size")
     mask = mask_of(lesions, size)
     haze, eosin, cells = _fill(node_depth, mask, fields)
     section, ink = ramp(depth, -1, 1), draw_ink(depth, fields)

@@ -49,15 +49,15 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--images", type=Path, metavar="DIR", help="a folder of .nii.gz or .nii images; needs --labels")
     source.add_argument("--nnunet", type=Path, metavar="DIR", help="a folder in nnU-Net's raw layout, DatasetXXX_Name")
-    source.add_argument("--check", type=Path, metavar="DIR", help="a folder in MSD layout: looked at, nothing written")
-    parser.add_argument("--labels", type=Path, metavar="DIR", help="the label maps of --images, paired by file name")
-    parser.add_argument("--to", type=Path, metavar="DIR", help="new folder for the set in MSD layout")
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="of the label numbers 0, 1, ...: background first")
-    parser.add_argument("--modality", nargs="+", metavar="NAME", help="of each channel: CT, or MRI, or FLAIR T1w ...")
-    meaning = "label values that mean another: 255=1"
+    source.add_argument("--check", type=Path, metavar="DIR", help="a folder in MSD layout: check it and write nothing")
+    parser.add_argument("--labels", type=Path, metavar="DIR", help="label maps for --images, paired by file name")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="new folder for the dataset in MSD layout")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="names of the labels 0, 1, ...; background first")
+    parser.add_argument("--modality", nargs="+", metavar="NAME", help="modality of each channel: CT, or FLAIR T1w ...")
+    meaning = "replace label values: 255=1"
     parser.add_argument("--values", nargs="+", type=_mapping, default=[], metavar="OLD=NEW", help=meaning)
-    parser.add_argument("--skip-bad", action="store_true", help="leave out cases that cannot be used, and say so")
-    parser.add_argument("--link", action="store_true", help="link files that stay as they are, instead of copying them")
+    parser.add_argument("--skip-bad", action="store_true", help="skip unusable cases and list them")
+    parser.add_argument("--link", action="store_true", help="link unchanged files instead of copying them")
     options = parser.parse_args(arguments)
     if mistake := _mistake(options):
         parser.error(mistake)
@@ -73,11 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         good = [case for case in raw.cases if not case.problems]
         bad = [(case.name, problem) for case in raw.cases for problem in case.problems]
         for name, problem in bad:
-            print(f"{'left out' if options.skip_bad else 'bad'}: {name}: {problem}", file=sys.stderr)
+            print(f"{'skipped' if options.skip_bad else 'bad'}: {name}: {problem}", file=sys.stderr)
         if bad and not options.skip_bad:
-            print("mend these files, or leave their cases out with --skip-bad", file=sys.stderr)
+            print("fix these files, or skip their cases with --skip-bad", file=sys.stderr)
         if (bad and not options.skip_bad) or not any(case.label for case in good):
-            print(f"{len(good)} of {len(raw.cases)} cases can be used; nothing was written", file=sys.stderr)
+            print(f"{len(good)} of {len(raw.cases)} cases are usable; nothing was written", file=sys.stderr)
             return 1
         if options.check is None:
             _write_set(options.to, raw, good, options.link)
@@ -96,14 +96,14 @@ def _mistake(options: argparse.Namespace) -> str | None:
     for name in {"check": every, "nnunet": ["labels", "modality"], "images": []}[source]:
         if getattr(options, name):
             why = "writes nothing" if options.check else "has its dataset.json"
-            return f"{flag_of(name)}: leave it out: --{source} {why}"
+            return f"{flag_of(name)}: drop it: --{source} {why}"
     for name in needed:
         if not getattr(options, name):
             return (
                 f"--{name} is missing: --{source} needs {', '.join(f'--{each}' for each in needed)}; see the examples"
             )
     if options.names and len(options.names) < 2:
-        return f"--names {options.names[0]}: name the background and at least one structure: --names background liver"
+        return f"--names {options.names[0]}: expected background and at least one structure: --names background liver"
     return None
 
 
@@ -118,7 +118,7 @@ def _find(options: argparse.Namespace) -> RawSet:
     if options.check:
         return read_msd(options.check)
     if os.path.lexists(options.to):  # before an hour of checks, not after it
-        raise FileExistsError(f"--to {options.to}: is there already; name a new folder, or delete that one")
+        raise FileExistsError(f"--to {options.to}: already exists; choose a new folder, or delete it")
     if options.nnunet:
         raw = read_nnunet(options.nnunet, options.names)
     else:
@@ -224,7 +224,7 @@ def _report(folder: Path, raw: RawSet, good: Sequence[RawCase]) -> None:
     for title, text in rows.items():
         say(f"  {title:<{max(map(len, rows))}}  {text}")
     train = f"  medspeed train {_app(raw)} --data {shlex.quote(str(folder))}"
-    say(f"next, two steps through everything, then the training:\n{train} --fast-dev-run\n{train}")
+    say(f"next: a two-step trial run, then the training:\n{train} --fast-dev-run\n{train}")
 
 
 def _app(raw: RawSet) -> str:
@@ -245,10 +245,10 @@ def _notes(raw: RawSet, good: Sequence[RawCase]) -> dict[str, list[str]]:
             notes[note].append(case.name)
     for names in twins.values():
         if len(names) > 1:
-            notes["the same image byte for byte; keep one, or a copy may validate what it trained"] += names
+            notes["identical images; keep one of them, or the same scan may be in training and validation"] += names
     for number, name in enumerate(raw.labels):
         if number and name and not any(case.volumes[number] for case in good if case.volumes):
-            notes["no case has a voxel of this label"].append(f"{number} {name}")
+            notes["no case contains this label"].append(f"{number} {name}")
     return notes
 
 

@@ -57,9 +57,9 @@ class BratsConfig(SegmentationConfig):
             (
                 "network.blocks_down",
                 blocks is None or (len(blocks) > 1 and min(blocks) > 0),
-                "2 or more levels, each of 1 block or more",
+                "at least 2 levels with at least 1 block each",
             ),
-            ("crops.per_case", self.ours or self.crops.per_case == 1, "1 with MONAI's sources, whose crop is one"),
+            ("crops.per_case", self.ours or self.crops.per_case == 1, "1 with MONAI's sources, which take one crop"),
         )
 
     def halvings(self) -> int | None:

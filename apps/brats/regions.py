@@ -74,8 +74,8 @@ def _renamed(dataset: Dataset, regions: str) -> tuple[str, ...]:
     listed = {number for number, name in enumerate(dataset.labels) if number and name}
     if listed != set(numbering):
         raise ValueError(
-            f"regions {regions}: has the labels {sorted(numbering)}, and {dataset.folder / 'dataset.json'} lists "
-            f"{sorted(listed)}; choose another numbering, or correct the list"
+            f"regions {regions}: expects the labels {sorted(numbering)}, but {dataset.folder / 'dataset.json'} lists "
+            f"{sorted(listed)}; choose another numbering, or correct dataset.json"
         )
     return tuple(numbering.get(number, dataset.labels[0] if not number else "") for number in range(max(numbering) + 1))
 

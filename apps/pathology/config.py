@@ -93,7 +93,7 @@ class PathologyConfig(TrainingConfig):
             (
                 "augmentation.jitter",
                 0 <= min(jitter) <= max(jitter) < math.inf and jitter[3] <= 0.5,
-                "brightness, contrast, saturation (0 or more each) and hue (in [0, 0.5], half a turn)",
+                "brightness, contrast, saturation (each at least 0) and hue (in [0, 0.5], half a turn)",
             ),
             ("augmentation.zoom", 0.5 <= zoom[0] <= zoom[1] <= 2, "smallest and greatest, between 0.5 and 2"),
             ("patch_size", self.patch_size is None or _on_stride(self.patch_size), stride),

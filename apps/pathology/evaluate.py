@@ -44,7 +44,7 @@ class Scan:
         if not 0 <= self.probability <= 1:
             raise ValueError(f"probability {self.probability}: must be between 0 and 1")
         if min(self.size) < 1 or not (self.mpp is None or MIN_MPP <= self.mpp <= MAX_MPP):
-            raise ValueError(f"{self.size} pixels of {self.mpp} um: no slide's (between {MIN_MPP} and {MAX_MPP} um)")
+            raise ValueError(f"{self.size} pixels of {self.mpp} um: not a slide ({MIN_MPP} to {MAX_MPP} um expected)")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def main(config: EvaluateConfig) -> SlideScores:
         for_froc += [(lesions, found)] if entry.scored else []
     left_out |= broken
     for name, reason in left_out.items():
-        say(one_line(f"{name}: left out, {reason}", 1000), "warning")
+        say(one_line(f"{name}: skipped, {reason}", 1000), "warning")
     if not judged:
         raise ValueError(
             f"{config.scans}: none of its {len(scans) + len(broken)} scans has a reference in {config.data}"
@@ -112,14 +112,14 @@ def main(config: EvaluateConfig) -> SlideScores:
     scored = SlideScores(score, rates, counted, slide_auc, sorted(sizes), judged, left_out, broken)
     write_json(config.scans / "froc.json", asdict(scored))
     if result is None:
-        say(f"FROC: none, for lack of lesions larger than isolated tumour cells in {len(judged)} slides", "result")
+        say(f"FROC: not computed, no lesions larger than isolated tumour cells in {len(judged)} slides", "result")
     else:
         write_froc_csv(config.scans / "froc.csv", result)
         draw_froc(config.scans / "froc.png", result)
         at = " and ".join(f"{size:g}" for size in sorted(sizes))
         say(f"FROC: {result.score:.4f}, {result.lesions} lesions in {result.slides} slides, masks at {at} um", "result")
-    kinds = f"{labels.sum():.0f} slides with tumour, {len(judged)} in all"
-    say(f"slide AUC: {'none, it needs both kinds' if slide_auc is None else f'{slide_auc:.4f}'}, {kinds}", "result")
+    kinds = f"{labels.sum():.0f} of {len(judged)} slides with tumour"
+    say(f"slide AUC: {'none, needs both kinds' if slide_auc is None else f'{slide_auc:.4f}'}, {kinds}", "result")
     return scored
 
 
@@ -140,12 +140,12 @@ def _read_scans(folder: Path) -> tuple[dict[Path, Scan], dict[str, str]]:
         except (ValueError, OSError) as error:
             broken[path.parent.name] = f"{path}: {error}; scan the slide again"
     if not scans and not broken:
-        raise FileNotFoundError(f"{folder}: holds no finished scans (NAME/slide.json): scan slides into it first")
+        raise FileNotFoundError(f"{folder}: contains no finished scans (NAME/slide.json): scan slides into it first")
     marks = {path: {**scan.mark, "input": None} for path, scan in scans.items()}
     other = next((path for path in marks if marks[path] != marks[min(marks)]), None)
     if other is not None:
         raise ValueError(
-            f"{min(marks)} and {other} are of different weights or options; scan all anew, or into folders of their own"
+            f"{min(marks)} and {other} differ in weights or options; scan all again, or into separate folders"
         )
     return scans, broken
 
@@ -155,11 +155,11 @@ def _why_not(entry: SlideEntry | None, scan: Scan) -> str:
     if entry is None:
         return "it is not in the set of slides"
     if entry.name.lower() == DUPLICATE:
-        return "Camelyon16 does not score it, a duplicate"
+        return "it is a duplicate that Camelyon16 does not score"
     if entry.tumour and entry.mask is None and entry.annotation is None:
-        return f"it has tumour, but neither a mask ({entry.name}_mask.tif) nor an annotation ({entry.name}.xml)"
+        return f"it has tumour but neither a mask ({entry.name}_mask.tif) nor an annotation ({entry.name}.xml)"
     if entry.tumour and scan.mpp is None:
-        return "the slide gives no pixel size, and lesions are measured in um"
+        return "the slide has no pixel size, which is needed to measure lesions"
     return ""
 
 
@@ -167,7 +167,7 @@ def _on_one_grid(entry: SlideEntry, scan: Scan, found: np.ndarray) -> tuple[np.n
     """Return the detections of a slide in pixels of its lesions, these (None without tumour), and um per pixel."""
     width, height = scan.size
     if (found[:, 1:] > np.array(scan.size) + scan.stride_px).any():
-        raise ValueError(f"a detection lies beyond the {width} x {height} pixels: scan the slide again")
+        raise ValueError(f"a detection is outside the {width} x {height} pixels: scan the slide again")
     if not entry.tumour or scan.mpp is None:
         return found, None, 0.0
     # Levels lie a factor of two apart: the coarsest within a half-step of the wanted one is the nearest.

@@ -24,7 +24,7 @@ from medspeed.apps.pathology.slides.camelyon import SUFFIXES, is_slide
 from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask
 from medspeed.apps.pathology.slides.reader import SlidePool
 from medspeed.common.console import say
-from medspeed.common.files import sha256_of
+from medspeed.common.files import plural, sha256_of
 from medspeed.common.host_memory import keep_freed_memory, peak_memory
 from medspeed.common.inference.folder_job import FolderJob, Item
 from medspeed.common.inference.model import warn_of_phantoms
@@ -74,8 +74,8 @@ class Scanner:
             view, base = choose_view(slide, self.model.mpp), slide.levels[0]
             if max(base.width, base.height) <= view.span(self.model.patch_size) * view.downsample:
                 raise ValueError(
-                    f"{item.source}: {base.width} x {base.height} pixels are a patch, and slides are scanned: name the "
-                    "slide that it was cut from"
+                    f"{item.source}: {base.width} x {base.height} pixels is a patch, not a slide: pass the "
+                    "slide it was cut from"
                 )
             return view, tissue_mask(slide, assumed_mpp=view.base_mpp)
 
@@ -138,7 +138,7 @@ def main(config: ScanConfig) -> Predictions:
         identity, opened = scanner.identity(), scanner.opened
         job = FolderJob("slide", config.output, items, identity, scanner.read, scanner.scan, scanner.write, _line)
         share = len(job.share())
-        say(f"{share} slides, {opened.backend} {opened.precision} on {scanner.device}: {opened.reason}")
+        say(f"{plural(share, 'slide')}, {opened.backend} {opened.precision} on {scanner.device}: {opened.reason}")
         warn_of_phantoms(config.model)
         return job.run(job.unfinished())
 
@@ -153,13 +153,13 @@ def find_slides(path: Path) -> list[Path]:
     """
     if path.is_file():
         if not path.stem.strip("."):
-            raise ValueError(f"{path}: without its ending the name is {path.stem!r}, which is no folder's: rename it")
+            raise ValueError(f"{path}: without its suffix the name is {path.stem!r}, no valid folder name: rename it")
         return [path]
     labels = (path.parent if path.name == "images" else path) / "labels.csv"
     if labels.is_file():
         raise ValueError(
-            f"{path}: holds patches ({labels}), and slides are scanned: name those that they were cut from; or save "
-            "the patches as PNG to have them scored"
+            f"{path}: contains patches ({labels}), not slides: pass the slides they were cut from, or save the patches "
+            "as PNG to score them"
         )
     files = sorted(file for file in path.glob("*") if is_slide(file))
     if not files:
@@ -167,7 +167,7 @@ def find_slides(path: Path) -> list[Path]:
     names = [file.stem for file in files]
     twice = sorted(file.name for file in files if names.count(file.stem) > 1)
     if twice:
-        raise ValueError(f"{path}: {' and '.join(twice)} would share a folder of outputs: rename one")
+        raise ValueError(f"{path}: {' and '.join(twice)} would share an output folder: rename one")
     return files
 
 
@@ -176,9 +176,9 @@ def _line(record: Record) -> str:
     damaged = len(record["damaged_tiles"])
     parts = [
         f"{record['reader']}, {record['view']}, probability {record['probability']:.3f}",
-        f"{record['detections']} detections, peak memory {record['peak_memory_mib']} MiB",
-        *(["NO TISSUE was found, so nothing was scanned"] if not record["tiles"] else []),
-        *([f"{damaged} DAMAGED TILES taken as white"] if damaged else []),
+        f"{plural(record['detections'], 'detection')}, peak memory {record['peak_memory_mib']} MiB",
+        *(["NO TISSUE found, nothing scanned"] if not record["tiles"] else []),
+        *([f"{damaged} DAMAGED TILES treated as white"] if damaged else []),
         *(f"{name} {seconds:.2f} s" for name, seconds in record["seconds"].items()),
     ]
     return ", ".join(parts)

@@ -15,7 +15,7 @@ from medspeed.common.training.setup import choose_precision
 from medspeed.models.resnet18_fcn import STRIDE, resnet18_fcn
 
 HALO = 224
-"""Pixels around a tile whose logits are thrown away: half the receptive field (218), rounded up to the stride."""
+"""Pixels around a tile whose logits are discarded: half the receptive field (218), rounded up to the stride."""
 _VALIDATIONS = 8
 _TILE_BATCH = {"cuda": 4, "cpu": 1}
 
@@ -86,7 +86,7 @@ def choose(
     if tile_size <= margin:
         raise ValueError(
             f"tile_size {tile_size}: must be above {margin} for patches of {patch_size} pixels; the network sees "
-            f"{HALO} pixels around each of them, whose logits are thrown away"
+            f"{HALO} pixels around each of them, whose logits are discarded"
         )
     partitions = config.parallel.partitions or ranks
     batch_size = config.batch_size or max(1, min(usual["batch_size"], count) // partitions) * partitions
@@ -139,7 +139,7 @@ def initialise_from(network: nn.Module, path: Path) -> str:
     except RuntimeError as error:
         problem = " ".join(str(error).split())[:300]
         raise ValueError(f"{path}: not the weights of TorchVision's ResNet-18 ({problem})") from error
-    return f"weights: the features from {path}, the head drawn anew"
+    return f"weights: features from {path}, head initialized randomly"
 
 
 def _margin(patch_size: int) -> int:

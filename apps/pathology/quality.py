@@ -62,7 +62,7 @@ def evaluate(best: nn.Module, validation: Patches, testing: Patches | None, prec
                 found[f"{name} AUC"] = auc(label, scores)
                 found[f"{name} accuracy"] = float(np.mean((scores >= 0.5) == label.astype(bool)))
     judged = "validation" if testing is None else "testing"
-    run.say("patches: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+    run.say("patches: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()), "result")
     name = f"patch AUC, {judged} patches, best weights"
     return Quality(name, found[f"{judged} AUC"], found, selected_on="validation", per_region={})
 

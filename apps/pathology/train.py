@@ -82,7 +82,7 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
     patches = call_size(len(rank_rows(validation, run)))
     compile_if_asked(network, batches, (patches, 3, model.patch_size, model.patch_size), config, run)
     if run.ranks.world > 1 or config.parallel.accumulate > 1:
-        run.say("batch normalisation: over each rank's own part of a batch, so that the parts do not add up exactly")
+        run.say("batch normalization: per rank, so results depend on the number of ranks")
     return Setup(
         network=network,
         batches=batches,

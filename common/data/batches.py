@@ -255,7 +255,7 @@ def partition_cases(count: int, partitions: int, number: int, seed: int = 0, rou
         ValueError: there are more partitions than cases.
     """
     if not 1 <= partitions <= count:
-        raise ValueError(f"partitions {partitions}: between 1 and the {count} cases, so that none is empty")
+        raise ValueError(f"partitions {partitions}: must be between 1 and the number of training cases ({count})")
     dealt = np.arange(count, dtype=np.int64)
     if round:
         draws = keyed_uniforms(seed, round, dealt, np.full(count, _NO_CROP), 1)[:, 0]

@@ -20,6 +20,7 @@ from medspeed.common.data.crops import CachedCase, Tier, place_cases, send
 from medspeed.common.data.geometry import Shape
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.threads import map_in_threads
+from medspeed.common.files import plural
 from medspeed.common.host_memory import free_memory
 
 CacheMode = Literal["auto", "gpu", "ram", "disk", "smart", "none"]
@@ -181,20 +182,20 @@ def plan_cache(
     Raises:
         ValueError: the cases do not fit where they were asked for, or there is no such place.
     """
-    total = f"cache {mode}: {len(sizes)} cases take up to {_amount(sum(sizes.values()))}"
+    total = f"cache {mode}: {plural(len(sizes), 'case')}, up to {_amount(sum(sizes.values()))}"
     if mode == "none":
-        line = f"{total} and none is kept: each is prepared from its raw file whenever it is used"
+        line = f"{total}; none is cached: each is prepared from its raw file every time it is used"
         nowhere: Tier = "none"
         return CachePlan((nowhere,) * len(sizes), 0, 0, (line,), budgets.get("gpu", 0))
     if sum(sizes.values()) > budgets["disk"]:
         raise ValueError(
-            f"{total} on disk, in the prepared store, and {_amount(budgets['disk'])} are free there: make room, choose "
-            "another folder, or --cache none"
+            f"{total} in the prepared store on disk, where only {_amount(budgets['disk'])} is free: free some space, "
+            "choose another --store, or use --cache none"
         )
     if mode == "smart":
         return _smart(sizes, budgets, smart_cases, share, total)
     if mode == "gpu" and "gpu" not in budgets:
-        raise ValueError("cache gpu: the batches lie on the CPU, which has no GPU memory: use --cache auto or ram")
+        raise ValueError("cache gpu: this run computes on the CPU and has no GPU memory: use --cache auto or ram")
     memories: tuple[Tier, ...] = ("gpu", "ram")  # the faster one first
     taken: dict[Tier, int] = {tier: 0 for tier in memories if tier in budgets and mode in ("auto", tier)}
     tiers: list[Tier] = []
@@ -204,18 +205,18 @@ def plan_cache(
         tiers.append(tier)
     if mode in memories and "disk" in tiers:
         raise ValueError(
-            f"{total} and {_amount(budgets[mode])} of {_PLACES[mode]} are free for the cache: use --cache auto, which "
-            "mixes GPU, host memory and disk, or --cache smart, which holds some cases at a time"
+            f"{total}, but only {_amount(budgets[mode])} of {_PLACES[mode]} is free for the cache: use --cache auto, "
+            "which mixes GPU, host memory and disk, or --cache smart, which holds some of the cases at a time"
         )
     lines = [total]
     for place in (place for place in taken if place in tiers):
-        room = f" (of {_amount(budgets[place])} free for it)" if place in memories else ""
-        lines.append(f"  {tiers.count(place)} cases, {_amount(taken[place])} in {_PLACES[place]}{room}")
+        room = f" ({_amount(budgets[place])} free)" if place in memories else ""
+        lines.append(f"  {plural(tiers.count(place), 'case')}, {_amount(taken[place])} in {_PLACES[place]}{room}")
     if mode == "auto" and "disk" in tiers:
         first = list(sizes)[tiers.index("disk")] + (", ..." if tiers.count("disk") > 1 else "")
         lines.append(
-            f"  what lies on disk ({first}) is read from there at each use: if the steps wait for it, take --cache "
-            "smart, or more memory"
+            f"  cases on disk ({first}) are read at every use: if training waits for them, use --cache smart or add "
+            "memory"
         )
     return CachePlan(tuple(tiers), len(sizes), 0, tuple(lines), budgets.get("gpu", 0) - taken.get("gpu", 0))
 
@@ -248,7 +249,7 @@ def _smart(
     """Hold as many cases as asked, or as fit, in the faster memory that has room for them."""
     count = len(sizes)
     if asked is not None and asked > count:
-        raise ValueError(f"cache smart:{asked}: between 1 and the {count} cases that there are")
+        raise ValueError(f"cache smart:{asked}: must be between 1 and the number of cases ({count})")
     largest = sorted(sizes.values(), reverse=True)  # whichever cases are held, they take no more than the largest ones
     rooms = {tier: budgets[tier] for tier in _PLACES if tier in budgets and tier != "disk"}
     for tier, room in rooms.items():
@@ -257,16 +258,16 @@ def _smart(
             needed = sum(largest[: held + replaced])
             if needed <= room:
                 line = (
-                    f"{total}; {held} at a time in {_PLACES[tier]}, {replaced} replaced after each epoch, up to "
-                    f"{_amount(needed)} with those (of {_amount(room)} free for it); the others wait in "
+                    f"{total}; {held} at a time in {_PLACES[tier]} and {replaced} replaced after each epoch, in all up "
+                    f"to {_amount(needed)} ({_amount(room)} free); the others stay in "
                     f"{_PLACES['disk']}"
                 )
                 left = budgets.get("gpu", 0) - (needed if tier == "gpu" else 0)
                 return CachePlan((tier,) * count, held, replaced, (line,), left)
     free = " and ".join(f"{_amount(room)} of {_PLACES[tier]}" for tier, room in rooms.items())
     raise ValueError(
-        f"cache smart: {held} of {count} cases and those loaded ahead need up to {_amount(needed)}, and {free} are "
-        "free for the cache: hold fewer at a time, or use --cache disk"
+        f"cache smart: {held} of {count} cases and those loaded ahead need up to {_amount(needed)}, but only {free} "
+        "is free for the cache: hold fewer at a time, or use --cache disk"
     )
 
 

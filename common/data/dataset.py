@@ -115,22 +115,22 @@ def read_dataset(folder: Path) -> Dataset:
     path = folder / "dataset.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: not found; a dataset folder holds dataset.json, imagesTr and labelsTr (the layout of the "
+            f"{path}: not found; a dataset folder contains dataset.json, imagesTr and labelsTr (the layout of the "
             "Medical Segmentation Decathlon)"
         )
     content = _read(path, _Listed)
     modality, labels = (_by_number(content[key], key, path) for key in ("modality", "labels"))
     if "" in modality or len(labels) < 2:
         raise ValueError(
-            f"{path}: expected each channel of {modality} named, and the background and a structure in {labels}"
+            f"{path}: expected names for all channels, found {modality}, and at least two labels, found {labels}"
         )
     wrong = [name for name, count in Counter(content["labels"].values()).items() if count > 1 or not name.isprintable()]
     if wrong or not all(map(str.strip, content["labels"].values())):
-        found = _listed([ascii(name) for name in wrong]) or "an empty one"
-        raise ValueError(f"{path}: labels: expected a printable name of its own for each number, found {found}")
+        found = _listed([ascii(name) for name in wrong]) or "an empty name"
+        raise ValueError(f"{path}: labels: expected a unique, printable name for each number, found {found}")
     cases = _cases(((entry["image"], entry["label"]) for entry in content["training"]), path)
     if not cases:
-        raise ValueError(f"{path}: training: expected at least one image with its label, found none")
+        raise ValueError(f"{path}: training: expected at least one image with a label, found none")
     files = [file for case in cases for file in (case.image, case.label) if file is not None]
     missing = [str(file.relative_to(folder)) for file in files if not file.is_file()]
     if missing:
@@ -154,16 +154,14 @@ def split_cases(dataset: Dataset, split: str) -> Split:
     """
     total = len(dataset.cases)
     if split == "all":
-        return Split(dataset.cases, dataset.cases, False, f"all {total} cases train and validate")
+        return Split(dataset.cases, dataset.cases, False, f"all {total} cases used for both training and validation")
     first, colon, last = split.partition(":")
     try:
         fraction, seed = float(first), int(last) if colon else 0
     except ValueError:
         return read_split(dataset, Path(split))
     if not 0 < fraction < 1:
-        raise ValueError(
-            f"split {fraction:g}: the fraction of validation cases must lie between 0 and 1, both excluded"
-        )
+        raise ValueError(f"split {fraction:g}: the fraction of validation cases must be above 0 and below 1")
     if total < 2:
         raise ValueError(
             f"split {fraction:g}: expected at least 2 labelled cases, one to train and one to validate, found {total} "
@@ -193,13 +191,13 @@ def read_split(dataset: Dataset, path: Path) -> Split:
     sides = content["training"], content["validation"]
     for names in sides:
         if unknown := [name for name in names if name not in by_name]:
-            raise ValueError(f"{path}: {_listed(unknown)} are no labelled cases of {dataset.folder / 'dataset.json'}")
+            raise ValueError(f"{path}: not among the labelled cases of {dataset.folder}: {_listed(unknown)}")
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"{path}: expected at least one training and one validation case, and each only once")
+            raise ValueError(f"{path}: expected at least one training and one validation case, none listed twice")
     both = sorted(set(sides[0]) & set(sides[1]))
     if both and content.get("held_out", True):
         raise ValueError(
-            f"{path}: {_listed(both)} train and validate; to measure quality on training cases, say "
+            f"{path}: {_listed(both)} used for both training and validation; to evaluate on training cases, set "
             "\"held_out\": false in the file or use the split 'all'"
         )
     training, validation = (tuple(by_name[name] for name in sorted(names)) for names in sides)
@@ -225,7 +223,7 @@ def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case,
         for file in map(PurePosixPath, filter(None, entry)):
             if file.is_absolute() or ".." in file.parts:
                 raise ValueError(
-                    f"{path}: {str(file)!r} leaves the dataset's folder; expected a relative path without '..'"
+                    f"{path}: {str(file)!r} points outside the dataset folder; expected a relative path without '..'"
                 )
         image, label = (None if file is None else path.parent / file for file in entry)
         assert image is not None

@@ -55,12 +55,12 @@ def find_series(folder: Path) -> tuple[DicomSeries, ...]:
     Other files, DICOMDIR and objects that are no images are left out; files with a broken header are counted in a log.
     """
     quiet_dicom()
-    found = map_in_threads(read_slice, sorted(files_below(folder)), "headers", progress=False)
+    found = map_in_threads(read_slice, sorted(files_below(folder)), "reading headers", progress=False)
     slices = [one for one in found if one]
     known = [one for one in slices if one.text("SOPClassUID") and one.text("SeriesInstanceUID")]
     if lost := len(slices) - len(known):
         logging.getLogger(__name__).warning(
-            "%d DICOM files left out, broken before they tell their series: copy them again", lost
+            "skipped %d DICOM files that are damaged before their series UID: copy them again", lost
         )
     groups: dict[str, list[Slice]] = {}
     for one in known:
@@ -85,12 +85,12 @@ def read_series(series: DicomSeries) -> Volume:
         if series.problem:
             raise ValueError(series.problem)
         if lost := len(series.files) - len(slices):
-            raise ValueError(f"{lost} of {len(series.files)} files cannot be read now: copy them again")
+            raise ValueError(f"{lost} of {len(series.files)} files can no longer be read: copy them again")
         slices, affine, _ = _stack(slices)
         x, y, z = series.shape
         if 8 * x * y * z > max(free := free_memory(), ALWAYS_TRIED):  # stored values of 4 bytes at most, and float32
-            said = f"its {x} x {y} x {z} voxels take {x * y * z / 2**27:.1f} GiB, {free / 2**30:.1f} are free"
-            raise ValueError(f"{said}: export fewer slices, or take a machine with more memory")
+            said = f"its {x} x {y} x {z} voxels need {x * y * z / 2**27:.1f} GiB of memory, {free / 2**30:.1f} are free"
+            raise ValueError(f"{said}: export fewer slices, or use a machine with more memory")
         frames = map_in_threads(_decode, slices, "slices", progress=False)
         voxels = _rescaled(frames, [_scale(one) for one in slices])
     except ValueError as error:
@@ -103,9 +103,9 @@ def _describe(uid: str, slices: list[Slice]) -> DicomSeries:
     name = "series-" + hashlib.sha256(uid.encode()).hexdigest()[:12]
     images = [one for one in slices if "LOCALIZER" not in one.text("ImageType")]
     unique = list({one.text("SOPInstanceUID") or str(number): one for number, one in enumerate(images)}.values())
-    counts = {"localizers": len(slices) - len(images), "copies of others": len(images) - len(unique)}
-    notes = tuple(f"{count} of {len(slices)} images are {what}: left out" for what, count in counts.items() if count)
-    problem, voxel = "" if images else "its images are localizers, no volume: choose another series", math.nan
+    counts = {"localizers": len(slices) - len(images), "duplicates": len(images) - len(unique)}
+    notes = tuple(f"{count} of {len(slices)} images skipped: {what}" for what, count in counts.items() if count)
+    problem, voxel = "" if images else "it contains only localizers, not a volume: choose another series", math.nan
     captured = any("Secondary Capture" in one.kind for one in slices)
     try:
         if unique:
@@ -125,16 +125,16 @@ def _stack(slices: list[Slice]) -> tuple[list[Slice], np.ndarray, tuple[str, ...
         _check_image(one)
     first, *others = slices
     if not others:
-        raise ValueError("it holds 1 slice, a volume needs 2 or more: copy the whole series")
+        raise ValueError("it has 1 slice; a volume needs at least 2: copy the whole series")
     for one in others:
         for keyword in ("Rows", "Columns", "PixelSpacing", "ImageOrientationPatient"):
             due, found = first.numbers(keyword), one.numbers(keyword)
             if np.abs(np.subtract(due, found)).max() > MAX_TURN:
                 said = f"{first.name} has {keyword} {list(due)}, {one.name} has {list(found)}"
-                raise ValueError(f"it mixes stacks: {said} (at most {MAX_TURN} apart); export each by itself")
+                raise ValueError(f"it mixes stacks: {said} (more than {MAX_TURN} apart); export each separately")
     turn = np.reshape(first.numbers("ImageOrientationPatient"), (2, 3))
     if np.abs(turn @ turn.T - np.eye(2)).max() > MAX_TURN:
-        said = f"is not two unit vectors at right angles (within {MAX_TURN}): export the series again"
+        said = f"is not a pair of orthogonal unit vectors (within {MAX_TURN}): export the series again"
         raise ValueError(f"ImageOrientationPatient {turn.tolist()} {said}")
     normal = np.cross(*turn)
     slices = sorted(slices, key=lambda one: float(normal @ one.numbers("ImagePositionPatient")))
@@ -149,7 +149,7 @@ def _stack(slices: list[Slice]) -> tuple[list[Slice], np.ndarray, tuple[str, ...
         notes.append(f"gantry tilt of {tilt:.1f} degrees: the affine is sheared")
     thickness = sum(first.numbers("SliceThickness"))
     if thickness and abs(thickness - distance) > MIN_STEP:
-        notes.append(f"SliceThickness {thickness:g} mm but slices lie {distance:g} mm apart: the distance counts")
+        notes.append(f"SliceThickness is {thickness:g} mm but slices are {distance:g} mm apart; the distance is used")
     check_affine(affine)
     return slices, np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine, tuple(notes)  # DICOM's LPS to RAS
 
@@ -163,17 +163,17 @@ def _check_image(one: Slice) -> None:
     if "Enhanced" in one.kind or frames > 1:
         raise ValueError(f"{name} is an enhanced multi-frame image ({frames:.0f} frames): export single-frame slices")
     if not (one.text("PhotometricInterpretation") or "MONOCHROME").startswith("MONOCHROME"):
-        raise ValueError(f"{name} is a colour image: choose a series of grey images")
+        raise ValueError(f"{name} is a color image: choose a grayscale series")
     if missing := [keyword for keyword in GEOMETRY if not one.numbers(keyword)]:
-        raise ValueError(f"{name} lacks {', '.join(missing)} as numbers: truncated, or no slice; export it again")
+        raise ValueError(f"{name} has no valid {', '.join(missing)} (truncated, or not a slice): export it again")
     sizes = {keyword: one.numbers(keyword) for keyword in ("Rows", "Columns", "PixelSpacing")}
     if min(map(min, sizes.values())) <= 0:
-        raise ValueError(f"{name} has {sizes}, each must be above 0: export it again")
+        raise ValueError(f"{name} has {sizes}; each must be above 0: export it again")
     if not any(_scale(one)[:1]):
-        raise ValueError(f"{name} lacks a usable RescaleSlope and RescaleIntercept: export it again")
+        raise ValueError(f"{name} has no usable RescaleSlope and RescaleIntercept: export it again")
     syntax = UID(ask(lambda: str(one.header.file_meta.TransferSyntaxUID), ""))
     if not ask(lambda: get_decoder(syntax).is_available, False):
-        raise ValueError(f"{name} has transfer syntax {syntax.name}, which cannot be decoded: export it uncompressed")
+        raise ValueError(f"{name} uses transfer syntax {syntax.name}, which cannot be decoded: export it uncompressed")
 
 
 def _check_regular(slices: Sequence[Slice], positions: np.ndarray, along: np.ndarray) -> None:
@@ -185,14 +185,14 @@ def _check_regular(slices: Sequence[Slice], positions: np.ndarray, along: np.nda
     places = [f"{ends[place]} and {ends[place + 1]}" for place in same or gaps]
     said = "; ".join(places[:5]) + f"; and {len(places) - 5} more" * (len(places) > 5)
     if same:
-        said = f"{len(slices)} slices lie at {len(slices) - len(same)} positions ({said})"
-        raise ValueError(f"{said}: several phases or echoes in one series; export each by itself")
+        said = f"{len(slices)} slices share {len(slices) - len(same)} positions ({said})"
+        raise ValueError(f"{said}: several phases or echoes in one series; export each separately")
     if gaps:
-        raise ValueError(f"slices are missing between {said}, others lie {usual:.2f} mm apart: copy the whole series")
+        raise ValueError(f"slices are missing between {said} (others are {usual:.2f} mm apart): copy the whole series")
     off = np.linalg.norm(positions - np.linspace(positions[0], positions[-1], len(positions)), axis=1)
     if off.max() > MAX_OFF_GRID * usual:
-        found = f"{slices[int(off.argmax())].name} lies {off.max():.2f} mm off the regular grid"
-        raise ValueError(f"{found} (at most {MAX_OFF_GRID * usual:.2f}): export it evenly spaced")
+        found = f"{slices[int(off.argmax())].name} is {off.max():.2f} mm off the regular grid"
+        raise ValueError(f"{found} (at most {MAX_OFF_GRID * usual:.2f}): export evenly spaced slices")
 
 
 def _scale(one: Slice) -> tuple[float, ...]:
@@ -224,7 +224,7 @@ def _decode(one: Slice) -> np.ndarray:
 
     pixels = ask(decoded, np.empty(0))
     if pixels.shape != due:
-        raise ValueError(f"the pixel data of {one.name} are missing, truncated or damaged: copy it again")
+        raise ValueError(f"pixel data of {one.name} are missing, truncated or damaged: copy it again")
     return pixels
 
 
@@ -233,7 +233,7 @@ def _rescaled(frames: Sequence[np.ndarray], scales: Sequence[tuple[float, ...]])
     pairs = list(zip(frames, scales, strict=True))
     ends = [float(end) * slope + shift for frame, (slope, shift) in pairs for end in (frame.min(), frame.max())]
     if max(map(abs, ends)) > np.finfo(np.float32).max:
-        raise ValueError(f"values of up to {max(map(abs, ends)):.3g}: correct RescaleSlope and RescaleIntercept")
+        raise ValueError(f"values reach {max(map(abs, ends)):.3g}: correct RescaleSlope and RescaleIntercept")
     exact = min(ends) >= -(2**15) and max(ends) < 2**15 and all(value.is_integer() for both in scales for value in both)
     voxels = np.empty((*frames[0].shape[::-1], len(frames)), np.int16 if exact else np.float32, order="F")
     for plane, (frame, (slope, shift)) in zip(voxels.T, pairs, strict=True):

@@ -81,7 +81,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def _not_listed(error: OSError) -> None:
-    logging.getLogger(__name__).warning("a folder cannot be listed (%s), its files are left out", error.strerror)
+    logging.getLogger(__name__).warning("skipped the files of a folder that cannot be listed (%s)", error.strerror)
 
 
 def read_slice(path: Path) -> Slice | None:

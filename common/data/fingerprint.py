@@ -15,7 +15,7 @@ from medspeed.common.data.preparation import Preparation, label_map
 from medspeed.common.data.store import file_state
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.data.volumes import check_same_grid, read_header, read_volume
-from medspeed.common.files import from_json, read_object, write_json
+from medspeed.common.files import from_json, plural, read_object, write_json
 
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
 VOXELS_PER_CASE = 10_000
@@ -119,13 +119,13 @@ def plan_preparation(
         spacing, source = known.spacing, f"known for {dataset.name}"
     elif spacing is None:
         right, anterior, superior = (round(size, 2) for size in figures.spacing)
-        spacing, source = (right, anterior, superior), f"the median of {figures.cases} training cases"
+        spacing, source = (right, anterior, superior), f"median of {plural(figures.cases, 'training case')}"
     line = f"spacing ({', '.join(f'{size:g}' for size in spacing)}) mm: {source}"
     modality = ", ".join(dataset.modality)
     if not is_ct(dataset):
         if window is not None:
-            raise ValueError(f"window {window}: only CT has one, and the modality is {modality}; leave it out")
-        said = f"z-score per channel over the voxels that are not 0: the modality is {modality}, not CT"
+            raise ValueError(f"window {window}: applies to CT only, and the modality is {modality}; drop it")
+        said = f"normalization: z-score per channel over nonzero voxels (modality {modality}, not CT)"
         return Preparation(spacing, "zscore", None, len(dataset.modality)), (line, said)
     source = "as asked"
     if window is None and known is not None:
@@ -133,7 +133,7 @@ def plan_preparation(
     if window is None:
         assert figures.foreground is not None, "only headers were read"
         window = float(round(figures.foreground[0])), float(round(figures.foreground[1]))
-        source = f"0.5 and 99.5 percentiles of the foreground of {figures.cases} training cases"
+        source = f"0.5 and 99.5 percentiles of the foreground of {plural(figures.cases, 'training case')}"
     said = f"window ({window[0]:g}, {window[1]:g}) HU: {source}"
     return Preparation(spacing, "window", window, len(dataset.modality)), (line, said)
 
@@ -148,7 +148,7 @@ def _measure(cases: Sequence[Case], dataset: Dataset, workers: int | None, progr
     grids, samples_each = zip(*measured, strict=True)
     samples = np.concatenate(samples_each)
     if not len(samples):
-        raise ValueError(f"{dataset.folder}: no voxel of {len(cases)} training cases has a label above 0")
+        raise ValueError(f"{dataset.folder}: no voxel of the training cases ({len(cases)}) has a label above 0")
     low, high = np.percentile(samples, [0.5, 99.5], axis=0)
     return _summary(dataset, grids, (float(low.min()), float(high.max())))
 

@@ -51,7 +51,7 @@ class MonaiBatches:
         """Yield the batches of one epoch; `first_step` is 0, or the end where nothing is left to yield."""
         if first_step == self.steps_per_epoch:
             return
-        assert first_step == 0, "this source resumes at the start of an epoch only"
+        assert first_step == 0, "this source can resume only at the start of an epoch"
         seed = self.seed * 1_000_003 + number
         self.loader.generator.manual_seed(seed)
         set_rnd(self.loader.dataset, seed)

@@ -47,9 +47,9 @@ class Preparation:
         """Refuse figures that cannot be meant."""
         assert (self.window is not None) == (self.normalisation == "window"), self
         if not all(0 < value < math.inf for value in self.spacing):
-            raise ValueError(f"spacing {self.spacing}: three lengths in mm, each above 0")
+            raise ValueError(f"spacing {self.spacing}: expected three lengths in mm, each above 0")
         if self.window is not None and not -math.inf < self.window[0] < self.window[1] < math.inf:
-            raise ValueError(f"window {self.window}: the lower bound must lie below the upper one; set both in HU")
+            raise ValueError(f"window {self.window}: the lower bound must be below the upper bound, both in HU")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def case_grid(path: Path, shape: Sequence[int], affine: np.ndarray, spacing: Spa
     grid = working_grid(shape, affine, spacing)
     if math.prod(grid.shape) > _MOST_FINER * math.prod(shape):
         raise ValueError(
-            f"{path}: its {tuple(shape)} voxels would be {grid.shape} at spacing {spacing} mm, more than {_MOST_FINER} "
+            f"{path}: its {tuple(shape)} voxels become {grid.shape} at spacing {spacing} mm, more than {_MOST_FINER} "
             "times as many: correct its header, or train with a coarser --spacing"
         )
     return grid
@@ -126,14 +126,14 @@ def prepare_volume(
     needed = 8 * len(voxels) * math.prod(grid.crop_shape)  # float32, twice at a time
     if device.type == "cpu" and needed > max(volume.voxels.nbytes, ALWAYS_TRIED) and needed > (free := free_memory()):
         raise ValueError(
-            f"{volume.path}: at spacing {preparation.spacing} mm it takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} "
+            f"{volume.path}: at spacing {preparation.spacing} mm it needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} "
             "are free: crop the scan, train with a coarser --spacing, or take a machine with more memory"
         )
     resampled = to_working(voxels, grid, nearest=False)
     box = _foreground_box(resampled, preparation)
     if box is None:
         raise ValueError(
-            f"{volume.path}: its foreground is lost at spacing {preparation.spacing} mm: choose a finer one"
+            f"{volume.path}: its foreground disappears at spacing {preparation.spacing} mm: choose a finer spacing"
         )
     cropped = resampled[(slice(None), *(slice(first, stop) for first, stop in box))]
     start = [outer + first for outer, (first, _) in zip(grid.crop_start, box, strict=True)]

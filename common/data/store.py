@@ -119,7 +119,7 @@ def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedC
         raise UnusableEntryError(f"damaged: {error}") from error
     found, grid = metadata.get("key", ""), metadata.get("grid", "")
     if check and _checksum(found, grid, tensors) != metadata.get("crc32"):
-        raise UnusableEntryError("damaged: its CRC-32 is not the one written with it")
+        raise UnusableEntryError("damaged: CRC-32 mismatch")
     if found != key:
         before, now = json.loads(found), json.loads(key)
         changed = [f"{part} {before.get(part)} is now {now[part]}" for part in now if before.get(part) != now[part]]
@@ -154,12 +154,12 @@ def _prepared_case(case: Case, preparation: Preparation, allowed: Collection[int
         except FileNotFoundError:
             pass
         except UnusableEntryError as reason:
-            _log.warning("%s: prepared again: %s", path, reason)
+            _log.warning("%s: preparing it again: %s", path, reason)
         prepared = prepare_case(case, preparation, allowed)
         try:
             write_entry(path, prepared, key)
         except OSError as error:
-            said = f"{path}: cannot be written: {error.strerror}; make room or choose another folder"
+            said = f"{path}: cannot be written: {error.strerror}; free some space or choose another folder"
             raise OSError(error.errno, said) from error
         # Read back, not passed on: mapped pages are the disk's, so that a set larger than memory can be prepared.
         return read_entry(path, case.name, key, check=False)

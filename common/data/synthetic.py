@@ -24,5 +24,5 @@ def make_synthetic(folder: Path, script: str, *flags: str) -> Path:
     command += ["--quiet"] if hides_bar() else []
     status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
     if status:
-        raise OSError(f"{folder}: {' '.join(command[2:])} ended with status {status}; see what it printed above")
+        raise OSError(f"{folder}: {' '.join(command[2:])} failed with status {status}; see its message above")
     return folder

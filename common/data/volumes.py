@@ -80,7 +80,7 @@ def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volu
     voxels = _scaled(voxels, header, path)
     if voxels.dtype.kind == "f" and not (finite := np.isfinite(voxels)).all():
         count = voxels.size - np.count_nonzero(finite)
-        raise ValueError(f"{path}: {count} of {voxels.size} voxels are not a number or infinite: repair or drop it")
+        raise ValueError(f"{path}: {count} of {voxels.size} voxels are NaN or infinite: repair or drop it")
     return Volume(voxels, affine, path)
 
 
@@ -103,12 +103,12 @@ def check_affine(affine: np.ndarray, prefix: str = "") -> None:
     """
     sides, origin = np.linalg.norm(affine[:3, :3], axis=0), affine[:3, 3]
     if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) <= 1e-6 * sides.prod():
-        raise ValueError(f"{prefix}the affine is not finite or singular, {affine.tolist()}: correct it with nibabel")
+        raise ValueError(f"{prefix}the affine is singular or not finite, {affine.tolist()}: correct it with nibabel")
     if sides.min().round(6) < MIN_SIDE or sides.max().round(6) > MAX_SIDE:
-        raise ValueError(f"{prefix}voxels of {_mm(sides)}, expected {MIN_SIDE} to {MAX_SIDE} mm: correct the header")
+        raise ValueError(f"{prefix}voxel size {_mm(sides)}, expected {MIN_SIDE} to {MAX_SIDE} mm: correct the header")
     if np.abs(origin).max() > MAX_ORIGIN:
         raise ValueError(
-            f"{prefix}the first voxel lies at {_mm(origin)}, at most {MAX_ORIGIN:g} mm are expected: correct the header"
+            f"{prefix}the first voxel is at {_mm(origin)}, expected within {MAX_ORIGIN:g} mm: correct the header"
         )
 
 
@@ -158,7 +158,7 @@ def check_same_grid(image: Volume, label: Volume, kind: str = "image") -> None:
     if label.voxels.shape == shape and distance <= MAX_GRID_DISTANCE * smallest:
         return
     raise ValueError(
-        f"{label.path} does not lie on the grid of its {kind} {image.path}: shape {label.voxels.shape} against "
+        f"{label.path} is not on the grid of its {kind} {image.path}: shape {label.voxels.shape} against "
         f"{shape}, corners up to {distance:.3g} mm apart (at most {MAX_GRID_DISTANCE * smallest:.3g}); affines "
         f"{label.affine.round(4).tolist()} and {image.affine.round(4).tolist()}; resample the label onto the {kind}"
     )
@@ -187,7 +187,7 @@ def _open(path: Path) -> Iterator[Stream]:
             raise ValueError(f"{path} is empty (0 bytes): copy it again")
         if (magic == GZIP_MAGIC) != (path.suffix.lower() == ".gz"):
             found, name = ("gzip", ".nii.gz") if magic == GZIP_MAGIC else ("not gzip", ".nii")
-            raise ValueError(f"{path} is {found}, against its name: rename it to {name}, or fetch it again")
+            raise ValueError(f"{path} is {found} despite its name: rename it to {name}, or copy it again")
         if path.suffix.lower() == ".nii":
             yield file
             return
@@ -216,7 +216,7 @@ def _parse_header(stream: Stream, path: Path) -> tuple[nibabel.Nifti1Header, tup
     block = np.empty(HEADER_BYTES, np.uint8)
     found = _read_exactly(stream, block)
     if found < HEADER_BYTES:
-        raise ValueError(f"{path} holds {found} bytes, less than a NIfTI-1 header ({HEADER_BYTES}): copy it again")
+        raise ValueError(f"{path} has {found} bytes, less than a NIfTI-1 header ({HEADER_BYTES}): copy it again")
     header = nibabel.Nifti1Header(block.tobytes(), check=False)
     if header["sizeof_hdr"] != HEADER_BYTES or header["magic"].item() != b"n+1":
         raise ValueError(
@@ -227,23 +227,23 @@ def _parse_header(stream: Stream, path: Path) -> tuple[nibabel.Nifti1Header, tup
     while len(shape) > 3 and shape[-1] == 1:
         shape = shape[:-1]
     if len(shape) not in (3, 4) or min(shape) < 1:
-        raise ValueError(f"{path}: expected a volume of 3 axes (or 4 with channels), found shape {shape}")
+        raise ValueError(f"{path}: expected a volume with 3 axes (or 4 with channels), found shape {shape}")
     if header["pixdim"][0] not in (-1, 1):
         header["pixdim"][0] = 1  # the standard: 0 reads as 1
     try:
         affine = np.asarray(header.get_best_affine(), np.float64)
     except (HeaderDataError, ValueError) as error:
-        raise ValueError(f"{path}: its header gives no affine ({error}): correct it with nibabel") from error
+        raise ValueError(f"{path}: its header has no affine ({error}): correct it with nibabel") from error
     if unit := {1: ("metres", 1000), 3: ("micrometres", 0.001)}.get(int(header["xyzt_units"]) & 7):
         raise ValueError(
-            f"{path}: its header gives lengths in {unit[0]}, expected mm: with nibabel, multiply the first "
+            f"{path}: its header has lengths in {unit[0]}, expected mm: with nibabel, multiply the first "
             f'three rows of its affine by {unit[1]} and set_xyzt_units("mm")'
         )
     check_affine(affine, f"{path}: ")
     sides, pixdim = np.linalg.norm(affine[:3, :3], axis=0), header["pixdim"][1:4].astype(np.float64)
     if not np.allclose(sides, pixdim, rtol=MAX_DISAGREEMENT):
         _warn_once(
-            f"{path}: voxels of {_mm(sides)} by its sform, which is used, and of {_mm(pixdim)} by its pixdim, which "
+            f"{path}: voxel size {_mm(sides)} in its sform, which is used, but {_mm(pixdim)} in its pixdim, which "
             "other programs may use: if the sform is right, image.set_qform(image.affine) in nibabel corrects the file"
         )
     return header, shape, affine
@@ -255,22 +255,22 @@ def _read_voxels(
     """Read the voxels into one new array; what the header asks for is checked before memory is taken."""
     if header["datatype"] not in _DATATYPES:
         raise ValueError(
-            f"{path}: expected integer or real voxels of 1 to 8 bytes, found NIfTI's type {header['datatype']}: "
+            f"{path}: expected integer or real voxels of 1 to 8 bytes, found NIfTI type {header['datatype']}: "
             "convert it to int16 or float32"
         )
     dtype: np.dtype = np.dtype(header.get_data_dtype())
     needed = int(np.prod(shape, dtype=object)) * dtype.itemsize
     bound = path.stat().st_size * (MAX_GZIP_RATIO if path.suffix.lower() == ".gz" else 1)
-    asked = f"{path}: its header asks for {needed} bytes of voxels (shape {shape}, {dtype})"
+    asked = f"{path}: its header declares {needed} bytes of voxels (shape {shape}, {dtype})"
     if needed > bound:
         raise ValueError(
-            f"{asked}, the file can hold at most {bound}: it is truncated or its header wrong; fetch it again"
+            f"{asked}, the file can hold at most {bound}: it is truncated or its header is wrong; copy it again"
         )
     if needed > max(free := free_memory(), ALWAYS_TRIED):
-        raise ValueError(f"{asked}, {free} bytes of memory are free: crop the scan, or take a machine with more memory")
+        raise ValueError(f"{asked}, {free} bytes of memory are free: crop the scan, or use a machine with more memory")
     offset = float(header["vox_offset"])  # perhaps not a number
     if not HEADER_BYTES <= offset <= HEADER_BYTES + MAX_PADDING:
-        raise ValueError(f"{path}: voxels are said to begin at byte {offset:.0f}, expected 352 or a little more")
+        raise ValueError(f"{path}: the header has voxels begin at byte {offset:.0f}, expected 352 or a little more")
     _read_exactly(stream, np.empty(int(offset) - HEADER_BYTES, np.uint8))
     if first_only:
         shape, needed = (*shape[:3], 1), needed // shape[3]
@@ -278,11 +278,11 @@ def _read_voxels(
     found = _read_exactly(stream, content)
     if found < needed:
         raise ValueError(
-            f"{path}: expected {needed} bytes of voxels (shape {shape}, {dtype}), found {found}: fetch it again"
+            f"{path}: expected {needed} bytes of voxels (shape {shape}, {dtype}), found {found}: copy it again"
         )
     # At the end of the stream gzip keeps its checksum; a little padding before it does no harm.
     if not first_only and _read_exactly(stream, np.empty(MAX_PADDING, np.uint8)) == MAX_PADDING:
-        raise ValueError(f"{path} goes on behind the {needed} bytes of voxels that its header tells of: fetch it again")
+        raise ValueError(f"{path} continues past the {needed} bytes of voxels that its header declares: copy it again")
     voxels = content.view(dtype).reshape(shape, order="F")
     return voxels if dtype.isnative else voxels.astype(dtype.newbyteorder("="), order="K")
 

@@ -52,11 +52,11 @@ class ExportConfig:
         """
         object.__setattr__(self, "model", model_folder(self.model))
         if self.output is not None and self.to in ("onnx", "engine"):
-            raise ValueError(f"output {self.output}: of --to triton and bundle only; models go to the run's `exports`")
+            raise ValueError(f"output {self.output}: only for --to triton and bundle; others go to RUN/exports")
         if self.precision != "fp32" and self.to != "triton":
-            raise ValueError(f"precision {self.precision}: of --to triton only; models are made in fp32 and fp16")
+            raise ValueError(f"precision {self.precision}: only for --to triton; others are made in fp32 and fp16")
         if self.int8 and self.to == "bundle":
-            raise ValueError("int8 true: a bundle holds torch's weights; use --to onnx, engine or triton")
+            raise ValueError("int8 true: a bundle contains PyTorch weights; use --to onnx, engine or triton")
 
     def makes_int8(self) -> bool:
         """Return whether INT8 models are wanted."""

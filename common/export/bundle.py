@@ -117,7 +117,7 @@ def twin_weights(
     same = found.shape[:2] == due.shape[:2] and found.numel() == due.numel()  # one number may be [1, 1] or [1, 1, 1, 1]
     if not same or float((found.flatten() - due.flatten()).abs().max()) > _ROUNDING * float(due.abs().max()):
         raise ValueError(
-            f"network {dict(network)}: the run's weights fit it, but it computes something else: correct it"
+            f"network {dict(network)}: accepts the run's weights but computes other results: correct its arguments"
         )
     return plain
 

@@ -155,23 +155,23 @@ def _find_cases(
     folder = config.data or trained_on
     if folder is None or not (folder / "dataset.json").is_file():
         if config.data is not None:
-            raise FileNotFoundError(f"{config.data / 'dataset.json'}: no such file; --data takes a dataset's folder")
+            raise FileNotFoundError(f"{config.data / 'dataset.json'}: no such file; --data takes a dataset folder")
         if phantoms is None:
-            raise FileNotFoundError(f"{config.model}: the run's data are not at hand; --data takes a dataset's folder")
+            raise FileNotFoundError(f"{config.model}: the run's data are not available; pass a dataset with --data")
         folder = make_synthetic(scratch, "make_phantoms", phantoms, "--cases", str(2 * _SYNTHETIC_CASES))
         made = tuple(replace(case, label=None) for case in read_dataset(folder).cases)
-        origin = "synthetic scans, as the run's data are not at hand; --data judges on labels"
+        origin = "(synthetic scans, because the run's data are not available; pass --data for a Dice)"
         return made[:_SYNTHETIC_CASES], made[_SYNTHETIC_CASES:], origin
     cases = tuple(case for case in read_dataset(folder).cases if case.label is not None)
     if not cases:
-        raise ValueError(f"{folder}: no labelled case; the gate compares Dice with labels")
+        raise ValueError(f"{folder}: no labelled case; the parity gate needs labels to compute Dice")
     own = trained_on is not None and folder.resolve() == trained_on.resolve()
     validation, training = (
         [case for case in cases if own and case.name in split.get(part, ())] for part in ("validation", "training")
     )
     gate = tuple(validation or cases)[:GATE_CASES]
     others = [case for case in (training if own else cases) if case not in gate]
-    return gate, tuple(others[:_CALIBRATION_CASES]), f"cases of {folder}"
+    return gate, tuple(others[:_CALIBRATION_CASES]), f"of {folder}"
 
 
 def _prepared(cases: Sequence[Case], model: VolumeModel) -> list[PreparedCase]:

@@ -22,7 +22,7 @@ from medspeed.common.export.gate import (
 )
 from medspeed.common.export.onnx_model import Window, export_onnx
 from medspeed.common.export.tensorrt_engine import build_engine, choose_flavour
-from medspeed.common.files import record_digests, sha256_of
+from medspeed.common.files import plural, record_digests, sha256_of
 from medspeed.common.inference.labels import case_dice, dice_counts
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.options import ModelPrecision
@@ -133,7 +133,7 @@ def export(
         ParityError: the fp32 export does not compute what torch computes.
         EngineError: an engine in fp32 or fp16 was built and cannot be loaded.
     """
-    run.say(f"gate: {judge.origin}", "detail")
+    run.say(f"parity gate: {judge.origin}")
     with run.clock.stage("export"):
         reference = take_reference(network, judge)
         metadata = {**metadata, "weights_sha256": sha256_of(run.directory / "best.safetensors")}
@@ -163,7 +163,7 @@ def export(
 def _flavour(engine: EngineChoice) -> tuple[Flavour | None, str | None]:
     """Return which TensorRT builds engines, or why none does."""
     if engine == "none":
-        return None, "switched off"
+        return None, "disabled"
     try:
         return choose_flavour(engine), None
     except EngineUnavailableError as error:
@@ -198,7 +198,7 @@ def judge_training(cases: Sequence[Case], prepared: Sequence[PreparedCase], mode
         if count and windows > _GATE_WINDOWS:
             break
         count += 1
-    return judge_on(cases[:count], prepared[:count], model, run, "validation cases")
+    return judge_on(cases[:count], prepared[:count], model, run, "of the validation set")
 
 
 def judge_on(
@@ -214,7 +214,7 @@ def judge_on(
         origin: what the cases are, in words.
     """
     truths = [read_truth(case) for case in cases if case.label is not None]  # once: each export is judged on them
-    quality = "Dice" if truths else "agreement with torch"
+    quality = "Dice" if truths else "agreement with PyTorch"
 
     def evaluate(predictor: Predictor) -> float:
         found = [torch.from_numpy(predict_labels(case, predictor, model, run.device)) for case in prepared]
@@ -222,7 +222,7 @@ def judge_on(
         pairs = zip(found, truths, strict=True)
         return sum(case_dice(dice_counts(*pair, model.labelling.regions)) for pair in pairs) / len(found)
 
-    return Judge(sample_windows(prepared, model), evaluate, f"{quality} on {len(cases)} {origin}")
+    return Judge(sample_windows(prepared, model), evaluate, f"{quality} on {plural(len(cases), 'case')} {origin}")
 
 
 def by_precision(records: Sequence[ExportedModel]) -> dict[str, Any]:

@@ -96,12 +96,12 @@ def check_predictor(
     difference = float(torch.stack(differences).amax())  # amax, unlike max of floats, hands NaN on
     bound = LOGIT_BOUND if precision == "fp32" else math.inf
     if not (difference <= bound and math.isfinite(difference)):
-        raise ParityError(f"{name}: a logit differs by {difference:.3g} from torch in fp32 (bound {bound:g})")
+        raise ParityError(f"{name}: a logit differs by {difference:.3g} from PyTorch in fp32 (bound {bound:g})")
     quality = reference.evaluate(predict)
     change = abs(quality - reference.quality)
     if not change <= QUALITY_BOUNDS[precision]:
         raise ParityError(
-            f"{name}: validation quality {quality:.4f}, {reference.quality:.4f} in torch in fp32: "
+            f"{name}: validation quality {quality:.4f}, {reference.quality:.4f} in PyTorch in fp32: "
             f"a change of {change:.4f} (bound {QUALITY_BOUNDS[precision]})"
         )
     return difference, change
@@ -137,7 +137,7 @@ def check_half_range(network: nn.Module, windows: torch.Tensor) -> float:
         if not value.item() <= HALF_BOUND:
             raise ParityError(
                 f"half precision: an activation of module {name} reaches {value.item():.6g} "
-                f"(bound {HALF_BOUND:g}, half precision ends at 65504)"
+                f"(bound {HALF_BOUND:g}; the largest half-precision number is 65504)"
             )
     return max(value.item() for value in largest.values())
 

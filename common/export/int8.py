@@ -50,8 +50,8 @@ def check_calibration(calibration: torch.Tensor, windows: torch.Tensor) -> float
     clipped = (windows.abs() > most.to(windows.device)).float().mean().item()
     if clipped > CLIPPED_BOUND:
         raise ParityError(
-            f"int8: {clipped:.1%} of the values of the gate's windows lie outside the calibration windows' range of "
-            f"{most.item():.6g} (bound {CLIPPED_BOUND:.0%}): calibrate on training cases prepared in the same way"
+            f"int8: {clipped:.1%} of the values in the gate's windows are outside the calibration range of "
+            f"{most.item():.6g} (bound {CLIPPED_BOUND:.0%}): calibrate on training cases prepared the same way"
         )
     return clipped
 
@@ -109,7 +109,7 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
         onnx.checker.check_model(str(part), full_check=True)
     kept = {operator: count for operator, count in operators.items() if operator not in QUANTISED}
     taken = {operator: operators[operator] for operator in operators.keys() - kept.keys()}
-    return f"INT8: {_listed(taken)}; fp32, as only convolutions are quantised: {_listed(kept)}"
+    return f"INT8: {_listed(taken)}; fp32, since only convolutions are quantized: {_listed(kept)}"
 
 
 def _listed(counts: Mapping[str, int]) -> str:

@@ -94,7 +94,7 @@ def write_package(folder: Path, files: Mapping[str, str | bytes]) -> Path:
         FileExistsError: the folder holds something, which would be mixed with what is handed over.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder}: is not empty; remove it, or choose another folder")
+        raise FileExistsError(f"{folder}: not empty; remove it, or choose another folder")
     for name, content in files.items():
         with atomic_path(folder / name) as part:
             part.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -114,7 +114,7 @@ def read_if_there(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is none, or a value in it is of another type.
     """
-    remedy = "restore it, or remove it from the run"
+    remedy = "restore it, or remove it from the run folder"
     content = read_object(path, remedy) if path.is_file() else {}
     try:
         msgspec.convert(content, _KINDS.get(path.stem, dict[str, Any]))

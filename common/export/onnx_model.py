@@ -110,7 +110,7 @@ def read_metadata(path: Path) -> dict[str, str]:
     found = read_onnx_metadata(path)
     for name, kind in {"precision": r"fp32|fp16|int8", "window": _SIZES, "smallest": _SIZES, "batch": _BATCH}.items():
         if not re.fullmatch(kind, found.get(name, "")):
-            raise ValueError(f"{path}: no `{name}` in its metadata: not a model that export_onnx wrote")
+            raise ValueError(f"{path}: no `{name}` in its metadata: the model was not exported by medspeed")
     return found
 
 

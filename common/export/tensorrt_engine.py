@@ -51,13 +51,13 @@ def choose_flavour(choice: FlavourChoice = "auto") -> Flavour:
     for flavour in INSTALL if choice == "auto" else (choice,):
         if flavour == "tensorrt_rtx" and gpu not in (None, *RTX_TARGETS, RTX_TURING):
             reason = (
-                f"TensorRT-RTX does not serve this GPU (compute capability {gpu}), full TensorRT does: "
+                f"TensorRT-RTX does not support this GPU (compute capability {gpu}), TensorRT does: "
                 f"{INSTALL['tensorrt']}"
             )
         elif flavour == "tensorrt" and gpu is None:
-            reason = "no CUDA device here: full TensorRT builds an engine only on the GPU that it is for"
+            reason = "no CUDA device: TensorRT builds an engine only on the GPU that will run it"
         elif tensorrt_module(flavour) is None:
-            reason = f"no {flavour} here: {INSTALL[flavour]}"
+            reason = f"{flavour} is not installed: {INSTALL[flavour]}"
         else:
             return flavour
     raise EngineUnavailableError(reason)
@@ -115,7 +115,7 @@ def rebuild_engine(engine_path: Path) -> EngineManifest:
     """
     onnx_path = engine_path.with_suffix(".onnx")
     if not onnx_path.is_file():
-        raise FileNotFoundError(f"{onnx_path} is missing: an engine is built from the ONNX model beside it")
+        raise FileNotFoundError(f"{onnx_path} is missing; an engine is built from the ONNX model beside it")
     if engine_path.is_file() and manifest_path(engine_path).is_file():
         verify_onnx(engine_path, read_manifest(engine_path))
     return build_engine(onnx_path, engine_path)

@@ -39,7 +39,7 @@ def write_triton(repository: Path, name: str, model: Path, card: str, overlap: f
         ValueError: the model is none that `export_onnx` wrote.
     """
     if not model.is_file():
-        raise FileNotFoundError(f"{model}: no such file; where the gate refused it, serve another --precision")
+        raise FileNotFoundError(f"{model}: no such file; if the parity gate rejected it, serve another --precision")
     metadata, content = read_metadata(model), with_exact_norms(model)
     kept = {key: metadata[key] for key in _KEPT if key in metadata}
     digest = hashlib.sha256(content).hexdigest()
@@ -114,24 +114,24 @@ def triton_predictor(url: str = "localhost:8001", model: str = "{name}") -> Call
 
 _README = """# {name} on NVIDIA Triton
 
-Input `image` FP32 [{window}], output `logits` FP32, each behind a batch of at most {most}; the sides may be those of
-`window` down to those of `smallest`. Not a medical device.
+Input `image` FP32 [{window}], output `logits` FP32, each with a batch dimension of at most {most}; sides may range from
+`smallest` to `window`. Not a medical device.
 
 {rows}
 ## Serve
 
-The folder above this one is the model repository; the server needs an ONNX Runtime that knows opset {opset}. It takes a
-GPU where it has one, and completes config.pbtxt from the model, as it does by default.
+The parent folder is the model repository. The server needs an ONNX Runtime that supports opset {opset}. It uses a GPU
+if there is one, and completes config.pbtxt from the model, as it does by default.
 
 ```
 tritonserver --model-repository .. --model-control-mode explicit --load-model {name}
 ```
 
-Check the files first with `sha256sum --check SHA256SUMS`.
+Verify the files first with `sha256sum --check SHA256SUMS`.
 
-## Ask
+## Query
 
-The server computes windows, or patches; preparing a scan, sliding over it and the way back are the client's:
+The server processes windows or patches. The client prepares the scan, runs the sliding window and maps the result back:
 
 ```python
 import torch
@@ -144,5 +144,5 @@ image = torch.zeros(1, {window})  # a prepared image, of any size
 logits = sliding_window_inference(image, ({sides}), sw_batch_size={most}, predictor=predict, overlap={overlap:g})
 ```
 
-A request holds at most {most} windows; the server joins what several clients ask for at the same time into one call.
+A request contains at most {most} windows; the server batches simultaneous requests of several clients.
 """

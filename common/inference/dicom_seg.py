@@ -72,8 +72,8 @@ def write_seg(
     quiet_dicom()
     due = (*REFERENCES, *BLANK) if keep_patient else REFERENCES
     refusal = ValueError(
-        f"{series.name}: no DICOM segmentation can be written: a header cannot be read, or lacks or holds in "
-        f"a wrong form one of {', '.join(due)}: correct the headers, or write NIfTI"
+        f"{series.name}: cannot write a DICOM segmentation: a header cannot be read, or has a missing or "
+        f"invalid value among {', '.join(due)}: correct the headers, or write NIfTI"
     )
     try:
         sources = [_source(file, keep_patient) for file in series.files]

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from medspeed.common.console import hides_bar, say, wants_traceback
-from medspeed.common.files import locked, part_ending, printable, read_object, write_json
+from medspeed.common.files import locked, part_ending, plural, printable, read_object, write_json
 from medspeed.common.inference.predictions import Prediction, Predictions, Record
 from medspeed.common.ranks import torchrun_place
 from medspeed.common.run import wait_for_all
@@ -67,7 +67,7 @@ class Item(Generic[Source]):
         try:
             found = [file.stat() for file in self.files]
         except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
-            raise ValueError(f"{self.name}: a file of it cannot be read ({error.strerror}): copy it again") from None
+            raise ValueError(f"{self.name}: a file cannot be read ({error.strerror}): copy it again") from None
         return [len(found), sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)]
 
 
@@ -132,7 +132,7 @@ class FolderJob(Generic[Source, Read, Computed]):
             lock.write_text(" ".join(ours | {path.name for path in self.table_files}), encoding="utf-8")
             left = [item for item in share if self.finished(item) is None]
         if kept := len(share) - len(left):
-            say(f"{kept} {self.kind}s kept: they were finished with the same weights and options")
+            say(f"{plural(kept, self.kind)} already finished with the same weights and options: kept")
         return left
 
     def run(self, items: Sequence[Item[Source]]) -> Predictions:
@@ -150,7 +150,7 @@ class FolderJob(Generic[Source, Read, Computed]):
                     self.tables({item.name: record for item in self.items if (record := self.finished(item))})
         if failed:
             names = printable(", ".join(failed))
-            say(f"{len(failed)} of {len(self.share())} {self.kind}s were set aside: {names}", "warning")
+            say(f"{len(failed)} of {plural(len(self.share()), self.kind)} failed: {names}", "warning")
         wait_for_all()
         done = {item: record for item in self.share() if (record := self.finished(item)) and item.name not in failed}
         return Predictions({item.name: Prediction(item.outputs, record) for item, record in done.items()}, failed)
@@ -220,7 +220,7 @@ class FolderJob(Generic[Source, Read, Computed]):
         record = computed if isinstance(computed, Exception) else self._written(item, *computed)
         if isinstance(record, Exception):
             failed[item.name] = _why(item.name, record)
-            say(f"set aside: {failed[item.name]}", "warning")
+            say(f"failed: {failed[item.name]}", "warning")
         else:
             say(f"{printable(item.name)}: {self.line(record)}")
 
@@ -288,4 +288,4 @@ def _clear(items: Sequence[Item[Source]]) -> None:
 
 
 def _foreign(path: Path) -> FileExistsError:
-    return FileExistsError(f"{path}: is there, and was not written by a run into this folder: choose another --output")
+    return FileExistsError(f"{path}: already exists, not written by a run into this folder: choose another --output")

@@ -57,7 +57,7 @@ class LabelScheme:
         numbers, names = range(min(len(self.labels), 256)), [region.name for region in self.regions]
         known = all(region.members and {*region.members, region.value} <= {*numbers} for region in self.regions)
         if not known or len(set(names)) < len(names):
-            raise ValueError(f"regions {names}: each must have its own name, and numbers of the {len(numbers)} labels")
+            raise ValueError(f"regions {names}: each needs its own name and numbers of the {len(numbers)} labels")
 
     @property
     def channels(self) -> int:

@@ -101,7 +101,7 @@ class VolumeModel:
             network = self.network(self.preparation.channels, self.labelling.channels, **self.arguments)
         except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"model.json: no network of arguments {dict(self.arguments)} ({first_line(error)})"
+                f"model.json: cannot build the network with {dict(self.arguments)} ({first_line(error)})"
             ) from error
         if weights is not None:
             initialise(network, weights, made_of=self.arguments)
@@ -127,7 +127,7 @@ def read_model(run: Path, app: str, kind: type[Model], *networks: Callable[..., 
     """
     path = run / "model.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; --model takes the folder of a training run")
+        raise FileNotFoundError(f"{path}: no such file; --model takes a run folder")
     try:
         content = read_object(path)
         if content.pop("app") != app:
@@ -146,7 +146,7 @@ def warn_of_phantoms(run: Path) -> None:
     except (ValueError, OSError):
         return
     if isinstance(data, dict) and data.get("synthetic") is True:
-        text = "WARNING: this model was trained on SYNTHETIC DATA: what it finds in patients means nothing"
+        text = "WARNING: this model was trained on SYNTHETIC DATA only: its results on patients are meaningless"
         say(text, "warning")
 
 
@@ -199,16 +199,16 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         try:
             weights, recorded = load_file(path), read_note(path).get("sha256")
         except (SafetensorError, ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path}: not a whole safetensors file ({first_line(error)})") from error
+            raise ValueError(f"{path}: truncated, or not a safetensors file ({first_line(error)})") from error
         if recorded is not None and recorded != _digest(weights):
-            raise ValueError(f"{path}: its bytes have changed since they were written; fetch a copy, or train again")
+            raise ValueError(f"{path}: the file has changed since it was written; restore a copy, or train again")
         return weights
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except UNREADABLE as error:
         raise ValueError(
-            f"{path}: not a state dict that can be loaded safely ({first_line(error)}); "
-            "give a .safetensors, or a .pt that holds tensors only"
+            f"{path}: cannot be loaded safely as a state dict ({first_line(error)}); "
+            "use a .safetensors file, or a .pt file that holds only tensors"
         ) from error
     content = content.get("model", content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
@@ -245,9 +245,9 @@ def initialise(
         shared = sorted(name for name in own.keys() & given.keys() if own[name] != given[name])
         shapes = [f"{name} {given[name]} instead of {own[name]}" for name in shared[:3]]
         arguments = ", ".join(f"{name} {value}" for name, value in made_of.items())
-        remedy = f"; it is built with {arguments}: give it the weights' own" if made_of else ""
+        remedy = f"; the network was built with {arguments}: use the values of the weights" if made_of else ""
         raise ValueError(
-            f"{path}: does not fit this network; missing {missing}, left over {extra}, other shapes {shapes}{remedy}"
+            f"{path}: does not fit this network; missing {missing}, unexpected {extra}, wrong shape {shapes}{remedy}"
         )
     network.load_state_dict(weights)
 
@@ -270,7 +270,7 @@ def import_weights(
         ValueError: the weights are damaged or do not fit; nothing is left behind.
     """
     if run.exists() and any(run.iterdir()):
-        raise FileExistsError(f"{run}: holds files; --init makes a new run, so name a folder that does not exist")
+        raise FileExistsError(f"{run}: not empty; --init creates a new run, so --model must be a new folder")
     network = model.build()
     initialise(network, weights, rename, made_of=getattr(model, "arguments", {}))
     save_weights(run / "best.safetensors", network.state_dict(), {"imported_sha256": sha256_of(weights)})

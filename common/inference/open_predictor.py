@@ -93,7 +93,7 @@ def open_predictor(
         on_cpu = exact == "int8" or (device.type == "cpu" and onnx.is_file() and not quicker and not stale)
         takes: dict[Backend, bool] = {"tensorrt": problem is None, "onnxruntime": on_cpu, "torch": exact != "int8"}
         order = [name for name, taken in takes.items() if taken]
-        why = problem or "an engine fits this GPU"
+        why = problem or "there is an engine for this GPU"
         return _open_first(order, why, folder=folder, trained=trained, precision=precision, device=device)
     reason = "as asked"
     if backend == "tensorrt":
@@ -139,7 +139,7 @@ def _unfit(onnx: Path, weights: Path) -> str | None:
         return str(error)
     if recorded in (None, sha256_of(weights)):
         return None
-    return f"{onnx}: made of other weights than best.safetensors beside it: export the run again"
+    return f"{onnx}: exported from other weights than best.safetensors beside it: export the run again"
 
 
 def _engine_problem(plan: Path, device: torch.device) -> str | None:
@@ -149,7 +149,7 @@ def _engine_problem(plan: Path, device: torch.device) -> str | None:
         # A group of the owner's number is the owner's alone, by the custom of Linux.
         writable = status.st_mode & (stat.S_IWOTH if status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP)
         if status.st_uid not in (0, os.geteuid()) or writable:
-            return f"{file.name} is native code, and others may have written it: --backend tensorrt if you trust them"
+            return f"{file.name} is native code that others may have written: pass --backend tensorrt to trust it"
     return host_problem(plan, read_manifest(plan), device)
 
 

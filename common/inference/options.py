@@ -70,11 +70,11 @@ class InferConfig:
         object.__setattr__(self, "model", model_folder(self.model))
         folder = self.input if self.input.is_dir() else self.input.parent
         if self.output.resolve() == folder.resolve():
-            raise ValueError(f"output {self.output}: must not be the folder of the input, whose files it would replace")
+            raise ValueError(f"output {self.output}: must not be the input folder, whose files would be replaced")
         if set(self.flips) - set("xyz") or len(set(self.flips)) != len(self.flips):
-            raise ValueError(f"flips {self.flips!r}: must be some of the letters x, y and z, each once")
+            raise ValueError(f"flips {self.flips!r}: must be some of the letters x, y and z, each at most once")
         if not 0 <= self.smallest_ml < float("inf"):
-            raise ValueError(f"smallest_ml {self.smallest_ml}: must be a volume in ml, 0 to keep all")
+            raise ValueError(f"smallest_ml {self.smallest_ml}: must be a volume in ml; 0 keeps all")
 
 
 @dataclass(frozen=True)

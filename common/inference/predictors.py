@@ -116,7 +116,7 @@ def onnx_errors(path: Path) -> Iterator[None]:
         if not isinstance(error, (DecodeError, RuntimeError)) and not type(error).__module__.startswith("onnx"):
             raise
         said = " ".join(str(error).split())[:300]
-        raise ValueError(f"{path}: no ONNX model that can be used ({said}): export the run again") from error
+        raise ValueError(f"{path}: not a usable ONNX model ({said}): export the run again") from error
 
 
 def onnxruntime_predictor(path: Path) -> Predictor:
@@ -139,7 +139,7 @@ def onnxruntime_predictor(path: Path) -> Predictor:
     with onnx_errors(path):
         session: Any = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     if (len(session.get_inputs()), len(session.get_outputs())) != (1, 1):
-        raise ValueError(f"{path}: not a model of one input and one output: export the run again")
+        raise ValueError(f"{path}: the model must have one input and one output: export the run again")
     image = session.get_inputs()[0]
 
     def predict(windows: torch.Tensor) -> torch.Tensor:

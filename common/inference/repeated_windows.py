@@ -49,7 +49,7 @@ class RepeatingPredictor:
                 repeated(windows)  # a verdict of an earlier run has captured nothing
                 return repeated
         except RuntimeError as error:
-            self._say(f"windows: launched one by one, the capture failed: {str(error).splitlines()[0]}")
+            self._say(f"windows: no CUDA graph, capture failed: {str(error).splitlines()[0]}")
         return self._predict
 
 

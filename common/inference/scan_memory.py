@@ -32,9 +32,9 @@ def say_plan(scans: Sequence[Scan], model: VolumeModel, device: torch.device, in
     if gpu:
         needs[str(device)] = working, torch.cuda.mem_get_info(device)[0]
     words = [f"{need / 2**30:.1f} of {free / 2**30:.1f} GiB free on the {name}" for name, (need, free) in needs.items()]
-    say(f"plan: at most {in_flight} scans in memory: {', '.join(words)}, besides what a batch of windows takes")
+    say(f"memory: at most {in_flight} scans at a time, {', '.join(words)}, plus a batch of windows")
     if any(need > free for need, free in needs.values()):
-        text = "WARNING: that may be more than there is; segment the largest scans one by one, or on another host"
+        text = "WARNING: that may exceed the free memory; segment the largest scans one at a time, or on another host"
         say(text, "warning")
 
 

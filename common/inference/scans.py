@@ -15,7 +15,7 @@ from medspeed.common.data.dicom import DicomSeries, find_series, read_series
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.threads import usable_cores
 from medspeed.common.data.volumes import Volume, read_volume, write_label
-from medspeed.common.files import printable, sha256_of, write_json
+from medspeed.common.files import plural, printable, sha256_of, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
 from medspeed.common.inference.folder_job import FolderJob, Item
 from medspeed.common.inference.measure import clean_labels, measure, write_measures
@@ -53,7 +53,7 @@ def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | N
     segmenter = open_segmenter(config, model)
     job = segmenter.job(scans)
     opened, share = segmenter.opened, job.share()
-    say(f"{len(share)} scans, {opened.backend} {opened.precision} on {segmenter.device}: {opened.reason}")
+    say(f"{plural(len(share), 'scan')}, {opened.backend} {opened.precision} on {segmenter.device}: {opened.reason}")
     for item in share:
         for note in item.source.notes if isinstance(item.source, DicomSeries) else ():
             say(printable(f"{item.name}: {note}"), "warning")
@@ -80,16 +80,16 @@ def find_scans(path: Path) -> list[Scan]:
     )
     stems = Counter(map(stem_of, files))
     if twice := [file.name for file in files if stems[stem_of(file)] > 1]:
-        raise ValueError(f"{path}: {' and '.join(twice[:4])} would share their outputs: rename or remove one")
+        raise ValueError(f"{path}: {' and '.join(twice[:4])} would write the same output: rename or remove one")
     found = find_series(path) if path.is_dir() else ()
     for series in found:
         if not series.is_volume:
-            say(printable(f"{series.name}: left out, no volume: {series.problem or series.modality}"))
+            say(printable(f"{series.name}: skipped, not a volume: {series.problem or series.modality}"))
     volumes = [series for series in found if series.is_volume]
     if files and volumes:  # without the path: folders of DICOM studies are often named after patients
-        raise ValueError(f"--input: {len(files)} NIfTI files and {len(volumes)} DICOM series: must be of one kind")
+        raise ValueError(f"--input: found {len(files)} NIfTI files and {len(volumes)} DICOM series; expected one kind")
     if not files and not volumes:
-        raise FileNotFoundError(f"{path}: no such file, or a folder without .nii.gz, .nii and DICOM series")
+        raise FileNotFoundError(f"{path}: no such file, or a folder without .nii.gz or .nii files or DICOM series")
     return [*files, *volumes]
 
 
@@ -108,7 +108,7 @@ def read_scan(scan: Scan, channels: int) -> Volume:
         return read_volume(scan, channels)
     if channels > 1:
         raise ValueError(
-            f"{scan.name}: a DICOM series has one channel, the model takes {channels}: put its series into one 4-D "
+            f"{scan.name}: a DICOM series has one channel, the model expects {channels}: put its series into one 4-D "
             "NIfTI file"
         )
     try:
@@ -190,7 +190,7 @@ class Segmenter:
         scan, preparation = item.source, self.model.preparation
         fits = preparation.normalisation == "window"
         if isinstance(scan, DicomSeries) and (scan.modality == "CT") != fits:
-            wanted = "CT, by its window in HU" if fits else "other scans than CT, by z-scores"
+            wanted = "CT (a window in HU)" if fits else "scans other than CT (z-scores)"
             raise ValueError(f"{item.name}: its modality is {scan.modality}, the model was trained on {wanted}")
         with self.timeline.stage(item.name, _lane(), "decode"):
             return read_scan(scan, preparation.channels)
@@ -258,7 +258,7 @@ def _lane() -> str:
 def _line(record: Record) -> str:
     found = any(each["voxels"] for each in record["measures"])
     seconds = (f"{name} {seconds:.3f} s" for name, seconds in record["seconds"].items())
-    return ", ".join([*([] if found else ["EMPTY, no structure was found"]), *seconds])
+    return ", ".join([*([] if found else ["EMPTY: no structure was found"]), *seconds])
 
 
 def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
@@ -269,7 +269,7 @@ def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
     opened = open_predictor(config.model, model, backend=config.backend, precision=config.precision, device=device)
     if config.fit_windows and opened.backend != "torch":
         raise ValueError(
-            f"fit_windows: {opened.backend} takes windows of one size; use --backend torch, or leave it out"
+            f"fit_windows: {opened.backend} needs windows of one size; use --backend torch, or drop this flag"
         )
     if opened.backend == "torch" and device.type == "cuda":
         about = f"{model.network.__name__} {model.arguments} in {opened.precision}"

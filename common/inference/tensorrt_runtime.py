@@ -118,7 +118,7 @@ def read_manifest(plan: Path) -> EngineManifest:
         FileNotFoundError: there is no plan, or no manifest beside it.
         ValueError: the manifest is damaged.
     """
-    path, anew = manifest_path(plan), f"build it anew with: {_rebuild_command(plan)}"
+    path, anew = manifest_path(plan), f"rebuild it with: {_rebuild_command(plan)}"
     for needed in (plan, path):
         if not needed.is_file():
             raise FileNotFoundError(f"{needed} is missing; build the engine with: {_rebuild_command(plan)}")
@@ -137,7 +137,7 @@ def verify_onnx(plan: Path, manifest: EngineManifest) -> None:
     onnx = plan.parent / manifest.onnx
     if onnx.is_file() and (found := sha256_of(onnx)) != manifest.onnx_sha256:
         raise ValueError(
-            f"{onnx}: sha256 {found} is not that of the model which {plan.name} was built from "
+            f"{onnx}: sha256 {found} does not match the model that {plan.name} was built from "
             f"({manifest.onnx_sha256}): one of the two was changed or damaged; export the model again"
         )
 
@@ -149,13 +149,13 @@ def host_problem(plan: Path, manifest: EngineManifest, device: torch.device | No
     """
     gpu = host_gpu(device)
     if gpu is None:
-        return "no CUDA device in use: an engine runs on a GPU only"
+        return "no CUDA device in use"
     trt, built = tensorrt_module(manifest.flavour), f"built by {manifest.flavour} {manifest.version}"
     anew = f"build it for this host with: {_rebuild_command(plan)}"
     if trt is None:
-        return f"{built}, which is missing here: {INSTALL[manifest.flavour]}; or {anew}"
+        return f"{built}, which is not installed: {INSTALL[manifest.flavour]}; or {anew}"
     if trt.__version__ != manifest.version:
-        return f"{built}, here is {trt.__version__}; {anew}"
+        return f"{built}, but {trt.__version__} is installed; {anew}"
     if gpu not in manifest.targets:
         return f"built for GPUs of compute capability {', '.join(manifest.targets)}, this one has {gpu}; {anew}"
     return None
@@ -214,7 +214,7 @@ class EnginePredictor:
             self._input, self._output = names  # our own exports have one of each
             self._context: Any = self._engine.create_execution_context()
             if self._context is None:
-                raise failure(f"{plan}: no context for the engine, is the GPU's memory full?", trt)
+                raise failure(f"{plan}: cannot create an execution context; is the GPU memory full?", trt)
             self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
 
     def __call__(self, windows: torch.Tensor) -> torch.Tensor:
@@ -246,9 +246,9 @@ class EnginePredictor:
             least <= side <= bound for least, side, bound in zip(smallest, shape, largest, strict=True)
         )
         if not fits:
-            raise ValueError(f"windows {shape}: {self._plan} takes shapes from {smallest} to {largest}")
+            raise ValueError(f"windows {shape}: {self._plan} accepts shapes from {smallest} to {largest}")
         if windows.device != self.device or windows.dtype != torch.float32:
-            raise ValueError(f"windows on {windows.device} in {windows.dtype}: float32 on {self.device} is needed")
+            raise ValueError(f"windows on {windows.device} in {windows.dtype}: expected float32 on {self.device}")
 
 
 def _empty(shape: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -272,8 +272,8 @@ def _verified(plan: Path, manifest: EngineManifest) -> bytes:
     found = hashlib.sha256(content).hexdigest()
     if found != manifest.plan_sha256:
         raise ValueError(
-            f"{plan}: sha256 {found} is not that of its manifest ({manifest.plan_sha256}): the file was changed or "
-            f"damaged and is not loaded; build it anew with: {_rebuild_command(plan)}"
+            f"{plan}: sha256 {found} does not match its manifest ({manifest.plan_sha256}): the file was changed or "
+            f"damaged and is not loaded; rebuild it with: {_rebuild_command(plan)}"
         )
     verify_onnx(plan, manifest)
     return content

@@ -55,7 +55,7 @@ def sliding_windows(
     assert 0 not in image.shape, image.shape
     assert image.is_floating_point(), image.dtype
     if len(roi) != 3 or min(roi) < 1 or not 0 <= overlap < 1:
-        raise ValueError(f"window {roi}, overlap {overlap}: three sides of at least one voxel, and a part in [0, 1)")
+        raise ValueError(f"window {roi}, overlap {overlap}: expected sides of 1 or more and an overlap in [0, 1)")
     padding: list[int] = []  # voxels of zeros before and after each axis, Z first, as F.pad wants them
     for length, side in zip(reversed(image.shape[1:]), reversed(roi), strict=True):
         missing = max(side - length, 0)
@@ -169,12 +169,12 @@ def _halved(batch_size: int, roi: Shape, error: torch.OutOfMemoryError) -> int:
     if batch_size == 1:
         raise torch.OutOfMemoryError(
             f"one window of {roi} voxels (batch_size 1) does not fit into the device's memory: "
-            "lower the window size (roi), use half precision, or free memory on the device"
+            "lower the window size (roi), use half precision, or free device memory"
         ) from error
     half = batch_size // 2
     warnings.warn(
-        f"a batch of {batch_size} windows of {roi} voxels does not fit into the device's memory: going on with {half}; "
-        f"batch_size={half} saves the attempt",
+        f"a batch of {batch_size} windows of {roi} voxels does not fit into the device's memory: trying {half}; "
+        f"batch_size={half} avoids this",
         stacklevel=5,
     )
     return half
@@ -187,6 +187,6 @@ def _check_finite(total: torch.Tensor, image: torch.Tensor) -> None:
     bad = int((~total.isfinite()).any(dim=0).sum())
     bad_input = int((~image.isfinite()).sum())
     raise ValueError(
-        f"the logits of {bad} of {total[0].numel()} voxels are not finite, nor are {bad_input} voxels of the image. "
-        "Where the image is finite the network overflows: take bfloat16 or float32 for float16, or look at its weights"
+        f"{bad} of {total[0].numel()} voxels have non-finite logits, {bad_input} voxels of the image are not finite. "
+        "Where the image is finite, the network overflows: use bfloat16 or float32, or check its weights"
     )

@@ -103,17 +103,17 @@ def choose(
     for trial in trials:
         verdict = _kept(path, machine, trial)
         if verdict is None:
-            _keep(path, machine, trial, Verdict("the program ended while it was tried"))
+            _keep(path, machine, trial, Verdict("the program ended during its trial"))
             verdict = _try(trial, seconds or _median)
             _keep(path, machine, trial, verdict)
         if verdict.problem:
-            say(f"kernels: {trial.name} is not used, as it failed: {verdict.problem}")
+            say(f"kernels: {trial.name} is not used because it failed: {verdict.problem}")
         elif wish == "fused" or verdict.speed * _FASTER > 1:
             taken.append(f"{trial.name} ({verdict.speed:.2f} times as fast)")
             _trusted.add(trial.name)
         else:
             passed.append(f"{trial.name} ({verdict.speed:.2f})")
-    for title, found in (("used", taken), ("not used, as the plain way is no slower", passed)):
+    for title, found in (("used", taken), ("not used (plain torch is as fast)", passed)):
         if found:
             say(f"kernels {title}: {', '.join(found)}")
     return frozenset(_trusted & names)

@@ -54,7 +54,7 @@ class Monitor:
 
     def __enter__(self) -> Self:
         if self._device.type == "cuda" and importlib.util.find_spec("pynvml") is None:
-            _log.warning("monitor.csv lacks the GPU's utilisation and power: pip install nvidia-ml-py")
+            _log.warning("monitor.csv has no GPU utilisation or power; to record them: pip install nvidia-ml-py")
         self._thread.start()
         return self
 
@@ -72,7 +72,7 @@ class Monitor:
         try:
             work()
         except (OSError, ValueError, RuntimeError, psutil.Error) as error:
-            _log.warning(f"{self._path}: the monitor ends: {type(error).__name__}: {error}")
+            _log.warning(f"{self._path}: monitoring stopped: {type(error).__name__}: {error}")
 
     def _sample(self) -> None:
         lines = _read_lines(self._path) if self._path.is_file() else []

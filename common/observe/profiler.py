@@ -15,7 +15,7 @@ from medspeed.common.files import atomic_path, write_json, write_text
 # The spans of a training step, in its order.
 STAGES = ("wait for batch", "forward", "loss", "backward", "optimizer")
 WAIT_FOR_DEVICE = "wait for device"  # what it still had to compute after the recorded steps; on CUDA only
-REST = "none of these"
+REST = "other"
 SKIPPED, RECORDED = 2, 6  # steps; the profiler itself warms up in the last of the first
 
 
@@ -56,7 +56,7 @@ class StepProfiler:
             for name in ("trace.json", "shares.json"):  # of an earlier time
                 (self._folder / name).unlink(missing_ok=True)
             why = f"No step was recorded: training ended after {self._done} steps, and the first {SKIPPED} are skipped"
-            ended = "" if error is None else f" (it ended by {type(error).__name__}: {error})"
+            ended = "" if error is None else f" (it ended with {type(error).__name__}: {error})"
             write_text(self._folder / "operations.txt", f"{why}{ended}.\n")
             return
         seconds, shares = self._measure(recorded)
@@ -65,8 +65,8 @@ class StepProfiler:
         write_json(self._folder / "shares.json", {"steps": recorded, "seconds": seconds, "shares": shares})
         each = 1e3 * seconds / recorded
         lines = [
-            f"{recorded} steps after the first {SKIPPED}: {seconds:.4g} s of wall clock, {each:.4g} ms each.",
-            "Of this the host spent in",
+            f"{recorded} steps, not counting the first {SKIPPED}: {seconds:.4g} s wall time, {each:.4g} ms each.",
+            "Time on the host by activity:",
             *(f"  {name:<16}{100 * share:6.1f} %" for name, share in shares.items()),
         ]
         write_text(self._folder / "operations.txt", "\n".join([*lines, "", self._table()]))

@@ -78,13 +78,13 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, An
     newest = complete[-1]
     try:
         if (newest / _DIGEST).is_file() and (newest / _DIGEST).read_text() != sha256_of(newest / _STATE):
-            raise ValueError(f"the bytes of {_STATE} have changed since they were written")
+            raise ValueError(f"{_STATE} has changed since it was written")
         state = torch.load(newest / _STATE, map_location="cpu", weights_only=True)
         return load_weights(newest / _WEIGHTS), state
     except (*UNREADABLE, OSError) as error:
-        remedy = f"go on from {complete[-2].name}" if len(complete) > 1 else "start over"
+        remedy = f"resume from {complete[-2].name}" if len(complete) > 1 else "start over"
         raise ValueError(
-            f"{newest}: not a checkpoint that can be loaded safely ({first_line(error)}); remove it to {remedy}"
+            f"{newest}: cannot be loaded safely as a checkpoint ({first_line(error)}); remove it to {remedy}"
         ) from error
 
 

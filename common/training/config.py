@@ -24,7 +24,7 @@ _CACHE = re.compile(
 def decided(value: T | None) -> T:
     """Return the value of a field in a configuration that leaves nothing open any more."""
     if value is None:  # as in a plan.json that somebody changed: see `medspeed.common.training.resolve`
-        raise ValueError("the plan of this run (plan.json) leaves a field open; restore it, or begin a new run")
+        raise ValueError("a field of this run's plan.json is empty; restore the file, or start a new run")
     return value
 
 
@@ -149,7 +149,7 @@ class TrainingConfig:
         value = float(text) if re.fullmatch(r"[01]?\.?\d*", text) and any(map(str.isdigit, text)) else 0.0
         metric = self.METRIC.lower()
         if name.strip().lower() != metric or not 0 < value <= 1:
-            raise ValueError(f"until {self.until}: must be {metric}=VALUE, the value above 0 and 1 at most")
+            raise ValueError(f"until {self.until}: must be {metric}=VALUE with a value above 0 and at most 1")
         return value
 
     def plan_epochs(self, steps: int, per_epoch: int, validations: int) -> tuple[int, int]:
@@ -250,14 +250,14 @@ class SegmentationConfig(TrainingConfig):
         levels = self.halvings()
         for name, size in (("crop_size", self.crop_size), ("windows.size", self.windows.size)):
             if size is not None and levels is not None and any(side < 1 or side % 2**levels for side in size):
-                raise ValueError(f"{name} {size}: each side must divide by {2**levels} ({levels} stride-2 levels)")
+                raise ValueError(f"{name} {size}: sides must be multiples of {2**levels} ({levels} stride-2 levels)")
 
     def checks(self) -> Sequence[Check]:
         """Return the checks of single fields; an app adds its own."""
         return (
             *super().checks(),
             ("spacing", all(0.01 <= side <= 100 for side in self.spacing or ()), "0.01 to 100 mm on each axis"),
-            ("crops.flips", set(self.crops.flips or "") <= set("xyz"), "letters of xyz, or empty"),
+            ("crops.flips", set(self.crops.flips or "") <= set("xyz"), "some of the letters x, y and z, or empty"),
             ("crops.intensity", 0 <= self.crops.intensity < 1, "in [0, 1)"),
             ("windows.overlap", 0 <= self.windows.overlap < 1, "in [0, 1)"),
         )
@@ -272,7 +272,7 @@ class SegmentationConfig(TrainingConfig):
         if found is None:
             raise ValueError(
                 f"cache {self.cache}: must be auto, gpu, ram or disk (each also with :EPOCHS, at least 1), "
-                "smart[:CASES[:SHARE]] (at least 1; a share above 0, 1 at most), none, monai or uncached"
+                "smart[:CASES[:SHARE]] (at least 1 case; a share above 0 and at most 1), none, monai or uncached"
             )
         whole, tier, epochs, smart, cases, share = found.groups()
         held, every = (int(number) if number else None for number in (cases, epochs))

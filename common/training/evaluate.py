@@ -97,7 +97,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         evaluation.write(run.directory)
     if not split.held_out:
         run.say(
-            "NOT HELD OUT: these cases were trained on; the Dice says that the run works, not how good the model is",
+            "NOT HELD OUT: the model was trained on these cases; their Dice does not show how good it is",
             "warning",
         )
     selected = "validation" if split.held_out else "training"
@@ -199,9 +199,9 @@ def _target(config: TrainingConfig, fitted: Fitted, quality: Quality, run: Run) 
         "quality_holds": quality.value >= wanted,
         "seconds": fitted.seconds,
     }
-    how = f"held in {VALIDATIONS_HELD} validations in a row" if fitted.held else "NOT reached"
+    how = f"held for {VALIDATIONS_HELD} consecutive validations" if fitted.held else "NOT reached"
     run.say(
-        f"target {config.until}: {how} after {fitted.steps} steps and {fitted.seconds:.1f} s since the start; "
+        f"target {config.until}: {how} after {fitted.steps} steps, {fitted.seconds:.1f} s after the start; "
         f"{quality.name}: {quality.value:.4f}, {'holds' if found['quality_holds'] else 'BELOW it'}",
         "result",
     )

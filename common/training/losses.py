@@ -144,8 +144,8 @@ def say_inexact(name: str, ranks: Ranks, accumulate: int, run: Run) -> None:
     parts += [f"{ranks.world} ranks"] if ranks.world > 1 and name.startswith("monai_") else []
     if over_batch and parts:
         run.say(
-            f"loss {name}: Dice is taken over the batch, and {' and '.join(parts)} each take it over their own part; "
-            "their mean is not the loss of the whole batch, as that of a loss per sample is"
+            f"loss {name}: Dice is computed over a batch, but {' and '.join(parts)} each compute it over their part; "
+            "the mean of the parts differs from the loss of the whole batch (a per-sample loss has no such difference)"
         )
 
 

@@ -14,7 +14,7 @@ from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct, pl
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.data.store import store_folder
 from medspeed.common.data.synthetic import make_synthetic
-from medspeed.common.files import read_as, read_object, write_json
+from medspeed.common.files import plural, read_as, read_object, write_json
 from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.model import VolumeModel, write_model
@@ -102,14 +102,14 @@ def read_volumes(
         folder = config.data
         if folder is None:
             if phantoms is None:
-                raise ValueError("data null: this app has no phantoms; --data takes the folder of a dataset")
+                raise ValueError("data null: this app has no synthetic phantoms; pass a dataset folder with --data")
             made, words = config.store / "phantoms" / phantoms, (phantoms.split("-")[0], "--cases", str(_PHANTOM_CASES))
             folder = run.ranks.once(lambda: make_synthetic(made, "make_phantoms", *words))
         dataset = read_dataset(folder)
-        run.say(f"data: {dataset.folder} ({dataset.name}, {len(dataset.cases)} labelled cases)")
+        run.say(f"data: {dataset.folder} ({dataset.name}, {plural(len(dataset.cases), 'labelled case')})")
         if dataset.synthetic:
             run.say(
-                "SYNTHETIC DATA: these are phantoms, and a Dice on them says nothing about patients. For the real "
+                "SYNTHETIC DATA: these are phantoms; a Dice on them says nothing about patients. For real "
                 f"scans:\n  python data_scripts/fetch_msd.py {config.APP} --to data && "
                 f"python apps/{config.APP}/train.py --data data/{real}",
                 "warning",
@@ -153,7 +153,7 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run, told: Sequence[str] 
     def make() -> C:
         if run.resumed and path.is_file():
             if lacking := sorted(config_content(config).keys() - read_object(path).keys()):
-                raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or begin a new run")
+                raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or start a new run")
             stored = read_as(path, type(config))
             given = flat(config)
             return replaced(stored, {name: given[name] for name in config.RESUMABLE})
@@ -218,9 +218,7 @@ def choose_volumes(
         },
     )
     if config.precision == "fp32" and run.device.type == "cuda":
-        run.say(
-            "precision fp32: in training, convolutions round to TensorFloat-32 on this GPU; the final quality is exact"
-        )
+        run.say("precision fp32: training convolutions use TensorFloat-32 on this GPU; final evaluation uses full fp32")
     check_partitions(config, run.ranks.world)
     _check_memory(config, len(data.dataset.modality), run)
     per_epoch = -(-len(data.split.training) * decided(config.crops.per_case) // decided(config.batch_size))
@@ -278,8 +276,8 @@ def _check_memory(config: SegmentationConfig, channels: int, run: Run) -> None:
     for name, value, voxels in (*wishes, ("batch_size", batch, math.prod(crop) * batch // parts)):
         if 4 * channels * voxels > free:
             raise ValueError(
-                f"{name} {value}: takes {4 * channels * voxels / 2**30:.1f} GiB as the network's input alone, and "
-                f"{free / 2**30:.1f} GiB are free; take less"
+                f"{name} {value}: takes {4 * channels * voxels / 2**30:.1f} GiB for the network's input alone; only "
+                f"{free / 2**30:.1f} GiB are free; choose a smaller value"
             )
 
 

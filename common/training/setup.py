@@ -29,7 +29,7 @@ from medspeed.common.ranks import Ranks
 from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on, join_ranks, open_run, take_signals
 from medspeed.common.training.config import SegmentationConfig, TrainingConfig, decided
 
-DEV_RUN = "FAST DEV RUN: two steps on a few cases; no figure of this run means anything"
+DEV_RUN = "FAST DEV RUN: two steps on a few cases; the results of this run are meaningless"
 _DEV_TRAINING, _DEV_VALIDATION = 2, 1  # cases, or as many as there are parts to deal them to
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -115,14 +115,14 @@ def choose_precision(wish: Literal["auto", Precision], device: torch.device, dee
             which the network leaves two planes.
     """
     if wish == "fp16" and device.type == "cpu":
-        raise ValueError("precision fp16: needs a CUDA device; on this CPU use bf16 or fp32")
+        raise ValueError("precision fp16: needs a CUDA device; use bf16 or fp32 on this CPU")
     # torch 2.13's oneDNN (AVX-512 BF16) takes the weights' gradients of conv3d from memory that nobody wrote where the
     # first axis has exactly two planes, whatever the others; tests/common/training/test_setup.py has the check.
     wrong = device.type == "cpu" and len(deepest) == 3 and deepest[0] <= 2
     if wish == "bf16" and wrong:
         raise ValueError(
-            f"precision bf16: the network leaves {deepest[0]} planes of a crop, and bf16 gradients go wrong on a CPU; "
-            "take fp32, or crops longer along their first axis"
+            f"precision bf16: the network reduces a crop to {deepest[0]} planes, with wrong bf16 gradients on a CPU; "
+            "use fp32, or crops that are longer along the first axis"
         )
     if wish != "auto":
         return wish
@@ -142,18 +142,18 @@ def check_partitions(config: TrainingConfig, ranks: int) -> None:
     if not config.alike() and partitions != ranks:
         raise ValueError(
             f"parallel.partitions {partitions}: {ranks} ranks would not compute the same with MONAI's sources or "
-            f"losses, which go by rank, so this run cannot go on exactly; use {partitions} ranks, or begin a new run"
+            f"losses, which work per rank, so the run cannot resume exactly; use {partitions} ranks, or start a new run"
         )
     if partitions % ranks:
         fitting = ", ".join(str(n) for n in range(1, partitions + 1) if partitions % n == 0)
         raise ValueError(
-            f"parallel.partitions {partitions}: {ranks} ranks cannot share them evenly, so this run cannot go on "
-            f"exactly; use {fitting} ranks, or begin a new run with --parallel.partitions {ranks}"
+            f"parallel.partitions {partitions}: {ranks} ranks cannot share them evenly, so this run cannot resume "
+            f"exactly; use {fitting} ranks, or start a new run with --parallel.partitions {ranks}"
         )
     if batch_size % (partitions * accumulate):
         raise ValueError(
             f"batch_size {batch_size}: must be a multiple of {partitions * accumulate} ({partitions} partitions, each "
-            f"computed in {accumulate} parts)"
+            f"split into {accumulate} micro-batches)"
         )
 
 
@@ -274,7 +274,7 @@ def few_cases(split: Split, parts: int, run: Run) -> Split:
     """Return the split with a few of its cases, and say that no figure means anything."""
     run.say(DEV_RUN, "warning")
     training, validation = split.training[: max(_DEV_TRAINING, parts)], split.validation[: max(_DEV_VALIDATION, parts)]
-    return replace(split, training=training, validation=validation, description=f"{split.description}; cut short")
+    return replace(split, training=training, validation=validation, description=f"{split.description}; shortened")
 
 
 def say_defaults(made: Mapping[str, object], run: Run) -> None:

@@ -105,7 +105,7 @@ def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: 
                 caches.append(_changing(number, part, data, model, config, plan, run))
         held = hold_cases(validation, plan.free, run.device)
     if run.device.type == "cuda":
-        run.say(f"validation: {sum(case.image.is_cuda for case in held)} of {len(held)} cases lie in GPU memory")
+        run.say(f"validation: {sum(case.image.is_cuda for case in held)} of {len(held)} cases kept in GPU memory")
     batches = crop_batches(
         caches,
         decided(config.crops.per_case),
@@ -170,7 +170,7 @@ def _cache_plan(
     run.say("\n".join(plan.lines))
     if cache.reshuffle is not None:
         tier = max(plan.tiers, key=_SLOWEST_LAST.index)
-        run.say(f"cache: dealt anew every {cache.reshuffle} epochs, so all cases of an epoch lie in tier {tier}")
+        run.say(f"cache: redistributed every {cache.reshuffle} epochs, so all cases of an epoch are in tier {tier}")
     return plan
 
 

@@ -111,7 +111,7 @@ class TrainingState:
             ValueError: it is not a number: the validation cases hold nothing to find.
         """
         if math.isnan(value):
-            raise ValueError("no validation case holds any foreground, so there is no metric: choose another --split")
+            raise ValueError("no validation case has any foreground, so there is no metric: choose another --split")
         self.last = value
         self.recent = [*self.recent, value][-VALIDATIONS_HELD:]
         if value <= self.best:
@@ -138,13 +138,13 @@ class TrainingState:
                 cases = printable(", ".join(sorted(set(self._cases.get(step, ("unknown",))))))
                 raise FloatingPointError(
                     f"loss {loss} at step {number} (epoch {self.epoch + 1}), cases {cases}; the last checkpoint in "
-                    f"{self._folder} is from before; look at these cases, lower the learning rate, or take fp32"
+                    f"{self._folder} is from before this step; check these cases, lower the learning rate, or use fp32"
                 )
         if not finite:
             raise FloatingPointError(
-                f"weights that are not finite after step {self.steps_done} (epoch {self.epoch + 1}), though every loss "
-                f"is: a gradient was not; the last checkpoint in {self._folder} is from before; lower the learning "
-                "rate, or take fp32"
+                f"non-finite weights after step {self.steps_done} (epoch {self.epoch + 1}), but finite losses: "
+                f"a gradient was not; the last checkpoint in {self._folder} is from before; lower the learning "
+                "rate, or use fp32"
             )
         return losses
 
@@ -186,8 +186,8 @@ class TrainingState:
             self._take_over(*found)
         except (*UNREADABLE, OverflowError) as error:
             raise ValueError(
-                f"{self._folder / 'last'}: does not fit this run ({first_line(error)}); begin a new run, or remove it "
-                "with the folder it leads to, to go on from the one before"
+                f"{self._folder / 'last'}: does not fit this run ({first_line(error)}); start a new run, or remove the "
+                "link and the folder it points to, to resume from the checkpoint before it"
             ) from error
 
     def _take_over(self, weights: dict[str, torch.Tensor], content: Mapping[str, Any]) -> None:
@@ -195,7 +195,7 @@ class TrainingState:
         if state.per_epoch != per_epoch:
             raise ValueError(
                 f"the checkpoint has {state.per_epoch} steps per epoch, this run has {per_epoch}; the training cases "
-                "or the batch size have changed, so it cannot go on exactly"
+                "or the batch size have changed, so the run cannot resume exactly"
             )
         if state.epoch < 0 or not 0 <= state.step == len(state.losses) <= per_epoch:
             raise ValueError(f"epoch {state.epoch}, step {state.step} with {len(state.losses)} losses")

@@ -131,12 +131,12 @@ def why_eager(batches: Batches, state: TrainingState, config: TrainingConfig, ru
     if config.graph == "off":
         return "--graph off"
     if run.device.type != "cuda":
-        return f"a {run.device.type} has no CUDA graphs"
+        return f"no CUDA graphs on a {run.device.type}"
     if run.ranks.world > 1:  # losses and gradients, within the step: a captured exchange that hangs has no way back
         return "several ranks exchange gradients"
     if not isinstance(state.optimizer, Novograd):
-        return f"the optimizer {config.optimizer} takes its rate from the host"
-    return None if batches.made_on_device else "the batches are not made on the device"
+        return f"the optimizer {config.optimizer} reads its learning rate on the host"
+    return None if batches.made_on_device else "batches are not made on the device"
 
 
 def choose_steps(steps: Steps, batches: Batches, epoch: int, config: TrainingConfig, run: Run) -> None:
@@ -150,7 +150,7 @@ def choose_steps(steps: Steps, batches: Batches, epoch: int, config: TrainingCon
             with closing(batches.epoch(epoch)) as made:  # type: ignore[type-var]
                 sample = next(made)
             reason = _tried(steps, sample, config, run)
-    run.say(f"steps: eager ({reason})" if reason else "steps: each one CUDA graph", "detail")
+    run.say(f"steps: eager ({reason})" if reason else "steps: one CUDA graph per step", "detail")
 
 
 def _tried(steps: Steps, sample: Batch, config: TrainingConfig, run: Run) -> str | None:
@@ -164,9 +164,9 @@ def _tried(steps: Steps, sample: Batch, config: TrainingConfig, run: Run) -> str
         if trust.choose([trial], "auto", config.store, run.say):
             steps.captured()
             return None
-        reason = "the trial above"
+        reason = "see the trial above"
     except RuntimeError as error:
-        reason = f"the capture failed: {first_line(error)}"
+        reason = f"capture failed: {first_line(error)}"
     steps.release()
     return reason
 

@@ -65,7 +65,7 @@ def test_what_a_container_leaves_is_what_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(64 * GIB, 60 * GIB))
     check = found(tmp_path, "memory")
     assert check.state == "warning"
-    assert "may take 2.0 GiB more" in check.text
+    assert "may use 2.0 GiB more" in check.text
 
 
 @pytest.mark.parametrize(("free", "state"), [(5 * GIB, "warning"), (500 * GIB, "good")])

@@ -12,7 +12,7 @@ HEALTHY = Measured(
     cores=2,
     doubled=1.9,
     alternatives={"--precision bf16": 0.95},
-    switches={"disk": "take --cache ram", "kernel launch": "raise --batch_size"},
+    switches={"disk": "use --cache ram", "kernel launch": "raise --batch_size"},
 )
 
 
@@ -23,7 +23,7 @@ def with_times(**times):
 def test_a_device_that_computes_is_healthy():
     verdict = diagnose(HEALTHY)
     assert (verdict.bound, verdict.gain) == ("nothing", 1.0)
-    assert verdict.text == "healthy: 90% of the time the device computes"
+    assert verdict.text == "healthy: the device computes 90% of the time"
     assert sum(verdict.shares.values()) == pytest.approx(1)
 
 
@@ -48,8 +48,8 @@ def test_waiting_is_traced_to_what_makes_the_batches(slow):
 
 def test_the_switch_to_turn_is_told_where_there_is_one():
     measured = with_times(waited=102.0)
-    assert diagnose(replace(measured, batch={"disk": 5.0, "decode": 1.0})).text.endswith("; take --cache ram")
-    assert diagnose(replace(measured, batch={"decode": 5.0})).text.endswith("to gain)")
+    assert diagnose(replace(measured, batch={"disk": 5.0, "decode": 1.0})).text.endswith("; use --cache ram")
+    assert diagnose(replace(measured, batch={"decode": 5.0})).text.endswith("faster)")
 
 
 def test_workers_are_too_few_only_where_more_would_keep_up():
@@ -70,7 +70,7 @@ def test_a_step_that_hardly_grows_with_its_batch_is_too_small():
 def test_a_faster_setting_is_named_with_its_gain():
     verdict = diagnose(replace(HEALTHY, alternatives={"--precision bf16": 0.5, "--channels-last": 0.8}))
     assert verdict.bound == "compute"
-    assert verdict.text.endswith("; take --precision bf16")
+    assert verdict.text.endswith("; use --precision bf16")
     assert verdict.gain == pytest.approx(1 / (1 - 0.9 * 0.5))
 
 

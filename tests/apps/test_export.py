@@ -52,7 +52,7 @@ def test_weights_of_a_bundle_become_models_that_infer_takes(tmp_path, weights, c
     exports = export_spleen(spleen(tmp_path, init=weights))
     assert exports == tmp_path / "run" / "exports"
     said = capsys.readouterr().out
-    assert "gate: agreement with torch on 3 synthetic scans" in said
+    assert "gate: agreement with PyTorch on 3 cases (synthetic scans" in said
     assert "| fp32 |" in said
     record = json.loads((exports / "exports.json").read_text())
     assert [model["precision"] for model in record["onnx"]] == ["fp32", "fp16"]
@@ -127,17 +127,17 @@ def test_what_changed_behind_the_record_of_a_run_is_neither_used_nor_handed_over
         path.write_bytes(content)
 
     flip(exported)
-    with pytest.raises(ValueError, match=r"model_fp32\.onnx: sha256 .* not the one in digests\.json"):
+    with pytest.raises(ValueError, match=r"model_fp32\.onnx: SHA-256 .* does not match digests\.json"):
         export_spleen(spleen(tmp_path, to="triton"))
-    with pytest.raises(ValueError, match=r"model_fp32\.onnx: sha256"):
+    with pytest.raises(ValueError, match=r"model_fp32\.onnx: SHA-256"):
         open_predictor(run, model, backend="onnxruntime", device=torch.device("cpu"))
     assert open_predictor(run, model, backend="torch", device=torch.device("cpu")).backend == "torch"
     exported.unlink()
     flip(run / "best.safetensors")
     for to in ("bundle", "onnx", "triton"):
-        with pytest.raises(ValueError, match=r"best\.safetensors: its bytes have changed"):
+        with pytest.raises(ValueError, match=r"best\.safetensors: the file has changed"):
             export_spleen(spleen(tmp_path, to=to))
-    with pytest.raises(ValueError, match=r"best\.safetensors: its bytes have changed"):
+    with pytest.raises(ValueError, match=r"best\.safetensors: the file has changed"):
         open_predictor(run, model, device=torch.device("cpu"))
 
 
@@ -154,7 +154,7 @@ def test_a_run_is_never_overwritten_and_weights_that_do_not_fit_leave_nothing(tm
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="holds files"):
+    with pytest.raises(FileExistsError, match="not empty"):
         export_spleen(spleen(tmp_path, init=weights))
     assert (tmp_path / "run" / "mine.txt").read_text() == "mine"
 
@@ -216,9 +216,9 @@ def test_pathology_hands_imported_weights_over(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"to": "onnx", "output": "x"}, "output x: of --to triton"),
-        ({"to": "onnx", "precision": "int8"}, "precision int8: of --to triton"),
-        ({"to": "bundle", "int8": True}, "int8 true: a bundle holds torch's weights"),
+        ({"to": "onnx", "output": "x"}, "output x: only for --to triton"),
+        ({"to": "onnx", "precision": "int8"}, "precision int8: only for --to triton"),
+        ({"to": "bundle", "int8": True}, "int8 true: a bundle contains PyTorch weights"),
     ],
 )
 def test_fields_that_do_not_fit_are_named(tmp_path, given, message):

@@ -61,5 +61,5 @@ def test_two_steps_go_through_everything(app, flags, data, store, tmp_path):
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [len(record["losses"]) for record in records] == [1, 1]
     assert all(config.METRIC.lower() in record for record in records)
-    assert "no figure of this run means anything" in (tmp_path / "run" / "run.log").read_text()
+    assert "the results of this run are meaningless" in (tmp_path / "run" / "run.log").read_text()
     assert (tmp_path / "run" / "report.html").is_file()

@@ -46,7 +46,7 @@ def test_losses_are_those_of_before(name, data, golden_store, tmp_path):
 def test_losses_of_captured_steps_are_those_of_before(name, data, golden_store, tmp_path, monkeypatch):
     with emulated(monkeypatch):
         found = golden.losses(name, tmp_path / "run", golden_store, data)
-    assert "steps: each one CUDA graph" in (tmp_path / "run" / "run.log").read_text()
+    assert "steps: one CUDA graph per step" in (tmp_path / "run" / "run.log").read_text()
     assert found == pytest.approx(KNOWN[name], rel=TOLERANCE)
 
 

@@ -175,5 +175,5 @@ def test_seconds_of_the_environment_are_bounded(monkeypatch):
     assert seconds_given("MEDSPEED_TEST_SECONDS", 30) == 0.5
     for wrong in ("inf", "nan", "-1", "soon"):
         monkeypatch.setenv("MEDSPEED_TEST_SECONDS", wrong)
-        with pytest.raises(ValueError, match=f"MEDSPEED_TEST_SECONDS={wrong}: expected seconds, 0 to a million"):
+        with pytest.raises(ValueError, match=f"MEDSPEED_TEST_SECONDS={wrong}: expected seconds from 0 to 1,000,000"):
             seconds_given("MEDSPEED_TEST_SECONDS", 30)

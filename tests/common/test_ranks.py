@@ -206,7 +206,7 @@ def test_a_rank_without_beats_is_dead(watches):
     assert not beat_all(made, 10)
     when, why = beat_all(made, 30, beating=[0])[0]
     assert when <= SILENT_SECONDS + BEAT_SECONDS  # rank 0 hears before rank 1 speaks
-    assert why == f"rank 1 (host {socket.gethostname()}) has given no sign of life for 16 s"
+    assert why == f"rank 1 (host {socket.gethostname()}) has not responded for 16 s"
 
 
 def test_a_cut_link_ends_every_rank(watches):
@@ -216,7 +216,7 @@ def test_a_cut_link_ends_every_rank(watches):
     assert not beat_all(made, SILENT_SECONDS - BEAT_SECONDS)
     verdicts = beat_all(made, BEAT_SECONDS)
     assert verdicts.keys() == {0, 1}
-    assert verdicts[0][1].startswith("no word from the other ranks for 16 s")
+    assert verdicts[0][1].startswith("no contact with the other ranks for 16 s")
 
 
 def test_a_main_thread_that_hangs_is_found_by_those_that_wait(watches):
@@ -228,7 +228,7 @@ def test_a_main_thread_that_hangs_is_found_by_those_that_wait(watches):
     assert verdicts.keys() == {0, 2}
     for rank in (0, 2):
         assert verdicts[rank][1].startswith("rank 1 (host ")
-        assert "hangs: it has stood in step 4 for 40 s, while this rank waits in 5" in verdicts[rank][1]
+        assert "hangs: it has been in step 4 for 40 s while this rank waits in step 5" in verdicts[rank][1]
 
 
 def test_the_longest_step_before_stretches_what_counts_as_hung(watches):

@@ -72,7 +72,7 @@ def test_a_device_that_is_none_is_refused(name):
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="device cuda:1: 0 CUDA devices found"):
+    with pytest.raises(ValueError, match="device cuda:1: found 0 CUDA devices"):
         choose_device("cuda:1")
     assert choose_device("auto") == CPU
 
@@ -169,9 +169,9 @@ def test_several_processes_take_a_gpu_each_and_none_by_name(monkeypatch):
     assert choose_device("cuda", 0) == torch.device("cuda:0")
     assert chosen == [1, 0]
     assert choose_device("cpu", 1) == CPU
-    with pytest.raises(ValueError, match="device cuda:0: several ranks take one GPU each"):
+    with pytest.raises(ValueError, match="device cuda:0: each of several ranks uses"):
         choose_device("cuda:0", 1)
-    with pytest.raises(ValueError, match="device cuda:2: 2 CUDA devices found"):
+    with pytest.raises(ValueError, match="device cuda:2: found 2 CUDA devices"):
         choose_device("auto", 2)
 
 

@@ -94,7 +94,7 @@ def test_second_call_returns_at_once(server, tmp_path, capsys):
     call(server, tmp_path, keep_archive=True)
     assert call(server, tmp_path) == tmp_path / "Task09_Spleen"
     assert len(server.ranges) == 1
-    assert "already there" in capsys.readouterr().out
+    assert "already downloaded" in capsys.readouterr().out
     assert (tmp_path / "Task09_Spleen.tar").read_bytes() == TAR
 
 
@@ -103,12 +103,12 @@ def test_archive_brought_by_hand_needs_no_network(server, tmp_path, capsys):
     folder = call(server, tmp_path)
     assert len(read_dataset(folder).cases) == 1
     assert server.ranges == []
-    assert "already there, its digest is checked" in capsys.readouterr().out
+    assert "already downloaded, verifying its checksum" in capsys.readouterr().out
 
 
 def test_cut_download_is_continued_by_the_next_call(server, tmp_path, waits):
     server.faults = [http.cut(3_000), *[http.status(503)] * 3]
-    with pytest.raises(DownloadError, match=r"gave up .*what has arrived is kept"):
+    with pytest.raises(DownloadError, match=r"gave up .*the partial download is kept"):
         call(server, tmp_path)
     call(server, tmp_path)
     assert server.ranges[-1] == "bytes=3000-"
@@ -142,13 +142,13 @@ def test_archive_that_lacks_listed_files(tmp_path):
 
 def test_folders_of_another_origin_are_left_alone(server, tmp_path):
     folder = call(server, tmp_path)
-    with pytest.raises(FileExistsError, match=r"is not what http.*its receipt says MD5"):
+    with pytest.raises(FileExistsError, match=r"differs from http.*its receipt has MD5"):
         call(server, tmp_path, md5="0" * 32)
     (folder / FILES[1]).unlink()
     with pytest.raises(FileExistsError, match=r"labelsTr/spleen_2\.nii\.gz.*move it away"):
         call(server, tmp_path)
     (tmp_path / "Task09_Spleen.tar.receipt.json").unlink()
-    with pytest.raises(FileExistsError, match=r"its receipt says MD5 None"):
+    with pytest.raises(FileExistsError, match=r"its receipt has MD5 None"):
         call(server, tmp_path)
     assert (folder / FILES[0]).exists()
     assert len(server.ranges) == 1
@@ -156,7 +156,7 @@ def test_folders_of_another_origin_are_left_alone(server, tmp_path):
 
 def test_room_for_archive_and_files_is_asked_for(server, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**6, 0, 2 * len(TAR) - 1))
-    with pytest.raises(DownloadError, match="disk space are needed"):
+    with pytest.raises(DownloadError, match="disk space needed"):
         call(server, tmp_path)
     assert not (tmp_path / "Task09_Spleen.tar").exists()
 
@@ -164,7 +164,7 @@ def test_room_for_archive_and_files_is_asked_for(server, tmp_path, monkeypatch):
 def test_room_is_asked_for_again_before_unpacking(server, tmp_path, monkeypatch):
     (tmp_path / "Task09_Spleen.tar").write_bytes(TAR)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**6, 0, len(TAR) - 1))
-    with pytest.raises(DownloadError, match="disk space are needed"):
+    with pytest.raises(DownloadError, match="disk space needed"):
         call(server, tmp_path)
     assert not (tmp_path / "Task09_Spleen").exists()
 
@@ -175,7 +175,7 @@ def test_errors_are_one_line_and_status_1(server, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     found = hashlib.md5(TAR).hexdigest()
-    assert re.fullmatch(rf"fetch_msd: .*\.refused is another file: MD5 {found}, expected 410d4a30.*\n", done.stderr)
+    assert re.fullmatch(rf"fetch_msd: .*\.refused has MD5 {found}, expected 410d4a30.*\n", done.stderr)
     server.faults = [http.status(404)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -186,7 +186,7 @@ def test_errors_with_line_breaks_are_one_line(tmp_path, capsys):
     (tmp_path / "a\nb" / "Task09_Spleen").mkdir(parents=True)
     assert main(["spleen", "--to", str(tmp_path / "a\nb")]) == 1
     err = capsys.readouterr().err
-    assert "its receipt says MD5 None" in err
+    assert "its receipt has MD5 None" in err
     assert err.count("\n") == 1
 
 
@@ -203,7 +203,7 @@ def test_two_processes_download_once(tmp_path, server):
         assert server.ranges == []
     outputs = [process.communicate(timeout=60)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    assert sum(b"already there" in output for output in outputs) == 1
+    assert sum(b"already downloaded" in output for output in outputs) == 1
     assert len(server.ranges) == 1
 
 
@@ -213,7 +213,7 @@ def test_interruption_is_status_130(server, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(fetch_msd, "download", interrupt)
     assert main(["brats", "--to", str(tmp_path), "--base-url", server.url]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "run the same command to continue" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

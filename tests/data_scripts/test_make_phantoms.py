@@ -157,7 +157,7 @@ def test_changed_labels_are_another_set(labels: Path, tmp_path: Path) -> None:
     make_ct_phantoms(tmp_path / "out", 1, labels=labels, progress=False)
     file = labels / "labelsTr" / "spleen_12.nii.gz"
     nib.save(nib.Nifti1Image(np.ones((9, 9, 9), np.uint8), np.eye(4)), file)
-    with pytest.raises(ValueError, match="holds another set \\(labels_sha256"):
+    with pytest.raises(ValueError, match="contains another dataset \\(labels_sha256"):
         make_ct_phantoms(tmp_path / "out", 1, labels=labels, progress=False)
 
 
@@ -165,8 +165,8 @@ def test_changed_labels_are_another_set(labels: Path, tmp_path: Path) -> None:
     ("voxels", "complaint"),
     [
         (np.zeros((4, 4, 4, 2), np.uint8), "expected 3-D, one channel, found shape \\(4, 4, 4, 2\\)"),
-        (np.full((4, 4, 4), 0.5, np.float32), "other values than the whole numbers 0 to 255"),
-        (np.full((4, 4, 4), 300, np.int16), "other values than the whole numbers 0 to 255"),
+        (np.full((4, 4, 4), 0.5, np.float32), "other than the integers 0 to 255"),
+        (np.full((4, 4, 4), 300, np.int16), "other than the integers 0 to 255"),
         (None, "truncated or damaged"),
     ],
 )
@@ -194,13 +194,13 @@ def test_a_bad_dataset_json_of_the_labels_is_named(labels: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--cases", "0"], "--cases 0: at least 1 phantom"),
+        (["--cases", "0"], "--cases 0: must be at least 1"),
         (["--cases", "2", "--seed", "-1"], "--seed -1: must be 0 or more"),
-        ([], "--cases is missing: say how many phantoms to make, such as --cases 20"),
-        (["--labels", "nowhere"], "--labels nowhere: no such folder; name one that holds labelsTr"),
-        (["--labels", "empty"], "--labels empty: no .nii.gz files in empty; name the folder that has them"),
-        (["--labels", "Task09", "--size", "msd"], "--size msd: --labels has the scans take their size from the labels"),
-        (["--labels", "Task09", "--cases", "3"], "--cases 3: Task09 holds 2 label volumes; ask for that many at most"),
+        ([], "--cases is missing: give the number of phantoms, such as --cases 20"),
+        (["--labels", "nowhere"], "--labels nowhere: no such folder; expected one with labelsTr"),
+        (["--labels", "empty"], "--labels empty: no .nii.gz files in empty; pass the folder that contains them"),
+        (["--labels", "Task09", "--size", "msd"], "--size msd: with --labels, scans take their size from the labels"),
+        (["--labels", "Task09", "--cases", "3"], "--cases 3: Task09 contains 2 label volumes; use at most that many"),
     ],
 )
 def test_bad_input_exits_2_with_one_line(

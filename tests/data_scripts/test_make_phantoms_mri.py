@@ -112,7 +112,7 @@ def test_a_trivial_solver_stays_poor(phantoms: Path) -> None:
 
 def test_a_folder_with_ct_phantoms_is_refused(tmp_path: Path) -> None:
     make_ct_phantoms(tmp_path, 1, progress=False)
-    with pytest.raises(ValueError, match=r"holds another set \(kind 'ct' instead of 'mri'"):
+    with pytest.raises(ValueError, match=r"contains another dataset \(kind 'ct' instead of 'mri'"):
         make_mri_phantoms(tmp_path, 1, progress=False)
 
 

@@ -126,7 +126,7 @@ def test_an_interrupted_set_is_gone_on_with(slides: Path, tmp_path: Path, monkey
     assert not (tmp_path / "slides.json").exists()
     left = contents(tmp_path)
     assert "training/images/tumor_001.tif" in left
-    with pytest.raises(ValueError, match=r"holds another set \(seed 0 instead of 1\): name another folder"):
+    with pytest.raises(ValueError, match=r"contains another dataset \(seed 0 instead of 1\): choose another folder"):
         make_slides(tmp_path, 2, 2, SIZE, seed=1, progress=False)
     assert contents(tmp_path) == left
     made = contents(make_slides(tmp_path, 2, 2, SIZE, progress=False))
@@ -196,8 +196,8 @@ def test_colour_alone_does_not_tell_tumour() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--training", "1"], "--training 1: at least 2 slides"),
-        (["--testing", "0"], "--testing 0: at least 2 slides"),
+        (["--training", "1"], "--training 1: must be at least 2"),
+        (["--testing", "0"], "--testing 0: must be at least 2"),
         (["--size", "300"], "--size 300: must be 512 to 65535 px"),
         (["--seed", "-1"], "--seed -1: must be 0 or more"),
     ],
@@ -215,7 +215,7 @@ def test_bad_input_exits_2_with_one_line(
 @pytest.mark.parametrize(("name", "text"), [("notes.txt", "mine"), ("slides.json", "[1]"), ("unfinished.json", "{")])
 def test_a_folder_with_other_things_is_refused_and_untouched(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=f"holds other files \\({name}\\): name a new or empty folder"):
+    with pytest.raises(ValueError, match=f"contains other files \\({name}\\): choose a new or empty folder"):
         make_slides(tmp_path, progress=False)
     assert contents(tmp_path) == {name: text.encode()}
 

@@ -57,7 +57,7 @@ def test_an_interrupted_run_has_no_list_and_is_finished_by_the_next(tmp_path: Pa
         write(tmp_path / "set", fail_at=3)
     assert not (tmp_path / "set" / "list.json").exists()
     left = contents(tmp_path / "set")
-    with pytest.raises(ValueError, match=r"holds another set \(seed 0 instead of 1\): name another folder"):
+    with pytest.raises(ValueError, match=r"contains another dataset \(seed 0 instead of 1\): choose another folder"):
         write(tmp_path / "set", parameters={**PARAMETERS, "seed": 1})
     assert contents(tmp_path / "set") == left
     assert contents(write(tmp_path / "set")) == contents(write(tmp_path / "whole"))
@@ -69,7 +69,7 @@ def test_an_interrupted_run_has_no_list_and_is_finished_by_the_next(tmp_path: Pa
 )
 def test_a_folder_with_other_things_is_refused_and_untouched(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=f"holds other files \\({name}\\): name a new or empty folder"):
+    with pytest.raises(ValueError, match=f"contains other files \\({name}\\): choose a new or empty folder"):
         write(tmp_path)
     assert contents(tmp_path) == {name: text.encode()}
 
@@ -88,7 +88,7 @@ def test_another_set_is_refused_naming_what_differs(tmp_path: Path) -> None:
 
 def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set").write_text("mine")
-    with pytest.raises(ValueError, match="is a file: name a folder"):
+    with pytest.raises(ValueError, match="is a file: pass a folder"):
         write(tmp_path / "set")
 
 

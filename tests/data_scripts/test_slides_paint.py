@@ -149,7 +149,7 @@ def test_each_slide_with_tumour_has_a_lesion_that_counts(size, monkeypatch) -> N
 
 def test_no_room_at_all_is_told(monkeypatch) -> None:
     monkeypatch.setattr(slides_paint, "draw_lesions", lambda *_: [])
-    with pytest.raises(ValueError, match=r"slides of 512 px: 40 drawn ones had no room for a lesion; take a larger"):
+    with pytest.raises(ValueError, match=r"slides of 512 px: no room for a lesion in 40 attempts; use a larger"):
         draw_slide(512, True, np.random.default_rng(0))
 
 

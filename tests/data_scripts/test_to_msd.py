@@ -139,7 +139,7 @@ def test_everything_wrong_is_told_at_once_and_nothing_is_written(
         assert f"bad: {name}" in told
     assert "corners up to 0.5 mm apart" in told
     assert told.count("bad: cut") == 2  # the image is damaged, and the label holds a 7
-    assert "2 of 6 cases can be used" in told
+    assert "2 of 6 cases are usable" in told
     assert_nothing_written(pairs)
 
 
@@ -154,13 +154,13 @@ def test_bad_cases_are_left_out_on_request_with_their_reason(pairs: Path, capsys
     (left_out,) = json.loads((pairs / "set/dataset.json").read_text())["left_out"]
     assert left_out["case"] == "b"
     assert "found the values 7" in left_out["reason"]
-    assert "left out: b" in capsys.readouterr().err
+    assert "skipped: b" in capsys.readouterr().err
 
 
 def test_values_are_mapped(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(pairs / "labels/b.nii.gz", mask(255))
     assert convert(pairs) == 1
-    assert "found the values 255; named are 0 background, 1 organ" in capsys.readouterr().err
+    assert "found the values 255; known labels are 0 background, 1 organ" in capsys.readouterr().err
     assert convert(pairs, "--values", "255=1") == 0
     label = read_volume(written(pairs)["b"][1])
     assert label.voxels.dtype == np.uint8
@@ -211,7 +211,7 @@ def test_a_number_without_a_name_is_no_label(pairs: Path) -> None:
     case = RawCase("a", (pairs / "images/a.nii.gz",), pairs / "labels/a.nii.gz")
     examine(case, RawSet("set", ("CT",), ("background", "", "organ"), (case,)))
     (problem,) = case.problems
-    assert "found the values 1; named are 0 background, 2 organ" in problem
+    assert "found the values 1; known labels are 0 background, 2 organ" in problem
 
 
 def test_brats_labels_are_mapped_by_the_value_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +225,7 @@ def test_brats_labels_are_mapped_by_the_value_that_is_named(tmp_path: Path, caps
     flags = ("--modality", "FLAIR", "T1w", "T1gd", "T2w")
     assert convert(tmp_path, *flags, names=names) == 1
     told = capsys.readouterr().err
-    assert told.count("found the values 4; named are 0 background") == told.count("map them: --values=4=3") == 2
+    assert told.count("found the values 4; known labels are 0 background") == told.count("map them: --values=4=3") == 2
     assert convert(tmp_path, "--values", "4=3", *flags, names=names) == 0
     assert np.unique(read_volume(written(tmp_path)["0"][1]).voxels).tolist() == [0, 1, 2, 3]
     assert "medspeed train brats --data" in capsys.readouterr().out
@@ -277,7 +277,7 @@ def test_two_files_of_one_name_are_no_case(pairs: Path, capsys: pytest.CaptureFi
     save(pairs / "labels/c.nii.gz", mask())
     assert convert(pairs) == 1
     told = capsys.readouterr().err
-    assert "bad: a: expected an image and a label of one name" in told
+    assert "bad: a: expected an image and a label with the same name" in told
     assert "c_img.nii.gz" in told
 
 
@@ -311,14 +311,14 @@ def test_what_is_worth_a_look_is_told(pairs: Path, capsys: pytest.CaptureFixture
     assert "the label is empty: b" in printed
     assert "no value below -200" in printed
     assert ": c\n" in printed
-    assert "may validate what it trained: a, d" in printed
-    assert "no case has a voxel of this label: 2 tumour" in printed
+    assert "may be in training and validation: a, d" in printed
+    assert "no case contains this label: 2 tumour" in printed
 
 
 def test_a_folder_that_is_there_is_never_touched(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (pairs / "set").mkdir()
     assert convert(pairs) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert list((pairs / "set").iterdir()) == []
 
 
@@ -470,7 +470,7 @@ def test_what_training_would_refuse_is_bad(pairs: Path, label: np.ndarray, capsy
         (["--images", "a", "--labels", "b", "--names", "x", "--modality", "CT", "--to", "c"], "at least one structure"),
         (["--nnunet", "a"], "--to is missing"),
         (["--nnunet", "a", "--modality", "CT", "--to", "c"], "has its dataset.json"),
-        (["--check", "a", "--to", "b"], "--to: leave it out: --check writes nothing"),
+        (["--check", "a", "--to", "b"], "--to: drop it: --check writes nothing"),
         (["--nnunet", "a", "--to", "c", "--values", "255"], "expected OLD=NEW"),
         ([], "required"),
     ],

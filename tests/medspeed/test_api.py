@@ -125,7 +125,7 @@ def test_scans_are_segmented_and_told_one_by_one(model, data, tmp_path, capfd):
         assert each.volumes_ml == {"spleen": pytest.approx((labels.voxels == 1).sum() * voxel_ml, abs=1e-3)}
     again = predict(model, scans, tmp_path / "out", device="cpu", overlays=False)
     assert again == found
-    assert "2 scans kept" in capfd.readouterr().out
+    assert "2 scans already finished" in capfd.readouterr().out
 
 
 def test_label_maps_are_compared_with_references_those_of_a_run_too(model, data, tmp_path, capfd):
@@ -187,7 +187,7 @@ def test_a_training_in_a_thread_says_nothing_and_leaves_nothing(data, tmp_path, 
     assert capfd.readouterr() == ("", "")
     (summary,) = found
     assert (summary["app"], summary["steps"], summary["run"]) == ("spleen", 2, str(tmp_path / "run"))
-    assert "no figure of this run means anything" in (tmp_path / "run" / "run.log").read_text()
+    assert "the results of this run are meaningless" in (tmp_path / "run" / "run.log").read_text()
     masks = predict(summary["run"], data / "imagesTr", tmp_path / "masks", quiet=True, device="cpu")
     assert len(masks.done) == 3
     assert masks.status == 0

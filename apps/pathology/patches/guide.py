@@ -71,11 +71,11 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Monai
     table = table.take(np.arange(rank, len(table) // world * world, world))
     batch_size = decided(config.batch_size) // world
     if len(table) < batch_size:
-        raise ValueError(f"batch_size {batch_size}: there are {len(table)} training patches; choose a smaller one")
+        raise ValueError(f"batch_size {batch_size}: only {len(table)} training patches; choose a smaller batch size")
     reader = "cucim" if config.reader == "auto" else config.reader
     against = why_not_cucim(run.device) if config.recipe == "guide" else f"the recipe is {config.recipe}"
-    how = f"patch by patch on the CPU, since {against}" if against else "cuCIM on the GPU, whose draws nobody can seed"
-    run.say(f"patches: read by {reader}, each anew in each epoch\naugmentation: {how}")
+    how = f"patch by patch on the CPU ({against})" if against else "cuCIM on the GPU (cannot be seeded)"
+    run.say(f"patches: read by {reader}, again in each epoch\naugmentation: {how}")
     on_cpu = cpu_transforms(config.augmentation) if against else []
     on_device = cucim_transform(config.augmentation) if not against else plain
 

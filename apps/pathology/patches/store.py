@@ -112,7 +112,7 @@ def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
     with run.clock.stage("prepare"), closing(SlidePool(config.reader)) as pool:
         run.ranks.once(lambda: found.append(stored_patches(table, folder, pool, config.workers, run.leader)))
         for path, tiles in pool.damaged.items():
-            run.say(f"{path.name}: {len(tiles)} DAMAGED TILES taken as white", "warning")
+            run.say(f"{path.name}: {len(tiles)} DAMAGED TILES treated as white", "warning")
         return found[0] if found else stored_patches(table, folder, pool, config.workers, False)
 
 
@@ -134,8 +134,8 @@ def stored_patches(table: PatchTable, folder: Path, pool: SlidePool, workers: in
         needed, free = math.prod(shape), shutil.disk_usage(folder).free
         if needed > free:
             raise OSError(
-                f"{folder}: {len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB and "
-                f"{free / 2**30:.1f} GiB are free; make room, choose another --store, or fewer --patches-per-slide"
+                f"{folder}: {len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB but only "
+                f"{free / 2**30:.1f} GiB is free; free some space, choose another --store, or fewer --patches-per-slide"
             )
         with atomic_path(path) as part:
             pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
@@ -192,9 +192,7 @@ def _read_image(file: Path, size: int) -> np.ndarray:
             width, height = image.size
     except BAD_IMAGE as error:
         raise ValueError(f"{file}: cannot be read as an image ({error}); copy it again") from error
-    raise ValueError(
-        f"{file}: {width} x {height} pixels, expected {size} x {size}, as the network or the first patch of the set has"
-    )
+    raise ValueError(f"{file}: {width} x {height} pixels, expected {size} x {size} like the network or the first patch")
 
 
 def resident_batches(table: PatchTable, config: PathologyConfig, run: Run) -> KeyedBatches:

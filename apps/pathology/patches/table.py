@@ -96,11 +96,11 @@ def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
         row = dict(zip(header, [*cells, *[""] * len(header)], strict=False))
         image, part, label = _labelled_image(row, folder, where)
         if image in listed:
-            raise ValueError(f"{where}: {image.name} is listed before; list it once")
+            raise ValueError(f"{where}: {image.name} is listed twice; list it once")
         listed[image] = (part, label)
     parts = {part: [image for image in listed if listed[image][0] == part] for part in dict.fromkeys(_PARTS.values())}
     if not parts["training"]:
-        raise ValueError(f"{path}: no image trains; expected some with the split train, or no column split")
+        raise ValueError(f"{path}: no training images; expected some with split `train`, or no column `split`")
     try:
         with Image.open(parts["training"][0]) as first:
             width, height = first.size
@@ -108,7 +108,7 @@ def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
         raise ValueError(f"{parts['training'][0]}: cannot be read as an image ({error}); copy it again") from error
     if width != height or width > _LONGEST:
         raise ValueError(
-            f"{parts['training'][0]}: {width} x {height} pixels; patches are squares, of {_LONGEST} pixels at most"
+            f"{parts['training'][0]}: {width} x {height} pixels; patches must be square, at most {_LONGEST} pixels wide"
         )
 
     def table(images: list[Path]) -> PatchTable:
@@ -125,7 +125,7 @@ def _labelled_image(row: dict[str, str], folder: Path, where: str) -> tuple[Path
     if "split" in row and split.lower() not in _PARTS:
         raise ValueError(f"{where}: split {split!r}: expected one of {', '.join(_PARTS)}")
     if not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise ValueError(f"{where}: image {name!r}: expected a path within the folder")
+        raise ValueError(f"{where}: image {name!r}: expected a path inside the folder")
     image = next((path for path in (folder / name, folder / "images" / name) if path.is_file()), None)
     if image is None:
         raise FileNotFoundError(f"{where}: {name} is missing in {folder} and in its folder images")
@@ -196,7 +196,7 @@ def _region(name: str, x: str | int, y: str | int, flags: np.ndarray, where: str
     except (KeyError, ValueError) as error:
         raise ValueError(f"{where}: expected whole numbers and flags of 0 or 1, found {error}") from error
     if not 0 <= min(region[1:3]) <= max(region[1:3]) < 2**31 - REGION:
-        raise ValueError(f"{where}: ({x}, {y}) is a place on no slide")
+        raise ValueError(f"{where}: ({x}, {y}) is not a valid position")
     return region
 
 
@@ -204,7 +204,7 @@ def _find(names: list[str], images: Path, path: Path) -> tuple[Path, ...]:
     there: dict[str, Path] = {}
     for file in sorted(images.rglob("*")):
         if is_slide(file) and there.setdefault(file.stem.lower(), file) is not file and file.stem.lower() in names:
-            raise ValueError(f"{images}: {there[file.stem.lower()]} and {file} are named alike; keep one of them")
+            raise ValueError(f"{images}: {there[file.stem.lower()]} and {file} share a name; keep one of them")
     if missing := [name for name in names if name not in there]:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise FileNotFoundError(f"{path}: {len(missing)} of {len(names)} slides are not in {images}: {shown}")

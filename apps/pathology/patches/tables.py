@@ -68,7 +68,7 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
     tables = run.ranks.once(lambda: _of_both_kinds(_read(config, folder, run), run))
     tables = replace(tables, mpp=config.mpp or tables.mpp)
     if config.fast_dev_run:
-        run.say(DEV_RUN)
+        run.say(DEV_RUN, "warning")
         count = max(_FEW, config.batch_size or 0)
         few = {name: table.take(_of_each_kind(table.label, count)) for name, table in tables.parts().items()}
         tables = replace(tables, **few)  # type: ignore[arg-type]
@@ -77,9 +77,10 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
     run.say(f"data: {tables.folder} ({tables.name}; patches of {size}: {shown})")
     if tables.synthetic:
         run.say(
-            "SYNTHETIC DATA: these slides are drawn, and their figures say nothing about patients. For real ones:\n"
+            "SYNTHETIC DATA: these slides are drawn; results on them say nothing about patients. For real slides:\n"
             "  python data_scripts/fetch_camelyon16.py --to data/camelyon16 --slides sample && "
-            "python apps/pathology/train.py --data data/camelyon16"
+            "python apps/pathology/train.py --data data/camelyon16",
+            "warning",
         )
     return tables
 
@@ -94,7 +95,7 @@ def keep_digests(tables: Tables, run: Run) -> None:
     digests = {"training": tables.training.digest(), "validation": tables.validation.digest()}
     if run.resumed and path.is_file() and read_object(path) != digests:
         raise ValueError(
-            f"{path}: the run began with other patches than --data now gives, so it cannot go on; restore the files, "
+            f"{path}: the patches in --data have changed since the run began, so it cannot resume; restore the files, "
             "or start a new run from its weights with --init"
         )
     write_json(path, digests)
@@ -116,7 +117,7 @@ def hold_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: in
         held[rows[: min(max(round(fraction * len(rows)), 1), len(rows) - 1)] if rows else []] = True
     if not held.any():
         raise ValueError(
-            f"{len(names)} to train on: to hold one out for validation, two with tumour or two without are needed"
+            f"found {len(names)} for training; holding one out for validation needs two with tumour or two without"
         )
     return held
 
@@ -144,8 +145,8 @@ def _require_within(table: PatchTable, pool: SlidePool) -> None:
         beyond = ((corners >= sides) | (corners <= -table.size)).any(1)
         if beyond.any():
             raise ValueError(
-                f"{file}: a patch is listed at {tuple(corners[beyond][0].tolist())}, and the slide has {sides[0]} x "
-                f"{sides[1]} pixels: is the list of another slide?"
+                f"{file}: a patch is listed at {tuple(corners[beyond][0].tolist())}, but the slide has {sides[0]} x "
+                f"{sides[1]} pixels: does the list belong to another slide?"
             )
 
 
@@ -155,11 +156,11 @@ def _of_both_kinds(tables: Tables, run: Run) -> Tables:
         if table.label.min() != table.label.max():
             continue
         if name == "testing":
-            run.say(f"testing: its {len(table)} patches are of one kind, which has no AUC, so it is left out")
+            run.say(f"testing: skipped, all {len(table)} patches have the same label, so there is no AUC")
             return replace(tables, testing=None)
         kind = "tumour" if table.label.min() == 0 else "normal"
         raise ValueError(
-            f"{tables.folder}: there is no {kind} patch among the {len(table)} for {name}, and no AUC without; add "
+            f"{tables.folder}: no {kind} patch among the {len(table)} for {name}, so there is no AUC; add "
             f"some, or choose another --held-out or --seed"
         )
     return tables
@@ -198,7 +199,7 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -
         table = sample_patches(entries, per_slide, size, config.seed, pool, config.workers, run.leader)
         given = zip(table.files, np.bincount(table.file, minlength=len(table.files)), strict=True)
         if lacking := [f"{path.stem} {per_slide - count}" for path, count in given if count < per_slide]:
-            run.say(f"room for fewer patches than {per_slide} on some slides; missing: {', '.join(lacking)}")
+            run.say(f"some slides have room for fewer than {per_slide} patches; missing: {', '.join(lacking)}")
         return table
 
     tables = drawn(training), drawn(validation), drawn(testing) if testing else None
@@ -216,11 +217,11 @@ def _pixel_size(files: Sequence[Path], run: Run, pool: SlidePool) -> float | Non
     known = sorted(size for size in sizes if size is not None)
     text = f"slides: read by {', '.join(sorted(readers))}"
     if len(known) < len(sizes):
-        text += f"; {len(sizes) - len(known)} give no pixel size, and tissue is sought as if it were {ASSUMED_MPP} um"
+        text += f"; {len(sizes) - len(known)} have no pixel size; tissue detection assumes {ASSUMED_MPP} um"
     if known and known[-1] > (1 + MPP_TOLERANCE) * known[0]:
         text += (
-            f"; ATTENTION: their pixels are {known[0]:g} to {known[-1]:g} um, and patches are taken as they are: the "
-            "network learns several magnifications; train on slides of one"
+            f"; WARNING: pixel sizes range from {known[0]:g} to {known[-1]:g} um and patches are not rescaled, so the "
+            "network learns several magnifications; train on slides of a single one"
         )
     run.say(text)
     return known[len(known) // 2] if known else None

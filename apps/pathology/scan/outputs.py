@@ -80,7 +80,7 @@ def read_detections_csv(path: Path) -> np.ndarray:
         rows = [line.split(",") for line in path.read_text(encoding="utf-8").splitlines()]
         found = np.array([(float(score), int(x), int(y)) for score, x, y in rows], np.float64).reshape(-1, 3)
         if not ((found >= 0) & (found <= (1, np.inf, np.inf))).all():
-            raise ValueError("a score outside 0 to 1, or a place below 0")
+            raise ValueError("a score outside 0 to 1, or a negative position")
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{path}: rows must be score,x,y ({error}): scan the slide again") from error
     return found

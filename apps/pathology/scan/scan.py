@@ -105,13 +105,13 @@ def choose_view(slide: Slide, mpp: float | None) -> View:
     """
     level, pitch = 0, STRIDE
     unknown = [name for name, size in (("slide", slide.mpp), ("network", mpp)) if size is None]
-    reason = f"level 0 as it is, no pixel size known of {' and '.join(unknown)}"
+    reason = f"level 0 unscaled, unknown pixel size of {' and '.join(unknown)}"
     if slide.mpp is not None and mpp is not None:
         sizes = [slide.mpp * level.downsample for level in slide.levels]
         if sizes[0] > MOST_COARSE * mpp:
             raise ValueError(
-                f"{slide.path}: pixels of {sizes[0]:.4g} um show nothing to a network of {mpp:.4g} um (at most "
-                f"{MOST_COARSE:g} times as large): scan the glass at a higher power, or correct its pixel size"
+                f"{slide.path}: pixels of {sizes[0]:.4g} um are too coarse for a network of {mpp:.4g} um (at most "
+                f"{MOST_COARSE:g} times as large): scan the slide at a higher magnification, or correct its pixel size"
             )
         level = min(range(len(sizes)), key=lambda each: abs(math.log(sizes[each] / mpp)))
         far = abs(sizes[level] - mpp) > MPP_TOLERANCE * mpp

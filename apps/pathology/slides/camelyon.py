@@ -88,7 +88,7 @@ def read_slide_set(folder: Path) -> SlideSet:
     for path in (*training, *testing):
         if (other := by_name.setdefault(path.stem.lower(), path)) is not path:
             pair = " and ".join(str(each.relative_to(folder)) for each in (other, path))
-            raise ValueError(f"{folder}: {pair} are named alike; keep one of them")
+            raise ValueError(f"{folder}: {pair} have the same name; keep one of them")
     if not training:
         raise FileNotFoundError(
             f"{folder}: no such folder, or no training slides in it; expected training/images/*.tif, training/normal "
@@ -98,7 +98,7 @@ def read_slide_set(folder: Path) -> SlideSet:
     about = read_object(folder / "slides.json", "remove it") if (folder / "slides.json").is_file() else {}
     name, synthetic = about.get("name", folder.resolve().name), about.get("synthetic", False)
     if not (isinstance(name, str) and isinstance(synthetic, bool)):
-        raise ValueError(f"{folder / 'slides.json'}: name must be a text, synthetic true or false; remove the file")
+        raise ValueError(f"{folder / 'slides.json'}: name must be text, synthetic true or false; remove the file")
     tests = tuple(_entry(path, folder, "testing", synthetic, reference) for path in testing)
     known = reference is not None or any(entry.annotation for entry in tests)
     entries = tuple(_entry(path, folder, "training", synthetic, None) for path in training)
@@ -121,16 +121,16 @@ def _entry(path: Path, folder: Path, half: str, synthetic: bool, reference: dict
     annotation, mask = next(filter(Path.is_file, outlines), None), next(filter(Path.is_file, masks), None)
     if half == "testing":
         if reference is not None and name not in reference:
-            raise ValueError(f"{folder}: reference.csv does not name {path.stem}; complete it, or move the slide away")
+            raise ValueError(f"{folder}: reference.csv does not list {path.stem}; add it, or move the slide away")
         tumour = annotation is not None if reference is None else reference[name]
         return SlideEntry(path.stem, path, tumour, annotation, mask)
     tumour = name.startswith("tumor_")
     if not tumour and not name.startswith("normal_"):
-        raise ValueError(f"{path}: a training slide is named tumor_... if it has tumour, else normal_...")
+        raise ValueError(f"{path}: a training slide must be named tumor_... if it has tumour, otherwise normal_...")
     if tumour and annotation is None and mask is None:
         raise ValueError(
-            f"{path}: neither an annotation ({path.stem}.xml) nor a mask ({path.stem}{MASK_ENDING}.tif) says where its "
-            "tumour lies; fetch one, or move the slide away"
+            f"{path}: neither an annotation ({path.stem}.xml) nor a mask ({path.stem}{MASK_ENDING}.tif) shows where "
+            "its tumour is; download one, or move the slide away"
         )
     return SlideEntry(path.stem, path, tumour, annotation, mask, part=not synthetic and name in MARKED_IN_PART)
 
@@ -147,7 +147,7 @@ def _reference(folder: Path) -> dict[str, bool] | None:
         if kind not in ("tumor", "normal"):
             raise ValueError(f"{where}: expected NAME,Tumor,... or NAME,Normal,..., found {str(row)[:100]}")
         if found.setdefault(slide_name(row[0]), kind == "tumor") != (kind == "tumor"):
-            raise ValueError(f"{where}: a line before says otherwise of {row[0]!r}; keep one of them")
+            raise ValueError(f"{where}: an earlier line disagrees about {row[0]!r}; keep one of them")
     return found
 
 

@@ -52,7 +52,7 @@ class CucimHandle:
             raise ValueError(f"cuCIM: {error}") from error
         due = [(level.width, level.height) for level in layout.levels]
         if sizes != due:
-            raise ValueError(f"cuCIM sees levels {sizes}, the file has {due}")
+            raise ValueError(f"cuCIM reads levels {sizes}, the file has {due}")
         self.levels, self.mpp = layout.levels, layout.mpp
         self._downsamples: list[float] = list(self._image.resolutions["level_downsamples"])
         self.close: Callable[[], None] = self._image.close
@@ -166,7 +166,7 @@ def open_handle(path: Path, layout: Layout, name: ReaderName) -> Handle:
     if name != "openslide" and not layout.levels:
         raise ValueError("reads TIFF files only")
     if name != "openslide" and layout.padded:
-        raise ValueError("Philips pads its levels to whole tiles, and it does not know by how much")
+        raise ValueError("Philips pads levels to whole tiles by an amount it does not read")
     if name == "cucim" and not all(level.tiled for level in layout.levels):
         raise ValueError("reads tiles, this file has strips")
     if name == "cucim" and (strange := {level.compression for level in layout.levels} - _CUCIM_COMPRESSIONS):

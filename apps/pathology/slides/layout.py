@@ -147,10 +147,10 @@ def read_layout(path: Path) -> Layout:
         raise ValueError(f"{path} ({size} bytes) has damaged TIFF directories ({error}): copy it again") from error
     if following:  # to a directory that cannot be read, which tifffile only logs
         raise ValueError(
-            f"{path} ({size} bytes) is cut short or damaged: no TIFF directory at {following}: copy it again"
+            f"{path} ({size} bytes) is truncated or damaged, no TIFF directory at {following}: copy it again"
         )
     if not levels:
-        raise ValueError(f"{path}: holds no 8-bit RGB image (three interleaved samples): convert it to an RGB TIFF")
+        raise ValueError(f"{path}: contains no 8-bit RGB image (three interleaved samples): convert it to an RGB TIFF")
     _require_sound(path, size, levels)
     return Layout(levels, checked_mpp(*sides, path) if sides else None, padded, predicted)
 
@@ -167,16 +167,16 @@ def _require_sound(path: Path, size: int, levels: tuple[Level, ...]) -> None:
         if math.prod(tile) > _MOST_PIXELS:
             raise ValueError(
                 f"{path}: a tile or strip has {tile[0]} x {tile[1]} pixels, and at most {_MOST_PIXELS} are read: "
-                "convert it to a TIFF of small tiles"
+                "convert it to a TIFF with small tiles"
             )
     if levels[0].width * levels[0].height > _MOST_PER_BYTE * size:
         raise ValueError(
             f"{path}: {size} bytes cannot hold its {levels[0].width} x {levels[0].height} pixels (at most "
-            f"{_MOST_PER_BYTE} to a byte): fetch it again"
+            f"{_MOST_PER_BYTE} per byte): copy it again"
         )
     if beyond := sum(int(np.count_nonzero(level.offsets > size - level.counts)) for level in levels):
         tiles = sum(len(level.offsets) for level in levels)
-        raise ValueError(f"{path} is cut short: {beyond} of {tiles} tiles lie beyond its {size} bytes: copy it again")
+        raise ValueError(f"{path} is truncated, {beyond} of {tiles} tiles are beyond its {size} bytes: copy it again")
 
 
 def looks_whole(level: Level, tile: int, file: int) -> bool:

@@ -93,7 +93,7 @@ def low_power(slide: Slide, downsample: float) -> tuple[np.ndarray, float]:
     require_memory(f"{slide.path}: at {factor * level.downsample:g} times less", columns, rows)
     image = np.empty((rows, columns, 3), np.uint8)
     step = max(1, _BLOCK // factor)
-    for row in tqdm(range(0, rows, step), "low power", unit="row", leave=False, disable=hides_bar(), delay=2):
+    for row in tqdm(range(0, rows, step), "finding tissue", unit="row", leave=False, disable=hides_bar(), delay=2):
         for column in range(0, columns, step):
             x, y = (math.ceil(place * factor * level.downsample) for place in (column, row))
             high, wide = min(step, rows - row), min(step, columns - column)
@@ -108,7 +108,7 @@ def require_memory(what: str, width: int, height: int, each: int = _BYTES) -> No
     needed, free = width * height * each, free_memory()
     if needed > free:
         raise ValueError(
-            f"{what} it has {width} x {height} pixels, which take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are "
+            f"{what} it has {width} x {height} pixels and needs {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are "
             "free: see whether its pixel size is right, or take a machine with more memory"
         )
 
@@ -172,7 +172,7 @@ def tumour_mask(entry: SlideEntry, width: int, height: int, most_downsample: flo
             require_memory(f"{entry.annotation}: for a pixel of {downsample}", wide, high)
             found = SlideMask(rasterise(entry.annotation, wide, high, downsample), downsample)
         else:
-            raise ValueError("neither a mask nor an annotation says where the tumour lies")
+            raise ValueError("neither a mask nor an annotation shows where the tumour is")
         if not found.mask.any():
             raise ValueError(
                 f"{entry.mask or entry.annotation} marks no tumour as large as a pixel of {found.downsample:g}, and "
@@ -198,8 +198,8 @@ def rasterise(path: Path, width: int, height: int, downsample: float) -> np.ndar
     if outside.any():
         x, y = vertices[outside][0].round(1)
         raise ValueError(
-            f"{path}: a vertex at ({x:g}, {y:g}) lies outside the slide, {width} x {height} pixels at the level "
-            "looked at: does the annotation belong to another slide?"
+            f"{path}: a vertex at ({x:g}, {y:g}) is outside the slide, {width} x {height} pixels at the level "
+            "used: does the annotation belong to another slide?"
         )
     for polygon, tumour in sorted(outlines, key=lambda outline: not outline[1]):  # what is excluded, last
         _fill(mask, polygon, tumour)
@@ -239,7 +239,7 @@ def read_asap(path: Path) -> list[tuple[np.ndarray, bool]]:
             raise ValueError(f"{path}: {name}: a vertex without a number as X, Y and Order ({error})") from error
         if len(vertices) < 3 or not np.isfinite(vertices).all():
             raise ValueError(
-                f"{path}: {name}: {len(vertices)} vertices; an outline has at least 3, all finite: mend it in ASAP"
+                f"{path}: {name}: {len(vertices)} vertices; an outline needs at least 3, all finite: fix it in ASAP"
             )
         outlines.append((vertices, group in TUMOUR_GROUPS))
     return outlines

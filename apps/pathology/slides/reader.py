@@ -162,11 +162,11 @@ def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
         if reader != "auto" or len(handle.levels) >= len(layout.levels):
             return Slide(path, name, handle)
         handle.close()
-        refused.append(f"{name}: sees {len(handle.levels)} of {len(layout.levels)} levels")
+        refused.append(f"{name}: reads {len(handle.levels)} of {len(layout.levels)} levels")
     with path.open("rb") as file:
-        start = "" if layout.levels else f" is no TIFF (it begins with {file.read(4)!r}) and"
+        start = "" if layout.levels else f" is not a TIFF (it begins with {file.read(4)!r}) and"
     raise ValueError(
-        f"{path}{start} cannot be read ({'; '.join(refused)}): fetch it again, or convert it to a tiled RGB TIFF"
+        f"{path}{start} cannot be read ({'; '.join(refused)}): copy it again, or convert it to a tiled RGB TIFF"
     )
 
 

@@ -32,7 +32,7 @@ def test_printed_configuration_fed_back_is_equal(recipe, tmp_path):
     ("field", "value", "words"),
     [
         ("network.filters", 12, "multiple of 8"),
-        ("network.blocks_down", (3,), "2 or more levels"),
+        ("network.blocks_down", (3,), "at least 2 levels"),
         ("windows.overlap", 1.0, r"in \[0, 1\)"),
         ("cache", "smart:4:0.0", "above 0"),
         ("cache", "smart:4:0.5:2", "smart"),
@@ -40,7 +40,7 @@ def test_printed_configuration_fed_back_is_equal(recipe, tmp_path):
         ("parallel.accumulate", 0, "at least 1"),
         ("parallel.partitions", 0, "at least 1"),
         ("learning_rate", 0.0, "above 0"),
-        ("crops.flips", "q", "letters of xyz"),
+        ("crops.flips", "q", "some of the letters x, y and z"),
     ],
 )
 def test_bounds_name_the_field_and_the_value(field, value, words):
@@ -50,7 +50,7 @@ def test_bounds_name_the_field_and_the_value(field, value, words):
 
 
 def test_sides_divide_by_the_levels():
-    with pytest.raises(ValueError, match=r"crop_size \(48, 48, 50\): each side must divide by 4"):
+    with pytest.raises(ValueError, match=r"crop_size \(48, 48, 50\): sides must be multiples of 4"):
         BratsConfig(crop_size=(48, 48, 50), network=Network(blocks_down=(1, 2, 2)))
 
 

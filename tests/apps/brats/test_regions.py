@@ -97,7 +97,7 @@ def test_a_challenges_numbers_hold_whatever_the_names(numbering):
 
 
 def test_another_numbering_than_the_files_is_refused():
-    with pytest.raises(ValueError, match=r"brats2018: has the labels \[1, 2, 4\], and .* lists \[1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"brats2018: expects the labels \[1, 2, 4\], but .* lists \[1, 2, 3\]"):
         choose_labelling(dataset("background", "a", "b", "c"), "brats2018")
 
 

@@ -78,7 +78,7 @@ def test_the_summary_holds_the_regions(run):
     assert len(list((run / "overlays").glob("*.png"))) == 1
     log = (run / "run.log").read_text()
     assert "regions: TC = labels 2+3, WT = labels 1+2+3, ET = labels 3" in log
-    assert "cache auto: 4 cases take up to" in log
+    assert "cache auto: 4 cases, up to" in log
 
 
 def test_infer_returns_label_maps_on_the_files_own_grid(run, heads, tmp_path):

@@ -68,7 +68,7 @@ def test_scores_follow_from_hits_and_false_positives(tmp_path, capsys):
     assert found["slide_auc"] == 1.0
     said = capsys.readouterr().out.splitlines()
     assert said[-2].startswith(f"FROC: {found['froc']:.4f}, 2 lesions in 2 slides, masks at 16 um")
-    assert said[-1] == "slide AUC: 1.0000, 1 slides with tumour, 2 in all"
+    assert said[-1] == "slide AUC: 1.0000, 1 of 2 slides with tumour"
     assert (scans / "froc.csv").is_file()
     assert (scans / "froc.png").is_file()
 
@@ -96,7 +96,7 @@ def test_slides_that_cannot_be_scored_are_left_out_and_said(tmp_path, capsys):
     assert "neither a mask" in found["left_out"]["test_001"]
     assert (found["froc"], found["slide_auc"]) == (None, None)
     said = capsys.readouterr().out
-    assert "FROC: none" in said
+    assert "FROC: not computed" in said
     assert "slide AUC: none" in said
 
 
@@ -116,7 +116,7 @@ def test_scans_by_different_weights_are_refused(tmp_path):
         record = json.loads((scans / name / "slide.json").read_text())
         mark = {"weights": {"best.safetensors": weights}, "input": [name, 1]}
         (scans / name / "slide.json").write_text(json.dumps({**record, "mark": mark}))
-    with pytest.raises(ValueError, match=r"test_001.slide\.json and .*test_002.slide\.json are of different weights"):
+    with pytest.raises(ValueError, match=r"test_001.slide\.json and .*test_002.slide\.json differ in weights"):
         judge(scans, data)
 
 

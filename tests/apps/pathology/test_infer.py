@@ -105,18 +105,18 @@ def test_damaged_tiles_are_white_and_recorded(config, capsys):
     assert infer.main(config).status == 0
     record = json.loads((config.output / "one" / "slide.json").read_text())
     assert record["damaged_tiles"] == [[0, 1, 2]]
-    assert "1 DAMAGED TILES taken as white" in capsys.readouterr().out
+    assert "1 DAMAGED TILES treated as white" in capsys.readouterr().out
 
 
 def test_finished_slides_are_kept_until_weights_options_or_the_slide_change(config, capsys):
     infer.main(config)
     before = (config.output / "one" / "slide.json").stat().st_mtime_ns
     infer.main(config)
-    assert "2 slides kept: they were finished with the same weights and options" in capsys.readouterr().out
+    assert "2 slides already finished with the same weights and options: kept" in capsys.readouterr().out
     assert (config.output / "one" / "slide.json").stat().st_mtime_ns == before
     write_slide(config.input / "two.tif", [(300, 300, 40)])
     infer.main(config)
-    assert "1 slides kept" in capsys.readouterr().out
+    assert "1 slide already finished" in capsys.readouterr().out
     assert (config.output / "two" / "detections.csv").read_text() != ""
     infer.main(replace(config, mode="patches"))
     assert "kept" not in capsys.readouterr().out
@@ -145,7 +145,7 @@ def test_an_interrupted_scan_goes_on_to_the_same_outputs(config, tmp_path, where
     (config.output / "two" / ".part-x1-probability.tif").touch()
     capsys.readouterr()
     infer.main(config)
-    assert "1 slides kept" in capsys.readouterr().out
+    assert "1 slide already finished" in capsys.readouterr().out
     assert contents(config.output) == contents(whole.output)
     assert {path.name for path in (config.output / "two").iterdir()} == OUTPUTS - {"heatmap.png"}
 
@@ -154,8 +154,8 @@ def test_a_broken_slide_is_named_and_the_others_are_scanned(config, capsys):
     (config.input / "empty.tif").touch()
     assert infer.main(config).status == 1
     said = capsys.readouterr().out
-    assert "set aside" in said
-    assert "1 of 3 slides were set aside: empty" in said
+    assert "failed" in said
+    assert "1 of 3 slides failed: empty" in said
     assert (config.output / "two" / "slide.json").is_file()
     assert not (config.output / "empty").exists()
 
@@ -179,21 +179,21 @@ def test_a_white_slide_gives_an_empty_map(config, capsys):
     assert infer.main(replace(config, input=config.input / "one.tif", overlays=True)).status == 0
     record = json.loads((config.output / "one" / "slide.json").read_text())
     assert (record["probability"], record["tiles"], record["detections"]) == (0.0, 0, 0)
-    assert "NO TISSUE was found" in capsys.readouterr().out
+    assert "NO TISSUE found" in capsys.readouterr().out
     assert not tifffile.imread(config.output / "one" / "probability.tif").any()
     assert (config.output / "one" / "heatmap.png").is_file()
 
 
 def test_slides_that_would_share_a_folder_are_refused(config):
     write_slide(config.input / "one.svs", [])
-    with pytest.raises(ValueError, match=r"one\.svs and one\.tif would share a folder"):
+    with pytest.raises(ValueError, match=r"one\.svs and one\.tif would share an output folder"):
         infer.main(config)
 
 
 @pytest.mark.parametrize("name", ["...tif", "..tif"])
 def test_a_name_that_leads_out_of_the_output_is_refused(config, tmp_path, name):
     slide = write_slide(tmp_path / name, [])
-    with pytest.raises(ValueError, match="which is no folder's: rename it"):
+    with pytest.raises(ValueError, match="no valid folder name: rename it"):
         infer.main(replace(config, input=slide, output=tmp_path / "o" / "inner"))
     assert not list(tmp_path.rglob("slide.json"))
 
@@ -202,7 +202,7 @@ def test_a_name_that_leads_out_of_the_output_is_refused(config, tmp_path, name):
 def test_a_folder_of_patches_is_refused(config, place):
     write_slide(config.input / "images" / "a.tif", [], side=256)
     (config.input / "labels.csv").write_text("image,label\na.tif,1\n")
-    with pytest.raises(ValueError, match=r"holds patches .*name those that they were cut from"):
+    with pytest.raises(ValueError, match=r"contains patches .*pass the slides they were cut from"):
         infer.main(replace(config, input=config.input / place))
 
 
@@ -240,8 +240,8 @@ def test_a_patch_is_no_slide(config, capsys):
     write_slide(config.input / "patch.tif", [(32, 32, 32)], side=64)
     assert infer.main(config).status == 1
     said = capsys.readouterr().out
-    assert "patch.tif: 64 x 64 pixels are a patch" in said
-    assert "1 of 3 slides were set aside: patch" in said
+    assert "patch.tif: 64 x 64 pixels is a patch" in said
+    assert "1 of 3 slides failed: patch" in said
 
 
 def test_a_folder_without_slides_is_named(config, tmp_path):

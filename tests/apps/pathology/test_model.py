@@ -82,7 +82,7 @@ def test_imagenet_weights_become_the_features(tmp_path: Path):
     network = resnet18_fcn(96)
     head = network.head.weight.clone()
     path = torchvision_like(tmp_path / "resnet18.pth")
-    assert "the features from" in initialise_from(network, path)
+    assert "features from" in initialise_from(network, path)
     stored = torch.load(path, weights_only=True)
     for name, value in network.features.state_dict().items():
         assert name.endswith("num_batches_tracked") or torch.equal(value, stored[name])
@@ -111,5 +111,5 @@ def test_other_weights_are_refused(tmp_path: Path):
 
 def test_a_damaged_file_is_named(tmp_path: Path):
     (tmp_path / "resnet18.pth").write_bytes(b"no weights at all")
-    with pytest.raises(ValueError, match=r"resnet18\.pth: not a state dict that can be loaded safely"):
+    with pytest.raises(ValueError, match=r"resnet18\.pth: cannot be loaded safely as a state dict"):
         initialise_from(resnet18_fcn(64), tmp_path / "resnet18.pth")

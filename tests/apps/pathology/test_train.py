@@ -83,7 +83,7 @@ def test_the_guide_runs_and_resumes_at_epoch_boundaries(slides, store, tmp_path,
     whole = main(replace(config, run=tmp_path / "whole"))
     assert whole is not None
     assert whole["recipe"] == "guide"
-    assert "patch by patch on the CPU, since the device is cpu" in (tmp_path / "whole" / "run.log").read_text()
+    assert "patch by patch on the CPU (the device is cpu)" in (tmp_path / "whole" / "run.log").read_text()
     monkeypatch.setattr("medspeed.common.training.fit.train_step", _fails_after(4))
     with pytest.raises(RuntimeError, match="power cut"):
         main(replace(config, run=tmp_path / "cut"))
@@ -150,7 +150,7 @@ def test_two_ranks_share_the_patches(slides, store, tmp_path):
     assert summary["ranks"] == 2
     assert summary["steps"] == 6
     log = (tmp_path / "two" / "run.log").read_text()
-    assert "batch normalisation: over each rank's own part" in log
+    assert "batch normalization: per rank" in log
     assert "cache: 12 patches" in log
 
 

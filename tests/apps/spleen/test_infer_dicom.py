@@ -93,8 +93,8 @@ def test_other_modalities_are_refused_and_what_is_no_volume_is_left_out(run, tmp
     assert segment(run, tmp_path / "scans", tmp_path / "out", overlays=False) == 1
     said = capsys.readouterr().out
     assert "its modality is PT, the model was trained on CT" in said
-    assert said.count("left out, no volume") == 1
-    assert "1 of 2 scans were set aside" in said
+    assert said.count("skipped, not a volume") == 1
+    assert "1 of 2 scans failed" in said
 
 
 def test_a_folder_of_both_kinds_is_refused(run, tmp_path):
@@ -108,7 +108,7 @@ def test_a_model_of_four_channels_refuses_a_series(tmp_path):
     from medspeed.common.inference.scans import find_scans, read_scan
 
     (scan, _) = find_scans(two_series(tmp_path))
-    with pytest.raises(ValueError, match="one channel, the model takes 4"):
+    with pytest.raises(ValueError, match="one channel, the model expects 4"):
         read_scan(scan, 4)
 
 

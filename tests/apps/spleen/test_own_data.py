@@ -64,7 +64,7 @@ def test_mr_with_two_labels_whose_numbers_leave_some_out(tmp_path, capsys):
     summary = train(folder, tmp_path)
     said = capsys.readouterr().out
     assert "z-score" in said
-    assert "spacing (2, 2, 3) mm: the median of 3 training cases" in said
+    assert "spacing (2, 2, 3) mm: median of 3 training cases" in said
     model = json.loads((tmp_path / "run" / "model.json").read_text())
     assert model["labelling"]["labels"] == ["background", "brain", "", "", "nucleus"]
     assert model["preparation"]["normalisation"] == "zscore"
@@ -103,7 +103,7 @@ def test_what_is_asked_for_wins_over_the_fingerprint(tmp_path, capsys):
         (lambda image, label: (image, label * 3), ["labelsTr", "expected label values 0, 1, found 0, 3"]),
         (
             lambda image, label: (np.where(label > 0, np.nan, image).astype(np.float32), label),
-            ["imagesTr", "of 38400 voxels are not a number"],
+            ["imagesTr", "of 38400 voxels are NaN or infinite"],
         ),
         (lambda image, label: (np.stack([image, image], -1), label), ["imagesTr", "3-D"]),
     ],

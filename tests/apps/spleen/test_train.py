@@ -123,19 +123,17 @@ def test_a_bad_scan_in_a_folder_is_set_aside_by_name_and_the_others_are_done(run
     (scans / "a_bad.nii.gz").write_bytes(b"no scan")
     (scans / "good.nii.gz").symlink_to(phantoms / "imagesTr" / "phantom_001.nii.gz")
     assert infer.main(InferConfig(run, scans, tmp_path / "out", device="cpu", overlays=False)).status == 1
-    assert "1 of 2 scans were set aside: a_bad.nii.gz" in capsys.readouterr().out
+    assert "1 of 2 scans failed: a_bad.nii.gz" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out").glob("*.nii.gz")) == ["good.nii.gz"]
 
 
 def test_the_output_may_not_be_the_input_folder(tmp_path):
-    with pytest.raises(ValueError, match="must not be the folder of the input"):
+    with pytest.raises(ValueError, match="must not be the input folder"):
         InferConfig(tmp_path, tmp_path, tmp_path)
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"model\.json: no such file; --model takes the folder of a training run"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"model\.json: no such file; --model takes a run folder"):
         infer.main(InferConfig(tmp_path, tmp_path / "a.nii.gz", tmp_path / "out", device="cpu"))
 
 

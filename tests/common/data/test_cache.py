@@ -349,8 +349,8 @@ def test_auto_takes_the_gpu_where_all_fits():
     made = plan("auto", gpu=GIB, ram=0)
     assert made.tiers == ("gpu",) * 10
     assert made.lines == (
-        "cache auto: 10 cases take up to 1000 MiB",
-        "  10 cases, 1000 MiB in GPU memory (of 1.0 GiB free for it)",
+        "cache auto: 10 cases, up to 1000 MiB",
+        "  10 cases, 1000 MiB in GPU memory (1.0 GiB free)",
     )
 
 
@@ -358,8 +358,8 @@ def test_auto_fills_the_gpu_first_then_memory():
     made = plan("auto", gpu=450 * MIB, ram=GIB)
     assert made.tiers == ("gpu",) * 4 + ("ram",) * 6
     assert made.lines[1:] == (
-        "  4 cases, 400 MiB in GPU memory (of 450 MiB free for it)",
-        "  6 cases, 600 MiB in host memory (of 1.0 GiB free for it)",
+        "  4 cases, 400 MiB in GPU memory (450 MiB free)",
+        "  6 cases, 600 MiB in host memory (1.0 GiB free)",
     )
 
 
@@ -367,7 +367,7 @@ def test_auto_leaves_the_rest_on_disk_and_says_what_to_do():
     made = plan("auto", gpu=450 * MIB, ram=299 * MIB)
     assert made.tiers == ("gpu",) * 4 + ("ram",) * 2 + ("disk",) * 4
     assert made.lines[3] == "  4 cases, 400 MiB in the memory-mapped prepared store"
-    assert "what lies on disk (case6, ...)" in made.lines[4]
+    assert "cases on disk (case6, ...)" in made.lines[4]
     assert "--cache smart" in made.lines[4]
 
 
@@ -378,7 +378,7 @@ def test_a_large_case_does_not_keep_smaller_ones_out():
 
 def test_a_cpu_has_no_gpu_tier():
     assert plan("auto", gpu=None, ram=GIB).tiers == ("ram",) * 10
-    with pytest.raises(ValueError, match=r"cache gpu: the batches lie on the CPU.*--cache auto or ram"):
+    with pytest.raises(ValueError, match=r"cache gpu: this run computes on the CPU.*--cache auto or ram"):
         plan("gpu", gpu=None, ram=GIB)
 
 
@@ -392,29 +392,31 @@ def test_a_tier_asked_for_holds_all_or_is_refused(mode):
     assert plan(mode, gpu=1000 * MIB, ram=1000 * MIB).tiers == (mode,) * 10
     place = {"gpu": "GPU memory", "ram": "host memory"}[mode]
     with pytest.raises(
-        ValueError, match=rf"cache {mode}: 10 cases take up to 1000 MiB and 999 MiB of {place} .*--cache auto.*smart"
+        ValueError, match=rf"cache {mode}: 10 cases, up to 1000 MiB, but only 999 MiB of {place} .*--cache auto.*smart"
     ):
         plan(mode, gpu=999 * MIB, ram=999 * MIB)
 
 
 @pytest.mark.parametrize("mode", ["auto", "gpu", "ram", "disk", "smart"])
 def test_a_disk_that_cannot_hold_the_store_is_refused(mode):
-    with pytest.raises(ValueError, match=r"10 cases take up to 1000 MiB on disk.*999 MiB are free there: make room"):
+    with pytest.raises(
+        ValueError, match=r"10 cases, up to 1000 MiB in the prepared .*999 MiB is free: free some space"
+    ):
         plan(mode, gpu=GIB, ram=GIB, disk=999 * MIB)
 
 
 def test_none_keeps_nothing_anywhere():
     made = plan("none", gpu=None, ram=0, disk=0)
     assert (made.tiers, made.held) == (("none",) * 10, 0)
-    assert "prepared from its raw file whenever it is used" in made.lines[0]
+    assert "prepared from its raw file every time it is used" in made.lines[0]
 
 
 def test_smart_holds_what_fits_with_what_is_loaded_ahead():
     made = plan("smart", gpu=500 * MIB, ram=10 * GIB)
     assert (made.tiers, made.held, made.replaced) == (("gpu",) * 10, 4, 1)  # 4 + a quarter of 4
     assert made.lines == (
-        "cache smart: 10 cases take up to 1000 MiB; 4 at a time in GPU memory, 1 replaced after each epoch, up to "
-        "500 MiB with those (of 500 MiB free for it); the others wait in the memory-mapped prepared store",
+        "cache smart: 10 cases, up to 1000 MiB; 4 at a time in GPU memory and 1 replaced after each epoch, in all up "
+        "to 500 MiB (500 MiB free); the others stay in the memory-mapped prepared store",
     )
     assert plan("smart", gpu=500 * MIB, ram=GIB, share=0.5).held == 3  # 3 + 2
     assert plan("smart", gpu=2 * GIB, ram=GIB).held == 10
@@ -425,10 +427,10 @@ def test_smart_holds_as_many_as_asked_where_they_fit():
     assert (set(made.tiers), made.held, made.replaced) == ({"ram"}, 8, 2)
     assert plan("smart", gpu=None, ram=GIB, asked=1).held == 1
     with pytest.raises(
-        ValueError, match=r"8 of 10 cases .* 1000 MiB, and 500 MiB of GPU memory and 900 MiB of host mem"
+        ValueError, match=r"8 of 10 cases .* 1000 MiB, but only 500 MiB of GPU memory and 900 MiB of host mem"
     ):
         plan("smart", gpu=500 * MIB, ram=900 * MIB, asked=8)
-    with pytest.raises(ValueError, match=r"cache smart:11: between 1 and the 10 cases"):
+    with pytest.raises(ValueError, match=r"cache smart:11: must be between 1 and"):
         plan("smart", gpu=GIB, ram=GIB, asked=11)
     with pytest.raises(ValueError, match=r"1 of 10 cases .* up to 200 MiB"):
         plan("smart", gpu=None, ram=199 * MIB)
@@ -444,14 +446,14 @@ def test_the_brain_tumours_of_the_decathlon():
     sizes = {f"BRATS_{number:03d}": 240 * 240 * 155 * (4 * 2 + 1) for number in range(1, 485)}
     h200 = plan("auto", 65 * GIB, 0, sizes=sizes)
     assert h200.lines == (
-        "cache auto: 484 cases take up to 36.2 GiB",
-        "  484 cases, 36.2 GiB in GPU memory (of 65.0 GiB free for it)",
+        "cache auto: 484 cases, up to 36.2 GiB",
+        "  484 cases, 36.2 GiB in GPU memory (65.0 GiB free)",
     )
     small = plan("auto", 10 * GIB, 12 * GIB, sizes=sizes)
     assert Counter(small.tiers) == {"gpu": 133, "ram": 160, "disk": 191}
     assert small.lines[1:4] == (
-        "  133 cases, 10.0 GiB in GPU memory (of 10.0 GiB free for it)",
-        "  160 cases, 12.0 GiB in host memory (of 12.0 GiB free for it)",
+        "  133 cases, 10.0 GiB in GPU memory (10.0 GiB free)",
+        "  160 cases, 12.0 GiB in host memory (12.0 GiB free)",
         "  191 cases, 14.3 GiB in the memory-mapped prepared store",
     )
 

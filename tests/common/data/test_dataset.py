@@ -117,15 +117,15 @@ def test_names_a_missing_key(tmp_path, key):
         ({"labels": {str(n): f"l{n}" for n in range(300)}}, "labels: .* 255, found '256', .*'260' and 39 more"),
         ({"labels": {"0": "background", "\u0661": "spleen"}}, r"labels: .* found '\\u0661'"),
         ({"labels": {"0": "background", "01": "spleen"}}, "labels: .* found '01'"),
-        ({"labels": {"0": "a", "1": "ball", "2": "ball"}}, "a printable name of its own for each number, found 'ball'"),
-        ({"labels": {"0": "background", "1": ""}}, "of its own for each number, found an empty one"),
+        ({"labels": {"0": "a", "1": "ball", "2": "ball"}}, "a unique, printable name for each number, found 'ball'"),
+        ({"labels": {"0": "background", "1": ""}}, "for each number, found an empty name"),
         ({"labels": {"0": "background", "1": "a\n\x1b[31m"}}, r"each number, found 'a\\n\\x1b\[31m'"),
         ({"labels": {"0": "background", "1": "\ud800"}}, "can't encode character '.ud800'"),
         ({"name": "\udcff"}, "can't encode character '.udcff'"),
-        ({"labels": {"0": "background"}}, "the background and a structure in .'background',"),
+        ({"labels": {"0": "background"}}, "at least two labels, found .'background',"),
         ({"labels": ["background", "spleen"]}, r"Expected `object`, got `array` - at `\$\.labels`"),
         ({"modality": {}}, "modality: expected"),
-        ({"modality": {"0": "CT", "2": "MR"}}, "expected each channel of .* named"),
+        ({"modality": {"0": "CT", "2": "MR"}}, "expected names for all channels"),
         ({"modality": {"0": 5}}, r"Expected `str`, got `int` - at `\$\.modality"),
         ({"name": 5}, r"Expected `str`, got `int` - at `\$\.name`"),
         ({"synthetic": "yes"}, r"Expected `bool`, got `str` - at `\$\.synthetic`"),
@@ -134,13 +134,13 @@ def test_names_a_missing_key(tmp_path, key):
         ({"training": [{"image": "a.nii.gz"}]}, r"missing required field `label` - at `\$\.training"),
         (
             {"training": [{"image": "/etc/a.nii.gz", "label": "b.nii.gz"}]},
-            "'/etc/a.nii.gz' leaves the dataset's folder",
+            "'/etc/a.nii.gz' points outside the dataset folder",
         ),
-        ({"training": [{"image": "a.nii.gz", "label": "x/../../b.nii.gz"}]}, "leaves the dataset's folder"),
+        ({"training": [{"image": "a.nii.gz", "label": "x/../../b.nii.gz"}]}, "points outside the dataset folder"),
         ({"training": [{"image": "a.mha", "label": "b.nii.gz"}]}, "a.mha: expected an image file named NAME.nii.gz"),
         ({"test": "imagesTs"}, r"Expected `array`, got `str` - at `\$\.test`"),
         ({"test": [{"label": "a.nii.gz"}]}, "expected an image file named NAME.nii.gz"),
-        ({"test": ["../a.nii.gz"]}, "leaves the dataset's folder"),
+        ({"test": ["../a.nii.gz"]}, "points outside the dataset folder"),
     ],
 )
 def test_names_what_is_wrong_in_the_list(tmp_path, changes, message):
@@ -191,7 +191,7 @@ def test_a_fraction_and_seed_always_give_the_same_cases():
 
 @pytest.mark.parametrize("split", ["0", "1", "-0.2", "1.5:3", "nan", "inf"])
 def test_a_fraction_lies_between_0_and_1(split):
-    with pytest.raises(ValueError, match="must lie between 0 and 1"):
+    with pytest.raises(ValueError, match="must be above 0 and below 1"):
         split_cases(dataset_of(["a", "b"]), split)
 
 
@@ -204,7 +204,7 @@ def test_all_trains_and_validates_on_every_case():
     split = split_cases(dataset_of(["a", "b"]), "all")
     assert names(split.training) == names(split.validation) == ["a", "b"]
     assert not split.held_out
-    assert split.description == "all 2 cases train and validate"
+    assert split.description == "all 2 cases used for both training and validation"
 
 
 def test_a_file_names_the_cases(tmp_path):
@@ -231,10 +231,10 @@ def test_a_recorded_split_is_a_split_file(tmp_path, choice):
     [
         ({"training": ["a"]}, ".*missing required field `validation`"),
         ({"training": "a", "validation": ["b"]}, r".*Expected `array`, got `str` - at `\$\.training`"),
-        ({"training": ["a", "x", "7"], "validation": ["b"]}, r"x, 7 are no labelled cases of .*dataset\.json"),
+        ({"training": ["a", "x", "7"], "validation": ["b"]}, r"not among the labelled cases of .*: x, 7"),
         ({"training": ["a"], "validation": []}, "expected at least one training and one validation case"),
-        ({"training": ["a", "a"], "validation": ["b"]}, ".* each only once"),
-        ({"training": ["a", "b"], "validation": ["b"]}, "b train and validate"),
+        ({"training": ["a", "a"], "validation": ["b"]}, ".* none listed twice"),
+        ({"training": ["a", "b"], "validation": ["b"]}, "b used for both training and validation"),
     ],
 )
 def test_names_what_is_wrong_in_a_split_file(tmp_path, content, message):

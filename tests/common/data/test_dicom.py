@@ -223,40 +223,40 @@ def test_a_signed_slice_in_an_unsigned_jpeg_2000_stream_keeps_its_sign(tmp_path)
 REFUSED: dict[str, tuple[Change, str]] = {
     "two phases": (
         lambda number, image: setattr(image, "ImagePositionPatient", [0, 0, number // 2]),
-        r": 5 slices lie at 3 positions \(slice 1 at 0.00 mm and slice 2 at 0.00 mm; slice 3 at 1.00 mm and slice 4 at "
+        r": 5 slices share 3 positions \(slice 1 at 0.00 mm and slice 2 at 0.00 mm; slice 3 at 1.00 mm and slice 4 at "
         r"1.00 mm\): several phases",
     ),
-    "one place": (at(ALL, ImagePositionPatient=[0, 0, 7]), ": 5 slices lie at 1 positions .slice 1 at"),
+    "one place": (at(ALL, ImagePositionPatient=[0, 0, 7]), ": 5 slices share 1 positions .slice 1 at"),
     "uneven": (
         at({2}, ImagePositionPatient=[-10, -20, 34.5]),
-        r": slice 3 lies 0.50 mm off the regular grid \(at most 0.2",
+        r": slice 3 is 0.50 mm off the regular grid \(at most 0.2",
     ),
-    "sideways": (at({1}, ImagePositionPatient=[-11, -20, 32.5]), r": slice 2 lies 1.00 mm off the regular grid"),
+    "sideways": (at({1}, ImagePositionPatient=[-11, -20, 32.5]), r": slice 2 is 1.00 mm off the regular grid"),
     "orientation": (
         at({3}, ImageOrientationPatient=[0, 1, 0, 0, 0, 1]),
         r" mixes stacks: slice 1 has ImageOrientationPatient \[1.0, .* slice 4 has \[0.0, 1.0, .*export each",
     ),
     "shape": (at({3}, Rows=5), r" mixes stacks: slice 1 has Rows \[6.0\], slice 4 has \[5.0\]"),
     "spacing": (at({4}, PixelSpacing=[0.8, 0.8]), r"slice 1 has PixelSpacing \[0.8, 0.7\], slice 5 has \[0.8, 0.8\]"),
-    "skewed": (at(ALL, ImageOrientationPatient=[1, 0, 0, 0.1, 1, 0]), "is not two unit vectors at right angles"),
+    "skewed": (at(ALL, ImageOrientationPatient=[1, 0, 0, 0.1, 1, 0]), "is not a pair of orthogonal unit vectors"),
     "multi-frame": (at({0}, NumberOfFrames=3), r": slice 1 is an enhanced multi-frame image \(3 frames\)"),
     "enhanced": (at(ALL, SOPClassUID=pydicom.uid.EnhancedCTImageStorage), "is an enhanced multi-frame image"),
     "colour": (
         at(ALL, SamplesPerPixel=3, PhotometricInterpretation="RGB", SOPClassUID=SecondaryCaptureImageStorage),
-        ": slice [1-5] is a colour image",
+        ": slice [1-5] is a color image",
     ),
-    "no position": (at({1}, ImagePositionPatient=None), ": slice 2 lacks ImagePositionPatient as numbers"),
+    "no position": (at({1}, ImagePositionPatient=None), ": slice 2 has no valid ImagePositionPatient"),
     "no geometry": (
         at(ALL, ImagePositionPatient=None, ImageOrientationPatient=None, PixelSpacing=None),
-        "lacks PixelSpacing, ImageOrientationPatient, ImagePositionPatient",
+        "has no valid PixelSpacing, ImageOrientationPatient, ImagePositionPatient",
     ),
-    "zero spacing": (at(ALL, PixelSpacing=[0.8, 0]), r"'PixelSpacing': \(0.8, 0.0\)}, each must be above 0"),
-    "no rescale": (at({2}, RescaleIntercept=None), ": slice 3 lacks a usable RescaleSlope and RescaleIntercept"),
-    "zero slope": (at({2}, RescaleSlope=0), ": slice 3 lacks a usable RescaleSlope"),
-    "huge slope": (at({2}, RescaleSlope="1e38"), ": values of up to .*e.41: correct RescaleSlope"),
-    "localizers": (at(ALL, ImageType=["ORIGINAL", "PRIMARY", "LOCALIZER"]), ": its images are localizers"),
-    "no pixels": (at({1}, PixelData=None), ": the pixel data of slice 2 are missing, truncated or damaged"),
-    "too few pixels": (at({1}, PixelData=b"\0" * 46), ": the pixel data of slice 2 are missing, truncated"),
+    "zero spacing": (at(ALL, PixelSpacing=[0.8, 0]), r"'PixelSpacing': \(0.8, 0.0\)}; each must be above 0"),
+    "no rescale": (at({2}, RescaleIntercept=None), ": slice 3 has no usable RescaleSlope and RescaleIntercept"),
+    "zero slope": (at({2}, RescaleSlope=0), ": slice 3 has no usable RescaleSlope"),
+    "huge slope": (at({2}, RescaleSlope="1e38"), ": values reach .*e.41: correct RescaleSlope"),
+    "localizers": (at(ALL, ImageType=["ORIGINAL", "PRIMARY", "LOCALIZER"]), ": it contains only localizers"),
+    "no pixels": (at({1}, PixelData=None), ": pixel data of slice 2 are missing, truncated or damaged"),
+    "too few pixels": (at({1}, PixelData=b"\0" * 46), ": pixel data of slice 2 are missing, truncated"),
 }  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def test_a_transfer_syntax_without_a_decoder_is_named(tmp_path, uid, said):
     write_slices(tmp_path, NOISE, change=compressed(pydicom.uid.MPEG2MPML))
     for file in tmp_path.iterdir():
         file.write_bytes(file.read_bytes().replace(b"1.2.840.10008.1.2.4.100", uid))
-    assert f"has transfer syntax {said}" in problem_of(tmp_path)
+    assert f"uses transfer syntax {said}" in problem_of(tmp_path)
 
 
 def complaint_of(series: DicomSeries) -> str:
@@ -310,12 +310,12 @@ def test_missing_slices_are_refused_with_their_place(tmp_path, lost, places):
             file.unlink()
     message = problem_of(tmp_path)
     assert f"slices are missing between {places}" in message
-    assert "others lie 2.50 mm apart" in message
+    assert "others are 2.50 mm apart" in message
 
 
 def test_slices_too_far_apart_are_refused(tmp_path):
     write_slices(tmp_path, NOISE, step=(0, 0, 1e6))
-    assert ": voxels of 0.7 x 0.8 x 1e+06 mm, expected 0.01 to 100 mm" in problem_of(tmp_path)
+    assert ": voxel size 0.7 x 0.8 x 1e+06 mm, expected 0.01 to 100 mm" in problem_of(tmp_path)
 
 
 def test_more_voxels_than_memory_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
@@ -323,7 +323,7 @@ def test_more_voxels_than_memory_are_refused_before_they_are_decoded(tmp_path, m
     monkeypatch.setattr(dicom, "free_memory", lambda: 900)
     assert read_only(tmp_path).voxels.size == 120  # little enough to be tried
     monkeypatch.setattr(dicom, "ALWAYS_TRIED", 0)
-    assert ": its 4 x 6 x 5 voxels take" in problem_of(tmp_path)
+    assert ": its 4 x 6 x 5 voxels need" in problem_of(tmp_path)
 
 
 def test_a_deflated_file_is_inflated_no_further_than_needed(tmp_path):
@@ -341,7 +341,7 @@ def test_a_deflated_file_is_inflated_no_further_than_needed(tmp_path):
     content = dicom_slices.inflated(series.files[0], 48)
     assert isinstance(content, io.BytesIO)
     assert len(content.getvalue()) < dicom_slices.MAX_HEADER + 1000
-    assert re.search("the pixel data of slice . are missing, truncated or damaged", problem_of(tmp_path / "bomb"))
+    assert re.search("pixel data of slice . are missing, truncated or damaged", problem_of(tmp_path / "bomb"))
 
 
 def test_pipes_are_passed_over_and_folders_that_cannot_be_listed_told(tmp_path, caplog, monkeypatch):
@@ -358,14 +358,14 @@ def test_pipes_are_passed_over_and_folders_that_cannot_be_listed_told(tmp_path, 
     forbidden = tmp_path / "Planted"
     monkeypatch.setattr(os, "scandir", denied)
     assert [series.shape for series in find_series(tmp_path)] == [(4, 6, 5)]
-    assert caplog.messages == ["a folder cannot be listed (Permission denied), its files are left out"]
+    assert caplog.messages == ["skipped the files of a folder that cannot be listed (Permission denied)"]
     with pytest.raises(PermissionError):
         find_series(forbidden)
 
 
 def test_one_slice_is_no_volume(tmp_path):
     write_slices(tmp_path, NOISE[:1])
-    assert "it holds 1 slice, a volume needs 2 or more" in problem_of(tmp_path)
+    assert "it has 1 slice; a volume needs at least 2" in problem_of(tmp_path)
 
 
 def test_rounded_positions_are_regular_enough(tmp_path):
@@ -381,14 +381,14 @@ def test_localizers_and_copies_within_a_series_are_left_out_and_told(tmp_path):
     (tmp_path / "again").write_bytes(next(file for file in tmp_path.iterdir() if "_010" in file.name).read_bytes())
     (series,) = find_series(tmp_path)
     assert series.shape == (4, 6, 4)
-    assert series.notes == ("1 of 6 images are localizers: left out", "1 of 6 images are copies of others: left out")
+    assert series.notes == ("1 of 6 images skipped: localizers", "1 of 6 images skipped: duplicates")
     np.testing.assert_array_equal(read_series(series).voxels, NOISE[1:].T.astype(int) - 1024)
 
 
 def test_a_slice_thickness_that_is_not_the_distance_is_told(tmp_path):
     write_slices(tmp_path, NOISE, change=at(ALL, SliceThickness=5))
     (series,) = find_series(tmp_path)
-    assert series.notes == ("SliceThickness 5 mm but slices lie 2.5 mm apart: the distance counts",)
+    assert series.notes == ("SliceThickness is 5 mm but slices are 2.5 mm apart; the distance is used",)
     assert read_series(series).affine[2, 2] == 2.5
 
 
@@ -414,7 +414,7 @@ def test_a_file_that_is_gone_after_it_was_found_is_told_without_its_name(tmp_pat
     write_slices(tmp_path, NOISE)
     (series,) = find_series(tmp_path)
     series.files[2].unlink()
-    with pytest.raises(ValueError, match="1 of 5 files cannot be read now") as refused:
+    with pytest.raises(ValueError, match="1 of 5 files can no longer be read") as refused:
         read_series(series)
     assert "Petra" not in str(refused.value)
 
@@ -432,8 +432,8 @@ def test_a_file_cut_anywhere_is_refused_or_told_never_guessed(tmp_path, caplog, 
         assert said
         assert all(said), length
         gap = "slices are missing between slice 2" in "".join(said)
-        assert gap or "slice 3" in said[0] or "a slice without InstanceNumber lacks" in said[0], (length, said)
-        assert ("1 DICOM files left out" in caplog.text) == (gap and len(said) == 1)
+        assert gap or "slice 3" in said[0] or "a slice without InstanceNumber has no" in said[0], (length, said)
+        assert ("skipped 1 DICOM files" in caplog.text) == (gap and len(said) == 1)
         assert not [trace for trace in [*traces(), str(tmp_path)] if trace in "".join(said)]
         assert not [trace for trace in [*traces(), str(tmp_path)] if trace in caplog.text]
 
@@ -451,7 +451,7 @@ def test_nothing_of_a_broken_header_is_said(tmp_path, caplog):
         write_slices(tmp_path, NOISE, change=change)
     caplog.clear()
     with caplog.at_level(logging.DEBUG):
-        assert "a slice without InstanceNumber lacks ImagePositionPatient" in problem_of(tmp_path)
+        assert "a slice without InstanceNumber has no valid ImagePositionPatient" in problem_of(tmp_path)
     assert not [record for record in caplog.records if record.name.startswith("pydicom")]
 
 
@@ -486,7 +486,7 @@ def test_damaged_bytes_anywhere_never_escape_as_another_error(tmp_path, caplog):
 def test_a_real_series_is_the_nifti_that_others_made_of_it(real_data):
     (series,) = find_series(real_data / "ct_dicom_real")
     assert series.shape == (512, 512, 20)
-    assert series.notes == ("SliceThickness 3 mm but slices lie 2 mm apart: the distance counts",)
+    assert series.notes == ("SliceThickness is 3 mm but slices are 2 mm apart; the distance is used",)
     volume = read_series(series)
     nifti = read_volume(real_data / "ct_spleen_real" / "imagesTr" / "real_b.nii.gz")
     # The converter stored the rows from the last to the first, as NIfTI tools do so that y runs to anterior: its file

@@ -102,7 +102,7 @@ def test_a_case_without_foreground_counts_for_spacing_only(three, tmp_path):
     found = fingerprint([*three, empty], CT, progress=False)
     assert found.foreground == fingerprint(three, CT, progress=False).foreground
     assert found.spacing == (1.0, 1.5, 4.0)
-    with pytest.raises(ValueError, match="somewhere: no voxel of 1 training cases has a label above 0"):
+    with pytest.raises(ValueError, match=r"somewhere: no voxel of the training cases \(1\) has a label above 0"):
         fingerprint([empty], CT, progress=False)
 
 
@@ -170,7 +170,7 @@ def test_ct_gets_a_window_of_whole_units_and_the_median_spacing():
     preparation, lines = plan_preparation(CT, figures_of(CT))
     assert preparation == Preparation((0.78, 0.78, 5.0), "window", (-1004.0, 120.0))
     assert lines == (
-        "spacing (0.78, 0.78, 5) mm: the median of 12 training cases",
+        "spacing (0.78, 0.78, 5) mm: median of 12 training cases",
         "window (-1004, 120) HU: 0.5 and 99.5 percentiles of the foreground of 12 training cases",
     )
 
@@ -178,7 +178,7 @@ def test_ct_gets_a_window_of_whole_units_and_the_median_spacing():
 def test_mr_gets_z_scores():
     preparation, lines = plan_preparation(MR, figures_of(MR))
     assert preparation == Preparation((0.78, 0.78, 5.0), "zscore", None, channels=2)
-    assert lines[1] == "z-score per channel over the voxels that are not 0: the modality is FLAIR, T1w, not CT"
+    assert lines[1] == "normalization: z-score per channel over nonzero voxels (modality FLAIR, T1w, not CT)"
 
 
 def test_a_known_preparation_goes_before_the_fingerprint():
@@ -202,9 +202,9 @@ def test_what_is_asked_for_goes_first(known):
     [
         (CT, {"spacing": (1.0, 0.0, 1.0)}, r"spacing \(1\.0, 0\.0, 1\.0\)"),
         (CT, {"spacing": (1.0, float("nan"), 1.0)}, "spacing"),
-        (CT, {"window": (164.0, -57.0)}, r"window \(164.0, -57.0\): the lower bound must lie below"),
+        (CT, {"window": (164.0, -57.0)}, r"window \(164.0, -57.0\): the lower bound must be below"),
         (CT, {"window": (float("-inf"), 5.0)}, r"window \(-inf, 5.0\)"),
-        (MR, {"window": (0.0, 1.0)}, "only CT has one, and the modality is FLAIR, T1w"),
+        (MR, {"window": (0.0, 1.0)}, "applies to CT only, and the modality is FLAIR, T1w"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(dataset, wanted, message):
@@ -214,7 +214,7 @@ def test_what_cannot_be_meant_is_refused(dataset, wanted, message):
 
 def test_a_constant_foreground_has_no_window():
     figures = figures_of(CT, foreground=(50.0, 50.2))
-    with pytest.raises(ValueError, match=r"window \(50.0, 50.0\): the lower bound must lie below"):
+    with pytest.raises(ValueError, match=r"window \(50.0, 50.0\): the lower bound must be below"):
         plan_preparation(CT, figures)
 
 

@@ -57,4 +57,4 @@ def test_a_loader_process_that_is_killed_ends_the_program_in_a_line(capsys):
     batches = monai_crops(cases, [die], cached=False, crops_per_case=1, batch_size=1, workers=1, seed=0, device=cpu)
     with pytest.raises(SystemExit, match="1"), one_line_errors():
         list(batches.epoch(0))
-    assert "a process that loads cases was killed" in capsys.readouterr().err.splitlines()[0]
+    assert "a data-loading process was killed" in capsys.readouterr().err.splitlines()[0]

@@ -192,14 +192,14 @@ def test_threads_do_not_disturb_each_other(tmp_path):
 def test_a_working_grid_is_judged_before_it_is_made(tmp_path, monkeypatch):
     path = save(tmp_path / "a.nii.gz", body(), np.diag([90.0, 90, 90, 1]))
     with pytest.raises(
-        ValueError, match=r"a\.nii\.gz: its \(31, 26, 13\) voxels would be .* more than 1000 times as many"
+        ValueError, match=r"a\.nii\.gz: its \(31, 26, 13\) voxels become .* more than 1000 times as many"
     ):
         prepare("a", path, None, CT)
     path = save(tmp_path / "b.nii.gz", body(), np.diag([4.0, 4, 4, 1]))
     monkeypatch.setattr(module, "free_memory", lambda: 10000)
     assert prepare("b", path, None, CT).image.any()  # little enough to be tried
     monkeypatch.setattr(module, "ALWAYS_TRIED", 0)
-    with pytest.raises(ValueError, match=r"b\.nii\.gz: at spacing \(1.5, 1.5, 2.0\) mm it takes 0.0 GiB, 0.0 are free"):
+    with pytest.raises(ValueError, match=r"b\.nii\.gz: at spacing \(1.5, 1.5, 2.0\) mm it needs 0.0 GiB, 0.0 are free"):
         prepare("b", path, None, CT)
 
 
@@ -242,7 +242,7 @@ def test_labels_stored_as_real_numbers_are_welcome(tmp_path):
 def test_a_label_on_another_grid_is_refused(tmp_path):
     image = save(tmp_path / "image.nii.gz", body(), np.eye(4))
     label = save(tmp_path / "label.nii.gz", labels(), LPS)
-    with pytest.raises(ValueError, match=r"label\.nii\.gz does not lie on the grid of its image .*image\.nii\.gz"):
+    with pytest.raises(ValueError, match=r"label\.nii\.gz is not on the grid of its image .*image\.nii\.gz"):
         prepare("a", image, label, CT, classes=3)
 
 
@@ -255,16 +255,16 @@ def test_an_image_without_foreground_is_named(tmp_path):
         prepare("a", black, None, MR)
     speck = np.full((9, 9, 9), -1000, np.int16)
     speck[1, 1, 1] = 100
-    with pytest.raises(ValueError, match=r"speck\.nii\.gz: its foreground is lost at spacing \(4, 4, 4\) mm"):
+    with pytest.raises(ValueError, match=r"speck\.nii\.gz: its foreground disappears at spacing \(4, 4, 4\) mm"):
         prepare("a", save(tmp_path / "speck.nii.gz", speck, np.eye(4)), None, Preparation((4, 4, 4), "window", (0, 1)))
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"spacing": (1.0, 0.0, 1.0)}, r"spacing \(1.0, 0.0, 1.0\): three lengths in mm"),
+        ({"spacing": (1.0, 0.0, 1.0)}, r"spacing \(1.0, 0.0, 1.0\): expected three lengths in mm"),
         ({"spacing": (1.0, float("nan"), 1.0)}, "three lengths in mm"),
-        ({"window": (5.0, 5.0)}, "the lower bound must lie below"),
+        ({"window": (5.0, 5.0)}, "the lower bound must be below"),
         ({"window": (float("-inf"), 5.0)}, r"window \(-inf, 5.0\): the lower bound"),
     ],
 )

@@ -146,7 +146,7 @@ def test_a_changed_source_is_seen(cases, folder, made, caplog, which):
     assert made == ["a"]
     assert is_right(entries[1], cases[1])
     assert [record.name for record in caplog.records] == ["medspeed.common.data.store"]
-    assert f"a.safetensors: prepared again: stale: {which} " in caplog.text
+    assert f"a.safetensors: preparing it again: stale: {which} " in caplog.text
 
 
 def flip(position: float) -> Callable[[bytes], bytes]:
@@ -181,7 +181,7 @@ def test_a_damaged_entry_is_made_again(cases, folder, made, caplog, damage):
     assert all(is_right(entry, case) for entry, case in zip(entries, cases, strict=True))
     assert {path: path.stat().st_ino for path in others} == others
     assert len(caplog.records) == 1
-    assert "a.safetensors: prepared again: damaged" in caplog.text
+    assert "a.safetensors: preparing it again: damaged" in caplog.text
 
 
 def test_a_damaged_source_is_named_and_loses_nothing_else(cases, folder, made):
@@ -277,7 +277,7 @@ def test_a_disk_that_fills_up_keeps_what_it_has(cases, folder, made):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))  # writing past it fails as a full disk does
     try:
-        with pytest.raises(OSError, match=rf"{folder}/[ab]\.safetensors: cannot be written: File too large; make room"):
+        with pytest.raises(OSError, match=rf"{folder}/[ab]\.safetensors: cannot be written: File too large; free some"):
             get(cases, folder)
         with pytest.raises(OSError, match="cannot be written"):
             get(cases[:1], folder, replace(WINDOW, window=(0.0, 100.0)))

@@ -123,7 +123,7 @@ def test_no_missing_or_added_byte_goes_unseen(entry):
 
 def test_a_safetensors_file_of_something_else_is_no_entry(tmp_path):
     save_file({"weight": torch.zeros(3)}, tmp_path / "a.safetensors")
-    with pytest.raises(UnusableEntryError, match="damaged: its CRC-32"):
+    with pytest.raises(UnusableEntryError, match="damaged: CRC-32"):
         read_entry(tmp_path / "a.safetensors", "a", KEY)
 
 

@@ -23,7 +23,7 @@ def test_a_folder_that_holds_something_else_is_left_and_the_program_says_why(tmp
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(OSError, match=re.escape(f"{tmp_path}: medspeed.data_scripts.make_phantoms ct --cases 1")):
         make_synthetic(tmp_path, "make_phantoms", "ct", "--cases", "1")
-    assert "holds other files (mine.txt)" in capfd.readouterr().err
+    assert "contains other files (mine.txt)" in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 

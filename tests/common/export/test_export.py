@@ -67,7 +67,7 @@ def test_all_is_exported_and_recorded(tmp_path: Path, tiny: nn.Module, dices: Di
     assert [entry["reason"] for entry in content["onnx"]] == [None, None]
     for entry in content["engines"]:
         assert (entry["flavour"], entry["ran"]) == ("tensorrt_rtx", False)
-        assert entry["reason"] == "no CUDA device in use: an engine runs on a GPU only"
+        assert entry["reason"] == "no CUDA device in use"
     assert content["no_engine"] is None
 
 
@@ -78,7 +78,7 @@ def test_without_tensorrt_the_models_stay_and_one_line_says_why(
         monkeypatch.setitem(sys.modules, flavour, None)
     record = export(tiny, tmp_path, dices(0.9))
     assert record.no_engine is not None
-    assert record.no_engine.startswith("no tensorrt_rtx here: pip install -e '.[rtx]'")
+    assert record.no_engine.startswith("tensorrt_rtx is not installed: pip install -e '.[rtx]'")
     assert record.engines == ()
     assert names(tmp_path) == {"model_fp32.onnx", "model_fp16.onnx"}
 
@@ -96,7 +96,7 @@ def test_int8_comes_last_with_its_engine(tmp_path: Path, tiny: nn.Module, dices:
     record = export(tiny, tmp_path, dices(0.9, 0.9, 0.9, 0.892, 0.9, 0.9, 0.891), calibration=torch.rand(2, 1, 8, 8, 8))
     assert [model.precision for model in record.onnx] == ["fp32", "fp16", "int8"]
     assert [model.note is None for model in record.onnx] == [True, True, False]
-    assert record.onnx[2].note == "INT8: 2 Conv; fp32, as only convolutions are quantised: 1 PRelu"
+    assert record.onnx[2].note == "INT8: 2 Conv; fp32, since only convolutions are quantized: 1 PRelu"
     assert record.onnx[2].quality_delta == pytest.approx(0.008)
     engine = record.engines[2]
     assert (engine.precision, engine.ran, engine.reason) == ("int8", True, None)
@@ -176,7 +176,7 @@ def test_fp16_engine_with_another_dice_is_refused_alone(
     assert (first.ran, first.reason) == (True, None)
     assert (second.ran, second.path, second.sha256) == (True, None, None)
     assert second.reason is not None
-    assert "model_fp16.plan: validation quality 0.8000, 0.9000 in torch" in second.reason
+    assert "model_fp16.plan: validation quality 0.8000, 0.9000 in PyTorch" in second.reason
     assert names(tmp_path) == {"model_fp32.onnx", "model_fp32.plan", "model_fp32.plan.json", "model_fp16.onnx"}
 
 
@@ -198,14 +198,14 @@ def test_network_that_half_precision_cannot_hold_stays_in_fp32(
 
 
 def test_changed_dice_of_the_fp32_model_is_an_error(tmp_path: Path, tiny: nn.Module, dices: Dices):
-    with pytest.raises(ParityError, match=r"model_fp32\.onnx: validation quality 0\.8980, 0\.9000 in torch"):
+    with pytest.raises(ParityError, match=r"model_fp32\.onnx: validation quality 0\.8980, 0\.9000 in PyTorch"):
         export(tiny, tmp_path, dices(0.9, 0.898), engine="none")
     assert names(tmp_path) == set()
 
 
 def test_changed_dice_of_the_fp16_model_leaves_fp32(tmp_path: Path, tiny: nn.Module, dices: Dices):
     record = export(tiny, tmp_path, dices(0.9, 0.9, 0.89), engine="none")
-    assert record.no_engine == "switched off"
+    assert record.no_engine == "disabled"
     assert record.onnx[1].reason is not None
     assert "validation quality 0.8900" in record.onnx[1].reason
     assert names(tmp_path) == {"model_fp32.onnx"}

@@ -113,7 +113,7 @@ def test_bound_of_the_dice(tiny: nn.Module, dices: Dices, precision: str, sign: 
         if fine:
             check_predictor(reference, predict, precision, "it", (1,))  # type: ignore[arg-type]
         else:
-            with pytest.raises(ParityError, match=r"it: validation quality .*, 0\.8000 in torch"):
+            with pytest.raises(ParityError, match=r"it: validation quality .*, 0\.8000 in PyTorch"):
                 check_predictor(reference, predict, precision, "it", (1,))  # type: ignore[arg-type]
 
 

@@ -66,7 +66,7 @@ def test_only_the_inputs_and_weights_of_convolutions_are_quantised(int8: tuple[P
     assert after == before
     assert {name: before[name] for name in UNET_TAKEN} == UNET_TAKEN
     assert told == (
-        "INT8: 11 Conv, 2 ConvTranspose; fp32, as only convolutions are quantised: 5 Add, 2 Concat, 9 PRelu"
+        "INT8: 11 Conv, 2 ConvTranspose; fp32, since only convolutions are quantized: 5 Add, 2 Concat, 9 PRelu"
     )
 
 
@@ -196,7 +196,7 @@ def make(network: nn.Module, folder: Path, window: tuple[int, ...], smallest: tu
 def check_made(made: Made, taken: str, kept: str) -> None:
     """The counts, the logits and, where it is installed, TensorRT-RTX."""
     path, told, windows = made
-    assert told == f"INT8: {taken}; fp32, as only convolutions are quantised: {kept}"
+    assert told == f"INT8: {taken}; fp32, since only convolutions are quantized: {kept}"
     expected = onnxruntime_predictor(path.with_name("model_fp32.onnx"))(windows)
     assert 1e-4 < (onnxruntime_predictor(path)(windows) - expected).abs().max() < 0.2 * expected.abs().max()
     pytest.importorskip("tensorrt_rtx")
@@ -318,7 +318,7 @@ def test_good_calibration_passes(tmp_path: Path):
     assert record.quality_delta is not None
     assert record.quality_delta < 0.01
     assert record.bytes == (tmp_path / "exports" / "model_int8.onnx").stat().st_size
-    assert record.note == "INT8: 1 Conv; fp32, as only convolutions are quantised: none"
+    assert record.note == "INT8: 1 Conv; fp32, since only convolutions are quantized: none"
 
 
 def test_bad_calibration_is_refused_and_leaves_nothing(tmp_path: Path):
@@ -328,7 +328,7 @@ def test_bad_calibration_is_refused_and_leaves_nothing(tmp_path: Path):
     record = int8_record(tmp_path, IMAGES * 1e-3)
     assert (record.path, record.sha256, record.bytes) == (None, None, None)
     assert record.reason is not None
-    assert "of the values of the gate's windows lie outside the calibration windows' range" in record.reason
+    assert "of the values in the gate's windows are outside the calibration range" in record.reason
     assert {path.name for path in (tmp_path / "exports").iterdir()} == {"model_fp32.onnx", "model_fp16.onnx"}
 
 
@@ -338,7 +338,7 @@ def test_the_quality_alone_refuses_it_too(threshold: Path, tmp_path: Path, bad: 
     assert reference.quality == 1
     path = tmp_path / "int8.onnx"
     quantise(threshold, path, bad)
-    with pytest.raises(ParityError, match=r"int8\.onnx: validation quality 0\..*, 1\.0000 in torch .*bound 0\.01\)"):
+    with pytest.raises(ParityError, match=r"int8\.onnx: validation quality 0\..*, 1\.0000 in PyTorch .*bound 0\.01\)"):
         check_predictor(reference, onnxruntime_predictor(path), "int8", str(path))
     assert least <= dice(onnxruntime_predictor(path)) < 0.98
 

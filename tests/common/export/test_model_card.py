@@ -8,7 +8,7 @@ from medspeed.common.export.model_card import is_synthetic, model_card
 from medspeed.common.files import sha256_of
 
 TASK = "Segmentation of structures"
-SECTIONS = ["Data", "Quality", "Limits", "Preparation", "Use", "Licence", "Files", "Versions"]
+SECTIONS = ["Data", "Quality", "Limits", "Preparation", "Use", "License", "Files", "Versions"]
 SPLEEN = {
     "app": "spleen",
     "labelling": {
@@ -109,7 +109,7 @@ def test_phantoms_are_called_synthetic_wherever_it_matters(run: Path):
     card = model_card(run, TASK)
     assert "SYNTHETIC phantoms" in section(card, "Data")
     assert "say nothing about patients" in section(card, "Quality")
-    assert "synthetic phantoms alone" in section(card, "Limits")
+    assert "synthetic phantoms only" in section(card, "Limits")
     assert is_synthetic(run) is True
 
 
@@ -138,11 +138,11 @@ def test_the_figures_stand_in_a_table_by_structure(run: Path):
     quality = section(model_card(run, TASK), "Quality")
     rows = [line for line in quality.splitlines() if line.startswith("|")]
     assert rows == [
-        "| figure | value |", "|---|---|", "| mean | 0.9123 |", "| spleen | 0.9300 |", "| liver | no case holds it |",
+        "| figure | value |", "|---|---|", "| mean | 0.9123 |", "| spleen | 0.9300 |", "| liver | in no case |",
         "| worst case | 0.8000 |", "| cases | 3 |",
     ]  # fmt: skip
     assert "weights selected on: validation" in quality
-    assert "a little too good" in quality
+    assert "slightly optimistic" in quality
 
 
 def test_a_classifiers_figures_are_its_own(tmp_path: Path):
@@ -161,7 +161,7 @@ def test_a_classifiers_figures_are_its_own(tmp_path: Path):
 def test_the_preparation_of_ct_is_told(run: Path):
     card = model_card(run, TASK)
     assert "resampled linearly to 1.5 x 1.5 x 2 mm" in section(card, "Preparation")
-    assert "intensities -57 to 164 scaled to 0 to 1" in section(card, "Preparation")
+    assert "intensities -57 to 164 scaled to the range 0 to 1" in section(card, "Preparation")
     assert "sliding windows of 96 x 80 x 64 voxels, overlap 0.25" in section(card, "Preparation")
     assert "Intensities outside -57 to 164 (Hounsfield" in section(card, "Limits")
 
@@ -169,7 +169,7 @@ def test_the_preparation_of_ct_is_told(run: Path):
 def test_the_preparation_of_mr_and_its_regions_are_told(tmp_path: Path):
     card = model_card(make_run(tmp_path / "run", BRATS), TASK)
     assert "channels: 4" in section(card, "Preparation")
-    assert "Voxels of 0 count as background" in section(card, "Limits")
+    assert "Voxels of value 0 count as background" in section(card, "Limits")
     assert "Labels: 0 background, 1 edema, 3 enhancing." in card
     assert "by label number: WT of 1, 3; ET of 3." in card
 
@@ -177,17 +177,17 @@ def test_the_preparation_of_mr_and_its_regions_are_told(tmp_path: Path):
 def test_weights_from_elsewhere_are_not_said_to_be_judged(tmp_path: Path):
     card = model_card(make_run(tmp_path / "run"), TASK)
     assert [line[3:] for line in card.splitlines() if line.startswith("## ")] == SECTIONS
-    assert "Not known: the weights did not come from a training run" in section(card, "Data")
+    assert "Unknown: the weights do not come from a training run" in section(card, "Data")
     assert section(card, "Quality").strip() == "Not evaluated here."
-    assert "What it was trained on is not recorded." in section(card, "Limits")
-    assert "not recorded here; ask its source" in section(card, "Licence")
+    assert "The training data are not recorded." in section(card, "Limits")
+    assert "not recorded; check with the data source" in section(card, "License")
     assert section(card, "Versions").strip() == "Not recorded."
     assert is_synthetic(tmp_path / "run") is None
 
 
 def test_the_datas_licence_is_told_where_the_dataset_states_it(run: Path, tmp_path: Path):
-    assert "Program: Apache-2.0" in section(model_card(run, TASK), "Licence")
-    assert "the dataset states: CC-BY-SA 4.0" in section(model_card(run, TASK), "Licence")
+    assert "Software: Apache-2.0" in section(model_card(run, TASK), "License")
+    assert "as stated by the dataset: CC-BY-SA 4.0" in section(model_card(run, TASK), "License")
     (tmp_path / "data" / "dataset.json").unlink()
     assert "CC-BY-SA" not in model_card(run, TASK)
 

@@ -128,8 +128,8 @@ def test_half_network_computes_in_half(tiny: nn.Sequential):
 
 def test_other_files_have_no_metadata(tmp_path: Path):
     path = tmp_path / "model.onnx"
-    path.write_bytes(b"this is no ONNX model at all")
-    with pytest.raises(ValueError, match=r"model\.onnx: no ONNX model"):
+    path.write_bytes(b"this is not a usable ONNX model at all")
+    with pytest.raises(ValueError, match=r"model\.onnx: not a usable ONNX model"):
         read_metadata(path)
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph([], "empty", [], [])), str(path))
     with pytest.raises(ValueError, match=r"model\.onnx: no `precision` in its metadata"):

@@ -111,10 +111,10 @@ def test_group_normalisation_is_served_exactly(tmp_path: Path):
 
 
 def test_models_that_cannot_be_served_are_refused(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="gate refused it, serve another --precision"):
+    with pytest.raises(FileNotFoundError, match="gate rejected it, serve another --precision"):
         write_triton(tmp_path, "m", tmp_path / "model_fp32.onnx", "card")
     (tmp_path / "model.onnx").write_bytes(b"no model")
-    with pytest.raises(ValueError, match="no ONNX model"):
+    with pytest.raises(ValueError, match="not a usable ONNX model"):
         write_triton(tmp_path, "m", tmp_path / "model.onnx", "card")
     assert not (tmp_path / "m").exists()
 

@@ -158,7 +158,7 @@ def test_a_header_that_cannot_be_referred_to_is_refused_without_names(tmp_path, 
     write_slices(tmp_path / "in", STORED, change=lambda _, image: delattr(image, lost))
     (series,) = find_series(tmp_path / "in")
     path = tmp_path / "seg.dcm"
-    with pytest.raises(ValueError, match=f"^{series.name}: no DICOM segmentation can be written") as refused:
+    with pytest.raises(ValueError, match=f"^{series.name}: cannot write a DICOM segmentation") as refused:
         write_seg(path, labels_of(), series, [SPLEEN], version="1", keep_patient=keep_patient)
     assert not [trace for trace in [*traces(), str(tmp_path)] if trace in str(refused.value)]
     assert refused.value.__suppress_context__
@@ -170,7 +170,7 @@ def test_a_sex_that_is_none_of_dicoms_is_refused_without_quoting_it(tmp_path):
         image.PatientSex = "PLANTED"
 
     write_slices(tmp_path / "in", STORED, change=change)
-    with pytest.raises(ValueError, match=r"holds in a wrong form one of .*PatientSex") as refused:
+    with pytest.raises(ValueError, match=r"has a missing or invalid value among .*PatientSex") as refused:
         segment(tmp_path / "in", labels_of(), [SPLEEN], keep_patient=True)
     assert "PLANTED" not in str(refused.value)
     segment(tmp_path / "in", labels_of(), [SPLEEN])

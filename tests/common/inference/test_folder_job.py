@@ -173,12 +173,12 @@ def test_torch_computes_on_one_core_in_each_thread_and_keeps_those_of_others(fol
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (ValueError("b is bad"), "set aside: b is bad\n"),
-        (ValueError("\x1b[2J\nc: fine"), "set aside: b: \\x1b[2J\\nc: fine\n"),
-        (RuntimeError("overflowed\nin C++"), "set aside: b: RuntimeError: overflowed\n"),
-        (MemoryError(), "set aside: b: MemoryError: \n"),
-        (OverflowError("infinity"), "set aside: b: OverflowError: infinity\n"),
-        (OSError(errno.ENAMETOOLONG, "File name too long"), "set aside: b: [Errno 36] File name too long\n"),
+        (ValueError("b is bad"), "failed: b is bad\n"),
+        (ValueError("\x1b[2J\nc: fine"), "failed: b: \\x1b[2J\\nc: fine\n"),
+        (RuntimeError("overflowed\nin C++"), "failed: b: RuntimeError: overflowed\n"),
+        (MemoryError(), "failed: b: MemoryError: \n"),
+        (OverflowError("infinity"), "failed: b: OverflowError: infinity\n"),
+        (OSError(errno.ENAMETOOLONG, "File name too long"), "failed: b: [Errno 36] File name too long\n"),
     ],
 )
 def test_any_error_costs_its_item_alone(folder, stage, error, said, capsys):
@@ -220,7 +220,7 @@ def test_what_is_finished_is_kept_and_the_table_holds_all(folder, capsys):
     assert "b: 2 letters" in capsys.readouterr().out
     (folder / "out" / "table").unlink()
     assert do(doubling(folder)) == ([], 0)
-    assert "3 texts kept" in capsys.readouterr().out
+    assert "3 texts already finished" in capsys.readouterr().out
     assert (folder / "out" / "table").read_text() == "a=2 b=2 c=2"
 
 
@@ -269,7 +269,7 @@ def test_an_output_that_no_record_tells_of_is_not_replaced(folder):
     """The first run made no picture: one that lies there now is the user's."""
     do(doubling(folder))
     (folder / "out" / "a").write_text("theirs")
-    with pytest.raises(FileExistsError, match=r"/a: is there"):
+    with pytest.raises(FileExistsError, match=r"/a: already exists"):
         do(doubling(folder, "y", items=[with_picture(item) for item in doubling(folder).items]))
     do(doubling(folder, "y"))
     assert (folder / "out" / "a").read_text() == "theirs"
@@ -280,7 +280,7 @@ def test_a_table_of_others_is_not_replaced_however_often_one_tries(folder):
     table.parent.mkdir()
     table.write_text("theirs")
     for _ in range(2):
-        with pytest.raises(FileExistsError, match=r"/table: is there, and was not written by a run"):
+        with pytest.raises(FileExistsError, match=r"/table: already exists, not written by a run"):
             do(doubling(folder, table_files=[table]))
     assert table.read_text() == "theirs"
     table.unlink()
@@ -296,7 +296,7 @@ def test_names_of_any_length_and_bytes_cost_no_others(folder, capsys):
     job = doubling(folder, tables=None)
     assert do(job)[1] == 1
     said = capsys.readouterr().out
-    assert f"1 of 6 texts were set aside: {'d' * 251}" in said
+    assert f"1 of 6 texts failed: {'d' * 251}" in said
     assert "f\\udce9\\x1b: 1 letters" in said
     assert do(job) == (["d" * 251], 1)
 
@@ -319,9 +319,9 @@ def test_bad_items_are_named_and_cost_themselves_alone(folder, capsys):
 
     assert do(doubling(folder, compute=full)) == (["a", "b", "c"], 1)
     said = capsys.readouterr().out
-    assert "set aside: a is bad" in said
-    assert "set aside: b: no room" in said
-    assert "2 of 3 texts were set aside: a, b" in said
+    assert "failed: a is bad" in said
+    assert "failed: b: no room" in said
+    assert "2 of 3 texts failed: a, b" in said
     assert (folder / "out" / "table").read_text() == "c=1"
 
 
@@ -337,6 +337,6 @@ def test_processes_share_the_items_and_the_last_one_finds_all(folder, monkeypatc
 def test_a_file_that_is_gone_is_named_without_its_folder(folder):
     job = doubling(folder)
     (folder / "in" / "b").unlink()
-    with pytest.raises(ValueError, match=r"^b: a file of it cannot be read \(No such file"):
+    with pytest.raises(ValueError, match=r"^b: a file cannot be read \(No such file"):
         job.items[1].stamp()
     assert job.finished(job.items[1]) is None

@@ -134,7 +134,7 @@ def test_auto_takes_the_engine_that_fits(run: Path, fake_tensorrt: InstallFake):
     fake_tensorrt(gpu="9.0")
     build(run, "fp16")
     opened = open_predictor(run, Model(), precision="fp16", device=CPU)
-    assert (opened.backend, opened.reason) == ("tensorrt", "an engine fits this GPU")
+    assert (opened.backend, opened.reason) == ("tensorrt", "there is an engine for this GPU")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_auto_does_not_pass_over_a_damaged_engine(run: Path, fake_tensorrt: Inst
     build(run, "fp32")
     plan = run / "exports" / "model_fp32.plan"
     plan.write_bytes(plan.read_bytes() + b"\0")
-    with pytest.raises(ValueError, match=r"model_fp32\.plan: sha256 .* is not that of its manifest"):
+    with pytest.raises(ValueError, match=r"model_fp32\.plan: sha256 .* does not match its manifest"):
         open_predictor(run, Model(), device=CPU)
 
 
@@ -209,13 +209,13 @@ def test_auto_passes_over_what_cannot_be_loaded_and_says_why(
         open_predictor(run, Model(), backend="tensorrt", device=CPU)
 
     def damaged(path: Path) -> None:
-        raise ValueError(f"{path}: no ONNX model")
+        raise ValueError(f"{path}: not a usable ONNX model")
 
     monkeypatch.setattr("medspeed.common.inference.open_predictor.onnxruntime_predictor", damaged)
     opened = open_predictor(run, Model(network), device=CPU)
     assert opened.backend == "torch"
-    assert opened.reason.endswith("model_fp32.onnx: no ONNX model")
-    with pytest.raises(ValueError, match="no ONNX model"):
+    assert opened.reason.endswith("model_fp32.onnx: not a usable ONNX model")
+    with pytest.raises(ValueError, match="not a usable ONNX model"):
         open_predictor(run, Model(), backend="onnxruntime", device=CPU)
 
 
@@ -224,7 +224,7 @@ def test_auto_passes_over_an_onnx_model_that_cannot_be_read(run: Path, network: 
     (run / "exports" / "model_fp32.onnx").write_bytes(b"\xff" * 99)
     opened = open_predictor(run, Model(network), device=CPU)
     assert opened.backend == "torch"
-    assert "model_fp32.onnx: no ONNX model" in opened.reason
+    assert "model_fp32.onnx: not a usable ONNX model" in opened.reason
 
 
 @pytest.mark.parametrize("file", ["model_fp32.plan", "model_fp32.plan.json"])
@@ -243,7 +243,7 @@ def test_auto_takes_no_engine_that_others_may_have_written(
         os.chown(path, 12345, -1)
     opened = open_predictor(run, Model(), device=CPU)
     assert opened.backend == "onnxruntime"
-    assert opened.reason.startswith(f"{file} is native code, and others may have written it")
+    assert opened.reason.startswith(f"{file} is native code that others may have written")
     assert open_predictor(run, Model(), backend="tensorrt", device=CPU).backend == "tensorrt"
 
 

@@ -54,11 +54,11 @@ def test_a_plan_that_cannot_fit_is_told(tmp_path, monkeypatch, capsys):
     scans = [scan(tmp_path, (50, 40, 30), (1.0, 1.0, 1.0), f"{number}.nii.gz") for number in range(2)]
     say_plan(scans, FINE, torch.device("cpu"), 5, 2**40)
     said = capsys.readouterr().out
-    assert "plan: at most 5 scans in memory: 0.0 of" in said
+    assert "memory: at most 5 scans at a time, 0.0 of" in said
     assert "WARNING" not in said
     monkeypatch.setattr("medspeed.common.inference.scan_memory.free_memory", lambda: 2**20)
     say_plan(scans, FINE, torch.device("cpu"), 5, 2**19)
-    assert "WARNING: that may be more than there is" in capsys.readouterr().out
+    assert "WARNING: that may exceed the free memory" in capsys.readouterr().out
 
 
 def test_a_series_counts_as_a_file_does(tmp_path):

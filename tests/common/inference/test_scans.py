@@ -95,7 +95,7 @@ def test_nothing_is_done_twice(done, run, scans, capsys):
     before = records(done)
     assert segment(config(run, scans, done)) == 0
     assert records(done) == before
-    assert "3 scans kept" in capsys.readouterr().out
+    assert "3 scans already finished" in capsys.readouterr().out
     assert len(rows(done)) == 3
     assert json.loads((done / "timings.json").read_text())["scans in this run"] == 0
 
@@ -121,8 +121,8 @@ def test_a_bad_scan_is_set_aside_by_name_and_keeps_nothing_of_before(run, scans,
     bad.write_bytes(bad.read_bytes()[:5000])
     assert segment(config(run, mine, output)) == 1
     said = capsys.readouterr().out
-    assert f"set aside: {bad}" in said
-    assert f"1 of 3 scans were set aside: {bad.name}" in said
+    assert f"failed: {bad}" in said
+    assert f"1 of 3 scans failed: {bad.name}" in said
     maps = label_maps(output)
     assert bad.name not in maps
     assert all(np.array_equal(found, label_maps(done)[name]) for name, found in maps.items())
@@ -170,7 +170,7 @@ def test_a_table_of_the_user_s_own_is_not_replaced(run, scans, tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         (folder / name).write_text("mine")
-        with pytest.raises(FileExistsError, match=f"{name}: is there, .* choose another --output"):
+        with pytest.raises(FileExistsError, match=f"{name}: already exists, .* choose another --output"):
             segment(config(run, scans, folder))
         assert (folder / name).read_text() == "mine"
 
@@ -185,7 +185,7 @@ def test_a_rank_whose_scan_fails_does_not_end_the_others(run, tmp_path):
     command += ["apps/spleen/infer.py", *flags, "--device", "cpu", "--overlays", "false"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode != 0
-    assert "1 of 4 scans were set aside" in done.stdout + done.stderr
+    assert "1 of 4 scans failed" in done.stdout + done.stderr
     assert len(label_maps(tmp_path / "out")) == 7
     assert len(rows(tmp_path / "out")) == 7
     assert {path.name for path in (tmp_path / "out").glob("timings*")} == {"timings-0.json", "timings-1.json"}
@@ -198,7 +198,7 @@ def test_nothing_found_and_a_model_of_phantoms_are_said(run, scans, tmp_path, ca
     assert segment(config(mine, one, tmp_path / "out", smallest_ml=1e9)) == 0
     said = capsys.readouterr().out
     assert said.count("trained on SYNTHETIC DATA") == 1
-    assert f"{one.name}: EMPTY, no structure was found, decode" in said
+    assert f"{one.name}: EMPTY: no structure was found, decode" in said
     assert segment(config(run, one, tmp_path / "other")) == 0
     said = capsys.readouterr().out
     assert "SYNTHETIC" not in said
@@ -226,7 +226,7 @@ def test_exported_precisions_are_asked_for_by_name(run, scans, tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("flips", "xx", "each once"),
+        ("flips", "xx", "each at most once"),
         ("flips", "w", "letters"),
         ("smallest_ml", -1.0, "volume"),
         ("smallest_ml", float("nan"), "volume"),
@@ -296,7 +296,7 @@ def test_a_folder_without_nifti_gives_its_dicom_series(tmp_path):
 def test_two_files_with_one_name_are_refused(tmp_path):
     for name in ("a.nii.gz", "a.nii", "b.nii"):
         nifti(tmp_path / name)
-    with pytest.raises(ValueError, match=r"a\.nii and a\.nii\.gz would share"):
+    with pytest.raises(ValueError, match=r"a\.nii and a\.nii\.gz would write"):
         find_scans(tmp_path)
 
 
@@ -312,7 +312,7 @@ def test_links_to_folders_of_series_are_followed_once(tmp_path):
 
 
 def test_nothing_to_segment_says_where(tmp_path):
-    with pytest.raises(FileNotFoundError, match="and DICOM series"):
+    with pytest.raises(FileNotFoundError, match="or DICOM series"):
         find_scans(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such file"):
         find_scans(tmp_path / "missing.nii.gz")

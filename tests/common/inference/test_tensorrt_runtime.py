@@ -106,10 +106,10 @@ def test_windows_that_begin_anywhere_in_an_image_are_moved_to_where_tensorrt_rea
 @pytest.mark.parametrize(
     ("windows", "message"),
     [
-        (torch.zeros(4, 1, 4, 4, 4), r"takes shapes from \(1, 1, 4, 4, 4\) to \(3, 1, 4, 4, 4\)"),
-        (torch.zeros(0, 1, 4, 4, 4), "takes shapes from"),
-        (torch.zeros(2, 1, 4, 4, 5), "takes shapes from"),
-        (torch.zeros(2, 1, 4, 4, 4).half(), "float16: float32 on cpu is needed"),
+        (torch.zeros(4, 1, 4, 4, 4), r"accepts shapes from \(1, 1, 4, 4, 4\) to \(3, 1, 4, 4, 4\)"),
+        (torch.zeros(0, 1, 4, 4, 4), "accepts shapes from"),
+        (torch.zeros(2, 1, 4, 4, 5), "accepts shapes from"),
+        (torch.zeros(2, 1, 4, 4, 4).half(), "float16: expected float32 on cpu"),
         (torch.zeros(2, 1, 4, 4, 4, device="meta"), "windows on meta"),
     ],
 )
@@ -127,7 +127,7 @@ def test_free_sides_have_bounds_of_their_own(plan: Path, fake_tensorrt: InstallF
     predict = EnginePredictor(plan, CPU)
     predict._check(torch.zeros(2, 1, 4, 3, 4))
     for sides in ((4, 1, 4), (4, 5, 4), (3, 4, 4)):
-        with pytest.raises(ValueError, match=r"takes shapes from \(1, 1, 4, 2, 4\) to \(3, 1, 4, 4, 4\)"):
+        with pytest.raises(ValueError, match=r"accepts shapes from \(1, 1, 4, 2, 4\) to \(3, 1, 4, 4, 4\)"):
             predict(torch.zeros(2, 1, *sides))
 
 
@@ -141,7 +141,7 @@ def test_one_changed_byte_is_refused_before_anything_is_loaded(
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match=rf"{path.name}: sha256 .* is not that of"):
+    with pytest.raises(ValueError, match=rf"{path.name}: sha256 .* does not match"):
         EnginePredictor(plan, CPU)
     assert trt.calls == []
 
@@ -155,9 +155,17 @@ def test_plan_without_its_onnx_runs(plan: Path, fake_tensorrt: InstallFake):
 @pytest.mark.parametrize(
     ("changes", "host", "message"),
     [
-        ({}, {"gpu": None}, "no CUDA device in use: an engine runs on a GPU only$"),
-        ({}, {"gpu": "8.9"}, r"9\.0, this one has 8\.9; build it .*python -m common\.export\.tensorrt_engine .*plan$"),
-        ({}, {"version": "10.16.1"}, r"by tensorrt 11\.4\.0, here is 10\.16\.1; build it for this host with: python"),
+        ({}, {"gpu": None}, "no CUDA device in use$"),
+        (
+            {},
+            {"gpu": "8.9"},
+            r"this one has 8\.9; build it .*python -m medspeed\.common\.export\.tensorrt_engine .*plan$",
+        ),
+        (
+            {},
+            {"version": "10.16.1"},
+            r"by tensorrt 11\.4\.0, but 10\.16\.1 is installed; build it for this host with: python",
+        ),
         (
             {"flavour": "tensorrt_rtx", "targets": ("8.0", "8.6")},
             {"gpu": "9.0", "flavour": "tensorrt_rtx"},
@@ -183,12 +191,15 @@ def test_engine_of_a_missing_flavour_names_what_to_install(
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     problem = host_problem(plan, read_manifest(plan))
     assert problem is not None
-    assert "built by tensorrt 11.4.0, which is missing here: pip install -e '.[trt]'; or build it" in problem
+    assert "built by tensorrt 11.4.0, which is not installed: pip install -e '.[trt]'; or build it" in problem
 
 
 @pytest.mark.parametrize(
     ("fail", "message"),
-    [("deserialize", "could not be loaded; TensorRT says: driver too old$"), ("context", "no context for the engine")],
+    [
+        ("deserialize", "could not be loaded; TensorRT says: driver too old$"),
+        ("context", "cannot create an execution context"),
+    ],
 )
 def test_what_tensorrt_logs_is_in_the_error(plan: Path, fake_tensorrt: InstallFake, fail: str, message: str):
     fake_tensorrt().fail = fail
@@ -210,7 +221,7 @@ def test_missing_and_damaged_manifests_are_named(plan: Path):
     content = json.loads(path.read_text())
     for bad in ('{"onnx": 1}', "[]", "not json", json.dumps({**content, "flavour": "os"})):
         path.write_text(bad)
-        with pytest.raises(ValueError, match=r"model_fp32\.plan\.json: .*; build it anew with: python"):
+        with pytest.raises(ValueError, match=r"model_fp32\.plan\.json: .*; rebuild it with: python"):
             read_manifest(plan)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"model_fp32\.plan\.json is missing; build the engine with"):

@@ -246,7 +246,7 @@ def test_without_nvml_one_line_says_so_and_the_rest_is_monitored(tmp_path, monke
     with Monitor(tmp_path, torch.device("cuda"), every=0.02):
         wait_for_rows(tmp_path, 2)
     assert list(rows_of(tmp_path)[0].values())[-3:] == ["", "1.500", ""]
-    assert caplog.messages == ["monitor.csv lacks the GPU's utilisation and power: pip install nvidia-ml-py"]
+    assert caplog.messages == ["monitor.csv has no GPU utilisation or power; to record them: pip install nvidia-ml-py"]
 
 
 @pytest.mark.usefixtures("no_picture")
@@ -284,7 +284,7 @@ def test_an_error_in_sampling_is_logged_once_and_harms_nothing(tmp_path, caplog,
         for thread in monitor_threads():
             thread.join(60)
         assert not monitor_threads()  # it has ended by itself
-    assert caplog.messages == [f"{tmp_path / 'monitor.csv'}: the monitor ends: {type(error).__name__}: {error}"]
+    assert caplog.messages == [f"{tmp_path / 'monitor.csv'}: monitoring stopped: {type(error).__name__}: {error}"]
 
 
 def test_a_picture_that_cannot_be_written_is_logged(tmp_path, caplog):
@@ -292,7 +292,7 @@ def test_a_picture_that_cannot_be_written_is_logged(tmp_path, caplog):
     with Monitor(tmp_path, CPU, every=0.02):
         wait_for_rows(tmp_path, 1)
     assert len(caplog.messages) == 1
-    assert "the monitor ends: IsADirectoryError" in caplog.messages[0]
+    assert "monitoring stopped: IsADirectoryError" in caplog.messages[0]
 
 
 @pytest.mark.usefixtures("no_picture")

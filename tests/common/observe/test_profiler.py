@@ -110,7 +110,7 @@ def test_a_slow_stage_has_the_time_and_no_other(tmp_path, slow):
 def test_the_words_say_the_shares_and_the_operations(tmp_path):
     found = train(tmp_path, SKIPPED + 3, Training("loss"))
     words, _, table = (tmp_path / "operations.txt").read_text().partition("The operations with the most self time on ")
-    assert words.startswith("3 steps after the first 2: ")
+    assert words.startswith("3 steps, not counting the first 2: ")
     assert f"  loss            {100 * found['shares']['loss']:6.1f} %\n" in words
     assert table.startswith("the CPU:\n")
     rows = [line.split()[0] for line in table.splitlines() if line.endswith(" 3  ")]  # once in each step, no span
@@ -156,7 +156,7 @@ def test_an_exception_leaves_the_files_of_the_steps_before_it(tmp_path):
     forward = found["shares"]["forward"] * found["seconds"]  # and not that of the step that failed
     assert 2 * REST_SECONDS - TICK < forward < sum(training.clock["forward"][SKIPPED : SKIPPED + 2]) + TICK
     assert trace_names(tmp_path).count("forward") == 3
-    assert (tmp_path / "operations.txt").read_text().startswith("2 steps after the first 2: ")
+    assert (tmp_path / "operations.txt").read_text().startswith("2 steps, not counting the first 2: ")
     assert span("a") is span("b")  # off again
 
 
@@ -174,7 +174,7 @@ def test_a_training_too_short_to_record_says_so(tmp_path, done):
 def test_an_exception_before_the_window_is_told(tmp_path):
     with pytest.raises(KeyError), StepProfiler(tmp_path, CPU):
         raise KeyError("case 7")
-    assert "(it ended by KeyError: 'case 7')" in (tmp_path / "operations.txt").read_text()
+    assert "(it ended with KeyError: 'case 7')" in (tmp_path / "operations.txt").read_text()
 
 
 def test_after_the_window_a_step_does_nothing(tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ def test_a_wrong_gradient_is_found_and_the_twin_computes_the_loss(tmp_path, monk
     monkeypatch.setattr(dice, "loss_gradient", lambda *given: 1.1 * right(*given))
     names, lines = chosen(CONFIG, tmp_path)
     assert names == {"crops"}
-    assert "loss is not used, as it failed" in lines[0]
+    assert "loss is not used because it failed" in lines[0]
 
 
 def test_crops_cut_in_the_wrong_place_are_found(tmp_path, monkeypatch):

@@ -188,7 +188,7 @@ def test_weights_that_a_gradient_made_bad_are_never_saved(tmp_path):
         state._network.weight[0, 1] = float("nan")
     note(state, 0, 1.0, "a")
     for look in (state.save, state.checked):
-        with pytest.raises(FloatingPointError, match=r"weights that are not finite after step 1 \(epoch 1\)"):
+        with pytest.raises(FloatingPointError, match=r"non-finite weights after step 1 \(epoch 1\)"):
             look()
     other = state_of(tmp_path, 1)
     other.restore()
@@ -209,7 +209,7 @@ def test_weights_that_a_gradient_made_bad_are_never_saved(tmp_path):
         ("random", torch.zeros(3), "RNG state"),
         ("seconds", {"train": "x"}, "Expected `float`"),
         ("random", ..., "missing required field `random`"),
-        ("unheard", 1, "no field unheard"),
+        ("unheard", 1, "unknown field unheard"),
     ],
 )
 def test_a_damaged_state_is_one_line(tmp_path, name, value, words):
@@ -237,7 +237,7 @@ def test_only_a_higher_metric_is_a_new_best(tmp_path):
     state = state_of(tmp_path, 1)
     assert [state.note_validation(value, epoch) for epoch, value in enumerate([0.0, 0.5, 0.5, 0.4, 0.6])] == [
         True, True, False, False, True]  # fmt: skip
-    with pytest.raises(ValueError, match="no validation case holds any foreground"):
+    with pytest.raises(ValueError, match="no validation case has any foreground"):
         state.note_validation(float("nan"), 6)
 
 

@@ -94,7 +94,7 @@ def test_every_open_field_is_decided_and_what_was_given_wins(scans, tmp_path, ru
 def test_what_cannot_fit_into_memory_is_refused_before_it_is_allocated(wish, scans, tmp_path, run):
     config, data = read(scans, tmp_path, run, **wish)
     with pytest.raises(
-        ValueError, match=r"^(crop_size|batch_size|windows.size) .*: takes \d+\.\d GiB as .* GiB are free"
+        ValueError, match=r"^(crop_size|batch_size|windows.size) .*: takes \d+\.\d GiB for .* GiB are free"
     ):
         choose_volumes(config, data, USUAL, run)
 
@@ -127,13 +127,13 @@ def test_a_resumed_run_is_checked_against_its_ranks(run):
 
 
 def test_an_app_without_phantoms_asks_for_data(tmp_path, run):
-    with pytest.raises(ValueError, match="data null: this app has no phantoms; --data takes the folder of a dataset"):
+    with pytest.raises(ValueError, match="no synthetic phantoms; pass a dataset folder with --data"):
         read_volumes(ToyConfig(store=tmp_path), run)
 
 
 def test_a_plan_that_lacks_fields_is_one_line(run):
     (run.directory / "plan.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"plan\.json: lacks .*precision.*; restore it, or begin a new run"):
+    with pytest.raises(ValueError, match=r"plan\.json: lacks .*precision.*; restore it, or start a new run"):
         keep_plan(PLAIN, lambda: PLAIN, replace(run, resumed=True))
-    with pytest.raises(ValueError, match="leaves a field open"):
+    with pytest.raises(ValueError, match=r"a field of this run's plan\.json is empty"):
         decided(None)

@@ -72,7 +72,7 @@ def test_auto_avoids_bf16_on_a_cpu_where_two_planes_are_left_of_a_crop(monkeypat
 
 
 def test_bf16_on_a_cpu_is_refused_where_two_planes_are_left_of_a_crop():
-    with pytest.raises(ValueError, match="precision bf16: the network leaves 2 planes"):
+    with pytest.raises(ValueError, match="precision bf16: the network reduces a crop to 2 planes"):
         choose_precision("bf16", CPU, (2, 6, 6))
 
 
@@ -256,8 +256,8 @@ def test_a_few_cases_are_left_or_one_for_each_part(parts, kept):
     found = few_cases(split_of(10, 6), parts, said)  # type: ignore[arg-type]
     assert (len(found.training), len(found.validation)) == kept
     assert found.training == split_of(10, 6).training[: kept[0]]
-    assert found.description == "20 percent; cut short"
-    assert "no figure of this run means anything" in said[0]
+    assert found.description == "20 percent; shortened"
+    assert "the results of this run are meaningless" in said[0]
 
 
 def test_an_epoch_is_its_first_batch_and_ends_what_made_the_others():

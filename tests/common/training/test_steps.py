@@ -114,14 +114,16 @@ def make(
 
 def capture(made: Made) -> Made:
     with pytest.MonkeyPatch.context() as patch, emulated(patch):
-        assert choose(made) == "steps: each one CUDA graph"
+        assert choose(made) == "steps: one CUDA graph per step"
     return made
 
 
 def choose(made: Made, store: Path = Path()) -> str:
     """Return what `choose_steps` says, all lines that it says."""
     lines: list[str] = []
-    run = SimpleNamespace(clock=Clock(), device=made.state.losses.device, ranks=SINGLE, say=lines.append)
+    run = SimpleNamespace(
+        clock=Clock(), device=made.state.losses.device, ranks=SINGLE, say=lambda line, kind="note": lines.append(line)
+    )
     batches = SimpleNamespace(epoch=lambda _: (made.batch(n) for n in (99,)), made_on_device=True)
     choose_steps(made.steps, batches, 0, TrainingConfig(store=store), run)  # type: ignore[arg-type]
     return "\n".join(lines)
@@ -181,7 +183,7 @@ def test_a_rate_that_a_graph_freezes_is_found_in_the_trial(monkeypatch):
     """And would not go unseen in the losses."""
     made = make(rate_of=float)
     with emulated(monkeypatch):
-        assert choose(made) == "steps: eager (the trial above)"
+        assert choose(made) == "steps: eager (see the trial above)"
     assert made.losses(2) == pytest.approx(make().losses(2), rel=1e-6)
     made.steps.hold(made.batch(99))
     made.steps._replay = record(made.steps._on_sample)
@@ -203,7 +205,7 @@ def test_a_capture_that_fails_leaves_eager_steps_and_all_as_it_was(known, monkey
         monkeypatch.setattr(trust, "choose", (lambda *_: ["captured step"]) if known else CHOOSE)
         said = choose(made, tmp_path)
     reason = "operation not permitted when stream is capturing"
-    assert f"steps: eager (the capture failed: {reason})" in said if known else f"failed: RuntimeError {reason}" in said
+    assert f"steps: eager (capture failed: {reason})" in said if known else f"failed: RuntimeError {reason}" in said
     assert all(map(torch.equal, before, changed(made)))
     assert made.losses(3) == make("brats").losses(3)
 
@@ -216,7 +218,11 @@ def test_the_faster_is_taken_and_a_trial_changes_nothing(faster, monkeypatch, tm
         monkeypatch.setattr(trust, "choose", CHOOSE)
         monkeypatch.setattr(trust, "_median", lambda work: next(rounds))
         said = choose(made, tmp_path)
-    assert "captured step (2.00 times as fast)\nsteps: each one" in said if faster else "captured step (0.50)" in said
+    assert (
+        "captured step (2.00 times as fast)\nsteps: one CUDA graph" in said
+        if faster
+        else "captured step (0.50)" in said
+    )
     assert all(map(torch.equal, before, changed(made)))
     assert (made.steps._replay is not None) == faster
 
@@ -289,10 +295,10 @@ def test_when_no_graph_is_captured():
 
     assert reason() is None
     assert reason(config=replace(config, graph="off")) == "--graph off"
-    assert reason(run=replace(cuda, device=CPU)) == "a cpu has no CUDA graphs"
+    assert reason(run=replace(cuda, device=CPU)) == "no CUDA graphs on a cpu"
     assert reason(run=replace(cuda, ranks=Ranks(0, 2))) == "several ranks exchange gradients"
-    assert reason(made=make(optimizer="adam")) == "the optimizer novograd takes its rate from the host"
-    assert reason(batches=replace(batches, made_on_device=False)) == "the batches are not made on the device"
+    assert reason(made=make(optimizer="adam")) == "the optimizer novograd reads its learning rate on the host"
+    assert reason(batches=replace(batches, made_on_device=False)) == "batches are not made on the device"
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
@@ -304,10 +310,10 @@ def test_a_run_of_captured_steps_equals_an_eager_one_and_goes_on_to_the_bit(norm
     """Stopped within an epoch; the process that goes on captures anew."""
     wish = {"norm": norm, "steps": 3}
     train({**wish, "run": tmp_path / "eager"})
-    assert "steps: eager (a cpu has no CUDA graphs)" in (tmp_path / "eager" / "run.log").read_text()
+    assert "steps: eager (no CUDA graphs on a cpu)" in (tmp_path / "eager" / "run.log").read_text()
     with emulated(monkeypatch):
         train({**wish, "run": tmp_path / "whole"})
-        assert "steps: each one CUDA graph" in (tmp_path / "whole" / "run.log").read_text()
+        assert "steps: one CUDA graph per step" in (tmp_path / "whole" / "run.log").read_text()
         with pytest.raises(ValueError, match="case_7"):
             train({**wish, "run": tmp_path / "cut", "checkpoint_seconds": 0, "at": 4, "who": 0, "what": "fail"})
         train({**wish, "run": tmp_path / "cut", "resume": True})

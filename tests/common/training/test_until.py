@@ -56,7 +56,7 @@ def test_a_run_that_has_reached_it_does_nothing_when_resumed(tmp_path):
     "text", ["0.9", "dice", "dice=", "auc=0.9", "dice=1.01", "dice=0", "dice=-0.5", "dice=nan", "dice=9", "dice=."]
 )
 def test_what_is_no_target_is_refused(text):
-    with pytest.raises(ValueError, match=r"until .*: must be dice=VALUE, the value above 0 and 1 at most"):
+    with pytest.raises(ValueError, match=r"until .*: must be dice=VALUE with a value above 0 and at most 1"):
         TrainingConfig(until=text)
 
 

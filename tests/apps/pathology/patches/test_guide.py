@@ -90,7 +90,7 @@ def test_cucim_gets_whole_batches_as_they_were_read(table, monkeypatch, capsys):
 
 
 def test_too_few_patches_are_refused(table):
-    with pytest.raises(ValueError, match="batch_size 4: there are 3 training patches"):
+    with pytest.raises(ValueError, match="batch_size 4: only 3 training patches"):
         batches_of(table.take(np.arange(3)))
 
 

@@ -124,7 +124,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
         free = 100
 
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(OSError, match=r"2 patches of 32 pixels need .* are free; make room"):
+    with pytest.raises(OSError, match=r"2 patches of 32 pixels need .* is free; free some space"):
         stored(images, tmp_path / "store")
 
 

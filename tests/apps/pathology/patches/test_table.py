@@ -102,7 +102,7 @@ def test_all_train_without_a_split(tmp_path):
         ("c.png,,train", "line 4: label ''"),
         ("c.png,1,dev", "line 4: split 'dev': expected one of train"),
         ("c.png,1", "line 4: split ''"),
-        ("a.png,1,val", r"line 4: a\.png is listed before"),
+        ("a.png,1,val", r"line 4: a\.png is listed twice"),
         ("../c.png,1,val", r"line 4: image '\.\./c\.png'"),
     ],
 )
@@ -116,9 +116,9 @@ def test_folders_that_cannot_train(tmp_path):
         read_patch_folder(folder_of(tmp_path, [*ROWS[:3], "e.png,1,val"]))
     with pytest.raises(ValueError, match="the header lacks label"):
         read_patch_folder(folder_of(tmp_path, ["image,class", "a.png,1"]))
-    with pytest.raises(ValueError, match="no image trains"):
+    with pytest.raises(ValueError, match="no training images"):
         read_patch_folder(folder_of(tmp_path, [ROWS[0], ROWS[3]]))
-    with pytest.raises(ValueError, match=r"a\.png: 96 x 64 pixels; patches are squares"):
+    with pytest.raises(ValueError, match=r"a\.png: 96 x 64 pixels; patches must be square"):
         read_patch_folder(folder_of(tmp_path, ROWS, side=(96, 64)))
     (tmp_path / "images" / "a.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"a\.png: cannot be read as an image .*copy it again"):
@@ -241,7 +241,7 @@ def test_missing_and_doubled_slides_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"6 of 7 slides are not in .*: tumor_1, .*tumor_5 and 1 more"):
         read_coordinates(tmp_path / "list.csv", images, "training")
     slides(images / "more", "Tumor_0.tif")
-    with pytest.raises(ValueError, match="named alike"):
+    with pytest.raises(ValueError, match="share a name"):
         read_coordinates(tmp_path / "list.csv", images, "training")
 
 

@@ -22,7 +22,9 @@ def slides(tmp_path_factory) -> Path:
 
 def tables_of(config: PathologyConfig) -> tuple[Tables, str]:
     said: list[str] = []
-    run: Any = SimpleNamespace(device=torch.device("cpu"), say=said.append, leader=True, ranks=Ranks())
+    run: Any = SimpleNamespace(
+        device=torch.device("cpu"), say=lambda line, kind="note": said.append(line), leader=True, ranks=Ranks()
+    )
     return find_tables(config, run), "\n".join(said)
 
 
@@ -44,13 +46,13 @@ def test_room_for_fewer_patches_is_told(slides):
     config = PathologyConfig(data=slides, patch_size=320, patches_per_slide=1_000_000, held_out=0.5)
     tables, said = tables_of(config)
     assert len(tables.training) < 2_000_000
-    assert "room for fewer patches than 1000000 on some slides; missing: " in said
+    assert "some slides have room for fewer than 1000000 patches; missing: " in said
 
 
 def test_a_list_of_another_slide_is_refused(slides, tmp_path):
     (tmp_path / "list.csv").write_text("tumor_001,512,512,0,0,0,0,1,0,0,0,0\ntumor_001,9999,512,1,1,1,1,1,1,1,1,1\n")
     config = PathologyConfig(data=slides, lists=(tmp_path / "list.csv", tmp_path / "list.csv"))
-    with pytest.raises(ValueError, match=r"tumor_001\.tif: a patch is listed at .9615, 128., and the slide has 1024 x"):
+    with pytest.raises(ValueError, match=r"tumor_001\.tif: a patch is listed at .9615, 128., but the slide has 1024 x"):
         tables_of(config)
 
 
@@ -98,7 +100,7 @@ def test_patches_of_one_kind_are_refused_before_the_training(slides, tmp_path):
     ):
         (tmp_path / f"{name}.csv").write_text(f"{stem},512,512,{labels}\n")
     config = PathologyConfig(data=slides, lists=(tmp_path / "training.csv", tmp_path / "validation.csv"))
-    with pytest.raises(ValueError, match="there is no tumour patch among the 9 for validation, and no AUC without"):
+    with pytest.raises(ValueError, match="no tumour patch among the 9 for validation, so there is no AUC"):
         tables_of(config)
 
 
@@ -113,7 +115,7 @@ def test_testing_by_patches_of_one_kind_is_left_out(tmp_path):
     assert tables.mpp == 0.97
     assert "patches of 32 pixels of 0.97 um" in said
     assert tables.testing is None
-    assert "testing: its 4 patches are of one kind" in said
+    assert "testing: skipped, all 4 patches have the same label" in said
 
 
 def test_pixels_of_different_sizes_are_said(tmp_path):
@@ -122,7 +124,7 @@ def test_pixels_of_different_sizes_are_said(tmp_path):
         (tmp_path / f"{name}.csv").write_text(f"{name},256,256,0,0,0,0,1,0,0,0,0\n")
     config = PathologyConfig(data=tmp_path, lists=(tmp_path / "tumor_001.csv", tmp_path / "normal_001.csv"))
     tables, said = tables_of(config)
-    assert "ATTENTION: their pixels are 0.25 to 0.5 um" in said
+    assert "WARNING: pixel sizes range from 0.25 to 0.5 um" in said
     assert tables.mpp == 0.5
 
 
@@ -132,7 +134,7 @@ def test_a_resumed_run_refuses_other_patches(slides, tmp_path):
     keep_digests(tables, run)
     run.resumed = True
     keep_digests(tables, run)
-    with pytest.raises(ValueError, match="the run began with other patches"):
+    with pytest.raises(ValueError, match="the patches in --data have changed"):
         keep_digests(replace(tables, validation=tables.training), run)
 
 
@@ -154,5 +156,5 @@ def test_what_is_held_out_depends_on_seed_and_names_alone():
 
 
 def test_nothing_to_hold_out():
-    with pytest.raises(ValueError, match="2 to train on: to hold one out"):
+    with pytest.raises(ValueError, match="found 2 for training; holding one out"):
         hold_out(np.array([1, 0]), ["a", "b"], 0.5, 0)

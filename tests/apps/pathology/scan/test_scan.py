@@ -113,7 +113,10 @@ def test_the_nearest_level_is_read_and_resized_only_where_it_is_far_off(tmp_path
 
 def test_a_slide_too_coarse_for_the_network_is_refused(tmp_path):
     write_pyramid(tmp_path / "a.tif", mpp=(15.0, 15.0))
-    with open_slide(tmp_path / "a.tif") as slide, pytest.raises(ValueError, match=r"a\.tif: pixels of 15 um show"):
+    with (
+        open_slide(tmp_path / "a.tif") as slide,
+        pytest.raises(ValueError, match=r"a\.tif: pixels of 15 um are too coarse"),
+    ):
         choose_view(slide, 0.25)
 
 
@@ -122,10 +125,10 @@ def test_without_a_pixel_size_level_0_is_taken_and_it_is_said(tmp_path):
     with open_slide(tmp_path / "a.tif", "tifffile") as slide:
         view = choose_view(slide, None)
         assert (view.level, view.pitch, view.base_mpp) == (0, 32, 0.25)
-        assert "no pixel size known of network" in view.reason
+        assert "unknown pixel size of network" in view.reason
         slide.mpp = None
         assert choose_view(slide, 0.7).base_mpp == 0.7
-        assert "no pixel size known of slide and network" in choose_view(slide, None).reason
+        assert "unknown pixel size of slide and network" in choose_view(slide, None).reason
 
 
 @pytest.mark.parametrize("mpp", [0.25, 0.5, 0.7])

@@ -82,7 +82,7 @@ def test_references_that_do_not_fit(tmp_path):
     lay_out(tmp_path, GUIDE)
     reference = tmp_path / "testing" / "reference.csv"
     reference.write_text("test_001,Tumor,IDC,Macro\n")
-    with pytest.raises(ValueError, match=r"reference\.csv does not name test_002"):
+    with pytest.raises(ValueError, match=r"reference\.csv does not list test_002"):
         read_slide_set(tmp_path)
     reference.write_text("test_001,Tumor\ntest_002,Maybe\n")
     with pytest.raises(ValueError, match=r"reference\.csv, line 2: .*Maybe"):
@@ -103,9 +103,9 @@ def test_slides_json_names_the_set(tmp_path):
     ("more", "message"),
     [
         ("training/images/tumor_003.tif", r"tumor_003\.tif: neither an annotation \(tumor_003\.xml\) nor a mask"),
-        ("training/images/case_7.tif", r"case_7\.tif: a training slide is named tumor_"),
-        ("training/normal/Normal_001.tiff", r"images/normal_001\.tif.* are named alike"),
-        ("testing/images/tumor_002.svs", r"tumor_002\.svs.* are named alike"),
+        ("training/images/case_7.tif", r"case_7\.tif: a training slide must be named tumor_"),
+        ("training/normal/Normal_001.tiff", r"images/normal_001\.tif.* have the same name"),
+        ("testing/images/tumor_002.svs", r"tumor_002\.svs.* have the same name"),
     ],
 )
 def test_slides_that_are_refused(tmp_path, more, message):
@@ -152,7 +152,7 @@ def test_slides_that_the_challenge_does_not_score():
     [
         (b"a" * 200_000 + b",Tumor\n", "expected CSV text in UTF-8 .field larger"),
         (b"\xff\xfe\0", "expected CSV text in UTF-8 "),
-        (b"test_001,Normal\ntest_002,Tumor\ntest_001,Tumor\n", "line 3: a line before says otherwise of 'test_001'"),
+        (b"test_001,Normal\ntest_002,Tumor\ntest_001,Tumor\n", "line 3: an earlier line disagrees about 'test_001'"),
     ],
 )
 def test_a_damaged_reference_is_named_in_one_line(tmp_path, text, said):

@@ -128,7 +128,7 @@ def test_a_tile_at_the_end_of_all_numbers_lies_beyond_the_file(tmp_path):
     tifffile.imwrite(path, painted(64, 64), tile=(64, 64), photometric="rgb", metadata=None, bigtiff=True)
     with tifffile.TiffFile(path, mode="r+") as tiff:
         tiff.pages.first.tags["TileOffsets"].overwrite(2**63 - 1)
-    with pytest.raises(ValueError, match=r"a\.tif is cut short"):
+    with pytest.raises(ValueError, match=r"a\.tif is truncated"):
         read_layout(path)
 
 
@@ -170,7 +170,7 @@ def test_a_blank_slide_is_read(tmp_path):
 def test_low_power_takes_no_more_than_is_free(tmp_path, monkeypatch):
     write_pyramid(tmp_path / "a.tif")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
-    with open_slide(tmp_path / "a.tif") as slide, pytest.raises(ValueError, match=r"a\.tif: .* which take 0\.0 GiB"):
+    with open_slide(tmp_path / "a.tif") as slide, pytest.raises(ValueError, match=r"a\.tif: .* and needs 0\.0 GiB"):
         low_power(slide, 1.0)
 
 

@@ -92,13 +92,13 @@ def write_wrong(kind: str, path: Path) -> None:
     ("kind", "said"),
     [
         ("empty", r"is empty \(0 bytes\): copy it again"),
-        ("text", r"is no TIFF \(it begins with b'no s'\).*fetch it again"),
+        ("text", r"is not a TIFF \(it begins with b'no s'\).*copy it again"),
         ("magic alone", "damaged TIFF directories.*copy it again"),
-        ("half", "cut short.*copy it again"),
-        ("last tile", "cut short.*copy it again"),
-        ("grey", "holds no 8-bit RGB image.*convert it"),
-        ("16 bit", "holds no 8-bit RGB image.*convert it"),
-        ("rgba", "holds no 8-bit RGB image.*convert it"),
+        ("half", "truncated.*copy it again"),
+        ("last tile", "truncated.*copy it again"),
+        ("grey", "contains no 8-bit RGB image.*convert it"),
+        ("16 bit", "contains no 8-bit RGB image.*convert it"),
+        ("rgba", "contains no 8-bit RGB image.*convert it"),
     ],
 )
 def test_a_file_that_is_no_slide_is_named(tmp_path, kind, said, reader):

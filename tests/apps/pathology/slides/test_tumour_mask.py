@@ -74,7 +74,7 @@ def test_dots_are_passed_over(tmp_path):
     [
         ("<ASAP_Annotations><Annotations>", r"a\.xml: expected the XML of ASAP"),
         ("<html/>", r"a\.xml: expected the element ASAP_Annotations, found html"),
-        (asap(("_0", SQUARE[:2])), r"a\.xml: A0: 2 vertices; an outline has at least 3"),
+        (asap(("_0", SQUARE[:2])), r"a\.xml: A0: 2 vertices; an outline needs at least 3"),
         (asap(("_0", SQUARE), ("Nodule", SQUARE)), r"A1: group 'Nodule'; known are Tumor, _0, _1"),
         (asap(("_0", SQUARE)).replace('X="2.0"', 'X="2,0"'), r"a\.xml: A0: a vertex without a number.*2,0"),
         (asap(("_0", SQUARE)).replace('X="2.0"', ""), r"a\.xml: A0: a vertex without a number.*X"),
@@ -138,7 +138,7 @@ def test_what_an_outline_encloses_twice_is_outside(tmp_path):
 
 def test_outlines_beyond_the_slide_are_refused(tmp_path):
     assert filled(tmp_path, 8, 7, 1, [(-0.5, 0.0), (8.9, 0.0), (4.0, 7.0)]).any()
-    with pytest.raises(ValueError, match=r"a\.xml: a vertex at \(9\.5, 1\) lies outside the slide, 8 x 7 pixels"):
+    with pytest.raises(ValueError, match=r"a\.xml: a vertex at \(9\.5, 1\) is outside the slide, 8 x 7 pixels"):
         filled(tmp_path, 8, 7, 1, [*SQUARE, (9.5, 1.0)])
 
 
