@@ -1,4 +1,4 @@
-"""Write what is installed beside this interpreter as an SBOM: `python apps/sbom.py > sbom.json` (CycloneDX, JSON).
+"""Write an SBOM of the packages installed for this interpreter: `python apps/sbom.py > sbom.json` (CycloneDX, JSON).
 
 Source: cyclonedx.org/docs/1.6/json; packages are named by package URLs (github.com/package-url/purl-spec).
 """

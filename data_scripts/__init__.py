@@ -1,1 +1,1 @@
-"""Scripts that download real data sets or make synthetic ones; no torch."""
+"""Scripts that download datasets or generate synthetic ones, without torch."""

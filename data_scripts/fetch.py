@@ -1,4 +1,4 @@
-"""Download large files over HTTP: resumed where they stopped, checked, and under their name only when whole and right.
+"""Download large files over HTTP: resumable, checksum-verified, and renamed to the final name only when complete.
 
 The bytes of a file that is still arriving lie beside it (`NAME.part`). They are continued only where a digest is
 published: it tells whether the two parts were of one file, whatever the server did in between.

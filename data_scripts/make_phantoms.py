@@ -1,4 +1,4 @@
-"""Make phantom data sets: synthetic scans in MSD layout, with a true label for every voxel."""
+"""Generate phantom datasets: synthetic scans in MSD layout with exact labels."""
 
 import hashlib
 import re
@@ -213,9 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(re.sub(r"\s*\n\s*", " ", f"make_phantoms.py: error: {error}"), file=sys.stderr)
         return 2
-    say(
-        f"{folder}: synthetic {options.kind.upper()} in MSD layout, seed {options.seed}; not for clinical use", "result"
-    )
+    say(f"{folder}: synthetic {options.kind.upper()} (MSD layout), seed {options.seed}; not for clinical use", "result")
     return 0
 
 

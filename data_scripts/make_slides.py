@@ -1,4 +1,4 @@
-"""Make a set of synthetic slides: haematoxylin and eosin, lymph nodes with and without metastases, as in Camelyon16."""
+"""Generate synthetic slides: H&E-stained lymph nodes with and without metastases, in the layout of Camelyon16."""
 
 import re
 import sys
@@ -33,10 +33,10 @@ _EXAMPLES = """examples:
 
 what is written (the layout of Camelyon16; tiled TIFF pyramids of 256 px tiles, levels halved):
   DIR/training/images/{normal,tumor}_NNN.tif    DIR/testing/images/test_NNN.tif
-  DIR/*/annotations/STEM.xml                    outlines of the metastases, as ASAP writes them
+  DIR/*/annotations/STEM.xml                    outlines of the metastases, in ASAP's format
   DIR/*/masks/STEM_mask.tif                     1 = tumour, on the pixels of the image
   DIR/testing/reference.csv                     stem, Tumor or Normal, type, micro or macro
-  DIR/slides.json                               written last: a folder that has it is whole
+  DIR/slides.json                               written last, so it marks a complete folder
 """
 
 

@@ -1,6 +1,6 @@
-"""Which cases a folder holds before it is in MSD layout, and is each fit for training?
+"""Find the cases in a folder that is not in MSD layout, and check whether each is fit for training.
 
-A case is readable, finite, its label lies on its image's grid, and the label's values are among the names.
+A valid case is readable and finite, its label is on the grid of its image, and all label values have names.
 """
 
 import re

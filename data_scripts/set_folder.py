@@ -1,4 +1,4 @@
-"""A folder that a set of files is made in: claimed before, gone on with after a stop, whole once it has its list.
+"""A folder of generated files: claimed first, resumable after an interruption, complete once it has its list.
 
 The list (a JSON file) is written last, so that a folder that has one is whole. Until then `unfinished.json` holds the
 parameters: a second run with the same ones goes on where the first one stopped, others are refused.

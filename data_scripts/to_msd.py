@@ -1,4 +1,4 @@
-"""Bring your own scans: check a folder of images and labels, and put it into the layout that training takes (MSD's)."""
+"""Prepare your own scans: check a folder of images and labels, and convert it to the MSD layout used for training."""
 
 import argparse
 import dataclasses
@@ -99,9 +99,7 @@ def _mistake(options: argparse.Namespace) -> str | None:
             return f"{flag_of(name)}: drop it: --{source} {why}"
     for name in needed:
         if not getattr(options, name):
-            return (
-                f"--{name} is missing: --{source} needs {', '.join(f'--{each}' for each in needed)}; see the examples"
-            )
+            return f"--{name} is missing: --{source} needs {', '.join(f'--{each}' for each in needed)}; see examples"
     if options.names and len(options.names) < 2:
         return f"--names {options.names[0]}: expected background and at least one structure: --names background liver"
     return None

@@ -12,7 +12,7 @@ Keyword arguments are the commands' flags, with the same defaults and bounds; th
 raises a `ValueError` (no such flag, a value of the wrong type or out of its bounds, data that do not fit) or an
 `OSError` (a file is missing or cannot be written); nothing ends the process. In the main thread, Ctrl-C lets a training
 finish its step and save before it raises `KeyboardInterrupt`; in another thread no signal is handled. Signal handlers
-and the settings of `logging` and `warnings` are restored afterwards; the state of torch's random numbers is not.
+and the settings of `logging` and `warnings` are restored afterwards; torch's random state is not.
 """
 
 import importlib
@@ -43,13 +43,13 @@ def train(app: App, *, quiet: bool = False, **flags: Any) -> "RunSummary":
 
     Args:
         app: spleen (CT and other single-channel volumes), brats (multi-channel MRI) or pathology (slides).
-        quiet: print nothing; `run.log` in the run's folder has all lines.
-        flags: those of `medspeed train APP --help`. With `resume`, all others are those of the interrupted run.
+        quiet: print nothing; `run.log` in the run folder has all lines.
+        flags: those of `medspeed train APP --help`. With `resume`, all others are taken from the interrupted run.
 
     Returns:
-        What `summary.json` of the run holds: "run" is its folder, "quality" the figure it is judged by ("value",
-        "per_case", "per_region"), "seconds" the time of each stage, "onnx" and "engine" what was exported. Under
-        torchrun the first process alone has it, the others an empty one.
+        The content of the run's `summary.json`: "run" is its folder, "quality" the evaluation ("value",
+        "per_case", "per_region"), "seconds" the time of each stage, "onnx" and "engine" the exports. Under
+        torchrun only the first process has it; the others return an empty one.
 
     Raises:
         ValueError, OSError: see above; also, another process trains in the run's folder.
@@ -74,7 +74,7 @@ def predict(
         flags: those of `medspeed infer APP --help`, such as `device`, `overlays`, `largest_component`.
 
     Returns:
-        For each scan its files and measurements, and why others were set aside: one that cannot be read is no error.
+        Files and measurements of each scan, and the errors of failed scans, which are not raised.
 
     Raises:
         ValueError, OSError: see above.

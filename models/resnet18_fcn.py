@@ -14,7 +14,7 @@ _WIDTHS = (64, 128, 256, 512)
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with batch normalisation beside a shortcut, which is a convolution where the shape changes.
+    """Two convolutions with batch normalization and a shortcut, which is a convolution if the shape changes.
 
     Args:
         in_channels: channels of the input.
@@ -45,7 +45,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 up to its last features; names of the weights are TorchVision's, initial values those of MONAI's."""
+    """ResNet-18 up to its last features, with TorchVision's weight names and MONAI's initial values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class ResNet18(nn.Module):
 
 
 class ResNet18FCN(nn.Module):
-    """ResNet-18 whose last features are averaged over a patch and judged by a 1x1 convolution.
+    """ResNet-18 whose last features are averaged over a patch and classified by a 1x1 convolution.
 
     Args:
         patch_size: side of the patches it is trained on, in pixels, a multiple of 32.
@@ -96,7 +96,7 @@ class ResNet18FCN(nn.Module):
 
 
 def resnet18_fcn(patch_size: int = 224) -> ResNet18FCN:
-    """Return a fully convolutional ResNet-18 with batch normalisation, its weights drawn by MONAI's rule.
+    """Return a fully convolutional ResNet-18 with batch normalization, initialized as in MONAI.
 
     On a patch it is MONAI's `TorchVisionFCModel("resnet18", num_classes=1, use_conv=True)`; the names of the weights
     below `features` are torchvision's, so that a file of ImageNet weights fits.

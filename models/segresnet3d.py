@@ -14,7 +14,7 @@ _GROUPS = 8
 
 
 class Convolution(nn.Sequential):
-    """A convolution that keeps the sides, or halves them with a stride of 2; without a bias unless asked for."""
+    """A convolution that keeps the sides, or halves them with stride 2; without bias by default."""
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel: int = 3, stride: int = 1, bias: bool = False
@@ -24,7 +24,7 @@ class Convolution(nn.Sequential):
 
 
 class ResidualBlock(nn.Module):
-    """Twice group normalisation, ReLU and a convolution, beside a shortcut.
+    """Two blocks of group normalization, ReLU and convolution, with a residual shortcut.
 
     Args:
         channels: of input and output, a multiple of 8.
@@ -38,7 +38,7 @@ class ResidualBlock(nn.Module):
         self.conv2 = Convolution(channels, channels)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return what has the shape of the input [B, C, X, Y, Z]."""
+        """Return a tensor of the input's shape [B, C, X, Y, Z]."""
         x: torch.Tensor
         x, shortcut = self.norm1.beside(image)
         x = self.conv2(self.norm2(self.conv1(x)))
@@ -47,7 +47,7 @@ class ResidualBlock(nn.Module):
 
 
 class Doubling(nn.Upsample):
-    """Trilinear upsampling; on a GPU in the precision of the image, where autocast would take float32."""
+    """Trilinear upsampling; on a GPU in the precision of the image, where autocast would use float32."""
 
     def __init__(self) -> None:
         super().__init__(scale_factor=(2.0, 2.0, 2.0), mode="trilinear", align_corners=False)
@@ -125,13 +125,13 @@ def segresnet3d(
     blocks_down: Sequence[int] = (1, 2, 2, 4),
     dropout: float = 0.0,
 ) -> SegResNet3d:
-    """Return a SegResNet with group normalisation and trilinear upsampling; every level but the first halves each axis.
+    """Return a SegResNet with group normalization and trilinear upsampling; each level but the first halves all axes.
 
     Args:
         in_channels: channels C of the image, one per MRI sequence.
         out_channels: channels K of the logits.
         filters: width of the first level, a multiple of 8 (the groups); each further level has twice as many.
-        blocks_down: residual blocks of each level; the sides of the input must divide by 2 ** (len(blocks_down) - 1).
+        blocks_down: residual blocks of each level; input sides must be multiples of 2 ** (len(blocks_down) - 1).
         dropout: probability before the first block; 0 for none.
 
     Returns:

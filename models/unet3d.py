@@ -12,7 +12,7 @@ from medspeed.common.kernels.weights import half_weights
 
 
 class Convolution(nn.Module):
-    """A convolution with a kernel of 3, and, unless `norm` is off, batch normalisation and PReLU.
+    """A convolution with kernel size 3, followed by batch normalization and PReLU unless `norm` is off.
 
     Before the normalisation a bias has no effect in training, but for the running mean: there it is neither computed
     nor learned, and only added to that mean. It keeps its name and value, as MONAI's weights have one.
@@ -56,7 +56,7 @@ class Convolution(nn.Module):
 
 
 class ResidualUnit(nn.Module):
-    """Convolutions beside a shortcut, which is a convolution itself where channels or sides change.
+    """Convolutions with a residual shortcut, which is itself a convolution if channels or sides change.
 
     Args:
         in_channels: channels of the input.
@@ -100,10 +100,10 @@ class ResidualUnit(nn.Module):
 
 
 class Skip(nn.Module):
-    """Hands the input on beside what a module makes of it.
+    """Concatenates the input with the output of a submodule.
 
     Args:
-        submodule: the coarser levels; keeps the sides.
+        submodule: the coarser levels; must keep the sides.
     """
 
     def __init__(self, submodule: nn.Module) -> None:
@@ -150,12 +150,12 @@ def _level(in_channels: int, out_channels: int, channels: Sequence[int], units: 
 def unet3d(
     in_channels: int, out_channels: int, channels: Sequence[int] = (16, 32, 64, 128, 256), residual_units: int = 2
 ) -> UNet3d:
-    """Return a 3-D U-Net with batch normalisation and PReLU; every level but the first halves each axis.
+    """Return a 3-D U-Net with batch normalization and PReLU; each level after the first halves every axis.
 
     Args:
         in_channels: channels C of the image.
         out_channels: classes K, background included.
-        channels: width of each level; the sides of the input must divide by 2 ** (len(channels) - 1).
+        channels: width of each level; input sides must be multiples of 2 ** (len(channels) - 1).
         residual_units: convolutions in each residual block, at least 1.
 
     Returns:

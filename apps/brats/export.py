@@ -1,4 +1,4 @@
-"""Hand a trained run over: ONNX models behind the gate, TensorRT engines, a Triton repository, or a MONAI bundle."""
+"""Export a trained run: ONNX models that match PyTorch, TensorRT engines, a Triton repository or a MONAI bundle."""
 
 from medspeed.apps.brats.config import BratsExport
 from medspeed.common.config import parse_config
@@ -23,7 +23,7 @@ _MSD_LABELS = ("background", "edema", "non-enhancing tumor", "enhancing tumour")
 
 
 def main(config: BratsExport) -> Path:
-    """Import the weights where there is no run yet, and hand it over; return where it lies."""
+    """Import weights if there is no run yet, export it, and return the path of the result."""
     if config.init is not None:
         import_weights(config.model, "brats", imported_model(config), config.init)
     model = load_model(config.model, "brats", segresnet3d)

@@ -1,4 +1,4 @@
-"""Train a segmentation network on multi-channel MRI: from raw volumes to a checked TensorRT engine."""
+"""Train a segmentation network on multi-channel MRI: from raw volumes to a verified TensorRT engine."""
 
 from medspeed.apps.brats.config import BratsConfig, parse
 

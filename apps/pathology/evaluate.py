@@ -1,4 +1,4 @@
-"""Judge scans of slides by a reference: Camelyon16's two scores, lesions found (FROC) and slides told apart (AUC)."""
+"""Evaluate scanned slides against a reference: Camelyon16's lesion score (FROC) and slide score (AUC)."""
 
 from medspeed.apps.pathology.config import EvaluateConfig
 from medspeed.common.config import parse_config
@@ -100,9 +100,7 @@ def main(config: EvaluateConfig) -> SlideScores:
     for name, reason in left_out.items():
         say(one_line(f"{name}: skipped, {reason}", 1000), "warning")
     if not judged:
-        raise ValueError(
-            f"{config.scans}: none of its {len(scans) + len(broken)} scans has a reference in {config.data}"
-        )
+        raise ValueError(f"{config.scans}: none of {len(scans) + len(broken)} scans has a reference in {config.data}")
     result = froc(for_froc)
     labels, scores = np.array([[each["tumour"], each["probability"]] for each in judged.values()]).T
     # Slides are told apart where there are some of both kinds.
@@ -144,9 +142,7 @@ def _read_scans(folder: Path) -> tuple[dict[Path, Scan], dict[str, str]]:
     marks = {path: {**scan.mark, "input": None} for path, scan in scans.items()}
     other = next((path for path in marks if marks[path] != marks[min(marks)]), None)
     if other is not None:
-        raise ValueError(
-            f"{min(marks)} and {other} differ in weights or options; scan all again, or into separate folders"
-        )
+        raise ValueError(f"{min(marks)} and {other} differ in weights or options; scan all again, or apart")
     return scans, broken
 
 

@@ -1,4 +1,4 @@
-"""Hand a trained run over: ONNX models behind the gate, TensorRT engines, a Triton repository, or a MONAI bundle."""
+"""Export a trained run: ONNX models that match PyTorch, TensorRT engines, a Triton repository or a MONAI bundle."""
 
 from medspeed.apps.pathology.config import PathologyConfig, PathologyExport
 from medspeed.common.config import parse_config

@@ -36,7 +36,7 @@ from medspeed.common.run import one_line_errors
 
 
 class Scanner:
-    """What all slides are scanned with: a run's network, opened on the device."""
+    """The network of a run, opened on a device to scan slides."""
 
     def __init__(self, config: ScanConfig, pool: SlidePool) -> None:
         self.config, self.pool, self.timeline = config, pool, Timeline()
@@ -56,7 +56,7 @@ class Scanner:
         return Item(file.stem, file, (file,), outputs, folder / "slide.json", picture)
 
     def identity(self) -> Record:
-        """Return all but the slide that decides what comes out."""
+        """Return everything but the slide that determines the output."""
         options = {
             "mode": self.config.mode,
             "stride": self.stride,
@@ -80,7 +80,7 @@ class Scanner:
             return view, tissue_mask(slide, assumed_mpp=view.base_mpp)
 
     def scan(self, item: Item[Path], given: tuple[View, SlideMask]) -> tuple[View, ProbabilityMap]:
-        """Bring the tissue of a slide through the network."""
+        """Run the network on the tissue of a slide."""
         view, tissue = given
         batch = self.model.tile_batch
         if self.stride and self.opened.backend != "tensorrt":

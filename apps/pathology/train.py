@@ -1,4 +1,4 @@
-"""Train a detector of metastases on patches of whole-slide images: from slides to a checked TensorRT engine."""
+"""Train a metastasis detector on patches of whole-slide images: from slides to a verified TensorRT engine."""
 
 from medspeed.apps.pathology.config import PathologyConfig, parse
 

@@ -1,4 +1,4 @@
-"""Hand a trained run over: ONNX models behind the gate, TensorRT engines, a Triton repository, or a MONAI bundle."""
+"""Export a trained run: ONNX models that match PyTorch, TensorRT engines, a Triton repository or a MONAI bundle."""
 
 from medspeed.apps.spleen.config import RESIDUAL_UNITS, SpleenExport
 from medspeed.common.config import parse_config
@@ -21,7 +21,7 @@ TASK = "Segmentation of structures in CT volumes (or one other channel) by slidi
 
 
 def main(config: SpleenExport) -> Path:
-    """Import the weights where there is no run yet, and hand it over; return where it lies."""
+    """Import weights if there is no run yet, export it, and return the path of the result."""
     if config.init is not None:
         import_weights(config.model, "spleen", imported_model(config), config.init)
     model = load_model(config.model, "spleen", unet3d)
@@ -29,7 +29,7 @@ def main(config: SpleenExport) -> Path:
 
 
 def imported_model(config: SpleenExport) -> VolumeModel:
-    """Return what the weights of --init belong to."""
+    """Return the model description for the weights of --init."""
     preparation = Preparation(config.spacing, "window", config.window)
     return VolumeModel(
         network=unet3d,

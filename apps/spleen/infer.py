@@ -1,4 +1,4 @@
-"""Segment scans with a trained run: NIfTI in, label NIfTI out on the input's own grid, with a picture of each."""
+"""Segment scans with a trained run: NIfTI or DICOM in, label maps on the grid of the input out, with overlays."""
 
 from medspeed.common.config import parse_config
 from medspeed.common.inference.options import InferConfig

@@ -1,4 +1,4 @@
-"""Train a segmentation network on CT (or any dataset in MSD layout): from raw volumes to a checked TensorRT engine."""
+"""Train a segmentation network on CT (or any dataset in MSD layout): from raw volumes to a verified TensorRT engine."""
 
 from medspeed.apps.spleen.config import RESIDUAL_UNITS, SpleenConfig, parse
 
@@ -32,7 +32,7 @@ KNOWN = {"Spleen": Preparation(spacing=(1.5, 1.5, 2.0), normalisation="window", 
 
 
 def main(config: SpleenConfig) -> RunSummary | None:
-    """Go the whole way, with the processes that torchrun started; the leader alone exports and returns the summary."""
+    """Run everything on all processes that torchrun started; only the leader exports and returns the summary."""
     with start_run(config) as run:
         data = read_data(config, run)  # dataset.json, split, fingerprint
         config, model = resolve(config, data, run)  # every open field decided, said, and kept as plan.json

@@ -1,1 +1,1 @@
-"""From a file to a batch: volumes, geometry, cases, store, cache, crops."""
+"""From files to batches: volumes, geometry, cases, store, cache, crops."""

@@ -214,10 +214,7 @@ def plan_cache(
         lines.append(f"  {plural(tiers.count(place), 'case')}, {_amount(taken[place])} in {_PLACES[place]}{room}")
     if mode == "auto" and "disk" in tiers:
         first = list(sizes)[tiers.index("disk")] + (", ..." if tiers.count("disk") > 1 else "")
-        lines.append(
-            f"  cases on disk ({first}) are read at every use: if training waits for them, use --cache smart or add "
-            "memory"
-        )
+        lines.append(f"  cases on disk ({first}) are read at every use: if that is slow, use --cache smart")
     return CachePlan(tuple(tiers), len(sizes), 0, tuple(lines), budgets.get("gpu", 0) - taken.get("gpu", 0))
 
 

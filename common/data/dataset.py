@@ -121,9 +121,7 @@ def read_dataset(folder: Path) -> Dataset:
     content = _read(path, _Listed)
     modality, labels = (_by_number(content[key], key, path) for key in ("modality", "labels"))
     if "" in modality or len(labels) < 2:
-        raise ValueError(
-            f"{path}: expected names for all channels, found {modality}, and at least two labels, found {labels}"
-        )
+        raise ValueError(f"{path}: expected names for all channels, found {modality}, and two or more labels, {labels}")
     wrong = [name for name, count in Counter(content["labels"].values()).items() if count > 1 or not name.isprintable()]
     if wrong or not all(map(str.strip, content["labels"].values())):
         found = _listed([ascii(name) for name in wrong]) or "an empty name"
@@ -222,9 +220,7 @@ def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case,
     for entry in entries:
         for file in map(PurePosixPath, filter(None, entry)):
             if file.is_absolute() or ".." in file.parts:
-                raise ValueError(
-                    f"{path}: {str(file)!r} points outside the dataset folder; expected a relative path without '..'"
-                )
+                raise ValueError(f"{path}: {str(file)!r} points outside the dataset folder; expected a path within it")
         image, label = (None if file is None else path.parent / file for file in entry)
         assert image is not None
         name = next((image.name.removesuffix(suffix) for suffix in SUFFIXES if image.name.endswith(suffix)), "")

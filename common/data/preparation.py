@@ -1,9 +1,9 @@
-"""From a raw scan to the voxels a network sees: oriented, resampled, normalised, cropped to the foreground, fp16.
+"""Preparation of raw scans for the network: reorientation, resampling, normalization, foreground crop, fp16.
 
-Equal to MONAI's LoadImaged, EnsureChannelFirstd, Orientationd("RAS"), Spacingd(mode=("bilinear", "nearest")),
+Equivalent to MONAI's LoadImaged, EnsureChannelFirstd, Orientationd("RAS"), Spacingd(mode=("bilinear", "nearest")),
 ScaleIntensityRanged(clip=True) or NormalizeIntensityd(nonzero=True, channel_wise=True), and
-CropForegroundd(allow_smaller=True), in a small part of their time: the file is decompressed in one go, only what
-lies in the foreground's box is resampled, each axis alone, and float64 is kept for coordinates and sheared affines.
+CropForegroundd(allow_smaller=True), but much faster: the file is decompressed in one pass, only the foreground box
+is resampled, one axis at a time, and float64 is used only for coordinates and sheared affines.
 """
 
 import math
@@ -28,12 +28,12 @@ _ROUNDING = 1e-6  # a deviation below this share of the mean is float32's own
 
 @dataclass(frozen=True)
 class Preparation:
-    """Everything that decides the prepared voxels.
+    """All settings of the preparation.
 
     Attributes:
         spacing: Working spacing along R, A, S, mm.
         normalisation: "window" clips to `window` and scales it to [0, 1] (CT); "zscore" subtracts the mean and divides
-            by the deviation of the nonzero voxels of each channel, and leaves zeros as they are (MR).
+            by the standard deviation of the nonzero voxels of each channel, and keeps zeros (MR).
         window: Lowest and highest intensity in HU; None for "zscore".
         channels: Images per case: 1 for a 3-D file, more for a 4-D one.
     """
@@ -58,9 +58,9 @@ class PreparedCase:
 
     Attributes:
         name: Name of the case.
-        image: [C, X, Y, Z] float16 (float32 where asked for) along R, A, S, contiguous; in [0, 1] for "window".
-        label: [X, Y, Z] uint8, contiguous; None where there is none.
-        grid: The way back to the file.
+        image: [C, X, Y, Z] float16 (float32 on request) along R, A, S, contiguous; in [0, 1] for "window".
+        label: [X, Y, Z] uint8, contiguous; None for an unlabelled case.
+        grid: Maps results back to the grid of the file.
     """
 
     name: str
@@ -70,11 +70,11 @@ class PreparedCase:
 
 
 def prepare_case(case: Case, preparation: Preparation, allowed: Collection[int] = ()) -> PreparedCase:
-    """Read and prepare one case; its label map, if it has one, may hold the label numbers `allowed`.
+    """Read and prepare one case; its label map, if any, may contain the label numbers `allowed`.
 
     Raises:
-        FileNotFoundError, ValueError: from reading; nothing of the image counts as foreground; the label lies on
-            another grid or holds a value that is not allowed. Each names the file.
+        FileNotFoundError, ValueError: from reading; the image has no foreground; the label is on
+            another grid or has a value that is not allowed. Each message names the file.
     """
     volume = read_volume(case.image, preparation.channels)
     prepared = prepare_volume(case.name, volume, preparation)
@@ -90,7 +90,7 @@ def case_grid(path: Path, shape: Sequence[int], affine: np.ndarray, spacing: Spa
     """Return the working grid of a file of this shape [X, Y, Z] and affine [4, 4], uncropped.
 
     Raises:
-        ValueError: it has so many more voxels than the file that one of the two spacings cannot be meant.
+        ValueError: it has so many more voxels than the file that one of the two spacings must be wrong.
     """
     grid = working_grid(shape, affine, spacing)
     if math.prod(grid.shape) > _MOST_FINER * math.prod(shape):
@@ -108,13 +108,12 @@ def prepare_volume(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float16,
 ) -> PreparedCase:
-    """Prepare a scan that was read already; the result has no label.
+    """Prepare a scan that is already in memory; the result has no label.
 
-    Inference takes float32, which spares the rounding; what is kept for training takes float16, half the memory.
+    Inference uses float32, without rounding; cases kept for training use float16, half the memory.
 
     Raises:
-        ValueError: nothing of the image counts as foreground, or its working grid asks for too much memory; the file is
-            named.
+        ValueError: the image has no foreground, or its working grid needs too much memory; names the file.
     """
     voxels = _in_memory_order(volume.voxels).to(device)
     native_box = _foreground_box(voxels, preparation)
@@ -132,9 +131,7 @@ def prepare_volume(
     resampled = to_working(voxels, grid, nearest=False)
     box = _foreground_box(resampled, preparation)
     if box is None:
-        raise ValueError(
-            f"{volume.path}: its foreground disappears at spacing {preparation.spacing} mm: choose a finer spacing"
-        )
+        raise ValueError(f"{volume.path}: no foreground is left at spacing {preparation.spacing} mm: use a finer one")
     cropped = resampled[(slice(None), *(slice(first, stop) for first, stop in box))]
     start = [outer + first for outer, (first, _) in zip(grid.crop_start, box, strict=True)]
     window = preparation.window
@@ -178,10 +175,10 @@ def _reachable(grid: WorkingGrid, native_box: Box) -> WorkingGrid:
 
 
 def label_map(label: Volume, allowed: Collection[int]) -> np.ndarray:
-    """Return the label values, [X, Y, Z] uint8 in the order of the file.
+    """Return the label values, [X, Y, Z] uint8 in file order.
 
     Raises:
-        ValueError: one is not among those allowed; names the file, the allowed values and those found.
+        ValueError: a value is not allowed; names the file, the allowed values and those found.
     """
     with np.errstate(invalid="ignore"):  # a value that uint8 cannot hold is seen below
         values = label.voxels.astype(np.uint8, order="K", copy=False)
@@ -190,9 +187,7 @@ def label_map(label: Volume, allowed: Collection[int]) -> np.ndarray:
         found = np.unique(label.voxels)
         shown = ", ".join(f"{value:g}" for value in found[:12]) + (", ..." if len(found) > 12 else "")
         due = ", ".join(map(str, sorted(allowed))) if len(allowed) < 256 else "0 to 255"
-        raise ValueError(
-            f"{label.path}: expected label values {due}, found {shown}: correct the file, or the labels in dataset.json"
-        )
+        raise ValueError(f"{label.path}: expected label values {due}, found {shown}: correct file or dataset.json")
     return values
 
 
@@ -210,15 +205,15 @@ def _written(image: torch.Tensor, dtype: torch.dtype, change: Callable[[torch.Te
 
 
 def windowed(image: torch.Tensor, window: tuple[float, float], dtype: torch.dtype) -> torch.Tensor:
-    """Return [C, X, Y, Z] of any real dtype scaled from a window to [0, 1] and clipped."""
+    """Scale [C, X, Y, Z] of any real dtype from a window to [0, 1], and clip."""
     low, width = window[0], window[1] - window[0]
     return _written(image, dtype, lambda plane: plane.to(torch.float32, copy=True).sub_(low).div_(width).clamp_(0, 1))
 
 
 def standardised(image: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return [C, X, Y, Z] of any real dtype, each channel less the mean of its nonzero voxels, by their deviation.
+    """Normalize each channel of [C, X, Y, Z] by the mean and standard deviation of its nonzero voxels.
 
-    Zeros stay zero; a channel that does not vary becomes zero.
+    Zeros stay zero; a constant channel becomes zero.
     """
     result = torch.empty(image.shape, dtype=dtype, device=image.device)
     for channel, mine in zip(torch.split(image, 1), torch.split(result, 1), strict=True):

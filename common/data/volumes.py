@@ -1,4 +1,4 @@
-"""NIfTI files in and out: decompressed in one pass, voxels left as they lie, clear words when a file is broken."""
+"""Read and write NIfTI files: one decompression pass, voxels in file order, clear errors for broken files."""
 
 import gzip
 import io
@@ -55,27 +55,24 @@ class Volume:
 
 
 def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volume:
-    """Read a .nii.gz or .nii file, its suffix in whatever case.
+    """Read a .nii.gz or .nii file; the suffix may be upper or lower case.
 
     Args:
         path: The file.
         channels: 1 for a 3-D file; more for a 4-D file with that many volumes.
-        first_only: Read the first volume of a 4-D file as [X, Y, Z, 1], in that share of the time; what comes behind it
-            is not looked at.
+        first_only: Read only the first volume of a 4-D file, as [X, Y, Z, 1], which is faster; the rest of the file
+            is not checked.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is empty, truncated, damaged or no NIfTI-1; its shape, type, affine or spacing cannot be used;
-            it holds not-a-number or infinite voxels. The message names the file, what was due and what was found.
+        ValueError: it is empty, truncated, damaged or not NIfTI-1; its shape, type, affine or spacing cannot be used;
+            it has NaN or infinite voxels. The message names the file, what was expected and what was found.
     """
     with _open(path) as stream:
         header, shape, affine = _parse_header(stream, path)
         if (shape[3] if len(shape) == 4 else 1) != channels:
             due = "3-D, one channel" if channels == 1 else f"4-D, {channels} channels last"
-            raise ValueError(
-                f"{path}: expected {due}, found shape {shape}: split or stack the volumes, or correct `modality` in "
-                "dataset.json"
-            )
+            raise ValueError(f"{path}: expected {due}, found {shape}: correct the file, or `modality` in dataset.json")
         voxels = _read_voxels(stream, header, shape, path, first_only and len(shape) == 4)
     voxels = _scaled(voxels, header, path)
     if voxels.dtype.kind == "f" and not (finite := np.isfinite(voxels)).all():
@@ -88,18 +85,18 @@ def read_header(path: Path) -> tuple[tuple[int, ...], np.ndarray]:
     """Return shape ([X, Y, Z] or [X, Y, Z, C]) and affine ([4, 4] float64) of a file without reading its voxels.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_volume`, for what the header shows.
+        FileNotFoundError, ValueError: as `read_volume`, for problems visible in the header.
     """
     with _open(path) as stream:
         return _parse_header(stream, path)[1:]
 
 
 def check_affine(affine: np.ndarray, prefix: str = "") -> None:
-    """Refuse an affine [4, 4], voxel index to RAS mm, that no scanner gives.
+    """Reject an affine [4, 4], voxel index to RAS mm, that no scanner produces.
 
     Raises:
-        ValueError: it is not finite or singular, or its voxels are too small, too large or too far away; the values and
-            their bounds, behind the prefix.
+        ValueError: it is singular or not finite, or its voxels are too small, too large or too far away; the message is
+            the prefix, then the values and their bounds.
     """
     sides, origin = np.linalg.norm(affine[:3, :3], axis=0), affine[:3, 3]
     if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) <= 1e-6 * sides.prod():
@@ -107,17 +104,15 @@ def check_affine(affine: np.ndarray, prefix: str = "") -> None:
     if sides.min().round(6) < MIN_SIDE or sides.max().round(6) > MAX_SIDE:
         raise ValueError(f"{prefix}voxel size {_mm(sides)}, expected {MIN_SIDE} to {MAX_SIDE} mm: correct the header")
     if np.abs(origin).max() > MAX_ORIGIN:
-        raise ValueError(
-            f"{prefix}the first voxel is at {_mm(origin)}, expected within {MAX_ORIGIN:g} mm: correct the header"
-        )
+        raise ValueError(f"{prefix}first voxel is at {_mm(origin)}, expected within {MAX_ORIGIN:g} mm: correct it")
 
 
 def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
-    """Write a label map [X, Y, Z] uint8 as .nii.gz (or .nii), atomically; Fortran order is written fastest.
+    """Write a label map [X, Y, Z] uint8 as .nii.gz (or .nii), atomically; Fortran order is the fastest to write.
 
-    Gzip's members are compressed in threads, whose number changes no byte; read one after the other they are the file.
+    The gzip members are compressed in threads; their number does not change the bytes of the file.
 
-    The affine [4, 4], voxel index to RAS mm, is stored as sform, and as qform where a qform can hold it (no shear).
+    The affine [4, 4], voxel index to RAS mm, is stored as sform, and also as qform if it has no shear.
     """
     assert labels.dtype == np.uint8, labels.dtype
     header = nibabel.Nifti1Image(labels, affine).header
@@ -139,7 +134,7 @@ def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
 
 
 def gzipped(content: bytes | np.ndarray) -> bytes:
-    """Return a gzip member, the same for the same bytes in whatever thread; it holds no time and no name."""
+    """Return a gzip member without time and name, so that equal input gives equal bytes."""
     # igzip.compress now and then finds other matches in the same bytes in a new thread (isal 1.9.1).
     member = isal_zlib.compressobj(level=1, wbits=31)
     return member.compress(content) + member.flush()
@@ -149,7 +144,7 @@ def check_same_grid(image: Volume, label: Volume, kind: str = "image") -> None:
     """Refuse a label that does not lie voxel on voxel on its image, or on what else `kind` says.
 
     Raises:
-        ValueError: other shape, or corners further apart than a tenth of a voxel; both files, shapes and affines shown.
+        ValueError: the shapes differ, or corners are over a tenth of a voxel apart; shows files, shapes and affines.
     """
     shape = image.voxels.shape[:3]
     corners = np.array([[x, y, z, 1] for x in (0, shape[0]) for y in (0, shape[1]) for z in (0, shape[2])], np.float64)
@@ -263,9 +258,7 @@ def _read_voxels(
     bound = path.stat().st_size * (MAX_GZIP_RATIO if path.suffix.lower() == ".gz" else 1)
     asked = f"{path}: its header declares {needed} bytes of voxels (shape {shape}, {dtype})"
     if needed > bound:
-        raise ValueError(
-            f"{asked}, the file can hold at most {bound}: it is truncated or its header is wrong; copy it again"
-        )
+        raise ValueError(f"{asked}, the file can hold at most {bound}: truncated, or a wrong header; copy it again")
     if needed > max(free := free_memory(), ALWAYS_TRIED):
         raise ValueError(f"{asked}, {free} bytes of memory are free: crop the scan, or use a machine with more memory")
     offset = float(header["vox_offset"])  # perhaps not a number
@@ -277,9 +270,7 @@ def _read_voxels(
     content = np.empty(needed, np.uint8)
     found = _read_exactly(stream, content)
     if found < needed:
-        raise ValueError(
-            f"{path}: expected {needed} bytes of voxels (shape {shape}, {dtype}), found {found}: copy it again"
-        )
+        raise ValueError(f"{path}: expected {needed} bytes of voxels ({shape}, {dtype}), found {found}: copy it again")
     # At the end of the stream gzip keeps its checksum; a little padding before it does no harm.
     if not first_only and _read_exactly(stream, np.empty(MAX_PADDING, np.uint8)) == MAX_PADDING:
         raise ValueError(f"{path} continues past the {needed} bytes of voxels that its header declares: copy it again")

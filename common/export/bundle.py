@@ -116,9 +116,7 @@ def twin_weights(
         found, due = twin(example), ours.cpu().eval()(example)
     same = found.shape[:2] == due.shape[:2] and found.numel() == due.numel()  # one number may be [1, 1] or [1, 1, 1, 1]
     if not same or float((found.flatten() - due.flatten()).abs().max()) > _ROUNDING * float(due.abs().max()):
-        raise ValueError(
-            f"network {dict(network)}: accepts the run's weights but computes other results: correct its arguments"
-        )
+        raise ValueError(f"network {dict(network)}: takes the weights but computes other results: correct it")
     return plain
 
 

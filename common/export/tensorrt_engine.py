@@ -50,10 +50,7 @@ def choose_flavour(choice: FlavourChoice = "auto") -> Flavour:
     gpu, reason = host_gpu(), ""
     for flavour in INSTALL if choice == "auto" else (choice,):
         if flavour == "tensorrt_rtx" and gpu not in (None, *RTX_TARGETS, RTX_TURING):
-            reason = (
-                f"TensorRT-RTX does not support this GPU (compute capability {gpu}), TensorRT does: "
-                f"{INSTALL['tensorrt']}"
-            )
+            reason = f"TensorRT-RTX does not support this GPU (capability {gpu}), TensorRT does: {INSTALL['tensorrt']}"
         elif flavour == "tensorrt" and gpu is None:
             reason = "no CUDA device: TensorRT builds an engine only on the GPU that will run it"
         elif tensorrt_module(flavour) is None:

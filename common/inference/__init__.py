@@ -1,1 +1,1 @@
-"""From weights to a mask: sliding windows, predictors, the way back to the file's grid."""
+"""From weights to label maps: sliding windows, predictors, and restoration of the file's grid."""

@@ -1,4 +1,4 @@
-"""What is done with a label map: parts that are not wanted are cleaned away, and its structures are measured."""
+"""Post-processing of label maps: removal of unwanted components, and measurements of structures."""
 
 import csv
 import io
@@ -26,17 +26,17 @@ _MIDDLES = np.array([[-0.5, 0], [0.5, 0], [0, -0.5], [0, 0.5]])  # of a pixel's 
 def clean_labels(
     labels: np.ndarray, labelling: LabelScheme, voxel_ml: float, *, largest: bool = False, smallest_ml: float = 0.0
 ) -> np.ndarray:
-    """Return a label map without the connected parts that are not wanted; they become background.
+    """Return a label map in which unwanted connected components are background.
 
-    Labels that exclude each other are cleaned one by one. Where regions overlap, as those of a tumour do, a part is a
-    connected part of all of them together: cleaned apart, an inner region could lose what the outer one keeps.
+    Mutually exclusive labels are cleaned one by one. Overlapping regions, such as those of a tumour, are cleaned
+    together: otherwise an inner region could lose a component that the outer one keeps.
 
     Args:
-        labels: [X, Y, Z] uint8; it is left as it is.
-        labelling: what the labels stand for.
+        labels: [X, Y, Z] uint8; not modified.
+        labelling: meaning of the labels.
         voxel_ml: volume of a voxel.
-        largest: keep only the part of the most voxels.
-        smallest_ml: parts below it are dropped; 0 keeps all.
+        largest: keep only the largest component.
+        smallest_ml: components below this volume are dropped; 0 keeps all.
     """
     fewest = int(np.ceil(smallest_ml / voxel_ml))
     if not (largest or fewest > 1) or not labels.any():
@@ -73,17 +73,17 @@ def _bordered(mask: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Measures:
-    """One structure of one scan.
+    """Measurements of one structure in one scan.
 
     Attributes:
         structure: its name.
-        voxels: how many it has.
-        volume_ml: their volume.
-        parts: connected parts (voxels that share a corner belong together).
-        longest_axial_mm: longest diameter in any axial slice, between edges of pixels; 0 where there is nothing.
-        short_axial_mm: in that slice, the extent across it.
-        extent_rl_mm: from the rightmost to the leftmost voxel's edge; so for the others, posterior to anterior and
-            inferior to superior. Along the file's own axes, which may be tilted against the patient's.
+        voxels: number of voxels.
+        volume_ml: volume in ml.
+        parts: number of connected components (26-connected).
+        longest_axial_mm: longest diameter in any axial slice, from pixel edge to pixel edge; 0 for an empty structure.
+        short_axial_mm: extent perpendicular to it in the same slice.
+        extent_rl_mm: distance between the outer edges of the rightmost and leftmost voxels; likewise posterior to
+            anterior and inferior to superior. Measured along the axes of the file, which may be oblique.
     """
 
     structure: str
@@ -101,8 +101,8 @@ def measure(labels: np.ndarray, affine: np.ndarray, regions: Sequence[Region]) -
     """Measure each structure of a label map.
 
     Args:
-        labels: [X, Y, Z] uint8 on the scan's own grid.
-        affine: [4, 4] voxel index to RAS mm; it may be sheared.
+        labels: [X, Y, Z] uint8 on the grid of the scan.
+        affine: [4, 4] voxel index to RAS mm; may be sheared.
         regions: the structures.
     """
     # Only the box of all structures is looked at again: a scan has a hundred times its voxels.

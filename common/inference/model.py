@@ -1,4 +1,4 @@
-"""A trained network as inference opens it: `model.json`, which says what it is, and its weights beside it."""
+"""A trained network as used for inference: its description, `model.json`, and the weights beside it."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ UNREADABLE = (
 
 
 class Trained(Protocol):
-    """What is known of a trained network besides its weights: the content of a run's `model.json`."""
+    """Description of a trained network without its weights: the content of a run's `model.json`."""
 
     @property
     def precision(self) -> Precision:
@@ -44,17 +44,17 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class VolumeModel:
-    """What inference must know of a network that labels the voxels of volumes: the content of `model.json`.
+    """Everything inference needs to know about a volume segmentation network: the content of `model.json`.
 
     Args:
-        network: function of `models` that builds it from the channels of image and logits; the file keeps its name.
-        arguments: of that function, by name.
-        labelling: what the logits stand for.
-        preparation: how a scan becomes the network's input.
+        network: function in `models` that builds it from the channels of image and logits; stored by name.
+        arguments: further arguments of that function, by name.
+        labelling: meaning of the logits.
+        preparation: how a scan is turned into the network's input.
         window_size: sliding window X, Y, Z in voxels of the working grid.
-        window_batch: windows computed at once.
-        overlap: part of a window that its neighbour also covers.
-        precision: the network was trained in, and runs in with torch.
+        window_batch: number of windows computed at once.
+        overlap: fraction of a window that is shared with its neighbour.
+        precision: used in training, and for inference in PyTorch.
     """
 
     network: Callable[..., nn.Module]
@@ -92,37 +92,35 @@ class VolumeModel:
                 raise ValueError(f"{name} {value}: must be {bound}")
 
     def build(self, weights: Path | None = None) -> nn.Module:
-        """Return the network, with weights from a file if one is given (see `initialise`), else with random ones.
+        """Return the network with weights from a file if given (see `initialise`), otherwise with random weights.
 
         Raises:
-            ValueError: there is no network of these arguments, or the weights do not fit.
+            ValueError: the network cannot be built with these arguments, or the weights do not fit.
         """
         try:
             network = self.network(self.preparation.channels, self.labelling.channels, **self.arguments)
         except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"model.json: cannot build the network with {dict(self.arguments)} ({first_line(error)})"
-            ) from error
+            raise ValueError(f"model.json: invalid arguments {dict(self.arguments)} ({first_line(error)})") from error
         if weights is not None:
             initialise(network, weights, made_of=self.arguments)
         return network
 
 
 def write_model(run: Path, app: str, model: Any) -> None:  # noqa: ANN401 - a dataclass: a VolumeModel, or the app's own
-    """Write `model.json` into the folder of a run."""
+    """Write `model.json` into a run folder."""
     write_json(run / "model.json", {"app": app, **model_content(model)})
 
 
 def model_content(model: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the fields of a model as JSON takes them, its network by name."""
+    """Return the fields of a model as JSON content, with the network by name."""
     return {name: getattr(value, "__name__", value) for name, value in asdict(model).items()}
 
 
 def read_model(run: Path, app: str, kind: type[Model], *networks: Callable[..., nn.Module]) -> Model:
-    """Read `model.json` from the folder of a run of an app, whose networks are built by these functions of `models`.
+    """Read `model.json` from a run folder of an app whose networks are built by these functions in `models`.
 
     Raises:
-        FileNotFoundError: the folder holds no run.
+        FileNotFoundError: it is not a run folder.
         ValueError: the file is damaged or belongs to another app.
     """
     path = run / "model.json"
@@ -140,7 +138,7 @@ def read_model(run: Path, app: str, kind: type[Model], *networks: Callable[..., 
 
 
 def warn_of_phantoms(run: Path) -> None:
-    """Say it where a run was trained on synthetic data: what it finds in a patient means nothing."""
+    """Warn if a run was trained on synthetic data: its results on patients are meaningless."""
     try:
         data = read_object(run / "summary.json").get("data")
     except (ValueError, OSError):
@@ -151,14 +149,14 @@ def warn_of_phantoms(run: Path) -> None:
 
 
 def load_model(run: Path, app: str, *networks: Callable[..., nn.Module]) -> VolumeModel:
-    """Read the `model.json` of an app of volumes; see `read_model`."""
+    """Read the `model.json` of a volume segmentation app; see `read_model`."""
     return read_model(run, app, VolumeModel, *networks)
 
 
 def save_weights(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a state dict as one safetensors file, atomically; equal tensors and texts of `metadata` give equal bytes.
+    """Write a state dict as one safetensors file, atomically; equal tensors and metadata give equal bytes.
 
-    A digest goes with it, which `load_weights` checks.
+    The file includes a digest, which `load_weights` verifies.
     """
     tensors = contiguous(weights)
     note = json.dumps(metadata | {"sha256": _digest(tensors)}, sort_keys=True)
@@ -167,7 +165,7 @@ def save_weights(path: Path, weights: dict[str, torch.Tensor], metadata: dict[st
 
 
 def read_note(path: Path) -> dict[str, str]:
-    """Return the texts that `save_weights` wrote with the weights; none of a file of another program."""
+    """Return the metadata that `save_weights` wrote with the weights; empty for a file of another program."""
     with safe_open(path, framework="pt") as stream:
         note = json.loads((stream.metadata() or {}).get(_NOTE, "{}"))
     return {str(name): str(value) for name, value in note.items()}
@@ -182,16 +180,16 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def contiguous(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors as safetensors wants them: on the CPU, dense in row-major order, none sharing memory."""
+    """Return the tensors as safetensors requires them: on the CPU, dense, row-major, without shared memory."""
     return {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Read a state dict from our safetensors, or from a `.pt` / `.pth` state dict such as a MONAI bundle's.
+    """Read a state dict from a .safetensors file, or from a .pt or .pth file such as that of a MONAI bundle.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, or holds something else than tensors.
+        ValueError: the file is damaged, or contains anything but tensors.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such weights file")
@@ -217,7 +215,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
+    """Return the first line of an error's message."""
     return str(error).strip().split("\n")[0]
 
 
@@ -227,16 +225,16 @@ def initialise(
     rename: Callable[[str], str] = lambda name: name,
     made_of: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Load weights to start from; names, once `rename` has changed them, and shapes must be the network's.
+    """Initialize a network with weights; names (after `rename`) and shapes must match.
 
     Args:
-        network: gets the weights.
+        network: receives the weights.
         path: see `load_weights`.
-        rename: from the weights' names to the network's.
-        made_of: the network's arguments, which the error names.
+        rename: maps names in the file to names in the network.
+        made_of: arguments of the network, for the error message.
 
     Raises:
-        ValueError: names the first entries that are missing, left over, or of another shape.
+        ValueError: names the first entries that are missing, unexpected, or of another shape.
     """
     weights = {rename(name): value for name, value in load_weights(path).items()}
     own, given = ({name: tuple(each.shape) for name, each in some.items()} for some in (network.state_dict(), weights))
@@ -246,27 +244,25 @@ def initialise(
         shapes = [f"{name} {given[name]} instead of {own[name]}" for name in shared[:3]]
         arguments = ", ".join(f"{name} {value}" for name, value in made_of.items())
         remedy = f"; the network was built with {arguments}: use the values of the weights" if made_of else ""
-        raise ValueError(
-            f"{path}: does not fit this network; missing {missing}, unexpected {extra}, wrong shape {shapes}{remedy}"
-        )
+        raise ValueError(f"{path}: does not fit; missing {missing}, unexpected {extra}, wrong shape {shapes}{remedy}")
     network.load_state_dict(weights)
 
 
 def import_weights(
     run: Path, app: str, model: Trained, weights: Path, rename: Callable[[str], str] = lambda name: name
 ) -> None:
-    """Make the folder of a run that has weights and model alone, so that inference and export take them.
+    """Create a run folder with only weights and model, so that they can be used for inference and export.
 
     Args:
-        run: folder to be made; it must be empty or not exist.
+        run: folder to create; it must be empty or not exist.
         app: whose run it is.
-        model: what the weights belong to; every name and shape must fit.
-        weights: a .safetensors, or a .pt / .pth state dict such as a MONAI bundle's, read without executing anything.
-        rename: from the weights' names to the network's.
+        model: description of the network; every name and shape must match.
+        weights: a .safetensors file, or a .pt or .pth state dict; reading it never executes code.
+        rename: maps names in the file to names in the network.
 
     Raises:
-        FileExistsError: the folder holds something.
-        FileNotFoundError: there are no such weights.
+        FileExistsError: the folder is not empty.
+        FileNotFoundError: the weights file does not exist.
         ValueError: the weights are damaged or do not fit; nothing is left behind.
     """
     if run.exists() and any(run.iterdir()):

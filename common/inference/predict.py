@@ -1,4 +1,4 @@
-"""From prepared cases to label maps: a network's logits, and the way back to the grid of the scan's own file."""
+"""From prepared cases to label maps: sliding-window logits, mapped back to the grid of the scan's file."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,10 +28,10 @@ def predict_logits(
 
     Args:
         image: on the predictor's device.
-        predictor: from windows to logits.
-        model: the network's.
-        flips: axes x, y, z along which the image is mirrored too, in all combinations; the logits are averaged.
-        fit: take windows that fit the image (see `fitted_window`), for a predictor that takes windows of any size.
+        predictor: maps windows to logits.
+        model: description of the network.
+        flips: axes x, y, z for test-time augmentation: logits are averaged over all combinations of flips.
+        fit: use windows fitted to the image (see `fitted_window`); the predictor must accept windows of any size.
     """
     window = fitted_window(image.shape[1:], model.window_size, model.overlap) if fit else model.window_size
 
@@ -61,16 +61,16 @@ def predict_labels(
     flips: str = "",
     fit: bool = False,
 ) -> np.ndarray:
-    """Return the label map of a prepared case on its file's own grid, uint8 [X, Y, Z].
+    """Return the label map of a prepared case on the grid of its file, uint8 [X, Y, Z].
 
     Args:
         case: prepared.
-        predictor: from windows to logits, on the device.
-        model: the network's.
+        predictor: maps windows to logits, on the device.
+        model: description of the network.
         device: where windows are computed.
-        stage: times a block, "windows" or "restore".
-        flips: see `predict_logits`, as for `fit`.
-        fit: windows that fit the scan.
+        stage: context manager that times a block, "windows" or "restore".
+        flips: see `predict_logits`.
+        fit: see `predict_logits`.
     """
     regions = None if model.labelling.exclusive else model.labelling.regions
     with stage("windows"):
@@ -82,16 +82,16 @@ def predict_labels(
 def working_counts(
     cases: Sequence[PreparedCase], network: nn.Module, model: VolumeModel, check: Callable[[], None]
 ) -> list[torch.Tensor]:
-    """Return, for each labelled case, the voxels that its Dice on the working grid is made of.
+    """Return, for each labelled case, the voxel counts that its Dice on the working grid is computed from.
 
     Args:
         cases: prepared, with labels.
         network: on the device where windows are computed.
         model: the network's.
-        check: called before each case; it raises when the run is to stop.
+        check: called before each case; raises if the run should stop.
 
     Returns:
-        [R, 2] int64 of each case, on the device (see `dice_counts`); the host has not waited for it.
+        [R, 2] int64 for each case, on the device (see `dice_counts`), without synchronizing the host.
     """
     device = next(network.parameters()).device
     predictor = torch_predictor(network.eval(), model.precision, tf32=True)
@@ -106,7 +106,7 @@ def working_counts(
 
 
 def read_truth(case: Case) -> torch.Tensor:
-    """Read the label map of a labelled case, uint8 [X, Y, Z] on its file's own grid.
+    """Read the label map of a labelled case, uint8 [X, Y, Z] on the grid of its file.
 
     Raises:
         FileNotFoundError, ValueError: it cannot be read.
@@ -116,7 +116,7 @@ def read_truth(case: Case) -> torch.Tensor:
 
 
 def sample_windows(prepared: Sequence[PreparedCase], model: VolumeModel, most: int = 3) -> torch.Tensor:
-    """Return the middle window of some cases, [N, C, *window_size] float32; what a case lacks is filled with zeros."""
+    """Return the central windows of some cases, [N, C, *window_size] float32, zero-padded for smaller cases."""
     windows = torch.zeros(len(prepared[:most]), model.preparation.channels, *model.window_size)
     for window, case in zip(windows, prepared, strict=False):
         starts = [max(have - want, 0) // 2 for have, want in zip(case.image.shape[1:], model.window_size, strict=True)]
@@ -127,9 +127,9 @@ def sample_windows(prepared: Sequence[PreparedCase], model: VolumeModel, most: i
 
 
 def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Region] | None = None) -> np.ndarray:
-    """Interpolate logits linearly onto the file's grid and take the class with the highest, or paint the regions.
+    """Interpolate logits linearly to the grid of the file and take the class with the highest, or paint the regions.
 
-    Equal to MONAI's `Invertd(nearest_interp=False)` on the logits, then argmax. Outside the crop MONAI pads all classes
+    As MONAI's `Invertd(nearest_interp=False)` on the logits, then argmax. Outside the crop MONAI pads all classes
     with zeros, which is background; so a voxel is foreground only where some class exceeds background in one of the
     voxels around it. Only the box of those is interpolated, class by class, as the difference class - background: no
     volume of logits on the file's grid ever exists.
@@ -137,7 +137,7 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Re
     Args:
         logits: [K, X, Y, Z] on the crop of the grid, any float dtype, any device; K >= 2 classes, or K == 1: the
             difference foreground - background; with `regions` one for each of them.
-        grid: As the preparation made it.
+        grid: As returned by the preparation.
         regions: Structures that may overlap (see `LabelScheme`); None for classes, which do not.
 
     Returns:

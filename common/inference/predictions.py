@@ -1,4 +1,4 @@
-"""What comes out of scans and slides: the result of `medspeed.predict`."""
+"""Results of `medspeed.predict`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What came out of one scan or slide.
+    """Result of one scan or slide.
 
     Attributes:
         files: written files; the first is the label map on the scan's own grid (of a slide the map of tumor
@@ -28,11 +28,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What became of the scans or slides of this process.
+    """Results of the scans or slides of this process.
 
     Attributes:
         done: by name of scan, also those that an earlier run with the same weights and options finished.
-        failed: why the others were set aside, by name.
+        failed: errors of the other scans, by name.
     """
 
     done: dict[str, Prediction]
@@ -40,5 +40,5 @@ class Predictions:
 
     @property
     def status(self) -> int:
-        """Exit status of a command: 1 where a scan was set aside, else 0."""
+        """Exit status of a command: 1 if a scan failed, otherwise 0."""
         return 1 if self.failed else 0

@@ -107,10 +107,7 @@ def read_scan(scan: Scan, channels: int) -> Volume:
     if isinstance(scan, Path):
         return read_volume(scan, channels)
     if channels > 1:
-        raise ValueError(
-            f"{scan.name}: a DICOM series has one channel, the model expects {channels}: put its series into one 4-D "
-            "NIfTI file"
-        )
+        raise ValueError(f"{scan.name}: one channel, the model expects {channels}: combine the series into a 4-D NIfTI")
     try:
         return read_series(scan)
     except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
@@ -268,9 +265,7 @@ def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
         keep_freed_memory()
     opened = open_predictor(config.model, model, backend=config.backend, precision=config.precision, device=device)
     if config.fit_windows and opened.backend != "torch":
-        raise ValueError(
-            f"fit_windows: {opened.backend} needs windows of one size; use --backend torch, or drop this flag"
-        )
+        raise ValueError(f"fit_windows: {opened.backend} needs windows of one size; drop it, or use --backend torch")
     if opened.backend == "torch" and device.type == "cuda":
         about = f"{model.network.__name__} {model.arguments} in {opened.precision}"
         opened = replace(opened, predict=RepeatingPredictor(opened.predict, about, partial(say, kind="detail")))

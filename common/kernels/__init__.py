@@ -1,1 +1,1 @@
-"""Fused variants of what the networks, losses and augmentation compute, each beside its twin in plain torch."""
+"""Fused variants of network, loss and augmentation operations, each with its plain torch equivalent."""

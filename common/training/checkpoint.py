@@ -83,9 +83,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, An
         return load_weights(newest / _WEIGHTS), state
     except (*UNREADABLE, OSError) as error:
         remedy = f"resume from {complete[-2].name}" if len(complete) > 1 else "start over"
-        raise ValueError(
-            f"{newest}: cannot be loaded safely as a checkpoint ({first_line(error)}); remove it to {remedy}"
-        ) from error
+        raise ValueError(f"{newest}: cannot be loaded safely ({first_line(error)}); remove it to {remedy}") from error
 
 
 def _complete(folder: Path) -> list[Path]:

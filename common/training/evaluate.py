@@ -1,4 +1,4 @@
-"""The end of a training run: the figure it is judged by, its exports, and its summary."""
+"""The end of a training run: evaluation, exports and summary."""
 
 import math
 from collections.abc import Iterator
@@ -29,14 +29,14 @@ from medspeed.common.training.state import VALIDATIONS_HELD
 
 @dataclass(frozen=True)
 class Quality:
-    """The figure a run is judged by.
+    """Result of the evaluation of a run.
 
     Args:
-        name: what it is, and on which grid.
+        name: the metric and the grid it is computed on.
         value: mean over the cases.
         per_case: value by case name.
         selected_on: the cases on which the best weights were chosen.
-        per_region: mean over the cases of each region's own Dice; null for one that no case holds.
+        per_region: mean Dice of each region; null for a region absent from all cases.
         metrics: of each region, surface metrics among them: see `Evaluation.summary`.
     """
 
@@ -59,7 +59,7 @@ def best_network(model: Trained, fitted: Fitted, run: Run) -> nn.Module:
 
 
 def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: SegmentationConfig, run: Run) -> Quality:
-    """Return the Dice of the best weights on the native grid of the validation cases, and draw each case.
+    """Return the Dice of the best weights on the native grid of the validation cases, and draw an overlay of each.
 
     The ranks share the cases, whose prepared forms lie in the store of `config`. Each is kept for the report's viewer.
     """
@@ -96,10 +96,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     if run.leader:
         evaluation.write(run.directory)
     if not split.held_out:
-        run.say(
-            "NOT HELD OUT: the model was trained on these cases; their Dice does not show how good it is",
-            "warning",
-        )
+        run.say("NOT HELD OUT: trained on these cases; their Dice does not show how good the model is", "warning")
     selected = "validation" if split.held_out else "training"
     name = "foreground Dice, native grid, best weights"
     return Quality(name, mean, dice, selected, by_region, evaluation.summary)
@@ -136,16 +133,16 @@ def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: Segmenta
 def finish(
     config: TrainingConfig, about: dict[str, Any], fitted: Fitted, quality: Quality, exported: ExportRecord, run: Run
 ) -> RunSummary:
-    """Write `summary.json` and the report, and say where everything lies.
+    """Write `summary.json` and the report, and print where they are.
 
     Args:
         config: decided.
-        about: under "data" folder and name of the data, and whether they are synthetic; under "cases" the number of
-            those that trained and validated.
-        fitted: what training left.
-        quality: the figure the run is judged by.
-        exported: models and engines.
-        run: where it is written.
+        about: under "data" the folder and name of the dataset and whether it is synthetic; under "cases" the number
+            of training and validation cases.
+        fitted: result of the training.
+        quality: result of the evaluation.
+        exported: exported models and engines.
+        run: where the files are written.
     """
     summary: RunSummary = {
         "app": config.APP,

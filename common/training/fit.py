@@ -218,7 +218,5 @@ def train_step(
 def _micro_batches(batch: Batch, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     size = len(batch.image)
     if size % count:
-        raise ValueError(
-            f"accumulate {count}: must divide the {size} crops of a batch on each rank; change one of them"
-        )
+        raise ValueError(f"accumulate {count}: must divide the {size} crops of a batch on each rank; change either")
     return zip(batch.image.chunk(count), batch.label.chunk(count), strict=True)

@@ -56,9 +56,7 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
             keep_freed_memory()
         else:  # while the data are looked through and read
             threading.Thread(target=wake, args=(run.device,), name="wake", daemon=True).start()
-        run.say(
-            f"run {run.directory}: recipe {config.recipe}, device {run.device}, ranks {ranks.world}, seed {config.seed}"
-        )
+        run.say(f"run {run.directory}: recipe {config.recipe} on {run.device}, ranks {ranks.world}, seed {config.seed}")
         try:
             yield run
         except BaseException as error:

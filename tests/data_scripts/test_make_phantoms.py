@@ -164,7 +164,7 @@ def test_changed_labels_are_another_set(labels: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("voxels", "complaint"),
     [
-        (np.zeros((4, 4, 4, 2), np.uint8), "expected 3-D, one channel, found shape \\(4, 4, 4, 2\\)"),
+        (np.zeros((4, 4, 4, 2), np.uint8), "expected 3-D, one channel, found \\(4, 4, 4, 2\\)"),
         (np.full((4, 4, 4), 0.5, np.float32), "other than the integers 0 to 255"),
         (np.full((4, 4, 4), 300, np.int16), "other than the integers 0 to 255"),
         (None, "truncated or damaged"),

@@ -107,9 +107,7 @@ def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
     except BAD_IMAGE as error:
         raise ValueError(f"{parts['training'][0]}: cannot be read as an image ({error}); copy it again") from error
     if width != height or width > _LONGEST:
-        raise ValueError(
-            f"{parts['training'][0]}: {width} x {height} pixels; patches must be square, at most {_LONGEST} pixels wide"
-        )
+        raise ValueError(f"{parts['training'][0]}: {width} x {height} pixels; expected squares of up to {_LONGEST}")
 
     def table(images: list[Path]) -> PatchTable:
         file, label = np.arange(len(images), dtype=np.int32), [listed[image][1] for image in images]

@@ -116,9 +116,7 @@ def hold_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: in
         rows = sorted(np.flatnonzero(labels == label).tolist(), key=keys.__getitem__)
         held[rows[: min(max(round(fraction * len(rows)), 1), len(rows) - 1)] if rows else []] = True
     if not held.any():
-        raise ValueError(
-            f"found {len(names)} for training; holding one out for validation needs two with tumour or two without"
-        )
+        raise ValueError(f"found {len(names)} for training; holding one out needs two with tumour or two without")
     return held
 
 

@@ -146,9 +146,7 @@ def read_layout(path: Path) -> Layout:
     except DAMAGE as error:
         raise ValueError(f"{path} ({size} bytes) has damaged TIFF directories ({error}): copy it again") from error
     if following:  # to a directory that cannot be read, which tifffile only logs
-        raise ValueError(
-            f"{path} ({size} bytes) is truncated or damaged, no TIFF directory at {following}: copy it again"
-        )
+        raise ValueError(f"{path} ({size} bytes) is truncated or damaged, no directory at {following}: copy it again")
     if not levels:
         raise ValueError(f"{path}: contains no 8-bit RGB image (three interleaved samples): convert it to an RGB TIFF")
     _require_sound(path, size, levels)

@@ -238,9 +238,7 @@ def read_asap(path: Path) -> list[tuple[np.ndarray, bool]]:
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path}: {name}: a vertex without a number as X, Y and Order ({error})") from error
         if len(vertices) < 3 or not np.isfinite(vertices).all():
-            raise ValueError(
-                f"{path}: {name}: {len(vertices)} vertices; an outline needs at least 3, all finite: fix it in ASAP"
-            )
+            raise ValueError(f"{path}: {name}: {len(vertices)} vertices; an outline needs 3, all finite: fix it")
         outlines.append((vertices, group in TUMOUR_GROUPS))
     return outlines
 

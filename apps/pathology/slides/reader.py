@@ -165,9 +165,7 @@ def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
         refused.append(f"{name}: reads {len(handle.levels)} of {len(layout.levels)} levels")
     with path.open("rb") as file:
         start = "" if layout.levels else f" is not a TIFF (it begins with {file.read(4)!r}) and"
-    raise ValueError(
-        f"{path}{start} cannot be read ({'; '.join(refused)}): copy it again, or convert it to a tiled RGB TIFF"
-    )
+    raise ValueError(f"{path}{start} cannot be read ({'; '.join(refused)}): copy it again, or convert it to tiled TIFF")
 
 
 class SlidePool:

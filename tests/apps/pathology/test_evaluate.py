@@ -105,7 +105,7 @@ def test_nothing_to_score_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no finished scans"):
         evaluate.main(EvaluateConfig(scans, data))
     write_scan(scans, "stranger", 0.9, "")
-    with pytest.raises(ValueError, match="none of its 1 scans has a reference"):
+    with pytest.raises(ValueError, match="none of 1 scans has a reference"):
         evaluate.main(EvaluateConfig(scans, data))
 
 

@@ -122,7 +122,7 @@ def test_names_a_missing_key(tmp_path, key):
         ({"labels": {"0": "background", "1": "a\n\x1b[31m"}}, r"each number, found 'a\\n\\x1b\[31m'"),
         ({"labels": {"0": "background", "1": "\ud800"}}, "can't encode character '.ud800'"),
         ({"name": "\udcff"}, "can't encode character '.udcff'"),
-        ({"labels": {"0": "background"}}, "at least two labels, found .'background',"),
+        ({"labels": {"0": "background"}}, "two or more labels, .'background',"),
         ({"labels": ["background", "spleen"]}, r"Expected `object`, got `array` - at `\$\.labels`"),
         ({"modality": {}}, "modality: expected"),
         ({"modality": {"0": "CT", "2": "MR"}}, "expected names for all channels"),

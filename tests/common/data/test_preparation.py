@@ -226,7 +226,7 @@ def test_labels_with_a_gap_are_allowed_where_they_are_listed(tmp_path):
     for values, dtype in (([0, 1, 2, 4], np.uint8), ([0, 4], np.float32)):
         label = save(tmp_path / "label.nii.gz", np.resize(np.array(values), body().shape).astype(dtype), np.eye(4))
         assert prepare_case(Case("a", image, label), CT, (0, 1, 2, 4)).label is not None
-        with pytest.raises(ValueError, match=r"expected label values 0, 1, 2, 3, found .*4: correct the file"):
+        with pytest.raises(ValueError, match=r"expected label values 0, 1, 2, 3, found .*4: correct file"):
             prepare_case(Case("a", image, label), CT, range(4))
 
 
@@ -255,7 +255,7 @@ def test_an_image_without_foreground_is_named(tmp_path):
         prepare("a", black, None, MR)
     speck = np.full((9, 9, 9), -1000, np.int16)
     speck[1, 1, 1] = 100
-    with pytest.raises(ValueError, match=r"speck\.nii\.gz: its foreground disappears at spacing \(4, 4, 4\) mm"):
+    with pytest.raises(ValueError, match=r"speck\.nii\.gz: no foreground is left at spacing \(4, 4, 4\) mm"):
         prepare("a", save(tmp_path / "speck.nii.gz", speck, np.eye(4)), None, Preparation((4, 4, 4), "window", (0, 1)))
 
 

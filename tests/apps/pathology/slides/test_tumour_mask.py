@@ -74,7 +74,7 @@ def test_dots_are_passed_over(tmp_path):
     [
         ("<ASAP_Annotations><Annotations>", r"a\.xml: expected the XML of ASAP"),
         ("<html/>", r"a\.xml: expected the element ASAP_Annotations, found html"),
-        (asap(("_0", SQUARE[:2])), r"a\.xml: A0: 2 vertices; an outline needs at least 3"),
+        (asap(("_0", SQUARE[:2])), r"a\.xml: A0: 2 vertices; an outline needs 3"),
         (asap(("_0", SQUARE), ("Nodule", SQUARE)), r"A1: group 'Nodule'; known are Tumor, _0, _1"),
         (asap(("_0", SQUARE)).replace('X="2.0"', 'X="2,0"'), r"a\.xml: A0: a vertex without a number.*2,0"),
         (asap(("_0", SQUARE)).replace('X="2.0"', ""), r"a\.xml: A0: a vertex without a number.*X"),
