@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from medspeed.common.inference.demo import model_folder
-from medspeed.common.inference.options import ModelPrecision
+from medspeed.common.inference.options import ModelPrecision, model_folder
 
 
 @dataclass(frozen=True)

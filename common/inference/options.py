@@ -2,10 +2,11 @@
 
 import re
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from medspeed.common.inference.demo import model_folder
+from medspeed.common.files import atomic_path
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """What torch trains and computes in."""
@@ -24,6 +25,22 @@ of the prediction, F1: (found + true) / all of both. Empty masks: if both are, D
 means leave the case out, as nnU-Net does; if one is, Dice and NSD are 0, HD95 and ASSD the diagonal of the image, as in
 BraTS. A missing prediction is listed, left out of the means, and ends the program with status 1."""
 """The metrics of an evaluation, as the help shows them; surfaces, distances and percentiles are MONAI's."""
+
+
+def model_folder(model: Path) -> Path:
+    """Return the folder of a run; for "demo", unless there is such a folder, a copy of the demo weights.
+
+    The copy is ~/.cache/medspeed/demo, so that exports and engines can be written beside the weights.
+    """
+    folder = model.expanduser()
+    if model == Path("demo") and not model.exists():
+        folder = Path("~/.cache/medspeed/demo").expanduser()
+        for shipped in (files("medspeed") / "demo").iterdir():
+            content, copy = shipped.read_bytes(), folder / shipped.name
+            if not copy.is_file() or copy.read_bytes() != content:
+                with atomic_path(copy) as part:
+                    part.write_bytes(content)
+    return folder
 
 
 @dataclass(frozen=True)

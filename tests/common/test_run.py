@@ -203,6 +203,11 @@ def test_it_is_told_where_weights_are_and_how_to_go_on(tmp_path, monkeypatch):
     )
 
 
+def test_a_notebook_is_told_how_to_go_on_in_python(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/lib/ipykernel_launcher.py", "-f", "kernel.json"])
+    assert how_to_go_on(tmp_path) == f"resume with medspeed.train(APP, resume={str(tmp_path)!r})"
+
+
 def test_a_run_folder_belongs_to_one_process(tmp_path):
     """Until that process ends, in whatever way; its own forked workers do not hold on to it."""
     run = open_run(tmp_path, tmp_path / "run", None, "cpu", "a: 1\n", 0)

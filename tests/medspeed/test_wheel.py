@@ -80,6 +80,10 @@ def test_wheel_and_sdist_hold_one_import_name_and_all_of_it(built):
         if path.suffix in {".py", ".j2", ".yaml"} and "records" not in path.parts and "__pycache__" not in path.parts
     }
     assert {f"medspeed/{name}" for name in tracked} <= names
+    assert {
+        "medspeed/py.typed",
+        *(f"medspeed/demo/{path.name}" for path in (ROOT / "medspeed/demo").iterdir()),
+    } <= names
     with tarfile.open(built["sdist"]) as archive:
         kept = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "docs/techniques.md"} <= kept
@@ -103,4 +107,7 @@ def test_the_installed_package_trains_and_infers(installed, tmp_path):
     scan = min((data.parent / "imagesTr").iterdir())
     run([command, "infer", "spleen", "--model", "tried", "--input", scan, "--output", "masks"], tmp_path, **home)
     assert list((tmp_path / "masks").glob("*.nii.gz"))
+    said = run([command, "infer", "spleen", "--model", "demo", "--input", scan, "--output", "demo"], tmp_path, **home)
+    assert list((tmp_path / "demo").glob("*.nii.gz"))
+    assert "SYNTHETIC DATA" in said
     assert not (tmp_path / "common").exists()
