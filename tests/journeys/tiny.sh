@@ -2,7 +2,8 @@
 # MEDSPEED_JOURNEYS names the folder of the latter; without it every journey has its own.
 shared=${MEDSPEED_JOURNEYS:-$PWD/shared}
 mkdir -p "$shared"
-store=(--store "$shared/store" --device cpu --engine none)
+# fp32: what comes out is then the same on any processor but for rounding.
+store=(--store "$shared/store" --device cpu --precision fp32 --engine none)
 # Two levels of a U-Net on voxels of 6 mm.
 tiny=("${store[@]}" --spacing 6 6 6 --channels 4 8 --crop-size 16 16 16 --windows.size 32 32 32 --batch-size 4)
 
