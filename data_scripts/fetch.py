@@ -129,7 +129,7 @@ def run_command(program: str, fetch: Callable[[], Path], app: str) -> int:
     except KeyboardInterrupt:
         print(f"{program}: interrupted; run the same command to continue", file=sys.stderr)
         return 130
-    say(f"next: python apps/{app}/train.py --data {shlex.quote(str(folder))}")
+    say(f"next: medspeed train {app} --data {shlex.quote(str(folder))}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Download slides of Camelyon16: `python data_scripts/fetch_camelyon16.py --slides sample --to DIR`.
+"""Download slides of Camelyon16: `medspeed data fetch-camelyon16 --slides sample --to DIR`.
 
 The slides, masks and annotations are under CC0 (camelyon17.grand-challenge.org/Data). Source: Litjens et al.,
 GigaScience 2018, https://doi.org/10.1093/gigascience/giy065; the bucket is in AWS's registry of open data.

@@ -1,4 +1,4 @@
-"""Download a dataset of the Medical Segmentation Decathlon: `python data_scripts/fetch_msd.py spleen --to DIR`.
+"""Download a dataset of the Medical Segmentation Decathlon: `medspeed data fetch-msd spleen --to DIR`.
 
 The data sets are under CC-BY-SA 4.0. Source of the address and of the MD5 digests: `DecathlonDataset` in
 monai/apps/datasets.py (MONAI 1.6).

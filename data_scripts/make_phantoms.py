@@ -28,10 +28,10 @@ _KINDS = {
     "mri": (read_anatomy("head.yaml"), phantoms_mr.draw_scan, MRI_VERSION),
 }
 _EXAMPLES = """examples:
-  python data_scripts/make_phantoms.py ct --to data/phantoms --cases 20
-  python data_scripts/make_phantoms.py ct --to data/large --cases 4 --size msd --seed 1
-  python data_scripts/make_phantoms.py ct --to data/around_labels --labels data/Task09_Spleen
-  python data_scripts/make_phantoms.py mri --to data/heads --cases 20
+  medspeed data make-phantoms ct --to data/phantoms --cases 20
+  medspeed data make-phantoms ct --to data/large --cases 4 --size msd --seed 1
+  medspeed data make-phantoms ct --to data/around_labels --labels data/Task09_Spleen
+  medspeed data make-phantoms mri --to data/heads --cases 20
 """
 
 

@@ -27,9 +27,9 @@ _SMALLEST_LEVEL = 48  # px, the shortest side of the last level: a slide of 3072
 _MOST_BYTES = 8 * 2**30  # that all slides in work may take together
 _CLASSIC_TIFF = 2**32 - 2**25  # bytes: it counts to 4 GB
 _EXAMPLES = """examples:
-  python data_scripts/make_slides.py --to data/slides
-  python data_scripts/make_slides.py --to data/slides --training 40 --testing 20 --seed 1
-  python data_scripts/make_slides.py --to data/large --training 2 --testing 2 --size 20000
+  medspeed data make-slides --to data/slides
+  medspeed data make-slides --to data/slides --training 40 --testing 20 --seed 1
+  medspeed data make-slides --to data/large --training 2 --testing 2 --size 20000
 
 what is written (the layout of Camelyon16; tiled TIFF pyramids of 256 px tiles, levels halved):
   DIR/training/images/{normal,tumor}_NNN.tif    DIR/testing/images/test_NNN.tif

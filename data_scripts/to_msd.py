@@ -35,11 +35,11 @@ from medspeed.data_scripts.raw_sets import (
 _MOST_AT_ONCE = 8  # a case of 512 x 512 x 1000 takes about three gigabytes while it is read
 _MOST_NAMED = 5  # cases that a note names
 _EXAMPLES = """examples:
-  python data_scripts/to_msd.py --images scans --labels masks --names background liver --modality CT --to data/liver
-  python data_scripts/to_msd.py --images scans --labels masks --names background liver --modality CT --to data/liver \\
+  medspeed data to-msd --images scans --labels masks --names background liver --modality CT --to data/liver
+  medspeed data to-msd --images scans --labels masks --names background liver --modality CT --to data/liver \\
       --values 255=1 --skip-bad --link
-  python data_scripts/to_msd.py --nnunet nnUNet_raw/Dataset003_Liver --to data/liver
-  python data_scripts/to_msd.py --check data/liver
+  medspeed data to-msd --nnunet nnUNet_raw/Dataset003_Liver --to data/liver
+  medspeed data to-msd --check data/liver
 """
 
 

@@ -110,8 +110,8 @@ def read_volumes(
         if dataset.synthetic:
             run.say(
                 "SYNTHETIC DATA: these are phantoms; a Dice on them says nothing about patients. For real "
-                f"scans:\n  python data_scripts/fetch_msd.py {config.APP} --to data && "
-                f"python apps/{config.APP}/train.py --data data/{real}",
+                f"scans:\n  medspeed data fetch-msd {config.APP} --to data && "
+                f"medspeed train {config.APP} --data data/{real}",
                 "warning",
             )
         preparation = (known or {}).get(dataset.name) if is_ct(dataset) else None

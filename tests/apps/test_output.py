@@ -28,6 +28,6 @@ def test_the_log_of_a_run_is_short_and_plain_and_quiet_is_shorter(start, phantom
     log, _ = quiet.communicate()
     assert quiet.returncode == 0, log
     assert {line.split(":")[0] for line in log.splitlines()} == {
-        "SYNTHETIC DATA", "  python data_scripts/fetch_msd.py spleen --to data && python apps/spleen/train.py --data "
+        "SYNTHETIC DATA", "  medspeed data fetch-msd spleen --to data && medspeed train spleen --data "
         "data/Task09_Spleen", "Dice on the native grid", "summary", "report",
     }  # fmt: skip

@@ -79,7 +79,7 @@ def test_whole_way(served, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"7 files, {sum(map(len, CONTENT.values())) / 1e9:.2f} GB" in out
     assert out.index("GB already downloaded") < out.index("images/normal_001.tif")
-    assert out.endswith(f"next: python apps/pathology/train.py --data '{tmp_path}/my set'\n")
+    assert out.endswith(f"next: medspeed train pathology --data '{tmp_path}/my set'\n")
     found = read_slide_set(tmp_path / "my set")
     assert [(entry.name, entry.tumour) for entry in found.training] == [("normal_001", False), ("tumor_001", True)]
     assert [(entry.name, entry.tumour) for entry in found.testing] == [("test_001", False)]

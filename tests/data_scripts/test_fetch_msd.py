@@ -86,7 +86,7 @@ def test_whole_way(server, tmp_path, monkeypatch, capsys):
     receipt = read_receipt(to / "Task09_Spleen.tar")
     assert receipt["url"] == server.url + "/Task09_Spleen.tar"
     out = capsys.readouterr().out
-    assert out.endswith(f"next: python apps/spleen/train.py --data '{to}/Task09_Spleen'\n")
+    assert out.endswith(f"next: medspeed train spleen --data '{to}/Task09_Spleen'\n")
     assert receipt["md5"] in out
 
 

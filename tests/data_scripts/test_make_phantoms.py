@@ -265,7 +265,7 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stopped:
             main(arguments)
         assert stopped.value.code == 0
-        assert "python data_scripts/make_phantoms.py ct --to" in capsys.readouterr().out
+        assert "medspeed data make-phantoms ct --to" in capsys.readouterr().out
 
 
 @pytest.mark.real_data

@@ -138,4 +138,4 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["mri", "--help"])
     assert stopped.value.code == 0
-    assert "python data_scripts/make_phantoms.py mri --to" in capsys.readouterr().out
+    assert "medspeed data make-phantoms mri --to" in capsys.readouterr().out

@@ -248,7 +248,7 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0
-    assert "python data_scripts/make_slides.py --to" in capsys.readouterr().out
+    assert "medspeed data make-slides --to" in capsys.readouterr().out
 
 
 def test_half_of_the_slides_have_tumour() -> None:

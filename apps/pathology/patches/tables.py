@@ -78,8 +78,8 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
     if tables.synthetic:
         run.say(
             "SYNTHETIC DATA: these slides are drawn; results on them say nothing about patients. For real slides:\n"
-            "  python data_scripts/fetch_camelyon16.py --to data/camelyon16 --slides sample && "
-            "python apps/pathology/train.py --data data/camelyon16",
+            "  medspeed data fetch-camelyon16 --to data/camelyon16 --slides sample && "
+            "medspeed train pathology --data data/camelyon16",
             "warning",
         )
     return tables
