@@ -271,7 +271,7 @@ def draw_ladder(path: Path, record: Figures) -> None:
         recipe = next((recipe for recipe in _COLOURS if re.search(rf"{recipe}(:| \(|$)", name)), None)
         colour, width = (_COLOURS[recipe], 2.5) if recipe else ("0.8", 1)
         axes.plot(seconds, values, marker="o", color=colour, lw=width, ms=2 * width, zorder=1 + width, label=recipe)
-    axes.plot([], [], color="0.8", label="the rungs between them")
+    axes.plot([], [], color="0.8", label="intermediate rungs")
     axes.set(xlim=0, xlabel="seconds of preparation and training", ylabel=f"validation {_metric(rungs)}")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
     axes.grid(alpha=0.3)

@@ -196,7 +196,7 @@ def test_the_cases_stand_worst_first_and_the_worst_three_are_shown(tmp_path: Pat
     ]
     assert page.table("region")[:2] == [["<i>region</i>", "0.6250", ""], ["never there", "—", ""]]
     assert page.pictures() == ["bad", "fair", "good", "progress"]
-    assert "Pictures of the worst 3 cases, of 3 in overlays/" in page.text
+    assert "Pictures of the 3 worst cases (3 in overlays/)" in page.text
 
 
 def test_a_region_has_its_surface_distances_and_its_volume_beside_its_dice(tmp_path: Path):
@@ -245,7 +245,7 @@ def test_settings_and_messages_are_in_the_page_as_they_are_and_nothing_else_has_
     for line in ("run: '<u>under</u>'", "  window:\n  - 96\n", "first line\n<script>window.planted = true"):
         assert line in page.text
     assert len(page.all("details")) == 5  # with the machine's, and the worst cases
-    assert "A step computes for 34.5 ms, at 45.6 GFLOP/s: 12.3 % of what" in page.text
+    assert "A training step takes 34.5 ms and reaches 45.6 GFLOP/s, 12.3 % of what" in page.text
     assert not [
         key for key in ("memory_gib", "seconds_per_step", "versions", "per_case", "best_epoch") if key in page.text
     ]
@@ -385,7 +385,7 @@ def test_a_large_run_stays_below_the_promised_size_and_says_what_is_left_out(tmp
     page = Page(path)
     (shown,) = {len(page.cases), len(page.all("option"))}
     assert 1 < shown < 12
-    assert f"{12 - shown} more did not fit into this page." in page.text
+    assert f"{12 - shown} more cases did not fit on this page." in page.text
 
 
 @pytest.mark.parametrize(
