@@ -53,7 +53,7 @@ def parse_config(
     words = vars(parser.parse_args(arguments))
     file, prints = words.pop("config"), words.pop("print_config")
     try:
-        given = {} if file is None else _read_values(file, leaves)
+        given = {} if file is None else _typed(f"{file}: ", _read_yaml(file), leaves)
         given |= {name: value_of(name, leaves[name].type, each) for name, each in words.items()}
         config = _complete(kind, recipes, given, resumable)
     except (ValueError, OSError) as error:
@@ -95,11 +95,9 @@ def config_from_yaml(kind: type[Config], path: Path) -> Config:
         FileNotFoundError: the file does not exist.
         ValueError: the file holds another set of fields, or values out of bounds.
     """
-    leaves = _leaves(kind)
-    values = {name: leaf.default for name, leaf in leaves.items()} | _read_values(path, leaves)
+    values = _typed(f"{path}: ", _read_yaml(path), _leaves(kind))
     try:
-        config: Config = _build(kind, values)
-        return config
+        return _complete(kind, {}, values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -180,7 +178,7 @@ def _build(kind: type[Config], values: Mapping[str, Any]) -> Config:
 
 
 def _complete(
-    kind: type[Config], recipes: Mapping[str, Config], given: Mapping[str, Any], resumable: Sequence[str]
+    kind: type[Config], recipes: Mapping[str, Config], given: Mapping[str, Any], resumable: Sequence[str] = ()
 ) -> Config:
     """Return the configuration of what is given, and for the rest of the run to resume, the recipe, or the defaults."""
     start = {name: leaf.default for name, leaf in _leaves(kind).items()}
@@ -189,18 +187,14 @@ def _complete(
         start = flat(config_from_yaml(kind, given["resume"] / "config.yaml"))
     elif recipes:
         start = flat(recipes[given.get("recipe") or next(iter(recipes))])
-    config: Config = _build(kind, {**start, **given})
+    config = _build(kind, {**start, **given})
     if resumed:
         _check_resumed(flat(config), start, resumable)
     return config
 
 
-def _read_values(path: Path, leaves: Mapping[str, _Leaf]) -> dict[str, Any]:
-    """Return the values of a configuration file by the names of `flat`."""
-    return _typed(f"{path}: ", _read_yaml(path), leaves)
-
-
 def _typed(where: str, content: Mapping[Any, Any], leaves: Mapping[str, _Leaf]) -> dict[str, Any]:
+    """Return the values of a mapping by the names of `flat`; an error says `where` it is from."""
     values = {}
     for name, value in _flattened(content):
         if name not in leaves:
