@@ -1,6 +1,7 @@
 """The 3-D residual U-Net of the MONAI spleen recipes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +81,7 @@ class ResidualUnit(nn.Module):
             self.conv.add_module(f"unit{number}", unit)
         if stride > 1:
             self.residual = nn.Conv3d(in_channels, out_channels, 3, stride, 1)
+            self.alike = ("conv.unit0.conv.weight", "residual.weight") if units > 1 else ()
         elif in_channels != out_channels:
             self.residual = nn.Conv3d(in_channels, out_channels, 1)
 
@@ -90,7 +92,13 @@ class ResidualUnit(nn.Module):
         bias = None
         if self.training and trusts(BATCH, image) and isinstance(self.residual, nn.Conv3d) and last.adn is not None:
             bias = self.residual.bias  # added with the rest, where its gradient is summed with theirs
-            shortcut = self.residual._conv_forward(shortcut, self.residual.weight, None)
+            first: Any = self.conv[0]
+            if len(first.conv.weight) > self.residual.out_channels:  # joined with the shortcut's
+                both = F.conv3d(image, first.conv.weight, None, self.residual.stride, 1)
+                x, shortcut = both.chunk(2, 1)
+                x, units = first.adn(x, first.conv.bias), units[1:]
+            else:
+                shortcut = self.residual._conv_forward(shortcut, self.residual.weight, None)
         else:
             shortcut = self.residual(shortcut)
         for unit in units:
@@ -126,7 +134,7 @@ class UNet3d(nn.Module):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return logits [B, K, X, Y, Z] of [B, C, X, Y, Z]."""
-        with half_weights(self):
+        with half_weights(self, join=trusts(BATCH, image)):
             logits: torch.Tensor = self.model(image)
         return logits
 

@@ -15,14 +15,13 @@ from medspeed.apps.pathology.patches.tables import Tables, find_tables, keep_dig
 from medspeed.apps.pathology.quality import call_size, evaluate, export_patches, judge_on, validation_auc
 from medspeed.common.data.batches import Batches
 from medspeed.common.inference.model import write_model
-from medspeed.common.kernels import norms
 from medspeed.common.run import Run, one_line_errors
 from medspeed.common.training.evaluate import RunSummary, best_network, finish
 from medspeed.common.training.fit import Setup, fit
 from medspeed.common.training.losses import binary_cross_entropy
 from medspeed.common.training.optimizers import build_optimizer
 from medspeed.common.training.resolve import keep_plan
-from medspeed.common.training.setup import compile_if_asked, dtype_of, start_run, trust_kernels
+from medspeed.common.training.setup import compile_if_asked, network_trials, start_run, trust_kernels
 
 
 def main(config: PathologyConfig) -> RunSummary | None:
@@ -70,7 +69,7 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
     network = network.to(run.device)
     if config.channels_last:
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    trust_kernels(norms.trials(network, dtype_of(config.precision), run.device), config, run)
+    trust_kernels(network_trials(network, config, run), config, run)
     if config.source == "resident":
         batches: Batches = resident_batches(data.training, config, run)
     else:

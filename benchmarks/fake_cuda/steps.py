@@ -68,9 +68,11 @@ class Opened(NamedTuple):
         setup, found = self.setup, []
         scaler = torch.amp.GradScaler("cuda", enabled=setup.precision == "fp16")
         network, optimizer, parts = setup.network.train(), setup.optimizer, self.config.parallel.accumulate
+        one = torch.ones((), device="cuda")
 
         def compute(batch: Batch, rate: float | torch.Tensor) -> torch.Tensor:
-            return train_step(network, batch, setup.loss_function, optimizer, scaler, setup.precision, rate, parts)
+            given = setup.loss_function, optimizer, scaler, setup.precision, rate, parts, one
+            return train_step(network, batch, *given)
 
         rates = (RATES[0], *RATES)
         steps = Steps(compute, rates, TrainingState(self.run, network, optimizer, scaler, len(rates)))

@@ -4,7 +4,7 @@ Each reads logits and labels once and stores nothing of a voxel but the gradient
 own, without atomic operations, so that a run repeats to the bit. Triton is imported when one is launched.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,18 +22,9 @@ class FusedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        logits: Tensor,
-        label: Tensor,
-        members: Sequence[int],
-        batch: bool,
-        share: float,
-        smooth: float,
-        total: Callable[[Tensor], Tensor] | None = None,
-        world: int = 1,
-    ) -> Tensor:
-        """Keep what the gradient is computed from: the logits, the label and the derivative by the sums."""
+    def forward(ctx: Any, logits: Tensor, label: Tensor, *given: Any) -> Tensor:  # noqa: ANN401
+        """Keep what the gradient is computed from; given are members, batch, share, smooth, total and world."""
+        members, batch, share, smooth, total, world = given
         parts: Tensor = loss_parts(logits, label, members)
         if not batch:
             parts = parts.sum(2, keepdim=True)

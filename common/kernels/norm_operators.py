@@ -19,6 +19,7 @@ def geometry(image: Tensor, groups: int, samples: int) -> tuple[tuple[int, int],
     block = max(1, TILE // (count * size))
     tiles = max(1, -(-rows * samples // (block * PROGRAMS)))
     constants = {"C": channels, "GS": channels // groups, "BG": count, "BS": size, "BLOCK": block, "num_warps": 8}
+    constants["ROW"] = rows_of(image).stride(0)
     return (-(-rows // (tiles * block)), samples), rows, tiles, constants
 
 

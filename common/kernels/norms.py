@@ -21,6 +21,7 @@ from medspeed.common.kernels.trust import Trial, trusting, trusts
 Kind = Literal["relu", "prelu", "sum_relu", "none"]
 GROUP, BATCH, RELU = "group_norm_relu", "batch_norm_prelu", "batch_norm_relu"
 _SHAPE = (2, 96, 96, 96)  # of a trial: batch and sides
+_USUAL: tuple[Any, ...] = ("relu", None, None, None, (), None, 0.0)  # of what `fused_norm` may be given
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
@@ -59,23 +60,17 @@ class BatchNormPReLU(nn.Module):
         self.N = nn.BatchNorm3d(channels)
         self.A = nn.PReLU()
 
-    def forward(
-        self,
-        image: Tensor,
-        shift: Tensor | None = None,
-        residual: Tensor | None = None,
-        residual_bias: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, image: Tensor, *given: Tensor | None) -> Tensor:
         """Return what has the shape of the image.
 
         Args:
             image: [B, C, X, Y, Z].
-            shift: [C], in training only: what the image lacks of each channel. Normalisation takes it out anyway; the
-                running mean must have it.
-            residual: is added at the end; as the image.
-            residual_bias: [C], added to that.
+            given: up to three: the shift [C], in training only, what the image lacks of each channel (normalisation
+                takes it out anyway; the running mean must have it); a residual, as the image, which is added at the
+                end; and a bias [C] that is added to that.
         """
-        fused = _fused_batch_norm(BATCH, self.N, image, "prelu", self.A.weight, residual, residual_bias, shift)
+        shift, residual, residual_bias = (*given, None, None, None)[:3]
+        fused = _fused_batch_norm(self.N, image, "prelu", self.A.weight, residual, residual_bias, shift)
         if fused is not None:
             return fused
         if shift is not None:  # before its update, which keeps 1 - momentum of it; past autograd, as the update itself
@@ -91,7 +86,7 @@ class BatchNormPReLU(nn.Module):
 def batch_norm_relu(norm: nn.BatchNorm2d, image: Tensor, residual: Tensor | None = None, relu: bool = True) -> Tensor:
     """Return an image [B, C, Y, X] normalised, a residual of its shape added, then, unless it is off, ReLU."""
     kind: Kind = ("relu" if residual is None else "sum_relu") if relu else "none"
-    fused = _fused_batch_norm(RELU, norm, image, kind, None, residual)
+    fused = _fused_batch_norm(norm, image, kind, None, residual)
     if fused is not None:
         return fused
     x: Tensor = norm(image)
@@ -100,27 +95,25 @@ def batch_norm_relu(norm: nn.BatchNorm2d, image: Tensor, residual: Tensor | None
     return F.relu(x, inplace=True) if relu else x
 
 
-def _fused_batch_norm(
-    name: str,
-    norm: nn.BatchNorm2d | nn.BatchNorm3d,
-    image: Tensor,
-    kind: Kind,
-    slope: Tensor | None = None,
-    residual: Tensor | None = None,
-    residual_bias: Tensor | None = None,
-    shift: Tensor | None = None,
-) -> Tensor | None:
-    """Return `fused_norm` of a module in training, where the variant of this name is trusted; else None."""
-    if not (norm.training and trusts(name, image) and channels_innermost(image)):
+def _fused_batch_norm(norm: Any, image: Tensor, kind: Kind, *given: Tensor | None) -> Tensor | None:  # noqa: ANN401
+    """Return `fused_norm` of a module in training, where the variant is trusted; else None.
+
+    Given are the slope, the residual, its bias and the shift.
+    """
+    if not (norm.training and trusts(BATCH if kind == "prelu" else RELU, image) and channels_innermost(image)):
         return None
-    running = [each for each in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if each is not None]
-    given = norm.weight, norm.bias, norm.num_features, 1, norm.eps, kind, slope, residual, residual_bias, running
-    return fused_norm(image, *given, shift, norm.momentum or 0.0)[0]
+    slope, residual, residual_bias, shift = (*given, None, None, None)[:4]
+    running = [norm.running_mean, norm.running_var, norm.num_batches_tracked], shift, norm.momentum or 0.0
+    sizes = norm.weight, norm.bias, norm.num_features, 1, norm.eps
+    return fused_norm(image, *sizes, kind, slope, residual, residual_bias, *running)[0]
 
 
 def channels_innermost(image: Tensor) -> bool:
-    """Return whether a tensor [B, C, *sides] lies as rows of channels."""
-    return image.movedim(1, -1).is_contiguous()
+    """Return whether a tensor [B, C, *sides] lies as rows of channels, which may be parts of longer ones."""
+    rows = image.movedim(1, -1)
+    steps, sides = rows.stride()[-2::-1], rows.shape[-2:0:-1]
+    even = all(outer == step * side for step, outer, side in zip(steps, steps[1:], sides, strict=False))
+    return rows.is_contiguous() or (rows.stride(-1) == 1 and steps[0] > rows.shape[-1] and even)
 
 
 def fused_norm(
@@ -130,13 +123,7 @@ def fused_norm(
     groups: int,
     samples: int,
     epsilon: float,
-    kind: Kind = "relu",
-    slope: Tensor | None = None,
-    residual: Tensor | None = None,
-    residual_bias: Tensor | None = None,
-    running: Sequence[Tensor] = (),
-    shift: Tensor | None = None,
-    momentum: float = 0.0,
+    *given: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor]:
     """Return the image normalised, activated, and the residual added; and the image itself. Both have gradients.
 
@@ -147,17 +134,14 @@ def fused_norm(
         groups: of channels; C for batch normalisation.
         samples: that are normalised each by itself: B, or 1 for batch normalisation.
         epsilon: added to variances.
-        kind: of the activation; "sum_relu" is a ReLU of the sum with the residual.
-        slope: [1] of PReLU.
-        residual: as the image; anyhow in memory.
-        residual_bias: [C], added to the residual.
-        running: mean [C], variance [C] and number of batches [] int64, which are updated.
-        shift: [C], added to the mean there.
-        momentum: of that update.
+        given: in this order, the `Kind` of the activation ("sum_relu" is that of the sum with the residual); slope [1]
+            of PReLU; a residual as the image, anyhow in memory; bias [C] added to it; running mean [C], variance [C]
+            and number of batches [] int64, which are updated; shift [C] added to the mean there; its momentum.
     """
+    kind, slope, residual, residual_bias, running, shift, momentum = (*given, *_USUAL[len(given) :])
     apply: Any = _Norm.apply
-    given = (groups, samples, epsilon, kind, list(running), shift, momentum)
-    found: tuple[Tensor, Tensor] = apply(image, weight, bias, slope, residual, residual_bias, given)
+    plan = (groups, samples, epsilon, kind, list(running), shift, momentum)
+    found: tuple[Tensor, Tensor] = apply(image, weight, bias, slope, residual, residual_bias, plan)
     return found
 
 
@@ -193,16 +177,12 @@ class _Norm(torch.autograd.Function):
 
 def fork(image: Tensor) -> tuple[Tensor, Tensor]:
     """Return an image for each of two uses; a fused norm that it comes from adds up their gradients in its kernels."""
-    if torch.compiler.is_compiling():
+    node: Any = None if torch.compiler.is_compiling() else image.grad_fn
+    norm = getattr(node, "norm", None if node is None or image.output_nr else node)  # through another fork
+    if type(norm).__name__ != "_NormBackward":
         return image, image
-    kinds: Any = _Fork, _Norm
-    forks, norms = (kind._backward_cls for kind in kinds)
-    node: Any = image.grad_fn
-    if isinstance(node, forks):
-        node = node.norm
-    elif not isinstance(node, norms) or image.output_nr:
-        return image, image
-    both: tuple[Tensor, Tensor] = kinds[0].apply(image, node)
+    apply: Any = _Fork.apply
+    both: tuple[Tensor, Tensor] = apply(image, norm)
     return both
 
 
@@ -241,10 +221,7 @@ def trials(network: nn.Module, dtype: torch.dtype, device: torch.device) -> list
 
 
 class _InBlock(nn.Module):
-    """Batch normalisation as a residual block has it: with ReLU, without, and with the ReLU of a sum.
-
-    The sum is kept from 0, where rounding alone would decide whether a gradient passes.
-    """
+    """As in a residual block; the sum is kept from 0, where rounding alone would decide if a gradient passes."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

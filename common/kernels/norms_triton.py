@@ -36,19 +36,25 @@ def _by_group(values, BG: tl.constexpr, BS: tl.constexpr):
 
 
 @triton.jit
+def _load(rows, start, row, channel, ok, STEP: tl.constexpr):
+    """Return a tile of what has STEP elements from a row to the next."""
+    return tl.load(rows + start * STEP + row * STEP + channel[None, :], mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def sums_kernel(
     x, partial, rows, tiles,
-    C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
+    C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """Write mean and squared deviations [sample, program, 2, channel] of the program's rows of x [sample, row, C]."""
     channel, _, there = _channels(C, GS, BG, BS)
     sample, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * tiles * BLOCK
-    x += (sample * rows + first) * C
+    start = sample * rows + first
     seen, mean, squares = 0.0, tl.zeros((BG * BS,), tl.float32), tl.zeros((BG * BS,), tl.float32)
     for tile in range(tiles):
-        row = tile * BLOCK + tl.arange(0, BLOCK)
-        ok = (row[:, None] < rows - first) & there[None, :]
-        value = tl.load(x + row[:, None] * C + channel[None, :], mask=ok, other=0.0).to(tl.float32)
+        row = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
+        ok = (row < rows - first) & there[None, :]
+        value = _load(x, start, row, channel, ok, ROW)
         count = tl.minimum(tl.maximum(rows - first - tile * BLOCK, 0), BLOCK).to(tl.float32)
         centre = tl.sum(value, 0) / tl.maximum(count, 1.0)
         off = tl.where(ok, value - centre[None, :], 0.0)
@@ -93,11 +99,12 @@ def apply_kernel(
     x, partial, weight, bias, slope, residual, residual_bias, y, statistics, running_mean, running_var, steps_seen,
     shift, rows, tiles, parts, part_rows, epsilon, momentum,
     C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    KIND: tl.constexpr, RESIDUAL: tl.constexpr, BIASED: tl.constexpr, RUNNING: tl.constexpr, SHIFT: tl.constexpr,
+    ROW: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, BIASED: tl.constexpr, RUNNING: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Write the normalised, activated rows; the first program of a sample writes mean and 1 / deviation [2, group].
 
-    RESIDUAL is from one of its rows to the next, or 0 where there is none.
+    ROW is from a row of x to the next, RESIDUAL from one of the residual, or 0 where there is none.
     """
     channel, group, there = _channels(C, GS, BG, BS)
     sample = tl.program_id(1).to(tl.int64)
@@ -120,11 +127,10 @@ def apply_kernel(
     for tile in range(tiles):
         row = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
         ok, at = (row < rows - first) & there[None, :], row * C + channel[None, :]
-        value = tl.load(x + start * C + at, mask=ok, other=0.0).to(tl.float32)
+        value = _load(x, start, row, channel, ok, ROW)
         value = (value - mean[None, :]) * scale[None, :] + offset[None, :]
         if RESIDUAL:
-            beside = residual + start * RESIDUAL + row * RESIDUAL + channel[None, :]
-            added = tl.load(beside, mask=ok, other=0.0).to(tl.float32)
+            added = _load(residual, start, row, channel, ok, RESIDUAL)
             added += tl.load(residual_bias + channel, mask=there & BIASED, other=0.0).to(tl.float32)[None, :]
         if KIND == "sum_relu":
             value += added
@@ -161,7 +167,7 @@ def _activation(given, value, slope, KIND: tl.constexpr):
 @triton.jit
 def gradient_sums_kernel(
     gradient, second, third, x, y, statistics, weight, bias, slope, partial, joined, rows, tiles,
-    C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
+    C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
     KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, JOIN: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -179,21 +185,18 @@ def gradient_sums_kernel(
     for tile in range(tiles):
         row = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
         ok, at = (row < rows - first) & there[None, :], row * C + channel[None, :]
-        place = start * FIRST + row * FIRST + channel[None, :]
-        given = tl.load(gradient + place, mask=ok, other=0.0).to(tl.float32)
+        given = _load(gradient, start, row, channel, ok, FIRST)
         if SECOND:
-            place = start * SECOND + row * SECOND + channel[None, :]
-            given += tl.load(second + place, mask=ok, other=0.0).to(tl.float32)
+            given += _load(second, start, row, channel, ok, SECOND)
         if THIRD:
-            place = start * THIRD + row * THIRD + channel[None, :]
-            given += tl.load(third + place, mask=ok, other=0.0).to(tl.float32)
+            given += _load(third, start, row, channel, ok, THIRD)
         if KIND == "sum_relu":
             given = tl.where(tl.load(y + start * C + at, mask=ok, other=0.0) > 0, given, 0.0)
         if JOIN:
             rounded = given.to(joined.dtype.element_ty)
             tl.store(joined + start * C + at, rounded, mask=ok)
             given = rounded.to(tl.float32)
-        normal = (tl.load(x + start * C + at, mask=ok, other=0.0).to(tl.float32) - mean) * inverse
+        normal = (_load(x, start, row, channel, ok, ROW) - mean) * inverse
         value = normal * scale + offset
         if SUMS == 4:
             plain += tl.sum(given, 0)
@@ -225,7 +228,7 @@ def gradient_kernel(
     gradient, x, statistics, weight, bias, slope, partial, beside, dx, dweight, dbias, dslope, dresidual_bias,
     rows, tiles, parts,
     C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    KIND: tl.constexpr, BESIDE: tl.constexpr, SUMS: tl.constexpr,
+    ROW: tl.constexpr, KIND: tl.constexpr, BESIDE: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x; the very first program also those of what has no rows, over all samples."""
     channel, _, there = _channels(C, GS, BG, BS)
@@ -247,14 +250,14 @@ def gradient_kernel(
     level = _by_group(straight * scaled, BG, BS) / GS / rows
     tilt = _by_group(leaning * scaled, BG, BS) / GS / rows
     first = tl.program_id(0) * tiles * BLOCK
-    start = (sample * rows + first) * C
+    start = sample * rows + first
     for tile in range(tiles):
         row = tile * BLOCK + tl.arange(0, BLOCK)[:, None]
         ok, at = (row < rows - first) & there[None, :], row * C + channel[None, :]
-        given = tl.load(gradient + start + at, mask=ok, other=0.0).to(tl.float32)
-        normal = (tl.load(x + start + at, mask=ok, other=0.0).to(tl.float32) - mean) * inverse
+        given = _load(gradient, start, row, channel, ok, C)
+        normal = (_load(x, start, row, channel, ok, ROW) - mean) * inverse
         given = _activation(given, normal * scale + offset, slope, KIND)
         found = (given * scale - level[None, :] - normal * tilt[None, :]) * inverse
         if BESIDE:
-            found += tl.load(beside + start + at, mask=ok, other=0.0).to(tl.float32)
-        tl.store(dx + start + at, found.to(dx.dtype.element_ty), mask=ok)
+            found += _load(beside, start, row, channel, ok, C)
+        tl.store(dx + start * C + at, found.to(dx.dtype.element_ty), mask=ok)

@@ -107,10 +107,9 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     state, timer = TrainingState(run, network, optimizer, scaler, per_epoch), StepTimer(run.device)
     state.restore()
     parallel = ranks.parallel(network.train())
+    given, one = (setup.loss_function, optimizer, scaler, precision), torch.ones((), device=run.device)
     steps = Steps(
-        lambda batch, rate: train_step(parallel, batch, setup.loss_function, optimizer, scaler, precision, rate, parts),
-        learning_rates(config, total),
-        state,
+        lambda batch, rate: train_step(parallel, batch, *given, rate, parts, one), learning_rates(config, total), state
     )
     choose_steps(steps, batches, state.epoch, config, run)
     log = Log(run, config, total, state) if ranks.leader else None
@@ -184,11 +183,13 @@ def train_step(
     precision: Precision,
     learning_rate: float | torch.Tensor,
     accumulate: int = 1,
+    one: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do one step; return the loss, a scalar that stays on the device: the mean over the micro-batches.
 
     With fp16 the loss is scaled, and a step with non-finite gradients is skipped, inside the optimizer. The ranks
-    exchange their gradients once, in the last micro-batch. Our Novograd reads a learning rate on the device there.
+    exchange their gradients once, in the last micro-batch. Our Novograd reads a learning rate on the device there; a
+    scalar `one` there saves a kernel.
 
     Raises:
         ValueError: the batch does not divide into `accumulate` micro-batches.
@@ -206,7 +207,7 @@ def train_step(
                     loss = loss_function(logits, label)
                     loss = loss if accumulate == 1 else loss / accumulate  # no kernel that divides by one
             with span("backward"):
-                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                scaler.scale(loss).backward(one)  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
     with span("optimizer"):
         scaler.step(optimizer)

@@ -154,7 +154,7 @@ def _fused(logits: Tensor, label: Tensor, members: Sequence[int], batch: bool, r
     share = 1 / (logits if members else label).numel()
     apply: Callable[..., Tensor] = FusedLoss.apply
     if not batch:
-        return ranks.sum(apply(logits, label, members, False, share, _SMOOTH) / ranks.world)
+        return ranks.sum(apply(logits, label, members, False, share, _SMOOTH, None, 1) / ranks.world)
     total = ranks.sum if ranks.world > 1 else None
     return apply(logits, label, members, True, share / ranks.world, _SMOOTH, total, ranks.world)
 

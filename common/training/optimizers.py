@@ -9,13 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from medspeed.common.kernels.moments import divisors
+
 OptimizerName = Literal["novograd", "monai_novograd", "adam", "sgd"]
 
 # Parameters lie in flat buffers padded to whole blocks, so that one small table (block -> parameter) lets a single
 # operator apply a different number to every parameter: foreach operators take only one number for all of them.
 BLOCK = 1024
 
-_BETA1, _BETA2, _EPSILON = 0.9, 0.98, 1e-8  # the defaults of MONAI's Novograd
+_BETA1 = 0.9  # the default of MONAI's Novograd
 
 
 @dataclass
@@ -132,8 +134,9 @@ def _step_group(
     buffers: _GroupBuffers, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> None:
     torch._foreach_copy_(buffers.scratch_views, _gradients(buffers))
-    divisor = _update_second_moments(buffers, grad_scale, None if found_inf is None else found_inf == 0)
-    divisor = divisor.index_select(0, buffers.owner).unsqueeze(1)
+    norms = torch.linalg.vector_norm(buffers.scratch, dim=1)
+    of_parameters = buffers.blocks, buffers.owner, buffers.second
+    divisor = divisors(norms, *of_parameters, grad_scale, found_inf).unsqueeze(1)
     # A rate that is a number is part of what a CUDA graph repeats; a tensor is read anew.
     if buffers.moment.is_cuda or found_inf is not None:
         usual: dict[str, Any] = {"weight_decay": 0.0, "momentum": _BETA1, "dampening": 0.0, "nesterov": False}
@@ -168,23 +171,6 @@ def _gradients(buffers: _GroupBuffers) -> list[Tensor]:
 def _meant(tensor: Tensor) -> list[int]:
     """Return the strides of the axes that are longer than 1."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-
-
-def _update_second_moments(buffers: _GroupBuffers, grad_scale: Tensor | None, keep: Tensor | None) -> Tensor:
-    """Update the moving averages of the squared norms; return what each parameter's gradient is divided by, [P]."""
-    # First of each block, then over the blocks in float64: summed at once in float32, as the CPU does it, the norm of
-    # millions of elements would be off by up to 1e-3.
-    block_norms = torch.linalg.vector_norm(buffers.scratch, dim=1).split_with_sizes(buffers.blocks)
-    norms = torch.stack(torch._foreach_norm(block_norms, 2, torch.float64))
-    if grad_scale is not None:
-        norms = norms / grad_scale
-    squares = torch.square(norms, out=torch.empty_like(buffers.second))
-    averaged = torch.lerp(buffers.second, squares, 1 - _BETA2)
-    if keep is not None:
-        squares, averaged = (torch.where(keep, each, buffers.second) for each in (squares, averaged))
-    torch.where(buffers.second == 0, squares, averaged, out=buffers.second)
-    divisor: Tensor = buffers.second.sqrt() + _EPSILON
-    return divisor if grad_scale is None else divisor * grad_scale
 
 
 def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:

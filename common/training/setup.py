@@ -24,7 +24,7 @@ from medspeed.common.inference.labels import mean_dice
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.options import Precision
 from medspeed.common.inference.predictors import computes_bf16, torch_predictor
-from medspeed.common.kernels import norms, trust
+from medspeed.common.kernels import moments, norms, trust
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on, join_ranks, open_run, take_signals
 from medspeed.common.training.config import SegmentationConfig, TrainingConfig, decided
@@ -174,8 +174,13 @@ def volume_network(config: SegmentationConfig, model: VolumeModel, run: Run) -> 
     network = model.build(None if trained else config.init).to(run.device)
     if config.channels_last:
         network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    trust_kernels(norms.trials(network, dtype_of(config.precision), run.device), config, run)
+    trust_kernels(network_trials(network, config, run), config, run)
     return network
+
+
+def network_trials(network: nn.Module, config: TrainingConfig, run: Run) -> list[trust.Trial]:
+    """Return the trials of the fused kernels that a network and its optimizer have."""
+    return [*norms.trials(network, dtype_of(config.precision), run.device), moments.trial(run.device)]
 
 
 def trust_kernels(trials: Sequence[trust.Trial], config: TrainingConfig, run: Run) -> frozenset[str]:

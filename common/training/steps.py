@@ -42,7 +42,9 @@ class Steps:
         self._compute, self._rates, self.state, self._done = compute, rates, state, state.steps_done
         self._losses, device = state.losses, state.losses.device
         tried = [rates[0] * part for part in _TRIAL_RATES]
-        self._table = torch.tensor([*rates, *tried], dtype=torch.float32, device=device)
+        numbers = torch.arange(len(rates) + len(tried)).repeat(2, 1).T.remainder(len(state.losses)).contiguous()
+        numbers.view(torch.float32)[:, 0] = torch.tensor([*rates, *tried])
+        self._table = numbers.to(device)  # of each step: the bits of its rate, and the place of its loss
         self._number = torch.tensor([self._done], device=device)  # of the next step, from 0
         self._reads_rate = isinstance(state.optimizer, Novograd)  # the others take a number of the host's
         self._sample: Batch | None = None
@@ -86,10 +88,10 @@ class Steps:
 
     def _step(self, batch: Batch) -> None:
         self.shape = batch.image.shape
-        on_device = self._table.index_select(0, self._number).squeeze(0)
+        row = self._table.index_select(0, self._number)
+        on_device = row.view(torch.float32)[0, 0]
         loss = self._compute(batch, on_device if self._reads_rate else self._rates[self._done]).detach()
-        place = self._number.remainder(len(self._losses))
-        self._losses.index_copy_(0, place, loss.reshape(1).to(self._losses.dtype))
+        self._losses.index_copy_(0, row[0, 1:], loss.reshape(1).to(self._losses.dtype))
         self._number.add_(1)
 
     def _on_sample(self) -> None:

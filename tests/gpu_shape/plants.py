@@ -133,7 +133,7 @@ PLANTS: dict[str, tuple[str, str, Plant]] = {  # name: the guard that finds it, 
     "more passes": ("costs", "bytes", _at_convolutions(lambda _, __, output: output.clone().clone().clone())),
     "small launches": ("costs", "kernels", _in_loss(lambda _, loss: _many(loss, 60))),
     "one more table": (
-        "costs", "uploads", _in_loss(lambda _, loss: loss + torch.zeros(1).pin_memory().to("cuda", non_blocking=True)),
+        "costs", "uploads", _in_loss(lambda _, loss: loss + torch.zeros(()).pin_memory().to("cuda", non_blocking=True)),
     ),
     "launches that grow": ("steady", "operators", _counted(lambda _, loss, number: _many(loss, number))),
     "strides that change": ("steady", "then", _image_in_other_strides),

@@ -41,7 +41,11 @@ def jobs() -> Iterator[tuple[Any, dict[str, Any]]]:
         for channels, groups, kind in CASES:
             several, size = groups == channels, channels // groups
             switches = dict.fromkeys(("BIASED", "RUNNING", "SHIFT", "BESIDE", "JOIN"), several)
-            strides = {"FIRST": channels, **dict.fromkeys(("RESIDUAL", "SECOND", "THIRD"), 2 * channels * several)}
+            strides = {
+                "FIRST": channels,
+                "ROW": channels * (1 + several),
+                **dict.fromkeys(("RESIDUAL", "SECOND", "THIRD"), 2 * channels * several),
+            }
             sizes = {"C": channels, "GS": size, "BG": groups, "BS": size, "BLOCK": TILE // channels}
             sums = {"SUMS": 3 + several, "PARTS": 2048 // channels}
             yield kernel, {**switches, **strides, **sizes, **sums, "KIND": kind}

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from medspeed.common.kernels import norm_operators, norms, trust
-from medspeed.common.kernels.norms import BatchNormPReLU, GroupNormReLU, fork, fused_norm
+from medspeed.common.kernels.norms import BatchNormPReLU, GroupNormReLU, channels_innermost, fork, fused_norm
+from medspeed.common.kernels.weights import half_weights
+from medspeed.models import unet3d as module
 from medspeed.models.resnet18_fcn import ResidualBlock
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d
@@ -120,6 +122,17 @@ def test_batch_norm_sum_and_relu_are_torchs(shape, kind, dtype):
     expected = expected if kind == "none" else F.relu(expected)
     assert (found.dtype, found.stride()) == (dtype, image.stride())
     check(found, expected, inputs, doubles, BOUNDS[dtype], drawn(*shape, dtype=dtype, seed=3))
+
+
+@interpreted
+def test_a_part_of_longer_rows_is_normalised_as_it_lies():
+    wide, weight, bias = drawn(2, 12, 3, 4, 5), torch.ones(6), torch.zeros(6)
+    with count_operators() as counted:
+        found = fused(wide[:, 6:], weight, bias, 6, 1, 1e-5)
+    assert not counted["aten::clone"]
+    assert found.stride() == drawn(2, 6, 3, 4, 5).stride()
+    expected = F.relu(F.batch_norm(wide[:, 6:], None, None, weight, bias, True))
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 @interpreted
@@ -260,6 +273,34 @@ def test_a_network_with_them_learns_as_without(network, name, everywhere):
         if one.grad is not None and other.grad is not None:
             assert (one.grad - other.grad).abs().max() <= 1e-4 * other.grad.abs().max() + 1e-7, name
     assert torch.allclose(fused(image), plain(image), atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("units", [1, 2])
+def test_a_shortcut_joined_with_a_convolution_computes_the_same(units, everywhere, monkeypatch):
+    """In half precision, where weights are cast: but for the order of some sums."""
+    network, image = unet3d(1, 2, (4, 8, 8), units).train(), drawn(2, 1, 8, 8, 8)
+    network.to(memory_format=LAYOUT)  # type: ignore[call-overload]
+    monkeypatch.setattr(module, "trusts", lambda name, tensor: name in trust._trusted)
+    counts, runs = [], []
+    for join in (False, True):
+        found = copy.deepcopy(network)
+        monkeypatch.setattr(module, "half_weights", lambda network, join, now=join: half_weights(network, "cpu", now))
+        with trust.trusting(norms.BATCH), torch.autocast("cpu", torch.bfloat16), count_operators() as counted:
+            found(image).float().pow(3).mean().backward()
+        counts.append(counted["aten::convolution"])
+        runs.append(found)
+    assert counts[0] - counts[1] == (2 if units > 1 else 0)  # one of each level but the last
+    for (name, one), other in zip(runs[1].named_parameters(), runs[0].named_parameters(), strict=True):
+        if one.grad is not None and other[1].grad is not None:
+            assert (one.grad - other[1].grad).norm() <= 0.05 * other[1].grad.norm() + 1e-6, name
+    assert torch.allclose(runs[1].eval()(image), runs[0].eval()(image), atol=1e-2)
+
+
+def test_rows_of_channels_may_be_parts_of_longer_ones():
+    image = drawn(2, 8, 3, 4, 5)
+    assert all(map(channels_innermost, (image, image[:, :3], image[:, 3:], *image.chunk(2, 1))))
+    assert not any(map(channels_innermost, (image.contiguous(), image[..., 1:], image[:, :, 1:][:, :3], image[:, ::2])))
 
 
 def test_tensors_of_other_layouts_take_the_twin(everywhere, monkeypatch):

@@ -52,6 +52,20 @@ def test_nothing_changes_without_autocast_or_in_evaluation():
         assert network.model[0].residual.weight is weight  # type: ignore[index,union-attr]
 
 
+def test_two_weights_are_joined_where_a_module_names_them():
+    """One behind the other, in place of the first; each gets its own part of the gradient."""
+    network = copy.deepcopy(NETWORKS[0]).train()
+    unit = network.model[0]  # type: ignore[index]
+    weights = unit.conv.unit0.conv.weight, unit.residual.weight  # type: ignore[union-attr]
+    with torch.autocast("cpu", torch.bfloat16), half_weights(network, "cpu", join=True):
+        both = unit.conv.unit0.conv.weight  # type: ignore[union-attr]
+        assert torch.equal(both, torch.cat(weights).bfloat16())
+        assert both.stride() == weights[0].stride()
+        (both * torch.arange(8).view(8, 1, 1, 1, 1)).sum().backward()
+    assert [each.grad[:, 0, 0, 0, 0].tolist() for each in weights] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert unit.conv.unit0.conv.weight is weights[0]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("network", NETWORKS, ids=["unet", "segresnet"])
 def test_a_compiler_gets_one_graph(network):
     torch._dynamo.reset()
