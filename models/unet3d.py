@@ -134,7 +134,7 @@ class UNet3d(nn.Module):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return logits [B, K, X, Y, Z] of [B, C, X, Y, Z]."""
-        with half_weights(self, join=trusts(BATCH, image)):
+        with half_weights(self, join=self.training and trusts(BATCH, image)):
             logits: torch.Tensor = self.model(image)
         return logits
 

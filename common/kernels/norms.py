@@ -178,7 +178,9 @@ class _Norm(torch.autograd.Function):
 def fork(image: Tensor) -> tuple[Tensor, Tensor]:
     """Return an image for each of two uses; a fused norm that it comes from adds up their gradients in its kernels."""
     node: Any = None if torch.compiler.is_compiling() else image.grad_fn
-    norm = getattr(node, "norm", None if node is None or image.output_nr else node)  # through another fork
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return image, image
+    norm = getattr(node, "norm", None if image.output_nr else node)  # through another fork
     if type(norm).__name__ != "_NormBackward":
         return image, image
     apply: Any = _Fork.apply
