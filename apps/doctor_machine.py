@@ -86,7 +86,7 @@ def _bf16(device: torch.device) -> Check:
 
 
 def _cores() -> Check:
-    text = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable, {torch.get_num_threads()} torch threads"
+    text = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable, threads in torch: {torch.get_num_threads()}"
     limit = _CGROUP / "cpu.max"
     allowed, _, period = (limit.read_text(encoding="utf-8") if limit.is_file() else "max").strip().partition(" ")
     if allowed.isdigit() and period.isdigit():

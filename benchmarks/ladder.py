@@ -67,7 +67,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Namespace:
     given = PARSER.parse_args(arguments)
     if given.app not in RUNGS or (given.data is None and given.app not in GUIDES):
         needed = f"a section {given.app} in benchmarks/rungs.yaml, and benchmarks/guides/{given.app}.py or --data"
-        PARSER.error(f"{given.app} has no ladder: it needs {needed} (CONTRIBUTING.md tells what goes in)")
+        PARSER.error(f"{given.app} has no ladder: it needs {needed} (see CONTRIBUTING.md)")
     return given
 
 

@@ -44,7 +44,7 @@ def main() -> None:
     name += "-bf16" if device == "cpu" and computes_bf16(torch.device(device)) else ""
     folder = ROOT / "benchmarks" / "records" / f"{given.today}_{name}_{given.app}-guide-against-fast"
     if (folder / "record.json").exists():
-        raise SystemExit(f"{folder} is there already: move it, or give another --today")
+        raise SystemExit(f"{folder} already exists: move it, or pass another --today")
     with tempfile.TemporaryDirectory(prefix="record-") as made:
         data = given.data or guide_of(given.app).make_data(Path(made) / "data", small=False)
         command = [sys.executable, "benchmarks/compare.py", given.app, "--data", str(data)]
@@ -56,10 +56,10 @@ def main() -> None:
             folder / "README.md",
             f"# {given.app.capitalize()}, guide against fast\n\n"
             f"```bash\npython benchmarks/record.py {' '.join(words)}\n```\n\n"
-            "Both sides run in turn; figures are medians. `record.json` has machine, versions and commit.\n",
+            "Both sides take turns; figures are medians. `record.json` lists machine, versions and commit.\n",
         )
     write_text(PAGE, with_record(PAGE.read_text(encoding="utf-8"), given.app, folder))
-    print(f"{folder}\n{PAGE}: the table of {given.app} is this record's now")
+    print(f"{folder}\n{PAGE}: the table of {given.app} now shows this record")
 
 
 def results_table(folder: Path) -> str:
@@ -98,7 +98,7 @@ def record_of(text: str, app: str) -> str:
 def _table(text: str, app: str) -> re.Match[str]:
     found = re.search(rf"<!-- record of {app} -->\n\n(.*?)\n\n<!-- end -->", text, re.DOTALL)
     if found is None:
-        raise ValueError(f"no place for the table of {app}: it lies between <!-- record of {app} --> and <!-- end -->")
+        raise ValueError(f"no place for the table of {app}: needs <!-- record of {app} --> and <!-- end -->")
     return found
 
 

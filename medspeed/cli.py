@@ -1,9 +1,9 @@
 """The command `medspeed`: every program of this package by one name.
 
   medspeed train|infer|export|evaluate APP [flags]    APP: spleen, brats, pathology
-  medspeed doctor [flags]                             what is this machine good for, what bounds a training
+  medspeed doctor [flags]                             check this machine, find the bottleneck of a training
   medspeed data PROGRAM [flags]                       datasets: download, convert, synthesize
-  medspeed completion                                 the line for ~/.bashrc or ~/.zshrc that completes these words
+  medspeed completion                                 print the shell completion line for ~/.bashrc or ~/.zshrc
 
 `--help` after any of them lists its flags.
 """
@@ -90,7 +90,7 @@ def _flags(words: Sequence[str]) -> list[str]:
 
 def _fail(program: str, word: str, choices: Sequence[str]) -> int:
     found = f"unknown word {word!r}; " if word else ""
-    sys.stderr.write(f"{program}: {found}expected one of {', '.join(choices)}; medspeed --help tells more\n")
+    sys.stderr.write(f"{program}: {found}expected one of {', '.join(choices)}; see medspeed --help\n")
     return 2
 
 

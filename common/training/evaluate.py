@@ -48,6 +48,7 @@ class Quality:
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
+_LEARNED = 0.01  # a Dice below it is luck
 RunSummary = dict[str, Any]  # the content of summary.json
 
 
@@ -95,11 +96,18 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({printable(worst)})", "result")
     if run.leader:
         evaluation.write(run.directory)
-    if not split.held_out:
-        run.say("NOT HELD OUT: trained on these cases; their Dice does not show how good the model is", "warning")
+    for doubt in doubts(mean, split.held_out):
+        run.say(doubt, "warning")
     selected = "validation" if split.held_out else "training"
     name = "foreground Dice, native grid, best weights"
     return Quality(name, mean, dice, selected, by_region, evaluation.summary)
+
+
+def doubts(dice: float, held_out: bool) -> list[str]:
+    """Return warnings about a mean Dice on the validation cases; `held_out` tells that none of them was trained on."""
+    found = [] if held_out else ["NOT HELD OUT: trained on these cases; their Dice does not show how good the model is"]
+    nothing = "NOTHING LEARNED: the Dice is close to 0; train longer (--epochs), try another --seed, check the labels"
+    return [*found, *([nothing] if dice < _LEARNED else [])]
 
 
 def _draw(dice: float, case: Case, found: np.ndarray, truth: np.ndarray, model: VolumeModel, run: Run, of: int) -> None:

@@ -226,7 +226,7 @@ def test_a_patch_alone_is_scored_and_one_of_another_size_is_named(config, tmp_pa
     assert infer.main(replace(config, input=tmp_path / "=a.png")).status == 0
     assert "\n'=a.png,0.7" in (config.output / "probabilities.csv").read_text()  # no formula in a spreadsheet
     Image.new("RGB", (96, 64)).save(tmp_path / "b.png")
-    with pytest.raises(ValueError, match=r"b\.png: 96 x 64 pixels, expected 64 x 64, as the network"):
+    with pytest.raises(ValueError, match=r"b\.png: 96 x 64 pixels, expected 64 x 64 like the network"):
         infer.main(replace(config, input=tmp_path / "b.png", output=tmp_path / "other"))
 
 

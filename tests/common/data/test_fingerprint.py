@@ -112,7 +112,7 @@ def test_labels_that_are_not_listed_are_named(tmp_path, dtype, number):
     label[0, 0, :2] = [1, number]
     case = write_case(tmp_path, "a", np.zeros((4, 4, 4), np.int16), label)
     with pytest.raises(
-        ValueError, match=rf"a_label\.nii\.gz: expected label values 0, 1, 2, found .*{number}.*labels in dataset.json"
+        ValueError, match=rf"a_label\.nii\.gz: expected label values 0, 1, 2, found .*{number}.*dataset.json"
     ):
         fingerprint([case], CT, progress=False)
 

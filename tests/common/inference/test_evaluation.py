@@ -247,9 +247,9 @@ def test_folders_are_matched_by_name_and_nothing_is_dropped_silently(folders):
     assert list(found.cases) == ["=b", "a"]
     assert found.missing == ["missing"]
     assert set(found.refused) == {"shape", "affine", "broken"}
-    assert "shape.nii.gz does not lie on the grid of its reference" in found.refused["shape"]
+    assert "shape.nii.gz is not on the grid of its reference" in found.refused["shape"]
     assert "(9, 10, 12)" in found.refused["shape"]
-    assert "affine.nii.gz does not lie on the grid of its reference" in found.refused["affine"]
+    assert "affine.nii.gz is not on the grid of its reference" in found.refused["affine"]
     assert "broken.nii.gz" in found.refused["broken"]
     assert found.summary["cube"]["dice"]["mean"] == pytest.approx((1.0 + 0.75) / 2)
 
@@ -319,7 +319,7 @@ def test_nothing_to_compare_is_an_error_that_says_why(folders):
         evaluate_folders(found, found.parent / "nowhere")
     for name in ("a", "=b"):
         (found / f"{name}.nii.gz").unlink()
-    with pytest.raises(ValueError, match=r"none can be evaluated: .*affine\.nii\.gz does not lie on the grid"):
+    with pytest.raises(ValueError, match=r"none can be evaluated: .*affine\.nii\.gz is not on the grid"):
         evaluate_folders(found, true)
 
 
