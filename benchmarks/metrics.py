@@ -17,6 +17,7 @@ if __name__ == "__main__":
     PARSER.parse_args()  # before torch is loaded, so that --help answers at once
 
 import tempfile
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,21 +26,19 @@ from monai.transforms import LoadImage
 
 from medspeed.benchmarks.harness import in_turn, median, ratio
 from medspeed.common.data.volumes import read_volume, write_label
-from medspeed.common.inference.evaluation import evaluate_folders
+from medspeed.common.inference.evaluation import evaluate_files
 
 
 def main() -> None:
     """Time both sides, and print their seconds and the median ratio."""
-    given, files = PARSER.parse_args(), []
+    given, pairs = PARSER.parse_args(), {}
     with tempfile.TemporaryDirectory(prefix="metrics-") as folder:
         for file in sorted(given.references.glob("*.gz"))[:20]:
-            volume, moved, copied = read_volume(file), Path(folder, "moved", file.name), Path(folder, file.name)
-            write_label(moved, np.roll(volume.voxels.astype(np.uint8), 3, 0), volume.affine)
-            copied.symlink_to(file.resolve())
-            files.append((moved, copied))
-        evaluate = lambda: evaluate_folders(Path(folder, "moved"), Path(folder), {"1": (1,)})  # noqa: E731
-        seconds, _ = in_turn({"MONAI": lambda: [*map(of_monai, files)], "evaluate": evaluate}, given.rounds)
-    print(*(f"{side}: {median(each)} s for {len(files)} pairs" for side, each in seconds.items()), sep="\n")
+            volume, pairs[file.name] = read_volume(file), (Path(folder, file.name), file)
+            write_label(Path(folder, file.name), np.roll(volume.voxels.astype(np.uint8), 3, 0), volume.affine)
+        ours = partial(evaluate_files, pairs, {"1": (1,)}, 2.0)
+        seconds, _ = in_turn({"MONAI": lambda: [*map(of_monai, pairs.values())], "evaluate": ours}, given.rounds)
+    print(*(f"{side}: {median(each)} s for {len(pairs)} pairs" for side, each in seconds.items()), sep="\n")
     print(f"ratio: {ratio(seconds['MONAI'], seconds['evaluate'])}, the median of {given.rounds} rounds")
 
 

@@ -96,30 +96,28 @@ def score(prediction: Volume, reference: Volume, labels: Labels | None, toleranc
     return scores
 
 
-def _score(
-    prediction: np.ndarray, reference: np.ndarray, matrix: np.ndarray, diagonal: float, tolerance: float
-) -> Scores:
+def _score(found: np.ndarray, true: np.ndarray, matrix: np.ndarray, diagonal: float, tolerance: float) -> Scores:
     """Return the metrics of masks [A, B, C] that hold all of a structure; a step along an axis makes `matrix` mm."""
-    predicted, true, both = (int(np.count_nonzero(mask)) for mask in (prediction, reference, prediction & reference))
-    nsd, hd95, assd = (0.0, diagonal, diagonal) if predicted or true else (None,) * 3
-    if predicted and true:
+    predicted, due, both = (int(np.count_nonzero(mask)) for mask in (found, true, found & true))
+    nsd, hd95, assd = (0.0, diagonal, diagonal) if predicted or due else (None,) * 3
+    if predicted and due:
         steps = np.linalg.qr(matrix)[1].T  # the same distances whichever way the patient lies
-        points = [np.argwhere(_surface(mask)) @ steps for mask in (prediction, reference)]
+        points = [np.argwhere(_surface(mask)) @ steps for mask in (found, true)]
         trees = (KDTree(each, 16, compact_nodes=False, balanced_tree=False) for each in reversed(points))
         distances = [tree.query(each)[0] for tree, each in zip(trees, points, strict=True)]
         every = np.concatenate(distances)
         nsd, assd = float((every <= tolerance + _ROUNDING).mean()), float(every.mean())
         hd95 = max(float(np.percentile(each, 95)) for each in distances)
-    (parts, found), (claimed, right) = _detected(reference, prediction), _detected(prediction, reference)
-    ml, error = abs(float(np.linalg.det(matrix))) / 1000, predicted - true
+    (parts, hit), (claimed, right) = _detected(true, found), _detected(found, true)
+    ml, error = abs(float(np.linalg.det(matrix))) / 1000, predicted - due
     return {
-        "dice": _share(2 * both, predicted + true), "nsd": nsd, "hd95_mm": hd95, "assd_mm": assd,
-        "reference_ml": true * ml, "predicted_ml": predicted * ml,
-        "error_ml": error * ml, "error_percent": _share(100 * error, true),
-        "reference_components": parts, "found_components": found,
+        "dice": _share(2 * both, predicted + due), "nsd": nsd, "hd95_mm": hd95, "assd_mm": assd,
+        "reference_ml": due * ml, "predicted_ml": predicted * ml,
+        "error_ml": error * ml, "error_percent": _share(100 * error, due),
+        "reference_components": parts, "found_components": hit,
         "predicted_components": claimed, "true_components": right,
-        "sensitivity": _share(found, parts), "precision": _share(right, claimed),
-        "f1": _share(found + right, parts + claimed),
+        "sensitivity": _share(hit, parts), "precision": _share(right, claimed),
+        "f1": _share(hit + right, parts + claimed),
     }  # fmt: skip
 
 

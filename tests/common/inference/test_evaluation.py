@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from skimage.measure import regionprops
 from torch import nn
 
 from medspeed.common.data.volumes import Volume, write_label
+from medspeed.common.inference import evaluation
 from medspeed.common.inference.evaluation import evaluate_folders, run_evaluation
 from medspeed.common.inference.labels import LabelScheme, one_region_per_label
 from medspeed.common.inference.options import EvaluateConfig
@@ -353,3 +355,41 @@ def test_the_tolerance_has_bounds(tolerance):
 def test_labels_have_a_name_and_numbers(wrong):
     with pytest.raises(ValueError, match=r"labels .*: must be NAME=NUMBER"):
         EvaluateConfig(Path("a"), Path("b"), labels=("ET=3", wrong))
+
+
+@pytest.mark.parametrize("kind", ["validation", "trained on", "another"])
+def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders, monkeypatch, capsys):
+    """Of another dataset every case is evaluated."""
+    found, true = folders
+    run, output = true.parent / "run", true.parent / "output"
+    names = ["a", "=b", "missing"]
+    entries = []
+    for name in names:
+        label = next(true.glob(f"{name}.nii*"))
+        write(true.parent / "images", f"{name}.nii.gz", block((1, 5), (1, 5), (1, 5)))
+        entries.append({"image": f"images/{name}.nii.gz", "label": f"true/{label.name}"})
+    content = {"name": "x", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "liver"}, "training": entries}
+    (true.parent / "dataset.json").write_text(json.dumps(content))
+    training, validation = {
+        "validation": (["=b", "missing"], ["a"]), "trained on": (["a"], ["a"]), "another": (["c"], ["d"]),
+    }[kind]  # fmt: skip
+    split = {"training": training, "validation": validation, "held_out": kind != "trained on"}
+    run.mkdir()
+    (run / "split.json").write_text(json.dumps(split))
+
+    def segment(config: Any, model: Any, scans: list[Path]) -> None:
+        output.mkdir()
+        for scan in scans:
+            if scan.name != "missing.nii.gz":
+                (output / scan.name).write_bytes((found / scan.name).read_bytes())
+
+    monkeypatch.setattr(
+        evaluation, "load_model", lambda *_: SimpleNamespace(labelling=one_region_per_label(("", "liver")))
+    )
+    monkeypatch.setattr(evaluation, "segment_scans", segment)
+    result = run_evaluation(EvaluateConfig(model=run, data=true.parent, output=output), *OF_NO_RUN)
+    assert sorted(result.cases) == (["=b", "a"] if kind == "another" else ["a"])
+    assert result.missing == (["missing"] if kind == "another" else [])
+    said = capsys.readouterr().out
+    assert ("the 1 validation cases of the run" in said) == (kind != "another")
+    assert ("NOT HELD OUT" in said) == (kind == "trained on")
