@@ -68,7 +68,7 @@ def predict(
 
     Args:
         model: folder of a training run, or "demo" for small weights that have seen phantoms alone.
-        inputs: a file, or a folder of NIfTI files, DICOM series or slides.
+        inputs: a file, or a folder of NIfTI files, DICOM series, slides or patches.
         output: folder for label maps, pictures and `measurements.csv`.
         quiet: print nothing.
         flags: those of `medspeed infer APP --help`, such as `device`, `overlays`, `largest_component`.
