@@ -145,7 +145,7 @@ def test_a_summary_that_says_nothing_is_no_data(tmp_path, weights):
     import_weights(tmp_path / "run", "spleen", imported_model(spleen(tmp_path)), weights)
     (tmp_path / "run" / "summary.json").write_text("{}")
     (tmp_path / "run" / "split.json").write_text('{"validation": []}')
-    assert _find_cases(spleen(tmp_path), "ct", tmp_path / "made")[2].startswith("synthetic scans")
+    assert _find_cases(spleen(tmp_path), "ct", tmp_path / "made")[2].startswith("(synthetic scans")
 
 
 def test_a_run_is_never_overwritten_and_weights_that_do_not_fit_leave_nothing(tmp_path, weights):
