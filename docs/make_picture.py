@@ -75,7 +75,7 @@ def draw_overview(run: Path, overlay: Image.Image, report: Image.Image | None) -
     if report is None:
         draw_curves(figure.add_axes((0.65, 0.075, 0.29, 0.88)), run)
     else:
-        show(figure.add_axes((0.6, 0.01, 0.39, 0.945)), report, "Each run: a report that needs no network")
+        show(figure.add_axes((0.6, 0.01, 0.39, 0.945)), report, "Each run: a self-contained report")
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return Image.frombytes("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")
