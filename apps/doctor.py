@@ -1,6 +1,6 @@
 """Health check of this machine, and what limits the speed of a training on it.
 
-Run: python apps/doctor.py [--app NAME] [--json FILE] [-- FLAGS OF THE APP'S train.py]
+Run: medspeed doctor [--app NAME] [--json FILE] [-- FLAGS OF medspeed train NAME]
 
 It checks the machine. With --app it also runs a short training in a temporary folder, and reports the bottleneck, the
 possible speed-up and the flag that fixes it. The exit status is 0 if there is nothing to fix, otherwise 1.

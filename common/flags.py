@@ -150,6 +150,7 @@ def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: 
     core, given = _core(expected), [words] if isinstance(words, str) else words
     if float in (core, *get_args(core)):
         given = [re.sub(r"(?<!\d)\.(?=\d)", "0.", word) for word in given]  # of .5
+        given = [re.sub(r"(?<=\d)\.(?!\d)", ".0", word).lstrip("+") for word in given]  # of 1.
     value: Any = " ".join(given)
     told = f"{flag_of(name)} {value[:_SHOWN]}"
     if value == "null" and core is not expected:
@@ -157,13 +158,17 @@ def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: 
     elif core is bool:
         value = _SWITCH.get(value.lower(), value)
     elif isinstance(words, list):
-        parts = value.strip("[] ").split(",") if len(words) == 1 or value.startswith("[") else given
+        gap = r"[,\s]+" if get_args(core)[0] in (int, float) else ","
+        parts = re.split(gap, value.strip("[] ")) if len(words) == 1 or value.startswith("[") else given
         value = [part.strip("'\", ") for part in parts if part]
     return as_type(told, expected, value)
 
 
 def as_type(told: str, expected: Any, value: Any) -> Any:  # noqa: ANN401 - a type and its value
     """Return a value as a type, a path from its text and a number too; a ValueError begins with what was `told`."""
+    parts = list(value) if isinstance(value, tuple) else value
+    value = [getattr(each, "tolist", lambda each=each: each)() for each in parts] if isinstance(parts, list) else parts
+    value = getattr(value, "tolist", lambda: value)()  # of NumPy
     try:
         return msgspec.convert(value, expected, strict=False, dec_hook=lambda kind, text: kind(_at_home(text)))
     except msgspec.ValidationError as error:

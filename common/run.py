@@ -178,7 +178,7 @@ def how_to_go_on(folder: Path) -> str:
     last, best = folder / "checkpoints" / "last", folder / "best.safetensors"
     found = f"the last checkpoint is {last} -> {last.readlink()}; " if last.is_symlink() else ""
     found += f"the best weights are {best}; " if best.is_file() else ""
-    if not sys.argv[0] or "ipykernel" in sys.argv[0]:  # a console or a notebook
+    if not sys.argv[0].startswith("medspeed train ") and Path(sys.argv[0]).name != "train.py":  # somebody's own program
         return f"{found}resume with medspeed.train(APP, resume={str(folder)!r})"
     program = sys.argv[0].split() if sys.argv[0].startswith("medspeed ") else ["python", sys.argv[0]]
     return f"{found}resume with {shlex.join([*program, '--resume', str(folder)])}"

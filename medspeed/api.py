@@ -107,7 +107,8 @@ def evaluate(
     """Compare label maps, or scanned slides, with references, as `medspeed evaluate APP` does; write the tables.
 
     Args:
-        predictions: folder that `predict` wrote, or of other label maps; or of a training run, which segments first.
+        predictions: folder that `predict` wrote, or of other label maps; of volumes also a training run, which segments
+            the dataset first.
         references: folder of label maps of the same names; the dataset, for a run and for slides.
         app: pathology for slides; brats for the overlapping regions of a dataset's labels.
         quiet: print nothing.
@@ -122,7 +123,7 @@ def evaluate(
     folder, names = model_folder(Path(predictions)), ("predictions", "references")
     if (folder / "model.json").is_file():
         app, names = _app(folder), ("model", "data")
-    elif app == "pathology":
+    if app == "pathology":
         names = ("scans", "data")
     return _call("evaluate", app, {names[0]: folder, names[1]: references, **flags}, quiet)  # type: ignore[no-any-return]
 
@@ -145,8 +146,12 @@ def _call(verb: str, app: App, given: dict[str, Any], quiet: bool) -> Any:
     with ExitStack() as after, warnings.catch_warnings(), _ends_raised():
         for library in map(logging.getLogger, ("pydicom", "highdicom")):  # they are kept from naming patients
             after.callback(library.setLevel, library.level)
+        ours = logging.getLogger("medspeed")
         if quiet:
             after.callback(set_verbosity, set_verbosity("silent"))
+            after.callback(ours.setLevel, ours.level)
+            ours.setLevel(logging.CRITICAL)
+            warnings.simplefilter("ignore")
         return main(config)
 
 

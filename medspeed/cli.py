@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words, known = list(sys.argv[1:] if arguments is None else arguments), programs()
     answers = {(): __doc__.strip(), ("-h",): __doc__.strip(), ("--help",): __doc__.strip()}
     answers |= {("--version",): f"medspeed {__version__}", ("completion",): _COMPLETION}
-    if "COMP_LINE" in os.environ:
+    if {"COMP_LINE", "COMP_POINT"} <= os.environ.keys():
         typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
         answers[tuple(words)] = "\n".join(_candidates(typed[1:-1], typed[-1]))
     if tuple(words) in answers:
@@ -57,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     right = [each for each in words[:1] if _next([each])]  # the words that were understood
     unknown = "".join(f"unknown word {word!r}; " for word in words[len(right) : len(right) + 1])
     said = f"{unknown}expected one of {', '.join(_next(right))}; medspeed --help says more"
+    if words[len(right) :] in (["-h"], ["--help"]):
+        sys.stdout.write(f"{' '.join(['medspeed', *right])} {'|'.join(_next(right))} [flags]\n")
+        return 0
     sys.stderr.write(f"{' '.join(['medspeed', *right])}: {said}\n")
     return 2
 
@@ -72,7 +75,7 @@ def _candidates(before: Sequence[str], last: str) -> list[str]:
     choices = [*_next(before), *(["--help", "--version"] * (not before))]
     if last.startswith("-") and not choices:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("COMP_")}
-        command = [sys.executable, "-m", "medspeed.cli", *before[: 2 - (before[0] == "doctor")], "--help"]
+        command = [sys.executable, "-P", "-m", "medspeed.cli", *before[: 2 - (before[0] == "doctor")], "--help"]
         text = subprocess.run(command, env=environ, capture_output=True, text=True, check=False).stdout
         choices = sorted(set(re.findall(r"(?<![\w-])--[a-z][\w.-]*", text)))
     return [word for word in choices if word.startswith(last)]

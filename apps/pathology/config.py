@@ -176,7 +176,7 @@ class EvaluateConfig:
     """The configuration of an evaluation.
 
     Args:
-        scans: output folder of infer.py.
+        scans: output folder of `medspeed infer`.
         data: folder of slides with reference annotations, the training set or another.
     """
 

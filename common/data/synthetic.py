@@ -20,9 +20,9 @@ def make_synthetic(folder: Path, script: str, *flags: str) -> Path:
     """
     if any((folder / name).is_file() for name in ("dataset.json", "slides.json")):  # written last
         return folder
-    command = [sys.executable, "-m", f"medspeed.data_scripts.{script}", *flags, "--to", str(folder)]
+    command = [sys.executable, "-P", "-m", f"medspeed.data_scripts.{script}", *flags, "--to", str(folder)]
     command += ["--quiet"] if hides_bar() else []
     status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
     if status:
-        raise OSError(f"{folder}: {' '.join(command[2:])} failed with status {status}; see its message above")
+        raise OSError(f"{folder}: {' '.join(command[3:])} failed with status {status}; see its message above")
     return folder

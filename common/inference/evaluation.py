@@ -2,23 +2,26 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 
 from torch import nn
 
 from medspeed.common.console import say
 from medspeed.common.data.dataset import Dataset, read_dataset, read_split
-from medspeed.common.data.threads import map_in_threads
-from medspeed.common.data.volumes import read_volume
-from medspeed.common.files import printable
+from medspeed.common.data.threads import map_in_threads, usable_cores
+from medspeed.common.data.volumes import read_header, read_volume
+from medspeed.common.files import printable, read_object
+from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.folder_job import BAD_INPUT
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.model import VolumeModel, load_model
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.inference.scans import segment_scans, stem_of
 from medspeed.common.inference.scores import Evaluation as Evaluation
-from medspeed.common.inference.scores import Labels, Scores, score, structures
+from medspeed.common.inference.scores import Labels, Scores, completed, score, structures
 
+_VOXEL = 18  # bytes to compare one, at most: two files of float64
 _MEAN, _SHOWN = "{mean:.3f} [{low:.3f}, {high:.3f}]", ("dice", "nsd", "hd95_mm", "error_percent")
 
 
@@ -30,16 +33,27 @@ def evaluate_folders(
     The structures are `labels`, such as {"WT": (1, 2, 3)}, or every label number.
 
     Raises:
-        ValueError: no case can be compared; says why.
+        FileNotFoundError: there is no such folder.
+        ValueError: no case can be compared, or two files have one name; says which.
     """
-    folders = (sorted(folder.glob("[!.]*.nii*")) for folder in (predictions, references))
-    found, true = ({stem_of(file): file for file in files} for files in folders)
+    found, true = map(_label_maps, (predictions, references))
     pairs = {name: (found.get(name, predictions / name), file) for name, file in true.items()}
     return evaluate_files(pairs, labels, tolerance)
 
 
+def _label_maps(folder: Path) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder")
+    files = sorted(each for each in folder.glob("[!.]*") if each.name.endswith((".nii.gz", ".nii")))
+    if len(found := {stem_of(file): file for file in files}) < len(files):
+        raise ValueError(f"{folder}: has a name both as .nii and as .nii.gz; keep one of them")
+    return found
+
+
 def evaluate_files(pairs: Mapping[str, tuple[Path, Path]], labels: Labels | None, tolerance: float) -> Evaluation:
     """Compare the prediction with the reference of each case, by its name; see `evaluate_folders`."""
+    if wrong := {number for members in (labels or {}).values() for number in members} - {*range(1, 256)}:
+        raise ValueError(f"labels {sorted(wrong)}: must be from 1 to 255")
 
     def compare(name: str) -> list[Scores] | str:
         try:
@@ -49,13 +63,22 @@ def evaluate_files(pairs: Mapping[str, tuple[Path, Path]], labels: Labels | None
             return str(error)
 
     names = [name for name, (prediction, _) in pairs.items() if prediction.is_file()]
-    results = dict(zip(names, map_in_threads(compare, names, "evaluate"), strict=True))
+    results = dict(zip(names, map_in_threads(compare, names, "evaluate", _workers(pairs)), strict=True))
     refused = {name: found for name, found in results.items() if isinstance(found, str)}
     cases = {name: found for name, found in results.items() if not isinstance(found, str)}
     if not cases:
         why = next(iter(refused.values()), "no prediction has the name of a reference")
         raise ValueError(f"{len(pairs)} references (.nii.gz, .nii), of which none can be evaluated: {why}")
-    return Evaluation(tolerance, cases, sorted(pairs.keys() - {*names}), refused)
+    return Evaluation(tolerance, completed(cases, tolerance), sorted(pairs.keys() - {*names}), refused)
+
+
+def _workers(pairs: Mapping[str, tuple[Path, Path]]) -> int:
+    """Return how many cases may be compared at a time: as many as half of the free memory holds, of the largest."""
+    largest = 1
+    for _, file in pairs.values():
+        with suppress(*BAD_INPUT):  # told when it is read
+            largest = max(largest, prod(read_header(file)[0]))
+    return max(1, min(usable_cores(), free_memory() // 2 // (_VOXEL * largest)))
 
 
 def run_evaluation(
@@ -74,16 +97,19 @@ def run_evaluation(
     else:
         predictions, references = config.predictions or Path(), config.references or Path()
         output = config.output or predictions
-        with suppress(FileNotFoundError):  # no dataset: every number is a structure
-            labels = labels or structures(labelling(read_dataset(references.parent)))
+        if not labels and (references.parent / "dataset.json").is_file():  # otherwise every number is a structure
+            try:
+                labels = structures(labelling(read_dataset(references.parent)))
+            except BAD_INPUT as error:
+                raise ValueError(f"{error}; or name the structures, such as --labels liver=1") from error
         found = evaluate_folders(predictions, references, labels or None, tolerance=config.tolerance)
-    found.write(output)
     for name, why in {**found.refused, **dict.fromkeys(found.missing, "MISSING prediction")}.items():
         say(printable(f"{name}: left out of the means: {why}"), "warning")
     say(f"means with 95 percent intervals, nsd at {config.tolerance:g} mm; all of it: {output / 'evaluation.csv'}")
     for label, each in found.summary.items():
         means = (f"{name} {_MEAN.format(**each[name])}" for name in _SHOWN if each[name]["cases"])
         say(printable(f"{label:12} {each['dice']['cases']:4} cases  {'  '.join(means)}"), "result")
+    found.write(output)
     return found
 
 
@@ -91,8 +117,10 @@ def _segmented(run: Path, data: Path, output: Path, model: VolumeModel) -> dict[
     """Segment the labeled cases of a dataset; of the one that a run was trained on, the validation cases."""
     dataset = read_dataset(data)
     cases = dataset.cases
-    with suppress(*BAD_INPUT):  # of another dataset, or an imported run
-        split = read_split(dataset, run / "split.json")
+    path = run / "split.json"
+    trained = read_object(path).get("training") if path.is_file() else []  # an imported run has none
+    if not isinstance(trained, list) or {case.name for case in cases} & {*map(str, trained)}:  # the run's own dataset
+        split = read_split(dataset, path)
         cases, held_out = split.validation, "" if split.held_out else ", NOT HELD OUT: they were trained on"
         say(f"the {len(cases)} validation cases of the run{held_out}", "warning" if held_out else "note")
     segment_scans(InferConfig(run, data, output, overlays=False), model, [case.image for case in cases])

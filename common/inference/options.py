@@ -1,5 +1,6 @@
 """What the inference script of each app is told; it loads no torch, so that --help answers at once."""
 
+import os
 import re
 from dataclasses import dataclass
 from importlib.resources import files
@@ -32,7 +33,7 @@ def model_folder(model: Path) -> Path:
 
     The copy is ~/.cache/medspeed/demo, so that exports and engines can be written beside the weights.
     """
-    folder = model.expanduser()
+    folder = Path(os.path.expanduser(model))  # noqa: PTH111 - of an unknown user it raises nothing
     if model == Path("demo") and not model.exists():
         folder = Path("~/.cache/medspeed/demo").expanduser()
         for shipped in (files("medspeed") / "demo").iterdir():
@@ -48,7 +49,8 @@ class InferConfig:
     """The configuration of inference.
 
     Args:
-        model: run folder, trained or imported (`export.py --init`); demo: small CT weights trained on phantoms only.
+        model: run folder, trained or imported (`medspeed export --init`); demo: small CT weights trained on phantoms
+            only.
         input: a .nii.gz or .nii file, a folder of them, or a folder of DICOM series (single-channel CT or MR).
         output: folder for the label maps, other than the input's.
         backend: tensorrt, onnxruntime, torch or auto (an engine that fits this GPU, else the fastest one available).
@@ -99,7 +101,7 @@ class EvaluateConfig:
     """What an evaluation is told: two folders to compare, or a trained run and a dataset.
 
     Args:
-        predictions: folder of label maps (.nii.gz, .nii), such as infer.py writes.
+        predictions: folder of label maps (.nii.gz, .nii), such as `medspeed infer` writes.
         references: folder of label maps of the same names; a dataset.json one folder up names the labels.
         model: instead of predictions: folder of a training run, which first segments the dataset.
         data: instead of references: dataset with labels; of the one that the run was trained on, the validation cases.
@@ -128,3 +130,5 @@ class EvaluateConfig:
             raise ValueError(f"tolerance {self.tolerance}: must be a distance in mm, 0 or more")
         if wrong := [each for each in self.labels if not re.fullmatch(r".+=\d+(\+\d+)*", each)]:
             raise ValueError(f"labels {wrong[0]}: must be NAME=NUMBER or NAME=NUMBER+NUMBER, such as WT=1+2+3")
+        if len({each.rpartition("=")[0] for each in self.labels}) < len(self.labels):
+            raise ValueError(f"labels {' '.join(self.labels)}: must have a name of its own for each structure")

@@ -96,6 +96,15 @@ def score(prediction: Volume, reference: Volume, labels: Labels | None, toleranc
     return scores
 
 
+def completed(cases: Mapping[str, list[Scores]], tolerance: float) -> dict[str, list[Scores]]:
+    """Return the rows of cases with one for every structure of any case, as of empty masks where a case has none."""
+    names = dict.fromkeys(row["label"] for rows in cases.values() for row in rows)
+    empty = np.zeros((1, 1, 1), bool)
+    nothing = _score(empty, empty, np.eye(3), 0.0, tolerance)
+    own = {case: {row["label"]: row for row in rows} for case, rows in cases.items()}
+    return {case: [rows.get(name, {"label": name, **nothing}) for name in names] for case, rows in own.items()}
+
+
 def _score(found: np.ndarray, true: np.ndarray, matrix: np.ndarray, diagonal: float, tolerance: float) -> Scores:
     """Return the metrics of masks [A, B, C] that hold all of a structure; a step along an axis makes `matrix` mm."""
     predicted, due, both = (int(np.count_nonzero(mask)) for mask in (found, true, found & true))
@@ -104,7 +113,8 @@ def _score(found: np.ndarray, true: np.ndarray, matrix: np.ndarray, diagonal: fl
         steps = np.linalg.qr(matrix)[1].T  # the same distances whichever way the patient lies
         points = [np.argwhere(_surface(mask)) @ steps for mask in (found, true)]
         trees = (KDTree(each, 16, compact_nodes=False, balanced_tree=False) for each in reversed(points))
-        distances = [tree.query(each)[0] for tree, each in zip(trees, points, strict=True)]
+        cores = torch.get_num_threads()  # 1 where the cases share the cores
+        distances = [tree.query(each, workers=cores)[0] for tree, each in zip(trees, points, strict=True)]
         every = np.concatenate(distances)
         nsd, assd = float((every <= tolerance + _ROUNDING).mean()), float(every.mean())
         hd95 = max(float(np.percentile(each, 95)) for each in distances)

@@ -96,6 +96,7 @@ def norm_gradient_sums(gradients: list[Tensor], image: Tensor, *given: Any) -> l
     y, statistics, weight, bias, slope, groups, samples, kind, _, join = given
     grid, rows, tiles, constants = geometry(image, groups, samples)
     found: list[Tensor] = _gradient_sums(gradients, image, *given)
+    assert len(gradients) <= 3, f"{len(gradients)} branches of one normalisation"
     first, second, third = (*gradients, None, None)[:3]
     tensors = first, _or(second, image), _or(third, image), image, _or(y, image), statistics, weight, bias
     strides = {"FIRST": _stride(first), "SECOND": _stride(second), "THIRD": _stride(third)}

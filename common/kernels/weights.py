@@ -28,7 +28,8 @@ def half_weights(network: nn.Module, device: str = "cuda", join: bool = False) -
     named = [(f"{name}.{kind}", each) for name, layer in layers for kind, each in layer.named_parameters()]
     learned = {name: each for name, each in named if each.requires_grad and each.device.type == device}
     alike: list[Any] = [(name, vars(layer).get("alike")) for name, layer in network.named_modules() if join]
-    pairs = {f"{name}.{two[0]}": [f"{name}.{each}" for each in two] for name, two in alike if two}
+    both = ([f"{name}.{each}" for each in two] for name, two in alike if two)
+    pairs = {two[0]: two for two in both if learned.keys() >= {*two}}
     seconds = {other for _, other in pairs.values()}
     groups = [pairs.get(name, [name]) for name in learned if name not in seconds]
     sizes = [[len(learned[name]) for name in group] for group in groups]

@@ -1,6 +1,7 @@
 """What the apps' configurations share; it loads no torch, so that a wrong flag answers at once."""
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,7 +123,7 @@ class TrainingConfig:
         Raises:
             ValueError: names the field, the value and the bound.
         """
-        object.__setattr__(self, "store", self.store.expanduser())
+        object.__setattr__(self, "store", Path(os.path.expanduser(self.store)))  # noqa: PTH111 - nor raise
         values = flat(self)
         counts = [(name, values[name] is None or values[name] >= 1, "at least 1") for name in self.COUNTS]
         for name, holds, bound in (*counts, *self.checks()):

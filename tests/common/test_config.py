@@ -168,6 +168,7 @@ def test_a_file_has_numbers_as_yaml_and_groups_as_mappings_or_with_dots(tmp_path
         ("--bounds .5,-.5", {"bounds": (0.5, -0.5)}),
         ("--bounds -.5 -1e-3 --epochs 4", {"bounds": (-0.5, -0.001), "epochs": 4}),
         ("--bounds null", {"bounds": None}),
+        ("--bounds -1. +.5", {"bounds": (-1.0, 0.5)}),
         ("--labels none liver no", {"labels": ("none", "liver", "no")}),
         ("--labels none,liver", {"labels": ("none", "liver")}),
         ("--data null", {"data": None}),
@@ -177,6 +178,10 @@ def test_a_file_has_numbers_as_yaml_and_groups_as_mappings_or_with_dots(tmp_path
 )
 def test_flags_are_taken_as_people_type_them(words, values):
     assert parse(*words.split(" ")) == replaced(ToyConfig(), values)
+
+
+def test_a_list_may_come_in_one_word():
+    assert parse("--spacing", "1 1.5 2").spacing == (1.0, 1.5, 2.0)
 
 
 def test_names_with_spaces_stay_whole():

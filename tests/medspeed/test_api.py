@@ -172,6 +172,12 @@ def test_a_signal_that_ended_the_work_acts_as_usual_afterwards():
         raise SystemExit(1)
 
 
+def test_numbers_of_numpy_are_numbers():
+    given = {"epochs": np.int64(5), "learning_rate": np.float64(0.5), "crop_size": tuple(np.array([64, 64, 48]))}
+    config = config_from_values(SpleenConfig, RECIPES, given)
+    assert (config.epochs, config.learning_rate, config.crop_size) == (5, 0.5, (64, 64, 48))
+
+
 def spleen(data, run, **more):
     flags = {**SMALL, "data": data, "store": run.parent / "store", "engine": "none", "device": "cpu", "epochs": 2}
     return train("spleen", run=run, quiet=True, **{**flags, **more})

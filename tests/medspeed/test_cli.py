@@ -1,5 +1,6 @@
 """The command `medspeed`, in processes of its own as a shell starts it."""
 
+import io
 import os
 import subprocess
 import sys
@@ -51,6 +52,25 @@ def test_every_app_and_data_script_has_its_words():
 def test_a_wrong_word_is_named_with_the_right_ones(words, said, capsys):
     assert main(words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_help_of_a_word_lists_what_may_follow(capsys):
+    assert main(["train", "--help"]) == main(["data", "-h"]) == 0
+    assert capsys.readouterr().out.startswith("medspeed train brats|pathology|spleen [flags]\nmedspeed data fetch-")
+
+
+def test_completion_runs_nothing_of_the_folder_one_is_in(tmp_path, monkeypatch):
+    (tmp_path / "medspeed").mkdir()
+    (tmp_path / "medspeed" / "__init__.py").write_text("")
+    (tmp_path / "medspeed" / "cli.py").write_text("print('--stolen')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdout", found := io.StringIO())
+    monkeypatch.setenv("COMP_LINE", "medspeed train spleen --")
+    monkeypatch.setenv("COMP_POINT", "24")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert main(["medspeed", "--", "spleen"]) == 0
+    assert "--epochs" in found.getvalue()
+    assert "--stolen" not in found.getvalue()
 
 
 def test_a_program_runs_under_the_words_that_were_typed():

@@ -41,7 +41,7 @@ def test_they_are_small_and_say_what_they_are():
     assert summary["quality"]["value"] > 0.9
     card = (SHIPPED / "README.md").read_text()
     assert sha256_of(SHIPPED / "best.safetensors") in card
-    assert "it has seen no patient" in card
+    assert "has seen no patient data" in card
     assert f"{summary['quality']['value']:.4f}" in card
 
 

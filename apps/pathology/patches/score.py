@@ -25,9 +25,10 @@ _AT_ONCE = 256  # patches in one call
 def find_patches(path: Path) -> list[Path]:
     """Return the images of patches (.png, .jpg, .jpeg, .bmp) in and below a folder, or the one; none beside slides."""
     files = [path] if path.is_file() else sorted(path.rglob("*"))
-    if any(is_slide(file) for file in files if file.parent == path):
+    if any(map(is_slide, files)):
         return []
-    return [file for file in files if file.suffix.lower() in IMAGES and not file.name.startswith(".")]
+    shown = (file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    return [file for file in shown if file.suffix.lower() in IMAGES]
 
 
 def score_patches(files: list[Path], config: ScanConfig) -> Predictions:

@@ -315,14 +315,54 @@ def test_a_dataset_above_the_references_names_the_labels(folders, capsys):
 
 def test_nothing_to_compare_is_an_error_that_says_why(folders):
     found, true = folders
+    empty = found.parent / "empty"
+    empty.mkdir()
     with pytest.raises(ValueError, match=r"6 references .* none can be evaluated: no prediction has the name"):
-        evaluate_folders(found.parent / "nowhere", true)
+        evaluate_folders(empty, true)
     with pytest.raises(ValueError, match="0 references"):
+        evaluate_folders(found, empty)
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
         evaluate_folders(found, found.parent / "nowhere")
     for name in ("a", "=b"):
         (found / f"{name}.nii.gz").unlink()
     with pytest.raises(ValueError, match=r"none can be evaluated: .*affine\.nii\.gz is not on the grid"):
         evaluate_folders(found, true)
+
+
+def test_other_files_are_passed_over_and_a_name_given_twice_is_refused(folders):
+    found, true = folders
+    (true / "a.nii.gz.md5").write_text("0")
+    assert sorted(evaluate_folders(found, true).cases) == ["=b", "a"]
+    write(true, "a.nii", block((1, 5), (1, 5), (1, 5)))
+    with pytest.raises(ValueError, match=r"both as \.nii and as \.nii\.gz"):
+        evaluate_folders(found, true)
+
+
+@pytest.mark.parametrize("numbers", [(0,), (0, 1), (300,)])
+def test_the_background_is_no_structure(numbers, folders):
+    with pytest.raises(ValueError, match=r"labels \[(0|300)\]: must be from 1 to 255"):
+        evaluate_folders(*folders, {"it": numbers})
+
+
+def test_every_case_has_a_row_of_each_structure(folders):
+    """Whether the structures are named or found: those that a case lacks have a volume of 0, and count as such."""
+    found, true = folders
+    for folder in folders:
+        write(folder, "empty.nii.gz", np.zeros(SHAPE, np.uint8))
+    named, every = evaluate_folders(found, true, {"1": (1,)}), evaluate_folders(found, true)
+    assert every.cases == named.cases
+    assert every.summary["1"]["reference_ml"]["cases"] == 3
+    assert every.summary["1"]["dice"]["cases"] == 2
+
+
+def test_a_dataset_without_its_images_does_not_lose_the_names_of_labels(folders):
+    found, true = folders
+    entry = {"image": "images/a.nii.gz", "label": "true/a.nii.gz"}
+    content = {"name": "x", "modality": {"0": "CT"}, "labels": {"0": "background", "1": "liver"}, "training": [entry]}
+    (true.parent / "dataset.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"or name the structures, such as --labels liver=1"):
+        run_evaluation(EvaluateConfig(found, true), *OF_NO_RUN)
+    assert run_evaluation(EvaluateConfig(found, true, labels=("liver=1",)), *OF_NO_RUN).summary["liver"]
 
 
 def test_intervals_are_seeded_and_hold_the_mean():
@@ -351,13 +391,18 @@ def test_the_tolerance_has_bounds(tolerance):
         EvaluateConfig(Path("a"), Path("b"), tolerance=tolerance)
 
 
+def test_each_structure_has_a_name_of_its_own():
+    with pytest.raises(ValueError, match=r"labels A=1 A=2: must have a name of its own"):
+        EvaluateConfig(Path("a"), Path("b"), labels=("A=1", "A=2"))
+
+
 @pytest.mark.parametrize("wrong", ["WT", "WT=", "=1", "WT=1,2", "WT=-1", "WT=1+"])
 def test_labels_have_a_name_and_numbers(wrong):
     with pytest.raises(ValueError, match=r"labels .*: must be NAME=NUMBER"):
         EvaluateConfig(Path("a"), Path("b"), labels=("ET=3", wrong))
 
 
-@pytest.mark.parametrize("kind", ["validation", "trained on", "another"])
+@pytest.mark.parametrize("kind", ["validation", "trained on", "another", "fewer"])
 def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders, monkeypatch, capsys):
     """Of another dataset every case is evaluated."""
     found, true = folders
@@ -372,6 +417,7 @@ def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders
     (true.parent / "dataset.json").write_text(json.dumps(content))
     training, validation = {
         "validation": (["=b", "missing"], ["a"]), "trained on": (["a"], ["a"]), "another": (["c"], ["d"]),
+        "fewer": (["=b", "gone"], ["a"]),  # of its own dataset, which has lost a case
     }[kind]  # fmt: skip
     split = {"training": training, "validation": validation, "held_out": kind != "trained on"}
     run.mkdir()
@@ -387,6 +433,10 @@ def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders
         evaluation, "load_model", lambda *_: SimpleNamespace(labelling=one_region_per_label(("", "liver")))
     )
     monkeypatch.setattr(evaluation, "segment_scans", segment)
+    if kind == "fewer":
+        with pytest.raises(ValueError, match=r"not among the labelled cases|not among the labeled cases"):
+            run_evaluation(EvaluateConfig(model=run, data=true.parent, output=output), *OF_NO_RUN)
+        return
     result = run_evaluation(EvaluateConfig(model=run, data=true.parent, output=output), *OF_NO_RUN)
     assert sorted(result.cases) == (["=b", "a"] if kind == "another" else ["a"])
     assert result.missing == (["missing"] if kind == "another" else [])
