@@ -340,8 +340,9 @@ def test_other_files_are_passed_over_and_a_name_given_twice_is_refused(folders):
 
 @pytest.mark.parametrize("numbers", [(0,), (0, 1), (300,)])
 def test_the_background_is_no_structure(numbers, folders):
+    found, true = folders
     with pytest.raises(ValueError, match=r"labels \[(0|300)\]: must be from 1 to 255"):
-        evaluate_folders(*folders, {"it": numbers})
+        evaluate_folders(found, true, {"it": numbers})
 
 
 def test_every_case_has_a_row_of_each_structure(folders):
