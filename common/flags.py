@@ -166,9 +166,7 @@ def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: 
 
 def as_type(told: str, expected: Any, value: Any) -> Any:  # noqa: ANN401 - a type and its value
     """Return a value as a type, a path from its text and a number too; a ValueError begins with what was `told`."""
-    parts = list(value) if isinstance(value, tuple) else value
-    value = [getattr(each, "tolist", lambda each=each: each)() for each in parts] if isinstance(parts, list) else parts
-    value = getattr(value, "tolist", lambda: value)()  # of NumPy
+    value = msgspec.to_builtins(value, enc_hook=lambda each: getattr(each, "tolist", each.__str__)())  # NumPy's, paths
     try:
         return msgspec.convert(value, expected, strict=False, dec_hook=lambda kind, text: kind(_at_home(text)))
     except msgspec.ValidationError as error:

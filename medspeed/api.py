@@ -144,13 +144,11 @@ def _call(verb: str, app: App, given: dict[str, Any], quiet: bool) -> Any:
     kind = get_type_hints(main)["config"]
     config = config_from_values(kind, recipes, given, getattr(kind, "RESUMABLE", ()))
     with ExitStack() as after, warnings.catch_warnings(), _ends_raised():
-        for library in map(logging.getLogger, ("pydicom", "highdicom")):  # they are kept from naming patients
-            after.callback(library.setLevel, library.level)
-        ours = logging.getLogger("medspeed")
+        for logger in map(logging.getLogger, ("medspeed", "pydicom", "highdicom")):  # which may not name patients
+            after.callback(logger.setLevel, logger.level)
         if quiet:
             after.callback(set_verbosity, set_verbosity("silent"))
-            after.callback(ours.setLevel, ours.level)
-            ours.setLevel(logging.CRITICAL)
+            logging.getLogger("medspeed").setLevel(logging.CRITICAL)
             warnings.simplefilter("ignore")
         return main(config)
 

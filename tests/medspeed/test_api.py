@@ -71,7 +71,7 @@ def test_the_package_is_typed_and_loads_no_torch_until_it_is_used():
     assert (Path(medspeed.__file__).parent / "py.typed").is_file()
     assert set(medspeed.__all__) <= {*dir(medspeed), *dir(medspeed.api)}
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
-        _ = medspeed.trian
+        _ = medspeed.trian  # type: ignore[attr-defined]
 
 
 def test_the_apps_are_those_there_are():
@@ -174,8 +174,9 @@ def test_a_signal_that_ended_the_work_acts_as_usual_afterwards():
 
 def test_numbers_of_numpy_are_numbers():
     given = {"epochs": np.int64(5), "learning_rate": np.float64(0.5), "crop_size": tuple(np.array([64, 64, 48]))}
-    config = config_from_values(SpleenConfig, RECIPES, given)
+    config = config_from_values(SpleenConfig, RECIPES, {**given, "spacing": np.ones(3), "split": Path("split.json")})
     assert (config.epochs, config.learning_rate, config.crop_size) == (5, 0.5, (64, 64, 48))
+    assert (config.spacing, config.split) == ((1.0, 1.0, 1.0), "split.json")
 
 
 def spleen(data, run, **more):
