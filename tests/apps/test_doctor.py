@@ -178,7 +178,7 @@ def test_what_computes_but_could_be_faster(fast, monkeypatch):
     monkeypatch.setattr("medspeed.apps.doctor.choose_precision", lambda *given: "bf16")
     verdict, measured, _ = doctor.examine(replace(fast, precision="fp32"))
     assert verdict.bound == "compute"
-    assert verdict.text.endswith("; take --precision bf16")
+    assert verdict.text.endswith("; use --precision bf16")
     assert verdict.gain > 1.1  # by how much is the machine's choice
     assert measured.alternatives["--precision bf16"] < measured.step
 
@@ -191,7 +191,7 @@ def test_the_fast_recipe_is_healthy(store, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_times", lambda *given: healthy)
     given = ["--app", "spleen", "--json", str(tmp_path / "found.json"), "--", "--store", str(store)]
     assert doctor.main(given) == 0
-    assert "VERDICT healthy" in capsys.readouterr().out
+    assert "VERDICT: healthy" in capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["verdict"]["bound"] == "nothing"
     assert found["estimate"]["train"] == 10.0

@@ -103,7 +103,7 @@ def test_exports_of_other_weights_are_not_used(tmp_path, weights):
     def opened(backend):
         return open_predictor(run, other, backend=backend, device=torch.device("cpu"))
 
-    with pytest.raises(ValueError, match="made of other weights than best"):
+    with pytest.raises(ValueError, match="exported from other weights than best"):
         opened("onnxruntime")
     assert opened("auto").backend == "torch"
     assert "other weights" in opened("auto").reason

@@ -100,7 +100,8 @@ def test_what_is_no_cache_is_refused(text):
         SpleenConfig(cache=text)
 
 
-def test_help_fits_two_screens(start):
+def test_help_fits_two_screens(start, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     with start("apps/spleen/train.py", "--help") as program:
         assert len(program.stdout.read().splitlines()) <= 100
 
