@@ -192,6 +192,8 @@ def test_among_several_an_error_says_whose_it_is(capsys, monkeypatch):
 def test_it_is_told_where_weights_are_and_how_to_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["apps/spleen/train.py", "--data", "x"])
     assert how_to_go_on(tmp_path) == f"resume with python apps/spleen/train.py --resume {tmp_path}"
+    monkeypatch.setattr("sys.argv", ["notebooks/mine.py"])
+    assert how_to_go_on(tmp_path) == f"resume with medspeed.train(APP, resume={str(tmp_path)!r})"
     monkeypatch.setattr("sys.argv", ["medspeed train spleen", "--epochs", "3"])
     assert how_to_go_on(tmp_path) == f"resume with medspeed train spleen --resume {tmp_path}"
     last = tmp_path / "checkpoints" / "last"

@@ -85,7 +85,7 @@ def test_an_error_of_one_rank_is_seen_and_the_other_says_that_it_lost_it(start_r
     last = (run / "checkpoints" / "last").readlink()
     lost = next(line for line in texts[0].split("\n") if line.startswith("rank 0 of 2: error: lost the other ranks"))
     assert f"last -> {last}; " in lost
-    assert f" --resume {run}" in lost
+    assert f"resume={str(run)!r}" in lost
     assert "Traceback" not in texts[0] + texts[1]
     assert Path(run / "checkpoints" / "last").resolve().name == "epoch-000001-step-000002"
 
@@ -147,7 +147,7 @@ def test_a_stopped_rank_ends_torchrun_within_a_minute(torchrun, tmp_path):
     assert program.returncode == 1
     line = next(line for line in text.split("\n") if "has not responded" in line)
     assert line.startswith("rank 0 of 2: rank 1 (host ")
-    assert line.endswith(f" --resume {run}")
+    assert line.endswith(f"resume={str(run)!r})")
 
 
 @pytest.mark.slow

@@ -145,8 +145,9 @@ def test_a_start_that_fails_keeps_what_else_lies_in_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt(), RuntimeError("an export that fails")])
-def test_whatever_ends_a_run_says_how_to_go_on(tmp_path, error):
+def test_whatever_ends_a_run_says_how_to_go_on(tmp_path, error, monkeypatch):
     """Also after the training; an export that fails costs no weights."""
+    monkeypatch.setattr("sys.argv", ["apps/spleen/train.py"])
 
     def ends() -> None:
         with start_run(TrainingConfig(run=tmp_path / "run", device="cpu")) as run:

@@ -86,7 +86,7 @@ def test_a_cut_cable_ends_both_hosts_and_the_run_goes_on_exactly(cable, start_no
     for rank, text in enumerate(texts):
         lines = [line for line in text.split("\n") if line.startswith(f"rank {rank} of 2: ")]
         assert len(lines) == 1, text
-        assert f" --resume {run}" in lines[0]
+        assert f"resume={str(run)!r}" in lines[0]
     statuses, texts = ends(start_nodes({**WISH, "run": str(run), "resume": True, "step_seconds": 0}, 29513), 120)
     assert statuses == [0, 0], texts
     one, two = (load_weights(folder / "checkpoints" / "last" / "weights.safetensors") for folder in (whole, run))
