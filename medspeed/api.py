@@ -107,8 +107,7 @@ def evaluate(
     """Compare label maps, or scanned slides, with references, as `medspeed evaluate APP` does; write the tables.
 
     Args:
-        predictions: folder that `predict` wrote, or of other label maps; of volumes also a training run, which segments
-            the dataset first.
+        predictions: folder that `predict` wrote, or of other label maps; or, of volumes, a run that segments first.
         references: folder of label maps of the same names; the dataset, for a run and for slides.
         app: pathology for slides; brats for the overlapping regions of a dataset's labels.
         quiet: print nothing.

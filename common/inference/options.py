@@ -49,8 +49,7 @@ class InferConfig:
     """The configuration of inference.
 
     Args:
-        model: run folder, trained or imported (`medspeed export --init`); demo: small CT weights trained on phantoms
-            only.
+        model: run folder, trained or imported (`medspeed export --init`); demo: small CT weights, of phantoms only.
         input: a .nii.gz or .nii file, a folder of them, or a folder of DICOM series (single-channel CT or MR).
         output: folder for the label maps, other than the input's.
         backend: tensorrt, onnxruntime, torch or auto (an engine that fits this GPU, else the fastest one available).
