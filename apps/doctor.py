@@ -34,9 +34,10 @@ from medspeed.common.data.dataset import read_dataset, split_cases
 from medspeed.common.files import read_json_lines, write_json
 from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run, one_line_errors
-from medspeed.common.training.config import SegmentationConfig, TrainingConfig, decided
+from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.fit import fit
 from medspeed.common.training.setup import choose_precision, nan_as_zero, start_run
+from medspeed.common.training.volume_config import SegmentationConfig
 
 _STEPS = 24  # of the short training, at least; its first epoch does not count
 _TRAINING, _VALIDATION = 8, 2  # cases of it

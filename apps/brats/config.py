@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from medspeed.common.export import ExportConfig
-from medspeed.common.training.config import Check, Crops, SegmentationConfig, Windows, parse_training
+from medspeed.common.training.config import Check, parse_training
+from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
 
 _DESCRIPTION = (
     "Train a segmentation network on multi-channel MRI (MSD Task01, or any dataset in its layout), from raw volumes to "

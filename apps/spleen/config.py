@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from medspeed.common.export import ExportConfig
-from medspeed.common.training.config import Check, Crops, SegmentationConfig, Windows, parse_training
+from medspeed.common.training.config import Check, parse_training
+from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
 
 _DESCRIPTION = (
     "Train a segmentation network on CT (or any dataset in MSD layout), from raw volumes to a TensorRT engine."

@@ -15,7 +15,7 @@ from medspeed.common.data.dataset import Case, Dataset
 from medspeed.common.data.fingerprint import fingerprint, plan_preparation
 from medspeed.common.data.monai_batches import monai_items
 from medspeed.common.inference.model import VolumeModel
-from medspeed.common.training.config import Windows
+from medspeed.common.training.volume_config import Windows
 from medspeed.data_scripts.make_phantoms import make_mri_phantoms
 from medspeed.models.segresnet3d import segresnet3d
 

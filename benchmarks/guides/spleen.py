@@ -13,7 +13,7 @@ from medspeed.common.data.monai_batches import monai_items
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import VolumeModel
-from medspeed.common.training.config import Windows
+from medspeed.common.training.volume_config import Windows
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.models.unet3d import unet3d
 

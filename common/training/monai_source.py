@@ -20,10 +20,11 @@ from medspeed.common.inference.labels import dice_counts
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.run import Run
-from medspeed.common.training.config import SegmentationConfig, decided
+from medspeed.common.training.config import decided
 from medspeed.common.training.fit import Validate
 from medspeed.common.training.resolve import Data
 from medspeed.common.training.setup import shared_validation
+from medspeed.common.training.volume_config import SegmentationConfig
 
 
 def monai_source(

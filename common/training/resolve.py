@@ -19,8 +19,9 @@ from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.model import VolumeModel, write_model
 from medspeed.common.run import Run, point_latest
-from medspeed.common.training.config import SegmentationConfig, Size, TrainingConfig, decided
+from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.setup import check_partitions, choose_precision, few_cases, say_defaults
+from medspeed.common.training.volume_config import SegmentationConfig, Size
 
 C = TypeVar("C", bound=TrainingConfig)
 S = TypeVar("S", bound=SegmentationConfig)

@@ -27,7 +27,8 @@ from medspeed.common.inference.predictors import computes_bf16, torch_predictor
 from medspeed.common.kernels import moments, norms, trust
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on, join_ranks, open_run, take_signals
-from medspeed.common.training.config import SegmentationConfig, TrainingConfig, decided
+from medspeed.common.training.config import TrainingConfig, decided
+from medspeed.common.training.volume_config import SegmentationConfig
 
 DEV_RUN = "FAST DEV RUN: two steps on a few cases; the results of this run are meaningless"
 _DEV_TRAINING, _DEV_VALIDATION = 2, 1  # cases, or as many as there are parts to deal them to

@@ -32,13 +32,14 @@ from medspeed.common.files import read_object, write_json
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predict import working_counts
 from medspeed.common.run import Run
-from medspeed.common.training.config import SegmentationConfig, decided
+from medspeed.common.training.config import decided
 from medspeed.common.training.fit import Setup, Validate
 from medspeed.common.training.losses import LossName, build_loss, say_inexact
 from medspeed.common.training.optimizers import build_optimizer
 from medspeed.common.training.resolve import Data
 from medspeed.common.training.setup import compile_if_asked, dtype_of, shared_validation, trust_kernels, volume_network
 from medspeed.common.training.trials import volume_trials
+from medspeed.common.training.volume_config import SegmentationConfig
 
 Transforms = Sequence[Callable[[Any], Any]]
 

@@ -12,9 +12,10 @@ from medspeed.common.data.batches import Batches
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.kernels.trust import Trial, trusting
 from medspeed.common.training import losses
-from medspeed.common.training.config import SegmentationConfig, decided
+from medspeed.common.training.config import decided
 from medspeed.common.training.losses import build_loss
 from medspeed.common.training.setup import dtype_of
+from medspeed.common.training.volume_config import SegmentationConfig
 
 Work = Callable[[], list[Tensor]]
 

@@ -15,8 +15,8 @@ from medspeed.benchmarks.peers import brats_guide, make_step, spleen_guide
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.files import write_json
 from medspeed.common.inference.model import VolumeModel
-from medspeed.common.training.config import Windows
 from medspeed.common.training.fit import train_step
+from medspeed.common.training.volume_config import Windows
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
 CPU = torch.device("cpu")

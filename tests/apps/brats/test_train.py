@@ -19,7 +19,8 @@ from medspeed.common.data.preparation import Preparation
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.options import InferConfig
-from medspeed.common.training.config import Crops, Parallel, Windows
+from medspeed.common.training.config import Parallel
+from medspeed.common.training.volume_config import Crops, Windows
 from medspeed.data_scripts.make_phantoms import make_mri_phantoms
 
 TINY: dict[str, Any] = {

@@ -5,7 +5,7 @@ import pytest
 
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig, parse
 from medspeed.common.config import config_to_yaml
-from medspeed.common.training.config import Cache, Crops
+from medspeed.common.training.volume_config import Cache, Crops
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from medspeed.apps.spleen.config import SpleenConfig
 from medspeed.apps.spleen.train import main
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.options import InferConfig
-from medspeed.common.training.config import Windows
+from medspeed.common.training.volume_config import Windows
 from tests.apps.spleen.test_train import TINY
 
 

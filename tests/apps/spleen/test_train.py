@@ -13,8 +13,8 @@ from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.labels import dice_counts, dice_of_counts, one_region_per_label
 from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
-from medspeed.common.training.config import Windows
 from medspeed.common.training.fit import train_step
+from medspeed.common.training.volume_config import Windows
 
 TINY: dict[str, Any] = {
     "split": "0.25",

@@ -12,9 +12,10 @@ from medspeed.common.clock import Clock
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run
-from medspeed.common.training.config import Crops, Parallel, SegmentationConfig, TrainingConfig, Windows, decided
+from medspeed.common.training.config import Parallel, TrainingConfig, decided
 from medspeed.common.training.resolve import Defaults, choose_volumes, keep_plan, read_volumes
 from medspeed.common.training.setup import check_partitions
+from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
 
 PLAIN = TrainingConfig(batch_size=4, parallel=Parallel(partitions=2))
 USUAL = Defaults(
