@@ -195,8 +195,11 @@ def hold(path: Path) -> None:
     """Lock a file for this process, not for those it forks, until it is released or the process ends.
 
     Raises:
-        BlockingIOError: another process has done so; says which.
+        BlockingIOError: another process, or another thread of this one, has done so; says which.
     """
+    path = path.resolve()
+    if path in _HELD:  # the system would let this process in again
+        raise BlockingIOError(f"{path.parent}: in use by this process already; wait until that is done")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # stays open: to close it is to unlock it
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,8 +216,8 @@ def hold(path: Path) -> None:
 
 def release(path: Path) -> None:
     """Unlock a file, where this process holds it."""
-    if path in _HELD:
-        os.close(_HELD.pop(path))
+    if path.resolve() in _HELD:
+        os.close(_HELD.pop(path.resolve()))
 
 
 def sha256_of(path: Path) -> str:

@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from medspeed.common.clock import Clock
 from medspeed.common.console import Kind, explained, log_warnings_as_lines, say, wants_traceback
-from medspeed.common.files import hold, names_folder, printable, write_json, write_text
+from medspeed.common.files import hold, names_folder, printable, release, write_json, write_text
 from medspeed.common.ranks import SILENT_SECONDS, SINGLE, Ranks, Watch, choose_device, torchrun_place
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a scheduler's, and a terminal's that is closed
@@ -161,9 +161,13 @@ def open_run(
     def make() -> Path:
         folder = _run_folder(root, directory, resume)
         hold(folder / ".lock")
-        if resume is None:
-            write_text(folder / "config.yaml", config)
-        write_json(folder / "environment.json", environment(chosen))
+        try:
+            if resume is None:
+                write_text(folder / "config.yaml", config)
+            write_json(folder / "environment.json", environment(chosen))
+        except BaseException:
+            release(folder / ".lock")
+            raise
         return folder
 
     folder = ranks.once(make)

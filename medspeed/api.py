@@ -8,16 +8,18 @@
     print(evaluate("masks", "references").summary)
 
 Keyword arguments are the commands' flags, with the same defaults and bounds; those of a group, such as
-`--windows.size`, are a mapping: `windows={"size": (96, 96, 64)}`. With `quiet=True` nothing is printed. A mistake
-raises a `ValueError` (no such flag, a value of the wrong type or out of its bounds, data that do not fit) or an
-`OSError` (a file is missing or cannot be written); nothing ends the process. In the main thread, Ctrl-C lets a training
-finish its step and save before it raises `KeyboardInterrupt`; in another thread no signal is handled. Signal handlers
-and the settings of `logging` and `warnings` are restored afterwards; torch's random state is not.
+`--windows.size`, are a mapping: `windows={"size": (96, 96, 64)}`. With `quiet=True` nothing is printed; of calls that
+overlap in threads, one that is quiet silences all. A mistake raises a `ValueError` (no such flag, a value of the wrong
+type or out of its bounds, data that do not fit) or an `OSError` (a file is missing or cannot be written); nothing ends
+the process. In the main thread, Ctrl-C lets a training finish its step and save before it raises `KeyboardInterrupt`;
+in another thread no signal is handled. Signal handlers and the settings of `logging` and `warnings` are restored
+afterwards; torch's random state is not.
 """
 
 import importlib
 import logging
 import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,6 +38,8 @@ if TYPE_CHECKING:  # they load torch
     from medspeed.common.training.evaluate import RunSummary
 
 App = Literal["brats", "pathology", "spleen"]
+_LOCK, _SAVED = threading.Lock(), ExitStack()
+_running = 0  # calls
 
 
 def train(app: App, *, quiet: bool = False, **flags: Any) -> "RunSummary":
@@ -142,14 +146,32 @@ def _call(verb: str, app: App, given: dict[str, Any], quiet: bool) -> Any:
     recipes = importlib.import_module(f"medspeed.apps.{app}.config").RECIPES if verb == "train" else {}
     kind = get_type_hints(main)["config"]
     config = config_from_values(kind, recipes, given, getattr(kind, "RESUMABLE", ()))
-    with ExitStack() as after, warnings.catch_warnings(), _ends_raised():
-        for logger in map(logging.getLogger, ("medspeed", "pydicom", "highdicom")):  # which may not name patients
-            after.callback(logger.setLevel, logger.level)
+    with _settings_restored(), _ends_raised():
         if quiet:
-            after.callback(set_verbosity, set_verbosity("silent"))
+            set_verbosity("silent")
             logging.getLogger("medspeed").setLevel(logging.CRITICAL)
             warnings.simplefilter("ignore")
         return main(config)
+
+
+@contextmanager
+def _settings_restored() -> Iterator[None]:
+    """Restore what a call changes of the process; of calls that overlap in threads, the last does."""
+    global _running
+    with _LOCK:
+        _running += 1
+        if _running == 1:
+            _SAVED.enter_context(warnings.catch_warnings())
+            for logger in map(logging.getLogger, ("medspeed", "pydicom", "highdicom")):  # which may not name patients
+                _SAVED.callback(logger.setLevel, logger.level)
+            _SAVED.callback(set_verbosity, set_verbosity("normal"))
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _running -= 1
+            if not _running:
+                _SAVED.close()
 
 
 @contextmanager

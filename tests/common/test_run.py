@@ -12,7 +12,7 @@ import torch
 
 from medspeed.common import console
 from medspeed.common.clock import Clock
-from medspeed.common.files import read_json_lines
+from medspeed.common.files import read_json_lines, release
 from medspeed.common.ranks import Ranks, choose_device
 from medspeed.common.run import (
     STOP_SIGNALS,
@@ -57,6 +57,7 @@ def test_a_folder_in_use_is_refused_and_one_to_resume_is_kept(tmp_path):
     run = open_run(tmp_path, tmp_path / "run", None, "cpu", "a: 1\n", 0)
     with pytest.raises(FileExistsError, match="the run folder is not empty; choose another, or --resume"):
         open_run(tmp_path, run.directory, None, "cpu", "a: 2\n", 0)
+    release(run.directory / ".lock")
     again = open_run(tmp_path, None, run.directory, "cpu", "a: 3\n", 0)
     assert again.resumed
     assert (run.directory / "config.yaml").read_text() == "a: 1\n"

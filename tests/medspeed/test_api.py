@@ -16,7 +16,7 @@ import torch
 
 import medspeed
 from medspeed import evaluate, predict, train
-from medspeed.api import App, _ends_raised
+from medspeed.api import App, _ends_raised, _settings_restored
 from medspeed.apps import APPS
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig
 from medspeed.common import console
@@ -170,6 +170,30 @@ def test_a_signal_that_ended_the_work_acts_as_usual_afterwards():
     assert came == [signal.SIGTERM]
     with pytest.raises(RuntimeError, match="ended with status 1"), _ends_raised():
         raise SystemExit(1)
+
+
+def test_settings_are_restored_by_the_last_of_calls_that_overlap(monkeypatch):
+    """Each of two threads is inside while the other begins or ends; the first to begin is the first to end."""
+    monkeypatch.setattr(console, "_verbosity", "normal")
+    began, go_on = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+
+    def run(number):
+        with _settings_restored():
+            console.set_verbosity("silent")
+            logging.getLogger("medspeed").setLevel(logging.CRITICAL)
+            began[number].set()
+            assert go_on[number].wait(30)
+
+    before = state()
+    threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        assert began[number].wait(30)
+    for number, thread in enumerate(threads):
+        assert console._verbosity == "silent"
+        go_on[number].set()
+        thread.join()
+    assert state() == before
 
 
 def test_numbers_of_numpy_are_numbers():

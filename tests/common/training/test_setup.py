@@ -120,6 +120,10 @@ def test_a_run_holds_its_folder_and_the_signals_for_as_long_as_it_lasts(tmp_path
     with start_run(TrainingConfig(run=tmp_path / "run", device="cpu")):
         assert b"BlockingIOError" in subprocess.run(command, capture_output=True, check=False).stderr
         assert signal.getsignal(signal.SIGTERM) is not before
+        again = TrainingConfig(resume=tmp_path / "run", device="cpu")
+        with pytest.raises(BlockingIOError, match="in use by this process already"), start_run(again):
+            pass
+        assert b"BlockingIOError" in subprocess.run(command, capture_output=True, check=False).stderr  # still
     subprocess.run(command, check=True)
     assert signal.getsignal(signal.SIGTERM) is before
 
