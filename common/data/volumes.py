@@ -53,6 +53,11 @@ class Volume:
     affine: np.ndarray
     path: Path
 
+    @property
+    def voxel_ml(self) -> float:
+        """Volume of a voxel in ml."""
+        return abs(float(np.linalg.det(self.affine[:3, :3]))) / 1000
+
 
 def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volume:
     """Read a .nii.gz or .nii file; the suffix may be upper or lower case.

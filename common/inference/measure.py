@@ -1,4 +1,4 @@
-"""Post-processing of label maps: removal of unwanted components, and measurements of structures."""
+"""Measurements of the structures of label maps."""
 
 import csv
 import io
@@ -9,66 +9,15 @@ from typing import Any
 
 import nibabel
 import numpy as np
-import torch
 from scipy.ndimage import find_objects
 from scipy.spatial import ConvexHull
 from scipy.spatial.distance import pdist, squareform
 
-from medspeed.common.data.geometry import box_above
 from medspeed.common.files import printable, write_text
-from medspeed.common.inference.labels import LabelScheme, Region
+from medspeed.common.inference.labels import Region
+from medspeed.common.inference.postprocessing import connected_components, foreground
 
-_CONNECTIVITY = 26  # voxels that share a corner belong together
-_INSIDE = (slice(1, -1),) * 3
 _MIDDLES = np.array([[-0.5, 0], [0.5, 0], [0, -0.5], [0, 0.5]])  # of a pixel's edges, in pixels
-
-
-def clean_labels(
-    labels: np.ndarray, labelling: LabelScheme, voxel_ml: float, *, largest: bool = False, smallest_ml: float = 0.0
-) -> np.ndarray:
-    """Return a label map in which unwanted connected components are background.
-
-    Mutually exclusive labels are cleaned one by one. Overlapping regions, such as those of a tumour, are cleaned
-    together: otherwise an inner region could lose a component that the outer one keeps.
-
-    Args:
-        labels: [X, Y, Z] uint8; not modified.
-        labelling: meaning of the labels.
-        voxel_ml: volume of a voxel.
-        largest: keep only the largest component.
-        smallest_ml: components below this volume are dropped; 0 keeps all.
-    """
-    fewest = int(np.ceil(smallest_ml / voxel_ml))
-    if not (largest or fewest > 1) or not labels.any():
-        return labels
-    if not labelling.exclusive:
-        return np.where(_kept(labels > 0, largest, fewest), labels, np.uint8(0))
-    cleaned = np.zeros_like(labels)
-    for region in labelling.regions:
-        (number,) = region.members
-        cleaned[_kept(labels == number, largest, fewest)] = number
-    return cleaned
-
-
-def _kept(mask: np.ndarray, largest: bool, fewest: int) -> np.ndarray:
-    """Return the part of a mask that is wanted, bool [X, Y, Z]; of two that are equally large the first found."""
-    import cc3d  # here, as below: a training measures nothing
-
-    if fewest > 1:
-        mask = cc3d.dust(_bordered(mask), fewest, connectivity=_CONNECTIVITY).astype(bool)[_INSIDE]
-    return cc3d.largest_k(_bordered(mask), 1, connectivity=_CONNECTIVITY).astype(bool)[_INSIDE] if largest else mask
-
-
-def connected_components(mask: np.ndarray) -> np.ndarray:
-    """Return the number, from 1, of the connected component that each voxel of a mask [X, Y, Z] lies in, 0 outside."""
-    import cc3d
-
-    return np.asarray(cc3d.connected_components(_bordered(mask), connectivity=_CONNECTIVITY)[_INSIDE])
-
-
-def _bordered(mask: np.ndarray) -> np.ndarray:
-    """Return a mask with a border of background: without one cc3d fails on some small or thin masks."""
-    return np.pad(mask, 1)
 
 
 @dataclass(frozen=True)
@@ -105,10 +54,7 @@ def measure(labels: np.ndarray, affine: np.ndarray, regions: Sequence[Region]) -
         affine: [4, 4] voxel index to RAS mm; may be sheared.
         regions: the structures.
     """
-    # Only the box of all structures is looked at again: a scan has a hundred times its voxels.
-    box = box_above(torch.from_numpy(labels.T)[None], 0)  # [z, y, x], as the voxels lie in memory
-    z, y, x = (slice(first, stop) for first, stop in box) if box else (slice(0),) * 3
-    labels = labels[x, y, z]
+    labels = labels[foreground(labels)]  # not looked at again: a scan has a hundred times its voxels
     return tuple(_measure(region.name, np.isin(labels, region.members), affine) for region in regions)
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -19,6 +19,7 @@ from medspeed.common.data.preparation import Preparation
 from medspeed.common.files import atomic_path, from_json, read_object, sha256_of, write_json
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.options import Precision
+from medspeed.common.inference.postprocessing import Postprocessing
 
 Model = TypeVar("Model")
 
@@ -55,6 +56,7 @@ class VolumeModel:
         window_batch: number of windows computed at once.
         overlap: fraction of a window that is shared with its neighbour.
         precision: used in training, and for inference in PyTorch.
+        postprocessing: of label maps, as chosen on validation cases; nothing in files that do not name it.
     """
 
     network: Callable[..., nn.Module]
@@ -65,6 +67,7 @@ class VolumeModel:
     window_batch: int
     overlap: float
     precision: Precision
+    postprocessing: Postprocessing = field(default_factory=Postprocessing)
 
     def __post_init__(self) -> None:
         """Check each value against its bound.
@@ -76,7 +79,10 @@ class VolumeModel:
             side for each in self.arguments.values() for side in (each if isinstance(each, (list, tuple)) else [each])
         ]
         small = all(abs(size) <= _MOST for size in sizes if isinstance(size, (int, float)))
+        names = {region.name for region in self.labelling.regions}
+        unknown = {name for step in self.postprocessing.cleaning for name in step.structures} - names
         for name, value, holds, bound in (
+            ("postprocessing", sorted(unknown), not unknown, f"of the structures {sorted(names)}"),
             ("arguments", dict(self.arguments), small, f"numbers of at most {_MOST}"),
             ("window_size", self.window_size, all(1 <= side <= _MOST for side in self.window_size), f"1 to {_MOST}"),
             ("window_batch", self.window_batch, 1 <= self.window_batch <= _MOST, f"1 to {_MOST}"),
@@ -112,8 +118,9 @@ def write_model(run: Path, app: str, model: Any) -> None:  # noqa: ANN401 - a da
 
 
 def model_content(model: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the fields of a model as JSON content, with the network by name."""
-    return {name: getattr(value, "__name__", value) for name, value in asdict(model).items()}
+    """Return the fields of a model as JSON content, with the network by name; without post-processing that is none."""
+    content = {name: getattr(value, "__name__", value) for name, value in asdict(model).items()}
+    return {name: value for name, value in content.items() if value != asdict(Postprocessing())}
 
 
 def read_model(run: Path, app: str, kind: type[Model], *networks: Callable[..., nn.Module]) -> Model:

@@ -61,8 +61,9 @@ class InferConfig:
             long.
         fit_windows: fit the windows to each scan (torch only): never more windows, but smaller ones with less overlap;
             up to twice as fast, with slightly different label maps.
-        largest_component: keep only the largest connected component of each structure.
-        smallest_ml: remove connected components smaller than this volume in ml.
+        largest_component: keep only the largest connected component of each structure; by default as the model says.
+        smallest_ml: remove connected components smaller than this volume in ml; 0 keeps all. This and
+            --largest-component replace the model's own cleaning.
         keep_patient: copy patient data from DICOM into the DICOM-SEG, as a PACS needs; blank by default.
     """
 
@@ -75,8 +76,8 @@ class InferConfig:
     overlays: bool = True
     flips: str = ""
     fit_windows: bool = False
-    largest_component: bool = False
-    smallest_ml: float = 0.0
+    largest_component: bool | None = None
+    smallest_ml: float | None = None
     keep_patient: bool = False
 
     def __post_init__(self) -> None:
@@ -91,7 +92,7 @@ class InferConfig:
             raise ValueError(f"output {self.output}: must not be the input folder, whose files would be replaced")
         if set(self.flips) - set("xyz") or len(set(self.flips)) != len(self.flips):
             raise ValueError(f"flips {self.flips!r}: must be some of the letters x, y and z, each at most once")
-        if not 0 <= self.smallest_ml < float("inf"):
+        if not 0 <= (self.smallest_ml or 0.0) < float("inf"):
             raise ValueError(f"smallest_ml {self.smallest_ml}: must be a volume in ml; 0 keeps all")
 
 

@@ -18,10 +18,11 @@ from medspeed.common.data.volumes import Volume, read_volume, write_label
 from medspeed.common.files import plural, printable, sha256_of, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
 from medspeed.common.inference.folder_job import FolderJob, Item
-from medspeed.common.inference.measure import clean_labels, measure, write_measures
+from medspeed.common.inference.measure import measure, write_measures
 from medspeed.common.inference.model import VolumeModel, model_content, read_note, warn_of_phantoms
 from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
 from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.postprocessing import Cleaning, clean_by_hand, clean_labels
 from medspeed.common.inference.predict import predict_labels
 from medspeed.common.inference.predictions import Predictions, Record
 from medspeed.common.inference.repeated_windows import RepeatingPredictor
@@ -35,7 +36,7 @@ ScanJob = FolderJob[Scan, Volume, tuple[Volume, np.ndarray]]
 
 # They change what comes out.
 _PER_THREAD = 2**27  # bytes of room for each thread that reads or writes
-_OPTIONS = ("flips", "fit_windows", "largest_component", "smallest_ml", "overlays", "keep_patient")
+_OPTIONS = ("flips", "fit_windows", "overlays", "keep_patient")
 
 
 def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | None = None) -> Predictions:
@@ -139,9 +140,18 @@ class Segmenter:
         checked = read_note(file).get("sha256") if file.suffix == ".safetensors" else None
         return checked or sha256_of(file)
 
+    @property
+    def cleaning(self) -> tuple[Cleaning, ...]:
+        """What is removed: as the flags say, else as the model says."""
+        largest, smallest = self.config.largest_component, self.config.smallest_ml
+        if largest is None and smallest is None:
+            return self.model.postprocessing.cleaning
+        return clean_by_hand(self.model.labelling, bool(largest), smallest or 0.0)
+
     def job(self, scans: Sequence[Scan]) -> ScanJob:
         """Return the job of segmenting the scans into the output folder."""
         options = {name: getattr(self.config, name) for name in _OPTIONS}
+        options["cleaning"] = [asdict(step) for step in self.cleaning]
         room = free_memory() // 2 // torchrun_place()[1]  # the rest is for windows, and files in the system's cache
         identity = {
             "weights": {self.opened.file.name: self.weights},
@@ -205,10 +215,7 @@ class Segmenter:
         (volume, labels), config, labelling = found, self.config, self.model.labelling
         stage = partial(self.timeline.stage, item.name, _lane())
         with stage("clean"):
-            voxel_ml = abs(float(np.linalg.det(volume.affine[:3, :3]))) / 1000
-            labels = clean_labels(
-                labels, labelling, voxel_ml, largest=config.largest_component, smallest_ml=config.smallest_ml
-            )
+            labels = clean_labels(labels, labelling, volume.voxel_ml, self.cleaning)
         with stage("write"):
             write_label(item.outputs[0], labels, volume.affine)
             if isinstance(item.source, DicomSeries):

@@ -16,7 +16,8 @@ from medspeed.common.data.preparation import label_map
 from medspeed.common.data.volumes import Volume, check_same_grid
 from medspeed.common.files import write_json
 from medspeed.common.inference.labels import LabelScheme
-from medspeed.common.inference.measure import connected_components, write_measures
+from medspeed.common.inference.measure import write_measures
+from medspeed.common.inference.postprocessing import connected_components
 
 Labels = Mapping[str, Sequence[int]]
 """Structures by name, each with the label numbers that make it up; they may overlap, as the regions of a tumor do."""

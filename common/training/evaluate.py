@@ -1,9 +1,9 @@
 """The end of a training run: evaluation, exports and summary."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,18 @@ from torch import nn
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.volumes import Volume, read_volume
 from medspeed.common.export.export import GATE_CASES, ExportRecord, by_precision, export_volumes, judge_training
-from medspeed.common.files import printable, write_json
+from medspeed.common.files import plural, printable, write_json
 from medspeed.common.inference.labels import case_dice, dice_counts, dice_of_counts
-from medspeed.common.inference.model import Trained, VolumeModel
+from medspeed.common.inference.model import Trained, VolumeModel, write_model
 from medspeed.common.inference.options import EvaluateConfig
+from medspeed.common.inference.postprocessing import (
+    BOUND,
+    FEWEST_CASES,
+    CaseParts,
+    Postprocessing,
+    case_parts,
+    choose_cleaning,
+)
 from medspeed.common.inference.predict import predict_labels, read_truth
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.run import Run
@@ -39,6 +47,7 @@ class Quality:
         selected_on: the cases on which the best weights were chosen.
         per_region: mean Dice of each region; null for a region absent from all cases.
         metrics: of each region, surface metrics among them: see `Evaluation.summary`.
+        postprocessing: what was chosen, and the mean Dice before and after it; all else here is before it.
     """
 
     name: str
@@ -47,6 +56,7 @@ class Quality:
     selected_on: str
     per_region: dict[str, float | None]
     metrics: dict[str, Any] = field(default_factory=dict)
+    postprocessing: dict[str, Any] = field(default_factory=dict)
 
 
 _LEARNED = 0.01  # a Dice below it is luck
@@ -64,6 +74,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     """Return the Dice of the best weights on the native grid of the validation cases, and draw an overlay of each.
 
     The ranks share the cases, whose prepared forms lie in the store of `config`. Each is kept for the report's viewer.
+    Post-processing that helps on them is written into `model.json`.
     """
     from medspeed.common.inference.scores import Evaluation, score, structures  # here: training needs none of it
 
@@ -73,6 +84,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         prepared = stored_cases(cases, model, config, run)
     with run.clock.stage("validate"):
         predictor, counts, scores = torch_predictor(best_network(model, fitted, run)), [], []
+        parts: list[CaseParts] = []
         draws = run.directory.is_dir()  # another host's ranks draw nothing
         for case, voxels in zip(cases, prepared, strict=True):
             labels, truth = predict_labels(voxels, predictor, model, run.device), read_truth(case)
@@ -81,9 +93,10 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
                 Volume(each, np.array(voxels.grid.native_affine), case.image) for each in (labels, truth.numpy())
             )
             scores.append(score(found, true, regions, EvaluateConfig.tolerance))
+            parts.append(case_parts(labels, true.voxels, model.labelling, found.voxel_ml, counts[-1]))
             if draws:
                 _draw(case_dice(counts[-1]), case, labels, truth.numpy(), model, run, len(split.validation))
-        counts, scores = ranks.gather(counts), ranks.gather(scores)
+        counts, scores, parts = ranks.gather(counts), ranks.gather(scores), ranks.gather(parts)
     dice = {case.name: case_dice(each) for case, each in zip(split.validation, counts, strict=True)}
     mean = sum(dice.values()) / len(dice)
     means = dice_of_counts(torch.stack(counts)).nanmean(dim=0).tolist()
@@ -99,9 +112,35 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         evaluation.write(run.directory)
     for doubt in doubts(mean, split.held_out):
         run.say(doubt, "warning")
+    chosen = choose_postprocessing(parts, model, split.held_out, config, run)
     selected = "validation" if split.held_out else "training"
     name = "foreground Dice, native grid, best weights"
-    return Quality(name, mean, dice, selected, by_region, evaluation.summary)
+    return Quality(name, mean, dice, selected, by_region, evaluation.summary, chosen)
+
+
+def choose_postprocessing(
+    cases: Sequence[CaseParts], model: VolumeModel, held_out: bool, config: SegmentationConfig, run: Run
+) -> dict[str, Any]:
+    """Choose what gains Dice on validation cases; write it into `model.json`, say it, and return it for the summary."""
+    if config.fast_dev_run:
+        why = "this is a fast dev run"
+    elif not held_out:
+        why = "the validation cases were trained on"
+    elif len(cases) < FEWEST_CASES:
+        why = f"{plural(len(cases), 'validation case')}; a choice needs {FEWEST_CASES}"
+    else:
+        why = ""
+    before = [case_dice(case.counts) for case in cases]
+    cleaning, after = ((), before) if why else choose_cleaning(cases, model.labelling)
+    means = {"before": sum(before) / len(before), "after": sum(after) / len(after)}
+    words = f"none: {why or f'nothing gains more than {BOUND} Dice without the case that gains most'}"
+    if cleaning:
+        better = replace(model, postprocessing=Postprocessing(cleaning))
+        run.ranks.once(lambda: write_model(run.directory, config.APP, better))
+        dice = "Dice {before:.4f} before, {after:.4f} after, on the validation cases".format(**means)
+        words = f"{'; '.join(map(str, cleaning))} ({dice})"
+    run.say(f"post-processing: {words}", "result" if cleaning else "note")
+    return {"words": words, "cleaning": [asdict(step) for step in cleaning], **means}
 
 
 def doubts(dice: float, held_out: bool) -> list[str]:

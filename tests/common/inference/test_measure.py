@@ -1,28 +1,23 @@
-"""Measurements by hand, and cleaning."""
+"""Measurements by hand."""
 
 import csv
 import math
 import os
 from dataclasses import asdict
 
-import cc3d
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medspeed.common.inference.labels import (
-    LabelScheme,
     Region,
     one_region_per_label,
 )
-from medspeed.common.inference.measure import Measures, clean_labels, measure, write_measures
+from medspeed.common.inference.measure import Measures, measure, write_measures
+from medspeed.common.inference.postprocessing import clean_by_hand, clean_labels
 
 SPLEEN = (Region("spleen", (1,), 1),)
-ORGANS = one_region_per_label(("background", "liver", "spleen"))
-TUMOUR = LabelScheme(
-    ("background", "edema", "core"), (Region("WT", (1, 2), 1), Region("TC", (2,), 2)), exclusive=False
-)  # fmt: skip
 
 
 def box(sides, at=(2, 3, 4), shape=(30, 30, 30)):
@@ -125,75 +120,6 @@ def test_thin_and_scattered_masks_are_counted(shape):
     scattered[::2, ::2, ::2] = 1
     assert measure(full, np.eye(4), SPLEEN)[0].parts == 1
     assert measure(scattered, np.eye(4), SPLEEN)[0].parts == scattered.sum()
-    assert np.array_equal(clean_labels(full, one_region_per_label(["background", "a"]), 1.0, largest=True), full)
-    assert not clean_labels(scattered, one_region_per_label(["background", "a"]), 1.0, smallest_ml=2.0).any()
-
-
-def two_organs():
-    labels = np.zeros((10, 8, 6), np.uint8, order="F")
-    labels[0:4, 0:4, 0:4] = 1  # 64 voxels
-    labels[6, 6, 0:2] = 1  # 2
-    labels[8:10, 0:2, 0:2] = 2  # 8
-    labels[5, 5, 5] = 2  # 1
-    return labels
-
-
-def test_each_label_keeps_its_own_largest_part():
-    labels = two_organs()
-    cleaned = clean_labels(labels, ORGANS, 0.001, largest=True)
-    assert np.count_nonzero(cleaned == 1) == 64
-    assert np.count_nonzero(cleaned == 2) == 8
-    assert cleaned[6, 6, 0] == 0
-    assert cleaned[5, 5, 5] == 0
-    assert np.count_nonzero(labels) == 75  # the given map is left as it is
-
-
-@pytest.mark.parametrize(
-    ("smallest", "left"), [(0.0, 75), (0.001, 75), (0.002, 74), (0.0021, 72), (0.008, 72), (0.009, 64), (1, 0)]
-)
-def test_parts_below_a_volume_are_dropped(smallest, left):
-    cleaned = clean_labels(two_organs(), ORGANS, 0.001, smallest_ml=smallest)
-    assert np.count_nonzero(cleaned) == left
-
-
-def test_voxels_that_share_a_corner_belong_together():
-    labels = np.zeros((4, 4, 4), np.uint8)
-    labels[0, 0, 0] = labels[1, 1, 1] = 1
-    assert np.count_nonzero(clean_labels(labels, ORGANS, 1.0, largest=True)) == 2
-
-
-def test_regions_that_overlap_are_cleaned_as_one():
-    labels = np.zeros((10, 4, 4), np.uint8)
-    labels[0:3] = 1
-    labels[1, 1, 1] = labels[1, 3, 3] = 2  # two cores within one tumour: neither is a part of its own
-    labels[6, 0, 0] = 2  # a finding elsewhere
-    cleaned = clean_labels(labels, TUMOUR, 0.001, largest=True)
-    assert np.count_nonzero(cleaned == 2) == 2
-    assert cleaned[6, 0, 0] == 0
-    assert np.array_equal(cleaned[:3], labels[:3])
-
-
-def test_nothing_to_clean_gives_the_same_map():
-    labels = two_organs()
-    assert clean_labels(labels, ORGANS, 0.001) is labels
-    empty = np.zeros((3, 3, 3), np.uint8)
-    assert not clean_labels(empty, ORGANS, 0.001, largest=True).any()
-
-
-def kept(mask, largest, fewest):
-    """The wanted parts by counting: of equally large ones the first."""
-    parts = cc3d.connected_components(mask, connectivity=26)
-    voxels = np.bincount(parts.ravel(order="K"))
-    voxels[0] = 0
-    wanted = voxels >= max(1, fewest)
-    if largest and len(voxels) > 1:
-        wanted &= np.arange(len(voxels)) == voxels.argmax()
-    return wanted[parts]
-
-
-@given(st.integers(0, 2**31), st.floats(0.02, 0.6), st.booleans(), st.integers(0, 12), st.sampled_from("CF"))
-@settings(deadline=None)
-def test_what_is_kept_are_the_parts_that_counting_keeps(seed, density, largest, fewest, order):
-    labels = np.asarray(np.random.default_rng(seed).random((9, 7, 6)) < density, np.uint8, order=order)
-    cleaned = clean_labels(labels, ORGANS, 1.0, largest=largest, smallest_ml=float(fewest))
-    assert np.array_equal(cleaned == 1, kept(labels == 1, largest, fewest))
+    one = one_region_per_label(["background", "a"])
+    assert np.array_equal(clean_labels(full, one, 1.0, clean_by_hand(one, True, 0.0)), full)
+    assert not clean_labels(scattered, one, 1.0, clean_by_hand(one, False, 2.0)).any()

@@ -19,6 +19,7 @@ from medspeed.common.inference.model import (
     warn_of_phantoms,
     write_model,
 )
+from medspeed.common.inference.postprocessing import Cleaning, Postprocessing
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d
 from tests.support import unet_model
@@ -44,6 +45,25 @@ def test_every_network_of_volumes_is_written_in_one_shape_and_comes_back(model, 
     content = json.loads((tmp_path / "model.json").read_text())
     assert (content["app"], content["network"]) == ("heart", model.network.__name__)
     assert content["labelling"]["labels"] == list(model.labelling.labels)  # what the report names labels by
+
+
+def test_post_processing_comes_back_and_names_structures_of_the_model(tmp_path):
+    model = replace(
+        UNET, postprocessing=Postprocessing((Cleaning(("spleen",), True), Cleaning(("spleen",), False, 0.5)))
+    )
+    write_model(tmp_path, "heart", model)
+    assert load_model(tmp_path, "heart", unet3d).postprocessing == model.postprocessing
+    content = json.loads((tmp_path / "model.json").read_text())
+    for name, value, words in (
+        ("structures", ["liver"], r"postprocessing \['liver'\]: must be of the structures \['spleen'\]"),
+        ("smallest_ml", -1.0, r"smallest_ml -1.0: must be a volume in ml"),
+        ("largest", "yes", r"Expected `bool`"),
+    ):
+        wrong = json.loads(json.dumps(content))
+        wrong["postprocessing"]["cleaning"][0][name] = value
+        (tmp_path / "model.json").write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=rf"model\.json: .*{words}"):
+            load_model(tmp_path, "heart", unet3d)
 
 
 def test_the_network_is_built_of_its_arguments():

@@ -17,6 +17,7 @@ from medspeed.common.data.dicom import DicomSeries
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.inference.model import import_weights, save_weights
 from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.postprocessing import Cleaning, Postprocessing, clean_by_hand, clean_labels
 from medspeed.common.inference.predict import predict_logits
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.scans import find_scans, read_scan, segment_scans, stem_of
@@ -113,6 +114,22 @@ def test_other_options_are_done_anew(done, run, scans, change, tmp_path):
         assert parts == [1, 1, 1]
     elif "smallest_ml" in change:
         assert all(now <= int(row["parts"]) for now, row in zip(parts, rows(done), strict=True))
+
+
+def test_the_model_s_post_processing_is_applied_unless_the_flags_say_otherwise(done, run, scans, tmp_path):
+    model = replace(MODEL, postprocessing=Postprocessing((Cleaning(("spleen",), smallest_ml=1e9),)))
+
+    def found(name, **flags):
+        assert segment_scans(config(run, scans, tmp_path / name, **flags), model).status == 0
+        return label_maps(tmp_path / name).items()
+
+    before = label_maps(done)
+    assert not any(labels.any() for _, labels in found("model"))
+    assert all(np.array_equal(labels, before[name]) for name, labels in found("off", smallest_ml=0.0))
+    assert all(np.array_equal(labels, before[name]) for name, labels in found("off too", largest_component=False))
+    for name, labels in found("largest", largest_component=True):
+        by_hand = clean_by_hand(MODEL.labelling, True, 0.0)
+        assert np.array_equal(labels, clean_labels(before[name], MODEL.labelling, 1.0, by_hand))
 
 
 def test_a_bad_scan_is_set_aside_by_name_and_keeps_nothing_of_before(run, scans, done, tmp_path, capsys):

@@ -1,4 +1,22 @@
-from medspeed.common.training.evaluate import doubts
+"""What the end of a training says of its Dice, and the post-processing that it chooses."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from medspeed.apps.spleen.config import SpleenConfig
+from medspeed.common.clock import Clock
+from medspeed.common.inference.labels import dice_counts
+from medspeed.common.inference.model import load_model, write_model
+from medspeed.common.inference.postprocessing import CaseParts, Cleaning, case_parts
+from medspeed.common.run import Run
+from medspeed.common.training.evaluate import choose_postprocessing, doubts
+from medspeed.models.unet3d import unet3d
+from tests.support import unet_model
+
+MODEL = unet_model((2.0, 2.0, 2.0), (4, 8), (16, 16, 16))
 
 
 def test_a_dice_that_proves_nothing_is_doubted_in_capitals():
@@ -6,3 +24,58 @@ def test_a_dice_that_proves_nothing_is_doubted_in_capitals():
     assert [each.split(":")[0] for each in doubts(0.9, held_out=False)] == ["NOT HELD OUT"]
     assert [each.split(":")[0] for each in doubts(0.0, held_out=True)] == ["NOTHING LEARNED"]
     assert [each.split(":")[0] for each in doubts(0.0, held_out=False)] == ["NOT HELD OUT", "NOTHING LEARNED"]
+
+
+def speckled(voxels: int) -> CaseParts:
+    """A spleen of 1000 voxels of a mm3, and false ones elsewhere."""
+    truth = np.zeros((30, 30, 30), np.uint8, order="F")
+    truth[2:12, 2:12, 2:12] = 1
+    labels = truth.copy(order="F")
+    labels[20 : 20 + voxels, 20, 20] = 1
+    counts = dice_counts(torch.from_numpy(labels), torch.from_numpy(truth), MODEL.labelling.regions)
+    return case_parts(labels, truth, MODEL.labelling, 0.001, counts)
+
+
+def chosen(folder, cases, held_out=True, **fields):
+    folder.mkdir(exist_ok=True)
+    write_model(folder, "spleen", MODEL)
+    run = Run(folder, torch.device("cpu"), Clock(), resumed=False)
+    found = choose_postprocessing(cases, MODEL, held_out, SpleenConfig(**fields), run)
+    return found, load_model(folder, "spleen", unet3d).postprocessing.cleaning, (folder / "run.log").read_text()
+
+
+def test_what_helps_on_validation_cases_is_kept_in_the_model_and_said(tmp_path):
+    found, kept, said = chosen(tmp_path, [speckled(9) for _ in range(4)])
+    assert kept == (Cleaning(("spleen",), smallest_ml=0.01),)
+    before = 2000 / 2009  # 9 false voxels are below 0.01 ml
+    assert (found["before"], found["after"]) == (pytest.approx(before), 1.0)
+    assert said == (
+        f"post-processing: spleen: components of at least 0.01 ml (Dice {before:.4f} before, 1.0000 after, on the "
+        "validation cases)\n"
+    )
+    assert found["cleaning"] == [{"structures": ("spleen",), "largest": False, "smallest_ml": 0.01}]
+    assert json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("voxels", "cases", "more", "why"),
+    [
+        (9, 3, {}, "3 validation cases; a choice needs 4"),
+        (9, 4, {"held_out": False}, "the validation cases were trained on"),
+        (9, 4, {"fast_dev_run": True}, "this is a fast dev run"),
+        (3, 4, {}, "nothing gains more than 0.002 Dice without the case that gains most"),
+    ],
+)
+def test_nothing_is_chosen_without_a_reason_to(tmp_path, voxels, cases, more, why):
+    before = unwritten(tmp_path / "before")
+    found, kept, said = chosen(tmp_path / "run", [speckled(voxels) for _ in range(cases)], **more)
+    assert (kept, said) == ((), f"post-processing: none: {why}\n")
+    assert found["before"] == found["after"] < 1.0
+    assert (tmp_path / "run" / "model.json").read_text() == before
+    assert "postprocessing" not in before  # as files were before there was such a field
+
+
+def unwritten(folder):
+    folder.mkdir()
+    write_model(folder, "spleen", MODEL)
+    return (folder / "model.json").read_text()
