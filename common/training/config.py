@@ -51,8 +51,8 @@ class TrainingConfig:
         device: auto, cpu, cuda or cuda:N.
         workers: data-loading processes or preparation threads; all available cores by default.
         batch_size: crops or patches per step, over all ranks.
-        optimizer: novograd, monai_novograd (MONAI's), adam or sgd.
-        learning_rate: initial learning rate.
+        optimizer: muon, novograd, monai_novograd (MONAI's), adam or sgd; by default muon on a CPU, novograd on a GPU.
+        learning_rate: initial learning rate; 0.05 with muon, else 0.01, by default.
         schedule: how the learning rate changes over the run.
         epochs: passes over the training data.
         precision: fp32, bf16, fp16 (with loss scaling) or auto (bf16 if the device supports it; guide: fp16 on GPUs).
@@ -77,8 +77,8 @@ class TrainingConfig:
     device: str = "auto"
     workers: int | None = None
     batch_size: int | None = None
-    optimizer: Literal["novograd", "monai_novograd", "adam", "sgd"] = "novograd"
-    learning_rate: float = 0.01
+    optimizer: Literal["novograd", "muon", "monai_novograd", "adam", "sgd"] | None = None
+    learning_rate: float | None = None
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     epochs: int | None = None
     precision: Literal["auto", Precision] = "auto"
@@ -129,7 +129,7 @@ class TrainingConfig:
         """Return the checks of single fields; an app adds its own."""
         return (
             ("seed", 0 <= self.seed < 2**63, "0 or more, below 2 ** 63"),
-            ("learning_rate", 0 < self.learning_rate < math.inf, "above 0"),
+            ("learning_rate", self.learning_rate is None or 0 < self.learning_rate < math.inf, "above 0"),
         )
 
     def target(self) -> float | None:
