@@ -39,6 +39,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "recipe": "fast", "cache": "ram", "loss": "dice_ce", "optimizer": "novograd",
         "schedule": "linear", "channels_last": True, "crops.flips": "xz", "crops.intensity": 0.1,
     }),
+    "spleen-muon": ("spleen", _SPLEEN | {
+        "recipe": "fast", "cache": "ram", "loss": "dice_ce", "optimizer": "muon",
+        "schedule": "linear", "channels_last": True, "crops.flips": "", "crops.intensity": 0.1,
+    }),
     "spleen-guide": ("spleen", _SPLEEN | {
         "recipe": "guide", "cache": "monai", "loss": "monai_dice_ce", "optimizer": "monai_novograd",
         "schedule": "constant", "channels_last": False, "crops.flips": "", "crops.intensity": 0,

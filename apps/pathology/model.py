@@ -95,7 +95,7 @@ def choose(
     if config.recipe == "guide" and precision == "auto":
         precision = "fp16" if device.type == "cuda" else "fp32"  # the guide's autocast("cuda")
     return replaced(
-        config,
+        config.optimized(),
         {
             "patch_size": patch_size,
             "mpp": mpp,

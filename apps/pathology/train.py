@@ -16,6 +16,7 @@ from medspeed.apps.pathology.quality import call_size, evaluate, export_patches,
 from medspeed.common.data.batches import Batches
 from medspeed.common.inference.model import write_model
 from medspeed.common.run import Run, one_line_errors
+from medspeed.common.training.config import decided
 from medspeed.common.training.evaluate import RunSummary, best_network, finish
 from medspeed.common.training.fit import Setup, fit
 from medspeed.common.training.losses import binary_cross_entropy
@@ -86,7 +87,7 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
         network=network,
         batches=batches,
         loss_function=binary_cross_entropy(config.augmentation.label_smoothing),
-        optimizer=build_optimizer(config.optimizer, network.parameters(), config.learning_rate),
+        optimizer=build_optimizer(decided(config.optimizer), network.parameters(), decided(config.learning_rate)),
         precision=model.precision,
         validate=partial(validation_auc, validation, model.precision, run),
     )

@@ -4,9 +4,9 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, Self, TypeVar
 
 from medspeed.common.config import flat, parse_config
 from medspeed.common.inference.options import Precision
@@ -51,7 +51,7 @@ class TrainingConfig:
         device: auto, cpu, cuda or cuda:N.
         workers: data-loading processes or preparation threads; all available cores by default.
         batch_size: crops or patches per step, over all ranks.
-        optimizer: muon, novograd, monai_novograd (MONAI's), adam or sgd; by default muon on a CPU, novograd on a GPU.
+        optimizer: muon, novograd, monai_novograd (MONAI's), adam or sgd; by default the app's for this device.
         learning_rate: initial learning rate; 0.05 with muon, else 0.01, by default.
         schedule: how the learning rate changes over the run.
         epochs: passes over the training data.
@@ -146,6 +146,11 @@ class TrainingConfig:
         if name.strip().lower() != metric or not 0 < value <= 1:
             raise ValueError(f"until {self.until}: must be {metric}=VALUE with a value above 0 and at most 1")
         return value
+
+    def optimized(self) -> Self:
+        """Return the configuration with optimizer and learning rate decided: Novograd, where the app takes no other."""
+        name = self.optimizer or "novograd"
+        return replace(self, optimizer=name, learning_rate=self.learning_rate or (0.05 if name == "muon" else 0.01))
 
     def plan_epochs(self, steps: int, per_epoch: int, validations: int) -> tuple[int, int]:
         """Return the epochs of the run, and those between two validations.

@@ -73,12 +73,12 @@ class Muon(_Uncompiled):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group["lr"])
+                    self._update(parameter, parameter.grad, group["lr"])
 
-    def _update(self, parameter: Tensor, lr: float) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, lr: float) -> None:
         state = self.state[parameter]
-        moment = state.setdefault("momentum", torch.zeros_like(parameter)).lerp_(parameter.grad, 1 - _BETA1)
-        update = torch.lerp(parameter.grad, moment, _BETA1)
+        moment = state.setdefault("momentum", torch.zeros_like(parameter)).lerp_(gradient, 1 - _BETA1)
+        update = gradient.lerp(moment, _BETA1)
         if parameter.ndim < 2:
             length = torch.linalg.vector_norm(update).clamp(min=_TINY)
             parameter.sub_(update / length, alpha=_VECTORS * lr * math.sqrt(update.numel()))
@@ -104,7 +104,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     for _ in range(5):
         factor = 3.4445 * one - 4.7750 * gram + 2.0315 * gram @ gram
         whole, gram = factor @ whole, factor @ gram @ factor
-    found = whole @ wide
+    found: Tensor = whole @ wide
     return found if found.shape == matrix.shape else found.T
 
 

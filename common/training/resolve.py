@@ -193,7 +193,7 @@ def choose_volumes(
         ValueError: what was asked for does not fit the data or the device.
     """
     open_fields = {name: value for name, value in usual.fields.items() if flat(config)[name] is None}
-    config = replaced(config, open_fields)
+    config = replaced(config, open_fields).optimized()
     window = getattr(config, "window", None)
     preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, window, data.known)
     for line in lines:

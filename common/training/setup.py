@@ -98,7 +98,8 @@ def lr_factor(schedule: ScheduleName, step: int, total_steps: int) -> float:
 
 def learning_rates(config: TrainingConfig, total_steps: int) -> list[float]:
     """Return the learning rate of each step of a run."""
-    return [config.learning_rate * lr_factor(config.schedule, step, total_steps) for step in range(total_steps)]
+    rate = decided(config.learning_rate)
+    return [rate * lr_factor(config.schedule, step, total_steps) for step in range(total_steps)]
 
 
 def choose_precision(wish: Literal["auto", Precision], device: torch.device, deepest: Sequence[int] = ()) -> Precision:

@@ -75,7 +75,7 @@ def volume_setup(
     say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
     scheme = model.labelling
     loss = build_loss(cast(LossName, config.loss), run.ranks, () if scheme.exclusive else scheme.regions)
-    optimizer = build_optimizer(config.optimizer, network.parameters(), config.learning_rate)
+    optimizer = build_optimizer(decided(config.optimizer), network.parameters(), decided(config.learning_rate))
     return Setup(network, batches, loss, optimizer, model.precision, validate)
 
 

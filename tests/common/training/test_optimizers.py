@@ -2,13 +2,14 @@ import copy
 import io
 import math
 import pickle
+from typing import get_args
 
 import monai.optimizers
 import pytest
 import torch
 from torch import nn
 
-from medspeed.common.training.optimizers import Novograd, build_optimizer
+from medspeed.common.training.optimizers import Muon, Novograd, OptimizerName, build_optimizer, orthogonal
 from medspeed.common.training.setup import lr_factor
 from tests.support import count_operators, refuse_host_sync
 
@@ -388,9 +389,10 @@ def test_mixed_precisions_in_a_group_are_a_programmers_error():
 
 def test_optimizers_by_name():
     parameter = nn.Parameter(torch.ones(2))
-    built = {name: build_optimizer(name, [parameter], 0.25) for name in ("novograd", "monai_novograd", "adam", "sgd")}
+    built = {name: build_optimizer(name, [parameter], 0.25) for name in get_args(OptimizerName)}
     assert {name: type(each) for name, each in built.items()} == {
         "novograd": Novograd,
+        "muon": Muon,
         "monai_novograd": monai.optimizers.Novograd,
         "adam": torch.optim.Adam,
         "sgd": torch.optim.SGD,
@@ -398,3 +400,53 @@ def test_optimizers_by_name():
     assert all(each.param_groups[0]["lr"] == 0.25 for each in built.values())
     sgd = built["sgd"].param_groups[0]
     assert (sgd["momentum"], sgd["nesterov"], sgd["weight_decay"]) == (0.9, False, 4e-5)
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (40, 6), (8, 8)])
+def test_an_orthogonal_matrix_keeps_singular_vectors_and_has_singular_values_near_1(shape):
+    u, _, v = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(1)), full_matrices=False)
+    values = torch.linspace(1.0, 0.1, min(shape))
+    turned = u.T @ orthogonal(7 * (u * values) @ v) @ v.T
+    assert torch.allclose(turned, torch.diag(turned.diagonal()), atol=1e-4)
+    assert 0.65 < turned.diagonal().min() < turned.diagonal().max() < 1.25
+
+
+def test_muon_moves_matrices_as_torchs_own_does():
+    theirs = [nn.Parameter(value.clone()) for value in (torch.ones(5, 9), torch.ones(12, 3))]
+    ours = [nn.Parameter(value.detach().clone()) for value in theirs]
+    kernels = [nn.Parameter(value.detach().clone().reshape(len(value), -1, 3)) for value in theirs]
+    generator = torch.Generator().manual_seed(0)
+    steppers = Muon([*ours, *kernels], 0.05), torch.optim.Muon(theirs, 0.05, weight_decay=0.0, momentum=0.9)
+    for _ in range(4):
+        for mine, kernel, other in zip(ours, kernels, theirs, strict=True):
+            mine.grad = other.grad = torch.randn(other.shape, generator=generator)
+            kernel.grad = mine.grad.reshape(kernel.shape)
+        for stepper in steppers:
+            stepper.step()
+    for mine, kernel, other in zip(ours, kernels, theirs, strict=True):
+        assert torch.allclose(mine, other, atol=0.01)  # theirs iterates in bfloat16
+        assert (other - 1).abs().max() > 0.05
+        assert torch.equal(kernel.reshape(mine.shape), mine)
+
+
+def test_muon_moves_a_vector_by_a_fifth_of_the_rate_along_its_momentum():
+    vector, still, frozen = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    vector.grad, still.grad = torch.tensor([3.0, 4.0]), torch.zeros(2)
+    Muon([vector, still, frozen.requires_grad_(False)], 0.5).step()
+    assert vector.tolist() == pytest.approx([-0.1 * 0.6 * 2**0.5, -0.1 * 0.8 * 2**0.5])
+    assert still.tolist() == frozen.tolist() == [0.0, 0.0]
+
+
+def test_muon_goes_on_from_its_state_as_if_it_had_not_stopped():
+    network = small_network()
+    optimizer = Muon(network.parameters(), 0.05)
+    for step in range(3):
+        backward(network, step)
+        optimizer.step()
+    other = copy.deepcopy(network)
+    restored = Muon(other.parameters(), 0.05)
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, stepper in ((network, optimizer), (other, restored)):
+        backward(each, 3)
+        stepper.step()
+    assert all_equal(weights(network), weights(other))
