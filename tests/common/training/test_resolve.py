@@ -89,6 +89,22 @@ def test_every_open_field_is_decided_and_what_was_given_wins(scans, tmp_path, ru
 
 
 @pytest.mark.parametrize(
+    ("given", "optimizer", "rate"),
+    [
+        ({}, "muon", 0.05),
+        ({"optimizer": "novograd"}, "novograd", 0.01),
+        ({"optimizer": "adam", "learning_rate": 0.001}, "adam", 0.001),
+        ({"learning_rate": 0.02}, "muon", 0.02),
+    ],
+)
+def test_the_learning_rate_is_that_of_the_optimizer_unless_given(given, optimizer, rate, scans, tmp_path, run):
+    config, data = read(scans, tmp_path, run, **given)
+    chosen = choose_volumes(config, data, replace(USUAL, fields={**USUAL.fields, "optimizer": "muon"}), run)
+    assert (chosen.optimizer, chosen.learning_rate) == (optimizer, rate)
+    assert choose_volumes(config, data, USUAL, run).optimizer == given.get("optimizer", "novograd")
+
+
+@pytest.mark.parametrize(
     "wish",
     [{"crop_size": (4096, 4096, 4096)}, {"batch_size": 10**9}, {"windows": Windows(size=(100_000, 100_000, 100_000))}],
 )
