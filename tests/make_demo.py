@@ -16,7 +16,7 @@ _KEPT = ("app", "recipe", "held_out", "precision", "seed", "cases", "steps", "qu
 
 
 def main() -> None:
-    """Train with the defaults but for size and precision, and keep weights, model, quality and model card."""
+    """Train with the defaults but for size and precision, and keep weights, model, fingerprint, quality and card."""
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
         summary: dict[str, Any] = train(
@@ -24,7 +24,7 @@ def main() -> None:
             precision="fp32", engine="none", store=Path(scratch) / "store",
         )  # fmt: skip
         FOLDER.mkdir(exist_ok=True)
-        for name in ("best.safetensors", "model.json"):
+        for name in ("best.safetensors", "model.json", "fingerprint.json"):
             shutil.copyfile(run / name, FOLDER / name)
     data = {"name": summary["data"]["name"], "synthetic": summary["data"]["synthetic"]}
     write_json(FOLDER / "summary.json", {**{name: summary[name] for name in _KEPT}, "data": data})

@@ -27,12 +27,14 @@ from medspeed.common.console import say
 from medspeed.common.files import plural, sha256_of
 from medspeed.common.host_memory import keep_freed_memory, peak_memory
 from medspeed.common.inference.folder_job import FolderJob, Item
-from medspeed.common.inference.model import warn_of_phantoms
+from medspeed.common.inference.model import warn_of_training
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.predictions import Predictions, Record
 from medspeed.common.observe.plots import Timeline
 from medspeed.common.ranks import choose_device, torchrun_place
 from medspeed.common.run import one_line_errors
+
+_COARSER = 1.5  # times the pixels of the training: what lies between a slide's pixels was never seen
 
 
 class Scanner:
@@ -104,11 +106,21 @@ class Scanner:
             for path in picture:
                 with stage("overlay"):
                     draw_heatmap(path, slide, found)
+        mpp, damaged = self.model.mpp, [list(tile) for tile in self.pool.damaged.get(item.source, ())]
+        doubts = {
+            "NO TISSUE found, nothing scanned": not found.tiles,
+            f"{len(damaged)} DAMAGED TILES treated as white": damaged,
+            "pixels of unknown size": bool(mpp) and slide.mpp is None,
+            f"pixels of {slide.mpp} um, more than {_COARSER:g} times the {mpp} um of the training": (
+                mpp and slide.mpp and slide.mpp > _COARSER * mpp
+            ),
+        }
         return {
+            "uncertain": [doubt for doubt, holds in doubts.items() if holds],
             "probability": float(found.values.max(initial=0)),
             "detections": len(detections),
             "tiles": found.tiles,
-            "damaged_tiles": [list(tile) for tile in self.pool.damaged.get(item.source, ())],  # level, column, row
+            "damaged_tiles": damaged,  # level, column, row
             "reader": slide.reader,
             "level": view.level,
             "mpp": slide.mpp,
@@ -139,7 +151,7 @@ def main(config: ScanConfig) -> Predictions:
         job = FolderJob("slide", config.output, items, identity, scanner.read, scanner.scan, scanner.write, _line)
         share = len(job.share())
         say(f"{plural(share, 'slide')}, {opened.backend} {opened.precision} on {scanner.device}: {opened.reason}")
-        warn_of_phantoms(config.model)
+        warn_of_training(config.model)
         return job.run(job.unfinished())
 
 
@@ -173,12 +185,10 @@ def find_slides(path: Path) -> list[Path]:
 
 def _line(record: Record) -> str:
     """Return what the record of a slide says."""
-    damaged = len(record["damaged_tiles"])
     parts = [
         f"{record['reader']}, {record['view']}, probability {record['probability']:.3f}",
         f"{plural(record['detections'], 'detection')}, peak memory {record['peak_memory_mib']} MiB",
-        *(["NO TISSUE found, nothing scanned"] if not record["tiles"] else []),
-        *([f"{damaged} DAMAGED TILES treated as white"] if damaged else []),
+        *(f"UNCERTAIN: {doubt}" for doubt in record["uncertain"]),
         *(f"{name} {seconds:.2f} s" for name, seconds in record["seconds"].items()),
     ]
     return ", ".join(parts)

@@ -15,7 +15,7 @@ from medspeed.common.export.gate import Judge
 from medspeed.common.inference.options import Precision
 from medspeed.common.inference.predictors import Predictor, torch_predictor
 from medspeed.common.run import Run
-from medspeed.common.training.evaluate import Quality
+from medspeed.common.training.evaluate import Quality, doubts
 
 _AT_ONCE = 256  # patches in one call
 _GATE_PATCHES = 1024  # the gate scores so many validation patches with each export
@@ -63,6 +63,8 @@ def evaluate(best: nn.Module, validation: Patches, testing: Patches | None, prec
                 found[f"{name} accuracy"] = float(np.mean((scores >= 0.5) == label.astype(bool)))
     judged = "validation" if testing is None else "testing"
     run.say("patches: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()), "result")
+    for doubt in doubts(found[f"{judged} AUC"], True, "AUC"):
+        run.say(doubt, "warning")
     name = f"patch AUC, {judged} patches, best weights"
     return Quality(name, found[f"{judged} AUC"], found, selected_on="validation", per_region={})
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import nibabel as nib
@@ -14,15 +14,36 @@ from medspeed.common.data.geometry import Shape, Spacing, box_above
 from medspeed.common.data.preparation import Preparation, label_map
 from medspeed.common.data.store import file_state
 from medspeed.common.data.threads import map_in_threads
-from medspeed.common.data.volumes import check_same_grid, read_header, read_volume
+from medspeed.common.data.volumes import Volume, check_same_grid, read_header, read_volume
 from medspeed.common.files import from_json, plural, read_object, write_json
 
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
 VOXELS_PER_CASE = 10_000
-_FINGERPRINT_VERSION = 4
+_FINGERPRINT_VERSION = 5
+_KNOWN_READ = 16  # cases of a dataset whose preparation is known
+_SAMPLED = 100_000  # voxels of an image that its percentiles are of
+_AIR = -500.0  # HU: at or below it lies what surrounds a patient, of which there is more or less
 
 Window = tuple[float, float]  # lower and upper HU
 _Grid = tuple[np.ndarray, np.ndarray, np.ndarray]  # [3] each, along R, A, S: spacing in mm, shape and extent in voxels
+
+
+@dataclass(frozen=True)
+class CaseFigures:
+    """What a scan looks like, and how large its structures are.
+
+    Attributes:
+        spacing: along R, A, S, mm.
+        size: field of view along R, A, S, mm.
+        intensity: percentiles 5, 50 and 95 of its first channel: of CT above -500 HU, in HU; of others where it is not
+            0, in standard deviations from the mean.
+        volumes_ml: by label number, that of the background 0; empty without a label map.
+    """
+
+    spacing: Spacing
+    size: tuple[float, float, float]
+    intensity: tuple[float, float, float]
+    volumes_ml: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,7 @@ class Fingerprint:
         foreground: percentiles 0.5 and 99.5 of the voxels with a label above 0, pooled over the cases, the lowest and
             the highest of the channels that were read (of CT all, else the first), in the file's unit (CT: HU); None
             where only headers were read.
+        scans: figures of each, that scans are compared with when the model is used; runs before them have none.
     """
 
     modality: tuple[str, ...]
@@ -47,6 +69,7 @@ class Fingerprint:
     shape: Shape
     extent: Shape
     foreground: Window | None
+    scans: tuple[CaseFigures, ...] = ()
 
 
 def fingerprint(
@@ -61,7 +84,7 @@ def fingerprint(
     """Measure the training cases: spacing, shape, foreground intensity.
 
     Image and label must share a grid, and labels be of the dataset's list. Where the preparation is known only headers
-    are read; the rest is then checked when the cases are prepared.
+    are read, and 16 cases for the figures of scans; the rest is then checked when the cases are prepared.
 
     Args:
         cases: the training cases, with labels; validation cases stay unseen.
@@ -76,7 +99,8 @@ def fingerprint(
     """
     if known is not None:
         grids = map_in_threads(lambda case: _ras_grid(*read_header(case.image)), cases, "indexing", workers, progress)
-        return _summary(dataset, [(spacing, shape, shape) for spacing, shape in grids], None)
+        some = fingerprint(cases[:: -(-len(cases) // _KNOWN_READ)], dataset, store, workers=workers, progress=progress)
+        return _summary(dataset, [(spacing, shape, shape) for spacing, shape in grids], None, some.scans)
     if store is None:
         return _measure(cases, dataset, workers, progress)
     files = [file for case in cases for file in (case.image, case.label) if file is not None]
@@ -143,24 +167,42 @@ def is_ct(dataset: Dataset) -> bool:
     return all(channel.strip().upper() == "CT" for channel in dataset.modality)
 
 
+def scan_figures(volume: Volume, ct: bool) -> CaseFigures:
+    """Return the figures of a scan [X, Y, Z] or [X, Y, Z, C], whatever its file's orientation."""
+    spacing, shape = _ras_grid(volume.voxels.shape, volume.affine)
+    right, anterior, superior = spacing.round(4).tolist()
+    width, depth, height = (spacing * shape).round(2).tolist()
+    first = volume.voxels.reshape(*volume.voxels.shape[:3], -1, order="F")[..., 0].ravel(order="K")
+    values = first[np.linspace(0, first.size - 1, min(first.size, _SAMPLED)).astype(int)].astype(np.float64)
+    values = values[values > _AIR if ct else values != 0]
+    if not len(values):
+        values = np.array([_AIR])  # as far outside as can be told
+    elif not ct:
+        values = (values - values.mean()) / (values.std() or 1)
+    low, middle, high = np.percentile(values, [5, 50, 95]).round(3).tolist()
+    return CaseFigures((right, anterior, superior), (width, depth, height), (low, middle, high))
+
+
 def _measure(cases: Sequence[Case], dataset: Dataset, workers: int | None, progress: bool) -> Fingerprint:
     measured = map_in_threads(lambda case: _case_figures(case, dataset), cases, "measuring cases", workers, progress)
-    grids, samples_each = zip(*measured, strict=True)
+    grids, samples_each, scans = zip(*measured, strict=True)
     samples = np.concatenate(samples_each)
     if not len(samples):
         raise ValueError(f"{dataset.folder}: no voxel of the training cases ({len(cases)}) has a label above 0")
     low, high = np.percentile(samples, [0.5, 99.5], axis=0)
-    return _summary(dataset, grids, (float(low.min()), float(high.max())))
+    return _summary(dataset, grids, (float(low.min()), float(high.max())), scans)
 
 
-def _summary(dataset: Dataset, grids: Sequence[_Grid], foreground: Window | None) -> Fingerprint:
+def _summary(
+    dataset: Dataset, grids: Sequence[_Grid], foreground: Window | None, scans: tuple[CaseFigures, ...]
+) -> Fingerprint:
     spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
     rounded = [tuple(sides.round().astype(int).tolist()) for sides in (shape, extent)]
-    return Fingerprint(dataset.modality, len(grids), tuple(spacing.tolist()), rounded[0], rounded[1], foreground)
+    return Fingerprint(dataset.modality, len(grids), tuple(spacing.tolist()), rounded[0], rounded[1], foreground, scans)
 
 
-def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray]:
-    """Return a case's grid, and intensities [N, C] of some foreground voxels."""
+def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, CaseFigures]:
+    """Return a case's grid, intensities [N, C] of some foreground voxels, and its figures."""
     assert case.label is not None, "training cases have labels"
     # Intensities choose the window of CT alone; of others the box around the first channel is enough.
     image = read_volume(case.image, len(dataset.modality), first_only=not is_ct(dataset))
@@ -173,7 +215,9 @@ def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray]:
     spacing, shape = _ras_grid(image.voxels.shape, image.affine)
     _, extent = _ras_grid(_extent(image.voxels), image.affine)
     samples = image.voxels.reshape(numbers.size, -1, order="F")[chosen].astype(np.float64)
-    return (spacing, shape, extent), samples
+    volumes = np.bincount(numbers[places], minlength=len(dataset.labels)) * image.voxel_ml
+    figures = replace(scan_figures(image, is_ct(dataset)), volumes_ml=tuple(volumes.round(3).tolist()))
+    return (spacing, shape, extent), samples, figures
 
 
 def _extent(voxels: np.ndarray) -> tuple[int, ...]:

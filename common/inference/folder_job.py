@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from tqdm import tqdm
 
-from medspeed.common.console import hides_bar, say, wants_traceback
+from medspeed.common.console import Kind, hides_bar, say, wants_traceback
 from medspeed.common.files import locked, part_ending, plural, printable, read_object, write_json
 from medspeed.common.inference.predictions import Prediction, Predictions, Record
 from medspeed.common.ranks import torchrun_place
@@ -30,7 +30,7 @@ Read = TypeVar("Read")
 Computed = TypeVar("Computed")
 
 BAD_INPUT = (ValueError, OSError)
-_VERSION = 2  # raise when outputs or records change for the same input, weights and options
+_VERSION = 3  # raise when outputs or records change for the same input, weights and options
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class FolderJob(Generic[Source, Read, Computed]):
         read: from an item to what is computed on; in one of the threads.
         compute: from that to what is written; in the calling thread, in the items' order.
         write: writes the outputs and returns what the record is to hold; in one of the threads.
-        line: from a record to the line that is printed about it.
+        line: from a record to the line that is printed about it; a warning where the record has something "uncertain".
         tables: told, at the end, the records of all finished items by name, those of other processes among them; no
             processes are in it at once, and the last one finds all.
         table_files: what `tables` writes.
@@ -222,7 +222,8 @@ class FolderJob(Generic[Source, Read, Computed]):
             failed[item.name] = _why(item.name, record)
             say(f"failed: {failed[item.name]}", "warning")
         else:
-            say(f"{printable(item.name)}: {self.line(record)}")
+            kind: Kind = "warning" if record.get("uncertain") else "note"
+            say(f"{printable(item.name)}: {self.line(record)}", kind)
 
     def _written(self, item: Item[Source], mark: Record, computed: Computed) -> Record | Exception:
         begun = {"name": item.name, "outputs": [path.name for path in item.outputs]}

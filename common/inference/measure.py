@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Measures:
         short_axial_mm: extent perpendicular to it in the same slice.
         extent_rl_mm: distance between the outer edges of the rightmost and leftmost voxels; likewise posterior to
             anterior and inferior to superior. Measured along the axes of the file, which may be oblique.
+        uncertain: what makes it so; empty where nothing does.
     """
 
     structure: str
@@ -44,6 +45,7 @@ class Measures:
     extent_rl_mm: float
     extent_pa_mm: float
     extent_is_mm: float
+    uncertain: str = field(default="", kw_only=True)
 
 
 def measure(labels: np.ndarray, affine: np.ndarray, regions: Sequence[Region]) -> tuple[Measures, ...]:

@@ -144,15 +144,23 @@ def read_model(run: Path, app: str, kind: type[Model], *networks: Callable[..., 
         raise ValueError(f"{path}: not the model file of a {app} run ({error})") from error
 
 
-def warn_of_phantoms(run: Path) -> None:
-    """Warn if a run was trained on synthetic data: its results on patients are meaningless."""
+def warn_of_training(run: Path) -> None:
+    """Warn if a run was trained on synthetic data or learned nothing: its results on patients are meaningless."""
     try:
-        data = read_object(run / "summary.json").get("data")
+        summary = read_object(run / "summary.json")
     except (ValueError, OSError):
         return
-    if isinstance(data, dict) and data.get("synthetic") is True:
+    data, quality = ({**each} if isinstance(each := summary.get(key), dict) else {} for key in ("data", "quality"))
+    if data.get("synthetic") is True:
         text = "WARNING: this model was trained on SYNTHETIC DATA only: its results on patients are meaningless"
         say(text, "warning")
+    if learned_nothing(quality.get("name"), quality.get("value")):
+        say("WARNING: this model LEARNED NOTHING: its results are meaningless; train it again", "warning")
+
+
+def learned_nothing(name: object, quality: object) -> bool:
+    """Return whether a quality of this name is luck: an AUC below 0.55, a Dice below 0.01."""
+    return isinstance(quality, (int, float)) and quality < (0.55 if "AUC" in str(name) else 0.01)
 
 
 def load_model(run: Path, app: str, *networks: Callable[..., nn.Module]) -> VolumeModel:

@@ -13,7 +13,7 @@ from medspeed.common.data.dataset import Case
 from medspeed.common.data.geometry import Box, WorkingGrid, box_above, resample, resample_sheared
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.inference.labels import Region, dice_counts, painted
+from medspeed.common.inference.labels import Region, dice_counts, painted, pair_counts
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predictors import Predictor, torch_predictor
 from medspeed.common.inference.windows import fitted_window, sliding_windows
@@ -22,7 +22,12 @@ Carry = Callable[[torch.Tensor], torch.Tensor]  # a volume on the working grid t
 
 
 def predict_logits(
-    image: torch.Tensor, predictor: Predictor, model: VolumeModel, flips: str = "", fit: bool = False
+    image: torch.Tensor,
+    predictor: Predictor,
+    model: VolumeModel,
+    flips: str = "",
+    fit: bool = False,
+    pairs: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the logits [K, X, Y, Z] of a prepared image [C, X, Y, Z]; K == 1 for two exclusive classes.
 
@@ -32,6 +37,7 @@ def predict_logits(
         model: description of the network.
         flips: axes x, y, z for test-time augmentation: logits are averaged over all combinations of flips.
         fit: use windows fitted to the image (see `fitted_window`); the predictor must accept windows of any size.
+        pairs: receives how well the flips agree (see `pair_counts`).
     """
     window = fitted_window(image.shape[1:], model.window_size, model.overlap) if fit else model.window_size
 
@@ -47,8 +53,13 @@ def predict_logits(
 
     axes = ["xyz".index(letter) + 1 for letter in flips]
     total = logits_of(image)
+    labels = [model.labelling.labels_of(total)] if flips and pairs is not None else []
     for mirror in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:
-        total += logits_of(image.flip(mirror)).flip(mirror)
+        logits = logits_of(image.flip(mirror)).flip(mirror)
+        labels += [model.labelling.labels_of(logits)] if labels else []
+        total += logits
+    if labels and pairs is not None:
+        pairs.append(pair_counts(labels, model.labelling.regions))
     return total.div_(2 ** len(axes)) if flips else total
 
 
@@ -60,6 +71,7 @@ def predict_labels(
     stage: Callable[[str], AbstractContextManager[object]] = nullcontext,
     flips: str = "",
     fit: bool = False,
+    pairs: list[torch.Tensor] | None = None,
 ) -> np.ndarray:
     """Return the label map of a prepared case on the grid of its file, uint8 [X, Y, Z].
 
@@ -71,10 +83,11 @@ def predict_labels(
         stage: context manager that times a block, "windows" or "restore".
         flips: see `predict_logits`.
         fit: see `predict_logits`.
+        pairs: see `predict_logits`.
     """
     regions = None if model.labelling.exclusive else model.labelling.regions
     with stage("windows"):
-        logits = predict_logits(case.image.to(device, torch.float32), predictor, model, flips, fit)
+        logits = predict_logits(case.image.to(device, torch.float32), predictor, model, flips, fit, pairs)
     with stage("restore"):
         return restore_labels(logits, case.grid, regions)
 

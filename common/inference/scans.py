@@ -6,20 +6,23 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from threading import current_thread
+from zlib import crc32
 
 import numpy as np
 import torch
 
 from medspeed.common.console import say
 from medspeed.common.data.dicom import DicomSeries, find_series, read_series
+from medspeed.common.data.fingerprint import CaseFigures, scan_figures
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.threads import usable_cores
 from medspeed.common.data.volumes import Volume, read_volume, write_label
 from medspeed.common.files import plural, printable, sha256_of, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
 from medspeed.common.inference.folder_job import FolderJob, Item
+from medspeed.common.inference.labels import dice_of_counts
 from medspeed.common.inference.measure import measure, write_measures
-from medspeed.common.inference.model import VolumeModel, model_content, read_note, warn_of_phantoms
+from medspeed.common.inference.model import VolumeModel, model_content, read_note, warn_of_training
 from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Cleaning, clean_by_hand, clean_labels
@@ -27,12 +30,14 @@ from medspeed.common.inference.predict import predict_labels
 from medspeed.common.inference.predictions import Predictions, Record
 from medspeed.common.inference.repeated_windows import RepeatingPredictor
 from medspeed.common.inference.scan_memory import Scan, say_plan, scan_bytes
+from medspeed.common.inference.uncertain import read_figures, with_doubts
 from medspeed.common.observe.overlays import draw_overlay
 from medspeed.common.observe.plots import Timeline, draw_timeline
 from medspeed.common.ranks import choose_device, torchrun_place
 
 ScanItem = Item[Scan]
-ScanJob = FolderJob[Scan, Volume, tuple[Volume, np.ndarray]]
+Found = tuple[Volume, np.ndarray, list[float]]
+ScanJob = FolderJob[Scan, Volume, Found]
 
 # They change what comes out.
 _PER_THREAD = 2**27  # bytes of room for each thread that reads or writes
@@ -58,7 +63,7 @@ def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | N
     for item in share:
         for note in item.source.notes if isinstance(item.source, DicomSeries) else ():
             say(printable(f"{item.name}: {note}"), "warning")
-    warn_of_phantoms(config.model)
+    warn_of_training(config.model)
     left = job.unfinished()
     if len(left) > 1:
         say_plan([item.source for item in left], model, segmenter.device, job.in_flight, job.room)
@@ -124,14 +129,18 @@ class Segmenter:
         model: the network's.
         opened: what runs it.
         device: where windows are computed.
+        cases: figures of the training cases.
         timeline: who did what when.
+        pairs: how well the predictions of the scan that is computed agree (see `pair_counts`).
     """
 
     config: InferConfig
     model: VolumeModel
     opened: OpenedPredictor
     device: torch.device
+    cases: tuple[CaseFigures, ...] = ()
     timeline: Timeline = field(default_factory=Timeline)
+    pairs: list[torch.Tensor] = field(default_factory=list)
 
     @cached_property
     def weights(self) -> str:
@@ -156,6 +165,7 @@ class Segmenter:
         identity = {
             "weights": {self.opened.file.name: self.weights},
             "model": model_content(self.model),
+            "cases": crc32(repr(self.cases).encode()),
             "options": {**options, "backend": self.opened.backend, "precision": self.opened.precision},
         }
         return FolderJob(
@@ -202,17 +212,23 @@ class Segmenter:
         with self.timeline.stage(item.name, _lane(), "decode"):
             return read_scan(scan, preparation.channels)
 
-    def compute(self, item: ScanItem, volume: Volume) -> tuple[Volume, np.ndarray]:
-        """Prepare a scan, apply the network, and bring its labels [X, Y, Z] uint8 back to the scan's grid."""
+    def compute(self, item: ScanItem, volume: Volume) -> Found:
+        """Prepare a scan, apply the network, and bring its labels [X, Y, Z] uint8 back to the scan's grid.
+
+        Returns:
+            The scan, its labels, and how well several predictions agree (see `with_doubts`).
+        """
         stage, config, model = partial(self.timeline.stage, item.name, "compute", waits=True), self.config, self.model
+        self.pairs.clear()
         with stage("prepare"):
             case = prepare_volume(item.name, volume, model.preparation, self.device, torch.float32)
-        labels = predict_labels(case, self.opened.predict, model, self.device, stage, config.flips, config.fit_windows)
-        return volume, labels
+        options = config.flips, config.fit_windows, self.pairs
+        labels = predict_labels(case, self.opened.predict, model, self.device, stage, *options)
+        return volume, labels, dice_of_counts(torch.stack(self.pairs).sum(dim=0)).tolist() if self.pairs else []
 
-    def write(self, item: ScanItem, found: tuple[Volume, np.ndarray]) -> Record:
+    def write(self, item: ScanItem, found: Found) -> Record:
         """Clean, write, measure and draw the labels of a scan; return its measurements and seconds."""
-        (volume, labels), config, labelling = found, self.config, self.model.labelling
+        (volume, labels, agreement), config, labelling = found, self.config, self.model.labelling
         stage = partial(self.timeline.stage, item.name, _lane())
         with stage("clean"):
             labels = clean_labels(labels, labelling, volume.voxel_ml, self.cleaning)
@@ -226,7 +242,9 @@ class Segmenter:
                 version, keep = self.weights[:12], config.keep_patient
                 write_seg(item.outputs[1], labels, item.source, labelling.regions, version=version, keep_patient=keep)
         with stage("measure"):
+            figures = scan_figures(volume, self.model.preparation.normalisation == "window")
             measures = measure(labels, volume.affine, labelling.regions)
+            measured = with_doubts(measures, labelling.regions, figures, self.cases, agreement)
         if config.overlays:
             with stage("overlay"):
                 image = volume.voxels if volume.voxels.ndim == 3 else volume.voxels[..., 0]
@@ -234,7 +252,9 @@ class Segmenter:
                 draw_overlay(
                     item.outputs[-1], image, labels, volume.affine, names=names, window=window, title=item.name
                 )
-        return {"measures": [asdict(each) for each in measures], "seconds": self.timeline.seconds(item.name)}
+        doubts = [*dict.fromkeys(doubt for each in measured for doubt in each.uncertain.split("; ") if doubt)]
+        seconds = self.timeline.seconds(item.name)
+        return {"measures": [asdict(each) for each in measured], "uncertain": doubts, "seconds": seconds}
 
     def write_tables(self, records: dict[str, Record]) -> None:
         """Write `measurements.csv` and the seconds of all finished scans, and the picture of what this process did."""
@@ -260,9 +280,9 @@ def _lane() -> str:
 
 
 def _line(record: Record) -> str:
-    found = any(each["voxels"] for each in record["measures"])
     seconds = (f"{name} {seconds:.3f} s" for name, seconds in record["seconds"].items())
-    return ", ".join([*([] if found else ["EMPTY: no structure was found"]), *seconds])
+    doubts = "; ".join(record["uncertain"])
+    return ", ".join([*([f"UNCERTAIN: {doubts}"] if doubts else []), *seconds])
 
 
 def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
@@ -276,4 +296,4 @@ def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
     if opened.backend == "torch" and device.type == "cuda":
         about = f"{model.network.__name__} {model.arguments} in {opened.precision}"
         opened = replace(opened, predict=RepeatingPredictor(opened.predict, about, partial(say, kind="detail")))
-    return Segmenter(config, model, opened, device)
+    return Segmenter(config, model, opened, device, read_figures(config.model))

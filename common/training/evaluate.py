@@ -15,7 +15,7 @@ from medspeed.common.data.volumes import Volume, read_volume
 from medspeed.common.export.export import GATE_CASES, ExportRecord, by_precision, export_volumes, judge_training
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.inference.labels import case_dice, dice_counts, dice_of_counts
-from medspeed.common.inference.model import Trained, VolumeModel, write_model
+from medspeed.common.inference.model import Trained, VolumeModel, learned_nothing, write_model
 from medspeed.common.inference.options import EvaluateConfig
 from medspeed.common.inference.postprocessing import (
     BOUND,
@@ -59,7 +59,6 @@ class Quality:
     postprocessing: dict[str, Any] = field(default_factory=dict)
 
 
-_LEARNED = 0.01  # a Dice below it is luck
 RunSummary = dict[str, Any]  # the content of summary.json
 
 
@@ -143,11 +142,12 @@ def choose_postprocessing(
     return {"words": words, "cleaning": [asdict(step) for step in cleaning], **means}
 
 
-def doubts(dice: float, held_out: bool) -> list[str]:
-    """Return warnings about a mean Dice on the validation cases; `held_out` tells that none of them was trained on."""
+def doubts(value: float, held_out: bool, name: str = "Dice") -> list[str]:
+    """Return warnings about a quality on the validation cases; `held_out` tells that none of them was trained on."""
     found = [] if held_out else ["NOT HELD OUT: trained on these cases; their Dice does not show how good the model is"]
-    nothing = "NOTHING LEARNED: the Dice is close to 0; train longer (--epochs), try another --seed, check the labels"
-    return [*found, *([nothing] if dice < _LEARNED else [])]
+    nothing = f"NOTHING LEARNED: the {name} is that of chance"
+    remedy = "train longer (--epochs), try another --seed, check the labels"
+    return [*found, *([f"{nothing}; {remedy}"] if learned_nothing(name, value) else [])]
 
 
 def _draw(dice: float, case: Case, found: np.ndarray, truth: np.ndarray, model: VolumeModel, run: Run, of: int) -> None:

@@ -14,7 +14,7 @@ from medspeed.apps.pathology.slides.camelyon import is_slide
 from medspeed.apps.pathology.slides.reader import SlidePool
 from medspeed.common.console import hides_bar, say
 from medspeed.common.inference.measure import write_measures
-from medspeed.common.inference.model import warn_of_phantoms
+from medspeed.common.inference.model import warn_of_training
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.predictions import Prediction, Predictions
 from medspeed.common.ranks import choose_device, torchrun_place
@@ -41,7 +41,7 @@ def score_patches(files: list[Path], config: ScanConfig) -> Predictions:
     model, device = load_model(config.model), choose_device(config.device, torchrun_place()[2])
     opened = open_predictor(config.model, model, backend=config.backend, precision=config.precision, device=device)
     say(f"{len(files)} patches, {opened.backend} {opened.precision} on {device}: {opened.reason}")
-    warn_of_phantoms(config.model)
+    warn_of_training(config.model)
     rows, label = np.arange(len(files), dtype=np.int32), np.zeros(len(files), np.uint8)  # which is not known
     table = PatchTable(tuple(files), rows, np.zeros((len(files), 2), np.int32), label, model.patch_size)
     at_once = model.tile_batch if opened.backend == "tensorrt" else _AT_ONCE

@@ -125,13 +125,37 @@ def test_image_and_label_must_share_a_grid(tmp_path):
         fingerprint([case], CT, progress=False)
 
 
-def test_a_known_dataset_is_not_read(three, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "read_volume", None)
+def test_of_a_known_dataset_a_part_is_read_for_the_figures_of_scans_alone(three, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_KNOWN_READ", 2)
     found = fingerprint(three, CT, tmp_path / "store", known=KNOWN, progress=False)
+    assert found.scans == fingerprint(three[::2], CT, progress=False).scans
+    monkeypatch.setattr(module, "read_volume", None)
+    assert fingerprint(three, CT, tmp_path / "store", known=KNOWN, progress=False) == found
     assert (found.spacing, found.shape, found.cases) == ((1.0, 2.0, 5.0), (4, 4, 7), 3)
     assert found.foreground is None
     assert plan_preparation(CT, found, known=KNOWN)[0] == KNOWN
-    assert not (tmp_path / "store").exists()
+
+
+def test_the_figures_of_scans_by_hand(tmp_path):
+    """CT without its air, MR in standard deviations without its zeros; axes by the patient, volumes by the label."""
+    image, label = np.full((5, 4, 10), -1000, np.int16), np.zeros((5, 4, 10), np.uint8)
+    image[0, 0] = np.arange(-2, 8) * 100  # -1000 is none of them: 10 values from -200 to 700
+    label[1, 1, :3], label[2, 2, :4] = 1, 2
+    affine = np.array([[0, 0, -3.0, 0], [2, 0, 0, 0], [0, 1.5, 0, 0], [0, 0, 0, 1]])  # its axes run to A, S and L
+    case = Case("a", tmp_path / "a.nii.gz", tmp_path / "l.nii.gz")
+    for path, voxels in ((case.image, image), (case.label, label)):
+        nib.save(nib.Nifti1Image(voxels, affine), path)
+    (found,) = fingerprint([case], CT, progress=False).scans
+    assert (found.spacing, found.size) == ((3.0, 2.0, 1.5), (30.0, 10.0, 6.0))
+    assert found.intensity == (-155.0, 250.0, 655.0)  # 0.45, 4.5 and 8.55 of the way along ten values
+    assert found.volumes_ml == (0.0, 0.027, 0.036)  # 3 and 4 voxels of 9 mm3
+    heads = np.zeros((4, 5, 5, 2), np.float32, order="F")
+    heads[0, 0, :5, 0] = [1, 2, 3, 4, 5]  # mean 3, deviation the root of 2
+    heads[..., 1] = 9
+    figures = module.scan_figures(Volume(heads, np.eye(4), Path("b")), ct=False)
+    assert figures.intensity == pytest.approx((-1.8 / 2**0.5, 0, 1.8 / 2**0.5), abs=1e-3)
+    air = module.scan_figures(Volume(np.full((3, 3, 3), -1000), np.eye(4), Path("c")), ct=True)
+    assert air.intensity == (-500.0, -500.0, -500.0)
 
 
 def test_figures_are_kept_until_a_file_or_a_list_changes(three, monkeypatch, tmp_path):

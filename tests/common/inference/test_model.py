@@ -16,7 +16,7 @@ from medspeed.common.inference.model import (
     load_weights,
     read_note,
     save_weights,
-    warn_of_phantoms,
+    warn_of_training,
     write_model,
 )
 from medspeed.common.inference.postprocessing import Cleaning, Postprocessing
@@ -120,8 +120,25 @@ def test_arguments_that_make_no_network_are_named(arguments):
 )
 def test_a_model_of_phantoms_is_said_to_be_one(summary, said, tmp_path, capsys):
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    warn_of_phantoms(tmp_path)
+    warn_of_training(tmp_path)
     assert ("SYNTHETIC DATA" in capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("foreground Dice, native grid", 0.0, True),
+        ("foreground Dice, native grid", 0.01, False),
+        ("patch AUC, testing patches", 0.5, True),
+        ("patch AUC, testing patches", 0.55, False),
+        ("foreground Dice, native grid", "0", False),
+        (None, None, False),
+    ],
+)
+def test_a_model_that_learned_nothing_is_said_to_be_one(name, value, said, tmp_path, capsys):
+    (tmp_path / "summary.json").write_text(json.dumps({"quality": {"name": name, "value": value}}))
+    warn_of_training(tmp_path)
+    assert ("LEARNED NOTHING" in capsys.readouterr().out) == said
 
 
 @pytest.mark.parametrize(

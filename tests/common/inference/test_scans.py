@@ -215,7 +215,7 @@ def test_nothing_found_and_a_model_of_phantoms_are_said(run, scans, tmp_path, ca
     assert segment(config(mine, one, tmp_path / "out", smallest_ml=1e9)) == 0
     said = capsys.readouterr().out
     assert said.count("trained on SYNTHETIC DATA") == 1
-    assert f"{one.name}: EMPTY: no structure was found, decode" in said
+    assert f"{one.name}: UNCERTAIN: EMPTY: no structure was found, decode" in said
     assert segment(config(run, one, tmp_path / "other")) == 0
     said = capsys.readouterr().out
     assert "SYNTHETIC" not in said
