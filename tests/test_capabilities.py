@@ -57,7 +57,7 @@ FLAGS = {
     "benchmarks/compare.py": "data part cases rounds device output",
     "benchmarks/ladder.py": f"{_SEEDS} device epochs",
     "benchmarks/record.py": "data rounds today",
-    "benchmarks/time_to_target.py": f"{_SEEDS} app until warm",
+    "benchmarks/speedrun.py": f"{_SEEDS} labels sides target warm",
     "benchmarks/overhead.py": "rounds steps output",
     "benchmarks/metrics.py": "references rounds",
     "benchmarks/ranks.py": "rounds ranks output",

@@ -30,7 +30,7 @@ from medspeed.apps.pathology.config import parse as parse_pathology
 from medspeed.apps.pathology.model import PathologyModel
 from medspeed.apps.spleen.config import SpleenConfig, SpleenExport
 from medspeed.apps.spleen.config import parse as parse_spleen
-from medspeed.benchmarks import ladder, time_to_target
+from medspeed.benchmarks import ladder, speedrun
 from medspeed.common.config import config_to_yaml, parse_config
 from medspeed.common.inference import options
 from medspeed.common.inference.model import save_weights, write_model
@@ -61,7 +61,7 @@ OTHERS: dict[str, type] = {
 PARSERS: dict[str, Callable[[Sequence[str]], argparse.Namespace]] = {
     "apps/doctor.py": doctor.PARSER.parse_args,
     "benchmarks/ladder.py": ladder.parse_options,
-    "benchmarks/time_to_target.py": time_to_target.PARSER.parse_args,
+    "benchmarks/speedrun.py": lambda words: speedrun.parse_options(words)[0],
     "data_scripts/fetch_msd.py": fetch_msd.parse_options,
     "data_scripts/fetch_camelyon16.py": fetch_camelyon16.parse_options,
     "data_scripts/make_phantoms.py": make_phantoms.make_parser().parse_args,

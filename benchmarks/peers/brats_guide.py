@@ -9,8 +9,6 @@ Run: python benchmarks/peers/brats_guide.py --data FOLDER [--epochs 300]
 """
 
 import argparse
-import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from monai.networks.nets import SegResNet
 from monai.optimizers import Novograd
 from torch import nn
 
-from medspeed.benchmarks.peers import Loss, make_step
+from medspeed.benchmarks.peers import Item, Loss, Watch, make_step, parse, read_pairs
 
 SPACING = (1.0, 1.0, 1.0)
 CROP, VALIDATION_ROI = (224, 224, 144), (240, 240, 160)
@@ -34,7 +32,6 @@ AXES = (("L", "R"), ("P", "A"), ("I", "S"))
 # reports as ET is the other (tutorials issue 1355); TC and WT are the same either way.
 REGIONS = {"TC": (2, 3), "WT": (1, 2, 3), "ET": (3,)}
 
-Item = dict[str, Any]
 Size = tuple[int, int, int]
 
 
@@ -88,15 +85,15 @@ def training_transforms(device: torch.device, spacing: Sequence[float], crop: Si
     )
 
 
-def make_network(channels: int = 4) -> nn.Module:
+def make_network(in_channels: int = 4, **others: Any) -> nn.Module:  # noqa: ANN401 - arguments of MONAI's SegResNet
     """Return the guide's SegResNet, from the images' channels to 3 regions."""
-    depth = {"blocks_down": (1, 2, 2, 4), "blocks_up": (1, 1, 1)}
-    return SegResNet(init_filters=16, in_channels=channels, out_channels=3, dropout_prob=0.0, **depth)  # type: ignore[no-any-return]
+    own = {"init_filters": 16, "blocks_down": (1, 2, 2, 4), "blocks_up": (1, 1, 1), "dropout_prob": 0.0}
+    return SegResNet(in_channels=in_channels, out_channels=3, **{**own, **others})  # type: ignore[no-any-return]
 
 
-def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(network: nn.Module, rate: float = 1e-4) -> torch.optim.Optimizer:
     """Return the guide's optimizer."""
-    return Novograd(network.parameters(), 1e-4)  # type: ignore[no-any-return]
+    return Novograd(network.parameters(), rate)  # type: ignore[no-any-return]
 
 
 def training_loader(
@@ -114,10 +111,12 @@ def make_loss() -> Loss:
     return DiceFocalLoss(**smooth, squared_pred=True, to_onehot_y=False, sigmoid=True, batch=True)  # type: ignore[no-any-return]
 
 
-def predict(network: nn.Module, image: torch.Tensor, amp_dtype: torch.dtype | None) -> torch.Tensor:
+def predict(
+    network: nn.Module, image: torch.Tensor, amp_dtype: torch.dtype | None, roi: Sequence[int] | None = None
+) -> torch.Tensor:
     """Return the logits; the window is as large as a scan, so that overlap and batch of windows have no effect."""
     with torch.no_grad(), torch.autocast(image.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-        return sliding_window_inference(image, VALIDATION_ROI, 4, network, overlap=0.6)  # type: ignore[no-any-return]
+        return sliding_window_inference(image, roi or VALIDATION_ROI, 4, network, overlap=0.6)  # type: ignore[no-any-return]
 
 
 def segment_files(
@@ -126,6 +125,7 @@ def segment_files(
     output: Path,
     device: torch.device,
     spacing: Sequence[float] = SPACING,
+    roi: Sequence[int] | None = None,
 ) -> None:
     """Segment scans file to file: transforms, window, Invertd, sigmoid, threshold, label map, SaveImaged."""
     chain = mt.Compose([*fixed_transforms(["image"], device, spacing), normalisation()])
@@ -143,18 +143,23 @@ def segment_files(
     amp_dtype = torch.float16 if device.type == "cuda" else None
     network.eval()
     for item in loader:
-        item["pred"] = predict(network, item["image"], amp_dtype)
+        item["pred"] = predict(network, item["image"], amp_dtype, roi)
         for case in decollate_batch(item):
             back(case)
 
 
-def validate(network: nn.Module, loader: Any, amp_dtype: torch.dtype | None) -> list[float]:  # noqa: ANN401
+def validate(
+    network: nn.Module,
+    loader: Any,  # noqa: ANN401
+    amp_dtype: torch.dtype | None,
+    roi: Sequence[int] | None = None,
+) -> list[float]:
     """Return the mean Dice of each region on the working grid."""
     metric = DiceMetric(include_background=True, reduction="mean_batch")
     discrete = mt.Compose([mt.Activations(sigmoid=True), mt.AsDiscrete(threshold=0.5)])
     network.eval()
     for item in loader:
-        logits = predict(network, item["image"], amp_dtype)
+        logits = predict(network, item["image"], amp_dtype, roi)
         metric(y_pred=[discrete(each) for each in decollate_batch(logits)], y=item["label"])
     return [float(each) for each in metric.aggregate()]
 
@@ -162,37 +167,39 @@ def validate(network: nn.Module, loader: Any, amp_dtype: torch.dtype | None) -> 
 def main() -> None:
     """Train as the guide does, on one device: a fifth of the cases validates, every 20 epochs."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--data", type=Path, required=True, help="folder in MSD layout")
-    parser.add_argument("--epochs", type=int, default=300)
-    parser.add_argument("--crop", type=int, nargs=3, default=CROP)
+    parser.add_argument("--split", type=Path, help="JSON file of the names that train, and of those that validate")
     parser.add_argument("--spacing", type=float, nargs=3, default=SPACING, help="mm")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    parser.add_argument("--crop", type=int, nargs=3, default=CROP)
+    parser.add_argument("--roi", type=int, nargs=3, default=VALIDATION_ROI, help="windows of a validation")
+    parser.add_argument("--batch", type=int, default=1, help="crops in it")
+    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate at the start")
+    given = parse(parser, epochs=300, every=20)
+    watch, device = Watch(given), torch.device(given.device)
     amp_dtype = torch.float16 if device.type == "cuda" else None
-    listed = json.loads((arguments.data / "dataset.json").read_text())["training"]
-    pairs = sorted(({key: str(arguments.data / path) for key, path in pair.items()} for pair in listed), key=str)
-    held = max(1, len(pairs) // 5)
-    began = time.perf_counter()
-    fixed = mt.Compose([*fixed_transforms(("image", "label"), device, arguments.spacing), normalisation()])
-    train_loader = training_loader(pairs[:-held], device, arguments.spacing, tuple(arguments.crop), 1)
-    validation = CacheDataset(pairs[-held:], fixed, num_workers=4, copy_cache=False, progress=False)
+    train, held = read_pairs(given.data, given.split, 2)
+    fixed = mt.Compose([*fixed_transforms(("image", "label"), device, given.spacing), normalisation()])
+    train_loader = training_loader(train, device, given.spacing, tuple(given.crop), given.batch)
+    validation = CacheDataset(held, fixed, num_workers=4, copy_cache=False, progress=False)
     validation_loader = ThreadDataLoader(validation, num_workers=0, batch_size=1)
-    print(f"cache filled in {time.perf_counter() - began:.1f} s")
-    network = make_network().to(device)
-    optimizer = make_optimizer(network)
+    watch.lap("cache")
+    network = make_network(**given.network).to(device)
+    optimizer = make_optimizer(network, given.rate)
     step = make_step(network, optimizer, make_loss(), amp_dtype)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.epochs)
-    began = time.perf_counter()
-    for epoch in range(arguments.epochs):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=given.epochs)
+    for epoch in range(1, given.most + 1):
         network.train()
         for item in train_loader:
             step(item["image"], item["label"])
-        schedule.step()
-        if (epoch + 1) % 20 == 0 or epoch + 1 == arguments.epochs:
-            dice = dict(zip(REGIONS, validate(network, validation_loader, amp_dtype), strict=True))
+            watch.steps += 1
+        if epoch <= given.epochs:
+            schedule.step()
+        watch.lap("train")
+        if epoch % given.every == 0 or epoch == given.most:
+            dice = dict(zip(REGIONS, validate(network, validation_loader, amp_dtype, given.roi), strict=True))
             shown = ", ".join(f"{name} {value:.4f}" for name, value in dice.items())
-            print(f"epoch {epoch + 1}: Dice {shown} after {time.perf_counter() - began:.1f} s")
+            print(f"epoch {epoch}: Dice {shown}")
+            if watch.ends(network, epoch, sum(dice.values()) / len(dice)):
+                break
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ differs favours the peer or is needed here: TorchVision's ColorJitter and ResNet
 MONAI, jitter computes with floats, workers stay alive, regions are shuffled, and the weights begin at random.
 
 Run: python benchmarks/peers/pathology_guide.py --data FOLDER --training LIST.csv --validation LIST.csv
-where FOLDER has training/images/STEM.tif and the lists are NCRF's: STEM,x,y and nine labels.
+where FOLDER has training/images/STEM.tif and the lists are NCRF's: STEM,x,y and nine labels. With --patch SIDE they are
+of single patches instead: file, x and y of the upper left corner, label.
 """
 
 import argparse
 import csv
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ import monai.transforms as mt
 import numpy as np
 import torch
 from monai.data import DataLoader, MaskedPatchWSIDataset, PatchWSIDataset, ThreadDataLoader
+from monai.metrics import compute_roc_auc
 from monai.networks.nets import resnet18
 from monai.optimizers import Novograd
 from torch import nn
 
-from medspeed.benchmarks.peers import Loss, make_step
+from medspeed.benchmarks.peers import Item, Loss, Watch, make_step, parse
 
 REGION, GRID, PATCH = 768, 3, 224
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 64.0 / 255.0, 0.75, 0.25, 0.04
@@ -34,7 +35,6 @@ MASK_LEVEL = 6  # of the tissue mask: one patch for each of its pixels, every 64
 GREY = (0.2989, 0.587, 0.114)
 FORK = "fork"  # how workers start quickly; Linux's own way up to Python 3.13
 
-Item = dict[str, Any]
 Image = torch.Tensor  # [3, Y, X] float32 in [0, 1]
 
 
@@ -179,9 +179,9 @@ class FullyConvolutional(nn.Module):
         return logits
 
 
-def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(network: nn.Module, rate: float = 1e-3) -> torch.optim.Optimizer:
     """Return the guide's optimizer."""
-    return Novograd(network.parameters(), 1e-3)  # type: ignore[no-any-return]
+    return Novograd(network.parameters(), rate)  # type: ignore[no-any-return]
 
 
 def make_loss() -> Loss:
@@ -231,45 +231,64 @@ def read_list(path: Path, folder: Path) -> list[Item]:
     return items
 
 
-def validate(network: nn.Module, loader: DataLoader, device: torch.device) -> float:
-    """Return the accuracy of the validation patches."""
-    right: list[torch.Tensor] = []
+def read_patches(path: Path) -> list[Item]:
+    """Return the single patches of a list."""
+    rows = csv.reader(path.read_text().splitlines())
+    return [{"image": file, "location": [int(y), int(x)], "label": float(label)} for file, x, y, label in rows]
+
+
+def validate(network: nn.Module, loader: DataLoader, device: torch.device) -> tuple[float, float]:
+    """Return the accuracy and the AUC of the validation patches."""
+    logits, labels = list[torch.Tensor](), list[torch.Tensor]()
     network.eval()
     for item in loader:
         with torch.no_grad():
-            found = network(item["image"].to(device)).flatten().cpu() > 0
-        right.append(found == (item["label"].flatten() > 0.5))
-    return float(torch.cat(right).float().mean())
+            logits.append(network(item["image"].to(device)).flatten().cpu())
+        labels.append(item["label"].flatten())
+    found, true = torch.cat(logits), torch.cat(labels) > 0.5
+    return float(((found > 0) == true).float().mean()), float(compute_roc_auc(found, true.int()))
 
 
 def main() -> None:
     """Train as the guide does, on one device."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--data", type=Path, required=True, help="folder with training/images")
     parser.add_argument("--training", type=Path, required=True, help="NCRF's list of regions")
     parser.add_argument("--validation", type=Path, required=True, help="likewise")
-    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--regions", type=int, default=64, help="in a batch; nine patches each")
+    parser.add_argument("--patch", type=int, help="the lists are of single patches with such a side, --regions of them")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate at the start")
+    parser.add_argument("--reader", default="cucim")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    given = parse(parser, epochs=10, every=1)
+    watch, device = Watch(given), torch.device(given.device)
     amp_dtype = torch.float16 if device.type == "cuda" else None
-    train_items, held_items = (read_list(each, arguments.data) for each in (arguments.training, arguments.validation))
-    loader = make_loader(region_dataset(train_items, patch_transforms()), arguments.regions, arguments.workers)
-    held = make_loader(region_dataset(held_items, scaling()), arguments.regions, arguments.workers, shuffle=False)
-    network = FullyConvolutional().to(device)
-    optimizer = make_optimizer(network)
+
+    def load(path: Path, transforms: Sequence[Callable[..., Any]], shuffle: bool) -> DataLoader:
+        if given.patch:
+            dataset = patch_dataset(read_patches(path), transforms, given.patch, given.reader)
+        else:
+            dataset = region_dataset(read_list(path, given.data), transforms, reader=given.reader)
+        return make_loader(dataset, given.regions, given.workers, shuffle)
+
+    loader, held = load(given.training, patch_transforms(), True), load(given.validation, scaling(), False)
+    network = FullyConvolutional(given.patch or PATCH).to(device)
+    optimizer = make_optimizer(network, given.rate)
     step = make_step(network, optimizer, make_loss(), amp_dtype)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.epochs)
-    began = time.perf_counter()
-    for epoch in range(arguments.epochs):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=given.epochs)
+    watch.lap("prepare")
+    for epoch in range(1, given.most + 1):
         network.train()
         for item in loader:
-            step(item["image"].to(device), item["label"].to(device))
-        schedule.step()
-        accuracy = validate(network, held, device)
-        print(f"epoch {epoch + 1}: accuracy {accuracy:.4f} after {time.perf_counter() - began:.1f} s")
+            step(item["image"].to(device), item["label"].to(device, torch.float32))
+            watch.steps += 1
+        if epoch <= given.epochs:
+            schedule.step()
+        watch.lap("train")
+        if epoch % given.every == 0 or epoch == given.most:
+            accuracy, auc = validate(network, held, device)
+            print(f"epoch {epoch}: accuracy {accuracy:.4f}, AUC {auc:.4f}")
+            if watch.ends(network, epoch, auc):
+                break
 
 
 if __name__ == "__main__":

@@ -5,12 +5,10 @@ training, 3d_segmentation/spleen_segmentation_3d.ipynb for the way back to the f
 differ, each to the peer's favour or needed here: volumes smaller than a crop are padded, and the Dice leaves the
 background out.
 
-Run: python benchmarks/peers/spleen_guide.py --data FOLDER [--epochs 300]
+Run: python benchmarks/peers/spleen_guide.py --data FOLDER [--epochs 300] [--until 0.9]
 """
 
 import argparse
-import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,11 @@ from monai.networks.nets import UNet
 from monai.optimizers import Novograd
 from torch import nn
 
-from medspeed.benchmarks.peers import Loss, make_step
+from medspeed.benchmarks.peers import Item, Loss, Watch, make_step, parse, read_pairs
 
 SPACING, WINDOW = (1.5, 1.5, 2.0), (-57.0, 164.0)
 CROP, VALIDATION_ROI = (96, 96, 96), (160, 160, 160)
 AXES = (("L", "R"), ("P", "A"), ("I", "S"))
-
-Item = dict[str, Any]
 
 
 def fixed_transforms(keys: Sequence[str], spacing: Sequence[float] = SPACING) -> list[Callable[[Item], Item]]:
@@ -47,32 +43,39 @@ def fixed_transforms(keys: Sequence[str], spacing: Sequence[float] = SPACING) ->
     ]
 
 
-def training_transforms(device: torch.device) -> mt.Compose:
+def training_transforms(device: torch.device, spacing: Sequence[float], crop: Sequence[int]) -> mt.Compose:
     """Return the deterministic transforms, the copy to the device and the random crops."""
     keys = ("image", "label")
     return mt.Compose(
         [
-            *fixed_transforms(keys),
-            mt.SpatialPadd(keys, CROP),
+            *fixed_transforms(keys, spacing),
+            mt.SpatialPadd(keys, crop),
             mt.FgBgToIndicesd("label", fg_postfix="_fg", bg_postfix="_bg", image_key="image"),
             mt.EnsureTyped(keys, device=device, track_meta=False),
             mt.RandCropByPosNegLabeld(
-                keys, "label", CROP, pos=1, neg=1, num_samples=4, fg_indices_key="label_fg", bg_indices_key="label_bg"
+                keys, "label", crop, pos=1, neg=1, num_samples=4, fg_indices_key="label_fg", bg_indices_key="label_bg"
             ),
         ]
     )
 
 
-def training_loader(items: Sequence[Item], device: torch.device, batch: int = 4) -> ThreadDataLoader:
+def training_loader(
+    items: Sequence[Item],
+    device: torch.device,
+    batch: int = 4,
+    spacing: Sequence[float] = SPACING,
+    crop: Sequence[int] | None = None,
+) -> ThreadDataLoader:
     """Fill the cache and return the loader of random crops, four of each case and so many cases at a time."""
-    training = CacheDataset(items, training_transforms(device), num_workers=8, copy_cache=False, progress=False)
+    transforms = training_transforms(device, spacing, crop or CROP)
+    training = CacheDataset(items, transforms, num_workers=8, copy_cache=False, progress=False)
     return ThreadDataLoader(training, num_workers=0, batch_size=batch, shuffle=True)
 
 
-def make_network(channels: int = 1) -> nn.Module:
+def make_network(in_channels: int = 1, **others: Any) -> nn.Module:  # noqa: ANN401 - arguments of MONAI's UNet
     """Return the guide's U-Net, 16 to 256 channels, of images with so many."""
-    widths, strides = (16, 32, 64, 128, 256), (2, 2, 2, 2)
-    return UNet(3, channels, 2, widths, strides, num_res_units=2, norm="batch")  # type: ignore[no-any-return]
+    own = {"channels": (16, 32, 64, 128, 256), "strides": (2, 2, 2, 2), "num_res_units": 2, "norm": "batch"}
+    return UNet(3, in_channels, 2, **{**own, **others})  # type: ignore[no-any-return]
 
 
 def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
@@ -91,6 +94,7 @@ def segment_files(
     output: Path,
     device: torch.device,
     spacing: Sequence[float] = SPACING,
+    roi: Sequence[int] = VALIDATION_ROI,
 ) -> None:
     """Segment scans file to file: transforms, sliding windows, Invertd, argmax, SaveImaged."""
     chain = mt.Compose(fixed_transforms(["image"], spacing))
@@ -105,12 +109,18 @@ def segment_files(
     network.eval()
     with torch.no_grad():
         for item in loader:
-            item["pred"] = sliding_window_inference(item["image"].to(device), VALIDATION_ROI, 1, network, overlap=0.25)
+            item["pred"] = sliding_window_inference(item["image"].to(device), roi, 1, network, overlap=0.25)
             for case in decollate_batch(item):
                 back(case)
 
 
-def validate(network: nn.Module, loader: DataLoader, device: torch.device, amp_dtype: torch.dtype | None) -> float:
+def validate(
+    network: nn.Module,
+    loader: DataLoader,
+    device: torch.device,
+    amp_dtype: torch.dtype | None,
+    roi: Sequence[int] = VALIDATION_ROI,
+) -> float:
     """Return the mean foreground Dice on the working grid."""
     metric = DiceMetric(include_background=False)
     argmax, one_hot = mt.AsDiscrete(argmax=True, to_onehot=2), mt.AsDiscrete(to_onehot=2)
@@ -118,7 +128,7 @@ def validate(network: nn.Module, loader: DataLoader, device: torch.device, amp_d
     with torch.no_grad():
         for item in loader:
             with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-                logits = sliding_window_inference(item["image"].to(device), VALIDATION_ROI, 4, network)
+                logits = sliding_window_inference(item["image"].to(device), roi, 4, network)
             labels = decollate_batch(item["label"].to(device))
             metric([argmax(each) for each in decollate_batch(logits)], [one_hot(each) for each in labels])
     return float(metric.aggregate().item())
@@ -127,31 +137,34 @@ def validate(network: nn.Module, loader: DataLoader, device: torch.device, amp_d
 def main() -> None:
     """Train as the guide does: the last nine of the sorted cases validate, each epoch."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--data", type=Path, required=True, help="folder in MSD layout")
-    parser.add_argument("--epochs", type=int, default=300)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    parser.add_argument("--split", type=Path, help="JSON file of the names that train, and of those that validate")
+    parser.add_argument("--spacing", type=float, nargs=3, default=SPACING, help="mm")
+    parser.add_argument("--crop", type=int, nargs=3, default=CROP)
+    parser.add_argument("--roi", type=int, nargs=3, default=VALIDATION_ROI, help="windows of a validation")
+    parser.add_argument("--cases", type=int, default=4, help="in a batch, four crops of each")
+    given = parse(parser, epochs=300, every=1)
+    watch, device = Watch(given), torch.device(given.device)
     amp_dtype = torch.float16 if device.type == "cuda" else None
-    listed = json.loads((arguments.data / "dataset.json").read_text())["training"]
-    pairs = sorted(({key: str(arguments.data / path) for key, path in pair.items()} for pair in listed), key=str)
-    held = min(9, len(pairs) // 4)
-    began = time.perf_counter()
     keys = ("image", "label")
-    fixed = mt.Compose([*fixed_transforms(keys), mt.EnsureTyped(keys, device=device, track_meta=False)])
-    train_loader = training_loader(pairs[:-held], device)
-    validation = CacheDataset(pairs[-held:], fixed, num_workers=5, copy_cache=False, progress=False)
+    fixed = mt.Compose([*fixed_transforms(keys, given.spacing), mt.EnsureTyped(keys, device=device, track_meta=False)])
+    train, held = read_pairs(given.data, given.split, 9)
+    train_loader = training_loader(train, device, given.cases, given.spacing, given.crop)
+    validation = CacheDataset(held, fixed, num_workers=5, copy_cache=False, progress=False)
     validation_loader = ThreadDataLoader(validation, num_workers=0, batch_size=1)
-    print(f"cache filled in {time.perf_counter() - began:.1f} s")
-    network = make_network().to(device)
+    watch.lap("cache")
+    network = make_network(**given.network).to(device)
     step = make_step(network, make_optimizer(network), make_loss(), amp_dtype)
-    began = time.perf_counter()
-    for epoch in range(arguments.epochs):
+    for epoch in range(1, given.most + 1):
         network.train()
         for item in train_loader:
             step(item["image"].to(device), item["label"].to(device))
-        dice = validate(network, validation_loader, device, amp_dtype)
-        print(f"epoch {epoch + 1}: foreground Dice {dice:.4f} after {time.perf_counter() - began:.1f} s")
+            watch.steps += 1
+        watch.lap("train")
+        if epoch % given.every == 0 or epoch == given.most:
+            dice = validate(network, validation_loader, device, amp_dtype, given.roi)
+            print(f"epoch {epoch}: foreground Dice {dice:.4f}")
+            if watch.ends(network, epoch, dice):
+                break
 
 
 if __name__ == "__main__":

@@ -1,0 +1,259 @@
+"""The speedrun: how long the guide and fast take, each from nothing, to the quality that the guide ends with.
+
+Run: python benchmarks/speedrun.py TASK [--seeds 5] [--output FILE.json] [-- FLAGS of our train.py]
+
+TASK is spleen-small (our phantoms), spleen-guide (phantoms around the real label maps in --labels; the guide's network,
+spacing and crops on both sides), brats or pathology; benchmarks/speedrun.yaml has their sizes. The target is set first:
+the lowest validation Dice (AUC) of the guide's seeds after its stated epochs. Then both sides run in turn, each a
+process of its own with empty caches, until three validations in a row are at the target; the clock runs from the start
+of the process to the third. What they claim is checked by other code: the saved weights segment the validation cases
+file to file, and MONAI's metric judges the masks (pathology: the ranks of the patches' scores). A seed of ours that
+never arrives counts as infinite. The guide gets twice its epochs; where a seed has not arrived then, the ratio is a
+lower bound. With --target none is set first, and with --sides fast the guide does not run.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from medspeed.common.flags import Parser
+
+Json = dict[str, Any]
+TASKS: dict[str, Json] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+PARSER = Parser(description=__doc__)
+PARSER.add_argument("task", choices=TASKS)
+PARSER.add_argument("--data", type=Path, help="dataset folder; synthetic data by default")
+PARSER.add_argument("--labels", type=Path, help="real label maps for spleen-guide, such as MSD's Task09_Spleen")
+PARSER.add_argument("--seeds", type=int, help="number of runs of each side, with seeds 0, 1, ...")
+PARSER.add_argument("--sides", choices=("both", "guide", "fast"), default="both", help="what runs")
+PARSER.add_argument("--target", type=float, help="Dice or AUC to reach, instead of what the guide ends with")
+PARSER.add_argument("--warm", action="store_true", help="run fast a second time with each seed, its caches filled")
+PARSER.add_argument("--output", type=Path, help="JSON file for the record")
+
+
+def parse_options(words: Sequence[str] = ()) -> tuple[Namespace, list[str]]:
+    """Parse the command line; return the options, and the flags of our train.py after `--`."""
+    words = list(words or sys.argv[1:])
+    end = words.index("--") if "--" in words else len(words)
+    given = PARSER.parse_args(words[:end])
+    if given.sides == "fast" and given.target is None:
+        PARSER.error("--sides fast: the guide sets no target then, so pass --target")
+    return given, words[end + 1 :]
+
+
+if __name__ == "__main__":
+    parse_options()  # now, so that --help does not wait for torch
+
+import csv
+import math
+import shlex
+import statistics
+import tempfile
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnxruntime
+import torch
+from monai.metrics import compute_dice
+from scipy.stats import mannwhitneyu
+
+from medspeed.apps.pathology.config import PathologyConfig
+from medspeed.apps.pathology.patches.store import decoded
+from medspeed.apps.pathology.patches.tables import find_tables
+from medspeed.benchmarks.harness import call, guide_of
+from medspeed.common.clock import Clock
+from medspeed.common.data.dataset import read_dataset, split_cases
+from medspeed.common.data.volumes import read_volume
+from medspeed.common.files import from_json, read_object, write_json
+from medspeed.common.ranks import Ranks
+from medspeed.common.run import Run, environment
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+
+_AROUND = 10  # phantoms around real labels
+
+
+def main() -> None:
+    """Set the target, run the seeds, and print and write what they took."""
+    given, flags = parse_options()
+    about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    about["capability"] = torch.backends.cpu.get_cpu_capability()
+    record: Json = {"task": given.task, **TASKS[given.task], "flags": flags, "environment": about}
+    seeds = range(given.seeds or record["seeds"])
+    runs: dict[str, list[Json]] = {"guide": [], "fast": [], "warm": []}
+    sides = ["guide"] * (given.sides != "fast") + ["fast", *["warm"] * given.warm] * (given.sides != "guide")
+    with tempfile.TemporaryDirectory(prefix="speedrun-") as made:
+        folder = Path(made)
+        data = given.data.resolve() if given.data else make_data(given.task, given.labels, folder / "data")
+        course = Course(folder, data, record, flags)
+        ends = [] if given.target else [course.guide(seed, math.inf)["curve"][-1][-1] for seed in seeds]
+        target = given.target or math.floor(1000 * min(ends)) / 1000
+        record["target"] = {"value": target, "the guide's seeds": ends}
+        print(f"target: {target:g}", f"(the guide's seeds: {', '.join(f'{end:.4f}' for end in ends)})" * bool(ends))
+        for seed in seeds:
+            for side in sides:
+                run = course.guide(seed, target) if side == "guide" else course.fast(seed, target, side)
+                runs[side].append(run)
+                shown = ", ".join(f"{name} {run[name]}" for name in ("held", "seconds", "steps", "judged anew"))
+                print(f"seed {seed}, {side}: {shown}", flush=True)
+            record |= {"summary": summary_of(runs, target), "runs": runs}
+            if given.output is not None:  # after each, so that an interrupted run keeps the seeds before
+                write_json(given.output, record)
+    print(*(f"{name}: {value}" for name, value in record["summary"].items()), sep="\n")
+
+
+def make_data(task: str, labels: Path | None, folder: Path) -> Path:
+    """Make the data of a task."""
+    if task != "spleen-guide":
+        return Path(guide_of(TASKS[task]["app"]).make_data(folder, small=True))
+    if labels is None:
+        PARSER.error("spleen-guide: pass the real label maps (--labels), or phantoms made around them (--data)")
+    return make_ct_phantoms(folder, _AROUND, labels=labels, progress=False)
+
+
+def summary_of(runs: Mapping[str, Sequence[Json]], target: float) -> Json:
+    """Return medians and spreads over the seeds of each side, and the median of how many times as fast as the guide."""
+    found, seconds = Json(), dict[str, list[float]]()
+    for side, each in runs.items():
+        if not each:
+            continue
+        late = 1 if side == "guide" else math.inf
+        seconds[side] = [run["seconds"] * (1 if run["held"] else late) for run in each]
+        low, *_, high = sorted(seconds[side]) * 2
+        found[side] = {
+            "arrived": f"{sum(run['held'] for run in each)} of {len(each)}",
+            "at the target when judged anew": f"{sum(run['judged anew'] >= target for run in each)} of {len(each)}",
+            "seconds, median": _finite(statistics.median(seconds[side])),
+            "seconds, least and most": [_finite(low), _finite(high)],
+            "steps": [run["steps"] for run in each],
+            "seconds of each stage, median": {
+                stage: round(statistics.median(run["stages"][stage] for run in each), 2) for stage in each[0]["stages"]
+            },
+        }
+    if {"guide", "fast"} <= seconds.keys():
+        ratio = statistics.median(a / b for a, b in zip(seconds["guide"], seconds["fast"], strict=True))
+        found["ratio, median"] = f"{'' if all(run['held'] for run in runs['guide']) else '>= '}{ratio:.2f}"
+    return found
+
+
+def _finite(seconds: float) -> float | None:
+    return round(seconds, 2) if math.isfinite(seconds) else None
+
+
+@dataclass(frozen=True)
+class Course:
+    """Where the sides run, and what they are judged on.
+
+    Args:
+        folder: for what they make.
+        data: raw files.
+        task: of `TASKS`.
+        flags: further ones of our train.py.
+    """
+
+    folder: Path
+    data: Path
+    task: Json
+    flags: Sequence[str]
+
+    @property
+    def _patches(self) -> bool:
+        return bool(self.task["app"] == "pathology")
+
+    def guide(self, seed: int, target: float) -> Json:
+        """Return what the guide took to a target; it takes its stated epochs to an infinite one."""
+        run, epochs, most = self.folder / f"guide-{seed}-{target}", self.task["epochs"], 1 if math.isinf(target) else 2
+        words = ["--data", self.data, "--seed", seed, "--epochs", epochs, "--most", most * epochs, "--until", target]
+        words += ["--to", run, *shlex.split(self.task["guide"]), *self._parts(seed)]
+        call(f"benchmarks/peers/{self.task['app']}_guide.py", *words)
+        return self._judged(run, seed, read_object(run / "run.json")) if most == 2 else read_object(run / "run.json")
+
+    def fast(self, seed: int, target: float, name: str) -> Json:
+        """Return what fast took to a target; a store belongs to a seed."""
+        run, metric = self.folder / f"{name}-{seed}", "auc" if self._patches else "dice"
+        words = ["--data", self.data, "--run", run, "--store", self.folder / f"store-{seed}", "--seed", seed]
+        words += ["--until", f"{metric}={target:g}", "--engine", "none", *shlex.split(self.task["fast"]), *self.flags]
+        call(f"apps/{self.task['app']}/train.py", *words, *([] if self._patches else self._parts(seed)))
+        summary = read_object(run / "summary.json")
+        end, seconds = summary["target"], summary["seconds"]
+        stages = {stage: seconds.get(stage, 0.0) for stage in ("start", "prepare", "cache", "compile", "train")}
+        stages["validate"] = round(end["seconds"] - sum(stages.values()), 3)  # and what lies between the stages
+        found = {"held": end["held"], "seconds": end["seconds"], "steps": summary["steps"], "stages": stages}
+        return self._judged(run, seed, found)
+
+    def _parts(self, seed: int) -> list[object]:
+        """Return the flags of what trains and what validates: names of cases, or the patches that ours draws."""
+        if not self._patches:
+            path = self.folder / "split.json"
+            write_json(path, split_cases(read_dataset(self.data), "0.2:0").to_json())
+            return ["--split", path]
+        tables, words = find_tables(*self._drawing(seed)), list[object]()
+        for part, table in (("training", tables.training), ("validation", tables.validation)):
+            path = self.folder / f"{part}-{seed}.csv"
+            rows = zip(table.file.tolist(), table.corner.tolist(), table.label.tolist(), strict=True)
+            with path.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([table.files[place], *corner, label] for place, corner, label in rows)
+            words += [f"--{part}", path]
+        return words
+
+    def _drawing(self, seed: int, run: Path | None = None) -> tuple[PathologyConfig, Run]:
+        plan = None if run is None else run / "plan.json"
+        config = from_json(PathologyConfig, read_object(plan)) if plan else PathologyConfig(data=self.data, seed=seed)
+        here = Run(self.folder, torch.device("cpu"), Clock(), resumed=False, ranks=Ranks(rank=1))
+        return replace(config, store=self.folder / "judged"), here
+
+    def _judged(self, run: Path, seed: int, found: Json) -> Json:
+        """Return what a run took, with the Dice (AUC) of its weights by code that neither side trains with."""
+        value = self._auc(run, seed, found) if self._patches else self._dice(run, found)
+        return {**found, "judged anew": round(value, 4)}
+
+    def _network(self, run: Path, found: Json, *arguments: object) -> torch.nn.Module:
+        peer = guide_of(self.task["app"]).peer
+        network = (peer.FullyConvolutional if self._patches else peer.make_network)(*arguments, **found["network"])
+        network.load_state_dict(torch.load(run / "best.pt", weights_only=True, map_location="cpu"))
+        return network.eval()  # type: ignore[no-any-return]
+
+    def _dice(self, run: Path, found: Json) -> float:
+        peer, app, images, masks = guide_of(self.task["app"]).peer, self.task["app"], run / "judged", run / "masks"
+        names = read_object(self.folder / "split.json")["validation"]
+        cases = [case for case in read_dataset(self.data).cases if case.name in names]
+        images.mkdir()
+        for case in cases:
+            (images / case.image.name).symlink_to(case.image.resolve())
+        if "network" in found:  # the guide's
+            sizes = {name: found[name] for name in ("spacing", "roi")}
+            files, network = sorted(images.iterdir()), self._network(run, found)
+            peer.segment_files(files, network, masks, torch.device("cpu"), **sizes)
+        else:
+            call(f"apps/{app}/infer.py", "--model", run, "--input", images, "--output", masks, "--no-overlays")
+        regions, dice = getattr(peer, "REGIONS", {"spleen": (1,)}).values(), []
+        for case in cases:
+            assert case.label is not None
+            pair = (read_volume(path).voxels.astype(np.int64) for path in (masks / case.image.name, case.label))
+            mask, truth = (torch.from_numpy(np.stack([np.isin(each, of) for of in regions])[None]) for each in pair)
+            dice.append(compute_dice(mask, truth, include_background=True).nanmean().item())
+        return statistics.fmean(dice)
+
+    def _auc(self, run: Path, seed: int, found: Json) -> float:
+        ours = "network" not in found
+        config, here = self._drawing(seed, run if ours else None)
+        patches = decoded(find_tables(config, here).validation, config, here)
+        images = (pixels[None].astype(np.float32) / 127.5 - 1 for pixels in patches.pixels)  # [1, 3, S, S] in [-1, 1]
+        with torch.inference_mode():
+            if ours:
+                session = onnxruntime.InferenceSession(run / "exports" / "model_fp32.onnx")
+                name = session.get_inputs()[0].name
+                scores = np.array([session.run(None, {name: image})[0].item() for image in images])
+            else:
+                network = self._network(run, found, patches.table.size)
+                scores = np.array([network(torch.from_numpy(image)).item() for image in images])
+        tumour = patches.table.label.astype(bool)
+        return float(mannwhitneyu(scores[tumour], scores[~tumour]).statistic / (tumour.sum() * (~tumour).sum()))
+
+
+if __name__ == "__main__":
+    main()
