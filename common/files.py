@@ -1,5 +1,6 @@
 """Files that are never torn: written beside their place, flushed to the disk, then renamed into it."""
 
+import csv
 import fcntl
 import hashlib
 import json
@@ -176,6 +177,21 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines[:-1] if line]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected lines of JSON ({error}); restore or remove it") from error
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield, of each line of a CSV file that is not empty, where it stands ("FILE, line N") and its cells.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no CSV in UTF-8.
+    """
+    with path.open(newline="", encoding="utf-8-sig") as stream:
+        reader = csv.reader(stream)
+        try:
+            yield from ((f"{path}, line {reader.line_num}", row) for row in reader if row)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, line {reader.line_num}: expected CSV text in UTF-8 ({error})") from error
 
 
 @contextmanager

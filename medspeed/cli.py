@@ -1,6 +1,7 @@
 """The command `medspeed`: every program of this package by one name.
 
   medspeed train|infer|export|evaluate APP [flags]    APP: spleen, brats, pathology
+  medspeed folds APP [flags]                          cross-validate: train every fold, tabulate them
   medspeed doctor [flags]                             check this machine, find the bottleneck of a training
   medspeed data PROGRAM [flags]                       datasets: download, convert, synthesize
   medspeed completion                                 print the shell completion line for ~/.bashrc or ~/.zshrc
@@ -31,6 +32,7 @@ def programs() -> dict[tuple[str, ...], str]:
     for verb in ("train", "infer", "export", "evaluate"):
         for path in sorted(_HOME.glob(f"apps/*/{verb}.py")):
             found[verb, path.parent.name] = f"medspeed.apps.{path.parent.name}.{verb}"
+    found |= {("folds", app): "medspeed.apps.folds" for verb, app in [*found] if verb == "train"}
     found["doctor",] = "medspeed.apps.doctor"
     for path in sorted(_HOME.glob("data_scripts/*.py")):
         if "__main__" in path.read_text(encoding="utf-8"):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 _TRAIN = (
     "recipe data run resume init store seed device workers batch_size parallel.partitions parallel.accumulate "
     "optimizer learning_rate schedule epochs precision compile kernels validate_every until engine fast_dev_run "
-    "profile graph config print_config"
+    "profile graph config print_config fold folds groups"
 )
 _VOLUMES = (
     "cache split spacing crop_size crops.per_case crops.flips crops.intensity windows.size windows.overlap loss "
@@ -47,6 +47,7 @@ FLAGS = {
     "apps/spleen/export.py": f"{_EXPORT} labels channels spacing window window_size overlap",
     "apps/brats/export.py": f"{_EXPORT} filters blocks_down spacing window_size overlap",
     "apps/pathology/export.py": f"{_EXPORT} patch_size mpp tile_size",
+    "apps/folds.py spleen": f"{_TRAIN} {_VOLUMES} window channels",
     "apps/doctor.py": "app json",
     "data_scripts/fetch_msd.py": "to base-url keep-archive",
     "data_scripts/fetch_camelyon16.py": "slides to base-url",

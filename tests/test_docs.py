@@ -22,7 +22,7 @@ from PIL import Image
 from torch.distributed.run import get_args_parser
 
 from medspeed import cli
-from medspeed.apps import doctor
+from medspeed.apps import doctor, folds
 from medspeed.apps.brats.config import BratsConfig, BratsExport
 from medspeed.apps.brats.config import parse as parse_brats
 from medspeed.apps.pathology.config import EvaluateConfig, PathologyConfig, PathologyExport, ScanConfig
@@ -149,6 +149,8 @@ def medspeed_understood(words, folder):
         return
     count = 1 if words[0] == "doctor" else 2
     module = cli.programs()[tuple(words[:count])]
+    if words[0] == "folds":
+        folds.parse(words[1:])
     script_understood(module.removeprefix("medspeed.").replace(".", "/") + ".py", words[count:], folder)
 
 

@@ -3,8 +3,8 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NotRequired, TypedDict, TypeVar
 
@@ -58,12 +58,14 @@ class Split:
         validation: the cases on which quality is measured, sorted by name.
         held_out: no validation case is a training case.
         description: how the split was made, in a sentence.
+        record: of a fold, see `medspeed.common.data.folds.deal_folds`.
     """
 
     training: tuple[Case, ...]
     validation: tuple[Case, ...]
     held_out: bool
     description: str
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the split by case names; written to a file, `split_cases` takes it back."""
@@ -72,6 +74,7 @@ class Split:
             "held_out": self.held_out,
             "training": [case.name for case in self.training],
             "validation": [case.name for case in self.validation],
+            **self.record,
         }
 
 
@@ -118,7 +121,7 @@ def read_dataset(folder: Path) -> Dataset:
             f"{path}: not found; a dataset folder contains dataset.json, imagesTr and labelsTr (the layout of the "
             "Medical Segmentation Decathlon)"
         )
-    content = _read(path, _Listed)
+    content = read_typed(path, _Listed)
     modality, labels = (_by_number(content[key], key, path) for key in ("modality", "labels"))
     if "" in modality or len(labels) < 2:
         raise ValueError(f"{path}: expected names for all channels, found {modality}, and two or more labels, {labels}")
@@ -184,7 +187,7 @@ def read_split(dataset: Dataset, path: Path) -> Split:
             f"split {str(path)!r}: no such file; expected a fraction such as 0.2, a fraction and a seed such as 0.2:7, "
             "'all', or a JSON file with the lists training and validation"
         )
-    content = _read(path, _Names)
+    content = read_typed(path, _Names)
     by_name = {case.name: case for case in dataset.cases}
     sides = content["training"], content["validation"]
     for names in sides:
@@ -204,8 +207,8 @@ def read_split(dataset: Dataset, path: Path) -> Split:
     return Split(training, validation, not both, description)
 
 
-def _read(path: Path, kind: type[T]) -> T:
-    """Return what a JSON file holds, its types checked."""
+def read_typed(path: Path, kind: type[T]) -> T:
+    """Return what a JSON file holds, such as a `TypedDict`, its types checked; a ValueError names the file."""
     content = read_object(path)
     try:
         json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair could not be written anywhere

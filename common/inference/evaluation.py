@@ -106,11 +106,17 @@ def run_evaluation(
     for name, why in {**found.refused, **dict.fromkeys(found.missing, "MISSING prediction")}.items():
         say(printable(f"{name}: left out of the means: {why}"), "warning")
     say(f"means with 95 percent intervals, nsd at {config.tolerance:g} mm; all of it: {output / 'evaluation.csv'}")
-    for label, each in found.summary.items():
-        means = (f"{name} {_MEAN.format(**each[name])}" for name in _SHOWN if each[name]["cases"])
-        say(printable(f"{label:12} {each['dice']['cases']:4} cases  {'  '.join(means)}"), "result")
+    say_means(found)
     found.write(output)
     return found
+
+
+def say_means(found: Evaluation) -> None:
+    """Print the means of each structure in a line."""
+    for label, each in found.summary.items():
+        shown = {name: each[name] for name in _SHOWN if name in each} or each
+        means = (f"{name} {_MEAN.format(**figures)}" for name, figures in shown.items() if figures["cases"])
+        say(printable(f"{label:12} {next(iter(each.values()))['cases']:4} cases  {'  '.join(means)}"), "result")
 
 
 def _segmented(run: Path, data: Path, output: Path, model: VolumeModel) -> dict[str, tuple[Path, Path]]:

@@ -46,6 +46,10 @@ class TrainingConfig:
         run: run folder to create; runs/TIME by default.
         resume: run folder to resume, with its own configuration.
         init: initial weights: a .safetensors file of this project, or a file that the app's README names.
+        fold: fold that validates, from 0; the others train.
+        folds: number of folds of a cross-validation, which `medspeed folds` runs.
+        groups: what no two folds share (patients): FILE.csv:COLUMN, cases in its first column; or a pattern, such as
+            (.*)_ for all before the last underscore.
         store: cache directory for prepared and synthetic data.
         seed: random seed for the initial weights, the sampling and order of crops or patches, and the augmentation.
         device: auto, cpu, cuda or cuda:N.
@@ -72,6 +76,9 @@ class TrainingConfig:
     run: Path | None = None
     resume: Path | None = None
     init: Path | None = None
+    fold: int | None = None
+    folds: int | None = None
+    groups: str | None = None
     store: Path = Path("~/.cache/medspeed")
     seed: int = 0
     device: str = "auto"
@@ -94,7 +101,7 @@ class TrainingConfig:
 
     GROUPS: ClassVar[dict[str, str]] = {  # of the help; what only one app has is of its model, or named here too
         "run": "recipe run resume init seed fast_dev_run profile",
-        "data": "data store split spacing crop_size lists held_out reader patches_per_slide",
+        "data": "data store split fold folds groups spacing crop_size lists held_out reader patches_per_slide",
         "model": "*",
         "training": "batch_size optimizer learning_rate schedule epochs until loss crops augmentation",
         "device and speed": "device workers precision compile kernels graph parallel cache source channels_last",
@@ -130,6 +137,9 @@ class TrainingConfig:
         return (
             ("seed", 0 <= self.seed < 2**63, "0 or more, below 2 ** 63"),
             ("learning_rate", self.learning_rate is None or 0 < self.learning_rate < math.inf, "above 0"),
+            ("folds", (self.folds or 2) >= 2 and (self.fold is None) == (self.folds is None), "2 or more, with fold"),
+            ("fold", 0 <= (self.fold or 0) < (self.folds or 1), "0 or more, and below folds"),
+            ("groups", self.groups is None or self.fold is not None, "given with fold and folds"),
         )
 
     def target(self) -> float | None:

@@ -11,6 +11,7 @@ from torch import nn
 from medspeed.common.config import config_content, flat, replaced
 from medspeed.common.data.dataset import Dataset, Split, read_dataset, read_split, split_cases
 from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct, plan_preparation
+from medspeed.common.data.folds import split_fold
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.data.store import store_folder
 from medspeed.common.data.synthetic import make_synthetic
@@ -126,7 +127,10 @@ def _divided(
     kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
     if run.resumed and (run.directory / "plan.json").is_file():
         return read_split(dataset, kept), read_as(measured, Fingerprint)
-    split = split_cases(dataset, config.split)
+    if config.fold is None:
+        split = split_cases(dataset, config.split)
+    else:
+        split = split_fold(dataset, config.fold, decided(config.folds), config.groups, config.seed, config.workers)
     if config.fast_dev_run:
         split = few_cases(split, config.parallel.partitions or run.ranks.world, run)
     store = store_folder(config.store / "fingerprints", dataset.folder)
@@ -153,7 +157,11 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run, told: Sequence[str] 
 
     def make() -> C:
         if run.resumed and path.is_file():
-            if lacking := sorted(config_content(config).keys() - read_object(path).keys()):
+            asked = (run.directory / "config.yaml").read_text(
+                encoding="utf-8"
+            )  # fields of later versions are in neither
+            known = {name for name in config_content(config) if f"\n{name}:" in f"\n{asked}"}
+            if lacking := sorted(known - read_object(path).keys()):
                 raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or start a new run")
             stored = read_as(path, type(config))
             given = flat(config)

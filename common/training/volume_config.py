@@ -101,6 +101,7 @@ class SegmentationConfig(TrainingConfig):
         """Return the checks of single fields; an app adds its own."""
         return (
             *super().checks(),
+            ("split", self.fold is None or self.split == SegmentationConfig.split, "left out with fold"),
             ("spacing", all(0.01 <= side <= 100 for side in self.spacing or ()), "0.01 to 100 mm on each axis"),
             ("crops.flips", set(self.crops.flips or "") <= set("xyz"), "some of the letters x, y and z, or empty"),
             ("crops.intensity", 0 <= self.crops.intensity < 1, "in [0, 1)"),

@@ -35,7 +35,7 @@ def test_version_and_help(capsys):
 def test_every_app_and_data_script_has_its_words():
     known = programs()
     apps = {path.parent.name for path in (ROOT / "apps").glob("*/train.py")}
-    assert {(verb, app) for verb in ("train", "infer", "export", "evaluate") for app in apps} <= set(known)
+    assert {(verb, app) for verb in ("train", "infer", "export", "evaluate", "folds") for app in apps} <= set(known)
     scripts = ("to-msd", "make-phantoms", "make-slides", "fetch-msd", "fetch-camelyon16")
     assert {("data", script) for script in scripts} <= set(known)
 

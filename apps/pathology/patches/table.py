@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from PIL import Image
 
-from medspeed.apps.pathology.slides.camelyon import is_slide, read_rows, slide_name
-from medspeed.common.files import read_object
+from medspeed.apps.pathology.slides.camelyon import is_slide, slide_name
+from medspeed.common.files import read_object, read_rows
 
 _PARTS = {"train": "training", "val": "validation", "valid": "validation", "test": "testing"}
 _PARTS |= {part: part for part in _PARTS.values()}

@@ -15,9 +15,11 @@ from medspeed.apps.pathology.patches.table import PatchTable, read_coordinates, 
 from medspeed.apps.pathology.scan.scan import ASSUMED_MPP, MPP_TOLERANCE
 from medspeed.apps.pathology.slides.camelyon import SlideEntry, read_slide_set
 from medspeed.apps.pathology.slides.reader import SlidePool
+from medspeed.common.data.folds import deal_folds
 from medspeed.common.data.synthetic import make_synthetic
 from medspeed.common.files import read_object, write_json
 from medspeed.common.run import Run
+from medspeed.common.training.config import decided
 from medspeed.common.training.setup import DEV_RUN
 
 _FEW = 16  # patches of each kind that a fast dev run takes
@@ -120,9 +122,21 @@ def hold_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: in
     return held
 
 
+def _held(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, run: Run) -> np.ndarray:
+    """Return which slides or patches validate, [N] bool: a share that is drawn, or a fold, kept as `split.json`."""
+    if config.fold is None:
+        return hold_out(labels, names, config.held_out, config.seed)
+    contents = {name: (["tumour" if label else "normal"], 0) for name, label in zip(names, labels, strict=True)}
+    record = deal_folds(contents, decided(config.folds), config.groups, config.seed)
+    held = np.array([record["fold_of"][name] == config.fold for name in names])
+    sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in ("training", "validation")}
+    write_json(run.directory / "split.json", {"fold": config.fold, "held_out": True, **record, **sides})
+    return held
+
+
 def _read(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     if config.lists is None and (folder / "labels.csv").is_file():
-        return _labelled(config, folder)
+        return _labelled(config, folder, run)
     with closing(SlidePool(config.reader)) as pool:
         if config.lists is None:
             return _sampled(config, folder, run, pool)
@@ -164,13 +178,16 @@ def _of_both_kinds(tables: Tables, run: Run) -> Tables:
     return tables
 
 
-def _labelled(config: PathologyConfig, folder: Path) -> Tables:
+def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     parts = read_patch_folder(folder)
     training, validation = parts["training"], parts.get("validation")
+    if validation is not None and config.fold is not None:
+        raise ValueError(f"{folder / 'labels.csv'}: has validation images in its column split; --fold needs it without")
     if validation is None:
-        # Patches of one slide may come on both sides: whose names say which slide they are from has a split of its own.
-        names = [f"{file.name}:[0, 0]" for file in training.files]
-        held = hold_out(training.label, names, config.held_out, config.seed)
+        # Patches of one slide may come on both sides, unless --groups tells which slide they are from.
+        name = "{0.name}:[0, 0]" if config.fold is None else "{1}"
+        names = [name.format(file, file.relative_to(folder).as_posix()) for file in training.files]
+        held = _held(training.label, names, config, run)
         training, validation = training.take(~held), training.take(held)
     return Tables(folder, folder.name, False, None, training, validation, parts.get("testing"))
 
@@ -181,7 +198,7 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -
     per_slide = config.patches_per_slide or usual["patches_per_slide"]
     slides = read_slide_set(folder)
     labels = np.array([entry.tumour for entry in slides.training])
-    held = hold_out(labels, [entry.name for entry in slides.training], config.held_out, config.seed)
+    held = _held(labels, [entry.name for entry in slides.training], config, run)
     training, validation = (
         [entry for entry, out in zip(slides.training, held, strict=True) if out == side] for side in (False, True)
     )

@@ -5,12 +5,10 @@
 - the public bucket: images, annotations, masks, evaluation, all slides side by side.
 """
 
-import csv
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from medspeed.common.files import read_object
+from medspeed.common.files import read_object, read_rows
 
 SUFFIXES = (".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
 MASK_ENDING = "_mask"  # of a mask's name, behind its slide's
@@ -149,18 +147,3 @@ def _reference(folder: Path) -> dict[str, bool] | None:
         if found.setdefault(slide_name(row[0]), kind == "tumor") != (kind == "tumor"):
             raise ValueError(f"{where}: an earlier line disagrees about {row[0]!r}; keep one of them")
     return found
-
-
-def read_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield, of each line of a CSV file that is not empty, where it stands ("FILE, line N") and its cells.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no CSV in UTF-8.
-    """
-    with path.open(newline="", encoding="utf-8-sig") as stream:
-        reader = csv.reader(stream)
-        try:
-            yield from ((f"{path}, line {reader.line_num}", row) for row in reader if row)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}, line {reader.line_num}: expected CSV text in UTF-8 ({error})") from error

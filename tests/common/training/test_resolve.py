@@ -1,15 +1,19 @@
 """What a run decides before it starts, and finds again when it goes on."""
 
 import json
+import re
 from dataclasses import replace
 
 import nibabel as nib
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from medspeed.common.clock import Clock
+from medspeed.common.config import config_content, config_to_yaml
 from medspeed.common.data.preparation import Preparation
+from medspeed.common.files import write_text
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run
 from medspeed.common.training.config import Parallel, TrainingConfig, decided
@@ -31,7 +35,7 @@ class ToyConfig(SegmentationConfig):
 
 @pytest.fixture
 def run(tmp_path):
-    (tmp_path / "run").mkdir()
+    write_text(tmp_path / "run" / "config.yaml", config_to_yaml(PLAIN))
     return Run(tmp_path / "run", torch.device("cpu"), Clock(), resumed=False)
 
 
@@ -154,3 +158,40 @@ def test_a_plan_that_lacks_fields_is_one_line(run):
         keep_plan(PLAIN, lambda: PLAIN, replace(run, resumed=True))
     with pytest.raises(ValueError, match=r"a field of this run's plan\.json is empty"):
         decided(None)
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_the_fields_of_later_ones(run):
+    content = config_content(PLAIN)
+    for later in ("fold", "folds", "groups"):
+        del content[later]
+    (run.directory / "config.yaml").write_text(yaml.safe_dump(content))
+    (run.directory / "plan.json").write_text(json.dumps(content))
+    assert keep_plan(PLAIN, lambda: pytest.fail("it is decided"), replace(run, resumed=True)) == PLAIN
+
+
+def test_a_fold_is_held_out_and_recorded_and_found_again(scans, tmp_path, run):
+    config = ToyConfig(data=scans, store=tmp_path / "store", fold=1, folds=3, seed=4)
+    split = read_volumes(config, run).split
+    kept = json.loads((run.directory / "split.json").read_text())
+    assert [case.name for case in split.validation] == kept["validation"]
+    assert kept["fold_of"][kept["validation"][0]] == 1
+    assert (kept["fold"], kept["folds"], kept["seed"], kept["group_of"]) == (1, 3, 4, {"0": "0", "1": "1", "2": "2"})
+    assert "fold 1 of 3 (from 0): 1 of 3 cases held out" in (run.directory / "run.log").read_text()
+    (run.directory / "plan.json").touch()
+    assert read_volumes(config, replace(run, resumed=True)).split.validation == split.validation
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"fold": 0}, "folds None: must be 2 or more, with fold"),
+        ({"folds": 5}, "folds 5: must be 2 or more, with fold"),
+        ({"fold": 5, "folds": 5}, "fold 5: must be 0 or more, and below folds"),
+        ({"fold": -1, "folds": 5}, "fold -1: must be 0 or more"),
+        ({"groups": "(.*)_"}, "must be given with fold and folds"),
+        ({"fold": 0, "folds": 5, "split": "0.3"}, "split 0.3: must be left out with fold"),
+    ],
+)
+def test_flags_of_folds_go_together(fields, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ToyConfig(**fields)

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,14 @@ def slides(tmp_path_factory) -> Path:
     return make_slides(tmp_path_factory.mktemp("data") / "slides", 4, 2, 1024, progress=False)
 
 
-def tables_of(config: PathologyConfig) -> tuple[Tables, str]:
+def tables_of(config: PathologyConfig, directory: Path = Path("nowhere")) -> tuple[Tables, str]:
     said: list[str] = []
     run: Any = SimpleNamespace(
-        device=torch.device("cpu"), say=lambda line, kind="note": said.append(line), leader=True, ranks=Ranks()
+        directory=directory,
+        device=torch.device("cpu"),
+        say=lambda line, kind="note": said.append(line),
+        leader=True,
+        ranks=Ranks(),
     )
     return find_tables(config, run), "\n".join(said)
 
@@ -158,3 +163,42 @@ def test_what_is_held_out_depends_on_seed_and_names_alone():
 def test_nothing_to_hold_out():
     with pytest.raises(ValueError, match="found 2 for training; holding one out"):
         hold_out(np.array([1, 0]), ["a", "b"], 0.5, 0)
+
+
+def test_each_slide_is_held_out_by_one_fold(slides, tmp_path):
+    """Two slides with tumour and two without: each of two folds holds out one of either kind."""
+    found = []
+    for fold in (0, 1):
+        config = PathologyConfig(data=slides, patch_size=64, patches_per_slide=4, fold=fold, folds=2)
+        validation = tables_of(config, tmp_path)[0].validation
+        kept = json.loads((tmp_path / "split.json").read_text())
+        assert kept["validation"] == [path.stem for path in validation.files]
+        assert {kept["fold_of"][name] for name in kept["validation"]} == {fold}
+        assert kept["held_out"]
+        found += kept["validation"]
+        assert sorted(name.split("_")[0] for name in kept["validation"]) == ["normal", "tumor"]
+    assert len(found) == len(set(found)) == 4
+
+
+def test_patches_of_a_slide_stay_on_one_side(tmp_path):
+    rows = ["image,label,slide"]
+    (tmp_path / "images").mkdir()
+    for number in range(12):
+        folder = tmp_path / "images" if number % 2 else tmp_path
+        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(folder / f"{number}.png")
+        rows.append(f"{number}.png,{number % 2},{number // 4}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    config = PathologyConfig(data=tmp_path, fold=2, folds=3, groups=f"{tmp_path / 'labels.csv'}:slide")
+    tables, _ = tables_of(config, tmp_path)
+    sides = [
+        {int(table.files[file].stem) // 4 for file in table.file} for table in (tables.training, tables.validation)
+    ]
+    assert [len(side) for side in sides] == [2, 1]
+    assert not sides[0] & sides[1]
+    (tmp_path / "labels.csv").write_text(
+        "\n".join(f"{row},{('split', 'train', 'val')[min(i, 2)]}" for i, row in enumerate(rows))
+    )
+    with pytest.raises(
+        ValueError, match=r"labels\.csv: has validation images in its column split; --fold needs it without"
+    ):
+        tables_of(config, tmp_path)

@@ -1,0 +1,159 @@
+"""Cross-validate: train every fold of an app's data, and tabulate the cases, each of which one fold has held out.
+
+Run: medspeed folds APP --run FOLDER [--folds 5] [--groups GROUPS] [FLAGS OF medspeed train APP]
+
+Each fold is a training run of its own, FOLDER/fold-0 and so on. The same command goes on after an interruption: it
+skips folds that are finished, and resumes one that is not.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+
+from medspeed.apps import APPS
+from medspeed.common.config import config_content, config_from_yaml, flat, parse_config
+from medspeed.common.flags import Parser
+from medspeed.common.training.config import TrainingConfig, decided
+
+
+def parse(arguments: Sequence[str]) -> TrainingConfig:
+    """Parse the app and the flags of its training."""
+    parser = Parser(description=__doc__, usage="%(prog)s APP --run FOLDER [--FLAG VALUE ...]")
+    parser.add_argument("app", choices=APPS, help="whose `train --help` lists the flags")
+    app = parser.parse_args(arguments[:1]).app
+    recipes = import_module(f"medspeed.apps.{app}.config").RECIPES
+    folds = {name: replace(recipe, fold=0, folds=5) for name, recipe in recipes.items()}
+    config: TrainingConfig = parse_config(type(recipes["fast"]), folds, arguments[1:], __doc__)
+    if config.run is None or config.resume or config.fold != 0:
+        parser.error("--run is missing" if config.run is None else "--fold and --resume are set here; drop them")
+    return config
+
+
+if __name__ == "__main__":  # under `medspeed` the app is part of the program's name
+    APP = sys.argv[0].removeprefix("medspeed folds ")
+    CONFIG = parse([*([APP] if APP in APPS else []), *sys.argv[1:]])
+
+import ctypes
+import signal
+from pathlib import Path
+from subprocess import Popen
+from typing import TypedDict
+
+from medspeed.common.console import say
+from medspeed.common.data.dataset import read_typed
+from medspeed.common.files import from_json, hold, printable, read_object, write_json
+from medspeed.common.inference.evaluation import Evaluation, say_means
+from medspeed.common.inference.measure import write_measures
+from medspeed.common.inference.scores import Scores
+from medspeed.common.run import STOP_SIGNALS, one_line_errors, take_signals
+from medspeed.common.training.evaluate import Quality
+
+
+class _Split(TypedDict):
+    validation: list[str]
+    fold_of: dict[str, int]
+
+
+class _Evaluated(TypedDict):
+    tolerance_mm: float
+    cases: dict[str, list[Scores]]
+
+
+def main(config: TrainingConfig) -> Evaluation:
+    """Train the folds that are missing, one after the other, and write the tables."""
+    root = decided(config.run)
+    root.mkdir(parents=True, exist_ok=True)
+    hold(root / ".lock")
+    path, own = root / "config.yaml", {*config.RESUMABLE, "run"}
+    kept = flat(config_from_yaml(type(config), path)) if path.is_file() else flat(config)
+    for name, value in flat(config).items():
+        if name not in own and value != kept[name]:
+            raise ValueError(f"{path}: has {name} {kept[name]}, not {value}; repeat its flags, or choose another --run")
+    write_json(path, {name: value for name, value in config_content(config).items() if name not in ("run", "resume")})
+    runs = [root / f"fold-{fold}" for fold in range(decided(config.folds))]
+    for fold, run in enumerate(runs):
+        _train(config.APP, fold, run)
+    return tabulate(runs)
+
+
+def _train(app: str, fold: int, run: Path) -> None:
+    """Train a fold in a process that gets the signals of this one, and SIGTERM if this one is killed."""
+    begun, done = ((run / name).is_file() for name in ("config.yaml", "summary.json"))
+    say(f"fold {fold}: {'finished' if done else 'resumed' if begun else 'started'}, {run}", "result")
+    if done:
+        return
+    for path in () if begun else run.glob(".*"):  # it was killed before it began
+        path.unlink()
+    words = ["--config", f"{run.parent}/config.yaml", "--fold", str(fold), "--resume" if begun else "--run", str(run)]
+    program = [
+        sys.executable,
+        "-P",
+        "-m",
+        f"medspeed.apps.{app}.train",
+        *words,
+        *({"--quiet", "--verbose"} & {*sys.argv}),
+    ]
+    process = Popen(program, start_new_session=True, preexec_fn=_end_with_parent)
+    with take_signals((signal.SIGINT, *STOP_SIGNALS), lambda number, _: process.send_signal(number)):
+        status = process.wait()
+    if status:
+        say(f"fold {fold} ended with status {status}; the same command goes on from there", "error")
+        raise SystemExit(status if status > 0 else 128 - status)
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+
+
+def tabulate(runs: Sequence[Path]) -> Evaluation:
+    """Print and write the means of each fold and of all cases; return the evaluation (of patches a fold is a case).
+
+    Raises:
+        ValueError: the folds do not divide the same cases.
+    """
+    root, found = runs[0].parent, [_evaluated(run) for run in runs]
+    splits = [read_typed(run / "split.json", _Split) for run in runs]
+    fold_of = splits[0]["fold_of"]
+    for fold, split in enumerate(splits):
+        if split["fold_of"] != fold_of or {fold_of.get(name) for name in split["validation"]} != {fold}:
+            raise ValueError(f"{runs[fold]}: divides other cases than fold-0; has the dataset changed? train all again")
+    whole = replace(found[0], cases={name: rows for each in found for name, rows in each.cases.items()})
+    table = {run.name: _rows(each, "mean") for run, each in zip(runs, found, strict=True)}
+    for name, rows in table.items():
+        means = ((row["label"], [*row.values()][2]) for row in rows)  # of the first metric
+        say(
+            printable(
+                f"{name}: {', '.join(f'{label} {mean if mean is None else round(mean, 3)}' for label, mean in means)}"
+            )
+        )
+    table |= {figure: _rows(whole, figure) for figure in ("mean", "low", "high")}
+    whole.write(root)
+    write_measures(root / "folds.csv", table, "fold")
+    write_json(root / "folds.json", table)
+    say(
+        f"means of {len(fold_of)} cases, each held out once, with 95 percent intervals; all of it: {root / 'folds.csv'}"
+    )
+    say_means(whole)
+    return whole
+
+
+def _evaluated(run: Path) -> Evaluation:
+    if (run / "evaluation.json").is_file():
+        return Evaluation(**read_typed(run / "evaluation.json", _Evaluated))
+    quality = from_json(Quality, read_object(run / "summary.json").get("quality", {}))
+    return Evaluation(0.0, {run.name: [{"label": "patches", **quality.per_case}]})
+
+
+def _rows(found: Evaluation, figure: str) -> list[Scores]:
+    """Return of each structure the number of cases, and a figure of each metric."""
+    return [
+        {"label": label, "cases": len(found.cases), **{name: each.get(figure) for name, each in metrics.items()}}
+        for label, metrics in found.summary.items()
+    ]
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(CONFIG)

@@ -1,0 +1,111 @@
+"""Cross-validation: which cases each fold holds out, those of a group (such as a patient's scans) together."""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from medspeed.common.data.dataset import Case, Dataset, Split
+from medspeed.common.data.preparation import label_map
+from medspeed.common.data.threads import map_in_threads
+from medspeed.common.data.volumes import read_volume
+from medspeed.common.files import plural, read_rows
+
+Content = tuple[Sequence[str], int]
+"""What folds are stratified by: the labels in a case (of a slide: tumour or normal), and their volume in mm3."""
+
+
+def split_fold(dataset: Dataset, fold: int, folds: int, groups: str | None, seed: int, workers: int | None) -> Split:
+    """Hold out one of the folds of a dataset; each label map is read once. For the arguments see `deal_folds`."""
+    cases = dataset.cases
+    contents = map_in_threads(lambda case: _content(case, dataset.labels), cases, "reading labels", workers)
+    record = deal_folds({case.name: each for case, each in zip(cases, contents, strict=True)}, folds, groups, seed)
+    held, rest = (
+        tuple(case for case in cases if (record["fold_of"][case.name] == fold) == out) for out in (True, False)
+    )
+    description = f"fold {fold} of {folds} (from 0): {len(held)} of {plural(len(cases), 'case')} held out"
+    return Split(rest, held, True, f"{description}; {record['how']}", {"fold": fold, **record})
+
+
+def deal_folds(contents: Mapping[str, Content], folds: int, groups: str | None, seed: int) -> dict[str, Any]:
+    """Return how cases, by name, are dealt to 2 or more folds: "fold_of" and "group_of" each case, "how", and the rest.
+
+    The largest groups come first, each to a fold with the fewest cases; of several, to that with the fewest of the same
+    labels, rare ones weighing more. Groups with the same labels go by volume. A digest of seed and names decides what
+    is left, so that the result is the same on every platform. For `groups` see `group_cases`.
+
+    Raises:
+        FileNotFoundError, ValueError: a case has no group, or there are fewer groups than folds.
+    """
+    group_of, members = group_cases(groups, sorted(contents)), dict[str, list[str]]()
+    for name, group in group_of.items():
+        members.setdefault(group, []).append(name)
+    if len(members) < folds:
+        raise ValueError(f"folds {folds}: need a group of cases each, found {len(members)}; lower --folds")
+    labels = {group: Counter(label for name in members[group] for label in contents[name][0]) for group in members}
+    rarity = {label: len(contents) // count for label, count in sum(labels.values(), Counter[str]()).items()}
+    sizes, held, fold_of = [0] * folds, [Counter[str]() for _ in range(folds)], dict[str, int]()
+
+    def cost(fold: int, group: str) -> tuple[int, int, int, bytes]:
+        alike = sum(held[fold][label] * count * rarity[label] for label, count in labels[group].items())
+        digest = hashlib.sha256(f"{seed}:{group}:{fold}".encode()).digest()
+        return sizes[fold] // len(members[group]), alike, sizes[fold], digest
+
+    volume = {group: sum(contents[name][1] for name in members[group]) for group in members}
+    for group in sorted(members, key=lambda each: (-len(members[each]), sorted(labels[each].items()), -volume[each])):
+        fold = min(range(folds), key=lambda each: cost(each, group))
+        sizes[fold] += len(members[group])
+        held[fold] += labels[group]
+        fold_of |= dict.fromkeys(members[group], fold)
+    how = f"stratified by labels and their volume, groups: {groups or 'each case'}, seed {seed}"
+    return {"folds": folds, "seed": seed, "how": how, "groups": groups, "fold_of": fold_of, "group_of": group_of}
+
+
+def group_cases(groups: str | None, names: Sequence[str]) -> dict[str, str]:
+    """Return the group of each case, by name: the case itself without `groups`.
+
+    `groups` is "FILE.csv:COLUMN", a table whose first column names the cases, with or without suffix; or a regular
+    expression, whose first group (without one, the whole match) is the group.
+
+    Raises:
+        FileNotFoundError: there is no such table.
+        ValueError: it is no table or no regular expression, or a case has no group; names them.
+    """
+    path, _, column = (groups or "").rpartition(":")
+    try:
+        matches = {name: not path.endswith(".csv") and re.search(groups or ".+", name) for name in names}
+    except re.error as error:
+        raise ValueError(f"groups {groups}: expected FILE.csv:COLUMN or a regular expression ({error})") from error
+    found = {name: match[min(len(match.groups()), 1)] for name, match in matches.items() if match}
+    found |= _listed_groups(Path(path), column, names) if path.endswith(".csv") else {}
+    if missing := [name for name in names if not found.get(name)]:
+        raise ValueError(f"groups {groups}: no group for {len(missing)} of {len(names)}: {', '.join(missing[:5])}")
+    return {name: found[name] for name in names}
+
+
+def _listed_groups(path: Path, column: str, names: Sequence[str]) -> dict[str, str]:
+    rows = read_rows(path)
+    _, header = next(rows, ("", []))
+    if column not in header[1:]:
+        raise ValueError(f"{path}: no column {column!r} after the first, which names the cases; found {header}")
+    found, known = dict[str, str](), {*names}
+    for where, row in rows:
+        group, name = dict(zip(header, row, strict=False)).get(column, "").strip(), row[0].strip()
+        aliases = name, f"images/{name}", PurePosixPath(name).stem, name.removesuffix(".nii.gz")
+        case = next((each for each in aliases if each in known), name)
+        if found.setdefault(case, group) != group:
+            raise ValueError(f"{where}: an earlier line gives {case} another {column}; keep one of them")
+    return found
+
+
+def _content(case: Case, labels: Sequence[str]) -> Content:
+    assert case.label is not None, "labelled cases have labels"
+    volume = read_volume(case.label)
+    numbers = label_map(volume, [number for number, name in enumerate(labels) if name]).ravel(order="K")
+    counts = np.bincount(numbers[numbers > 0], minlength=len(labels)).tolist()
+    found = [label for label, count in zip(labels, counts, strict=True) if count] or ["no label"]
+    return found, round(sum(counts) * abs(float(np.linalg.det(volume.affine[:3, :3]))))

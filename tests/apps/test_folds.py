@@ -1,0 +1,195 @@
+"""Cross-validation: five runs of one folder, interrupted and resumed, and the table over their cases."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from medspeed.apps.brats.config import BratsConfig
+from medspeed.apps.folds import main, parse, tabulate
+from medspeed.apps.pathology.config import PathologyConfig
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+
+ROOT = Path(__file__).parents[2]
+
+
+def finished(root, name, cases, fold_of, **files):
+    """Write what the run of a fold leaves of some cases, as {case: (Dice of A, Dice of B)}."""
+    (root / name).mkdir(parents=True)
+    rows = {case: [{"label": each, "dice": dice} for each, dice in zip("AB", found, strict=False)]
+            for case, found in cases.items()}  # fmt: skip
+    evaluation = {"interval": "", "summary": {}, "tolerance_mm": 2.0, "cases": rows, "missing": [], "refused": {}}
+    split = {"validation": [*cases], "fold_of": fold_of}
+    for file, content in {"split": split, "evaluation": evaluation, "summary": {}, **files}.items():
+        if content is not None:
+            (root / name / f"{file}.json").write_text(json.dumps(content))
+    return root / name
+
+
+def table(path):
+    return [*csv.DictReader(path.read_text().splitlines())]
+
+
+def test_the_table_is_that_of_the_hand(tmp_path, capsys):
+    """Three cases in two folds: means of a fold are over its cases, those of all over three, not over two folds."""
+    fold_of = {"one": 0, "two": 1, "three": 0}
+    runs = [
+        finished(tmp_path, "fold-0", {"one": (0.5, 1.0), "three": (0.7, None)}, fold_of),
+        finished(tmp_path, "fold-1", {"two": (0.9, 0.0)}, fold_of),
+    ]
+    whole = tabulate(runs)
+    rows = table(tmp_path / "folds.csv")
+    found = {(row["fold"], row["label"]): (row["cases"], row["dice"]) for row in rows}
+    assert found["fold-0", "A"] == ("2", "0.6")
+    assert found["fold-0", "B"] == ("2", "1.0")
+    assert found["fold-1", "A"] == ("1", "0.9")
+    assert found["mean", "A"] == ("3", str((0.5 + 0.7 + 0.9) / 3))
+    assert found["mean", "B"] == ("3", "0.5")  # undefined for one case
+    assert float(found["low", "A"][1]) == 0.5  # 2000 resamples of three cases: the extremes come up 1 in 27 times
+    assert float(found["high", "A"][1]) == 0.9
+    content = json.loads((tmp_path / "folds.json").read_text())
+    assert content["fold-1"] == [{"label": "A", "cases": 1, "dice": 0.9}, {"label": "B", "cases": 1, "dice": 0.0}]
+    assert (
+        json.loads((tmp_path / "evaluation.json").read_text())["cases"].keys() == fold_of.keys() == whole.cases.keys()
+    )
+    said = capsys.readouterr().out
+    assert "3 cases, each held out once" in said
+    assert "fold-1: A 0.9, B 0.0" in said
+    assert "A               3 cases  dice 0.700 [0.500, 0.900]" in said
+
+
+@pytest.mark.parametrize(
+    ("fold_of", "validation"),
+    [({"one": 0, "two": 0}, ["two"]), ({"one": 0, "two": 1}, ["one"]), ({"one": 0, "two": 1}, ["other"])],
+)
+def test_folds_that_do_not_divide_the_same_cases_are_refused(fold_of, validation, tmp_path):
+    runs = [
+        finished(tmp_path, "fold-0", {"one": (1.0, 1.0)}, {"one": 0, "two": 1}),
+        finished(tmp_path, "fold-1", dict.fromkeys(validation, (1.0, 1.0)), fold_of),
+    ]
+    with pytest.raises(ValueError, match="fold-1: divides other cases than fold-0"):
+        tabulate(runs)
+
+
+def test_of_patches_each_fold_is_a_case(tmp_path, capsys):
+    runs = []
+    for fold, value in enumerate((0.5, 1.0)):
+        quality = {
+            "name": "",
+            "value": value,
+            "per_case": {"validation AUC": value},
+            "selected_on": "",
+            "per_region": {},
+        }
+        folds = {"a": 0, "b": 1}
+        runs.append(
+            finished(tmp_path, f"fold-{fold}", {"ab"[fold]: ()}, folds, evaluation=None, summary={"quality": quality})
+        )
+    assert tabulate(runs).summary["patches"]["validation AUC"]["mean"] == 0.75
+    assert "patches         2 cases  validation AUC 0.750 [0.500, 1.000]" in capsys.readouterr().out
+
+
+def test_flags_are_those_of_the_training_and_five_folds_the_default():
+    config = parse(["brats", "--run", "runs/cv", "--epochs", "3"])
+    assert config == BratsConfig(run=Path("runs/cv"), fold=0, folds=5, epochs=3)
+    assert parse(["pathology", "--run", "cv", "--folds=3", "--recipe", "guide", "--groups", "(.*)_"]).folds == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "app: required"),
+        (["lung"], "app lung: expected one of"),
+        (["spleen"], "--run is missing"),
+        (["spleen", "--run", "cv", "--fold", "2"], "--fold and --resume are set here"),
+        (["spleen", "--run", "cv", "--resume", "cv"], "--fold and --resume are set here"),
+        (["spleen", "--run", "cv", "--folds", "1"], "--folds 1: must be 2 or more"),
+        (["spleen", "--run", "cv", "--split", "0.5"], "--split 0.5: must be left out with fold"),
+        (["spleen", "--run", "cv", "--fodls", "3"], "did you mean --fold"),
+    ],
+)
+def test_wrong_words_are_one_line(words, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(words)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_other_flags_than_the_stored_ones_are_refused(tmp_path, monkeypatch):
+    config = replace(PathologyConfig(fold=0, folds=2), run=tmp_path / "cv")
+    for fold in (0, 1):
+        finished(tmp_path / "cv", f"fold-{fold}", {"ab"[fold]: (1.0, 1.0)}, {"a": 0, "b": 1})
+    main(config)
+    main(replace(config, device="cpu"))  # what may differ when a run goes on
+    with pytest.raises(ValueError, match=r"config\.yaml: has epochs None, not 3; repeat its flags, or choose another"):
+        main(replace(config, epochs=3))
+    with pytest.raises(ValueError, match=r"has folds 2, not 3"):
+        main(replace(config, folds=3))
+
+
+@pytest.mark.slow
+def test_folds_that_are_killed_go_on_and_hold_out_each_case_once(tmp_path):
+    """Killed with -9 twice: the program, whose training saves and ends with it; and the training."""
+    make_ct_phantoms(tmp_path / "data", 4, progress=False)
+    names = sorted(path.name.removesuffix(".nii.gz") for path in (tmp_path / "data" / "imagesTr").iterdir())
+    (tmp_path / "patients.csv").write_text(
+        "case,patient\n" + "".join(f"{name},{i % 2}\n" for i, name in enumerate(names))
+    )
+    flags = (
+        "spleen --run cv --data data --store store --folds 2 --groups patients.csv:patient --spacing 6 6 6 "
+        "--channels 4 8 --crop-size 16 16 16 --windows.size 32 32 32 --epochs 3 --batch-size 1 --engine none "
+        "--device cpu"
+    )
+    environ = {**os.environ, "MEDSPEED_CHECKPOINT_SECONDS": "0", "PYTHONPATH": str(ROOT)}
+    command, lock = [sys.executable, f"{ROOT}/apps/folds.py", *flags.split()], tmp_path / "cv" / "fold-0" / ".lock"
+
+    def saved():
+        return {path.name for path in (tmp_path / "cv" / "fold-0" / "checkpoints").glob("epoch-*")}
+
+    def begin_and_kill(which):
+        """Kill one of the two processes as soon as the training has saved a step; return the training's id."""
+        before = saved()
+        with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True) as program:
+            while program.poll() is None and saved() <= before:
+                time.sleep(0.01)
+            training = int(lock.read_text().split()[1])
+            os.kill(training if which == "training" else program.pid, signal.SIGKILL)
+            program.wait()
+        return program.returncode, training
+
+    status, training = begin_and_kill("program")
+    assert status == -signal.SIGKILL
+    while psutil.pid_exists(training):  # it saves, and ends
+        time.sleep(0.05)
+    assert "resume with" in (tmp_path / "cv" / "fold-0" / "run.log").read_text()
+    assert begin_and_kill("training")[0] == 137
+    assert not (tmp_path / "cv" / "fold-0" / "summary.json").exists()
+
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    assert "fold 0: resumed" in done.stdout
+    assert "fold 1: started" in done.stdout
+    held = [json.loads((tmp_path / "cv" / f"fold-{fold}" / "split.json").read_text()) for fold in (0, 1)]
+    assert sorted(held[0]["validation"] + held[1]["validation"]) == names
+    assert [sorted(each["validation"]) for each in held] in ([names[::2], names[1::2]], [names[1::2], names[::2]])
+    rows = table(tmp_path / "cv" / "evaluation.csv")
+    assert sorted(row["case"] for row in rows) == names
+    dice: dict[str, float] = {}
+    for fold in (0, 1):
+        dice |= json.loads((tmp_path / "cv" / f"fold-{fold}" / "summary.json").read_text())["quality"]["per_case"]
+    assert {row["case"]: float(row["dice"]) for row in rows} == pytest.approx(dice, abs=1e-6)
+    (mean,) = (row for row in table(tmp_path / "cv" / "folds.csv") if row["fold"] == "mean")
+    assert float(mean["dice"]) == pytest.approx(sum(dice.values()) / 4, abs=1e-6)
+
+    again = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    assert again.stdout.count(": finished, ") == 2
+    assert "epoch" not in again.stdout
