@@ -88,9 +88,8 @@ class PathologyConfig(TrainingConfig):
             *super().checks(),
             ("lists", self.lists is None or self.data is not None, "given together with data"),
             ("mpp", self.mpp is None or 0.05 <= self.mpp <= 100, "between 0.05 and 100 um"),
-            ("lists", self.lists is None or self.fold is None, "left out with fold"),
-            ("held_out", 0 < self.held_out < 1, "above 0, below 1"),
-            ("held_out", self.fold is None or self.held_out == PathologyConfig.held_out, "left out with fold"),
+            ("lists", None in (self.lists, self.fold), "left out with fold"),
+            ("held_out", 0 < self.held_out < 1 and (self.fold is None or self.held_out == 0.25), "in (0, 1); no fold"),
             ("augmentation.label_smoothing", 0 <= self.augmentation.label_smoothing < 0.5, "in [0, 0.5)"),
             (
                 "augmentation.jitter",

@@ -127,9 +127,8 @@ def _divided(
     kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
     if run.resumed and (run.directory / "plan.json").is_file():
         return read_split(dataset, kept), read_as(measured, Fingerprint)
-    if config.fold is None:
-        split = split_cases(dataset, config.split)
-    else:
+    split = split_cases(dataset, config.split)
+    if config.fold is not None:
         split = split_fold(dataset, config.fold, decided(config.folds), config.groups, config.seed, config.workers)
     if config.fast_dev_run:
         split = few_cases(split, config.parallel.partitions or run.ranks.world, run)
@@ -157,10 +156,8 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run, told: Sequence[str] 
 
     def make() -> C:
         if run.resumed and path.is_file():
-            asked = (run.directory / "config.yaml").read_text(
-                encoding="utf-8"
-            )  # fields of later versions are in neither
-            known = {name for name in config_content(config) if f"\n{name}:" in f"\n{asked}"}
+            text = (run.directory / "config.yaml").read_text(encoding="utf-8")  # without fields of later versions
+            known = {name for name in config_content(config) if f"\n{name}:" in f"\n{text}"}
             if lacking := sorted(known - read_object(path).keys()):
                 raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or start a new run")
             stored = read_as(path, type(config))

@@ -16,6 +16,7 @@ import pytest
 from medspeed.apps.brats.config import BratsConfig
 from medspeed.apps.folds import main, parse, tabulate
 from medspeed.apps.pathology.config import PathologyConfig
+from medspeed.common.files import release
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
 ROOT = Path(__file__).parents[2]
@@ -125,16 +126,23 @@ def test_wrong_words_are_one_line(words, said, capsys):
     assert error.count("\n") == 1
 
 
-def test_other_flags_than_the_stored_ones_are_refused(tmp_path, monkeypatch):
+def test_other_flags_than_the_stored_ones_are_refused(tmp_path):
     config = replace(PathologyConfig(fold=0, folds=2), run=tmp_path / "cv")
     for fold in (0, 1):
         finished(tmp_path / "cv", f"fold-{fold}", {"ab"[fold]: (1.0, 1.0)}, {"a": 0, "b": 1})
-    main(config)
-    main(replace(config, device="cpu"))  # what may differ when a run goes on
+
+    def again(**flags):
+        try:
+            return main(replace(config, **flags))
+        finally:
+            release(tmp_path / "cv" / ".lock")  # as the end of the program does
+
+    assert again().cases.keys() == {"a", "b"}
+    assert again(device="cpu").cases.keys() == {"a", "b"}  # what may differ when a run goes on
     with pytest.raises(ValueError, match=r"config\.yaml: has epochs None, not 3; repeat its flags, or choose another"):
-        main(replace(config, epochs=3))
-    with pytest.raises(ValueError, match=r"has folds 2, not 3"):
-        main(replace(config, folds=3))
+        again(epochs=3)
+    with pytest.raises(ValueError, match="has folds 2, not 3"):
+        again(folds=3)
 
 
 @pytest.mark.slow
