@@ -40,9 +40,11 @@ from pathlib import Path
 from subprocess import Popen
 from typing import TypedDict
 
+import yaml
+
 from medspeed.common.console import say
 from medspeed.common.data.dataset import read_typed
-from medspeed.common.files import from_json, hold, printable, read_object, write_json
+from medspeed.common.files import from_json, hold, printable, read_object, write_json, write_text
 from medspeed.common.inference.evaluation import Evaluation, say_means
 from medspeed.common.inference.measure import write_measures
 from medspeed.common.inference.scores import Scores
@@ -70,7 +72,8 @@ def main(config: TrainingConfig) -> Evaluation:
     for name, value in flat(config).items():
         if name not in own and value != kept[name]:
             raise ValueError(f"{path}: has {name} {kept[name]}, not {value}; repeat its flags, or choose another --run")
-    write_json(path, {name: value for name, value in config_content(config).items() if name not in ("run", "resume")})
+    content = {name: value for name, value in config_content(config).items() if name not in ("run", "resume")}
+    write_text(path, yaml.safe_dump(content, sort_keys=False))
     runs = [root / f"fold-{fold}" for fold in range(decided(config.folds))]
     for fold, run in enumerate(runs):
         _train(config.APP, fold, run)
@@ -86,14 +89,8 @@ def _train(app: str, fold: int, run: Path) -> None:
     for path in () if begun else run.glob(".*"):  # it was killed before it began
         path.unlink()
     words = ["--config", f"{run.parent}/config.yaml", "--fold", str(fold), "--resume" if begun else "--run", str(run)]
-    program = [
-        sys.executable,
-        "-P",
-        "-m",
-        f"medspeed.apps.{app}.train",
-        *words,
-        *({"--quiet", "--verbose"} & {*sys.argv}),
-    ]
+    program = [sys.executable, "-P", "-m", f"medspeed.apps.{app}.train", *words]
+    program += {"--quiet", "--verbose"} & {*sys.argv}
     process = Popen(program, start_new_session=True, preexec_fn=_end_with_parent)
     with take_signals((signal.SIGINT, *STOP_SIGNALS), lambda number, _: process.send_signal(number)):
         status = process.wait()
@@ -122,19 +119,14 @@ def tabulate(runs: Sequence[Path]) -> Evaluation:
     whole = replace(found[0], cases={name: rows for each in found for name, rows in each.cases.items()})
     table = {run.name: _rows(each, "mean") for run, each in zip(runs, found, strict=True)}
     for name, rows in table.items():
-        means = ((row["label"], [*row.values()][2]) for row in rows)  # of the first metric
-        say(
-            printable(
-                f"{name}: {', '.join(f'{label} {mean if mean is None else round(mean, 3)}' for label, mean in means)}"
-            )
-        )
+        values = ([*row.values()] for row in rows)  # the third is of the first metric
+        say(printable(f"{name}: {', '.join(f'{each[0]} {each[2] and round(each[2], 3)}' for each in values)}"))
     table |= {figure: _rows(whole, figure) for figure in ("mean", "low", "high")}
     whole.write(root)
     write_measures(root / "folds.csv", table, "fold")
     write_json(root / "folds.json", table)
-    say(
-        f"means of {len(fold_of)} cases, each held out once, with 95 percent intervals; all of it: {root / 'folds.csv'}"
-    )
+    held = sum(len(split["validation"]) for split in splits)
+    say(f"{held} of {len(fold_of)} cases held out once; means with 95 percent intervals, all in {root / 'folds.csv'}")
     say_means(whole)
     return whole
 

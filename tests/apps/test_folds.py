@@ -62,7 +62,7 @@ def test_the_table_is_that_of_the_hand(tmp_path, capsys):
         json.loads((tmp_path / "evaluation.json").read_text())["cases"].keys() == fold_of.keys() == whole.cases.keys()
     )
     said = capsys.readouterr().out
-    assert "3 cases, each held out once" in said
+    assert "3 of 3 cases held out once; means with 95 percent intervals" in said
     assert "fold-1: A 0.9, B 0.0" in said
     assert "A               3 cases  dice 0.700 [0.500, 0.900]" in said
 
@@ -127,7 +127,9 @@ def test_wrong_words_are_one_line(words, said, capsys):
 
 
 def test_other_flags_than_the_stored_ones_are_refused(tmp_path):
-    config = replace(PathologyConfig(fold=0, folds=2), run=tmp_path / "cv")
+    config = replace(
+        PathologyConfig(fold=0, folds=2, init=Path("wéights-\U0001f600.pth"), learning_rate=1e-5), run=tmp_path / "cv"
+    )
     for fold in (0, 1):
         finished(tmp_path / "cv", f"fold-{fold}", {"ab"[fold]: (1.0, 1.0)}, {"a": 0, "b": 1})
 
