@@ -3,9 +3,10 @@
 A bundle's configuration is a file of ours that Jinja fills in: `bundle/inference.json` and `bundle/metadata.json` for
 volumes. Our preparation, windows and way back (`common.data.preparation`, `common.inference.windows`,
 `common.inference.restore`) equal MONAI's own transforms and inferer, so that it is all that a bundle needs, and no
-code. Two of its transforms want a reason. Lambdad: on a plane that both grids share, MONAI's resampling takes 1e-15
-of the neighbour too, and 0 would be foreground. CropForegroundd stands before NormalizeIntensityd,
-since after it what lies below the mean is negative, and 0 no longer only the background.
+code. Three of its transforms want a reason. Lambdad after Spacingd: on a plane that both grids share, MONAI's
+resampling takes 1e-15 of the neighbour too, and 0 would be foreground. CropForegroundd stands before
+NormalizeIntensityd, since after it what lies below the mean is negative, and 0 no longer only the background.
+Post-processing is done in expressions: of equally large components KeepLargestConnectedComponentd keeps any.
 
 Source: MONAI bundle specification (docs.monai.io, mb_specification); configurations of the MONAI model zoo.
 """
@@ -25,6 +26,7 @@ from torch import nn
 from medspeed.common.export.model_card import is_synthetic, model_card, write_package
 from medspeed.common.inference.labels import LabelScheme, painting_order
 from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.postprocessing import ROUNDING
 
 NetworkConfig = Mapping[str, Any]
 """A MONAI class as a bundle names it: "_target_" and every argument, such as {"_target_": "UNet", "in_channels": 1}."""
@@ -43,15 +45,28 @@ def write_volume_bundle(folder: Path, run: Path, task: str, model: VolumeModel, 
     labelling = model.labelling
     regions = [region.name for region in labelling.regions]
     values = {
+        **_pipeline(model),
         "network": dict(network),
-        "model": model,
-        "painting": f"$lambda logits: {painting(labelling)}",
         "task": f"Segmentation of {', '.join(regions)}",
         "image_names": {number: f"channel {number} of the file" for number in range(model.preparation.channels)},
         "logit_names": dict(enumerate(["background", *labelling.labels[1:]] if labelling.exclusive else regions)),
     }
     shape = (1, model.preparation.channels, *model.window_size)
     return write_bundle(folder, run, task, _VOLUMES, values, model.build(run / "best.safetensors"), shape)
+
+
+def served_pipeline(model: VolumeModel) -> str:
+    """Return a bundle's configs/inference.json whose network is `client.triton_predictor`, on a Triton server."""
+    return _rendered(_VOLUMES / "inference.json", {**_pipeline(model), "network": None})
+
+
+def _pipeline(model: VolumeModel) -> dict[str, Any]:
+    return {"model": model, "painting": f"$lambda logits: {painting(model.labelling)}", "rounding": ROUNDING}
+
+
+def _rendered(template: Path, values: Mapping[str, Any]) -> str:
+    found = _JSON.from_string(template.read_text(encoding="utf-8")).render(values)
+    return json.dumps(json.loads(found), indent=2) + "\n"
 
 
 def write_bundle(
@@ -86,8 +101,7 @@ def write_bundle(
     known = {**values, "synthetic": is_synthetic(run), "version": metadata.version}
     files: dict[str, str | bytes] = {}
     for name in ("inference", "metadata"):
-        template = _JSON.from_string((templates / f"{name}.json").read_text(encoding="utf-8"))
-        files[f"configs/{name}.json"] = json.dumps(json.loads(template.render(known)), indent=2) + "\n"
+        files[f"configs/{name}.json"] = _rendered(templates / f"{name}.json", known)
     stored = io.BytesIO()  # torch.save would write the temporary name of a file into it
     torch.save(twin_weights(network, values["network"], shape, weights), stored)
     files["models/model.pt"] = stored.getvalue()

@@ -13,7 +13,7 @@ from medspeed.common.data.preparation import PreparedCase, prepare_case
 from medspeed.common.data.synthetic import make_synthetic
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.export import ExportConfig
-from medspeed.common.export.bundle import NetworkConfig, write_volume_bundle
+from medspeed.common.export.bundle import NetworkConfig, served_pipeline, write_volume_bundle
 from medspeed.common.export.export import (
     GATE_CASES,
     EngineChoice,
@@ -46,6 +46,7 @@ def hand_over(
     bundle: Callable[[], Path],
     export: Callable[[Run, EngineChoice, Path], tuple[ExportRecord, Judge]],
     overlap: float = 0.25,
+    pipeline: str | None = None,
 ) -> Path:
     """Hand a run over in the form that the configuration names; return where it lies.
 
@@ -56,6 +57,7 @@ def hand_over(
         bundle: writes the MONAI bundle; returns where it lies.
         export: exports behind the gate (with engines or without), with a folder for what it needs meanwhile.
         overlap: of sliding windows.
+        pipeline: what a Triton client segments whole scans with; see `write_triton`.
 
     Raises:
         ParityError: the fp32 export does not compute what torch computes.
@@ -70,7 +72,7 @@ def hand_over(
     if config.to != "triton":
         return config.model / "exports"
     card = model_card(config.model, task)
-    return write_triton(config.destination(), f"medspeed_{app}", config.served(), card, overlap)
+    return write_triton(config.destination(), f"medspeed_{app}", config.served(), card, overlap, pipeline)
 
 
 def export_run(
@@ -92,7 +94,7 @@ def export_run(
         return export_volumes(trained, model, judge, app, engine, run, quantise), judge
 
     bundle = partial(write_volume_bundle, config.destination(), config.model, task, model, network)
-    return hand_over(app, task, config, bundle, export, model.overlap)
+    return hand_over(app, task, config, bundle, export, model.overlap, served_pipeline(model))
 
 
 def _is_exported(config: ExportConfig) -> bool:

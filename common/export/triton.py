@@ -19,7 +19,9 @@ _KEPT = ("weights_sha256", "precision", "labels", "regions", "window", "smallest
 """What of the model's own metadata the server is told: `tritonclient` reads it back with get_model_config."""
 
 
-def write_triton(repository: Path, name: str, model: Path, card: str, overlap: float = 0.25) -> Path:
+def write_triton(
+    repository: Path, name: str, model: Path, card: str, overlap: float = 0.25, pipeline: str | None = None
+) -> Path:
     """Write and return `repository`/`name`: config.pbtxt, 1/model.onnx, a client, a README, the model card, digests.
 
     The configuration says what Triton cannot read from the model, and leaves the rest to the server: names and shapes
@@ -32,6 +34,8 @@ def write_triton(repository: Path, name: str, model: Path, card: str, overlap: f
         model: a run's exports/model_*.onnx.
         card: the model card, for MODEL_CARD.md.
         overlap: of sliding windows, in the README's example.
+        pipeline: the configuration that segments whole scans with the client (see `bundle.served_pipeline`), for
+            inference.json; None of a model that scans no volumes.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -53,6 +57,7 @@ def write_triton(repository: Path, name: str, model: Path, card: str, overlap: f
         rows="".join(f"- {key}: {plain(value)}\n" for key, value in kept.items()),
         window=", ".join(map(str, window)),
         sides=", ".join(map(str, window[1:])),
+        scans=_SCANS if pipeline else "",
     )
     files: dict[str, str | bytes] = {
         "1/model.onnx": content,
@@ -61,6 +66,8 @@ def write_triton(repository: Path, name: str, model: Path, card: str, overlap: f
         "README.md": readme,
         "MODEL_CARD.md": card,
     }
+    if pipeline:
+        files["inference.json"] = pipeline
     return write_package(repository / name, files)
 
 
@@ -112,6 +119,18 @@ def triton_predictor(url: str = "localhost:8001", model: str = "{name}") -> Call
     return predict
 '''
 
+_SCANS = """Whole scans: with `inference.json` MONAI prepares each scan, queries the server through `client.py`,
+and writes a label map with the model's post-processing, the same that `medspeed infer` writes. It needs MONAI, nibabel,
+scipy, fire and pytorch-ignite 0.5.5. In this folder, run:
+
+```
+python -m monai.bundle run --config_file inference.json --bundle_root . --url localhost:8001 \\
+    --dataset_dir FOLDER --output_dir RESULTS
+```
+
+For windows of your own:
+"""
+
 _README = """# {name} on NVIDIA Triton
 
 Input `image` FP32 [{window}], output `logits` FP32, each with a batch dimension of at most {most}; sides may range from
@@ -131,8 +150,8 @@ Verify the files first with `sha256sum --check SHA256SUMS`.
 
 ## Query
 
-The server processes windows or patches. The client prepares the scan, runs the sliding window and maps the result back:
-
+The server processes windows or patches; preparing a scan, sliding over it and mapping the result back is the client's.
+{scans}
 ```python
 import torch
 from monai.inferers import sliding_window_inference

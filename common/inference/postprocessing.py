@@ -15,8 +15,9 @@ BOUND = 0.002
 """Least gain of Dice for which anything is chosen: the mean over the cases without the one that gains most."""
 FEWEST_CASES = 4
 """Validation cases below which nothing is chosen."""
+ROUNDING = 1e-6
+"""Share of a voxel's volume that affines may lack, as they are stored."""
 _SMALLEST_ML = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-_ROUNDING = 1e-6  # of a voxel's volume, as affines are stored
 _CONNECTIVITY = 26  # voxels that share a corner belong together
 
 
@@ -40,9 +41,14 @@ class Cleaning:
         if not 0 <= self.smallest_ml < math.inf:
             raise ValueError(f"smallest_ml {self.smallest_ml}: must be a volume in ml; 0 keeps all")
 
+    def numbers(self, labelling: LabelScheme) -> list[int]:
+        """Return the label numbers of its structures."""
+        named = (region for region in labelling.regions if region.name in self.structures)
+        return sorted({number for region in named for number in region.members})
+
     def kept(self, sizes: np.ndarray, voxel_ml: float) -> np.ndarray:
         """Return which components stay, bool [N + 1], by their voxels [N + 1]; number 0, outside, has none."""
-        kept = sizes >= math.ceil(self.smallest_ml / voxel_ml * (1 - _ROUNDING))
+        kept = sizes >= math.ceil(self.smallest_ml / voxel_ml * (1 - ROUNDING))
         if self.largest:
             kept &= np.arange(len(sizes)) == sizes.argmax()
         kept[0] = True
@@ -102,7 +108,7 @@ def clean_labels(
     cleaned = labels.copy(order="K") if cleaning else labels
     inside = cleaned[foreground(labels)]
     for step in cleaning:
-        parts = _components_of(inside, [each for each in labelling.regions if each.name in step.structures])
+        parts = connected_components(np.isin(inside, step.numbers(labelling)))
         inside[~step.kept(_sizes(parts), voxel_ml)[parts]] = 0
     return cleaned
 
@@ -126,7 +132,7 @@ def case_parts(
     box = foreground(labels)
     labels, truth, tables = labels[box], truth[box], []
     for group in cleaned_together(labelling):
-        parts = _components_of(labels, group)
+        parts = connected_components(np.isin(labels, [number for region in group for number in region.members]))
         sizes = _sizes(parts)
         columns = [sizes]
         for region in group:
@@ -174,10 +180,6 @@ def _after(case: CaseParts, counts: torch.Tensor, number: int, rows: slice, wish
     counts = counts.clone()
     counts[rows] -= torch.from_numpy(lost)
     return counts
-
-
-def _components_of(labels: np.ndarray, regions: Sequence[Region]) -> np.ndarray:
-    return connected_components(np.isin(labels, [number for region in regions for number in region.members]))
 
 
 def _sizes(parts: np.ndarray) -> np.ndarray:

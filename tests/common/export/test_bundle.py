@@ -4,12 +4,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from monai.bundle import ConfigParser
+from monai.data import MetaTensor
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
@@ -20,14 +25,20 @@ from medspeed.apps.pathology.model import PathologyModel, normalised
 from medspeed.apps.spleen.export import network_config as unet_config
 from medspeed.common.data.preparation import Preparation, prepare_volume
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.export.bundle import LICENCE, NetworkConfig, painting, write_volume_bundle
+from medspeed.common.export.bundle import LICENCE, NetworkConfig, painting, served_pipeline, write_volume_bundle
+from medspeed.common.export.onnx_model import export_onnx
+from medspeed.common.export.triton import write_triton
 from medspeed.common.inference.labels import LabelScheme, Region
 from medspeed.common.inference.model import VolumeModel, save_weights, write_model
+from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.postprocessing import Cleaning, Postprocessing, clean_labels
 from medspeed.common.inference.predict import predict_labels, predict_logits
 from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.inference.scans import segment_scans
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
 from medspeed.models.resnet18_fcn import resnet18_fcn
 from medspeed.models.segresnet3d import segresnet3d
+from tests.common.export.stand_in import serving
 from tests.support import unet_model
 
 BRATS = LabelScheme(
@@ -50,13 +61,18 @@ class Trained(NamedTuple):
 
 
 def spleen_model(labels: tuple[str, ...] = ("background", "spleen")) -> VolumeModel:
-    return unet_model((4.1, 3.9, 5.3), (4, 8, 16), (48, 40, 32), labels, window_batch=2, residual_units=2)
+    model = unet_model((4.1, 3.9, 5.3), (4, 8, 16), (48, 40, 32), labels, window_batch=2, residual_units=2)
+    cleaning = Cleaning((labels[1],), largest=True), *(Cleaning((name,), smallest_ml=0.2) for name in labels[2:])
+    return replace(model, postprocessing=Postprocessing(cleaning))
 
 
 def brats_model() -> VolumeModel:
     preparation = Preparation((2.27, 2.27, 2.27), "zscore", None, 4)
     arguments = {"filters": 8, "blocks_down": (1, 1, 1), "dropout": 0.0}
-    return VolumeModel(segresnet3d, arguments, BRATS, preparation, (40, 48, 32), 1, 0.25, "fp32")
+    cleaning = (Cleaning(("TC", "WT", "ET"), smallest_ml=0.1),)
+    return VolumeModel(
+        segresnet3d, arguments, BRATS, preparation, (40, 48, 32), 1, 0.25, "fp32", Postprocessing(cleaning)
+    )
 
 
 def random_run(run: Path, app: str, model: VolumeModel, network: NetworkConfig) -> Trained:
@@ -217,9 +233,39 @@ def test_the_expression_of_nested_regions_can_be_read():
     )
 
 
+STEPS = [Cleaning(("a",), largest=True), Cleaning(("b",), smallest_ml=0.05), Cleaning(("a", "b"), True, 0.03)]
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> list[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """The transforms by which a bundle cleans label maps, one for each of the steps."""
+    model = replace(spleen_model(("background", "a", "b")), postprocessing=Postprocessing(tuple(STEPS)))
+    parser = ConfigParser(json.loads(served_pipeline(model)))
+    transforms = parser.get("postprocessing")["transforms"][2:-1]
+    for number, each in enumerate(transforms):
+        parser[f"step{number}"] = each
+    return [parser.get_parsed_content(f"step{number}") for number in range(len(STEPS))]
+
+
+@given(seed=st.integers(0, 2**31), density=st.floats(0.0, 0.5), edge=st.sampled_from([1.7, 2.0, 2.15443469]))
+@settings(deadline=None, max_examples=60)
+def test_a_bundle_cleans_label_maps_as_infer_does(clean, seed: int, density: float, edge: float):
+    """Ties among the largest, and volumes of a whole number of voxels (of 10 mm3 and 8 mm3) among them."""
+    rng = np.random.default_rng(seed)
+    labels = np.asfortranarray(np.where(rng.random((9, 8, 7)) < density, rng.integers(1, 3, (9, 8, 7)), 0), np.uint8)
+    affine = np.diag([-edge, edge, edge, 1.0])
+    affine[0, 1] = 0.1  # sheared: the lengths of the axes alone do not tell the volume
+    for step, transform in zip(STEPS, clean, strict=True):
+        due = clean_labels(labels, spleen_model(("background", "a", "b")).labelling, edge**3 / 1000, [step])
+        given_to = MetaTensor(torch.from_numpy(labels.astype(np.float32))[None], affine=torch.from_numpy(affine))
+        found = transform({"pred": given_to})["pred"]
+        assert isinstance(found, MetaTensor)
+        assert np.array_equal(found[0].numpy(), due)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["two classes", "three classes", "regions"])
-def test_monai_alone_gives_our_label_maps(tmp_path: Path, kind: str):
+def test_bundle_and_triton_client_give_the_label_maps_of_infer(tmp_path: Path, kind: str):
     """Voxel for voxel; on these scans none differed.
 
     The bound leaves room for voxels whose labels' logits are equal but for float32's rounding on another processor.
@@ -239,23 +285,40 @@ def test_monai_alone_gives_our_label_maps(tmp_path: Path, kind: str):
     packed.unlink()
     balance(trained, files[0])
     bundle = write_volume_bundle(tmp_path / "bundle", trained.run, TASK, trained.model, trained.network)
-    written = tmp_path / "labels"
-    run_monai(
-        bundle, "run", "--config_file", "configs/inference.json", "--bundle_root", ".",
-        "--dataset_dir", str(scans), "--output_dir", str(written),
-    )  # fmt: skip
-    assert sorted(file.name for file in written.iterdir()) == names
+    scanned = ("--dataset_dir", str(scans), "--output_dir", str(tmp_path / "bundled"), "--bundle_root", ".")
+    run_monai(bundle, "run", "--config_file", "configs/inference.json", *scanned)
+    folders = [tmp_path / "bundled"]
+    if kind != "two classes":
+        folders.append(tmp_path / "served")
+        with serving(served(tmp_path, trained)) as (server, url):
+            asked = (*scanned[:3], str(folders[1]), *scanned[4:], "--url", url)
+            run_monai(tmp_path / "models" / "volumes", "run", "--config_file", "inference.json", *asked)
+            assert server.calls > 0
     predictor = torch_predictor(trained.model.build(trained.run / "best.safetensors").eval())
+    segment_scans(InferConfig(trained.run, scans, tmp_path / "ours", "torch", "fp32", "cpu"), trained.model)
     for file, name in zip(files, names, strict=True):
         volume = read_volume(file, trained.model.preparation.channels)
         case = prepare_volume(file.name, volume, trained.model.preparation, dtype=torch.float32)
-        due = predict_labels(case, predictor, trained.model, torch.device("cpu"))
-        found = read_volume(written / name)
-        assert found.voxels.dtype == np.uint8
-        assert np.allclose(found.affine, volume.affine, atol=1e-5)
+        raw = predict_labels(case, predictor, trained.model, torch.device("cpu"))
+        due = read_volume(tmp_path / "ours" / file.name).voxels
+        assert np.count_nonzero(due != raw) > 0, "post-processing had nothing to do"
         assert len(np.unique(due)) == len(trained.model.labelling.labels)
         assert np.bincount(due.ravel()).min() > 500
-        assert np.count_nonzero(found.voxels != due) <= 1e-5 * due.size
+        for folder in folders:
+            assert sorted(each.name for each in folder.iterdir()) == names
+            found = read_volume(folder / name)
+            assert found.voxels.dtype == np.uint8
+            assert np.allclose(found.affine, volume.affine, atol=1e-5)
+            assert np.count_nonzero(found.voxels != due) <= 1e-5 * due.size
+
+
+def served(folder: Path, trained: Trained) -> Path:
+    """Return the folder of a run's model in a repository for Triton."""
+    network = trained.model.build(trained.run / "best.safetensors").eval()
+    window = (trained.model.preparation.channels, *trained.model.window_size)
+    export_onnx(network, folder / "model_fp32.onnx", window, "fp32", {}, batch=trained.model.window_batch)
+    pipeline = served_pipeline(trained.model)
+    return write_triton(folder / "models", "volumes", folder / "model_fp32.onnx", "card", pipeline=pipeline)
 
 
 @pytest.mark.slow

@@ -2,29 +2,22 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc  # type: ignore[import-untyped]
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
-from google.protobuf import text_format  # type: ignore[import-untyped]
 from torch import nn
-from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
+from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.export.triton import write_triton
 from medspeed.common.files import sha256_of
 from medspeed.common.inference.predictors import onnxruntime_predictor
-
-
-def configuration(folder: Path) -> Any:
-    """Return what Triton itself would read: the published protobuf, which refuses an unknown field."""
-    return text_format.Parse((folder / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+from tests.common.export.stand_in import StandIn, configuration, serving
 
 
 def parameters(folder: Path) -> dict[str, str]:
@@ -172,34 +165,10 @@ def test_a_folder_that_holds_something_is_left_alone(served: Path, exported: Pat
     assert parameters(served)["precision"] == "fp32"
 
 
-class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """Triton's gRPC service as far as the client asks: it runs the repository's own model, by its own configuration."""
-
-    def __init__(self, folder: Path) -> None:
-        self.most, self.calls = configuration(folder).max_batch_size, 0
-        self.session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
-
-    def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802 - the protocol's name
-        self.calls += 1
-        (given,), (wanted,) = request.inputs, request.outputs
-        assert (request.model_name, given.datatype) == ("spleen", "FP32")
-        assert given.shape[0] <= self.most
-        windows = np.frombuffer(request.raw_input_contents[0], np.float32).reshape(given.shape)
-        logits = self.session.run([wanted.name], {given.name: windows})[0]
-        answer = service_pb2.ModelInferResponse(model_name="spleen", raw_output_contents=[logits.tobytes()])
-        answer.outputs.add(name=wanted.name, datatype="FP32", shape=logits.shape)
-        return answer
-
-
 @pytest.fixture
 def server(served: Path) -> Iterator[tuple[StandIn, str]]:
-    stand_in = StandIn(served)
-    running = grpc.server(ThreadPoolExecutor(1))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(stand_in, running)
-    port = running.add_insecure_port("127.0.0.1:0")
-    running.start()
-    yield stand_in, f"127.0.0.1:{port}"
-    running.stop(None).wait()
+    with serving(served) as found:
+        yield found
 
 
 def test_the_client_is_a_predictor(served: Path, server: tuple[StandIn, str], windows: torch.Tensor, exported: Path):
@@ -211,6 +180,16 @@ def test_the_client_is_a_predictor(served: Path, server: tuple[StandIn, str], wi
     turned = windows.transpose(2, 4)  # not contiguous: the bytes must be sent in the order of the shape
     assert torch.allclose(predict(turned), onnxruntime_predictor(exported / "model_fp32.onnx")(turned), atol=1e-6)
     assert server[0].calls == 2
+
+
+def test_whole_scans_are_for_models_of_volumes(served: Path, tmp_path: Path, exported: Path):
+    readme = (served / "README.md").read_text()
+    folder = write_triton(tmp_path, "spleen", exported / "model_fp32.onnx", "# Card", 0.5, pipeline="{}\n")
+    assert (folder / "inference.json").read_text() == "{}\n"
+    assert "inference.json" in (folder / "SHA256SUMS").read_text()
+    command = "python -m monai.bundle run --config_file inference.json --bundle_root . --url localhost:8001 \\\n"
+    assert command in (folder / "README.md").read_text()
+    assert "inference.json" not in readme
 
 
 def test_the_readme_shows_a_scan_that_runs(served: Path, server: tuple[StandIn, str], monkeypatch: pytest.MonkeyPatch):

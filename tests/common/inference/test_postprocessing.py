@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
 
+from medspeed.common.data.volumes import Volume, read_volume
 from medspeed.common.inference.labels import LabelScheme, Region, case_dice, dice_counts, one_region_per_label
 from medspeed.common.inference.postprocessing import (
     CaseParts,
@@ -17,6 +18,7 @@ from medspeed.common.inference.postprocessing import (
     clean_labels,
     robust_gain,
 )
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
 ORGANS = one_region_per_label(("background", "liver", "spleen"))
 TUMOUR = LabelScheme(
@@ -182,6 +184,39 @@ def test_what_removes_true_parts_is_not_chosen():
 def test_the_gain_leaves_out_the_case_that_gains_most():
     assert robust_gain([0.5, 0.5, 0.5], [0.9, 0.6, 0.4]) == pytest.approx(0.0)
     assert robust_gain([0.5, 0.5, 0.5], [0.6, 0.6, 0.6]) == pytest.approx(0.1)
+
+
+@pytest.fixture(scope="module")
+def phantoms(tmp_path_factory) -> list[Volume]:
+    """The label maps of eight CT phantoms."""
+    folder = make_ct_phantoms(tmp_path_factory.mktemp("phantoms") / "data", 8, progress=False)
+    return [read_volume(path) for path in sorted((folder / "labelsTr").iterdir())]
+
+
+def predicted(truth: np.ndarray, seed: int, planted: int) -> np.ndarray:
+    """The truth with a ragged border, and balls of two to three voxels that belong to nothing."""
+    rng = np.random.default_rng(seed)
+    found = ndimage.binary_dilation(truth > 0, iterations=1) & (rng.random(truth.shape) < 0.7) | (truth > 0)
+    centres = np.zeros(truth.shape, bool)
+    centres[tuple(rng.integers(4, side - 4, planted) for side in truth.shape)] = True
+    balls = ndimage.binary_dilation(centres, iterations=2)
+    return np.asfortranarray(found | balls, np.uint8)
+
+
+@pytest.mark.parametrize("planted", [0, 60])
+def test_what_is_chosen_on_some_phantoms_raises_or_keeps_the_dice_of_others(phantoms, planted):
+    labelling, cases = one_region_per_label(("background", "spleen")), []
+    for number, truth in enumerate(phantoms):
+        true = np.asfortranarray(truth.voxels > 0, np.uint8)
+        cases.append((predicted(true, number, planted), true, truth.voxel_ml))
+    validation = [parts_of(labels, true, labelling, voxel_ml) for labels, true, voxel_ml in cases[:4]]
+    chosen, _ = choose_cleaning(validation, labelling)
+    assert bool(chosen) == bool(planted)
+    for labels, true, voxel_ml in cases[4:]:
+        cleaned = clean_labels(labels, labelling, voxel_ml, chosen)
+        before, after = (case_dice(parts_of(each, true, labelling, voxel_ml).counts) for each in (labels, cleaned))
+        assert after >= before
+        assert after > before + 0.02 or not planted
 
 
 @pytest.mark.parametrize("volume", [-1.0, float("nan"), float("inf")])
