@@ -128,7 +128,9 @@ def placeholder(core: Any) -> str:  # noqa: ANN401 - a type
     if get_origin(core) is Literal:
         choices = "|".join(parts)
         return choices if len(choices) <= _WIDEST else "NAME"
-    return "X Y Z" if len(parts) == 3 else " ".join(_VALUES.get(part, "...") for part in parts or [core])
+    if len(parts) == 3:
+        return "X Y Z"
+    return " ".join(_VALUES.get(part, "..." if part is ... else "NAME") for part in parts or [core])
 
 
 def shown_default(default: Any) -> str:  # noqa: ANN401 - a value of a field
@@ -180,6 +182,8 @@ def _type_words(expected: Any) -> str:  # noqa: ANN401 - a type
     words = "true or false" if core is bool else f"a {_WORDS.get(core)}"
     if get_origin(core) is Literal:
         words = f"one of {', '.join(parts)}"
+    elif parts and get_origin(parts[0]) is Literal:
+        words = f"some of {', '.join(get_args(parts[0]))}"
     elif parts:
         several = "some" if parts[-1] is ... else len(parts)
         words = f"{several} {_WORDS[parts[0]]}s, such as {' '.join(_EXAMPLES[parts[0]].split()[: len(parts)])}"

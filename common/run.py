@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +28,7 @@ from medspeed.common.clock import Clock
 from medspeed.common.console import Kind, explained, log_warnings_as_lines, say, wants_traceback
 from medspeed.common.files import hold, names_folder, printable, release, write_json, write_text
 from medspeed.common.ranks import SILENT_SECONDS, SINGLE, Ranks, Watch, choose_device, torchrun_place
+from medspeed.common.trackers import Trackers
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a scheduler's, and a terminal's that is closed
 # The watch judges whether a rank is dead; these limits only have to be longer than any honest work.
@@ -50,6 +51,7 @@ class Run:
         resumed: whether the folder existed before as an unfinished run.
         ranks: the processes that train together. The leader alone writes and speaks; the folder of the others has the
             same name, and on another host it need not exist.
+        trackers: where its curves and files go besides.
     """
 
     directory: Path
@@ -57,6 +59,7 @@ class Run:
     clock: Clock
     resumed: bool
     ranks: Ranks = SINGLE
+    trackers: Trackers = field(default_factory=Trackers)
 
     @property
     def leader(self) -> bool:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 _TRAIN = (
     "recipe data run resume init store seed device workers batch_size parallel.partitions parallel.accumulate "
     "optimizer learning_rate schedule epochs precision compile kernels validate_every until engine fast_dev_run "
-    "profile graph config print_config fold folds groups"
+    "profile graph log config print_config fold folds groups"
 )
 _VOLUMES = (
     "cache split spacing crop_size crops.per_case crops.flips crops.intensity windows.size windows.overlap loss "

@@ -67,6 +67,7 @@ class TrainingConfig:
         until: target, such as dice=0.90 (pathology: auc=0.95); stop once three validations in a row reach it.
         engine: TensorRT engine to build: auto, tensorrt, tensorrt_rtx or none.
         fast_dev_run: smoke test: two steps on a few cases, validation, export and summary; the scores mean nothing.
+        log: where the curves, settings and results go too: tensorboard (into the run folder), mlflow, wandb, trackio.
         profile: profile some steps: torch (into the run folder's profile) or nvtx (for Nsight Systems).
         parallel: how a batch is split.
     """
@@ -96,11 +97,12 @@ class TrainingConfig:
     until: str | None = None
     engine: Literal["auto", "tensorrt", "tensorrt_rtx", "none"] = "auto"
     fast_dev_run: bool = False
+    log: tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...] = ("tensorboard",)
     profile: Literal["nothing", "torch", "nvtx"] = "nothing"
     parallel: Parallel = field(default_factory=Parallel)
 
     GROUPS: ClassVar[dict[str, str]] = {  # of the help; what only one app has is of its model, or named here too
-        "run": "recipe run resume init seed fast_dev_run profile",
+        "run": "recipe run resume init seed fast_dev_run log profile",
         "data": "data store split fold folds groups spacing crop_size lists held_out reader patches_per_slide",
         "model": "*",
         "training": "batch_size optimizer learning_rate schedule epochs until loss crops augmentation",
@@ -114,7 +116,7 @@ class TrainingConfig:
     )  # fmt: skip
     # What may differ when a run goes on: where its data lie now, what computes.
     RESUMABLE: ClassVar[tuple[str, ...]] = (
-        "resume", "data", "store", "device", "workers", "engine", "until", "profile", "kernels", "graph",
+        "resume", "data", "store", "device", "workers", "engine", "until", "log", "profile", "kernels", "graph",
         "parallel.accumulate",
     )  # fmt: skip
 

@@ -59,6 +59,7 @@ class Quality:
     postprocessing: dict[str, Any] = field(default_factory=dict)
 
 
+_TRACKED = ("summary.json", "report.html", "best.safetensors", "model.json", "config.yaml", "plan.json")  # by trackers
 RunSummary = dict[str, Any]  # the content of summary.json
 
 
@@ -220,6 +221,8 @@ def finish(
         from medspeed.common.observe.report import write_report
 
         run.say(f"report: {write_report(run.directory)}", "result")
+    run.trackers.scalars({"quality": quality.value}, fitted.steps)
+    run.trackers.files([run.directory / name for name in _TRACKED])
     return summary
 
 

@@ -18,8 +18,9 @@ from medspeed.common.inference.options import Precision
 from medspeed.common.observe.roofline import distance_to_limit
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig, decided
+from medspeed.common.training.log import Log
 from medspeed.common.training.setup import OneStep, autocast, learning_rates, nan_as_zero
-from medspeed.common.training.state import Log, TrainingState
+from medspeed.common.training.state import TrainingState
 from medspeed.common.training.steps import Steps, choose_steps
 from medspeed.common.training.stopping import GracefulStop
 

@@ -27,6 +27,7 @@ from medspeed.common.inference.predictors import computes_bf16, torch_predictor
 from medspeed.common.kernels import moments, norms, trust
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on, join_ranks, open_run, take_signals
+from medspeed.common.trackers import Trackers, check_installed
 from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.volume_config import SegmentationConfig
 
@@ -47,12 +48,13 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
     """Join the processes that torchrun started, make the run's folder or open the one to resume, and say what runs.
 
     A new run that the user's mistake ends before its plan is kept leaves no folder, unless it holds what is not the
-    run's own. Whatever else ends a run, it says where its checkpoint and weights are, and how to go on. For errors see
-    `open_run`.
+    run's own. Whatever else ends it, it says where checkpoint and weights are, and how to go on (errors: `open_run`).
     """
     with join_ranks(config.device) as ranks, take_signals(STOP_SIGNALS, exit_by_signal):
         root = Path("runs") / config.APP
+        ranks.once(lambda: check_installed(config.log))
         run = open_run(root, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
+        run = replace(run, trackers=Trackers(config.log, config.APP, run.directory, run.say))
         if run.device.type == "cpu":
             keep_freed_memory()
         else:  # while the data are looked through and read
@@ -60,6 +62,7 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
         run.say(f"run {run.directory}: recipe {config.recipe} on {run.device}, ranks {ranks.world}, seed {config.seed}")
         try:
             yield run
+            run.trackers.close(failed=False)
         except BaseException as error:
             mistake, begun = isinstance(error, (ValueError, OSError)), (run.directory / "plan.json").exists()
             if run.leader and mistake and not run.resumed and not begun:
@@ -71,6 +74,7 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
             elif not isinstance(error, Exception) or (run.directory / "checkpoints" / "last").is_symlink():
                 with suppress(OSError):
                     run.say(how_to_go_on(run.directory), "warning")
+            run.trackers.close(failed=True)
             raise
         finally:
             release(run.directory / ".lock")
@@ -259,8 +263,7 @@ def shared_validation(
 
     def validate(network: nn.Module, check: Callable[[], None]) -> float:
         mine = counts(network=network, check=check)
-        read = torch.stack(mine).cpu().unbind() if mine else []
-        return mean_dice(ranks.gather(read))
+        return mean_dice(ranks.gather(torch.stack(mine).cpu().unbind() if mine else []))
 
     return validate
 

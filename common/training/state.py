@@ -1,35 +1,23 @@
-"""Where a training run stands: checkpoints that are whole or absent, and what the user sees of it."""
+"""Where a training run stands: checkpoints that are whole or absent."""
 
-import json
 import math
-import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from medspeed.common.clock import seconds_given
-from medspeed.common.console import hides_bar
-from medspeed.common.files import from_json, printable, read_json_lines, write_text
+from medspeed.common.files import from_json, printable
 from medspeed.common.inference.model import UNREADABLE, first_line
-from medspeed.common.observe.monitor import Monitor
-from medspeed.common.observe.profiler import StepProfiler
 from medspeed.common.run import Run
 from medspeed.common.training.best import BestWeights
 from medspeed.common.training.checkpoint import load_checkpoint, save_checkpoint
-from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.optimizers import Novograd
 
 VALIDATIONS_HELD = 3
 """Validations in a row that must reach a target: one may be luck."""
-_DRAW_SECONDS = 30.0
-_LOG_LINES = 30  # about; each epoch has a line where there are no more epochs
 _KEPT = ("epoch", "step", "best", "best_epoch", "last", "recent")  # attributes that a checkpoint holds as they are
 
 
@@ -223,78 +211,3 @@ def random_of_rank(state: torch.Tensor, rank: int) -> torch.Tensor:
     """Return the state of a rank's CUDA generator from the leader's: eight bytes of seed, then eight of offset."""
     seed, offset = state.view(torch.int64).tolist()
     return torch.tensor([seed + rank, offset]).view(torch.uint8)
-
-
-class Log:
-    """What the user sees while training: the bar, `metrics.jsonl`, TensorBoard, `progress.png` and the machine's load.
-
-    Args:
-        run: whose folder gets them.
-        config: names the metric, and what is recorded.
-        total: steps of the whole training.
-        state: where the run stands; the records of epochs that it does again are dropped.
-    """
-
-    def __init__(self, run: Run, config: TrainingConfig, total: int, state: TrainingState) -> None:
-        self._run, self._metric, folder = run, config.METRIC, run.directory
-        self._path, self._picture = folder / "metrics.jsonl", folder / "progress.png"
-        if records := read_json_lines(self._path):
-            kept = [record for record in records if record["epoch"] <= state.epoch]
-            write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._events, self._purge_step = folder / "tensorboard", state.steps_done
-        self._bar = tqdm(total=total, initial=state.steps_done, unit="step", desc="train", disable=hides_bar())
-        self._epochs, self._first = decided(config.epochs), state.epoch
-        self._shown, self._samples = dict[str, str](), 0
-        self._drawn = self._began = time.monotonic()
-        self._watching, self._profiler, self._monitor = ExitStack(), None, None
-        if seconds := seconds_given("MEDSPEED_MONITOR_SECONDS", 1):  # tests and benchmarks do without
-            self._monitor = self._watching.enter_context(Monitor(run.directory, run.device, seconds))
-        if config.profile == "torch":
-            self._profiler = self._watching.enter_context(StepProfiler(run.directory / "profile", run.device))
-
-    @cached_property
-    def _writer(self) -> Any:  # noqa: ANN401 - a SummaryWriter
-        from torch.utils.tensorboard import SummaryWriter  # here, as what draws: an epoch need not wait for it
-
-        return SummaryWriter(str(self._events), purge_step=self._purge_step)
-
-    def close(self) -> None:
-        """Close the bar and the files, and draw the curves a last time."""
-        self._watching.close()
-        self._bar.close()
-        if "_writer" in vars(self):
-            self._writer.close()
-        self._draw()
-
-    def step(self, samples: int) -> None:
-        """Count one step of so many crops."""
-        self._samples += samples
-        self._bar.update()
-        if self._profiler is not None:
-            self._profiler.step()
-
-    def epoch(self, record: dict[str, Any], seconds: float) -> None:
-        """Write one epoch's record; `losses` of its steps, and the metric where it was validated."""
-        rate, loss, self._samples = self._samples / seconds, sum(record["losses"]) / len(record["losses"]), 0
-        record |= {"loss": loss, "seconds": round(seconds, 4), "samples_per_second": round(rate, 2)}
-        record |= {"monitored": self._monitor.now()} if self._monitor and self._metric.lower() in record else {}
-        with self._path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record, allow_nan=False) + "\n")
-        shown = [name for name in ("loss", self._metric.lower()) if name in record]
-        for name in (*shown, "samples_per_second"):
-            self._writer.add_scalar(name, record[name], record["step"])
-        self._shown |= {name: f"{record[name]:.4f}" for name in shown}
-        self._bar.set_postfix({**self._shown, "samples/s": f"{rate:.1f}"}, refresh=False)
-        if (epoch := record["epoch"]) % -(-self._epochs // _LOG_LINES) == 0 or len(shown) > 1:
-            left = (time.monotonic() - self._began) / (epoch - self._first) * (self._epochs - epoch)
-            figures = ", ".join(f"{name} {self._shown[name]}" for name in shown)
-            line = f"epoch {epoch}/{self._epochs}: {figures}, {seconds:.1f} s, {tqdm.format_interval(left)} left"
-            self._run.say(line, "note" if self._bar.disable or not sys.stdout.isatty() else "detail")
-        if time.monotonic() - self._drawn > _DRAW_SECONDS:
-            self._draw()
-
-    def _draw(self) -> None:
-        from medspeed.common.observe.plots import draw_progress
-
-        draw_progress(self._picture, read_json_lines(self._path), self._metric)
-        self._drawn = time.monotonic()

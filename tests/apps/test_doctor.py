@@ -19,7 +19,7 @@ from medspeed.apps.opening import parse_flags
 from medspeed.apps.spleen import guide
 from medspeed.apps.spleen import train as spleen_train
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig
-from medspeed.common.training.state import Log
+from medspeed.common.training.log import Log
 from medspeed.common.training.volume_config import Windows
 from medspeed.data_scripts.make_slides import make_slides
 

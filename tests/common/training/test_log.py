@@ -7,14 +7,13 @@ import torch
 from medspeed.common.clock import Clock
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig
-from medspeed.common.training.state import Log
+from medspeed.common.training.log import Log
 
 
 @pytest.fixture
 def lines_of(tmp_path, capsys, monkeypatch):
     """Return the lines that the epochs of a training print, validated every so many epochs."""
     monkeypatch.setenv("MEDSPEED_MONITOR_SECONDS", "0")
-    monkeypatch.setattr(Log, "_writer", SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None))
     monkeypatch.setattr(Log, "_draw", lambda log: None)
 
     def lines(epochs, first=0, every=10**6):

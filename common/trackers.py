@@ -1,0 +1,203 @@
+"""Where a run's curves, settings and files go besides its folder: TensorBoard, MLflow, Weights & Biases, Trackio."""
+
+import io
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from medspeed.common.files import printable, read_object, write_json
+
+_RETRY_SECONDS = 60.0  # doubled after each failure, so that a server that does not answer takes little time
+
+
+class _Started(NamedTuple):
+    """What a tracker is told of a run; `known` is its id there, "" for a new one, and `step` counts the steps done."""
+
+    project: str
+    folder: Path
+    settings: dict[str, Any]
+    step: int
+    known: str
+
+
+class _Tracker(NamedTuple):
+    """A run in one tracker: its id, and what takes figures after a step, files, and whether the run failed."""
+
+    id: str
+    scalars: Callable[[Mapping[str, float], int], Any]
+    files: Callable[[Sequence[Path]], Any]
+    close: Callable[[bool], Any]
+
+
+def _tensorboard(run: _Started) -> _Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
+
+    def scalars(values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return _Tracker("", scalars, lambda files: None, lambda failed: writer.close())
+
+
+def _mlflow(run: _Started) -> _Tracker:
+    for name, value in (("MAX_RETRIES", "1"), ("TIMEOUT", "10")):  # MLflow's own are minutes of waiting
+        os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
+
+    client, number, last = MlflowClient(), run.known, 0
+    if number:
+        client.update_run(number, status="RUNNING")
+        last = max((point.step for point in client.get_metric_history(number, "loss")), default=0)
+    else:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", run.project)
+        found = client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else client.create_experiment(name)
+        number = client.create_run(experiment, run_name=run.folder.name).info.run_id
+        client.log_batch(number, params=[Param(name, str(value)[:500]) for name, value in run.settings.items()])
+
+    def scalars(values: Mapping[str, float], step: int) -> None:
+        if step > last or "loss" not in values:  # a resumed run may do an epoch again
+            now = int(time.time() * 1000)
+            client.log_batch(number, [Metric(name, value, now, step) for name, value in values.items()])
+
+    def files(paths: Sequence[Path]) -> None:
+        for path in paths:
+            client.log_artifact(number, str(path))
+
+    return _Tracker(number, scalars, files, lambda failed: client.set_terminated(number, "FAILED" if failed else None))
+
+
+def _wandb(run: _Started) -> _Tracker:
+    import wandb
+
+    quiet = wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=30)
+    options = {"dir": run.folder, "reinit": "create_new", "settings": quiet}  # beside a run of the user's own
+    return _like_wandb(wandb, run, os.environ.get("WANDB_PROJECT", run.project), options)
+
+
+def _trackio(run: _Started) -> _Tracker:
+    import trackio
+
+    return _like_wandb(trackio, run, run.project, {"embed": False, "auto_log_gpu": False})
+
+
+def _like_wandb(package: Any, run: _Started, project: str, options: dict[str, Any]) -> _Tracker:  # noqa: ANN401
+    """Return a run in a package with the interface of Weights & Biases."""
+    name = re.sub(r"[^\w.-]", "-", run.folder.name)[:64]
+    number = run.known or f"{name}-{uuid4().hex[:8]}"  # Trackio goes on by name, wandb by id
+    options |= {"id": number} if "settings" in options else {}
+    with redirect_stdout(io.StringIO()):
+        begun = package.init(project=project, name=number, config=run.settings, resume="allow", **options)
+
+    def files(paths: Sequence[Path]) -> None:
+        artifact = package.Artifact(f"run-{number}", type="model")
+        for path in paths:
+            artifact.add_file(str(path))
+        begun.log_artifact(artifact)
+
+    def close(failed: bool) -> None:
+        with redirect_stdout(io.StringIO()):
+            begun.finish(**({"exit_code": int(failed)} if "settings" in options else {}))
+
+    return _Tracker(number, lambda values, step: begun.log(dict(values), step=step), files, close)
+
+
+TRACKERS = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb, "trackio": _trackio}
+
+
+class _Line:
+    """What is on its way to a tracker: what fails waits, and goes with what comes a minute or more later."""
+
+    def __init__(self, name: str, begin: Callable[[], _Tracker], say: Callable[..., None]) -> None:
+        self._name, self._begin, self._say = name, begin, say
+        self._tracker: _Tracker | None = None
+        self._waiting: list[Callable[[_Tracker], Any]] = []
+        self._wait, self._retry = _RETRY_SECONDS, 0.0
+
+    def send(self, call: Callable[[_Tracker], Any], last: bool = False) -> None:
+        """Send a call after those that wait; the last one waits no more."""
+        self._waiting.append(call)
+        if time.monotonic() < self._retry and not last:
+            return
+        try:
+            self._tracker = self._tracker or self._begin()
+            while self._waiting:
+                self._waiting[0](self._tracker)
+                del self._waiting[0]
+        except Exception as error:  # whatever it is, it must not cost a training
+            if self._retry == 0.0:
+                told = printable(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+                self._say(f"{self._name}: {told}; the training goes on, and tries {self._name} again later", "warning")
+            self._retry, self._wait = time.monotonic() + self._wait, 2 * self._wait
+        if last and self._waiting:
+            self._say(f"{self._name}: not all of this run arrived; metrics.jsonl and summary.json have it", "warning")
+
+
+class Trackers:
+    """The trackers of a run, each of which may fail without harm; only the leader begins, so only it sends.
+
+    Args:
+        names: keys of `TRACKERS`.
+        app: its runs are a project "medspeed-APP" (in MLflow an experiment).
+        folder: of the run; `trackers.json` there has the ids under which a resumed run goes on.
+        say: says a line of a kind.
+    """
+
+    def __init__(
+        self, names: Sequence[str] = (), app: str = "", folder: Path = Path(), say: Callable[..., None] = print
+    ) -> None:
+        self._names, self._project, self._folder, self._say = names, f"medspeed-{app}", folder, say
+        self._lines: list[_Line] = []
+
+    def begin(self, settings: dict[str, Any], step: int) -> None:
+        """Begin, or go on, with the settings of a run of which so many steps are done."""
+        self._lines = [_Line(name, partial(self._open, name, settings, step), self._say) for name in self._names]
+        for name, line in zip(self._names, self._lines, strict=True):
+            if name != "tensorboard":  # which loads slowly, and can do nothing before the first figures
+                line.send(lambda tracker: None)
+
+    def _open(self, name: str, settings: dict[str, Any], step: int) -> _Tracker:
+        path = self._folder / "trackers.json"
+        ids = read_object(path) if path.exists() else {}
+        tracker = TRACKERS[name](_Started(self._project, self._folder, settings, step, str(ids.get(name, ""))))
+        if tracker.id:
+            write_json(path, ids | {name: tracker.id})
+            self._say(f"{name}: run {tracker.id}")
+        return tracker
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Log figures after so many steps."""
+        for line in self._lines:
+            line.send(lambda tracker: tracker.scalars(values, step))
+
+    def files(self, paths: Sequence[Path]) -> None:
+        """Keep those files of the run that exist."""
+        for line in self._lines:
+            line.send(lambda tracker: tracker.files([path for path in paths if path.is_file()]))
+
+    def close(self, failed: bool) -> None:
+        """End what was begun; a run that failed, or was stopped, can go on."""
+        for line in self._lines:
+            line.send(lambda tracker: tracker.close(failed), last=True)
+        self._lines = []
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Check that the packages of trackers are installed.
+
+    Raises:
+        ValueError: names the first that is not, and how to install it.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise ValueError(f"--log {name}: the package {name} is not installed; run: pip install {name}")
