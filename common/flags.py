@@ -167,8 +167,13 @@ def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: 
 
 
 def as_type(told: str, expected: Any, value: Any) -> Any:  # noqa: ANN401 - a type and its value
-    """Return a value as a type, a path from its text and a number too; a ValueError begins with what was `told`."""
+    """Return a value as a type, a path from its text and a number too; a ValueError begins with what was `told`.
+
+    A single text is a list of one, where several may be given.
+    """
     value = msgspec.to_builtins(value, enc_hook=lambda each: getattr(each, "tolist", each.__str__)())  # NumPy's, paths
+    if isinstance(value, str) and get_args(_core(expected))[-1:] == (...,):
+        value = [value]
     try:
         return msgspec.convert(value, expected, strict=False, dec_hook=lambda kind, text: kind(_at_home(text)))
     except msgspec.ValidationError as error:

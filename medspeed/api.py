@@ -21,7 +21,7 @@ import logging
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints, overload
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints, overlo
 from medspeed.common.config import config_from_values
 from medspeed.common.console import set_verbosity
 from medspeed.common.files import read_object
-from medspeed.common.inference.options import model_folder
+from medspeed.common.inference.options import model_folders
 
 if TYPE_CHECKING:  # they load torch
     from medspeed.apps.pathology.evaluate import SlideScores
@@ -38,6 +38,8 @@ if TYPE_CHECKING:  # they load torch
     from medspeed.common.training.evaluate import RunSummary
 
 App = Literal["brats", "pathology", "spleen"]
+Runs = str | Path | Sequence[str | Path]
+"""One folder, or several."""
 _LOCK, _SAVED = threading.Lock(), ExitStack()
 _running = 0  # calls
 
@@ -63,15 +65,14 @@ def train(app: App, *, quiet: bool = False, **flags: Any) -> "RunSummary":
     return _call("train", app, flags, quiet) or {}
 
 
-def predict(
-    model: str | Path, inputs: str | Path, output: str | Path, *, quiet: bool = False, **flags: Any
-) -> "Predictions":
+def predict(model: Runs, inputs: str | Path, output: str | Path, *, quiet: bool = False, **flags: Any) -> "Predictions":
     """Segment scans, or scan slides, as `medspeed infer APP` does; the app is the one that trained the model.
 
     What an earlier call with the same weights and options has finished is kept.
 
     Args:
-        model: folder of a training run, or "demo" for small weights that have seen phantoms alone.
+        model: folder of a training run, or "demo" for small weights that have seen phantoms alone. Several, or a
+            folder of folds: the mean of their logits.
         inputs: a file, or a folder of NIfTI files, DICOM series, slides or patches.
         output: folder for label maps, pictures and `measurements.csv`.
         quiet: print nothing.
@@ -83,9 +84,9 @@ def predict(
     Raises:
         ValueError, OSError: see above.
     """
-    folder = model_folder(Path(model))
-    given = {"model": folder, "input": inputs, "output": output, **flags}
-    return _call("infer", _app(folder), given, quiet)  # type: ignore[no-any-return]
+    runs = _folders(model)
+    given = {"model": runs if len(runs) > 1 else runs[0], "input": inputs, "output": output, **flags}
+    return _call("infer", _app(runs[0]), given, quiet)  # type: ignore[no-any-return]
 
 
 @overload
@@ -96,7 +97,7 @@ def evaluate(
 
 @overload
 def evaluate(
-    predictions: str | Path,
+    predictions: Runs,
     references: str | Path,
     *,
     app: Literal["brats", "spleen"] = "spleen",
@@ -106,12 +107,13 @@ def evaluate(
 
 
 def evaluate(
-    predictions: str | Path, references: str | Path, *, app: App = "spleen", quiet: bool = False, **flags: Any
+    predictions: Runs, references: str | Path, *, app: App = "spleen", quiet: bool = False, **flags: Any
 ) -> "Evaluation | SlideScores":
     """Compare label maps, or scanned slides, with references, as `medspeed evaluate APP` does; write the tables.
 
     Args:
-        predictions: folder that `predict` wrote, or of other label maps; or, of volumes, a run that segments first.
+        predictions: folder that `predict` wrote, or of other label maps; or, of volumes, a run that segments first, or
+            several (give `output` then).
         references: folder of label maps of the same names; the dataset, for a run and for slides.
         app: pathology for slides; brats for the overlapping regions of a dataset's labels.
         quiet: print nothing.
@@ -123,12 +125,17 @@ def evaluate(
     Raises:
         ValueError, OSError: see above; also, nothing can be compared.
     """
-    folder, names = model_folder(Path(predictions)), ("predictions", "references")
+    (folder, *others), names = _folders(predictions), ("predictions", "references")
     if (folder / "model.json").is_file():
         app, names = _app(folder), ("model", "data")
     if app == "pathology":
         names = ("scans", "data")
-    return _call("evaluate", app, {names[0]: folder, names[1]: references, **flags}, quiet)  # type: ignore[no-any-return]
+    given = {names[0]: [folder, *others] if others else folder, names[1]: references}
+    return _call("evaluate", app, {**given, **flags}, quiet)  # type: ignore[no-any-return]
+
+
+def _folders(given: Runs) -> tuple[Path, ...]:
+    return model_folders([Path(each) for each in ([given] if isinstance(given, str | Path) else given)])
 
 
 def _app(model: Path) -> Any:

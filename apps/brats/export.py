@@ -14,7 +14,8 @@ from medspeed.common.data.dataset import Dataset
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.export.bundle import NetworkConfig
 from medspeed.common.export.deploy import export_run
-from medspeed.common.inference.model import VolumeModel, import_weights, load_model
+from medspeed.common.inference.ensemble import load_models
+from medspeed.common.inference.model import VolumeModel, import_weights
 from medspeed.common.run import one_line_errors
 from medspeed.models.segresnet3d import segresnet3d
 
@@ -25,8 +26,8 @@ _MSD_LABELS = ("background", "edema", "non-enhancing tumor", "enhancing tumour")
 def main(config: BratsExport) -> Path:
     """Import weights if there is no run yet, export it, and return the path of the result."""
     if config.init is not None:
-        import_weights(config.model, "brats", imported_model(config), config.init)
-    model = load_model(config.model, "brats", segresnet3d)
+        import_weights(config.run, "brats", imported_model(config), config.init)
+    model = load_models(config.model, "brats", segresnet3d)
     return export_run("brats", TASK, config, model, network_config(model), "mri")
 
 

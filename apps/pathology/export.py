@@ -42,11 +42,13 @@ _TWIN: NetworkConfig = {
 
 def main(config: PathologyExport) -> Path:
     """Import the weights where there is no run yet, and hand it over; return where it lies."""
+    if len(config.model) > 1:
+        raise ValueError(f"model {' '.join(map(str, config.model))}: expected one run; only volumes take several")
     if config.init is not None:
         model = PathologyModel(config.patch_size, config.mpp, config.tile_size, 1, "fp32")
-        import_weights(config.model, PathologyConfig.APP, model, config.init, our_name)
-    model = load_model(config.model)
-    bundle = partial(write_patch_bundle, config.destination(), config.model, model)
+        import_weights(config.run, PathologyConfig.APP, model, config.init, our_name)
+    model = load_model(config.run)
+    bundle = partial(write_patch_bundle, config.destination(), config.run, model)
     return hand_over(PathologyConfig.APP, TASK, config, bundle, partial(_export, config, model))
 
 

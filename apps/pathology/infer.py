@@ -27,9 +27,9 @@ from medspeed.common.console import say
 from medspeed.common.files import plural, sha256_of
 from medspeed.common.host_memory import keep_freed_memory, peak_memory
 from medspeed.common.inference.folder_job import FolderJob, Item
-from medspeed.common.inference.model import warn_of_training
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.predictions import Predictions, Record
+from medspeed.common.inference.uncertain import warn_of_training
 from medspeed.common.observe.plots import Timeline
 from medspeed.common.ranks import choose_device, torchrun_place
 from medspeed.common.run import one_line_errors

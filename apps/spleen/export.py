@@ -12,8 +12,9 @@ from medspeed.common.console import say
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.export.bundle import NetworkConfig
 from medspeed.common.export.deploy import export_run
+from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.labels import one_region_per_label
-from medspeed.common.inference.model import VolumeModel, import_weights, load_model
+from medspeed.common.inference.model import VolumeModel, import_weights
 from medspeed.common.run import one_line_errors
 from medspeed.models.unet3d import unet3d
 
@@ -23,8 +24,8 @@ TASK = "Segmentation of structures in CT volumes (or one other channel) by slidi
 def main(config: SpleenExport) -> Path:
     """Import weights if there is no run yet, export it, and return the path of the result."""
     if config.init is not None:
-        import_weights(config.model, "spleen", imported_model(config), config.init)
-    model = load_model(config.model, "spleen", unet3d)
+        import_weights(config.run, "spleen", imported_model(config), config.init)
+    model = load_models(config.model, "spleen", unet3d)
     return export_run("spleen", TASK, config, model, network_config(model), "ct")
 
 

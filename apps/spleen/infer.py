@@ -6,7 +6,7 @@ from medspeed.common.inference.options import InferConfig
 if __name__ == "__main__":
     CONFIG = parse_config(InferConfig, {}, description=__doc__)  # before torch: --help answers at once
 
-from medspeed.common.inference.model import load_model
+from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.predictions import Predictions
 from medspeed.common.inference.scans import segment_scans
 from medspeed.common.run import one_line_errors
@@ -15,7 +15,7 @@ from medspeed.models.unet3d import unet3d
 
 def main(config: InferConfig) -> Predictions:
     """Segment every scan; one that cannot be read is set aside, and the others are done all the same."""
-    return segment_scans(config, load_model(config.model, "spleen", unet3d))
+    return segment_scans(config, load_models(config.model, "spleen", unet3d))
 
 
 if __name__ == "__main__":

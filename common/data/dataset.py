@@ -207,6 +207,20 @@ def read_split(dataset: Dataset, path: Path) -> Split:
     return Split(training, validation, not both, description)
 
 
+def merged_split(splits: Sequence[Split]) -> Split:
+    """Return the split of several models together: what any was trained on, and the validation cases that none was.
+
+    Where each trained one of them, as in a cross-validation, all validation cases remain, not held out.
+    """
+    if len(splits) == 1:
+        return splits[0]
+    training = {case for split in splits for case in split.training}
+    validation = {case for split in splits for case in split.validation}
+    unseen = validation - training if all(split.held_out for split in splits) else set()
+    description = f"{len(training)} cases trained at least one of {len(splits)} models, {len(unseen)} none of them"
+    return Split(tuple(sorted(training)), tuple(sorted(unseen or validation)), bool(unseen), description)
+
+
 def read_typed(path: Path, kind: type[T]) -> T:
     """Return what a JSON file holds, such as a `TypedDict`, its types checked; a ValueError names the file."""
     content = read_object(path)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from medspeed.common.inference.options import ModelPrecision, model_folder
+from medspeed.common.inference.options import ModelPrecision, model_folders
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,10 @@ class ExportConfig:
 
     Args:
         model: run folder (demo: small CT weights trained on phantoms only); with --init, the run folder to create.
+            Several, or a folder of folds, become one model, an ensemble; --output is its new run folder.
         to: onnx (verified models), engine (also TensorRT engines), triton (a model repository) or bundle (MONAI's).
         output: folder for the repository or bundle; triton or bundle in the run folder by default. ONNX models and
-            engines always go to exports in the run folder, where inference looks for them.
+            engines of one run always go to exports in the run folder, where inference looks for them.
         precision: precision of the ONNX model in a Triton repository.
         int8: also make INT8 models, calibrated on training cases.
         data: dataset to verify and calibrate with; the run's own by default. Without any, exports are compared with
@@ -28,7 +29,7 @@ class ExportConfig:
         device: auto, cpu, cuda or cuda:N.
     """
 
-    model: Path
+    model: tuple[Path, ...]
     to: Literal["onnx", "engine", "triton", "bundle"]
     output: Path | None = None
     precision: ModelPrecision = "fp32"
@@ -49,13 +50,24 @@ class ExportConfig:
         Raises:
             ValueError: names the field and the bound.
         """
-        object.__setattr__(self, "model", model_folder(self.model))
-        if self.output is not None and self.to in ("onnx", "engine"):
+        object.__setattr__(self, "model", model_folders(self.model))
+        several, exports = len(self.model) > 1, self.to in ("onnx", "engine")
+        if several and (self.output is None or not exports or self.init is not None):
+            raise ValueError(
+                f"model {' '.join(map(str, self.model))}: several become one with --to onnx or engine and --output, "
+                "the run folder to create; then export that one in other forms"
+            )
+        if self.output is not None and exports and not several:
             raise ValueError(f"output {self.output}: only for --to triton and bundle; others go to RUN/exports")
         if self.precision != "fp32" and self.to != "triton":
             raise ValueError(f"precision {self.precision}: only for --to triton; others are made in fp32 and fp16")
         if self.int8 and self.to == "bundle":
             raise ValueError("int8 true: a bundle contains PyTorch weights; use --to onnx, engine or triton")
+
+    @property
+    def run(self) -> Path:
+        """The run folder that is exported: of an ensemble the new one."""
+        return self.model[0] if len(self.model) == 1 or self.output is None else self.output
 
     def makes_int8(self) -> bool:
         """Return whether INT8 models are wanted."""
@@ -63,8 +75,8 @@ class ExportConfig:
 
     def destination(self) -> Path:
         """Return the folder of the repository or bundle."""
-        return self.output or self.model / self.to
+        return self.output or self.run / self.to
 
     def served(self) -> Path:
         """Return the ONNX model of a run that a Triton repository serves."""
-        return self.model / "exports" / f"model_{self.precision}.onnx"
+        return self.run / "exports" / f"model_{self.precision}.onnx"

@@ -42,6 +42,8 @@ def write_volume_bundle(folder: Path, run: Path, task: str, model: VolumeModel, 
 
     The run's weights must fit the network, which is given as MONAI's own class and arguments.
     """
+    if model.members:
+        raise ValueError(f"{run}: an ensemble cannot be a MONAI bundle; use --to onnx, engine or triton")
     labelling = model.labelling
     regions = [region.name for region in labelling.regions]
     values = {

@@ -14,6 +14,7 @@ from medspeed.common.data.synthetic import make_synthetic
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.export import ExportConfig
 from medspeed.common.export.bundle import NetworkConfig, served_pipeline, write_volume_bundle
+from medspeed.common.export.ensemble import write_ensemble
 from medspeed.common.export.export import (
     GATE_CASES,
     EngineChoice,
@@ -66,12 +67,12 @@ def hand_over(
     if config.to == "bundle":
         return bundle()
     if config.to != "triton" or config.int8 or not _is_exported(config):
-        run = Run(config.model, choose_device(config.device), Clock(), resumed=True)
+        run = Run(config.run, choose_device(config.device), Clock(), resumed=True)
         with tempfile.TemporaryDirectory(prefix="export-") as scratch:
             _tell(*export(run, config.engine if config.to == "engine" else "none", Path(scratch)), run)
     if config.to != "triton":
-        return config.model / "exports"
-    card = model_card(config.model, task)
+        return config.run / "exports"
+    card = model_card(config.run, task)
     return write_triton(config.destination(), f"medspeed_{app}", config.served(), card, overlap, pipeline)
 
 
@@ -83,9 +84,11 @@ def export_run(
     Its `network` is given as MONAI's own class and arguments, for a bundle; `phantoms` is the kind of synthetic cases
     for a gate without data: ct or mri; None where there are none.
     """
+    if len(config.model) > 1:
+        write_ensemble(config.run, app, model, config.model)
 
     def export(run: Run, engine: EngineChoice, scratch: Path) -> tuple[ExportRecord, Judge]:
-        trained = model.build(config.model / "best.safetensors").to(run.device).eval()
+        trained = model.build(config.run / "best.safetensors").to(run.device).eval()
         cases, others, origin = _find_cases(config, phantoms, scratch / "phantoms")
         quantise = None
         if config.makes_int8():
@@ -93,7 +96,7 @@ def export_run(
         judge = judge_on(cases, _prepared(cases, model), model, run, origin)
         return export_volumes(trained, model, judge, app, engine, run, quantise), judge
 
-    bundle = partial(write_volume_bundle, config.destination(), config.model, task, model, network)
+    bundle = partial(write_volume_bundle, config.destination(), config.run, task, model, network)
     return hand_over(app, task, config, bundle, export, model.overlap, served_pipeline(model))
 
 
@@ -101,8 +104,8 @@ def _is_exported(config: ExportConfig) -> bool:
     """Return whether the model for Triton is there, of the run's weights; ValueError where it is not as recorded."""
     if not config.served().is_file():
         return False
-    check_digest(config.model, config.served())
-    return read_onnx_metadata(config.served()).get("weights_sha256") == sha256_of(config.model / "best.safetensors")
+    check_digest(config.run, config.served())
+    return read_onnx_metadata(config.served()).get("weights_sha256") == sha256_of(config.run / "best.safetensors")
 
 
 def _tell(record: ExportRecord, judge: Judge, run: Run) -> None:
@@ -151,7 +154,7 @@ def _find_cases(
     Raises:
         FileNotFoundError, ValueError: the dataset cannot be read, or has no labelled case.
     """
-    summary, split = (read_if_there(config.model / f"{name}.json") for name in ("summary", "split"))
+    summary, split = (read_if_there(config.run / f"{name}.json") for name in ("summary", "split"))
     known = summary.get("data", {}).get("folder")
     trained_on = Path(known) if known and split else None
     folder = config.data or trained_on
@@ -159,7 +162,7 @@ def _find_cases(
         if config.data is not None:
             raise FileNotFoundError(f"{config.data / 'dataset.json'}: no such file; --data takes a dataset folder")
         if phantoms is None:
-            raise FileNotFoundError(f"{config.model}: the run's data are not available; pass a dataset with --data")
+            raise FileNotFoundError(f"{config.run}: the run's data are not available; pass a dataset with --data")
         folder = make_synthetic(scratch, "make_phantoms", phantoms, "--cases", str(2 * _SYNTHETIC_CASES))
         made = tuple(replace(case, label=None) for case in read_dataset(folder).cases)
         origin = "(synthetic scans, because the run's data are not available; pass --data for a Dice)"

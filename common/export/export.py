@@ -185,6 +185,8 @@ def export_volumes(
         "labels": " ".join(model.labelling.labels),
         "regions": " ".join(region.name for region in model.labelling.regions),
     }
+    if model.members:
+        metadata["members"] = " ".join(member.sha256 for member in model.members)
     batch = model.window_batch
     return export(network, judge, run, batch=batch, metadata=metadata, engine=engine, quantise=quantise)
 

@@ -1,6 +1,6 @@
 """The evaluation of label maps in folders, or of a trained run on a dataset: every case in parallel, on all cores."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -8,14 +8,15 @@ from pathlib import Path
 from torch import nn
 
 from medspeed.common.console import say
-from medspeed.common.data.dataset import Dataset, read_dataset, read_split
+from medspeed.common.data.dataset import Dataset, merged_split, read_dataset, read_split
 from medspeed.common.data.threads import map_in_threads, usable_cores
 from medspeed.common.data.volumes import read_header, read_volume
 from medspeed.common.files import printable, read_object
 from medspeed.common.host_memory import free_memory
+from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.folder_job import BAD_INPUT
 from medspeed.common.inference.labels import LabelScheme
-from medspeed.common.inference.model import VolumeModel, load_model
+from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.inference.scans import segment_scans, stem_of
 from medspeed.common.inference.scores import Evaluation as Evaluation
@@ -91,7 +92,9 @@ def run_evaluation(
     given = (each.rpartition("=") for each in config.labels)
     labels: Labels = {name: [*map(int, numbers.split("+"))] for name, _, numbers in given}
     if config.model and config.data:
-        model, output = load_model(config.model, app, network), config.output or config.model / "evaluation"
+        if len(config.model) > 1 and config.output is None:
+            raise ValueError(f"output: must be given to evaluate the mean of {len(config.model)} models")
+        model, output = load_models(config.model, app, network), config.output or config.model[0] / "evaluation"
         pairs = _segmented(config.model, config.data, output, model)
         found = evaluate_files(pairs, labels or structures(model.labelling), config.tolerance)
     else:
@@ -119,15 +122,17 @@ def say_means(found: Evaluation) -> None:
         say(printable(f"{label:12} {next(iter(each.values()))['cases']:4} cases  {'  '.join(means)}"), "result")
 
 
-def _segmented(run: Path, data: Path, output: Path, model: VolumeModel) -> dict[str, tuple[Path, Path]]:
-    """Segment the labeled cases of a dataset; of the one that a run was trained on, the validation cases."""
-    dataset = read_dataset(data)
+def _segmented(runs: Sequence[Path], data: Path, output: Path, model: VolumeModel) -> dict[str, tuple[Path, Path]]:
+    """Segment the labeled cases of a dataset; of the one that runs were trained on, the validation cases."""
+    dataset, splits = read_dataset(data), []
     cases = dataset.cases
-    path = run / "split.json"
-    trained = read_object(path).get("training") if path.is_file() else []  # an imported run has none
-    if not isinstance(trained, list) or {case.name for case in cases} & {*map(str, trained)}:  # the run's own dataset
-        split = read_split(dataset, path)
+    for path in [run / "split.json" for run in runs]:
+        trained = read_object(path).get("training") if path.is_file() else []  # an imported run has none
+        if not isinstance(trained, list) or {case.name for case in cases} & {*map(str, trained)}:  # its own dataset
+            splits.append(read_split(dataset, path))
+    if splits:
+        split = merged_split(splits)
         cases, held_out = split.validation, "" if split.held_out else ", NOT HELD OUT: they were trained on"
         say(f"the {len(cases)} validation cases of the run{held_out}", "warning" if held_out else "note")
-    segment_scans(InferConfig(run, data, output, overlays=False), model, [case.image for case in cases])
+    segment_scans(InferConfig(tuple(runs), data, output, overlays=False), model, [case.image for case in cases])
     return {case.name: (output / case.image.name, case.label) for case in cases if case.label}

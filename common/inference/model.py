@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import nn
 
-from medspeed.common.console import say
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.files import atomic_path, from_json, read_object, sha256_of, write_json
 from medspeed.common.inference.labels import LabelScheme
+from medspeed.common.inference.members import Ensemble, Member
 from medspeed.common.inference.options import Precision
 from medspeed.common.inference.postprocessing import Postprocessing
 
@@ -57,6 +57,7 @@ class VolumeModel:
         overlap: fraction of a window that is shared with its neighbour.
         precision: used in training, and for inference in PyTorch.
         postprocessing: of label maps, as chosen on validation cases; nothing in files that do not name it.
+        members: networks of an ensemble, whose logits are averaged; the first is `network`. Empty for a single one.
     """
 
     network: Callable[..., nn.Module]
@@ -68,6 +69,7 @@ class VolumeModel:
     overlap: float
     precision: Precision
     postprocessing: Postprocessing = field(default_factory=Postprocessing)
+    members: tuple[Member, ...] = ()
 
     def __post_init__(self) -> None:
         """Check each value against its bound.
@@ -75,8 +77,12 @@ class VolumeModel:
         Raises:
             ValueError: names the field, the value and the bound.
         """
+        parts: tuple[VolumeModel | Member, ...] = (self, *self.members)
         sizes = [
-            side for each in self.arguments.values() for side in (each if isinstance(each, (list, tuple)) else [each])
+            side
+            for part in parts
+            for each in part.arguments.values()
+            for side in (each if isinstance(each, (list, tuple)) else [each])
         ]
         small = all(abs(size) <= _MOST for size in sizes if isinstance(size, (int, float)))
         names = {region.name for region in self.labelling.regions}
@@ -103,10 +109,14 @@ class VolumeModel:
         Raises:
             ValueError: the network cannot be built with these arguments, or the weights do not fit.
         """
-        try:
-            network = self.network(self.preparation.channels, self.labelling.channels, **self.arguments)
-        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"model.json: invalid arguments {dict(self.arguments)} ({first_line(error)})") from error
+        built = []
+        for part in self.members or (self,):
+            try:
+                built.append(part.network(self.preparation.channels, self.labelling.channels, **part.arguments))
+            except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                said = f"model.json: invalid arguments {dict(part.arguments)} ({first_line(error)})"
+                raise ValueError(said) from error
+        network = Ensemble(built) if self.members else built[0]
         if weights is not None:
             initialise(network, weights, made_of=self.arguments)
         return network
@@ -118,9 +128,13 @@ def write_model(run: Path, app: str, model: Any) -> None:  # noqa: ANN401 - a da
 
 
 def model_content(model: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the fields of a model as JSON content, with the network by name; without post-processing that is none."""
-    content = {name: getattr(value, "__name__", value) for name, value in asdict(model).items()}
-    return {name: value for name, value in content.items() if value != asdict(Postprocessing())}
+    """Return the fields of a model as JSON content, with networks by name; without what is empty."""
+    empty = asdict(Postprocessing()), ()  # no post-processing, no members
+    content = {name: value for name, value in asdict(model).items() if value not in empty}
+    for each in (content, *content.get("members", ())):
+        if "network" in each:
+            each["network"] = each["network"].__name__
+    return content
 
 
 def read_model(run: Path, app: str, kind: type[Model], *networks: Callable[..., nn.Module]) -> Model:
@@ -138,29 +152,11 @@ def read_model(run: Path, app: str, kind: type[Model], *networks: Callable[..., 
         if content.pop("app") != app:
             raise ValueError("it belongs to another app")
         if networks:
-            content["network"] = {network.__name__: network for network in networks}[content["network"]]
+            for each in (content, *content.get("members", ())):
+                each["network"] = {network.__name__: network for network in networks}[each["network"]]
         return from_json(kind, content)
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise ValueError(f"{path}: not the model file of a {app} run ({error})") from error
-
-
-def warn_of_training(run: Path) -> None:
-    """Warn if a run was trained on synthetic data or learned nothing: its results on patients are meaningless."""
-    try:
-        summary = read_object(run / "summary.json")
-    except (ValueError, OSError):
-        return
-    data, quality = ({**each} if isinstance(each := summary.get(key), dict) else {} for key in ("data", "quality"))
-    if data.get("synthetic") is True:
-        text = "WARNING: this model was trained on SYNTHETIC DATA only: its results on patients are meaningless"
-        say(text, "warning")
-    if learned_nothing(quality.get("name"), quality.get("value")):
-        say("WARNING: this model LEARNED NOTHING: its results are meaningless; train it again", "warning")
-
-
-def learned_nothing(name: object, quality: object) -> bool:
-    """Return whether a quality of this name is luck: an AUC below 0.55, a Dice below 0.01."""
-    return isinstance(quality, (int, float)) and quality < (0.55 if "AUC" in str(name) else 0.01)
 
 
 def load_model(run: Path, app: str, *networks: Callable[..., nn.Module]) -> VolumeModel:

@@ -45,13 +45,17 @@ _MOST_CHANNELS = 4
 
 @dataclass(frozen=True)
 class OpenedPredictor:
-    """A predictor, what runs it in which precision, in one line why, and the file whose numbers it computes with."""
+    """A predictor, what runs it in which precision, in one line why, and the file whose numbers it computes with.
+
+    Of an ensemble of several runs, `others` are the files of all members but the first.
+    """
 
     predict: Predictor
     backend: Backend
     precision: AnyPrecision
     reason: str
     file: Path
+    others: tuple[Path, ...] = ()
 
 
 def open_predictor(

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -44,12 +45,40 @@ def model_folder(model: Path) -> Path:
     return folder
 
 
+def model_folders(models: Path | Sequence[Path]) -> tuple[Path, ...]:
+    """Return the folders of runs, given one or several; a folder of folds (fold-0, fold-1, ...) means all its folds.
+
+    Raises:
+        ValueError: none is given, or a fold is not finished.
+    """
+    found: list[Path] = []
+    for folder in map(model_folder, [models] if isinstance(models, Path) else models):
+        folds = [] if (folder / "model.json").exists() else _folds(folder)
+        for fold in folds:
+            if not (fold / "summary.json").is_file():
+                raise ValueError(f"model {fold}: not finished; repeat `medspeed folds`, or name the folds to use")
+        found += folds or [folder]
+    if not found:
+        raise ValueError("model: needs a run folder, or several")
+    return tuple(found)
+
+
+def _folds(folder: Path) -> list[Path]:
+    """Return the runs of a cross-validation, also those that are still missing; none of another folder."""
+    config = folder / "config.yaml"  # as `medspeed folds` wrote it
+    given = re.search(r"^folds: (\d{1,3})$", config.read_text(encoding="utf-8"), re.M) if config.is_file() else None
+    if given:
+        return [folder / f"fold-{number}" for number in range(int(given[1]))]
+    return sorted(folder.glob("fold-[0-9]*"), key=lambda fold: (len(fold.name), fold.name))
+
+
 @dataclass(frozen=True)
 class InferConfig:
     """The configuration of inference.
 
     Args:
         model: run folder, trained or imported (`medspeed export --init`); demo: small CT weights, of phantoms only.
+            Several run folders, or a folder of folds: the mean of their logits, as if they were one model.
         input: a .nii.gz or .nii file, a folder of them, or a folder of DICOM series (single-channel CT or MR).
         output: folder for the label maps, other than the input's.
         backend: tensorrt, onnxruntime, torch or auto (an engine that fits this GPU, else the fastest one available).
@@ -67,7 +96,7 @@ class InferConfig:
         keep_patient: copy patient data from DICOM into the DICOM-SEG, as a PACS needs; blank by default.
     """
 
-    model: Path
+    model: tuple[Path, ...]
     input: Path
     output: Path
     backend: Literal["auto", Backend] = "auto"
@@ -86,7 +115,7 @@ class InferConfig:
         Raises:
             ValueError: the output would overwrite the input; another field is out of its bounds.
         """
-        object.__setattr__(self, "model", model_folder(self.model))
+        object.__setattr__(self, "model", model_folders(self.model))
         folder = self.input if self.input.is_dir() else self.input.parent
         if self.output.resolve() == folder.resolve():
             raise ValueError(f"output {self.output}: must not be the input folder, whose files would be replaced")
@@ -103,7 +132,7 @@ class EvaluateConfig:
     Args:
         predictions: folder of label maps (.nii.gz, .nii), such as `medspeed infer` writes.
         references: folder of label maps of the same names; a dataset.json one folder up names the labels.
-        model: instead of predictions: folder of a training run, which first segments the dataset.
+        model: instead of predictions: folder of a training run, or several, which first segment the dataset.
         data: instead of references: dataset with labels; of the one that the run was trained on, the validation cases.
         labels: structures with their label numbers, such as WT=1+2+3 ET=3; without them, those of the run or of
             dataset.json, or every number.
@@ -113,7 +142,7 @@ class EvaluateConfig:
 
     predictions: Path | None = None
     references: Path | None = None
-    model: Path | None = None
+    model: tuple[Path, ...] = ()
     data: Path | None = None
     labels: tuple[str, ...] = ()
     output: Path | None = None
@@ -121,9 +150,9 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         """Raise a ValueError where there are not two things to compare, or another value cannot be."""
-        if self.model is not None:
-            object.__setattr__(self, "model", model_folder(self.model))
-        given = [name for name in ("predictions", "references", "model", "data") if getattr(self, name) is not None]
+        if self.model:
+            object.__setattr__(self, "model", model_folders(self.model))
+        given = [name for name in ("predictions", "references", "model", "data") if getattr(self, name)]
         if given not in (["predictions", "references"], ["model", "data"]):
             raise ValueError(f"expected --predictions and --references, or --model and --data, found {given or 'none'}")
         if not 0 <= self.tolerance < float("inf"):

@@ -17,20 +17,21 @@ from medspeed.common.data.fingerprint import CaseFigures, scan_figures
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.threads import usable_cores
 from medspeed.common.data.volumes import Volume, read_volume, write_label
-from medspeed.common.files import plural, printable, sha256_of, write_json
+from medspeed.common.files import plural, printable, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
+from medspeed.common.inference.ensemble import digest_of, open_models
 from medspeed.common.inference.folder_job import FolderJob, Item
 from medspeed.common.inference.labels import dice_of_counts
 from medspeed.common.inference.measure import measure, write_measures
-from medspeed.common.inference.model import VolumeModel, model_content, read_note, warn_of_training
-from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
+from medspeed.common.inference.model import VolumeModel, model_content
+from medspeed.common.inference.open_predictor import OpenedPredictor
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Cleaning, clean_by_hand, clean_labels
 from medspeed.common.inference.predict import predict_labels
 from medspeed.common.inference.predictions import Predictions, Record
 from medspeed.common.inference.repeated_windows import RepeatingPredictor
 from medspeed.common.inference.scan_memory import Scan, say_plan, scan_bytes
-from medspeed.common.inference.uncertain import read_figures, with_doubts
+from medspeed.common.inference.uncertain import read_figures, warn_of_training, with_doubts
 from medspeed.common.observe.overlays import draw_overlay
 from medspeed.common.observe.plots import Timeline, draw_timeline
 from medspeed.common.ranks import choose_device, torchrun_place
@@ -39,9 +40,8 @@ ScanItem = Item[Scan]
 Found = tuple[Volume, np.ndarray, list[float]]
 ScanJob = FolderJob[Scan, Volume, Found]
 
-# They change what comes out.
 _PER_THREAD = 2**27  # bytes of room for each thread that reads or writes
-_OPTIONS = ("flips", "fit_windows", "overlays", "keep_patient")
+_OPTIONS = ("flips", "fit_windows", "overlays", "keep_patient")  # they change what comes out
 
 
 def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | None = None) -> Predictions:
@@ -63,7 +63,7 @@ def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | N
     for item in share:
         for note in item.source.notes if isinstance(item.source, DicomSeries) else ():
             say(printable(f"{item.name}: {note}"), "warning")
-    warn_of_training(config.model)
+    warn_of_training(*config.model)
     left = job.unfinished()
     if len(left) > 1:
         say_plan([item.source for item in left], model, segmenter.device, job.in_flight, job.room)
@@ -144,10 +144,8 @@ class Segmenter:
 
     @cached_property
     def weights(self) -> str:
-        """SHA-256 of the numbers that are computed with: of our weights what was checked as they were opened."""
-        file = self.opened.file
-        checked = read_note(file).get("sha256") if file.suffix == ".safetensors" else None
-        return checked or sha256_of(file)
+        """SHA-256 of the numbers that are computed with."""
+        return digest_of(self.opened)
 
     @property
     def cleaning(self) -> tuple[Cleaning, ...]:
@@ -259,12 +257,15 @@ class Segmenter:
     def write_tables(self, records: dict[str, Record]) -> None:
         """Write `measurements.csv` and the seconds of all finished scans, and the picture of what this process did."""
         (timings, picture), spans, output = self.own_tables, self.timeline.spans(), self.config.output
-        write_measures(output / "measurements.csv", {name: record["measures"] for name, record in records.items()})
+        tag = {"model": " ".join(f"{each.run}:{each.sha256[:12]}" for each in self.model.members) or self.weights[:12]}
+        rows = {name: [{**each, **tag} for each in record["measures"]] for name, record in records.items()}
+        write_measures(output / "measurements.csv", rows)
         write_json(
             output / timings,
             {
                 "backend": self.opened.backend,
                 "precision": self.opened.precision,
+                **tag,
                 "seconds": {name: record["seconds"] for name, record in records.items()},
                 "scans in this run": len({span.case for span in spans if span.stage == "write"}),
                 "seconds of this run": round(self.timeline.now(), 3),
@@ -290,10 +291,10 @@ def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
     device = choose_device(config.device, torchrun_place()[2])
     if device.type == "cpu":
         keep_freed_memory()
-    opened = open_predictor(config.model, model, backend=config.backend, precision=config.precision, device=device)
+    opened = open_models(config.model, model, backend=config.backend, precision=config.precision, device=device)
     if config.fit_windows and opened.backend != "torch":
         raise ValueError(f"fit_windows: {opened.backend} needs windows of one size; drop it, or use --backend torch")
     if opened.backend == "torch" and device.type == "cuda":
         about = f"{model.network.__name__} {model.arguments} in {opened.precision}"
         opened = replace(opened, predict=RepeatingPredictor(opened.predict, about, partial(say, kind="detail")))
-    return Segmenter(config, model, opened, device, read_figures(config.model))
+    return Segmenter(config, model, opened, device, read_figures(*config.model))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from medspeed.common.console import say
 from medspeed.common.data.fingerprint import CaseFigures, Fingerprint
-from medspeed.common.files import read_as
+from medspeed.common.files import read_as, read_object
 from medspeed.common.inference.labels import Region
 from medspeed.common.inference.measure import Measures
 
@@ -17,17 +17,42 @@ _LENGTHS = [f"{what} along {axis} in mm" for what in ("spacing", "field of view"
 _INTENSITIES = [f"percentile {percent} of the intensities" for percent in (5, 50, 95)]
 
 
-def read_figures(run: Path) -> tuple[CaseFigures, ...]:
-    """Return the figures of a run's training cases; say it where there are none, as in a run of an older version.
+def warn_of_training(*runs: Path) -> None:
+    """Warn if a run was trained on synthetic data or learned nothing: its results on patients are meaningless."""
+    said: list[str] = []
+    for run in runs:
+        try:
+            summary = read_object(run / "summary.json")
+        except (ValueError, OSError):
+            continue
+        data, quality = ({**each} if isinstance(each := summary.get(key), dict) else {} for key in ("data", "quality"))
+        if data.get("synthetic") is True:
+            said.append("was trained on SYNTHETIC DATA only: its results on patients are meaningless")
+        if learned_nothing(quality.get("name"), quality.get("value")):
+            said.append("LEARNED NOTHING: its results are meaningless; train it again")
+    for each in dict.fromkeys(said):
+        say(f"WARNING: this model {each}", "warning")
+
+
+def learned_nothing(name: object, quality: object) -> bool:
+    """Return whether a quality of this name is luck: an AUC below 0.55, a Dice below 0.01."""
+    return isinstance(quality, (int, float)) and quality < (0.55 if "AUC" in str(name) else 0.01)
+
+
+def read_figures(*runs: Path) -> tuple[CaseFigures, ...]:
+    """Return the figures of runs' training cases; say it where there are none, as in a run of an older version.
 
     Raises:
         ValueError: `fingerprint.json` is damaged.
     """
-    path = run / "fingerprint.json"
-    cases = read_as(path, Fingerprint, "restore or remove it").scans if path.is_file() else ()
-    if not cases:
-        say(f"{path}: no figures of training cases: spacing, size, intensities and volumes are not checked")
-    return cases
+    cases: list[CaseFigures] = []
+    for run in runs:
+        path = run / "fingerprint.json"
+        found = read_as(path, Fingerprint, "restore or remove it").scans if path.is_file() else ()
+        if not found:
+            say(f"{path}: no figures of training cases: spacing, size, intensities and volumes are not checked")
+        cases += found
+    return tuple(cases)
 
 
 def with_doubts(

@@ -15,7 +15,7 @@ from medspeed.common.data.volumes import Volume, read_volume
 from medspeed.common.export.export import GATE_CASES, ExportRecord, by_precision, export_volumes, judge_training
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.inference.labels import case_dice, dice_counts, dice_of_counts
-from medspeed.common.inference.model import Trained, VolumeModel, learned_nothing, write_model
+from medspeed.common.inference.model import Trained, VolumeModel, write_model
 from medspeed.common.inference.options import EvaluateConfig
 from medspeed.common.inference.postprocessing import (
     BOUND,
@@ -27,6 +27,7 @@ from medspeed.common.inference.postprocessing import (
 )
 from medspeed.common.inference.predict import predict_labels, read_truth
 from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.inference.uncertain import learned_nothing
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.fit import Fitted

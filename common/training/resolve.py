@@ -37,7 +37,7 @@ class Data:
     Args:
         dataset: all there are.
         split: which of them train, and which validate.
-        figures: fingerprint of those that train.
+        figures: fingerprint of those that train; of a fold, of all.
         known: preparation that the app knows for this dataset.
     """
 
@@ -133,7 +133,8 @@ def _divided(
     if config.fast_dev_run:
         split = few_cases(split, config.parallel.partitions or run.ranks.world, run)
     store = store_folder(config.store / "fingerprints", dataset.folder)
-    figures = fingerprint(split.training, dataset, store, known=known, workers=config.workers)
+    cases = split.training if config.fold is None or config.fast_dev_run else dataset.cases  # folds prepare alike
+    figures = fingerprint(cases, dataset, store, known=known, workers=config.workers)
     run.say(split.description)
     write_json(kept, split.to_json())
     write_json(measured, asdict(figures))

@@ -52,7 +52,7 @@ def test_no_path_of_the_machine_that_trained_them_is_in_them():
 
 def test_the_word_demo_is_the_users_own_copy_unless_a_folder_is_called_so(home, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = InferConfig(Path("demo"), Path("in"), Path("out")).model
+    (folder,) = InferConfig((Path("demo"),), Path("in"), Path("out")).model
     assert folder == home / ".cache" / "medspeed" / "demo"
     assert {path.name for path in folder.iterdir()} == {path.name for path in SHIPPED.iterdir()}
     (folder / "best.safetensors").write_bytes(b"damaged")

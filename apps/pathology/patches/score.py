@@ -14,9 +14,9 @@ from medspeed.apps.pathology.slides.camelyon import is_slide
 from medspeed.apps.pathology.slides.reader import SlidePool
 from medspeed.common.console import hides_bar, say
 from medspeed.common.inference.measure import write_measures
-from medspeed.common.inference.model import warn_of_training
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.predictions import Prediction, Predictions
+from medspeed.common.inference.uncertain import warn_of_training
 from medspeed.common.ranks import choose_device, torchrun_place
 
 _AT_ONCE = 256  # patches in one call

@@ -28,7 +28,7 @@ def run(tmp_path_factory):
 
 
 def segment(run: Path, scans: Path, output: Path, **more):
-    return main(InferConfig(run, scans, output, device="cpu", backend="torch", **more)).status
+    return main(InferConfig((run,), scans, output, device="cpu", backend="torch", **more)).status
 
 
 def contents(folder: Path) -> dict[str, bytes]:

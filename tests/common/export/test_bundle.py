@@ -295,7 +295,7 @@ def test_bundle_and_triton_client_give_the_label_maps_of_infer(tmp_path: Path, k
             run_monai(tmp_path / "models" / "volumes", "run", "--config_file", "inference.json", *asked)
             assert server.calls > 0
     predictor = torch_predictor(trained.model.build(trained.run / "best.safetensors").eval())
-    segment_scans(InferConfig(trained.run, scans, tmp_path / "ours", "torch", "fp32", "cpu"), trained.model)
+    segment_scans(InferConfig((trained.run,), scans, tmp_path / "ours", "torch", "fp32", "cpu"), trained.model)
     for file, name in zip(files, names, strict=True):
         volume = read_volume(file, trained.model.preparation.channels)
         case = prepare_volume(file.name, volume, trained.model.preparation, dtype=torch.float32)

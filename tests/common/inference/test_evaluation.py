@@ -431,7 +431,7 @@ def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders
                 (output / scan.name).write_bytes((found / scan.name).read_bytes())
 
     monkeypatch.setattr(
-        evaluation, "load_model", lambda *_: SimpleNamespace(labelling=one_region_per_label(("", "liver")))
+        evaluation, "load_models", lambda *_: SimpleNamespace(labelling=one_region_per_label(("", "liver")))
     )
     monkeypatch.setattr(evaluation, "segment_scans", segment)
     if kind == "fewer":

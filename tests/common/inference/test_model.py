@@ -16,10 +16,10 @@ from medspeed.common.inference.model import (
     load_weights,
     read_note,
     save_weights,
-    warn_of_training,
     write_model,
 )
 from medspeed.common.inference.postprocessing import Cleaning, Postprocessing
+from medspeed.common.inference.uncertain import warn_of_training
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d
 from tests.support import unet_model

@@ -171,7 +171,9 @@ def test_a_run_of_an_earlier_version_goes_on_without_the_fields_of_later_ones(ru
 
 def test_a_fold_is_held_out_and_recorded_and_found_again(scans, tmp_path, run):
     config = ToyConfig(data=scans, store=tmp_path / "store", fold=1, folds=3, seed=4)
-    split = read_volumes(config, run).split
+    data = read_volumes(config, run)
+    split = data.split
+    assert data.figures.cases == 3  # of all folds, which so have one preparation
     kept = json.loads((run.directory / "split.json").read_text())
     assert [case.name for case in split.validation] == kept["validation"]
     assert kept["fold_of"][kept["validation"][0]] == 1

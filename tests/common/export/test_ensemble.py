@@ -1,0 +1,92 @@
+"""An ensemble as one run folder: one ONNX model behind the gate, with the digests of all members."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from medspeed.apps.pathology.config import PathologyExport
+from medspeed.apps.pathology.export import main as export_pathology
+from medspeed.apps.spleen.config import SpleenExport
+from medspeed.apps.spleen.export import main as export_spleen
+from medspeed.common.export.bundle import write_volume_bundle
+from medspeed.common.export.ensemble import write_ensemble
+from medspeed.common.export.model_card import model_card
+from medspeed.common.files import sha256_of, write_json
+from medspeed.common.inference.ensemble import load_models, open_models
+from medspeed.common.inference.model import load_model
+from medspeed.common.inference.open_predictor import open_predictor
+from medspeed.common.inference.predictors import read_onnx_metadata
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.models.unet3d import unet3d
+from tests.common.inference.test_ensemble import CPU, MODEL, write_run
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return tuple(write_run(tmp_path / name, seed) for seed, name in enumerate("ab"))
+
+
+@pytest.mark.slow
+def test_several_runs_become_one_onnx_model_of_their_mean(runs, tmp_path, capsys):
+    data, whole = make_ct_phantoms(tmp_path / "data", 2, progress=False), tmp_path / "whole"
+    assert export_spleen(SpleenExport(runs, "onnx", whole, data=data, device="cpu")) == whole / "exports"
+    assert "Dice on 2 cases" in capsys.readouterr().out
+    digests = [sha256_of(run / "best.safetensors") for run in runs]
+    model = load_model(whole, "spleen", unet3d)
+    assert [member.sha256 for member in model.members] == digests
+    assert read_onnx_metadata(whole / "exports" / "model_fp32.onnx")["members"].split() == digests
+    card = model_card(whole, "Task")
+    assert "mean of the logits of 2 networks" in card
+    assert all(f"- {run.name}: unet3d, sha256 `{digest}`" in card for run, digest in zip(runs, digests, strict=True))
+    windows = torch.rand((1, 1, *MODEL.window_size), generator=torch.Generator().manual_seed(0))
+    due = open_models(runs, load_models(runs, "spleen", unet3d), backend="torch", device=CPU).predict(windows)
+    for backend in ("onnxruntime", "torch"):
+        found = open_predictor(whole, model, backend=backend, device=CPU)
+        torch.testing.assert_close(found.predict(windows), due, rtol=1e-4, atol=1e-4)
+    with pytest.raises(FileExistsError, match=r"whole: not empty; --output of several models must be a new folder"):
+        write_ensemble(whole, "spleen", model, runs)
+
+
+def test_the_data_of_an_ensemble_are_those_of_all_and_only_what_none_saw_is_held_out(runs, tmp_path):
+    data = make_ct_phantoms(tmp_path / "data", 4, progress=False)
+    names = [f"phantom_00{number}" for number in range(4)]
+    summary = {"data": {"folder": str(data), "name": "p", "synthetic": True}}
+    for run, validation in zip(runs, (names[:2], names[1:3]), strict=True):
+        training = [name for name in names if name not in validation]
+        write_json(run / "split.json", {"training": training, "validation": validation})
+        write_json(run / "summary.json", summary)
+    model = load_models(runs, "spleen", unet3d)
+    write_ensemble(tmp_path / "whole", "spleen", model, runs)
+    split = json.loads((tmp_path / "whole" / "split.json").read_text())
+    assert (split["training"], split["validation"]) == ([names[0], *names[2:]], [names[1]])
+    assert split["held_out"] is True
+    assert json.loads((tmp_path / "whole" / "summary.json").read_text())["data"] == summary["data"]
+    write_json(runs[1] / "summary.json", {"data": {"folder": "elsewhere", "synthetic": False}})
+    write_ensemble(tmp_path / "mixed", "spleen", model, runs)
+    assert json.loads((tmp_path / "mixed" / "summary.json").read_text()) == {"data": {"synthetic": True}}
+    assert not (tmp_path / "mixed" / "split.json").exists()
+    with pytest.raises(ValueError, match=r"an ensemble cannot be a MONAI bundle"):
+        write_volume_bundle(tmp_path / "bundle", tmp_path / "whole", "Task", model, {})
+
+
+def test_weights_that_do_not_fit_leave_nothing(runs, tmp_path):
+    model = load_models(runs, "spleen", unet3d)
+    wide = replace(model.members[1], arguments={"channels": (4, 12), "residual_units": 1})
+    with pytest.raises(ValueError, match=r"b/best.safetensors: does not fit"):
+        write_ensemble(tmp_path / "whole", "spleen", replace(model, members=(model.members[0], wide)), runs)
+    assert not (tmp_path / "whole").exists()
+
+
+@pytest.mark.parametrize(
+    "given", [{"to": "bundle", "output": "o"}, {"to": "onnx"}, {"to": "onnx", "output": "o", "init": "w.pt"}]
+)
+def test_several_models_need_a_new_run_folder_for_models_or_engines(runs, given):
+    with pytest.raises(ValueError, match=r"model .*/a .*/b: several become one with --to onnx or engine and --output"):
+        SpleenExport(runs, **given)
+
+
+def test_pathology_takes_one_run(runs, tmp_path):
+    with pytest.raises(ValueError, match=r"expected one run; only volumes take several"):
+        export_pathology(PathologyExport(runs, "onnx", tmp_path / "o"))

@@ -1,0 +1,204 @@
+"""Several runs as one model: the mean of their logits, what they must share, and that scans are read once."""
+
+import csv
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+from medspeed.common.data.preparation import prepare_volume
+from medspeed.common.data.volumes import read_volume
+from medspeed.common.inference import scans as scans_module
+from medspeed.common.inference.ensemble import load_models, open_models
+from medspeed.common.inference.members import Ensemble, mean_of
+from medspeed.common.inference.model import VolumeModel, save_weights, write_model
+from medspeed.common.inference.open_predictor import open_predictor
+from medspeed.common.inference.options import InferConfig, model_folders
+from medspeed.common.inference.postprocessing import Cleaning, Postprocessing
+from medspeed.common.inference.predict import predict_labels
+from medspeed.common.inference.predictors import torch_predictor
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.models.unet3d import unet3d
+from tests.support import unet_model
+
+MODEL = unet_model((4.0, 4.0, 4.0), (4, 8), (24, 24, 16), window_batch=2)
+CPU = torch.device("cpu")
+
+
+def write_run(folder: Path, seed: int, model: VolumeModel = MODEL) -> Path:
+    """Write a run of random weights."""
+    torch.manual_seed(seed)
+    save_weights(folder / "best.safetensors", model.build().state_dict(), {})
+    write_model(folder, "spleen", model)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return tuple(write_run(tmp_path / "cv" / f"fold-{number}", seed) for number, seed in enumerate((3, 5, 7)))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return make_ct_phantoms(tmp_path_factory.mktemp("scans") / "data", 2, progress=False) / "imagesTr"
+
+
+def infer(runs, images, output, model=None, **more):
+    config = InferConfig(runs, images, output, device="cpu", backend="torch", **{"overlays": False, **more})
+    return scans_module.segment_scans(config, model or load_models(config.model, "spleen", unet3d))
+
+
+def test_the_mean_is_that_of_all_members_in_float32():
+    members = [lambda image, by=by: image + by for by in (1.0, 2.0, 6.0)]
+    assert mean_of(members, torch.tensor([0.0, 10.0])).tolist() == [3.0, 13.0]
+    coarse = [lambda image, by=by: torch.full_like(image, by) for by in (256.0, 1.0)]  # bfloat16 has no 257
+    found = mean_of(coarse, torch.zeros(1, dtype=torch.bfloat16))
+    assert (found.dtype, found.tolist()) == (torch.float32, [128.5])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_opened_runs_compute_the_mean_of_what_each_computes(runs, count):
+    runs = runs[:count]
+    windows = torch.rand((2, 1, *MODEL.window_size), generator=torch.Generator().manual_seed(0))
+    alone = [open_predictor(run, MODEL, backend="torch", device=CPU).predict(windows) for run in runs]
+    opened = open_models(runs, load_models(runs, "spleen", unet3d), backend="torch", device=CPU)
+    assert (opened.backend, opened.precision, len(opened.others)) == ("torch", "fp32", count - 1)
+    torch.testing.assert_close(opened.predict(windows), torch.stack(alone).mean(dim=0))
+
+
+def test_networks_may_differ_where_all_else_is_shared(runs, tmp_path):
+    wide = write_run(tmp_path / "wide", 1, replace(MODEL, arguments={"channels": (4, 12), "residual_units": 1}))
+    both = (runs[0], wide)
+    model = load_models(both, "spleen", unet3d)
+    network = model.build()
+    assert isinstance(network, Ensemble)
+    assert [tuple(each.arguments["channels"]) for each in model.members] == [(4, 8), (4, 12)]
+    opened = open_models(both, model, backend="torch", device=CPU)
+    windows = torch.rand((2, 1, *MODEL.window_size), generator=torch.Generator().manual_seed(0))
+    alone = [open_predictor(run, load_models([run], "spleen", unet3d), backend="torch", device=CPU) for run in both]
+    torch.testing.assert_close(opened.predict(windows), sum(each.predict(windows) for each in alone) / 2)
+
+
+def test_precision_and_post_processing_are_the_models_where_they_agree(tmp_path, capsys):
+    cleaned = replace(MODEL, precision="bf16", postprocessing=Postprocessing((Cleaning(("spleen",), largest=True),)))
+    alike = [write_run(tmp_path / f"alike-{seed}", seed, cleaned) for seed in (1, 2)]
+    model = load_models(alike, "spleen", unet3d)
+    assert (model.precision, model.postprocessing) == (cleaned.precision, cleaned.postprocessing)
+    model = load_models([*alike, write_run(tmp_path / "plain", 3)], "spleen", unet3d)
+    assert (model.precision, model.postprocessing) == ("fp32", Postprocessing())
+    assert "no post-processing, since the models' own differ" in capsys.readouterr().out
+
+
+def test_scans_are_read_prepared_and_written_once_and_labelled_by_the_mean(runs, images, tmp_path, monkeypatch):
+    counts = dict.fromkeys(("read_scan", "prepare_volume", "predict_labels", "write_label", "draw_overlay"), 0)
+    for name in counts:
+        inner = getattr(scans_module, name)
+
+        def counted(*given: Any, name: str = name, inner: Any = inner, **more: Any) -> Any:
+            counts[name] += 1
+            return inner(*given, **more)
+
+        monkeypatch.setattr(scans_module, name, counted)
+    done = infer(runs, images, tmp_path / "masks", overlays=True).done
+    assert counts == dict.fromkeys(counts, 2)
+    networks = [MODEL.build(run / "best.safetensors").eval() for run in runs]
+    predict = torch_predictor(Ensemble(networks).eval())
+    for name, prediction in done.items():
+        case = prepare_volume(name, read_volume(images / name), MODEL.preparation, CPU, torch.float32)
+        due = predict_labels(case, predict, MODEL, CPU)
+        found = np.asarray(nibabel.load(prediction.files[0]).dataobj)
+        assert 0.001 < due.mean() < 0.999
+        assert (found != due).mean() < 1e-4  # rounding: batch normalisation is folded into what is compared
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("preparation.spacing", replace(MODEL, preparation=replace(MODEL.preparation, spacing=(4.0, 4.0, 5.0)))),
+        ("preparation.window", replace(MODEL, preparation=replace(MODEL.preparation, window=(-57.0, 99.0)))),
+        ("labelling.labels", unet_model((4.0, 4.0, 4.0), (4, 8), (24, 24, 16), ("background", "liver"))),
+        ("window_size", replace(MODEL, window_size=(24, 24, 24))),
+        ("overlap", replace(MODEL, overlap=0.5)),
+    ],
+)
+def test_models_that_share_too_little_are_refused_by_name(runs, tmp_path, name, other):
+    odd = write_run(tmp_path / "odd", 1, other)
+    with pytest.raises(ValueError, match=rf"{odd}: {name} .*, but .* in {runs[0]}: models must share .* leave it out"):
+        load_models([*runs, odd], "spleen", unet3d)
+
+
+def test_a_model_is_given_once_has_weights_and_is_no_ensemble_itself(runs, tmp_path):
+    shutil.copytree(runs[0], tmp_path / "copy")
+    with pytest.raises(ValueError, match=r"copy: its weights are given twice"):
+        load_models([*runs, tmp_path / "copy"], "spleen", unet3d)
+    write_model(tmp_path / "whole", "spleen", load_models(runs, "spleen", unet3d))
+    with pytest.raises(ValueError, match=r"whole: is an ensemble itself; name its models instead \(fold-0, fold-1, "):
+        load_models([runs[0], tmp_path / "whole"], "spleen", unet3d)
+    (runs[1] / "best.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"fold-1/best.safetensors: no such weights file"):
+        load_models(runs, "spleen", unet3d)
+
+
+def test_a_folder_of_folds_means_all_of_them_in_order(tmp_path, runs):
+    for number in (10, 9):
+        write_run(tmp_path / "cv" / f"fold-{number}", number)
+    folds = sorted((tmp_path / "cv").iterdir())
+    for fold in folds:
+        (fold / "summary.json").write_text("{}")
+    assert [path.name for path in model_folders(tmp_path / "cv")] == ["fold-0", "fold-1", "fold-2", "fold-9", "fold-10"]
+    assert model_folders([tmp_path / "cv", tmp_path / "other"])[-1] == tmp_path / "other"
+    (tmp_path / "cv" / "fold-9" / "summary.json").unlink()
+    with pytest.raises(ValueError, match=r"model .*fold-9: not finished; repeat `medspeed folds`, or name"):
+        model_folders([tmp_path / "cv"])
+    (tmp_path / "cv" / "config.yaml").write_text("fold: 0\nfolds: 3\n")
+    assert [path.name for path in model_folders([tmp_path / "cv"])] == ["fold-0", "fold-1", "fold-2"]
+    (tmp_path / "cv" / "config.yaml").write_text("fold: 0\nfolds: 5\n")
+    with pytest.raises(ValueError, match=r"model .*fold-3: not finished"):  # not begun
+        model_folders([tmp_path / "cv"])
+    with pytest.raises(ValueError, match=r"model: needs a run folder"):
+        InferConfig((), tmp_path, tmp_path / "out")
+
+
+def test_a_folder_of_scans_resumes_only_with_the_same_members_and_names_them(runs, images, tmp_path, capsys):
+    output, files = tmp_path / "masks", ("best.safetensors",)
+    infer(runs, images, output)
+    capsys.readouterr()
+    infer(runs, images, output)
+    assert "2 scans already finished" in capsys.readouterr().out
+    rows = list(csv.DictReader((output / "measurements.csv").read_text().splitlines()))
+    members = load_models(runs, "spleen", unet3d).members
+    assert {row["model"] for row in rows} == {" ".join(f"{each.run}:{each.sha256[:12]}" for each in members)}
+    assert [each.run for each in members] == ["fold-0", "fold-1", "fold-2"]
+    mark = json.loads(next((output / "records").iterdir()).read_text())["mark"]
+    assert [each["sha256"] for each in mark["model"]["members"]] == [each.sha256 for each in members]
+    shutil.copy(write_run(tmp_path / "new", 11) / files[0], runs[2] / files[0])
+    capsys.readouterr()
+    infer(runs, images, output)
+    infer(runs[:2], images, output)
+    assert "already finished" not in capsys.readouterr().out
+
+
+def test_runs_without_the_same_exports_are_all_run_by_torch(runs, monkeypatch):
+    """As where one of them has an engine."""
+    chosen: Iterator[Any] = iter(["onnxruntime", "torch", "torch"])
+
+    def opened(run: Path, model: VolumeModel, *, backend: Any, **given: Any) -> Any:
+        found = open_predictor(run, model, backend="torch", **given)
+        return replace(found, backend=next(chosen) if backend == "auto" else backend)
+
+    monkeypatch.setattr("medspeed.common.inference.ensemble.open_predictor", opened)
+    found = open_models(runs, load_models(runs, "spleen", unet3d), device=CPU)
+    assert (found.backend, found.reason) == ("torch", "the models have not the same exports")
+    assert next(chosen, None) is None
+
+
+def test_a_single_model_is_stored_as_before(tmp_path):
+    write_model(tmp_path, "spleen", MODEL)
+    assert "members" not in json.loads((tmp_path / "model.json").read_text())
