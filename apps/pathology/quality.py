@@ -1,12 +1,14 @@
 """How well a network tells patches apart: the figure of a run, and what the gate judges its exports on."""
 
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from medspeed.apps.pathology.model import PathologyModel, normalised
+from medspeed.apps.pathology.patches.colours import colour_auc
 from medspeed.apps.pathology.patches.store import Patches, rank_rows
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.threads import prefetch
@@ -52,8 +54,18 @@ def validation_auc(patches: Patches, precision: Precision, run: Run, network: nn
     return auc(patches.table.label, all_scores(patches, network, precision, run))
 
 
-def evaluate(best: nn.Module, validation: Patches, testing: Patches | None, precision: Precision, run: Run) -> Quality:
-    """Return the patch AUC of the best weights in the run's precision: on those for testing where there are some."""
+def evaluate(
+    best: nn.Module,
+    validation: Patches,
+    testing: Patches | None,
+    precision: Precision,
+    run: Run,
+    training: Patches | None = None,
+) -> Quality:
+    """Return the patch AUC of the best weights in the run's precision: on those for testing where there are some.
+
+    With the training patches, it is told what their colours alone would reach.
+    """
     found: dict[str, float] = {}
     with run.clock.stage("validate"):
         for name, patches in (("validation", validation), ("testing", testing)):
@@ -66,7 +78,12 @@ def evaluate(best: nn.Module, validation: Patches, testing: Patches | None, prec
     for doubt in doubts(found[f"{judged} AUC"], True, "AUC"):
         run.say(doubt, "warning")
     name = f"patch AUC, {judged} patches, best weights"
-    return Quality(name, found[f"{judged} AUC"], found, selected_on="validation", per_region={})
+    trivial: dict[str, Any] = {}
+    if training is not None and run.leader:
+        value = colour_auc(training, validation if testing is None else testing)
+        trivial = {"value": value, "how": "logistic regression on color histograms"}
+        run.say(f"without learning: AUC {value:.4f} ({trivial['how']})")
+    return Quality(name, found[f"{judged} AUC"], found, "validation", per_region={}, without_learning=trivial)
 
 
 def judge_on(validation: Patches, model: PathologyModel, run: Run, name: str) -> Judge:

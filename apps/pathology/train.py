@@ -33,7 +33,8 @@ def main(config: PathologyConfig) -> RunSummary | None:
         fitted = fit(setup(config, data, model, run), config, run)
         best, validation = best_network(model, fitted, run), decoded(data.validation, config, run)
         testing = decoded(data.testing, config, run) if data.testing is not None else None
-        quality = evaluate(best, validation, testing, model.precision, run)  # AUC of the patches
+        training = decoded(data.training, config, run) if config.source == "resident" else None
+        quality = evaluate(best, validation, testing, model.precision, run, training)  # AUC of the patches
         if not run.leader:
             return None
         judge = judge_on(validation, model, run, data.name)

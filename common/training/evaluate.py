@@ -49,6 +49,7 @@ class Quality:
         per_region: mean Dice of each region; null for a region absent from all cases.
         metrics: of each region, surface metrics among them: see `Evaluation.summary`.
         postprocessing: what was chosen, and the mean Dice before and after it; all else here is before it.
+        without_learning: "value" of simple rules on the same cases, and "how"; empty where the store lacks cases.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Quality:
     per_region: dict[str, float | None]
     metrics: dict[str, Any] = field(default_factory=dict)
     postprocessing: dict[str, Any] = field(default_factory=dict)
+    without_learning: dict[str, Any] = field(default_factory=dict)
 
 
 _TRACKED = ("summary.json", "report.html", "best.safetensors", "model.json", "config.yaml", "plan.json")  # by trackers
@@ -114,9 +116,24 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     for doubt in doubts(mean, split.held_out):
         run.say(doubt, "warning")
     chosen = choose_postprocessing(parts, model, split.held_out, config, run)
+    trivial = _without_learning(model, data, config, run) if run.leader else {}
     selected = "validation" if split.held_out else "training"
     name = "foreground Dice, native grid, best weights"
-    return Quality(name, mean, dice, selected, by_region, evaluation.summary, chosen)
+    return Quality(name, mean, dice, selected, by_region, evaluation.summary, chosen, trivial)
+
+
+def _without_learning(model: VolumeModel, data: Data, config: SegmentationConfig, run: Run) -> dict[str, Any]:
+    """Return the Dice of simple rules on the validation cases, and say it; nothing where no cases are in the store."""
+    if config.caching().mode in ("none", "monai", "uncached"):
+        return {}
+    from medspeed.common.training.trivial import MOST_CASES, without_learning  # here: training needs none of it
+
+    with run.clock.stage("validate"):
+        some = data.split.training[:: -(-len(data.split.training) // MOST_CASES)]
+        training, judged = (stored_cases(each, model, config, run) for each in (some, data.split.validation))
+        found = without_learning(training, judged, model.labelling.regions)
+    run.say(f"without learning: Dice {found['value']:.4f} ({found['how']})")
+    return found
 
 
 def choose_postprocessing(

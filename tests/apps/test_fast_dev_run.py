@@ -63,3 +63,5 @@ def test_two_steps_go_through_everything(app, flags, data, store, tmp_path):
     assert all(config.METRIC.lower() in record for record in records)
     assert "the results of this run are meaningless" in (tmp_path / "run" / "run.log").read_text()
     assert (tmp_path / "run" / "report.html").is_file()
+    trivial = summary["quality"]["without_learning"]
+    assert trivial == {} if config.recipe == "guide" else 0 <= trivial["value"] <= 1

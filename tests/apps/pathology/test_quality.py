@@ -55,9 +55,11 @@ def test_validation_and_test_scores_are_computed_in_the_runs_precision(
 ):
     network = Bright()
     assert validation_auc(patches, precision, run, network, None) == 1.0
-    found = evaluate(network, patches, patches, precision, run)
+    found = evaluate(network, patches, patches, precision, run, patches)
     assert found.per_case["validation AUC"] == found.per_case["testing AUC"] == 1.0
     assert network.seen == [dtype] * 3
+    assert found.without_learning == {"value": 1.0, "how": "logistic regression on color histograms"}
+    assert "without learning: AUC 1.0000 (" in (run.directory / "run.log").read_text()
 
 
 @pytest.mark.parametrize("on_device", [True, False])

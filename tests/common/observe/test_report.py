@@ -46,6 +46,7 @@ def hand_made_run(folder: Path, per_case: dict[str, float | None] | None = None)
             "per_case": per_case,
             "selected_on": "training",
             "per_region": {"<i>region</i>": 0.625, "never there": None},
+            "without_learning": {"value": 0.3105, "how": "<i>region</i> by position"},
         },
         "working_grid": {"best": 0.7111, "last": 0.6222, "best_epoch": 2},
         "seconds": {"start": 1.0, "train": 5.0, "prepare": 2.0, "own stage": 0.5, "total": 10.0},
@@ -153,6 +154,7 @@ def test_the_head_says_what_ran_and_how_well(tmp_path: Path):
     text = report(hand_made_run(tmp_path / "run")).text
     for expected in (
         "spleen fast", "0.6600", "foreground Dice", "weights selected on: training",
+        "without learning: 0.3105 (<i>region</i> by position)",
         "2026-11-21 19:44:28+0000 (resumed)", "while training: best 0.7111 (epoch 2), last 0.6222",
         "cuda:0, Big GPU", "bf16", "Phantoms & more",
         "15 training, 5 validation", "0123456789ab+changes", "dice=0.9: NOT reached after 12.5 s", "23.5 GiB",
