@@ -88,8 +88,8 @@ class PathologyConfig(TrainingConfig):
             *super().checks(),
             ("lists", self.lists is None or self.data is not None, "given together with data"),
             ("mpp", self.mpp is None or 0.05 <= self.mpp <= 100, "between 0.05 and 100 um"),
-            ("lists", None in (self.lists, self.fold), "left out with fold"),
-            ("held_out", 0 < self.held_out < 1 and (self.fold is None or self.held_out == 0.25), "in (0, 1); no fold"),
+            ("held_out", 0 < self.held_out < 1, "above 0, below 1"),
+            ("fold", self.fold is None or (self.lists, self.held_out) == (None, 0.25), "without lists and held_out"),
             ("augmentation.label_smoothing", 0 <= self.augmentation.label_smoothing < 0.5, "in [0, 0.5)"),
             (
                 "augmentation.jitter",
