@@ -67,11 +67,12 @@ def main(config: TrainingConfig) -> Evaluation:
     root = decided(config.run)
     root.mkdir(parents=True, exist_ok=True)
     hold(root / ".lock")
-    path, own = root / "config.yaml", {*config.RESUMABLE, "run"}
-    kept = flat(config_from_yaml(type(config), path)) if path.is_file() else flat(config)
-    for name, value in flat(config).items():
-        if name not in own and value != kept[name]:
-            raise ValueError(f"{path}: has {name} {kept[name]}, not {value}; repeat its flags, or choose another --run")
+    path, given = root / "config.yaml", flat(config)
+    kept = flat(config_from_yaml(type(config), path)) if path.is_file() else given
+    begun = any(root.glob("fold-*/config.yaml"))  # otherwise a mistake ended it; or this is the folder of a single run
+    for name in given.keys() - {*config.RESUMABLE, "run"} if begun else {"fold"}:
+        if given[name] != kept[name]:
+            raise ValueError(f"{path}: has {name} {kept[name]}, not {given[name]}; repeat its flags, or change --run")
     content = {name: value for name, value in config_content(config).items() if name not in ("run", "resume")}
     write_text(path, yaml.safe_dump(content, sort_keys=False))
     runs = [root / f"fold-{fold}" for fold in range(decided(config.folds))]

@@ -16,6 +16,7 @@ import pytest
 from medspeed.apps.brats.config import BratsConfig
 from medspeed.apps.folds import main, parse, tabulate
 from medspeed.apps.pathology.config import PathologyConfig
+from medspeed.common.config import config_to_yaml
 from medspeed.common.files import release
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
@@ -32,6 +33,7 @@ def finished(root, name, cases, fold_of, **files):
     for file, content in {"split": split, "evaluation": evaluation, "summary": {}, **files}.items():
         if content is not None:
             (root / name / f"{file}.json").write_text(json.dumps(content))
+    (root / name / "config.yaml").touch()
     return root / name
 
 
@@ -141,10 +143,22 @@ def test_other_flags_than_the_stored_ones_are_refused(tmp_path):
 
     assert again().cases.keys() == {"a", "b"}
     assert again(device="cpu").cases.keys() == {"a", "b"}  # what may differ when a run goes on
-    with pytest.raises(ValueError, match=r"config\.yaml: has epochs None, not 3; repeat its flags, or choose another"):
+    with pytest.raises(ValueError, match=r"config\.yaml: has epochs None, not 3; repeat its flags, or change --run"):
         again(epochs=3)
     with pytest.raises(ValueError, match="has folds 2, not 3"):
         again(folds=3)
+    for path in (tmp_path / "cv").glob("fold-*/config.yaml"):
+        path.unlink()  # as if a mistake had ended the first fold at once: its flags do not count
+    assert again(epochs=3).cases.keys() == {"a", "b"}
+
+
+def test_the_folder_of_a_single_run_is_left_as_it_is(tmp_path):
+    stored = config_to_yaml(PathologyConfig())
+    (tmp_path / "config.yaml").write_text(stored)
+    with pytest.raises(ValueError, match=r"config\.yaml: has fold None, not 0; repeat its flags, or change --run"):
+        main(PathologyConfig(run=tmp_path, fold=0, folds=2))
+    release(tmp_path / ".lock")
+    assert (tmp_path / "config.yaml").read_text() == stored
 
 
 @pytest.mark.slow
