@@ -25,7 +25,8 @@ from monai import metrics
 from monai.transforms import LoadImage
 
 from medspeed.benchmarks.harness import in_turn, median, ratio
-from medspeed.common.data.volumes import read_volume, write_label
+from medspeed.common.data.label_files import write_label
+from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.evaluation import evaluate_files
 
 

@@ -29,7 +29,8 @@ from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.host_memory import peak_memory
 from medspeed.common.inference.model import VolumeModel, import_weights, load_model, load_weights
 from medspeed.common.inference.options import InferConfig, Precision
-from medspeed.common.inference.scans import find_scans, open_segmenter
+from medspeed.common.inference.scan_files import find_scans
+from medspeed.common.inference.scans import open_segmenter
 from medspeed.common.inference.scores import score
 from medspeed.common.training.losses import build_loss
 from medspeed.common.training.setup import choose_precision

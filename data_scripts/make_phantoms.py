@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from medspeed.common.console import say
-from medspeed.common.data.volumes import gzipped, read_volume
+from medspeed.common.data.label_files import gzipped
+from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import atomic_path, read_object, sha256_of
 from medspeed.common.flags import Parser
 from medspeed.data_scripts import phantoms_ct, phantoms_mr

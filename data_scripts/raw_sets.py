@@ -87,7 +87,7 @@ class RawSet:
 
 
 def pair_folders(images: Path, labels: Path, name: str, modality: Sequence[str], names: Sequence[str]) -> RawSet:
-    """Pair the .nii.gz and .nii images of a folder with the label maps of another by their names.
+    """Pair the images of a folder with the label maps of another by their names.
 
     Equal names pair first; what is left pairs without endings such as _0000, _img, _ct and _seg, _label, -mask. Name of
     the set, modality of each channel and names of the label numbers are given.
@@ -260,7 +260,9 @@ def _volumes(folder: Path, *endings: str) -> list[tuple[str, Path]]:
     found = [(match[1], path) for path in paths if (match := named.fullmatch(path.name)) and path.is_file()]
     if not found:
         others = sorted({path.suffix for path in paths if path.suffix})
-        raise FileNotFoundError(f"{folder}: contains no .nii.gz or .nii files{f', only {others}' if others else ''}")
+        raise FileNotFoundError(
+            f"{folder}: contains no {', '.join(SUFFIXES)} files{f', only {others}' if others else ''}"
+        )
     return found
 
 

@@ -18,7 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from medspeed.common.console import hides_bar, say
-from medspeed.common.data.volumes import gzipped, read_volume, write_label
+from medspeed.common.data.label_files import gzipped, write_label
+from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import flush_to_disk, write_json
 from medspeed.common.flags import Parser, flag_of
 from medspeed.data_scripts.raw_sets import (
@@ -47,7 +48,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; a mistake ends the program with status 2."""
     parser = Parser(description=__doc__, epilog=_EXAMPLES)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--images", type=Path, metavar="DIR", help="a folder of .nii.gz or .nii images; needs --labels")
+    source.add_argument(
+        "--images", type=Path, metavar="DIR", help="a folder of .nii.gz, .nii, .nrrd or .mha images; needs --labels"
+    )
     source.add_argument("--nnunet", type=Path, metavar="DIR", help="a folder in nnU-Net's raw layout, DatasetXXX_Name")
     source.add_argument("--check", type=Path, metavar="DIR", help="a folder in MSD layout: check it and write nothing")
     parser.add_argument("--labels", type=Path, metavar="DIR", help="label maps for --images, paired by file name")
@@ -167,7 +170,7 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
 def _write_case(folder: Path, raw: RawSet, link: bool, case: RawCase) -> None:
     target = folder / ("imagesTr" if case.label else "imagesTs") / f"{case.name}.nii.gz"
     target.parent.mkdir(parents=True, exist_ok=True)
-    if len(case.images) > 1:
+    if len(case.images) > 1 or not _is_nifti(case.images[0]):
         volume = read_image(case, raw)
         image = nib.Nifti1Image(volume.voxels, volume.affine, dtype=volume.voxels.dtype)
         image.header.set_xyzt_units("mm")
@@ -178,11 +181,15 @@ def _write_case(folder: Path, raw: RawSet, link: bool, case: RawCase) -> None:
         return
     target = folder / "labelsTr" / target.name
     target.parent.mkdir(exist_ok=True)
-    if case.relabelled:
+    if case.relabelled or not _is_nifti(case.label):
         label = read_volume(case.label)
         write_label(target, read_numbers(label, raw), label.affine)
     else:
         _take_over(case.label, target, link)
+
+
+def _is_nifti(path: Path) -> bool:
+    return path.name.lower().endswith((".nii", ".nii.gz"))
 
 
 def _take_over(source: Path, target: Path, link: bool) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from medspeed.common.files import read_object
 
-SUFFIXES = (".nii.gz", ".nii")
+SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha")
 _MOST_NAMED = 5
 T = TypeVar("T")
 
@@ -240,8 +240,8 @@ def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case,
                 raise ValueError(f"{path}: {str(file)!r} points outside the dataset folder; expected a path within it")
         image, label = (None if file is None else path.parent / file for file in entry)
         assert image is not None
-        name = next((image.name.removesuffix(suffix) for suffix in SUFFIXES if image.name.endswith(suffix)), "")
-        if not name:
+        name = stem_of(image.name)
+        if name in ("", image.name):
             raise ValueError(f"{path}: {image.name}: expected an image file named NAME{' or NAME'.join(SUFFIXES)}")
         if not name.startswith("._"):  # macOS leaves such a file beside each that it packs; MSD lists some
             cases.append(Case(name, image, label))
@@ -249,6 +249,11 @@ def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case,
     if twice:
         raise ValueError(f"{path}: {_listed(sorted(twice))}: listed more than once; expected one image per case name")
     return tuple(sorted(cases))
+
+
+def stem_of(name: str) -> str:
+    """Return the name of a file without the suffix of a volume, where it has one."""
+    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
 
 
 def _by_number(names: dict[str, str], key: str, path: Path) -> tuple[str, ...]:

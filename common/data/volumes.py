@@ -1,46 +1,44 @@
-"""Read and write NIfTI files: one decompression pass, voxels in file order, clear errors for broken files."""
+"""Read NIfTI, NRRD and MetaImage files: one decompression pass, voxels in file order, clear errors for broken files."""
 
-import gzip
-import io
 import logging
-import os
+import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
 
 import nibabel
 import numpy as np
-from isal import igzip, isal_zlib
+from isal import igzip
 from nibabel.spatialimages import HeaderDataError
 from nibabel.volumeutils import apply_read_scaling
 
-from medspeed.common.files import atomic_path
+from medspeed.common.data.streams import (
+    MAX_GZIP_RATIO,
+    MAX_PADDING,
+    Stream,
+    ZlibStream,
+    read_exactly,
+    take_voxels,
+    undamaged,
+)
+from medspeed.common.data.text_headers import ENDINGS, TextHeader, read_text_header
 from medspeed.common.host_memory import free_memory
 
 HEADER_BYTES = 348
 GZIP_MAGIC = b"\x1f\x8b"
-_MEMBER = 2**22  # bytes of voxels in one member of a gzip file
-READ_BLOCK = 2**18  # bytes at a time: igzip copies what it decompresses once more, cheaply while it is in the cache
 ALWAYS_TRIED = 2**30  # bytes: what the process freed and keeps (`host_memory.keep_freed_memory`) does not count as free
 MIN_SIDE, MAX_SIDE = 0.01, 100  # mm, of a voxel; as of `--spacing`
 MAX_ORIGIN = 1e5  # mm from a scanner's centre
 MAX_DISAGREEMENT = 0.25  # of pixdim; the slices of a tilted gantry lie 15 percent further apart along the shear
-MAX_GZIP_RATIO = 1032  # no deflate stream expands further. Source: zlib.net/zlib_tech.html
-MAX_PADDING = 2**20  # bytes between the header and the voxels, and behind them
-Stream = io.RawIOBase | io.BufferedIOBase
-# What reading a damaged gzip stream raises; isal's type stub takes its own class for an instance.
-DAMAGED = cast(tuple[type[Exception], ...], (EOFError, gzip.BadGzipFile, isal_zlib.error))
 MAX_GRID_DISTANCE = 0.1  # of the smallest spacing: how far image and label may lie apart at a corner
 _DATATYPES = (2, 4, 8, 16, 64, 256, 512, 768, 1024, 1280)  # integers and floats of 1 to 8 bytes. Source: nifti1.h
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A NIfTI file in memory.
+    """A file in memory.
 
     Attributes:
         voxels: [X, Y, Z] or [X, Y, Z, C] in the file's axes and dtype (float32 where the file scales its values),
@@ -60,7 +58,7 @@ class Volume:
 
 
 def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volume:
-    """Read a .nii.gz or .nii file; the suffix may be upper or lower case.
+    """Read a .nii.gz, .nii, .nrrd or .mha file; the suffix may be upper or lower case.
 
     Args:
         path: The file.
@@ -70,16 +68,20 @@ def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volu
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is empty, truncated, damaged or not NIfTI-1; its shape, type, affine or spacing cannot be used;
+        ValueError: it is empty, truncated, damaged or no such file; its shape, type, affine or spacing cannot be used;
             it has NaN or infinite voxels. The message names the file, what was expected and what was found.
     """
-    with _open(path) as stream:
-        header, shape, affine = _parse_header(stream, path)
-        if (shape[3] if len(shape) == 4 else 1) != channels:
-            due = "3-D, one channel" if channels == 1 else f"4-D, {channels} channels last"
-            raise ValueError(f"{path}: expected {due}, found {shape}: correct the file, or `modality` in dataset.json")
-        voxels = _read_voxels(stream, header, shape, path, first_only and len(shape) == 4)
-    voxels = _scaled(voxels, header, path)
+    if path.name.lower().endswith(ENDINGS):
+        text = _text_header(path)
+        affine = text.affine
+        _check_channels(text.shape, channels, path)
+        voxels = _read_text_voxels(text, path, first_only)
+    else:
+        with _open(path) as stream:
+            header, shape, affine = _parse_header(stream, path)
+            _check_channels(shape, channels, path)
+            voxels = _read_voxels(stream, header, shape, path, first_only and len(shape) == 4)
+        voxels = _scaled(voxels, header, path)
     if voxels.dtype.kind == "f" and not (finite := np.isfinite(voxels)).all():
         count = voxels.size - np.count_nonzero(finite)
         raise ValueError(f"{path}: {count} of {voxels.size} voxels are NaN or infinite: repair or drop it")
@@ -92,8 +94,36 @@ def read_header(path: Path) -> tuple[tuple[int, ...], np.ndarray]:
     Raises:
         FileNotFoundError, ValueError: as `read_volume`, for problems visible in the header.
     """
+    if path.name.lower().endswith(ENDINGS):
+        return (text := _text_header(path)).shape, text.affine
     with _open(path) as stream:
         return _parse_header(stream, path)[1:]
+
+
+def _check_channels(shape: tuple[int, ...], channels: int, path: Path) -> None:
+    if (shape[3] if len(shape) == 4 else 1) != channels:
+        due = "3-D, one channel" if channels == 1 else f"4-D, {channels} channels last"
+        raise ValueError(f"{path}: expected {due}, found {shape}: correct the file, or `modality` in dataset.json")
+
+
+def _text_header(path: Path) -> TextHeader:
+    header = read_text_header(path)
+    check_affine(header.affine, f"{path}: ")
+    return header
+
+
+def _read_text_voxels(header: TextHeader, path: Path, first_only: bool) -> np.ndarray:
+    """Read the voxels, [X, Y, Z] or [X, Y, Z, C], which follow a header of text."""
+    with path.open("rb", buffering=0) as file, undamaged(path):
+        _check_room(header.sizes, header.dtype, path, header.packed != "raw", header.offset)
+        file.seek(header.offset)
+        stream: Stream = file
+        if header.packed != "raw":
+            stream = ZlibStream(file) if header.packed == "zlib" else igzip.IGzipFile(fileobj=file, mode="rb")
+        voxels = take_voxels(stream, header.dtype, header.sizes, path, whole=True)
+    if header.channels is not None:
+        voxels = np.moveaxis(voxels, header.channels, 3)[..., : 1 if first_only else None]
+    return np.asfortranarray(voxels)
 
 
 def check_affine(affine: np.ndarray, prefix: str = "") -> None:
@@ -110,39 +140,6 @@ def check_affine(affine: np.ndarray, prefix: str = "") -> None:
         raise ValueError(f"{prefix}voxel size {_mm(sides)}, expected {MIN_SIDE} to {MAX_SIDE} mm: correct the header")
     if np.abs(origin).max() > MAX_ORIGIN:
         raise ValueError(f"{prefix}first voxel is at {_mm(origin)}, expected within {MAX_ORIGIN:g} mm: correct it")
-
-
-def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
-    """Write a label map [X, Y, Z] uint8 as .nii.gz (or .nii), atomically; Fortran order is the fastest to write.
-
-    The gzip members are compressed in threads; their number does not change the bytes of the file.
-
-    The affine [4, 4], voxel index to RAS mm, is stored as sform, and also as qform if it has no shear.
-    """
-    assert labels.dtype == np.uint8, labels.dtype
-    header = nibabel.Nifti1Image(labels, affine).header
-    header.set_xyzt_units("mm")
-    header.set_sform(affine, code="scanner")
-    header.set_qform(affine, code="scanner")  # nibabel drops shear here: then the qform must not count
-    if not np.allclose(header.get_qform(), affine, rtol=1e-4, atol=1e-3):
-        header["qform_code"] = 0
-    header.set_data_offset(HEADER_BYTES + 4)
-    header.set_slope_inter(1, 0)
-    stored = io.BytesIO()
-    header.write_to(stored)
-    voxels = labels.ravel(order="F")
-    parts: list[Any] = [stored.getvalue().ljust(HEADER_BYTES + 4, b"\0")]
-    parts += [voxels[first : first + _MEMBER] for first in range(0, len(voxels), _MEMBER)]
-    threads = min(len(parts), len(os.sched_getaffinity(0)))
-    with atomic_path(path) as part, part.open("wb") as file, ThreadPoolExecutor(threads) as pool:
-        file.writelines(pool.map(gzipped, parts) if path.suffix == ".gz" else parts)
-
-
-def gzipped(content: bytes | np.ndarray) -> bytes:
-    """Return a gzip member without time and name, so that equal input gives equal bytes."""
-    # igzip.compress now and then finds other matches in the same bytes in a new thread (isal 1.9.1).
-    member = isal_zlib.compressobj(level=1, wbits=31)
-    return member.compress(content) + member.flush()
 
 
 def check_same_grid(image: Volume, label: Volume, kind: str = "image") -> None:
@@ -179,7 +176,7 @@ def _open(path: Path) -> Iterator[Stream]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     if not path.name.lower().endswith((".nii", ".nii.gz")):
-        raise ValueError(f"{path}: expected a NIfTI file, named .nii.gz or .nii")
+        raise ValueError(f"{path}: expected a file named .nii.gz, .nii, .nrrd or .mha (an .mhd: save it as .mha)")
     with path.open("rb", buffering=0) as file:
         magic = file.read(2)
         file.seek(0)
@@ -191,30 +188,14 @@ def _open(path: Path) -> Iterator[Stream]:
         if path.suffix.lower() == ".nii":
             yield file
             return
-        try:
+        with undamaged(path):
             yield igzip.IGzipFile(fileobj=file, mode="rb")
-        except DAMAGED as error:
-            found = f"({path.stat().st_size} bytes) is truncated or damaged ({error}): copy it again"
-            if str(error).startswith("Not a gzipped file"):  # what the first member begins with has been looked at
-                found = "has other bytes behind its gzip stream: copy it again, or `gzip -dc FILE | gzip > NEW`"
-            raise ValueError(f"{path} {found}") from error
-
-
-def _read_exactly(stream: Stream, buffer: np.ndarray) -> int:
-    """Fill `buffer` (uint8) from the stream; return how many bytes there were."""
-    view, filled = buffer.data, 0
-    while filled < len(buffer):
-        count = stream.readinto(view[filled : filled + READ_BLOCK])
-        if not count:
-            break
-        filled += count
-    return filled
 
 
 def _parse_header(stream: Stream, path: Path) -> tuple[nibabel.Nifti1Header, tuple[int, ...], np.ndarray]:
     """Return the header, the shape without axes of length 1 behind the third, and the affine."""
     block = np.empty(HEADER_BYTES, np.uint8)
-    found = _read_exactly(stream, block)
+    found = read_exactly(stream, block)
     if found < HEADER_BYTES:
         raise ValueError(f"{path} has {found} bytes, less than a NIfTI-1 header ({HEADER_BYTES}): copy it again")
     header = nibabel.Nifti1Header(block.tobytes(), check=False)
@@ -259,28 +240,23 @@ def _read_voxels(
             "convert it to int16 or float32"
         )
     dtype: np.dtype = np.dtype(header.get_data_dtype())
-    needed = int(np.prod(shape, dtype=object)) * dtype.itemsize
-    bound = path.stat().st_size * (MAX_GZIP_RATIO if path.suffix.lower() == ".gz" else 1)
+    _check_room(shape, dtype, path, path.suffix.lower() == ".gz")
+    offset = float(header["vox_offset"])  # perhaps not a number
+    if not HEADER_BYTES <= offset <= HEADER_BYTES + MAX_PADDING:
+        raise ValueError(f"{path}: the header has voxels begin at byte {offset:.0f}, expected 352 or a little more")
+    read_exactly(stream, np.empty(int(offset) - HEADER_BYTES, np.uint8))
+    return take_voxels(stream, dtype, (*shape[:3], 1) if first_only else shape, path, whole=not first_only)
+
+
+def _check_room(shape: tuple[int, ...], dtype: np.dtype, path: Path, packed: bool, before: int = 0) -> None:
+    """Refuse voxels that the file cannot hold, or the memory."""
+    needed = math.prod(shape) * dtype.itemsize
+    bound = (path.stat().st_size - before) * (MAX_GZIP_RATIO if packed else 1)
     asked = f"{path}: its header declares {needed} bytes of voxels (shape {shape}, {dtype})"
     if needed > bound:
         raise ValueError(f"{asked}, the file can hold at most {bound}: truncated, or a wrong header; copy it again")
     if needed > max(free := free_memory(), ALWAYS_TRIED):
         raise ValueError(f"{asked}, {free} bytes of memory are free: crop the scan, or use a machine with more memory")
-    offset = float(header["vox_offset"])  # perhaps not a number
-    if not HEADER_BYTES <= offset <= HEADER_BYTES + MAX_PADDING:
-        raise ValueError(f"{path}: the header has voxels begin at byte {offset:.0f}, expected 352 or a little more")
-    _read_exactly(stream, np.empty(int(offset) - HEADER_BYTES, np.uint8))
-    if first_only:
-        shape, needed = (*shape[:3], 1), needed // shape[3]
-    content = np.empty(needed, np.uint8)
-    found = _read_exactly(stream, content)
-    if found < needed:
-        raise ValueError(f"{path}: expected {needed} bytes of voxels ({shape}, {dtype}), found {found}: copy it again")
-    # At the end of the stream gzip keeps its checksum; a little padding before it does no harm.
-    if not first_only and _read_exactly(stream, np.empty(MAX_PADDING, np.uint8)) == MAX_PADDING:
-        raise ValueError(f"{path} continues past the {needed} bytes of voxels that its header declares: copy it again")
-    voxels = content.view(dtype).reshape(shape, order="F")
-    return voxels if dtype.isnative else voxels.astype(dtype.newbyteorder("="), order="K")
 
 
 def _scaled(voxels: np.ndarray, header: nibabel.Nifti1Header, path: Path) -> np.ndarray:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from medspeed.common.console import say
-from medspeed.common.data.dataset import Dataset, merged_split, read_dataset, read_split
+from medspeed.common.data.dataset import SUFFIXES, Dataset, merged_split, read_dataset, read_split
 from medspeed.common.data.threads import map_in_threads, usable_cores
 from medspeed.common.data.volumes import read_header, read_volume
 from medspeed.common.files import printable, read_object
@@ -18,7 +18,8 @@ from medspeed.common.inference.folder_job import BAD_INPUT
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
-from medspeed.common.inference.scans import segment_scans, stem_of
+from medspeed.common.inference.scan_files import stem_of
+from medspeed.common.inference.scans import segment_scans
 from medspeed.common.inference.scores import Evaluation as Evaluation
 from medspeed.common.inference.scores import Labels, Scores, completed, score, structures
 
@@ -29,7 +30,7 @@ _MEAN, _SHOWN = "{mean:.3f} [{low:.3f}, {high:.3f}]", ("dice", "nsd", "hd95_mm",
 def evaluate_folders(
     predictions: Path, references: Path, labels: Labels | None = None, *, tolerance: float = 2.0
 ) -> Evaluation:
-    """Compare the label maps (.nii.gz, .nii) of two folders, matched by name; the NSD has a tolerance in mm.
+    """Compare the label maps of two folders, matched by name; the NSD has a tolerance in mm.
 
     The structures are `labels`, such as {"WT": (1, 2, 3)}, or every label number.
 
@@ -45,9 +46,9 @@ def evaluate_folders(
 def _label_maps(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
-    files = sorted(each for each in folder.glob("[!.]*") if each.name.endswith((".nii.gz", ".nii")))
+    files = sorted(each for each in folder.glob("[!.]*") if each.name.endswith(SUFFIXES))
     if len(found := {stem_of(file): file for file in files}) < len(files):
-        raise ValueError(f"{folder}: has a name both as .nii and as .nii.gz; keep one of them")
+        raise ValueError(f"{folder}: has a name in two formats, such as .nii and .nii.gz; keep one of them")
     return found
 
 
@@ -69,7 +70,7 @@ def evaluate_files(pairs: Mapping[str, tuple[Path, Path]], labels: Labels | None
     cases = {name: found for name, found in results.items() if not isinstance(found, str)}
     if not cases:
         why = next(iter(refused.values()), "no prediction has the name of a reference")
-        raise ValueError(f"{len(pairs)} references (.nii.gz, .nii), of which none can be evaluated: {why}")
+        raise ValueError(f"{len(pairs)} references ({', '.join(SUFFIXES)}), of which none can be evaluated: {why}")
     return Evaluation(tolerance, completed(cases, tolerance), sorted(pairs.keys() - {*names}), refused)
 
 

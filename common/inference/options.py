@@ -79,7 +79,8 @@ class InferConfig:
     Args:
         model: run folder, trained or imported (`medspeed export --init`); demo: small CT weights, of phantoms only.
             Several run folders, or a folder of folds: the mean of their logits, as if they were one model.
-        input: a .nii.gz or .nii file, a folder of them, or a folder of DICOM series (single-channel CT or MR).
+        input: a .nii.gz, .nii, .nrrd or .mha file, a folder of them (label maps keep the format), or a folder of DICOM
+            series (single-channel CT or MR).
         output: folder for the label maps, other than the input's.
         backend: tensorrt, onnxruntime, torch or auto (an engine that fits this GPU, else the fastest one available).
         precision: fp32, fp16, bf16 (torch only), int8 (exported models only) or auto (as trained with torch, else
@@ -130,7 +131,7 @@ class EvaluateConfig:
     """What an evaluation is told: two folders to compare, or a trained run and a dataset.
 
     Args:
-        predictions: folder of label maps (.nii.gz, .nii), such as `medspeed infer` writes.
+        predictions: folder of label maps (.nii.gz, .nii, .nrrd, .mha), such as `medspeed infer` writes.
         references: folder of label maps of the same names; a dataset.json one folder up names the labels.
         model: instead of predictions: folder of a training run, or several, which first segment the dataset.
         data: instead of references: dataset with labels; of the one that the run was trained on, the validation cases.

@@ -1,6 +1,5 @@
-"""Segment scans: NIfTI or DICOM in, label maps on the input's own grid out, streamed, measured, and resumed."""
+"""Segment scans: files or DICOM in, label maps on the input's own grid out, streamed, measured, and resumed."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -12,11 +11,12 @@ import numpy as np
 import torch
 
 from medspeed.common.console import say
-from medspeed.common.data.dicom import DicomSeries, find_series, read_series
+from medspeed.common.data.dicom import DicomSeries
 from medspeed.common.data.fingerprint import CaseFigures, scan_figures
+from medspeed.common.data.label_files import write_label
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.threads import usable_cores
-from medspeed.common.data.volumes import Volume, read_volume, write_label
+from medspeed.common.data.volumes import Volume
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
 from medspeed.common.inference.ensemble import digest_of, open_models
@@ -30,6 +30,7 @@ from medspeed.common.inference.postprocessing import Cleaning, clean_by_hand, cl
 from medspeed.common.inference.predict import predict_labels
 from medspeed.common.inference.predictions import Predictions, Record
 from medspeed.common.inference.repeated_windows import RepeatingPredictor
+from medspeed.common.inference.scan_files import find_scans, read_scan, stem_of
 from medspeed.common.inference.scan_memory import Scan, say_plan, scan_bytes
 from medspeed.common.inference.uncertain import read_figures, warn_of_training, with_doubts
 from medspeed.common.observe.overlays import draw_overlay
@@ -68,56 +69,6 @@ def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | N
     if len(left) > 1:
         say_plan([item.source for item in left], model, segmenter.device, job.in_flight, job.room)
     return job.run(left)
-
-
-def find_scans(path: Path) -> list[Scan]:
-    """Return a NIfTI file; or those of a folder: its NIfTI files, or the DICOM series in and below it.
-
-    What lies beside the volumes of a DICOM study (scouts, single images, screen captures) is left out with a word.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: two files have one name but for the suffix, or the folder holds both kinds.
-    """
-    if path.is_file():
-        return [path]
-    files = sorted(
-        file for file in path.glob("*.nii*") if file.name.endswith((".nii", ".nii.gz")) and file.name[0] != "."
-    )
-    stems = Counter(map(stem_of, files))
-    if twice := [file.name for file in files if stems[stem_of(file)] > 1]:
-        raise ValueError(f"{path}: {' and '.join(twice[:4])} would write the same output: rename or remove one")
-    found = find_series(path) if path.is_dir() else ()
-    for series in found:
-        if not series.is_volume:
-            say(printable(f"{series.name}: skipped, not a volume: {series.problem or series.modality}"))
-    volumes = [series for series in found if series.is_volume]
-    if files and volumes:  # without the path: folders of DICOM studies are often named after patients
-        raise ValueError(f"--input: found {len(files)} NIfTI files and {len(volumes)} DICOM series; expected one kind")
-    if not files and not volumes:
-        raise FileNotFoundError(f"{path}: no such file, or a folder without .nii.gz or .nii files or DICOM series")
-    return [*files, *volumes]
-
-
-def stem_of(scan: Scan) -> str:
-    """Return the name without the suffix of a NIfTI file."""
-    return scan.name.removesuffix(".gz").removesuffix(".nii")
-
-
-def read_scan(scan: Scan, channels: int) -> Volume:
-    """Read the voxels of a scan, [X, Y, Z] or, of several channels, [X, Y, Z, C].
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_volume` and `read_series`; a series has one channel.
-    """
-    if isinstance(scan, Path):
-        return read_volume(scan, channels)
-    if channels > 1:
-        raise ValueError(f"{scan.name}: one channel, the model expects {channels}: combine the series into a 4-D NIfTI")
-    try:
-        return read_series(scan)
-    except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
-        raise ValueError(f"{scan.name}: a file cannot be read ({error.strerror}): copy it again") from None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from medspeed.benchmarks import metrics
-from medspeed.common.data.volumes import write_label
+from medspeed.common.data.label_files import write_label
 from medspeed.common.inference.evaluation import evaluate_folders
 
 

@@ -50,6 +50,22 @@ def convert(folder: Path, *flags: str, names: tuple[str, ...] = ("background", "
     return main([*sources, "--names", *names, "--modality", modality, *flags])
 
 
+def test_nrrd_and_metaimage_become_nifti_on_the_same_grid(pairs):
+    itk = pytest.importorskip("SimpleITK", reason="needs SimpleITK: pip install SimpleITK")
+    for kind in ("images", "labels"):
+        for name, ending in (("a", ".nrrd"), ("b", ".mha")):
+            path = pairs / kind / f"{name}.nii.gz"
+            itk.WriteImage(itk.ReadImage(str(path)), str(pairs / kind / f"{name}{ending}"))
+            path.rename(pairs / f"{kind}_{path.name}")
+    assert convert(pairs) == 0
+    for name, files in written(pairs).items():
+        for kind, path in zip(("images", "labels"), files, strict=True):
+            assert path.name == f"{name}.nii.gz"
+            found, due = read_volume(path), read_volume(pairs / f"{kind}_{name}.nii.gz")
+            assert np.array_equal(found.voxels, due.voxels)
+            assert np.array_equal(found.affine, due.affine)
+
+
 def written(folder: Path) -> dict[str, tuple[Path, Path]]:
     """Return the files of each case, as training finds them."""
     found = {}
@@ -483,14 +499,14 @@ def test_wrong_flags_are_told(flags: list[str], words: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("part", "words"), [("images", "no such folder"), ("labels", "only ['.nrrd']")], ids=["missing", "other files"]
+    ("part", "words"), [("images", "no such folder"), ("labels", "only ['.img']")], ids=["missing", "other files"]
 )
 def test_folders_without_volumes_are_told(
     pairs: Path, part: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in (pairs / part).iterdir():
         path.unlink()
-    (pairs / "labels" / "a.nrrd").touch()
+    (pairs / "labels" / "a.img").touch()
     if part == "images":
         (pairs / "images").rmdir()
     assert convert(pairs) == 2

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from medspeed.apps.brats import evaluate
-from medspeed.common.data.volumes import read_volume, write_label
+from medspeed.common.data.label_files import write_label
+from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.options import EvaluateConfig
 
 

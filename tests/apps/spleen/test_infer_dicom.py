@@ -105,7 +105,7 @@ def test_a_folder_of_both_kinds_is_refused(run, tmp_path):
 
 
 def test_a_model_of_four_channels_refuses_a_series(tmp_path):
-    from medspeed.common.inference.scans import find_scans, read_scan
+    from medspeed.common.inference.scan_files import find_scans, read_scan
 
     (scan, _) = find_scans(two_series(tmp_path))
     with pytest.raises(ValueError, match="one channel, the model expects 4"):

@@ -137,7 +137,7 @@ def test_names_a_missing_key(tmp_path, key):
             "'/etc/a.nii.gz' points outside the dataset folder",
         ),
         ({"training": [{"image": "a.nii.gz", "label": "x/../../b.nii.gz"}]}, "points outside the dataset folder"),
-        ({"training": [{"image": "a.mha", "label": "b.nii.gz"}]}, "a.mha: expected an image file named NAME.nii.gz"),
+        ({"training": [{"image": "a.img", "label": "b.nii.gz"}]}, "a.img: expected an image file named NAME.nii.gz"),
         ({"test": "imagesTs"}, r"Expected `array`, got `str` - at `\$\.test`"),
         ({"test": [{"label": "a.nii.gz"}]}, "expected an image file named NAME.nii.gz"),
         ({"test": ["../a.nii.gz"]}, "points outside the dataset folder"),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from medspeed.common.inference.scan_files import find_scans
 from medspeed.common.inference.scan_memory import most_bytes, say_plan, scan_bytes
-from medspeed.common.inference.scans import find_scans
 from tests.common.data.dicom_files import write_slices
 from tests.support import unet_model
 
@@ -78,7 +78,8 @@ from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.open_predictor import OpenedPredictor
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.scan_memory import most_bytes
-from medspeed.common.inference.scans import Segmenter, find_scans
+from medspeed.common.inference.scan_files import find_scans
+from medspeed.common.inference.scans import Segmenter
 from medspeed.common.host_memory import peak_memory
 from tests.support import unet_model
 model = unet_model((2.0, 2.0, 2.0), (4, 8), (64, 64, 32))

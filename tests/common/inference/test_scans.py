@@ -20,7 +20,8 @@ from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Cleaning, Postprocessing, clean_by_hand, clean_labels
 from medspeed.common.inference.predict import predict_logits
 from medspeed.common.inference.predictors import torch_predictor
-from medspeed.common.inference.scans import find_scans, read_scan, segment_scans, stem_of
+from medspeed.common.inference.scan_files import find_scans, read_scan, stem_of
+from medspeed.common.inference.scans import segment_scans
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from tests.common.data.dicom_files import write_slices
 from tests.support import unet_model
