@@ -1,4 +1,4 @@
-"""Segment scans with a trained run: NIfTI in, label maps on the grid of the input out, with overlays."""
+"""Segment scans with a trained run: label maps on the grid of the input, measurements, overlays."""
 
 from medspeed.common.config import parse_config
 from medspeed.common.inference.options import InferConfig

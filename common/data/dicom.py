@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from medspeed.common.data.dicom_slices import GEOMETRY, Slice, ask, files_below, inflated, quiet_dicom, read_slice
+from medspeed.common.data.dicom_slices import (
+    GEOMETRY,
+    Slice,
+    ask,
+    files_below,
+    inflated,
+    quiet_dicom,
+    read_slice,
+    sequence_of,
+)
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.data.volumes import ALWAYS_TRIED, Volume, check_affine
 from medspeed.common.host_memory import free_memory
@@ -37,6 +46,9 @@ class DicomSeries:
         problem: why `read_series` refuses it; "" where the headers show no reason.
         voxel: volume of a voxel in mm^3; not-a-number where there is a problem.
         is_volume: whether it could be one; not scouts, single images and screen captures, of which any study has some.
+        study: "study-" and 12 hexadecimal digits of the SHA-256 of the StudyInstanceUID.
+        sequence: what it is called in MRI (see `sequence_of`); "" where nothing tells.
+        channels: series of which it is the scan; then name is the study's, and the rest is of the first of them.
     """
 
     name: str
@@ -47,6 +59,14 @@ class DicomSeries:
     problem: str
     voxel: float
     is_volume: bool
+    study: str = ""
+    sequence: str = ""
+    channels: tuple["DicomSeries", ...] = ()
+
+    @property
+    def all_files(self) -> tuple[Path, ...]:
+        """The slices of all channels."""
+        return tuple(file for each in self.channels for file in each.files) or self.files
 
 
 def find_series(folder: Path) -> tuple[DicomSeries, ...]:
@@ -100,7 +120,8 @@ def read_series(series: DicomSeries) -> Volume:
 
 def _describe(uid: str, slices: list[Slice]) -> DicomSeries:
     """Return what is to be known of a series before its pixels are read."""
-    name = "series-" + hashlib.sha256(uid.encode()).hexdigest()[:12]
+    name, study = _alias("series", uid), _alias("study", slices[0].text("StudyInstanceUID"))
+    sequence = sequence_of(slices[0].text("SeriesDescription")) or sequence_of(slices[0].path.parent.name)
     images = [one for one in slices if "LOCALIZER" not in one.text("ImageType")]
     unique = list({one.text("SOPInstanceUID") or str(number): one for number, one in enumerate(images)}.values())
     counts = {"localizers": len(slices) - len(images), "duplicates": len(images) - len(unique)}
@@ -115,8 +136,12 @@ def _describe(uid: str, slices: list[Slice]) -> DicomSeries:
         problem = str(error)
     x, y = (int(sum(slices[0].numbers(keyword))) for keyword in ("Columns", "Rows"))
     modality = slices[0].text("Modality") if re.fullmatch("[A-Z]{2,16}", slices[0].text("Modality")) else "OT"
-    size, is_volume = (x, y, len(slices)), len(unique) > 1 and not captured
-    return DicomSeries(name, tuple(one.path for one in slices), size, modality, notes, problem, voxel, is_volume)
+    size, is_volume, files = (x, y, len(slices)), len(unique) > 1 and not captured, tuple(one.path for one in slices)
+    return DicomSeries(name, files, size, modality, notes, problem, voxel, is_volume, study, sequence)
+
+
+def _alias(kind: str, uid: str) -> str:
+    return f"{kind}-{hashlib.sha256(uid.encode()).hexdigest()[:12]}"
 
 
 def _stack(slices: list[Slice]) -> tuple[list[Slice], np.ndarray, tuple[str, ...]]:

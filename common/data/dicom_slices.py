@@ -8,6 +8,7 @@ import io
 import logging
 import math
 import os
+import re
 import struct
 import warnings
 import zlib
@@ -21,7 +22,8 @@ import numpy as np
 MAX_HEADER = 2**24  # bytes of a deflated file before its pixels
 GEOMETRY = {"Rows": 1, "Columns": 1, "PixelSpacing": 2, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
 TAGS = [
-    *GEOMETRY, "SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "InstanceNumber", "Modality", "ImageType",
+    *GEOMETRY, "SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID",
+    "SeriesDescription", "InstanceNumber", "Modality", "ImageType",
     "NumberOfFrames", "PhotometricInterpretation", "SliceThickness", "RescaleSlope", "RescaleIntercept",
     "ModalityLUTSequence",
 ]  # fmt: skip
@@ -56,6 +58,21 @@ class Slice:
         from pydicom.uid import UID
 
         return UID(self.text("SOPClassUID")).name
+
+
+def sequence_of(text: str) -> str:
+    """Return what a name says of an MRI sequence: "t1", "t1ce" (with contrast), "t2", "flair"; "" if none of them."""
+    text = re.sub(r"[^a-z0-9+*]+", " ", text.lower())
+    kinds = [
+        kind for kind, signs in (("t1", r"t1|mp ?rage"), ("t2", "t2"), ("flair", "flair")) if re.search(signs, text)
+    ]
+    if kinds == ["t2", "flair"]:
+        return "flair"
+    if len(kinds) != 1 or re.search(r"t2 ?(\*|star)|map\b", text):
+        return ""
+    contrast = re.search(r"gd|gado|contrast|post(?!er)|\bk ?m\b|\+ ?c|t1 ?w? ?ce?\b|\bce\b", text)
+    plain = re.search(r"\b(pre|non?|(pre|non)contrast|without|w o|ohne|native?)\b", text)
+    return "t1ce" if kinds == ["t1"] and contrast and not plain else kinds[0]
 
 
 def quiet_dicom() -> None:

@@ -58,6 +58,7 @@ class VolumeModel:
         precision: used in training, and for inference in PyTorch.
         postprocessing: of label maps, as chosen on validation cases; nothing in files that do not name it.
         members: networks of an ensemble, whose logits are averaged; the first is `network`. Empty for a single one.
+        modality: name of each channel, as in dataset.json; nothing in files that do not name them.
     """
 
     network: Callable[..., nn.Module]
@@ -70,6 +71,7 @@ class VolumeModel:
     precision: Precision
     postprocessing: Postprocessing = field(default_factory=Postprocessing)
     members: tuple[Member, ...] = ()
+    modality: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check each value against its bound.

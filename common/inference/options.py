@@ -80,7 +80,7 @@ class InferConfig:
         model: run folder, trained or imported (`medspeed export --init`); demo: small CT weights, of phantoms only.
             Several run folders, or a folder of folds: the mean of their logits, as if they were one model.
         input: a .nii.gz, .nii, .nrrd or .mha file, a folder of them (label maps keep the format), or a folder of DICOM
-            series (single-channel CT or MR).
+            series (of several channels: t1, t1ce, t2 and flair of a study, by SeriesDescription or folder name).
         output: folder for the label maps, other than the input's.
         backend: tensorrt, onnxruntime, torch or auto (an engine that fits this GPU, else the fastest one available).
         precision: fp32, fp16, bf16 (torch only), int8 (exported models only) or auto (as trained with torch, else

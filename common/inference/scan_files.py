@@ -1,18 +1,22 @@
 """The scans of an input: volumes in files, or DICOM series; found, and read."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from medspeed.common.console import say
 from medspeed.common.data import dataset
 from medspeed.common.data.dicom import find_series, read_series
+from medspeed.common.data.dicom_channels import group_channels, read_channels
 from medspeed.common.data.volumes import Volume, read_volume
-from medspeed.common.files import printable
+from medspeed.common.files import plural, printable
 from medspeed.common.inference.scan_memory import Scan
 
 
-def find_scans(path: Path) -> list[Scan]:
+def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list[Scan]:
     """Return a file; or those of a folder: its NIfTI, NRRD and MetaImage files, or the DICOM series in and below it.
+
+    For a model of several channels, whose names are given, the series of a study become one scan.
 
     What lies beside the volumes of a DICOM study (scouts, single images, screen captures) is left out with a word.
 
@@ -33,13 +37,13 @@ def find_scans(path: Path) -> list[Scan]:
     volumes = [series for series in found if series.is_volume]
     if files and volumes:  # without the path: folders of DICOM studies are often named after patients
         raise ValueError(
-            f"--input: found {len(files)} files of volumes and {len(volumes)} DICOM series; expected one kind"
+            f"--input: found {plural(len(files), 'volume file')} and {len(volumes)} DICOM series; expected one kind"
         )
     if not files and not volumes:
         raise FileNotFoundError(
             f"{path}: no such file, or a folder without {', '.join(dataset.SUFFIXES)} files or DICOM series"
         )
-    return [*files, *volumes]
+    return [*files, *(group_channels(volumes, names) if volumes and channels > 1 else volumes)]
 
 
 def stem_of(scan: Scan) -> str:
@@ -51,13 +55,13 @@ def read_scan(scan: Scan, channels: int) -> Volume:
     """Read the voxels of a scan, [X, Y, Z] or, of several channels, [X, Y, Z, C].
 
     Raises:
-        FileNotFoundError, ValueError: as `read_volume` and `read_series`; a series has one channel.
+        FileNotFoundError, ValueError: as `read_volume`, `read_series` and `read_channels`.
     """
     if isinstance(scan, Path):
         return read_volume(scan, channels)
-    if channels > 1:
+    if channels != max(1, len(scan.channels)) and not scan.problem:
         raise ValueError(f"{scan.name}: one channel, the model expects {channels}: combine the series into a 4-D NIfTI")
     try:
-        return read_series(scan)
+        return read_channels(scan) if channels > 1 else read_series(scan)
     except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
         raise ValueError(f"{scan.name}: a file cannot be read ({error.strerror}): copy it again") from None

@@ -59,7 +59,7 @@ def scan_bytes(scan: Scan, model: VolumeModel) -> tuple[int, int]:
     """
     try:
         if isinstance(scan, DicomSeries):
-            shape, voxel = list(scan.shape), scan.voxel
+            shape, voxel = [*scan.shape, max(1, len(scan.channels))], scan.voxel
         else:
             sides, affine = read_header(scan)
             shape, voxel = list(sides), abs(float(np.linalg.det(affine[:3, :3])))

@@ -56,7 +56,7 @@ def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | N
         ValueError: two scans would share their outputs, or an option does not fit the run or this host.
         OSError: the output folder cannot be written.
     """
-    scans = find_scans(config.input) if scans is None else scans
+    scans = find_scans(config.input, model.preparation.channels, model.modality) if scans is None else scans
     segmenter = open_segmenter(config, model)
     job = segmenter.job(scans)
     opened, share = segmenter.opened, job.share()
@@ -147,7 +147,7 @@ class Segmenter:
         outputs: tuple[Path, ...] = (output / name,)
         if isinstance(scan, DicomSeries):
             outputs = (output / f"{name}.nii.gz", output / f"{name}.dcm")
-        files = scan.files if isinstance(scan, DicomSeries) else (scan,)
+        files = scan.all_files if isinstance(scan, DicomSeries) else (scan,)
         pictures = picture if self.config.overlays else ()
         return Item(name, scan, files, (*outputs, *pictures), output / "records" / f"{name}.json", picture)
 

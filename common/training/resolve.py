@@ -265,6 +265,7 @@ def volume_model(
         window_batch=window_batch,
         overlap=config.windows.overlap,
         precision=config.precision,
+        modality=data.dataset.modality if len(data.dataset.modality) > 1 else (),
     )
     run.ranks.once(lambda: write_model(run.directory, config.APP, model))
     return model
@@ -290,8 +291,7 @@ def _check_memory(config: SegmentationConfig, channels: int, run: Run) -> None:
 
 def _working(size: Sequence[int], figures: Fingerprint, preparation: Preparation) -> list[int]:
     """Return a size X, Y, Z of the files in voxels of the working grid."""
-    sides = zip(size, figures.spacing, preparation.spacing, strict=True)
-    return [round(side * native / working) for side, native, working in sides]
+    return [round(n * native / mm) for n, native, mm in zip(size, figures.spacing, preparation.spacing, strict=True)]
 
 
 def _within(shape: Sequence[int], limit: Sequence[int], divisor: int) -> Size:

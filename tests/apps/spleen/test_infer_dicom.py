@@ -100,7 +100,7 @@ def test_other_modalities_are_refused_and_what_is_no_volume_is_left_out(run, tmp
 def test_a_folder_of_both_kinds_is_refused(run, tmp_path):
     scans = two_series(tmp_path / "scans")
     (scans / "a.nii.gz").write_bytes(b"")
-    with pytest.raises(ValueError, match="1 NIfTI files and 2 DICOM series"):
+    with pytest.raises(ValueError, match="1 volume file and 2 DICOM series"):
         segment(run, scans, tmp_path / "out")
 
 

@@ -45,6 +45,7 @@ def write_slices(
     spacing: Sequence[float] = (0.8, 0.7),
     change: Change | None = None,
     uid: str | None = None,
+    study: str | None = None,
 ) -> str:
     """Write [Z, Y, X] int16 or uint16 values as CT slices, files in another order than slices; return the series' UID.
 
@@ -57,9 +58,10 @@ def write_slices(
         spacing: PixelSpacing, between rows and between columns, mm.
         change: called with number from 0 and dataset before a slice is written.
         uid: SeriesInstanceUID.
+        study: StudyInstanceUID.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    uid, study, frame = uid or generate_uid(), generate_uid(), generate_uid()
+    uid, study, frame = uid or generate_uid(), study or generate_uid(), generate_uid()
     for number, plane in enumerate(stored):
         image = Dataset()
         for keyword, value in PATIENT.items():

@@ -1,0 +1,97 @@
+import numpy as np
+import pytest
+
+from medspeed.common.data.dicom import find_series
+from medspeed.common.data.dicom_channels import group_channels, read_channels
+from medspeed.common.data.dicom_slices import sequence_of
+from tests.common.data.dicom_files import traces, write_slices
+
+NAMES = ("FLAIR", "T1w", "t1gd", "T2w")  # of MSD's Task01, in its order
+STUDY = "1.2.826.0.1.3680043.8.498.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "due"),
+    [
+        ("T1w", "t1"), ("t1gd", "t1ce"), ("T2w", "t2"), ("FLAIR", "flair"), ("t1ce", "t1ce"), ("BraTS_t1c", "t1ce"),
+        ("AX T1 POST GD", "t1ce"), ("T1 MPRAGE +C", "t1ce"), ("SAG MPRAGE", "t1"), ("t1_pre_contrast", "t1"),
+        ("T1 SE ohne KM", "t1"), ("T1 tse km", "t1ce"), ("t1 without contrast", "t1"), ("T1 w/o Gd", "t1"),
+        ("T1 Gd norm", "t1ce"), ("T1 posterior fossa", "t1"), ("Ax T2 FLAIR", "flair"), ("t2_tse_tra", "t2"),
+        ("T2* GRE", ""), ("T1 FLAIR", ""), ("T1 map", ""), ("DWI b1000", ""), ("T1 T2", ""), ("", ""),
+    ],
+)  # fmt: skip
+def test_what_a_description_says_of_the_sequence(text, due):
+    assert sequence_of(text) == due
+
+
+def series(folder, description=None, number=0, study=STUDY, **more):
+    """Write a series [X, Y, Z] = [4, 6, 5] of values around 100 times its number."""
+
+    def describe(_, image):
+        image.Modality, image.RescaleIntercept = "MR", 0
+        if description is not None:
+            image.SeriesDescription = description
+
+    stored = np.random.default_rng(number).integers(100 * number, 100 * number + 50, (5, 6, 4)).astype(np.uint16)
+    write_slices(folder, stored, change=describe, study=study, **more)
+    return stored.T
+
+
+def test_the_series_of_a_study_become_its_channels_in_the_models_order(tmp_path):
+    """Two by their description, two by their folder; another series is left out with a word."""
+    t2 = series(tmp_path / "a", "T2 TSE", 1)
+    flair = series(tmp_path / "b", "T2 FLAIR", 2)
+    t1 = series(tmp_path / "t1", "Planted Petra", 3)
+    t1ce = series(tmp_path / "t1ce", None, 4)
+    series(tmp_path / "c", "DWI", 5)
+    (scan,) = group_channels(find_series(tmp_path), NAMES)
+    assert scan.problem == ""
+    assert scan.name.startswith("study-")
+    assert len(scan.all_files) == 20
+    assert scan.notes == ("1 other series of the study left out: no channel of the model",)
+    volume = read_channels(scan)
+    assert volume.voxels.shape == (4, 6, 5, 4)
+    assert volume.voxels.flags.f_contiguous
+    for number, due in enumerate((flair, t1, t1ce, t2)):
+        assert np.array_equal(volume.voxels[..., number], due)
+    np.testing.assert_allclose(volume.affine[:3, 3], (10, 20, 30))
+
+
+def test_each_study_is_a_scan(tmp_path):
+    for study in range(2):
+        for number, name in enumerate(NAMES):
+            series(tmp_path / f"{study}{number}", name, number, f"{STUDY}.{study}")
+    scans = group_channels(find_series(tmp_path), NAMES)
+    assert len({scan.name for scan in scans}) == 2
+    assert [scan.problem for scan in scans] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("FLAIR", "T1w", "T2w"), "of its 3 series, t1ce is none; each channel must be one"),
+        ((*NAMES, "T1 SE"), r"of its 5 series, t1 is series-[0-9a-f]{12} and series-[0-9a-f]{12}; each channel must"),
+    ],
+)
+def test_a_channel_that_is_missing_or_twice_is_named(tmp_path, names, said):
+    for number, name in enumerate(names):
+        series(tmp_path / str(number), name, number)
+    (scan,) = group_channels(find_series(tmp_path), NAMES)
+    with pytest.raises(ValueError, match=said) as refused:
+        read_channels(scan)
+    assert str(refused.value).startswith(f"{scan.name}: ")
+    assert not [trace for trace in traces() if len(trace) > 3 and trace in str(refused.value)]
+
+
+def test_series_that_are_not_on_one_grid_are_refused(tmp_path):
+    for number, name in enumerate(NAMES):
+        series(tmp_path / str(number), name, number, origin=(-10, -20, 30 + 5 * (name == "T2w")))
+    (scan,) = group_channels(find_series(tmp_path), NAMES)
+    with pytest.raises(ValueError, match="are not on one grid: register and resample them first"):
+        read_channels(scan)
+
+
+@pytest.mark.parametrize("names", [(), ("CT", "PET"), ("T1w", "t1")])
+def test_channels_of_other_kinds_are_refused(names):
+    with pytest.raises(ValueError, match=r"matched to t1, t1ce, t2 and flair, each once; combine the series"):
+        group_channels((), names)
