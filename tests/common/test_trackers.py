@@ -1,9 +1,6 @@
 import json
 import socket
-import subprocess
-import sys
 import time
-import urllib.request
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -141,38 +138,22 @@ def test_tensorboard_drops_the_steps_that_a_resumed_run_does_again(tmp_path):
 
 @theirs
 @pytest.mark.slow
-def test_a_server_of_mlflow_that_dies_costs_one_warning(tmp_path, monkeypatch):
+def test_a_server_of_mlflow_that_does_not_answer_costs_one_warning(tmp_path, monkeypatch):
     pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow")
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{tmp_path}/a.db", "--artifacts-destination", str(tmp_path / "files")]
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    said: list[str] = []
-    found = Trackers(("mlflow",), "spleen", tmp_path, lambda line, kind="note": said.append(line))
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            for _ in range(240):
-                try:
-                    urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                    break
-                except OSError:
-                    time.sleep(0.5)
-            found.begin({"epochs": 2}, 0)
-            found.scalars({"loss": 0.5}, 1)
-            assert said == [f"mlflow: run {json.loads((tmp_path / 'trackers.json').read_text())['mlflow']}"]
-        finally:
-            server.terminate()
-    found.scalars({"loss": 0.25}, 2)
-    found.scalars({"loss": 0.125}, 3)
-    found.close(failed=False)
-    assert len(said) == 3  # the run, one warning, and what did not arrive
-    assert "the training goes on" in said[1]
+        free.bind(("127.0.0.1", 0))  # and nobody listens
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free.getsockname()[1]}")
+        said: list[str] = []
+        found = Trackers(("mlflow",), "spleen", tmp_path, lambda line, kind="note": said.append(line))
+        found.begin({"epochs": 2}, 0)
+        found.scalars({"loss": 0.25}, 2)
+        found.close(failed=False)
+    assert len(said) == 2  # one warning, and what did not arrive
+    assert "the training goes on" in said[0]
 
 
 @theirs
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
 def test_a_package_like_wandb_keeps_a_run_offline_and_goes_on_with_it(package, tmp_path, monkeypatch):
     pytest.importorskip(package, reason=f"needs {package}: pip install {package}")
