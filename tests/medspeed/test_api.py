@@ -247,3 +247,15 @@ def test_an_interrupted_training_is_saved_and_goes_on(data, tmp_path):
     with pytest.raises(ValueError, match="a resumed run keeps its own"):
         train("spleen", resume=tmp_path / "run", epochs=3)
     assert train("spleen", resume=tmp_path / "run", quiet=True)["steps"] == 4
+
+
+def test_predict_and_evaluate_take_several_models(data, model, tmp_path):
+    torch.manual_seed(4)
+    save_weights(tmp_path / "drawn.safetensors", MODEL.build().state_dict(), {})
+    import_weights(tmp_path / "other", "spleen", MODEL, tmp_path / "drawn.safetensors")
+    scan = data / "imagesTr" / "phantom_000.nii.gz"
+    found = predict([model, str(tmp_path / "other")], scan, tmp_path / "masks", quiet=True, overlays=False)
+    mark = found.done[scan.name].record["mark"]
+    assert [each["run"] for each in mark["model"]["members"]] == [model.name, "other"]
+    with pytest.raises(ValueError, match=r"^output: must be given to evaluate the mean of 2 models"):
+        evaluate([model, tmp_path / "other"], data, quiet=True)
