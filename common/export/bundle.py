@@ -26,7 +26,7 @@ from torch import nn
 from medspeed.common.export.model_card import is_synthetic, model_card, write_package
 from medspeed.common.inference.labels import LabelScheme, painting_order
 from medspeed.common.inference.model import VolumeModel
-from medspeed.common.inference.postprocessing import ROUNDING
+from medspeed.common.inference.postprocessing import ROUNDING, logit_bars
 
 NetworkConfig = Mapping[str, Any]
 """A MONAI class as a bundle names it: "_target_" and every argument, such as {"_target_": "UNet", "in_channels": 1}."""
@@ -63,7 +63,8 @@ def served_pipeline(model: VolumeModel) -> str:
 
 
 def _pipeline(model: VolumeModel) -> dict[str, Any]:
-    return {"model": model, "painting": f"$lambda logits: {painting(model.labelling)}", "rounding": ROUNDING}
+    bars, paint = logit_bars(model.labelling, model.postprocessing), painting(model.labelling)
+    return {"model": model, "painting": f"$lambda logits: {paint}", "rounding": ROUNDING, "bars": bars}
 
 
 def _rendered(template: Path, values: Mapping[str, Any]) -> str:

@@ -34,8 +34,7 @@ def write_triton(
         model: a run's exports/model_*.onnx.
         card: the model card, for MODEL_CARD.md.
         overlap: of sliding windows, in the README's example.
-        pipeline: the configuration that segments whole scans with the client (see `bundle.served_pipeline`), for
-            inference.json; None of a model that scans no volumes.
+        pipeline: inference.json, which segments whole scans of volumes (see `bundle.served_pipeline`).
 
     Raises:
         FileNotFoundError: there is no such model.

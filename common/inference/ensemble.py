@@ -20,7 +20,6 @@ from medspeed.common.inference.members import Member, mean_of
 from medspeed.common.inference.model import VolumeModel, load_model, read_note
 from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
 from medspeed.common.inference.options import AnyPrecision, Backend
-from medspeed.common.inference.postprocessing import Postprocessing
 
 _SHARED = ("labelling", "preparation", "window_size", "overlap")
 
@@ -50,7 +49,7 @@ def load_models(runs: Sequence[Path], app: str, *networks: Callable[..., nn.Modu
     if any(model.precision != precision for model in models):
         precision = "fp32"
     if any(model.postprocessing != postprocessing for model in models):
-        postprocessing = Postprocessing()
+        postprocessing = ()
         say("no post-processing, since the models' own differ: choose with --largest-component or --smallest-ml")
     return replace(models[0], precision=precision, postprocessing=postprocessing, members=tuple(members))
 

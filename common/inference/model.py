@@ -4,7 +4,7 @@ import hashlib
 import json
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -19,7 +19,7 @@ from medspeed.common.files import atomic_path, from_json, read_object, sha256_of
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.members import Ensemble, Member
 from medspeed.common.inference.options import Precision
-from medspeed.common.inference.postprocessing import Postprocessing
+from medspeed.common.inference.postprocessing import Steps
 
 Model = TypeVar("Model")
 
@@ -56,7 +56,7 @@ class VolumeModel:
         window_batch: number of windows computed at once.
         overlap: fraction of a window that is shared with its neighbour.
         precision: used in training, and for inference in PyTorch.
-        postprocessing: of label maps, as chosen on validation cases; nothing in files that do not name it.
+        postprocessing: steps, as chosen on validation cases; none in files that do not name it.
         members: networks of an ensemble, whose logits are averaged; the first is `network`. Empty for a single one.
         modality: name of each channel, as in dataset.json; nothing in files that do not name them.
     """
@@ -69,7 +69,7 @@ class VolumeModel:
     window_batch: int
     overlap: float
     precision: Precision
-    postprocessing: Postprocessing = field(default_factory=Postprocessing)
+    postprocessing: Steps = ()
     members: tuple[Member, ...] = ()
     modality: tuple[str, ...] = ()
 
@@ -88,7 +88,7 @@ class VolumeModel:
         ]
         small = all(abs(size) <= _MOST for size in sizes if isinstance(size, (int, float)))
         names = {region.name for region in self.labelling.regions}
-        unknown = {name for step in self.postprocessing.cleaning for name in step.structures} - names
+        unknown = {name for step in self.postprocessing for name in step.structures} - names
         for name, value, holds, bound in (
             ("postprocessing", sorted(unknown), not unknown, f"of the structures {sorted(names)}"),
             ("arguments", dict(self.arguments), small, f"numbers of at most {_MOST}"),
@@ -130,9 +130,8 @@ def write_model(run: Path, app: str, model: Any) -> None:  # noqa: ANN401 - a da
 
 
 def model_content(model: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the fields of a model as JSON content, with networks by name; without what is empty."""
-    empty = asdict(Postprocessing()), ()  # no post-processing, no members
-    content = {name: value for name, value in asdict(model).items() if value not in empty}
+    """Return the fields of a model as JSON content, with networks by name; empty tuples are left out."""
+    content = {name: value for name, value in asdict(model).items() if value != ()}
     for each in (content, *content.get("members", ())):
         if "network" in each:
             each["network"] = each["network"].__name__

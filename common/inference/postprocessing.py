@@ -1,7 +1,7 @@
-"""Post-processing of label maps: removal of unwanted connected components, chosen on validation cases."""
+"""Post-processing of label maps: thresholds, and removal of connected components; its choice on validation cases."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -9,37 +9,37 @@ import numpy as np
 import torch
 
 from medspeed.common.data.geometry import box_above
-from medspeed.common.inference.labels import LabelScheme, Region, case_dice
+from medspeed.common.inference.labels import LabelScheme, Region, case_dice, dice_counts
 
-BOUND = 0.002
-"""Least gain of Dice for which anything is chosen: the mean over the cases without the one that gains most."""
-FEWEST_CASES = 4
-"""Validation cases below which nothing is chosen."""
-ROUNDING = 1e-6
-"""Share of a voxel's volume that affines may lack, as they are stored."""
+BOUND = 0.002  # of Dice: what gains less, as the mean over the cases without the one that gains most, is not chosen
+FEWEST_CASES = 4  # that validate; of fewer nothing is chosen
+ROUNDING = 1e-6  # of a voxel's volume: as affines are stored
 _SMALLEST_ML = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-_CONNECTIVITY = 26  # voxels that share a corner belong together
+_THRESHOLDS = (0.3, 0.7)
 
 
 @dataclass(frozen=True)
-class Cleaning:
-    """Removal of connected components (26 neighbors) of some structures.
+class Postprocessing:
+    """A step of post-processing.
 
     Args:
-        structures: their names; a component is made of all of them together.
-        largest: keep only the largest component; of equally large ones the one whose first slice, then row, then
-            column comes first.
+        structures: names; a connected component (26 neighbors) is made of all of them together.
+        largest: keep only the largest component; of equally large ones the first by slice, row and column.
         smallest_ml: remove components smaller than this volume in ml.
+        threshold: probability that their voxels must exceed (of exclusive labels against the background).
     """
 
     structures: tuple[str, ...]
     largest: bool = False
     smallest_ml: float = 0.0
+    threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        """Raise a ValueError for a volume that is none."""
+        """Raise a ValueError for a volume or threshold that is none."""
         if not 0 <= self.smallest_ml < math.inf:
             raise ValueError(f"smallest_ml {self.smallest_ml}: must be a volume in ml; 0 keeps all")
+        if not 0 < self.threshold < 1:
+            raise ValueError(f"threshold {self.threshold}: must be a probability, above 0 and below 1")
 
     def numbers(self, labelling: LabelScheme) -> list[int]:
         """Return the label numbers of its structures."""
@@ -56,29 +56,23 @@ class Cleaning:
 
     def __str__(self) -> str:
         """Return the words for logs."""
-        kept = "only the largest component" if self.largest else f"components of at least {self.smallest_ml:g} ml"
-        return f"{', '.join(self.structures)}: {kept}"
+        words = [f"threshold {self.threshold:g}"] if self.threshold != 0.5 else []
+        words += ["only the largest component"] if self.largest else []
+        words += [f"components of at least {self.smallest_ml:g} ml"] if self.smallest_ml else []
+        return f"{', '.join(self.structures)}: {', '.join(words)}"
 
 
-@dataclass(frozen=True)
-class Postprocessing:
-    """What is done to the label maps of a model.
-
-    Args:
-        cleaning: steps, one after the other.
-    """
-
-    cleaning: tuple[Cleaning, ...] = ()
+Steps = tuple[Postprocessing, ...]
 
 
 class CaseParts(NamedTuple):
-    """The connected components of a validation case, from which the Dice after a `Cleaning` follows.
+    """What the Dice of a validation case after any cleaning follows from.
 
     Attributes:
         counts: of the whole label map, [R, 2] (see `dice_counts`).
         voxel_ml: volume of a voxel.
-        tables: for each of `cleaned_together` voxels of each component and, for each of its regions, how many of them
-            are true and how many are in the region, int64 [N + 1, 1 + 2 regions].
+        tables: for each of `cleaned_together`, int64 [N + 1, 1 + 2 regions]: voxels of each component, and of each
+            region those that are true and those that there are.
     """
 
     counts: torch.Tensor
@@ -95,19 +89,28 @@ def cleaned_together(labelling: LabelScheme) -> list[tuple[Region, ...]]:
     return [(region,) for region in labelling.regions] if labelling.exclusive else [labelling.regions]
 
 
-def clean_by_hand(labelling: LabelScheme, largest: bool, smallest_ml: float) -> tuple[Cleaning, ...]:
+def clean_by_hand(labelling: LabelScheme, largest: bool, smallest_ml: float) -> Steps:
     """Return one cleaning of all structures; none where it would keep everything."""
     groups = cleaned_together(labelling) if largest or smallest_ml else []
-    return tuple(Cleaning(tuple(region.name for region in some), largest, smallest_ml) for some in groups)
+    return tuple(Postprocessing(tuple(region.name for region in some), largest, smallest_ml) for some in groups)
 
 
-def clean_labels(
-    labels: np.ndarray, labelling: LabelScheme, voxel_ml: float, cleaning: Sequence[Cleaning]
-) -> np.ndarray:
+def logit_bars(labelling: LabelScheme, steps: Steps) -> list[float]:
+    """Return what is subtracted from each channel of logits so that the thresholds of the steps are 0."""
+    bars = [0.0] * labelling.channels
+    for number, region in enumerate(labelling.regions):
+        bars[region.members[0] if labelling.exclusive else number] = sum(
+            math.log(step.threshold / (1 - step.threshold)) for step in steps if region.name in step.structures
+        )
+    return bars
+
+
+def clean_labels(labels: np.ndarray, labelling: LabelScheme, voxel_ml: float, steps: Steps) -> np.ndarray:
     """Return a label map [X, Y, Z] uint8 in which unwanted components are background; the given one is not modified."""
-    cleaned = labels.copy(order="K") if cleaning else labels
+    steps = tuple(step for step in steps if step.largest or step.smallest_ml)
+    cleaned = labels.copy(order="K") if steps else labels
     inside = cleaned[foreground(labels)]
-    for step in cleaning:
+    for step in steps:
         parts = connected_components(np.isin(inside, step.numbers(labelling)))
         inside[~step.kept(_sizes(parts), voxel_ml)[parts]] = 0
     return cleaned
@@ -116,55 +119,63 @@ def clean_labels(
 def connected_components(mask: np.ndarray) -> np.ndarray:
     """Return the number, from 1, of the component that each voxel of a mask [X, Y, Z] lies in, 0 outside.
 
-    They are numbered by their first voxel, in the order of slices, rows and columns.
+    They are numbered by their first voxel, in the order of slices, rows and columns; voxels that share a corner belong
+    together.
     """
     import cc3d  # here: most trainings measure nothing
 
     # With a border of background: without one cc3d fails on some small or thin masks.
     bordered = np.pad(np.ascontiguousarray(mask.T), 1)
-    return np.asarray(cc3d.connected_components(bordered, connectivity=_CONNECTIVITY)[1:-1, 1:-1, 1:-1].T)
+    return np.asarray(cc3d.connected_components(bordered, connectivity=26)[1:-1, 1:-1, 1:-1].T)
 
 
-def case_parts(
-    labels: np.ndarray, truth: np.ndarray, labelling: LabelScheme, voxel_ml: float, counts: torch.Tensor
-) -> CaseParts:
-    """Return the components of a label map [X, Y, Z] with these `counts`, and how they agree with the truth."""
-    box = foreground(labels)
-    labels, truth, tables = labels[box], truth[box], []
+def case_parts(labels: np.ndarray, truth: np.ndarray, labelling: LabelScheme, voxel_ml: float) -> CaseParts:
+    """Return the counts and components of a label map against the truth, both [X, Y, Z] uint8."""
+    box, tables = foreground(np.maximum(labels, truth)), []
+    labels, truth = (np.asfortranarray(each[box]) for each in (labels, truth))
+    counts = dice_counts(torch.from_numpy(labels), torch.from_numpy(truth), labelling.regions)
     for group in cleaned_together(labelling):
         parts = connected_components(np.isin(labels, [number for region in group for number in region.members]))
-        sizes = _sizes(parts)
-        columns = [sizes]
+        columns = [_sizes(parts)]
         for region in group:
             found = np.isin(labels, region.members)
             both = found & np.isin(truth, region.members)
-            columns += [np.bincount(parts[mask], minlength=len(sizes)) for mask in (both, found)]
+            columns += [np.bincount(parts[mask], minlength=len(columns[0])) for mask in (both, found)]
         tables.append(np.stack(columns, axis=1))
     return CaseParts(counts, voxel_ml, tables)
 
 
-def choose_cleaning(cases: Sequence[CaseParts], labelling: LabelScheme) -> tuple[tuple[Cleaning, ...], list[float]]:
-    """Return the cleaning that gains most Dice on validation cases, and the Dice of each case after it.
+def thresholds(labelling: LabelScheme) -> list[Steps]:
+    """Return what `choose` chooses the threshold from: nothing, and another threshold for one structure."""
+    one = ((Postprocessing((each.name,), threshold=value),) for each in labelling.regions for value in _THRESHOLDS)
+    return [(), *one]
 
-    For each of `cleaned_together` that is the largest component, a smallest volume, or nothing where no gain exceeds
-    `BOUND`.
+
+def choose(cases: Sequence[Mapping[Steps, CaseParts]], labelling: LabelScheme) -> tuple[Steps, list[float]]:
+    """Return what gains most Dice on validation cases, and the Dice of each case after it.
+
+    That is the threshold of one structure, and then for each of `cleaned_together` the largest component or a smallest
+    volume; each only where it gains more than `BOUND`.
+
+    Args:
+        cases: the parts of each under each of `thresholds`, or under () alone.
+        labelling: meaning of the labels.
     """
-    counts, start = [case.counts for case in cases], 0
-    chosen: list[Cleaning] = []
+    before = [case_dice(case[()].counts) for case in cases]
+    gains = {each: robust_gain(before, [case_dice(case[each].counts) for case in cases]) for each in cases[0]}
+    best = max(gains, key=gains.__getitem__)
+    chosen = best if gains[best] > BOUND else ()
+    parts, start = [case[chosen] for case in cases], 0
     for number, group in enumerate(cleaned_together(labelling)):
-        rows, before = slice(start, start := start + len(group)), [case_dice(each) for each in counts]
-        nothing = Cleaning(tuple(region.name for region in group))
+        rows, before = slice(start, start := start + len(group)), [case_dice(case.counts) for case in parts]
+        nothing = Postprocessing(tuple(region.name for region in group))
         wishes = [*(replace(nothing, smallest_ml=volume) for volume in _SMALLEST_ML), replace(nothing, largest=True)]
-        tried = [
-            [_after(case, each, number, rows, wish) for case, each in zip(cases, counts, strict=True)]
-            for wish in wishes
-        ]
-        gains = [robust_gain(before, [case_dice(each) for each in some]) for some in tried]
-        best = max(range(len(wishes)), key=gains.__getitem__)
-        if gains[best] > BOUND:
-            chosen.append(wishes[best])
-            counts = tried[best]
-    return tuple(chosen), [case_dice(each) for each in counts]
+        tried = {wish: [_after(case, number, rows, wish) for case in parts] for wish in wishes}
+        gain = {wish: robust_gain(before, [case_dice(case.counts) for case in some]) for wish, some in tried.items()}
+        wish = max(wishes, key=gain.__getitem__)
+        if gain[wish] > BOUND:
+            chosen, parts = (*chosen, wish), tried[wish]
+    return chosen, [case_dice(case.counts) for case in parts]
 
 
 def robust_gain(before: Sequence[float], after: Sequence[float]) -> float:
@@ -173,13 +184,12 @@ def robust_gain(before: Sequence[float], after: Sequence[float]) -> float:
     return sum(gains) / len(gains)
 
 
-def _after(case: CaseParts, counts: torch.Tensor, number: int, rows: slice, wish: Cleaning) -> torch.Tensor:
-    """Return the counts [R, 2] of a case after a cleaning of one group, which are the `rows`."""
-    table = case.tables[number]
+def _after(case: CaseParts, number: int, rows: slice, wish: Postprocessing) -> CaseParts:
+    """Return a case after a cleaning of one group, whose counts are the `rows`."""
+    table, counts = case.tables[number], case.counts.clone()
     lost = table[~wish.kept(table[:, 0], case.voxel_ml), 1:].sum(axis=0).reshape(-1, 2)
-    counts = counts.clone()
     counts[rows] -= torch.from_numpy(lost)
-    return counts
+    return case._replace(counts=counts)
 
 
 def _sizes(parts: np.ndarray) -> np.ndarray:

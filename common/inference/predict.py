@@ -13,8 +13,9 @@ from medspeed.common.data.dataset import Case
 from medspeed.common.data.geometry import Box, WorkingGrid, box_above, resample, resample_sheared
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.inference.labels import Region, dice_counts, painted, pair_counts
+from medspeed.common.inference.labels import LabelScheme, Region, dice_counts, painted, pair_counts
 from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.postprocessing import Steps, logit_bars
 from medspeed.common.inference.predictors import Predictor, torch_predictor
 from medspeed.common.inference.windows import fitted_window, sliding_windows
 
@@ -85,11 +86,17 @@ def predict_labels(
         fit: see `predict_logits`.
         pairs: see `predict_logits`.
     """
-    regions = None if model.labelling.exclusive else model.labelling.regions
     with stage("windows"):
         logits = predict_logits(case.image.to(device, torch.float32), predictor, model, flips, fit, pairs)
     with stage("restore"):
-        return restore_labels(logits, case.grid, regions)
+        return thresholded(logits, case.grid, model.labelling, model.postprocessing)
+
+
+def thresholded(logits: torch.Tensor, grid: WorkingGrid, labelling: LabelScheme, steps: Steps = ()) -> np.ndarray:
+    """Return the label map of logits from `predict_logits` on the grid of the file, by the thresholds of the steps."""
+    bars = torch.tensor(logit_bars(labelling, steps)[-len(logits) :], dtype=logits.dtype, device=logits.device)
+    logits = logits - bars[:, None, None, None] if bars.any() else logits
+    return restore_labels(logits, grid, None if labelling.exclusive else labelling.regions)
 
 
 def working_counts(

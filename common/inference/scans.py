@@ -26,7 +26,7 @@ from medspeed.common.inference.measure import measure, write_measures
 from medspeed.common.inference.model import VolumeModel, model_content
 from medspeed.common.inference.open_predictor import OpenedPredictor
 from medspeed.common.inference.options import InferConfig
-from medspeed.common.inference.postprocessing import Cleaning, clean_by_hand, clean_labels
+from medspeed.common.inference.postprocessing import Steps, clean_by_hand, clean_labels
 from medspeed.common.inference.predict import predict_labels
 from medspeed.common.inference.predictions import Predictions, Record
 from medspeed.common.inference.repeated_windows import RepeatingPredictor
@@ -99,11 +99,11 @@ class Segmenter:
         return digest_of(self.opened)
 
     @property
-    def cleaning(self) -> tuple[Cleaning, ...]:
+    def cleaning(self) -> Steps:
         """What is removed: as the flags say, else as the model says."""
         largest, smallest = self.config.largest_component, self.config.smallest_ml
         if largest is None and smallest is None:
-            return self.model.postprocessing.cleaning
+            return self.model.postprocessing
         return clean_by_hand(self.model.labelling, bool(largest), smallest or 0.0)
 
     def job(self, scans: Sequence[Scan]) -> ScanJob:

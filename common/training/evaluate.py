@@ -1,7 +1,7 @@
 """The end of a training run: evaluation, exports and summary."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -10,22 +10,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from medspeed.common.data.dataset import Case
+from medspeed.common.data.dataset import Case, Split
 from medspeed.common.data.volumes import Volume, read_volume
 from medspeed.common.export.export import GATE_CASES, ExportRecord, by_precision, export_volumes, judge_training
 from medspeed.common.files import plural, printable, write_json
-from medspeed.common.inference.labels import case_dice, dice_counts, dice_of_counts
+from medspeed.common.inference.labels import case_dice, dice_of_counts
 from medspeed.common.inference.model import Trained, VolumeModel, write_model
 from medspeed.common.inference.options import EvaluateConfig
 from medspeed.common.inference.postprocessing import (
     BOUND,
     FEWEST_CASES,
     CaseParts,
-    Postprocessing,
+    Steps,
     case_parts,
-    choose_cleaning,
-)
-from medspeed.common.inference.predict import predict_labels, read_truth
+    choose,
+    thresholds,
+)  # fmt: skip
+from medspeed.common.inference.predict import predict_logits, read_truth, thresholded
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.uncertain import learned_nothing
 from medspeed.common.run import Run
@@ -86,20 +87,23 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     with run.clock.stage("prepare"):  # already there, unless MONAI prepared for the training
         prepared = stored_cases(cases, model, config, run)
     with run.clock.stage("validate"):
-        predictor, counts, scores = torch_predictor(best_network(model, fitted, run)), [], []
-        parts: list[CaseParts] = []
+        predictor, parts, scores = torch_predictor(best_network(model, fitted, run)), [], []
+        refusal = no_choice(config, split)
         draws = run.directory.is_dir()  # another host's ranks draw nothing
         for case, voxels in zip(cases, prepared, strict=True):
-            labels, truth = predict_labels(voxels, predictor, model, run.device), read_truth(case)
-            counts.append(dice_counts(torch.from_numpy(labels), truth, model.labelling.regions))
-            found, true = (
-                Volume(each, np.array(voxels.grid.native_affine), case.image) for each in (labels, truth.numpy())
-            )
+            logits = predict_logits(voxels.image.to(run.device, torch.float32), predictor, model)
+            maps = {
+                steps: thresholded(logits, voxels.grid, model.labelling, steps)
+                for steps in (thresholds(model.labelling) if not refusal else [()])
+            }
+            labels, truth = maps[()], read_truth(case).numpy()
+            found, true = (Volume(each, np.array(voxels.grid.native_affine), case.image) for each in (labels, truth))
             scores.append(score(found, true, regions, EvaluateConfig.tolerance))
-            parts.append(case_parts(labels, true.voxels, model.labelling, found.voxel_ml, counts[-1]))
+            parts.append({key: case_parts(each, truth, model.labelling, true.voxel_ml) for key, each in maps.items()})
             if draws:
-                _draw(case_dice(counts[-1]), case, labels, truth.numpy(), model, run, len(split.validation))
-        counts, scores, parts = ranks.gather(counts), ranks.gather(scores), ranks.gather(parts)
+                _draw(case_dice(parts[-1][()].counts), case, labels, truth, model, run, len(split.validation))
+        parts, scores = ranks.gather(parts), ranks.gather(scores)
+    counts = [case[()].counts for case in parts]
     dice = {case.name: case_dice(each) for case, each in zip(split.validation, counts, strict=True)}
     mean = sum(dice.values()) / len(dice)
     means = dice_of_counts(torch.stack(counts)).nanmean(dim=0).tolist()
@@ -115,7 +119,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         evaluation.write(run.directory)
     for doubt in doubts(mean, split.held_out):
         run.say(doubt, "warning")
-    chosen = choose_postprocessing(parts, model, split.held_out, config, run)
+    chosen = choose_postprocessing(parts, refusal, model, config, run)
     trivial = _without_learning(model, data, config, run) if run.leader else {}
     selected = "validation" if split.held_out else "training"
     name = "foreground Dice, native grid, best weights"
@@ -136,29 +140,30 @@ def _without_learning(model: VolumeModel, data: Data, config: SegmentationConfig
     return found
 
 
+def no_choice(config: SegmentationConfig, split: Split) -> str:
+    """Return why no post-processing can be chosen; "" where it can."""
+    if config.fast_dev_run:
+        return "this is a fast dev run"
+    if not split.held_out:
+        return "the validation cases were trained on"
+    count = len(split.validation)
+    return "" if count >= FEWEST_CASES else f"{plural(count, 'validation case')}; a choice needs {FEWEST_CASES}"
+
+
 def choose_postprocessing(
-    cases: Sequence[CaseParts], model: VolumeModel, held_out: bool, config: SegmentationConfig, run: Run
+    cases: Sequence[Mapping[Steps, CaseParts]], refusal: str, model: VolumeModel, config: SegmentationConfig, run: Run
 ) -> dict[str, Any]:
     """Choose what gains Dice on validation cases; write it into `model.json`, say it, and return it for the summary."""
-    if config.fast_dev_run:
-        why = "this is a fast dev run"
-    elif not held_out:
-        why = "the validation cases were trained on"
-    elif len(cases) < FEWEST_CASES:
-        why = f"{plural(len(cases), 'validation case')}; a choice needs {FEWEST_CASES}"
-    else:
-        why = ""
-    before = [case_dice(case.counts) for case in cases]
-    cleaning, after = ((), before) if why else choose_cleaning(cases, model.labelling)
+    before = [case_dice(case[()].counts) for case in cases]
+    steps, after = ((), before) if refusal else choose(cases, model.labelling)
     means = {"before": sum(before) / len(before), "after": sum(after) / len(after)}
-    words = f"none: {why or f'nothing gains more than {BOUND} Dice without the case that gains most'}"
-    if cleaning:
-        better = replace(model, postprocessing=Postprocessing(cleaning))
-        run.ranks.once(lambda: write_model(run.directory, config.APP, better))
+    words = f"none: {refusal or f'nothing gains more than {BOUND} Dice without the case that gains most'}"
+    if steps:
+        run.ranks.once(lambda: write_model(run.directory, config.APP, replace(model, postprocessing=steps)))
         dice = "Dice {before:.4f} before, {after:.4f} after, on the validation cases".format(**means)
-        words = f"{'; '.join(map(str, cleaning))} ({dice})"
-    run.say(f"post-processing: {words}", "result" if cleaning else "note")
-    return {"words": words, "cleaning": [asdict(step) for step in cleaning], **means}
+        words = f"{'; '.join(map(str, steps))} ({dice})"
+    run.say(f"post-processing: {words}", "result" if steps else "note")
+    return {"words": words, "steps": [asdict(step) for step in steps], **means}
 
 
 def doubts(value: float, held_out: bool, name: str = "Dice") -> list[str]:

@@ -10,11 +10,13 @@ from medspeed.apps.spleen import evaluate, infer
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig
 from medspeed.apps.spleen.train import main
 from medspeed.common.data.volumes import read_volume
+from medspeed.common.inference import postprocessing
 from medspeed.common.inference.labels import dice_counts, dice_of_counts, one_region_per_label
 from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.training.fit import train_step
 from medspeed.common.training.volume_config import Windows
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
 TINY: dict[str, Any] = {
     "split": "0.25",
@@ -57,6 +59,10 @@ def test_the_reports_viewer_names_the_labels(run):
 
 def test_the_summary_holds_what_it_promises(run):
     summary = json.loads((run / "summary.json").read_text())
+    none = "none: 1 validation case; a choice needs 4"
+    assert summary["quality"]["postprocessing"]["words"] == none
+    assert f"post-processing: {none}" in (run / "run.log").read_text()
+    assert "postprocessing" not in json.loads((run / "model.json").read_text())
     assert summary["held_out"] is True
     assert summary["data"]["synthetic"] is True
     assert summary["cases"] == {"training": 3, "validation": 1}
@@ -88,6 +94,25 @@ def test_a_run_is_evaluated_on_the_cases_that_it_held_out(run, phantoms, tmp_pat
         assert metrics[0]["hd95_mm"] == pytest.approx(quality["metrics"]["spleen"]["hd95_mm"]["mean"], rel=0.1)
     assert ours["cases"][next(iter(quality["per_case"]))][0]["nsd"] == quality["metrics"]["spleen"]["nsd"]["mean"]
     assert (run / "evaluation.csv").is_file()
+
+
+@pytest.mark.slow
+def test_inference_has_the_dice_that_the_choice_of_post_processing_promised(store, tmp_path, monkeypatch, any_quality):
+    """With a bound that any candidate passes, so that there is something to promise."""
+    monkeypatch.setattr(postprocessing, "BOUND", -1.0)
+    data, run = make_ct_phantoms(tmp_path / "data", 6, progress=False), tmp_path / "run"
+    main(SpleenConfig(data=data, store=store, run=run, engine="none", **{**TINY, "split": "0.7", "epochs": 12}))
+    quality = json.loads((run / "summary.json").read_text())["quality"]
+    chosen, model = quality["postprocessing"], json.loads((run / "model.json").read_text())
+    assert model["postprocessing"] == chosen["steps"] != []
+    assert chosen["before"] == pytest.approx(quality["value"])
+    for name in ("run.log", "report.html"):
+        assert f"post-processing: {chosen['words'].split(' (')[0]}" in (run / name).read_text()
+    assert evaluate.main(EvaluateConfig(model=run, data=data, output=tmp_path / "tables")).status == 0
+    cases = json.loads((tmp_path / "tables" / "evaluation.json").read_text())["cases"]
+    assert len(cases) == 4
+    assert np.mean([rows[0]["dice"] for rows in cases.values()]) == pytest.approx(chosen["after"], abs=1e-3)
+    assert chosen["after"] != pytest.approx(chosen["before"], abs=1e-3)
 
 
 def test_infer_returns_labels_on_the_files_own_grid(run, phantoms, tmp_path, capsys):

@@ -31,7 +31,7 @@ from medspeed.common.export.triton import write_triton
 from medspeed.common.inference.labels import LabelScheme, Region
 from medspeed.common.inference.model import VolumeModel, save_weights, write_model
 from medspeed.common.inference.options import InferConfig
-from medspeed.common.inference.postprocessing import Cleaning, Postprocessing, clean_labels
+from medspeed.common.inference.postprocessing import Postprocessing, clean_labels, logit_bars
 from medspeed.common.inference.predict import predict_labels, predict_logits
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.scans import segment_scans
@@ -62,17 +62,16 @@ class Trained(NamedTuple):
 
 def spleen_model(labels: tuple[str, ...] = ("background", "spleen")) -> VolumeModel:
     model = unet_model((4.1, 3.9, 5.3), (4, 8, 16), (48, 40, 32), labels, window_batch=2, residual_units=2)
-    cleaning = Cleaning((labels[1],), largest=True), *(Cleaning((name,), smallest_ml=0.2) for name in labels[2:])
-    return replace(model, postprocessing=Postprocessing(cleaning))
+    first = Postprocessing((labels[1],), largest=True), Postprocessing((labels[1],), threshold=0.7)
+    steps = (*first, *(Postprocessing((name,), smallest_ml=0.2) for name in labels[2:]))
+    return replace(model, postprocessing=steps)
 
 
 def brats_model() -> VolumeModel:
     preparation = Preparation((2.27, 2.27, 2.27), "zscore", None, 4)
     arguments = {"filters": 8, "blocks_down": (1, 1, 1), "dropout": 0.0}
-    cleaning = (Cleaning(("TC", "WT", "ET"), smallest_ml=0.1),)
-    return VolumeModel(
-        segresnet3d, arguments, BRATS, preparation, (40, 48, 32), 1, 0.25, "fp32", Postprocessing(cleaning)
-    )
+    steps = Postprocessing(("TC", "WT", "ET"), smallest_ml=0.1), Postprocessing(("ET",), threshold=0.7)
+    return VolumeModel(segresnet3d, arguments, BRATS, preparation, (40, 48, 32), 1, 0.25, "fp32", steps)
 
 
 def random_run(run: Path, app: str, model: VolumeModel, network: NetworkConfig) -> Trained:
@@ -92,7 +91,7 @@ def with_statistics(network: nn.Module, shape: tuple[int, ...]) -> nn.Module:
 
 
 def balance(trained: Trained, scan: Path) -> None:
-    """Shift the last biases of random weights so that on this scan every label has its share of the voxels."""
+    """Shift the last biases of random weights so that by its threshold each label has its share of this scan."""
     network = trained.model.build(trained.run / "best.safetensors").eval()
     volume = read_volume(scan, trained.model.preparation.channels)
     case = prepare_volume(scan.name, volume, trained.model.preparation, dtype=torch.float32)
@@ -108,6 +107,7 @@ def balance(trained: Trained, scan: Path) -> None:
             else:
                 share = {1: 0.85, 2: 0.7, 3: 0.5}[len(trained.model.labelling.regions[channel].members)]
                 bias[channel] -= logits[channel].flatten().quantile(share)
+        bias.add_(torch.tensor(logit_bars(trained.model.labelling, trained.model.postprocessing)))
     save_file(network.state_dict(), trained.run / "best.safetensors")
 
 
@@ -233,13 +233,17 @@ def test_the_expression_of_nested_regions_can_be_read():
     )
 
 
-STEPS = [Cleaning(("a",), largest=True), Cleaning(("b",), smallest_ml=0.05), Cleaning(("a", "b"), True, 0.03)]
+STEPS = (
+    Postprocessing(("a",), largest=True),
+    Postprocessing(("b",), smallest_ml=0.05),
+    Postprocessing(("a", "b"), largest=True, smallest_ml=0.03),
+)
 
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> list[Callable[[dict[str, Any]], dict[str, Any]]]:
     """The transforms by which a bundle cleans label maps, one for each of the steps."""
-    model = replace(spleen_model(("background", "a", "b")), postprocessing=Postprocessing(tuple(STEPS)))
+    model = replace(spleen_model(("background", "a", "b")), postprocessing=STEPS)
     parser = ConfigParser(json.loads(served_pipeline(model)))
     transforms = parser.get("postprocessing")["transforms"][2:-1]
     for number, each in enumerate(transforms):
@@ -256,7 +260,7 @@ def test_a_bundle_cleans_label_maps_as_infer_does(clean, seed: int, density: flo
     affine = np.diag([-edge, edge, edge, 1.0])
     affine[0, 1] = 0.1  # sheared: the lengths of the axes alone do not tell the volume
     for step, transform in zip(STEPS, clean, strict=True):
-        due = clean_labels(labels, spleen_model(("background", "a", "b")).labelling, edge**3 / 1000, [step])
+        due = clean_labels(labels, spleen_model(("background", "a", "b")).labelling, edge**3 / 1000, (step,))
         given_to = MetaTensor(torch.from_numpy(labels.astype(np.float32))[None], affine=torch.from_numpy(affine))
         found = transform({"pred": given_to})["pred"]
         assert isinstance(found, MetaTensor)
@@ -301,7 +305,9 @@ def test_bundle_and_triton_client_give_the_label_maps_of_infer(tmp_path: Path, k
         case = prepare_volume(file.name, volume, trained.model.preparation, dtype=torch.float32)
         raw = predict_labels(case, predictor, trained.model, torch.device("cpu"))
         due = read_volume(tmp_path / "ours" / file.name).voxels
-        assert np.count_nonzero(due != raw) > 0, "post-processing had nothing to do"
+        plain = predict_labels(case, predictor, replace(trained.model, postprocessing=()), torch.device("cpu"))
+        assert not np.array_equal(plain, raw), "the threshold had nothing to do"
+        assert not np.array_equal(raw, due), "cleaning had nothing to do"
         assert len(np.unique(due)) == len(trained.model.labelling.labels)
         assert np.bincount(due.ravel()).min() > 500
         for folder in folders:

@@ -23,7 +23,7 @@ from medspeed.common.inference.members import Ensemble, mean_of
 from medspeed.common.inference.model import VolumeModel, load_weights, save_weights, write_model
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.options import InferConfig, model_folders
-from medspeed.common.inference.postprocessing import Cleaning, Postprocessing
+from medspeed.common.inference.postprocessing import Postprocessing
 from medspeed.common.inference.predict import predict_labels
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
@@ -89,12 +89,12 @@ def test_networks_may_differ_where_all_else_is_shared(runs, tmp_path):
 
 
 def test_precision_and_post_processing_are_the_models_where_they_agree(tmp_path, capsys):
-    cleaned = replace(MODEL, precision="bf16", postprocessing=Postprocessing((Cleaning(("spleen",), largest=True),)))
+    cleaned = replace(MODEL, precision="bf16", postprocessing=(Postprocessing(("spleen",), largest=True),))
     alike = [write_run(tmp_path / f"alike-{seed}", seed, cleaned) for seed in (1, 2)]
     model = load_models(alike, "spleen", unet3d)
     assert (model.precision, model.postprocessing) == (cleaned.precision, cleaned.postprocessing)
     model = load_models([*alike, write_run(tmp_path / "plain", 3)], "spleen", unet3d)
-    assert (model.precision, model.postprocessing) == ("fp32", Postprocessing())
+    assert (model.precision, model.postprocessing) == ("fp32", ())
     assert "no post-processing, since the models' own differ" in capsys.readouterr().out
 
 

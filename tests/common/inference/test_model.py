@@ -18,7 +18,7 @@ from medspeed.common.inference.model import (
     save_weights,
     write_model,
 )
-from medspeed.common.inference.postprocessing import Cleaning, Postprocessing
+from medspeed.common.inference.postprocessing import Postprocessing
 from medspeed.common.inference.uncertain import warn_of_training
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d
@@ -49,7 +49,7 @@ def test_every_network_of_volumes_is_written_in_one_shape_and_comes_back(model, 
 
 def test_post_processing_comes_back_and_names_structures_of_the_model(tmp_path):
     model = replace(
-        UNET, postprocessing=Postprocessing((Cleaning(("spleen",), True), Cleaning(("spleen",), False, 0.5)))
+        UNET, postprocessing=(Postprocessing(("spleen",), largest=True), Postprocessing(("spleen",), smallest_ml=0.5))
     )
     write_model(tmp_path, "heart", model)
     assert load_model(tmp_path, "heart", unet3d).postprocessing == model.postprocessing
@@ -57,10 +57,11 @@ def test_post_processing_comes_back_and_names_structures_of_the_model(tmp_path):
     for name, value, words in (
         ("structures", ["liver"], r"postprocessing \['liver'\]: must be of the structures \['spleen'\]"),
         ("smallest_ml", -1.0, r"smallest_ml -1.0: must be a volume in ml"),
+        ("threshold", 1.0, r"threshold 1.0: must be a probability"),
         ("largest", "yes", r"Expected `bool`"),
     ):
         wrong = json.loads(json.dumps(content))
-        wrong["postprocessing"]["cleaning"][0][name] = value
+        wrong["postprocessing"][0][name] = value
         (tmp_path / "model.json").write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=rf"model\.json: .*{words}"):
             load_model(tmp_path, "heart", unet3d)

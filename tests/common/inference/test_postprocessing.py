@@ -2,21 +2,23 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
 
 from medspeed.common.data.volumes import Volume, read_volume
-from medspeed.common.inference.labels import LabelScheme, Region, case_dice, dice_counts, one_region_per_label
+from medspeed.common.inference.labels import LabelScheme, Region, case_dice, one_region_per_label
 from medspeed.common.inference.postprocessing import (
     CaseParts,
-    Cleaning,
+    Postprocessing,
+    Steps,
     case_parts,
-    choose_cleaning,
+    choose,
     clean_by_hand,
     clean_labels,
+    logit_bars,
     robust_gain,
+    thresholds,
 )
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
@@ -116,9 +118,8 @@ def test_rounding_of_the_spacing_changes_no_volume(voxel_ml):
     assert cleaned_by_hand(labels, ORGANS, voxel_ml, smallest_ml=0.0085).sum() == 0
 
 
-def parts_of(labels, truth, labelling, voxel_ml=0.001) -> CaseParts:
-    counts = dice_counts(torch.from_numpy(labels), torch.from_numpy(truth), labelling.regions)
-    return case_parts(labels, truth, labelling, voxel_ml, counts)
+def parts_of(labels, truth, labelling, voxel_ml=0.001) -> dict[Steps, CaseParts]:
+    return {(): case_parts(labels, truth, labelling, voxel_ml)}
 
 
 def specks(seed, labelling, count):
@@ -139,16 +140,18 @@ def test_the_dice_after_a_choice_is_that_of_the_cleaned_maps(seed, largest, smal
         truth = ndimage.zoom(rng.integers(0, 3, (3, 3, 3)), 4, order=0).astype(np.uint8)
         noisy = np.where(rng.random(truth.shape) < 0.03, rng.integers(0, 3, truth.shape), truth).astype(np.uint8)
         cases.append((np.asarray(noisy, order="F"), truth))
-    chosen, after = choose_cleaning([parts_of(labels, truth, labelling) for labels, truth in cases], labelling)
+    chosen, after = choose([parts_of(labels, truth, labelling) for labels, truth in cases], labelling)
     for (labels, truth), found in zip(cases, after, strict=True):
-        counts = parts_of(clean_labels(labels, labelling, 0.001, chosen), truth, labelling).counts
+        counts = parts_of(clean_labels(labels, labelling, 0.001, chosen), truth, labelling)[()].counts
         assert case_dice(counts) == found
 
 
 def test_specks_are_removed_from_the_structure_that_has_them():
     cases = [specks(seed, ORGANS, 5 + seed) for seed in range(4)]
-    chosen, after = choose_cleaning([parts_of(labels, truth, ORGANS) for labels, truth in cases], ORGANS)
-    assert chosen == (Cleaning(("spleen",), smallest_ml=0.01),)  # the first volume above a speck; the liver is whole
+    chosen, after = choose([parts_of(labels, truth, ORGANS) for labels, truth in cases], ORGANS)
+    assert chosen == (
+        Postprocessing(("spleen",), smallest_ml=0.01),
+    )  # the first volume above a speck; the liver is whole
     assert after == [1.0] * 4
 
 
@@ -156,17 +159,17 @@ def test_regions_lose_their_specks_together():
     cases = [specks(seed, TUMOUR, 5 + seed) for seed in range(4)]
     for labels, truth in cases:
         labels[4, 4, 4] = truth[4, 4, 4] = 2  # a core, smaller than every volume, within the tumour
-    chosen, after = choose_cleaning([parts_of(labels, truth, TUMOUR) for labels, truth in cases], TUMOUR)
-    assert chosen == (Cleaning(("WT", "TC"), smallest_ml=0.01),)
+    chosen, after = choose([parts_of(labels, truth, TUMOUR) for labels, truth in cases], TUMOUR)
+    assert chosen == (Postprocessing(("WT", "TC"), smallest_ml=0.01),)
     assert after == [1.0] * 4
 
 
 def test_one_case_decides_nothing():
     cases = [specks(seed, ORGANS, 20 if seed == 0 else 0) for seed in range(5)]
     parts = [parts_of(labels, truth, ORGANS) for labels, truth in cases]
-    chosen, after = choose_cleaning(parts, ORGANS)
+    chosen, after = choose(parts, ORGANS)
     assert chosen == ()
-    assert after == [case_dice(each.counts) for each in parts] == [0.5, 1.0, 1.0, 1.0, 1.0]
+    assert after == [case_dice(each[()].counts) for each in parts] == [0.5, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_what_removes_true_parts_is_not_chosen():
@@ -178,7 +181,7 @@ def test_what_removes_true_parts_is_not_chosen():
         labels = truth.copy(order="F")
         labels[20:28, :8, :8] = 1  # 512 false ones
         cases.append(parts_of(labels, truth, ORGANS))
-    assert choose_cleaning(cases, ORGANS)[0] == ()
+    assert choose(cases, ORGANS)[0] == ()
 
 
 def test_the_gain_leaves_out_the_case_that_gains_most():
@@ -210,16 +213,47 @@ def test_what_is_chosen_on_some_phantoms_raises_or_keeps_the_dice_of_others(phan
         true = np.asfortranarray(truth.voxels > 0, np.uint8)
         cases.append((predicted(true, number, planted), true, truth.voxel_ml))
     validation = [parts_of(labels, true, labelling, voxel_ml) for labels, true, voxel_ml in cases[:4]]
-    chosen, _ = choose_cleaning(validation, labelling)
+    chosen, _ = choose(validation, labelling)
     assert bool(chosen) == bool(planted)
     for labels, true, voxel_ml in cases[4:]:
         cleaned = clean_labels(labels, labelling, voxel_ml, chosen)
-        before, after = (case_dice(parts_of(each, true, labelling, voxel_ml).counts) for each in (labels, cleaned))
+        before, after = (case_dice(parts_of(each, true, labelling, voxel_ml)[()].counts) for each in (labels, cleaned))
         assert after >= before
         assert after > before + 0.02 or not planted
+
+
+def test_the_threshold_of_one_structure_is_chosen_and_then_what_is_cleaned_of_that():
+    """At 0.5 the tumour has a rim that is none, at 0.7 only specks; other thresholds of the core change nothing."""
+    cases: list[dict[Steps, CaseParts]] = []
+    better = Postprocessing(("WT",), threshold=0.7)
+    for seed in range(4):
+        labels, truth = specks(seed, TUMOUR, 9)
+        labels[labels == 2] = 1
+        rim = labels.copy(order="F")
+        rim[2:8, 2:8, 8:12] = 1
+        tried = {each: case_parts(labels if each == (better,) else rim, truth, TUMOUR, 0.001) for each in
+                 thresholds(TUMOUR)}  # fmt: skip
+        assert len(tried) == 5  # as it is, and lower and higher for each of two regions
+        cases.append(tried)
+    chosen, after = choose(cases, TUMOUR)
+    assert chosen == (better, Postprocessing(("WT", "TC"), smallest_ml=0.01))
+    assert after == [1.0] * 4
+
+
+def test_a_threshold_is_subtracted_from_the_logits_of_its_structure():
+    steps = (Postprocessing(("TC",), threshold=0.7), Postprocessing(("WT", "TC"), largest=True))
+    assert logit_bars(TUMOUR, steps) == [0.0, pytest.approx(np.log(0.7 / 0.3))]
+    lower = Postprocessing(("spleen",), threshold=0.3)
+    assert logit_bars(ORGANS, (lower,)) == [0.0, 0.0, pytest.approx(np.log(0.3 / 0.7))]
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0, float("nan")])
+def test_a_threshold_that_is_no_probability_is_refused(threshold):
+    with pytest.raises(ValueError, match=r"threshold .*: must be a probability"):
+        Postprocessing(("spleen",), threshold=threshold)
 
 
 @pytest.mark.parametrize("volume", [-1.0, float("nan"), float("inf")])
 def test_a_volume_that_is_none_is_refused(volume):
     with pytest.raises(ValueError, match=r"smallest_ml .*: must be a volume in ml"):
-        Cleaning(("spleen",), smallest_ml=volume)
+        Postprocessing(("spleen",), smallest_ml=volume)

@@ -9,7 +9,9 @@ from monai.transforms import Compose, CropForegroundd, Invertd, Orientationd, Sp
 
 from medspeed.common.data.geometry import Shape, WorkingGrid, to_working, working_grid
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.inference.predict import restore_labels
+from medspeed.common.inference.labels import LabelScheme, Region, one_region_per_label
+from medspeed.common.inference.postprocessing import Postprocessing
+from medspeed.common.inference.predict import restore_labels, thresholded
 
 ORIENTATIONS = [(axes, signs) for axes in permutations(range(3)) for signs in product((1, -1), repeat=3)]
 SHAPE = (19, 14, 11)
@@ -213,3 +215,18 @@ def test_the_gpu_restores_what_the_cpu_restores(shear, classes):
     grid = grid.cropped((1, 1, 1), [n - 2 for n in grid.shape])
     logits = noise(classes)(grid.crop_shape)
     assert np.mean(restore_labels(logits.cuda(), grid) != restore_labels(logits, grid)) < 1e-3
+
+
+@pytest.mark.parametrize("value", [0.3, 0.5, 0.7])
+def test_a_threshold_is_the_probability_that_a_voxel_must_exceed(value):
+    grid = working_grid(SHAPE, np.eye(4), (1.0, 1.0, 1.0))
+    logits = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
+    probability, step = logits.double().sigmoid().numpy(), Postprocessing(("b",), threshold=value)
+    regions = LabelScheme(("", "a", "b"), (Region("all", (1, 2), 1), Region("b", (2,), 2)), exclusive=False)
+    inner, outer = probability[1] > value, probability[0] > 0.5
+    assert np.array_equal(thresholded(logits, grid, regions, (step,)), np.where(inner, 2, outer))
+    one = one_region_per_label(("background", "b"))
+    assert np.array_equal(thresholded(logits[1:], grid, one, (step,)), inner)  # the difference of two classes
+    exact = logits.double().softmax(dim=0).numpy()[1] > value
+    assert np.array_equal(thresholded(logits, grid, one, (step,)), exact)
+    assert torch.equal(logits, torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0)))

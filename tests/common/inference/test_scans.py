@@ -17,7 +17,7 @@ from medspeed.common.data.dicom import DicomSeries
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.inference.model import import_weights, save_weights
 from medspeed.common.inference.options import InferConfig
-from medspeed.common.inference.postprocessing import Cleaning, Postprocessing, clean_by_hand, clean_labels
+from medspeed.common.inference.postprocessing import Postprocessing, clean_by_hand, clean_labels
 from medspeed.common.inference.predict import predict_logits
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.scan_files import find_scans, read_scan, stem_of
@@ -118,7 +118,7 @@ def test_other_options_are_done_anew(done, run, scans, change, tmp_path):
 
 
 def test_the_model_s_post_processing_is_applied_unless_the_flags_say_otherwise(done, run, scans, tmp_path):
-    model = replace(MODEL, postprocessing=Postprocessing((Cleaning(("spleen",), smallest_ml=1e9),)))
+    model = replace(MODEL, postprocessing=(Postprocessing(("spleen",), smallest_ml=1e9),))
 
     def found(name, **flags):
         assert segment_scans(config(run, scans, tmp_path / name, **flags), model).status == 0

@@ -1,6 +1,7 @@
 """What the end of a training says of its Dice, and the post-processing that it chooses."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,11 +9,11 @@ import torch
 
 from medspeed.apps.spleen.config import SpleenConfig
 from medspeed.common.clock import Clock
-from medspeed.common.inference.labels import dice_counts
+from medspeed.common.data.dataset import Case, Split
 from medspeed.common.inference.model import load_model, write_model
-from medspeed.common.inference.postprocessing import CaseParts, Cleaning, case_parts
+from medspeed.common.inference.postprocessing import CaseParts, Postprocessing, Steps, case_parts
 from medspeed.common.run import Run
-from medspeed.common.training.evaluate import choose_postprocessing, doubts
+from medspeed.common.training.evaluate import choose_postprocessing, doubts, no_choice
 from medspeed.models.unet3d import unet3d
 from tests.support import unet_model
 
@@ -26,34 +27,34 @@ def test_a_dice_that_proves_nothing_is_doubted_in_capitals():
     assert [each.split(":")[0] for each in doubts(0.0, held_out=False)] == ["NOT HELD OUT", "NOTHING LEARNED"]
 
 
-def speckled(voxels: int) -> CaseParts:
+def speckled(voxels: int) -> dict[Steps, CaseParts]:
     """A spleen of 1000 voxels of a mm3, and false ones elsewhere."""
     truth = np.zeros((30, 30, 30), np.uint8, order="F")
     truth[2:12, 2:12, 2:12] = 1
     labels = truth.copy(order="F")
     labels[20 : 20 + voxels, 20, 20] = 1
-    counts = dice_counts(torch.from_numpy(labels), torch.from_numpy(truth), MODEL.labelling.regions)
-    return case_parts(labels, truth, MODEL.labelling, 0.001, counts)
+    return {(): case_parts(labels, truth, MODEL.labelling, 0.001)}
 
 
 def chosen(folder, cases, held_out=True, **fields):
     folder.mkdir(exist_ok=True)
     write_model(folder, "spleen", MODEL)
     run = Run(folder, torch.device("cpu"), Clock(), resumed=False)
-    found = choose_postprocessing(cases, MODEL, held_out, SpleenConfig(**fields), run)
-    return found, load_model(folder, "spleen", unet3d).postprocessing.cleaning, (folder / "run.log").read_text()
+    config, split = SpleenConfig(**fields), Split((), (Case("a", Path(), Path()),) * len(cases), held_out, "")
+    found = choose_postprocessing(cases, no_choice(config, split), MODEL, config, run)
+    return found, load_model(folder, "spleen", unet3d).postprocessing, (folder / "run.log").read_text()
 
 
 def test_what_helps_on_validation_cases_is_kept_in_the_model_and_said(tmp_path):
     found, kept, said = chosen(tmp_path, [speckled(9) for _ in range(4)])
-    assert kept == (Cleaning(("spleen",), smallest_ml=0.01),)
+    assert kept == (Postprocessing(("spleen",), smallest_ml=0.01),)
     before = 2000 / 2009  # 9 false voxels are below 0.01 ml
     assert (found["before"], found["after"]) == (pytest.approx(before), 1.0)
     assert said == (
         f"post-processing: spleen: components of at least 0.01 ml (Dice {before:.4f} before, 1.0000 after, on the "
         "validation cases)\n"
     )
-    assert found["cleaning"] == [{"structures": ("spleen",), "largest": False, "smallest_ml": 0.01}]
+    assert found["steps"] == [{"structures": ("spleen",), "largest": False, "smallest_ml": 0.01, "threshold": 0.5}]
     assert json.dumps(found)
 
 
