@@ -15,7 +15,7 @@ BOUND = 0.002  # of Dice: what gains less, as the mean over the cases without th
 FEWEST_CASES = 4  # that validate; of fewer nothing is chosen
 ROUNDING = 1e-6  # of a voxel's volume: as affines are stored
 _SMALLEST_ML = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-_THRESHOLDS = (0.3, 0.7)
+_THRESHOLDS, _MOST_TRIED = (0.3, 0.7), 4  # of so many structures
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ def case_parts(labels: np.ndarray, truth: np.ndarray, labelling: LabelScheme, vo
 
 
 def thresholds(labelling: LabelScheme) -> list[Steps]:
-    """Return what `choose` chooses the threshold from: nothing, and another threshold for one structure."""
-    one = ((Postprocessing((each.name,), threshold=value),) for each in labelling.regions for value in _THRESHOLDS)
-    return [(), *one]
+    """Return the thresholds that `choose` tries, each of one structure; none of many structures: each takes seconds."""
+    regions = labelling.regions if len(labelling.regions) <= _MOST_TRIED else ()
+    return [(Postprocessing((each.name,), threshold=value),) for each in regions for value in _THRESHOLDS]
 
 
 def choose(cases: Sequence[Mapping[Steps, CaseParts]], labelling: LabelScheme) -> tuple[Steps, list[float]]:
@@ -158,7 +158,7 @@ def choose(cases: Sequence[Mapping[Steps, CaseParts]], labelling: LabelScheme) -
     volume; each only where it gains more than `BOUND`.
 
     Args:
-        cases: the parts of each under each of `thresholds`, or under () alone.
+        cases: the parts of each, under () those as it is and, where they were tried, under each of `thresholds`.
         labelling: meaning of the labels.
     """
     before = [case_dice(case[()].counts) for case in cases]

@@ -92,14 +92,14 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         draws = run.directory.is_dir()  # another host's ranks draw nothing
         for case, voxels in zip(cases, prepared, strict=True):
             logits = predict_logits(voxels.image.to(run.device, torch.float32), predictor, model)
-            maps = {
-                steps: thresholded(logits, voxels.grid, model.labelling, steps)
-                for steps in (thresholds(model.labelling) if not refusal else [()])
-            }
-            labels, truth = maps[()], read_truth(case).numpy()
+            labels, truth = thresholded(logits, voxels.grid, model.labelling), read_truth(case).numpy()
             found, true = (Volume(each, np.array(voxels.grid.native_affine), case.image) for each in (labels, truth))
             scores.append(score(found, true, regions, EvaluateConfig.tolerance))
-            parts.append({key: case_parts(each, truth, model.labelling, true.voxel_ml) for key, each in maps.items()})
+            tried: dict[Steps, CaseParts] = {(): case_parts(labels, truth, model.labelling, true.voxel_ml)}
+            for steps in thresholds(model.labelling) if not refusal else []:
+                other = thresholded(logits, voxels.grid, model.labelling, steps)
+                tried[steps] = case_parts(other, truth, model.labelling, true.voxel_ml)
+            parts.append(tried)
             if draws:
                 _draw(case_dice(parts[-1][()].counts), case, labels, truth, model, run, len(split.validation))
         parts, scores = ranks.gather(parts), ranks.gather(scores)

@@ -232,12 +232,17 @@ def test_the_threshold_of_one_structure_is_chosen_and_then_what_is_cleaned_of_th
         rim = labels.copy(order="F")
         rim[2:8, 2:8, 8:12] = 1
         tried = {each: case_parts(labels if each == (better,) else rim, truth, TUMOUR, 0.001) for each in
-                 thresholds(TUMOUR)}  # fmt: skip
+                 [(), *thresholds(TUMOUR)]}  # fmt: skip
         assert len(tried) == 5  # as it is, and lower and higher for each of two regions
         cases.append(tried)
     chosen, after = choose(cases, TUMOUR)
     assert chosen == (better, Postprocessing(("WT", "TC"), smallest_ml=0.01))
     assert after == [1.0] * 4
+
+
+def test_of_many_structures_no_threshold_is_tried():
+    assert len(thresholds(one_region_per_label(("", *"abcd")))) == 8
+    assert thresholds(one_region_per_label(("", *"abcde"))) == []
 
 
 def test_a_threshold_is_subtracted_from_the_logits_of_its_structure():
