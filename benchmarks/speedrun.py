@@ -43,6 +43,8 @@ def parse_options(words: Sequence[str] = ()) -> tuple[Namespace, list[str]]:
     given = PARSER.parse_args(words[:end])
     if given.sides == "fast" and given.target is None:
         PARSER.error("--sides fast: the guide sets no target then, so pass --target")
+    if "cases" in TASKS[given.task] and not given.data and not given.labels:
+        PARSER.error(f"{given.task}: pass the real label maps (--labels), or phantoms made around them (--data)")
     return given, words[end + 1 :]
 
 
@@ -67,29 +69,31 @@ from medspeed.apps.pathology.patches.store import decoded
 from medspeed.apps.pathology.patches.tables import find_tables
 from medspeed.benchmarks.harness import call, guide_of
 from medspeed.common.clock import Clock
+from medspeed.common.console import set_verbosity
 from medspeed.common.data.dataset import read_dataset, split_cases
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import from_json, read_object, write_json
-from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run, environment
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
-
-_AROUND = 10  # phantoms around real labels
 
 
 def main() -> None:
     """Set the target, run the seeds, and print and write what they took."""
     given, flags = parse_options()
+    set_verbosity("silent")  # of what draws and judges patches
     about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    about["capability"] = torch.backends.cpu.get_cpu_capability()
     record: Json = {"task": given.task, **TASKS[given.task], "flags": flags, "environment": about}
+    record["capability"] = torch.backends.cpu.get_cpu_capability()
     seeds = range(given.seeds or record["seeds"])
-    runs: dict[str, list[Json]] = {"guide": [], "fast": [], "warm": []}
     sides = ["guide"] * (given.sides != "fast") + ["fast", *["warm"] * given.warm] * (given.sides != "guide")
+    runs: dict[str, list[Json]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory(prefix="speedrun-") as made:
         folder = Path(made)
-        data = given.data.resolve() if given.data else make_data(given.task, given.labels, folder / "data")
-        course = Course(folder, data, record, flags)
+        if given.data is None and "cases" in record:  # around real labels
+            make_ct_phantoms(folder / "data", record["cases"], labels=given.labels, progress=False)
+        elif given.data is None:
+            guide_of(record["app"]).make_data(folder / "data", small=True)
+        course = Course(folder, (given.data or folder / "data").resolve(), record, flags)
         ends = [] if given.target else [course.guide(seed, math.inf)["curve"][-1][-1] for seed in seeds]
         target = given.target or math.floor(1000 * min(ends)) / 1000
         record["target"] = {"value": target, "the guide's seeds": ends}
@@ -106,29 +110,17 @@ def main() -> None:
     print(*(f"{name}: {value}" for name, value in record["summary"].items()), sep="\n")
 
 
-def make_data(task: str, labels: Path | None, folder: Path) -> Path:
-    """Make the data of a task."""
-    if task != "spleen-guide":
-        return Path(guide_of(TASKS[task]["app"]).make_data(folder, small=True))
-    if labels is None:
-        PARSER.error("spleen-guide: pass the real label maps (--labels), or phantoms made around them (--data)")
-    return make_ct_phantoms(folder, _AROUND, labels=labels, progress=False)
-
-
 def summary_of(runs: Mapping[str, Sequence[Json]], target: float) -> Json:
     """Return medians and spreads over the seeds of each side, and the median of how many times as fast as the guide."""
     found, seconds = Json(), dict[str, list[float]]()
     for side, each in runs.items():
-        if not each:
-            continue
         late = 1 if side == "guide" else math.inf
         seconds[side] = [run["seconds"] * (1 if run["held"] else late) for run in each]
-        low, *_, high = sorted(seconds[side]) * 2
+        three = {"median": statistics.median(seconds[side]), "least": min(seconds[side]), "most": max(seconds[side])}
         found[side] = {
             "arrived": f"{sum(run['held'] for run in each)} of {len(each)}",
             "at the target when judged anew": f"{sum(run['judged anew'] >= target for run in each)} of {len(each)}",
-            "seconds, median": _finite(statistics.median(seconds[side])),
-            "seconds, least and most": [_finite(low), _finite(high)],
+            "seconds": {name: round(value, 2) if math.isfinite(value) else None for name, value in three.items()},
             "steps": [run["steps"] for run in each],
             "seconds of each stage, median": {
                 stage: round(statistics.median(run["stages"][stage] for run in each), 2) for stage in each[0]["stages"]
@@ -140,29 +132,14 @@ def summary_of(runs: Mapping[str, Sequence[Json]], target: float) -> Json:
     return found
 
 
-def _finite(seconds: float) -> float | None:
-    return round(seconds, 2) if math.isfinite(seconds) else None
-
-
 @dataclass(frozen=True)
 class Course:
-    """Where the sides run, and what they are judged on.
-
-    Args:
-        folder: for what they make.
-        data: raw files.
-        task: of `TASKS`.
-        flags: further ones of our train.py.
-    """
+    """Where the sides run: a folder for what they make, raw files, one of `TASKS`, further flags of our train.py."""
 
     folder: Path
     data: Path
     task: Json
     flags: Sequence[str]
-
-    @property
-    def _patches(self) -> bool:
-        return bool(self.task["app"] == "pathology")
 
     def guide(self, seed: int, target: float) -> Json:
         """Return what the guide took to a target; it takes its stated epochs to an infinite one."""
@@ -170,14 +147,15 @@ class Course:
         words = ["--data", self.data, "--seed", seed, "--epochs", epochs, "--most", most * epochs, "--until", target]
         words += ["--to", run, *shlex.split(self.task["guide"]), *self._parts(seed)]
         call(f"benchmarks/peers/{self.task['app']}_guide.py", *words)
-        return self._judged(run, seed, read_object(run / "run.json")) if most == 2 else read_object(run / "run.json")
+        found = read_object(run / "run.json")
+        return found if most == 1 else self._judged(run, seed, found)
 
     def fast(self, seed: int, target: float, name: str) -> Json:
         """Return what fast took to a target; a store belongs to a seed."""
-        run, metric = self.folder / f"{name}-{seed}", "auc" if self._patches else "dice"
+        run, metric = self.folder / f"{name}-{seed}", self.task["metric"]
         words = ["--data", self.data, "--run", run, "--store", self.folder / f"store-{seed}", "--seed", seed]
         words += ["--until", f"{metric}={target:g}", "--engine", "none", *shlex.split(self.task["fast"]), *self.flags]
-        call(f"apps/{self.task['app']}/train.py", *words, *([] if self._patches else self._parts(seed)))
+        call(f"apps/{self.task['app']}/train.py", *words, *([] if metric == "auc" else self._parts(seed)))
         summary = read_object(run / "summary.json")
         end, seconds = summary["target"], summary["seconds"]
         stages = {stage: seconds.get(stage, 0.0) for stage in ("start", "prepare", "cache", "compile", "train")}
@@ -187,7 +165,7 @@ class Course:
 
     def _parts(self, seed: int) -> list[object]:
         """Return the flags of what trains and what validates: names of cases, or the patches that ours draws."""
-        if not self._patches:
+        if self.task["metric"] == "dice":
             path = self.folder / "split.json"
             write_json(path, split_cases(read_dataset(self.data), "0.2:0").to_json())
             return ["--split", path]
@@ -203,17 +181,19 @@ class Course:
     def _drawing(self, seed: int, run: Path | None = None) -> tuple[PathologyConfig, Run]:
         plan = None if run is None else run / "plan.json"
         config = from_json(PathologyConfig, read_object(plan)) if plan else PathologyConfig(data=self.data, seed=seed)
-        here = Run(self.folder, torch.device("cpu"), Clock(), resumed=False, ranks=Ranks(rank=1))
+        here = Run(self.folder, torch.device("cpu"), Clock(), resumed=False)
         return replace(config, store=self.folder / "judged"), here
 
     def _judged(self, run: Path, seed: int, found: Json) -> Json:
         """Return what a run took, with the Dice (AUC) of its weights by code that neither side trains with."""
-        value = self._auc(run, seed, found) if self._patches else self._dice(run, found)
+        value = self._auc(run, seed, found) if self.task["metric"] == "auc" else self._dice(run, found)
         return {**found, "judged anew": round(value, 4)}
 
     def _network(self, run: Path, found: Json, *arguments: object) -> torch.nn.Module:
         peer = guide_of(self.task["app"]).peer
-        network = (peer.FullyConvolutional if self._patches else peer.make_network)(*arguments, **found["network"])
+        network = (peer.FullyConvolutional if self.task["metric"] == "auc" else peer.make_network)(
+            *arguments, **found["network"]
+        )
         network.load_state_dict(torch.load(run / "best.pt", weights_only=True, map_location="cpu"))
         return network.eval()  # type: ignore[no-any-return]
 
@@ -223,11 +203,10 @@ class Course:
         cases = [case for case in read_dataset(self.data).cases if case.name in names]
         images.mkdir()
         for case in cases:
-            (images / case.image.name).symlink_to(case.image.resolve())
+            (images / case.image.name).symlink_to(case.image)
         if "network" in found:  # the guide's
             sizes = {name: found[name] for name in ("spacing", "roi")}
-            files, network = sorted(images.iterdir()), self._network(run, found)
-            peer.segment_files(files, network, masks, torch.device("cpu"), **sizes)
+            peer.segment_files(sorted(images.iterdir()), self._network(run, found), masks, torch.device("cpu"), **sizes)
         else:
             call(f"apps/{app}/infer.py", "--model", run, "--input", images, "--output", masks, "--no-overlays")
         regions, dice = getattr(peer, "REGIONS", {"spleen": (1,)}).values(), []
@@ -246,8 +225,9 @@ class Course:
         with torch.inference_mode():
             if ours:
                 session = onnxruntime.InferenceSession(run / "exports" / "model_fp32.onnx")
-                name = session.get_inputs()[0].name
-                scores = np.array([session.run(None, {name: image})[0].item() for image in images])
+                scores = np.array(
+                    [session.run(None, {session.get_inputs()[0].name: image})[0].item() for image in images]
+                )
             else:
                 network = self._network(run, found, patches.table.size)
                 scores = np.array([network(torch.from_numpy(image)).item() for image in images])

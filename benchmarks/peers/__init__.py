@@ -37,8 +37,12 @@ def make_step(network: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, 
     return step
 
 
-def parse(parser: argparse.ArgumentParser, epochs: int, every: int) -> argparse.Namespace:
-    """Parse the flags of a script, with those that all scripts have, and seed everything."""
+def parse(
+    parser: argparse.ArgumentParser, epochs: int, every: int, **sizes: tuple[float, float, float]
+) -> argparse.Namespace:
+    """Parse the flags of a script, with its sizes and those that all scripts have, and seed everything."""
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=type(size[0]), nargs=3, default=size, help="mm, or voxels")
     parser.add_argument("--data", type=Path, required=True, help="dataset folder")
     parser.add_argument("--epochs", type=int, default=epochs, help="over which the learning rate falls, where it does")
     parser.add_argument("--most", type=int, help="epochs at most, those after --epochs with the last learning rate")

@@ -168,12 +168,9 @@ def main() -> None:
     """Train as the guide does, on one device: a fifth of the cases validates, every 20 epochs."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--split", type=Path, help="JSON file of the names that train, and of those that validate")
-    parser.add_argument("--spacing", type=float, nargs=3, default=SPACING, help="mm")
-    parser.add_argument("--crop", type=int, nargs=3, default=CROP)
-    parser.add_argument("--roi", type=int, nargs=3, default=VALIDATION_ROI, help="windows of a validation")
     parser.add_argument("--batch", type=int, default=1, help="crops in it")
     parser.add_argument("--rate", type=float, default=1e-4, help="learning rate at the start")
-    given = parse(parser, epochs=300, every=20)
+    given = parse(parser, epochs=300, every=20, spacing=SPACING, crop=CROP, roi=VALIDATION_ROI)
     watch, device = Watch(given), torch.device(given.device)
     amp_dtype = torch.float16 if device.type == "cuda" else None
     train, held = read_pairs(given.data, given.split, 2)

@@ -138,11 +138,8 @@ def main() -> None:
     """Train as the guide does: the last nine of the sorted cases validate, each epoch."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--split", type=Path, help="JSON file of the names that train, and of those that validate")
-    parser.add_argument("--spacing", type=float, nargs=3, default=SPACING, help="mm")
-    parser.add_argument("--crop", type=int, nargs=3, default=CROP)
-    parser.add_argument("--roi", type=int, nargs=3, default=VALIDATION_ROI, help="windows of a validation")
     parser.add_argument("--cases", type=int, default=4, help="in a batch, four crops of each")
-    given = parse(parser, epochs=300, every=1)
+    given = parse(parser, epochs=300, every=1, spacing=SPACING, crop=CROP, roi=VALIDATION_ROI)
     watch, device = Watch(given), torch.device(given.device)
     amp_dtype = torch.float16 if device.type == "cuda" else None
     keys = ("image", "label")

@@ -218,7 +218,7 @@ def test_the_whole_visit_is_rehearsed_with_a_part_that_fails_and_one_that_takes_
             assert parts[f"steps-{app}"][way]["s per step"] > 0, (app, way)
         for way in ("graph", "fused"):  # on a CPU there is neither, and the flags lead to the same steps
             assert parts[f"steps-{app}"][way]["losses"] == parts[f"steps-{app}"]["eager"]["losses"]
-    assert [len(parts["target"]["runs"][side]) for side in ("guide", "fast", "warm")] == [0, 1, 1]
+    assert {side: len(runs) for side, runs in parts["target"]["runs"].items()} == {"fast": 1, "warm": 1}
     assert parts["files"]["scans in this run"] == 2
     assert parts["tests"]["failures"] == parts["tests"]["errors"] == 0
     assert record["rehearsal"] is True
