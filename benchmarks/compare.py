@@ -40,7 +40,7 @@ from medspeed.common.run import environment
 
 
 def quality(options: Options) -> list[Row]:
-    """Train the guide and fast over as many seeds as rounds; what the guide's module names in `QUALITY` is equal."""
+    """Train the guide and fast over as many seeds as rounds, equal in what the guide's module names in `QUALITY`."""
     own, recipes = options.own, import_module(f"medspeed.apps.{options.app}.config").RECIPES
     train = import_module(f"medspeed.apps.{options.app}.train").main
     given = {"device": str(options.device), "store": options.folder, "precision": options.chosen, "engine": "none"}
@@ -48,6 +48,7 @@ def quality(options: Options) -> list[Row]:
     for seed in range(options.rounds):
         for name in ("guide", "fast")[not options.both :]:
             changes = {**own.QUALITY, **given, "seed": seed, "run": options.folder / f"{name}-{seed}"}
+            changes |= {"learning_rate": None} if name == "fast" else {}  # that of its optimizer
             scores[name].append(train(replaced(recipes[name], changes))["quality"]["value"])
     return [row(f"{own.JUDGED}, {options.rounds} seeds, equal epochs", "", scores["guide"], scores["fast"])]
 

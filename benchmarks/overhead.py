@@ -32,7 +32,7 @@ from medspeed.common.training.losses import build_loss
 from medspeed.common.training.setup import choose_precision
 from medspeed.models.unet3d import unet3d
 
-_CHANNELS, _CROP, _BATCH = (8, 16, 32, 64), (64, 64, 48), 4  # the spleen app's on a CPU
+_CHANNELS, _CROP, _BATCH = (8, 16, 32, 64), (48, 48, 32), 4  # the spleen app's on a CPU
 
 
 def main() -> None:

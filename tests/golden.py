@@ -57,6 +57,11 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "optimizer": "novograd", "schedule": "cosine", "channels_last": True, "crops.flips": "xyz",
         "crops.intensity": 0.1, "parallel.partitions": 2,
     }),
+    "brats-muon": ("brats", _BRATS | {
+        "recipe": "fast", "cache": "ram", "crops.per_case": 2, "loss": "dice_focal",
+        "optimizer": "muon", "schedule": "cosine", "channels_last": True, "crops.flips": "x",
+        "crops.intensity": 0.1,
+    }),
     "brats-guide": ("brats", _BRATS | {
         "recipe": "guide", "cache": "monai", "crops.per_case": 1, "loss": "monai_dice_focal", "batch_size": 1,
         "optimizer": "monai_novograd", "schedule": "cosine", "channels_last": False, "crops.flips": "xyz",

@@ -18,7 +18,6 @@ OptimizerName = Literal["novograd", "muon", "monai_novograd", "adam", "sgd"]
 BLOCK = 1024
 
 _BETA1 = 0.9  # the default of MONAI's Novograd
-_VECTORS = 0.2  # share of Muon's learning rate that biases, slopes and scales have: tried on the apps' phantoms
 _TINY = 1e-30  # what no length is below, so that a gradient of zeros changes nothing
 
 
@@ -54,7 +53,7 @@ class Muon(_Uncompiled):
         m_t = 0.9 * m_{t-1} + 0.1 * g
         u   = 0.9 * m_t + 0.1 * g
         w   = w - lr * sqrt(max(1, rows / columns)) * orthogonal(u)      (kernels: [O, I, ...] is O rows)
-        w   = w - lr / 5 * u / sqrt(mean(u^2))                           (biases, slopes, scales)
+        w   = w - lr * u / sqrt(mean(u^2))                               (biases, slopes, scales)
 
     Args:
         params: parameters; those that are frozen are left as they are.
@@ -81,7 +80,7 @@ class Muon(_Uncompiled):
         update = gradient.lerp(moment, _BETA1)
         if parameter.ndim < 2:
             length = torch.linalg.vector_norm(update).clamp(min=_TINY)
-            parameter.sub_(update / length, alpha=_VECTORS * lr * math.sqrt(update.numel()))
+            parameter.sub_(update / length, alpha=lr * math.sqrt(update.numel()))
             return
         matrix = update.flatten(1)
         rate = lr * math.sqrt(max(1, len(matrix) / matrix.shape[1]))
