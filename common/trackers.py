@@ -156,7 +156,8 @@ class Trackers:
     def __init__(
         self, names: Sequence[str] = (), app: str = "", folder: Path = Path(), say: Callable[..., None] = print
     ) -> None:
-        self._names, self._project, self._folder, self._say = names, f"medspeed-{app}", folder, say
+        self._names, self._project = tuple(dict.fromkeys(names)), f"medspeed-{app}"  # each once
+        self._folder, self._say = folder, say
         self._lines: list[_Line] = []
 
     def begin(self, settings: dict[str, Any], step: int) -> None:

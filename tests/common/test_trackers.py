@@ -68,6 +68,13 @@ def test_a_resumed_run_goes_on_under_its_id_and_a_stopped_one_has_failed(begun, 
     assert flaky.got == [("open", ""), ("failed",), ("open", "id-1"), ("failed",)]
 
 
+def test_one_that_is_given_twice_gets_all_once(flaky, tmp_path):
+    found = Trackers(("mlflow", "mlflow"), "spleen", tmp_path, lambda *_: None)
+    found.begin({}, 0)
+    found.close(failed=False)
+    assert flaky.got == [("open", ""), ("finished",)]
+
+
 def test_a_server_that_fails_costs_one_warning_and_gets_all_when_it_is_back(begun, flaky, monkeypatch):
     said, found = begun
     now = 100.0
