@@ -161,7 +161,9 @@ def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: 
         value = _SWITCH.get(value.lower(), value)
     elif isinstance(words, list):
         gap = r"[,\s]+" if get_args(core)[0] in (int, float) else ","
-        parts = re.split(gap, value.strip("[] ")) if len(words) == 1 or value.startswith("[") else given
+        whole = get_args(core)[0] is Path and Path(value).exists()  # whose name has a comma
+        listed = not whole and (len(words) == 1 or value.startswith("["))
+        parts = re.split(gap, value.strip("[] ")) if listed else given
         value = [part.strip("'\", ") for part in parts if part]
     return as_type(told, expected, value)
 
@@ -169,10 +171,10 @@ def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: 
 def as_type(told: str, expected: Any, value: Any) -> Any:  # noqa: ANN401 - a type and its value
     """Return a value as a type, a path from its text and a number too; a ValueError begins with what was `told`.
 
-    A single text is a list of one, where several may be given.
+    A single path is a list of one, where several may be given.
     """
     value = msgspec.to_builtins(value, enc_hook=lambda each: getattr(each, "tolist", each.__str__)())  # NumPy's, paths
-    if isinstance(value, str) and get_args(_core(expected))[-1:] == (...,):
+    if isinstance(value, str) and get_args(_core(expected)) == (Path, ...):
         value = [value]
     try:
         return msgspec.convert(value, expected, strict=False, dec_hook=lambda kind, text: kind(_at_home(text)))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import medspeed
+from medspeed.common.config import parse_config
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference import scans as scans_module
@@ -166,6 +167,21 @@ def test_a_folder_of_folds_means_all_of_them_in_order(tmp_path, runs):
         model_folders([tmp_path / "cv"])
     with pytest.raises(ValueError, match=r"model: needs a run folder"):
         InferConfig((), tmp_path, tmp_path / "out")
+
+
+def test_runs_are_listed_and_a_single_one_may_have_a_comma_in_its_name(tmp_path):
+    def parsed(*model: object) -> tuple[Path, ...]:
+        words = ["--model", *map(str, model), "--input", "in", "--output", "out"]
+        return parse_config(InferConfig, {}, words).model
+
+    run = tmp_path / "rate=0.1,batch=4"
+    run.mkdir()
+    assert parsed(run) == (run,)
+    assert parsed(run, "b") == (run, Path("b"))
+    assert parsed("a", "b") == parsed("a,b") == (Path("a"), Path("b"))
+    written = tmp_path / "infer.yaml"
+    written.write_text("model: runs/a\ninput: in\noutput: out\n")  # as before there could be several
+    assert parse_config(InferConfig, {}, ["--config", str(written)]).model == (Path("runs/a"),)
 
 
 def test_a_folder_of_scans_resumes_only_with_the_same_members_and_names_them(runs, images, tmp_path, capsys):
