@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from medspeed.common.console import say
 from medspeed.common.data.dataset import SUFFIXES, Dataset, merged_split, read_dataset, read_split
 from medspeed.common.data.threads import map_in_threads, usable_cores
 from medspeed.common.data.volumes import read_header, read_volume
-from medspeed.common.files import printable, read_object
+from medspeed.common.files import plural, printable, read_object
 from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.folder_job import BAD_INPUT
@@ -20,8 +21,8 @@ from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.inference.scan_files import stem_of
 from medspeed.common.inference.scans import segment_scans
+from medspeed.common.inference.scores import OUT_OF_MEMORY, Labels, Scores, completed, score, structures
 from medspeed.common.inference.scores import Evaluation as Evaluation
-from medspeed.common.inference.scores import Labels, Scores, completed, score, structures
 
 _VOXEL = 18  # bytes to compare one, at most: two files of float64
 _MEAN, _SHOWN = "{mean:.3f} [{low:.3f}, {high:.3f}]", ("dice", "nsd", "hd95_mm", "error_percent")
@@ -40,7 +41,8 @@ def evaluate_folders(
     """
     found, true = map(_label_maps, (predictions, references))
     pairs = {name: (found.get(name, predictions / name), file) for name, file in true.items()}
-    return evaluate_files(pairs, labels, tolerance)
+    extra = sorted(found.keys() - true.keys())
+    return replace(evaluate_files(pairs, labels, tolerance), extra=extra)
 
 
 def _label_maps(folder: Path) -> dict[str, Path]:
@@ -63,6 +65,8 @@ def evaluate_files(pairs: Mapping[str, tuple[Path, Path]], labels: Labels | None
             return score(prediction, reference, labels, tolerance)
         except BAD_INPUT as error:
             return str(error)
+        except MemoryError:
+            return OUT_OF_MEMORY
 
     names = [name for name, (prediction, _) in pairs.items() if prediction.is_file()]
     results = dict(zip(names, map_in_threads(compare, names, "evaluate", _workers(pairs)), strict=True))
@@ -109,6 +113,9 @@ def run_evaluation(
         found = evaluate_folders(predictions, references, labels or None, tolerance=config.tolerance)
     for name, why in {**found.refused, **dict.fromkeys(found.missing, "MISSING prediction")}.items():
         say(printable(f"{name}: left out of the means: {why}"), "warning")
+    if found.extra:
+        names = printable(", ".join(found.extra))
+        say(f"{plural(len(found.extra), 'prediction')} without a reference, not evaluated: {names}", "warning")
     say(f"means with 95 percent intervals, nsd at {config.tolerance:g} mm; all of it: {output / 'evaluation.csv'}")
     say_means(found)
     found.write(output)

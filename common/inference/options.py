@@ -20,12 +20,13 @@ DEFINITIONS = """
 All is measured on the grid of the files, in mm by their affine. Dice: 2 |A and B| / (|A| + |B|). A surface is the
 voxels of a mask with a face towards a voxel outside it or the edge of the image; distances go from every surface voxel
 of either mask to the nearest one of the other. NSD (surface Dice): the share of them within --tolerance. HD95: the
-larger of the two 95th percentiles. ASSD: the mean of them all. Volume error: prediction minus reference. A connected
-component (26 neighbors) of the reference is found if 10 percent of its voxels are predicted, one of the prediction is
-true if 10 percent of its voxels lie in the reference; sensitivity: found / all of the reference, precision: true / all
-of the prediction, F1: (found + true) / all of both. Empty masks: if both are, Dice and distances are undefined and the
-means leave the case out, as nnU-Net does; if one is, Dice and NSD are 0, HD95 and ASSD the diagonal of the image, as in
-BraTS. A missing prediction is listed, left out of the means, and ends the program with status 1."""
+larger of the two 95th percentiles. ASSD: the mean of them all. Beyond a million surface voxels every nth is
+measured. Volume error: prediction minus reference. A connected component (26 neighbors) of the reference is found if
+10 percent of its voxels are predicted, one of the prediction is true if 10 percent of its voxels lie in the reference;
+sensitivity: found / all of the reference, precision: true / all of the prediction, F1: (found + true) / all of both.
+Empty masks: if both are, Dice and distances are undefined and the means leave the case out, as nnU-Net does; if one is,
+Dice and NSD are 0, HD95 and ASSD the diagonal of the image, as in BraTS. A missing prediction is listed, left out of
+the means, and ends the program with status 1; a prediction without a reference is listed."""
 """The metrics of an evaluation, as the help shows them; surfaces, distances and percentiles are MONAI's."""
 
 

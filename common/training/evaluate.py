@@ -80,21 +80,25 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     The ranks share the cases, whose prepared forms lie in the store of `config`. Each is kept for the report's viewer.
     Post-processing that helps on them is written into `model.json`.
     """
-    from medspeed.common.inference.scores import Evaluation, score, structures  # here: training needs none of it
+    from medspeed.common.inference import scores as measured  # here: training needs none of it
 
-    split, ranks, regions = data.split, run.ranks, structures(model.labelling)
+    split, ranks, regions = data.split, run.ranks, measured.structures(model.labelling)
     cases = ranks.shard(split.validation)
     with run.clock.stage("prepare"):  # already there, unless MONAI prepared for the training
         prepared = stored_cases(cases, model, config, run)
     with run.clock.stage("validate"):
-        predictor, parts, scores = torch_predictor(best_network(model, fitted, run)), [], []
+        predictor, parts = torch_predictor(best_network(model, fitted, run)), []
+        scores: list[list[dict[str, Any]] | str] = []
         refusal = no_choice(config, split)
         draws = run.directory.is_dir()  # another host's ranks draw nothing
         for case, voxels in zip(cases, prepared, strict=True):
             logits = predict_logits(voxels.image.to(run.device, torch.float32), predictor, model)
             labels, truth = thresholded(logits, voxels.grid, model.labelling), read_truth(case).numpy()
             found, true = (Volume(each, np.array(voxels.grid.native_affine), case.image) for each in (labels, truth))
-            scores.append(score(found, true, regions, EvaluateConfig.tolerance))
+            try:
+                scores.append(measured.score(found, true, regions, EvaluateConfig.tolerance))
+            except MemoryError:  # the run must not end before its export
+                scores.append(measured.OUT_OF_MEMORY)
             tried: dict[Steps, CaseParts] = {(): case_parts(labels, truth, model.labelling, true.voxel_ml)}
             for steps in thresholds(model.labelling) if not refusal else []:
                 other = thresholded(logits, voxels.grid, model.labelling, steps)
@@ -111,7 +115,12 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         region.name: None if math.isnan(value) else value
         for region, value in zip(model.labelling.regions, means, strict=True)
     }
-    evaluation = Evaluation(EvaluateConfig.tolerance, dict(zip(dice, scores, strict=True)))
+    by_name = dict(zip(dice, scores, strict=True))
+    refused = {name: each for name, each in by_name.items() if isinstance(each, str)}
+    rows = {name: each for name, each in by_name.items() if not isinstance(each, str)}
+    evaluation = measured.Evaluation(EvaluateConfig.tolerance, rows, refused=refused)
+    for name, why in refused.items():
+        run.say(f"{printable(name)}: not in evaluation.csv: {why}", "warning")
     shown = ", ".join(f"{name} {value:.4f}" for name, value in by_region.items() if value is not None)
     worst = min(dice, key=dice.__getitem__)
     run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({printable(worst)})", "result")

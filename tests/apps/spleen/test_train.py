@@ -10,7 +10,7 @@ from medspeed.apps.spleen import evaluate, infer
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig
 from medspeed.apps.spleen.train import main
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.inference import postprocessing
+from medspeed.common.inference import postprocessing, scores
 from medspeed.common.inference.labels import dice_counts, dice_of_counts, one_region_per_label
 from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
@@ -168,6 +168,20 @@ def test_fine_tuning_starts_from_given_weights(run, phantoms, store, tmp_path):
     main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "tuned", init=weights, **config))
     before, after = load_weights(weights), load_weights(tmp_path / "tuned" / "best.safetensors")
     assert torch.allclose(before["model.0.conv.unit0.conv.weight"], after["model.0.conv.unit0.conv.weight"], atol=1e-9)
+
+
+def test_surfaces_that_memory_does_not_hold_do_not_cost_the_export(phantoms, store, tmp_path, monkeypatch, any_quality):
+    def compare(*given):
+        raise MemoryError
+
+    monkeypatch.setattr(scores, "score", compare)
+    config = {**TINY, "epochs": 1, "engine": "none"}
+    summary = main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "run", **config))
+    assert (tmp_path / "run" / "exports" / "model_fp32.onnx").is_file()
+    assert summary is not None
+    (case,) = summary["quality"]["per_case"]
+    assert f"{case}: not in evaluation.csv: out of memory" in (tmp_path / "run" / "run.log").read_text()
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 @pytest.mark.slow

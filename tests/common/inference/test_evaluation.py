@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from scipy.ndimage import gaussian_filter
+from scipy.spatial import KDTree
 from scipy.spatial.distance import dice as dissimilarity
 from skimage.measure import regionprops
 from torch import nn
 
 from medspeed.common.data.label_files import write_label
 from medspeed.common.data.volumes import Volume
-from medspeed.common.inference import evaluation
+from medspeed.common.inference import evaluation, scores
 from medspeed.common.inference.evaluation import evaluate_folders, run_evaluation
 from medspeed.common.inference.labels import LabelScheme, one_region_per_label
 from medspeed.common.inference.options import EvaluateConfig
@@ -135,6 +136,26 @@ def test_the_percentile_is_the_larger_of_the_two_directions():
     assert found["assd_mm"] == pytest.approx(40 / 21)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_of_large_surfaces_a_part_of_both_is_measured(seed, monkeypatch):
+    field = gaussian_filter(np.random.default_rng(seed).standard_normal((60, 60, 60)), 1.0)
+    noise, ball = (field > 0).astype(np.uint8), block((20, 40), (20, 40), (20, 40), shape=(60, 60, 60))
+    whole = one(noise, ball)
+    asked: list[int] = []
+
+    class Tree(KDTree):
+        def query(self, x: Any, *rest: Any, **options: Any) -> Any:
+            asked.append(len(x))
+            return super().query(x, *rest, **options)
+
+    monkeypatch.setattr(scores, "KDTree", Tree)
+    monkeypatch.setattr(scores, "_MOST_POINTS", 10_000)
+    part = one(noise, ball)
+    assert 10_000 > max(asked) > 5_000
+    assert part == pytest.approx(whole, rel=0.03)
+    assert part != whole
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 0, 2)])
 def test_the_files_axes_do_not_matter(order):
     prediction, reference, spacing = random_pair(3)
@@ -241,6 +262,8 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     write(found, "shape.nii.gz", block((1, 5), (1, 5), (1, 5), shape=(9, 10, 12)))
     write(found, "affine.nii.gz", cube, (1.0, 1.0, 3.0))
     (found / "broken.nii.gz").write_bytes(b"\x1f\x8b")
+    write(found, "extra.nii.gz", cube)
+    write(found, "other.nii", cube)
     (found / "._a.nii.gz").write_bytes(b"macOS")
     return found, true
 
@@ -249,6 +272,7 @@ def test_folders_are_matched_by_name_and_nothing_is_dropped_silently(folders):
     found = evaluate_folders(folders[0], folders[1], {"cube": (1,)})
     assert list(found.cases) == ["=b", "a"]
     assert found.missing == ["missing"]
+    assert found.extra == ["extra", "other"]
     assert set(found.refused) == {"shape", "affine", "broken"}
     assert "shape.nii.gz is not on the grid of its reference" in found.refused["shape"]
     assert "(9, 10, 12)" in found.refused["shape"]
@@ -275,7 +299,7 @@ def test_tables_hold_every_case_and_the_means(folders, capsys):
     assert (rows[1]["dice"], rows[1]["reference_ml"]) == ("", "0.0")
     content = json.loads((folders[0] / "evaluation.json").read_text())
     assert content["tolerance_mm"] == 0.5
-    assert content["missing"] == ["missing"]
+    assert (content["missing"], content["extra"]) == (["missing"], ["extra", "other"])
     assert set(content["refused"]) == {"shape", "affine", "broken"}
     assert content["cases"]["a"][0]["dice"] == 1.0
     dice = content["summary"]["cube"]["dice"]
@@ -284,17 +308,32 @@ def test_tables_hold_every_case_and_the_means(folders, capsys):
     said = capsys.readouterr().out
     assert "missing: left out of the means: MISSING prediction" in said
     assert "affine: left out of the means:" in said
+    assert "2 predictions without a reference, not evaluated: extra, other\n" in said
     assert "2 cases  dice 0.875 [0.750, 1.000]  nsd " in said
     assert "none" in said
 
 
-def test_all_there_is_no_complaint(folders):
+def test_a_case_that_memory_does_not_hold_costs_no_other(folders, monkeypatch):
+    def compare(prediction: Volume, *rest: Any) -> Any:
+        if prediction.path.name == "a.nii.gz":
+            raise MemoryError
+        return score(prediction, *rest)
+
+    monkeypatch.setattr(evaluation, "score", compare)
+    found = evaluate_folders(folders[0], folders[1], {"cube": (1,)})
+    assert list(found.cases) == ["=b"]
+    assert "out of memory" in found.refused["a"]
+
+
+def test_predictions_without_a_reference_are_listed_and_no_failure(folders, capsys):
     found, true = folders
     for name in ("missing", "shape", "affine", "broken"):
         (true / f"{name}.nii.gz").unlink()
     output = found.parent / "tables"
     assert run_evaluation(EvaluateConfig(found, true, labels=("cube=1",), output=output), *OF_NO_RUN).status == 0
     assert {path.name for path in output.iterdir()} == {"evaluation.csv", "evaluation.json"}
+    said = capsys.readouterr().out
+    assert "5 predictions without a reference, not evaluated: affine, broken, extra, other, shape\n" in said
 
 
 def test_a_dataset_above_the_references_names_the_labels(folders, capsys):
