@@ -87,7 +87,7 @@ RESULTS = {
     SlideScores: "froc slide_auc slides left_out refused status",
 }
 
-DEMO = ("best.safetensors", "model.json", "summary.json", "README.md")  # behind `--model demo`
+DEMO = ("best.safetensors", "model.json", "fingerprint.json", "summary.json", "README.md")  # behind `--model demo`
 
 MAKE = ("train", "test", "test-all", "doctor", "ladder", "record", "image-test")
 
@@ -97,6 +97,10 @@ RUN_FILES = (
     "fingerprint.json", "split.json", "environment.json", "digests.json", "model.json", "run.log", "monitor.csv",
     "monitor.png", "profile/operations.txt", "evaluation.csv", "evaluation.json",
 )  # fmt: skip
+MEASURES = (
+    "scan,structure,voxels,volume_ml,parts,longest_axial_mm,short_axial_mm,extent_rl_mm,extent_pa_mm,extent_is_mm,"
+    "uncertain"
+)
 SCAN_FILES = ("phantom_000.nii.gz", "phantom_000.png", "measurements.csv", "timings.json", "timeline.png", "records")
 
 
@@ -179,3 +183,5 @@ def test_a_run_and_its_scans_leave_every_file(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     assert [name for name in RUN_FILES if not (tmp_path / "run" / name).exists()] == []
     assert [name for name in SCAN_FILES if not (tmp_path / "masks" / name).exists()] == []
+    header = (tmp_path / "masks" / "measurements.csv").read_text().splitlines()[0]
+    assert header.startswith(MEASURES)

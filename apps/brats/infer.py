@@ -1,10 +1,10 @@
 """Segment scans with a trained run: label maps on the grid of the input, measurements, overlays."""
 
 from medspeed.common.config import parse_config
-from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.options import DOUBTS, InferConfig
 
 if __name__ == "__main__":
-    CONFIG = parse_config(InferConfig, {}, description=__doc__)  # before torch: --help answers at once
+    CONFIG = parse_config(InferConfig, {}, description=__doc__ + DOUBTS)  # before torch: --help answers at once
 
 from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.predictions import Predictions

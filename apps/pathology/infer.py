@@ -111,9 +111,7 @@ class Scanner:
             "NO TISSUE found, nothing scanned": not found.tiles,
             f"{len(damaged)} DAMAGED TILES treated as white": damaged,
             "pixels of unknown size": bool(mpp) and slide.mpp is None,
-            f"pixels of {slide.mpp} um, more than {_COARSER:g} times the {mpp} um of the training": (
-                mpp and slide.mpp and slide.mpp > _COARSER * mpp
-            ),
+            f"pixels of {slide.mpp} um, in training {mpp} um": mpp and slide.mpp and slide.mpp > _COARSER * mpp,
         }
         return {
             "uncertain": [doubt for doubt, holds in doubts.items() if holds],

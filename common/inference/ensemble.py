@@ -16,10 +16,12 @@ from torch import nn
 from medspeed.common.config import flat
 from medspeed.common.console import say
 from medspeed.common.files import printable, sha256_of
+from medspeed.common.inference.labels import LabelScheme, pair_counts
 from medspeed.common.inference.members import Member, mean_of
 from medspeed.common.inference.model import VolumeModel, load_model, read_note
 from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
 from medspeed.common.inference.options import AnyPrecision, Backend
+from medspeed.common.inference.predictors import Predictor
 
 _SHARED = ("labelling", "preparation", "window_size", "overlap")
 
@@ -97,8 +99,24 @@ def open_models(
     found = opened(backend)
     if len({(each.backend, each.precision) for each in found}) > 1:
         found = [replace(each, reason="the models have not the same exports") for each in opened("torch")]
-    predict = partial(mean_of, [each.predict for each in found])
-    return replace(found[0], predict=predict, others=tuple(each.file for each in found[1:]))
+    members, others = tuple(each.predict for each in found), tuple(each.file for each in found[1:])
+    return replace(found[0], predict=partial(mean_of, members), others=others, members=members)
+
+
+def compared_mean(
+    members: Sequence[Predictor], scheme: LabelScheme, pairs: list[torch.Tensor], windows: torch.Tensor
+) -> torch.Tensor:
+    """Return the mean logits of predictors as `mean_of` does; `pairs` receives how well they agree (`pair_counts`)."""
+    labels: list[torch.Tensor] = []
+
+    def noted(member: Predictor, windows: torch.Tensor) -> torch.Tensor:
+        logits = member(windows)
+        labels.append(scheme.labels_of(logits[..., ::2, ::2, ::2].transpose(0, 1)))  # enough, and an eighth of the work
+        return logits
+
+    mean = mean_of([partial(noted, member) for member in members], windows)
+    pairs.append(pair_counts(labels, scheme.regions))
+    return mean
 
 
 def digest_of(opened: OpenedPredictor) -> str:

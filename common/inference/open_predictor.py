@@ -47,7 +47,7 @@ _MOST_CHANNELS = 4
 class OpenedPredictor:
     """A predictor, what runs it in which precision, in one line why, and the file whose numbers it computes with.
 
-    Of an ensemble of several runs, `others` are the files of all members but the first.
+    Of an ensemble of several runs, `others` are the files of all members but the first, `members` what runs each.
     """
 
     predict: Predictor
@@ -56,6 +56,7 @@ class OpenedPredictor:
     reason: str
     file: Path
     others: tuple[Path, ...] = ()
+    members: tuple[Predictor, ...] = ()
 
 
 def open_predictor(

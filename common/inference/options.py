@@ -29,6 +29,12 @@ Dice and NSD are 0, HD95 and ASSD the diagonal of the image, as in BraTS. A miss
 the means, and ends the program with status 1; a prediction without a reference is listed."""
 """The metrics of an evaluation, as the help shows them; surfaces, distances and percentiles are MONAI's."""
 
+DOUBTS = """
+A scan is UNCERTAIN, in its line and in measurements.csv, if its label map is empty; if the volume of a structure, the
+voxel spacing or the field of view is outside the range of the training cases by more than a factor of 1.5; if
+percentile 5, 50 or 95 of its intensities is outside by more than a quarter of their span; if the Dice between flips, or
+between models, is below 0.7."""
+
 
 def model_folder(model: Path) -> Path:
     """Return the folder of a run; for "demo", unless there is such a folder, a copy of the demo weights.

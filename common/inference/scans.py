@@ -19,7 +19,7 @@ from medspeed.common.data.threads import usable_cores
 from medspeed.common.data.volumes import Volume
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
-from medspeed.common.inference.ensemble import digest_of, open_models
+from medspeed.common.inference.ensemble import compared_mean, digest_of, open_models
 from medspeed.common.inference.folder_job import FolderJob, Item
 from medspeed.common.inference.labels import dice_of_counts
 from medspeed.common.inference.measure import measure, write_measures
@@ -162,11 +162,7 @@ class Segmenter:
             return read_scan(scan, preparation.channels)
 
     def compute(self, item: ScanItem, volume: Volume) -> Found:
-        """Prepare a scan, apply the network, and bring its labels [X, Y, Z] uint8 back to the scan's grid.
-
-        Returns:
-            The scan, its labels, and how well several predictions agree (see `with_doubts`).
-        """
+        """Return a scan, its labels [X, Y, Z] uint8 on its own grid, and the agreement (see `with_doubts`)."""
         stage, config, model = partial(self.timeline.stage, item.name, "compute", waits=True), self.config, self.model
         self.pairs.clear()
         with stage("prepare"):
@@ -245,7 +241,10 @@ def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
     opened = open_models(config.model, model, backend=config.backend, precision=config.precision, device=device)
     if config.fit_windows and opened.backend != "torch":
         raise ValueError(f"fit_windows: {opened.backend} needs windows of one size; drop it, or use --backend torch")
+    members, pairs = opened.members or (opened.predict,), list[torch.Tensor]()
     if opened.backend == "torch" and device.type == "cuda":
         about = f"{model.network.__name__} {model.arguments} in {opened.precision}"
-        opened = replace(opened, predict=RepeatingPredictor(opened.predict, about, partial(say, kind="detail")))
-    return Segmenter(config, model, opened, device, read_figures(*config.model))
+        members = tuple(RepeatingPredictor(each, about, partial(say, kind="detail")) for each in members)
+    predict = partial(compared_mean, members, model.labelling, pairs) if opened.members else members[0]
+    opened = replace(opened, predict=predict)
+    return Segmenter(config, model, opened, device, read_figures(*config.model), pairs=pairs)

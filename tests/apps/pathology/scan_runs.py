@@ -50,10 +50,10 @@ def disc(x: int, y: int, radius: int, side: int = 512) -> np.ndarray:
     return np.asarray((rows - y) ** 2 + (columns - x) ** 2 <= radius**2)
 
 
-def write_run(folder: Path) -> Path:
+def write_run(folder: Path, model: PathologyModel = MODEL) -> Path:
     """Write the folder of a run with random weights."""
     folder.mkdir(parents=True)
     torch.manual_seed(0)
-    write_model(folder, "pathology", MODEL)
+    write_model(folder, "pathology", model)
     save_weights(folder / "best.safetensors", resnet18_fcn(MODEL.patch_size).state_dict(), {})
     return folder

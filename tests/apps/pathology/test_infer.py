@@ -108,6 +108,14 @@ def test_damaged_tiles_are_white_and_recorded(config, capsys):
     assert "1 DAMAGED TILES treated as white" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("mpp", "doubts"), [(1.3, ["pixels of 2.0 um, in training 1.3 um"]), (1.4, []), (None, [])])
+def test_pixels_far_larger_than_in_training_make_a_slide_uncertain(config, tmp_path, mpp, doubts, capsys):
+    run = write_run(tmp_path / "coarse", replace(MODEL, mpp=mpp))
+    assert infer.main(replace(config, model=run, input=config.input / "one.tif")).status == 0
+    assert _record(config, "one")["uncertain"] == doubts
+    assert ("UNCERTAIN: pixels of" in capsys.readouterr().out) == bool(doubts)
+
+
 def test_finished_slides_are_kept_until_weights_options_or_the_slide_change(config, capsys):
     infer.main(config)
     before = (config.output / "one" / "slide.json").stat().st_mtime_ns

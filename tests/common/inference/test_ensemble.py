@@ -18,8 +18,9 @@ from medspeed.common.config import parse_config
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference import scans as scans_module
-from medspeed.common.inference.ensemble import load_models, open_models
+from medspeed.common.inference.ensemble import compared_mean, load_models, open_models
 from medspeed.common.inference.evaluation import evaluate_folders
+from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.members import Ensemble, mean_of
 from medspeed.common.inference.model import VolumeModel, load_weights, save_weights, write_model
 from medspeed.common.inference.open_predictor import open_predictor
@@ -87,6 +88,30 @@ def test_networks_may_differ_where_all_else_is_shared(runs, tmp_path):
     windows = torch.rand((2, 1, *MODEL.window_size), generator=torch.Generator().manual_seed(0))
     alone = [open_predictor(run, load_models([run], "spleen", unet3d), backend="torch", device=CPU) for run in both]
     torch.testing.assert_close(opened.predict(windows), sum(each.predict(windows) for each in alone) / 2)
+
+
+def test_the_agreement_of_models_is_counted_in_their_windows():
+    scheme = one_region_per_label(("background", "organ"))
+    found = torch.zeros(3, 2, 2, 1, 1, 4)  # [member, B, K, X, Y, Z]
+    found[:, 0, 1, 0, 0] = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, -1], [1, -1, -1, -1]])
+    found[:, 1, 1] = -1
+    found = found.repeat_interleave(2, dim=-1)  # every second voxel is compared
+    members, pairs = [lambda windows, each=each: each for each in found], list[torch.Tensor]()
+    mean = compared_mean(members, scheme, pairs, torch.zeros(2, 1, 1, 1, 8))
+    assert torch.equal(mean, mean_of(members, torch.zeros(2, 1, 1, 1, 8)))
+    assert [each.tolist() for each in pairs] == [[[4, 12]]]  # of 3, 2 and 1 voxels the pairs share 2, 1 and 1
+
+
+def test_models_that_disagree_on_a_scan_are_said_and_models_that_agree_are_not(runs, images, tmp_path, capsys):
+    near = tmp_path / "near"
+    shutil.copytree(runs[0], near)
+    weights = {name: value * 1.0001 for name, value in load_weights(near / "best.safetensors").items()}
+    save_weights(near / "best.safetensors", weights, {})
+    for pair, low in (((runs[0], runs[1]), True), ((runs[0], near), False)):
+        done = infer(pair, images, tmp_path / str(low)).done
+        said = [" ".join(each.record["uncertain"]) for each in done.values()]
+        assert [("between flips or models" in each) for each in said] == [low, low], said
+        assert ("UNCERTAIN: spleen: Dice 0." in capsys.readouterr().out) == low
 
 
 def test_precision_and_post_processing_are_the_models_where_they_agree(tmp_path, capsys):
