@@ -107,8 +107,8 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
             few = replace(whole, epochs=epochs, validate_every=epochs)
             fit(replace(setup, validate=nan_as_zero(setup.validate)), few, run)
             deepest: list[int] = []
-            if isinstance(whole, SegmentationConfig):
-                deepest = [side // 2 ** decided(whole.halvings()) for side in decided(whole.crop_size)]
+            if isinstance(whole, SegmentationConfig) and (levels := whole.halvings()) is not None:
+                deepest = [side // 2**levels for side in decided(whole.crop_size)]
             step, doubled, others = step_times(setup, choose_precision("auto", run.device, deepest))
             parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto"))
         planned, every = whole.epochs, whole.validate_every

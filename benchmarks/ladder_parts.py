@@ -27,12 +27,16 @@ from torch.utils.checkpoint import checkpoint
 
 from medspeed.apps.opening import open_training
 from medspeed.benchmarks.harness import fast_step, in_turn, median
+from medspeed.common.config import replaced
 from medspeed.common.files import read_json_lines
 from medspeed.common.host_memory import peak_memory
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.fit import Setup, fit
+from medspeed.common.training.networks import choose_sizes, network_arguments
 from medspeed.common.training.setup import start_run
+from medspeed.common.training.volume_config import SegmentationConfig
+from medspeed.models import find_network, networks
 
 Figures = dict[str, Any]
 
@@ -196,30 +200,26 @@ def steps(fast: TrainingConfig) -> Figures:
 
 def _networks(own: nn.Module, image: torch.Tensor) -> dict[str, nn.Module]:
     """Return networks by name that all take the app's images [B, C, X, Y, Z] and give as many channels as its own."""
-    given = {"spatial_dims": 3, "in_channels": image.shape[1], "out_channels": own(image[:1]).shape[1]}
-    ones, strides = (1, 1, 1, 1), (1, 2, 2, 2)
-    ratios = dict.fromkeys(("encoder_expansion_ratio", "bottleneck_expansion_ratio", "decoder_expansion_ratio"), 2)
-    dyn: dict[str, Any] = {"kernel_size": (3, 3, 3, 3), "strides": strides, "upsample_kernel_size": strides[1:]}
-    dyn |= {"filters": (8, 16, 32, 64), "deep_supr_num": 1}
+    channels, config = (image.shape[1], own(image[:1]).shape[1]), SegmentationConfig()
+
+    def small(name: str) -> Any:  # noqa: ANN401
+        build = find_network(name)
+        return build(*channels, **network_arguments(replaced(config, choose_sizes(config, build, "cpu")), build))
+
     whole: Any = nn.Sequential(own)  # keeps no activations and computes all of them again: the highest price
     whole.forward = partial(checkpoint, own, use_reentrant=False)
-    networks = {
+    sides: dict[str, nn.Module] = {
         "the app's": own,
         "the app's, checkpointed as a whole": whole,
-        "unet": nets.UNet(**given, channels=(8, 16, 32), strides=(2, 2), num_res_units=2),
-        "basic_unet": nets.BasicUNet(**given, features=(8, 8, 16, 32, 64, 8)),
-        "segresnet": nets.SegResNet(**given, init_filters=8, blocks_down=(1, 2, 2), blocks_up=(1, 1)),
-        "mednext": nets.MedNeXt(
-            **given, **ratios, init_filters=8, blocks_down=ones, blocks_bottleneck=1, blocks_up=ones
-        ),
-        "dynunet": nets.DynUNet(**given, **dyn),
-        "dynunet, deep supervision": nets.DynUNet(**given, **dyn, deep_supervision=True),
+        **{name: small(name) for name in networks()},
     }
+    supervised = {name: value for name, value in small("dynunet").monai.items() if name != "_target_"}
+    sides["dynunet, deep supervision"] = nets.DynUNet(**supervised, deep_supervision=True)
     if image.device.type == "cuda":  # reduce-overhead replays CUDA graphs
         for mode in ("default", "reduce-overhead", "max-autotune"):
             compiled: Any = torch.compile(copy.deepcopy(own), mode=mode)
-            networks[f"the app's, compiled in mode {mode}"] = compiled
-    return networks
+            sides[f"the app's, compiled in mode {mode}"] = compiled
+    return sides
 
 
 def _over_heads(loss: Callable[..., torch.Tensor], logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from medspeed.common.inference.scans import open_segmenter
 from medspeed.common.inference.scores import score
 from medspeed.common.training.losses import build_loss
 from medspeed.common.training.setup import choose_precision
+from medspeed.models import find_network
 
 Size = tuple[int, int, int]
 Step = Callable[[], object]
@@ -212,7 +213,7 @@ def fast_inference(task: Task, name: str) -> Sides:
         folder / "run", folder / "scans", folder / name, backend=backend, precision=precision,  # type: ignore[arg-type]
         device=str(task.device), overlays=False, fit_windows=fit,
     )  # fmt: skip
-    model = load_model(folder / "run", task.app, task.model.network)
+    model = load_model(folder / "run", task.app, find_network)
     job = open_segmenter(config, model).job(find_scans(folder / "scans"))
 
     def segment() -> int:

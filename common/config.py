@@ -1,7 +1,8 @@
 """One way to configure: a frozen dataclass, read from flags and a YAML file.
 
 Precedence, lowest first: the defaults of the dataclass, the recipe (or of a resumed run its own configuration), the
-file of `--config`, the flags. A field that is a dataclass itself is a group of flags: `--windows.size`.
+file of `--config`, the flags. A field that is a dataclass itself is a group of flags: `--windows.size`; its
+field `name`, if it has one, has the group's own: `--network`.
 """
 
 import inspect
@@ -53,7 +54,7 @@ def parse_config(
     words = vars(parser.parse_args(arguments))
     file, prints = words.pop("config"), words.pop("print_config")
     try:
-        given = {} if file is None else _typed(f"{file}: ", _read_yaml(file), leaves)
+        given = {} if file is None else _typed(f"{file}: ", read_yaml(file), leaves)
         given |= {name: value_of(name, leaves[name].type, each) for name, each in words.items()}
         config = _complete(kind, recipes, given, resumable)
     except (ValueError, OSError) as error:
@@ -95,7 +96,7 @@ def config_from_yaml(kind: type[Config], path: Path) -> Config:
         FileNotFoundError: the file does not exist.
         ValueError: the file holds another set of fields, or values out of bounds.
     """
-    values = _typed(f"{path}: ", _read_yaml(path), _leaves(kind))
+    values = _typed(f"{path}: ", read_yaml(path), _leaves(kind))
     try:
         return _complete(kind, {}, values)
     except ValueError as error:
@@ -196,7 +197,8 @@ def _complete(
 def _typed(where: str, content: Mapping[Any, Any], leaves: Mapping[str, _Leaf]) -> dict[str, Any]:
     """Return the values of a mapping by the names of `flat`; an error says `where` it is from."""
     values = {}
-    for name, value in _flattened(content):
+    for given, value in _flattened(content):
+        name = f"{given}.name" if f"{given}.name" in leaves else given
         if name not in leaves:
             raise ValueError(f"{where}{name[:_SHOWN]}: no such field{near(name[:_SHOWN], leaves)}")
         values[name] = as_type(f"{where}{name} {str(value)[:_SHOWN]}", leaves[name].type, value)
@@ -209,7 +211,7 @@ def _flattened(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[s
         yield from _flattened(value, f"{name}.") if isinstance(value, dict) else ((name, value),)
 
 
-def _read_yaml(path: Path) -> dict[Any, Any]:
+def read_yaml(path: Path) -> dict[Any, Any]:
     """Return the content of a configuration file, which is small and flat, as a hostile one is not."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such configuration file")

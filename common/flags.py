@@ -118,8 +118,8 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field: "--crops.per-case"."""
-    return f"--{name.replace('_', '-')}"
+    """Return the flag of a field: "--crops.per-case"; of the field `name` of a group that of the group: "--network"."""
+    return f"--{name.removesuffix('.name').replace('_', '-')}"
 
 
 def placeholder(core: Any) -> str:  # noqa: ANN401 - a type

@@ -85,6 +85,11 @@ class SegResNet3d(nn.Module):
         self, in_channels: int, out_channels: int, filters: int, blocks_down: Sequence[int], dropout: float
     ) -> None:
         super().__init__()
+        self.monai: dict[str, Any] = {  # how a bundle names it
+            "_target_": "SegResNet", "spatial_dims": 3, "init_filters": filters, "in_channels": in_channels,
+            "out_channels": out_channels, "dropout_prob": dropout or None, "blocks_down": [*blocks_down],
+            "blocks_up": [1] * (len(blocks_down) - 1),
+        }  # fmt: skip
         self.convInit = Convolution(in_channels, filters)
         self.down_layers, self.up_layers, self.up_samples = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         for level, blocks in enumerate(blocks_down):

@@ -130,6 +130,11 @@ class UNet3d(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, channels: Sequence[int], residual_units: int) -> None:
         super().__init__()
         assert len(channels) > 1 <= residual_units, (channels, residual_units)
+        self.monai: dict[str, Any] = {  # how a bundle names it
+            "_target_": "UNet", "spatial_dims": 3, "in_channels": in_channels, "out_channels": out_channels,
+            "channels": [*channels], "strides": [2] * (len(channels) - 1), "num_res_units": residual_units,
+            "norm": "batch",
+        }  # fmt: skip
         self.model = _level(in_channels, out_channels, channels, residual_units, top=True)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:

@@ -26,26 +26,26 @@ _TRAIN = (
 )
 _VOLUMES = (
     "cache split spacing crop_size crops.per_case crops.flips crops.intensity windows.size windows.overlap loss "
-    "channels_last"
+    "channels_last network channels network.filters network.blocks_down network.dropout"
 )
 _INFER = "model input output backend precision device overlays"
 _EXPORT = "model to output precision int8 data init engine device"
-_EVALUATE = "predictions references model data labels output tolerance config print-config"
+_EVALUATE = "predictions references network model data labels output tolerance config print-config"
 _SEEDS = "data seeds output"
 
 FLAGS = {
-    "apps/spleen/train.py": f"{_TRAIN} {_VOLUMES} window channels",
-    "apps/brats/train.py": f"{_TRAIN} {_VOLUMES} regions network.filters network.blocks_down network.dropout",
+    "apps/spleen/train.py": f"{_TRAIN} {_VOLUMES} window",
+    "apps/brats/train.py": f"{_TRAIN} {_VOLUMES} regions",
     "apps/pathology/train.py": f"{_TRAIN} source lists mpp held_out reader patches_per_slide patch_size "
     "augmentation.jitter augmentation.zoom augmentation.label_smoothing channels_last tile_size",
-    "apps/spleen/infer.py": f"{_INFER} flips fit_windows largest_component smallest_ml keep_patient",
-    "apps/brats/infer.py": f"{_INFER} flips fit_windows largest_component smallest_ml keep_patient",
+    "apps/spleen/infer.py": f"{_INFER} network flips fit_windows largest_component smallest_ml keep_patient",
+    "apps/brats/infer.py": f"{_INFER} network flips fit_windows largest_component smallest_ml keep_patient",
     "apps/pathology/infer.py": f"{_INFER} mode stride reader",
     "apps/spleen/evaluate.py": _EVALUATE,
     "apps/brats/evaluate.py": _EVALUATE,
     "apps/pathology/evaluate.py": "scans data",
-    "apps/spleen/export.py": f"{_EXPORT} labels channels spacing window window_size overlap",
-    "apps/brats/export.py": f"{_EXPORT} filters blocks_down spacing window_size overlap",
+    "apps/spleen/export.py": f"{_EXPORT} network labels channels spacing window window_size overlap",
+    "apps/brats/export.py": f"{_EXPORT} network filters blocks_down spacing window_size overlap",
     "apps/pathology/export.py": f"{_EXPORT} patch_size mpp tile_size",
     "apps/folds.py spleen": f"{_TRAIN} {_VOLUMES} window channels",
     "apps/doctor.py": "app json",

@@ -9,25 +9,25 @@ from medspeed.apps.brats.config import BratsConfig
 from medspeed.common.kernels import norms, trust
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
+from medspeed.common.training.networks import Build
 from medspeed.common.training.resolve import Data, Defaults, choose_volumes
 from medspeed.common.training.setup import dtype_of
 
-# The guide's network and crop on a GPU, and its 388 cases for 80 epochs, when it has reached its target; small ones on
+# The guide's crop on a GPU, and its 388 cases for 80 epochs, when it has reached its target; small ones on
 # a CPU (trained in less than a minute on two cores). The two halves of a brain are alike.
 DEFAULTS = {
     "cuda": Defaults(
-        {"network.filters": 16, "network.blocks_down": (1, 2, 2, 4), "crops.per_case": 1, "crops.flips": "xyz"},
+        {"crops.per_case": 1, "crops.flips": "xyz"},
         crop=(224, 224, 144), window=(160, 160, 160), window_batch=2, batch_size=1, steps=31_040, validations=5,
     ),
     "cpu": Defaults(
-        {"network.filters": 8, "network.blocks_down": (1, 2, 2), "crops.per_case": 4, "crops.flips": "x",
-         "optimizer": "muon"},
+        {"crops.per_case": 4, "crops.flips": "x", "optimizer": "muon"},
         crop=(32, 32, 32), window=(96, 64, 64), window_batch=1, batch_size=4, steps=112, validations=5,
     ),
 }  # fmt: skip
 
 
-def choose(config: BratsConfig, data: Data, run: Run) -> BratsConfig:
+def choose(config: BratsConfig, data: Data, network: Build, run: Run) -> BratsConfig:
     """Decide every field that the configuration leaves open."""
     usual, limit = DEFAULTS[run.device.type], DEFAULTS[run.device.type].window
     if not config.ours:
@@ -37,8 +37,8 @@ def choose(config: BratsConfig, data: Data, run: Run) -> BratsConfig:
         overlap = config.windows.overlap
         return [window_side(side, most, overlap) for side, most in zip(extent, limit, strict=True)]
 
-    chosen = choose_volumes(config, data, usual, run, window)
-    if config.channels_last is not None:
+    chosen = choose_volumes(config, data, usual, network, run, window)
+    if chosen.channels_last is not None:
         return chosen
     trusted: frozenset[str] = frozenset()
     if run.device.type == "cuda":

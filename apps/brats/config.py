@@ -1,32 +1,18 @@
 """The configuration of the brats app: one frozen dataclass and three recipes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from medspeed.common.export import ExportConfig
 from medspeed.common.training.config import Check, parse_training
-from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
+from medspeed.common.training.volume_config import Crops, Network, SegmentationConfig, Windows
+from medspeed.models import check_name
 
 _DESCRIPTION = (
     "Train a segmentation network on multi-channel MRI (MSD Task01, or any dataset in its layout), from raw volumes to "
     "a TensorRT engine; on one device, or with torchrun on many."
 )
-
-
-@dataclass(frozen=True)
-class Network:
-    """The SegResNet.
-
-    Args:
-        filters: channels of the SegResNet's first level, a multiple of 8.
-        blocks_down: residual blocks per level.
-        dropout: dropout probability before the first block.
-    """
-
-    filters: int | None = None
-    blocks_down: tuple[int, ...] | None = None
-    dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,36 +22,23 @@ class BratsConfig(SegmentationConfig):
     Args:
         regions: what to learn: names (TC, WT and ET, by label name), labels (each label by itself), or a challenge's
             label values: brats2013, brats2018 (2018 to 2021), brats2023.
-        network: the SegResNet.
         loss: dice_focal (over the batch of all ranks), dice_focal_per_sample (exact with accumulation), or MONAI's
             monai_dice_focal or monai_dice (per rank).
     """
 
     regions: Literal["names", "labels", "brats2013", "brats2018", "brats2023"] = "names"
     loss: Literal["dice_focal", "dice_focal_per_sample", "monai_dice_focal", "monai_dice"] = "dice_focal"
-    network: Network = field(default_factory=Network)
 
     APP: ClassVar[str] = "brats"
-    COUNTS: ClassVar[tuple[str, ...]] = (*SegmentationConfig.COUNTS, "network.filters")
+    NETWORK: ClassVar[str] = "segresnet3d"
 
     def checks(self) -> Sequence[Check]:
         """Return the checks of single fields."""
-        filters, blocks = self.network.filters, self.network.blocks_down
         return (
             *super().checks(),
-            ("network.dropout", 0 <= self.network.dropout < 1, "in [0, 1)"),
-            ("network.filters", filters is None or filters % 8 == 0, "a multiple of 8, the groups of GroupNorm"),
-            (
-                "network.blocks_down",
-                blocks is None or (len(blocks) > 1 and min(blocks) > 0),
-                "at least 2 levels with at least 1 block each",
-            ),
+            check_name(self.network.name),
             ("crops.per_case", self.ours or self.crops.per_case == 1, "1 with MONAI's sources, which take one crop"),
         )
-
-    def halvings(self) -> int | None:
-        """Return how often the network halves a crop; None where that is not chosen yet."""
-        return None if self.network.blocks_down is None else len(self.network.blocks_down) - 1
 
 
 GUIDE = BratsConfig(
@@ -112,16 +85,18 @@ class BratsExport(ExportConfig):
     """The configuration of an export; the defaults of imported weights are those of MONAI's brats_mri_segmentation.
 
     Args:
-        filters: channels of the SegResNet's first level.
-        blocks_down: residual blocks per level.
+        filters: channels of the first level; 16 by default.
+        blocks_down: blocks per level; 1 2 2 4 by default.
+        network: segresnet, or another as in training; a run with a network of your own needs it, too: its code runs.
         spacing: voxel spacing R, A, S in mm that the weights were trained at.
         window_size: sliding window X, Y, Z in voxels. Scans must have the channels in the order of the weights
             (MONAI's bundle: T1c, T1, T2, FLAIR).
         overlap: fraction of a window that its neighbor also covers.
     """
 
-    filters: int = 16
-    blocks_down: tuple[int, ...] = (1, 2, 2, 4)
+    filters: int | None = None
+    blocks_down: tuple[int, ...] | None = None
+    network: str | None = None
     spacing: tuple[float, float, float] = (1.0, 1.0, 1.0)
     window_size: tuple[int, int, int] = (240, 240, 160)
     overlap: float = 0.25

@@ -10,12 +10,12 @@ from medspeed.apps.brats.regions import choose_labelling
 from medspeed.common.inference.evaluation import run_evaluation
 from medspeed.common.inference.scores import Evaluation
 from medspeed.common.run import one_line_errors
-from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models import find_network
 
 
 def main(config: EvaluateConfig) -> Evaluation:
     """Evaluate every case."""
-    return run_evaluation(config, "brats", segresnet3d, lambda dataset: choose_labelling(dataset, "names"))
+    return run_evaluation(config, "brats", find_network, lambda dataset: choose_labelling(dataset, "names"))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.predictions import Predictions
 from medspeed.common.inference.scans import segment_scans
 from medspeed.common.run import one_line_errors
-from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models import find_network
 
 
 def main(config: InferConfig) -> Predictions:
     """Segment every scan; one that cannot be read is set aside, and the others are done all the same."""
-    return segment_scans(config, load_models(config.model, "brats", segresnet3d))
+    return segment_scans(config, load_models(config.model, "brats", find_network, config.network))
 
 
 if __name__ == "__main__":

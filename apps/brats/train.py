@@ -5,8 +5,6 @@ from medspeed.apps.brats.config import BratsConfig, parse
 if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
-from dataclasses import asdict
-
 from medspeed.apps.brats.choose import DEFAULTS, choose
 from medspeed.apps.brats.regions import choose_labelling
 from medspeed.common.inference.model import VolumeModel
@@ -16,7 +14,7 @@ from medspeed.common.training.fit import Setup, fit
 from medspeed.common.training.resolve import Data, keep_plan, read_volumes, volume_model
 from medspeed.common.training.setup import start_run
 from medspeed.common.training.sources import volume_setup
-from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models import find_network
 
 
 def main(config: BratsConfig) -> RunSummary | None:
@@ -42,10 +40,11 @@ def resolve(config: BratsConfig, data: Data, run: Run) -> tuple[BratsConfig, Vol
     labelling = choose_labelling(data.dataset, config.regions)
     parts = ", ".join(f"{each.name} = labels {'+'.join(map(str, each.members))}" for each in labelling.regions)
     run.say(f"regions: {parts}")
-    config = keep_plan(config, lambda: choose(config, data, run), run)
+    network = find_network(config.network_name)
+    config = keep_plan(config, lambda: choose(config, data, network, run), run)
     as_guide = config.recipe != "fast" and run.device.type == "cuda"
     window_batch = 4 if as_guide else DEFAULTS[run.device.type].window_batch
-    return config, volume_model(config, data, segresnet3d, asdict(config.network), labelling, window_batch, run)
+    return config, volume_model(config, data, network, labelling, window_batch, run)
 
 
 def setup(config: BratsConfig, data: Data, model: VolumeModel, run: Run) -> Setup:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from medspeed.common.export import ExportConfig
 from medspeed.common.training.config import Check, parse_training
 from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
+from medspeed.models import check_name
 
 _DESCRIPTION = (
     "Train a segmentation network on CT (or any dataset in MSD layout), from raw volumes to a TensorRT engine."
@@ -19,15 +20,12 @@ class SpleenConfig(SegmentationConfig):
 
     Args:
         window: CT intensity window, lower and upper HU; from the dataset's fingerprint by default.
-        channels: channels of each U-Net level.
         loss: dice_ce (this project's), or MONAI's monai_dice_ce, monai_dice_focal or monai_dice.
     """
 
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     loss: Literal["dice_ce", "monai_dice_ce", "monai_dice_focal", "monai_dice"] = "dice_ce"
-    channels_last: bool | None = True
     window: tuple[float, float] | None = None
-    channels: tuple[int, ...] | None = None
 
     APP: ClassVar[str] = "spleen"
 
@@ -38,16 +36,8 @@ class SpleenConfig(SegmentationConfig):
             ("crops.intensity", not self.crops.intensity or self.ours, "0 with MONAI's sources, which do not augment"),
             ("crops.flips", not self.crops.flips or self.ours, "empty with MONAI's sources"),
             ("window", self.window is None or self.window[0] < self.window[1], "lower bound first, in HU"),
-            (
-                "channels",
-                self.channels is None or (len(self.channels) > 1 and min(self.channels) > 0),
-                "2 or more widths",
-            ),
+            check_name(self.network.name),
         )
-
-    def halvings(self) -> int | None:
-        """Return how often the network halves a crop; None where that is not chosen yet."""
-        return None if self.channels is None else len(self.channels) - 1
 
 
 GUIDE = SpleenConfig(
@@ -84,8 +74,6 @@ BASELINE = replace(
 
 RECIPES = {"fast": SpleenConfig(), "guide": GUIDE, "baseline": BASELINE}
 
-RESIDUAL_UNITS = 2  # convolutions in each residual block, as in the guide and in MONAI's bundle
-
 
 def parse(arguments: Sequence[str] | None = None) -> SpleenConfig:
     """Parse the command line of `apps/spleen/train.py`; with --resume, take the run's own configuration."""
@@ -98,7 +86,8 @@ class SpleenExport(ExportConfig):
 
     Args:
         labels: class names, background first.
-        channels: channels of each U-Net level.
+        channels: channels of each level; 16 32 64 128 256 by default.
+        network: unet3d, or another as in training; a run with a network of your own needs it, too: its code runs.
         spacing: voxel spacing R, A, S in mm that the weights were trained at.
         window: CT intensity window, lower and upper HU.
         window_size: sliding window X, Y, Z in voxels.
@@ -106,7 +95,8 @@ class SpleenExport(ExportConfig):
     """
 
     labels: tuple[str, ...] = ("background", "spleen")
-    channels: tuple[int, ...] = (16, 32, 64, 128, 256)
+    channels: tuple[int, ...] | None = None
+    network: str | None = None
     spacing: tuple[float, float, float] = (1.5, 1.5, 2.0)
     window: tuple[float, float] = (-57.0, 164.0)
     window_size: tuple[int, int, int] = (96, 96, 96)

@@ -10,12 +10,12 @@ from medspeed.common.inference.evaluation import run_evaluation
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.scores import Evaluation
 from medspeed.common.run import one_line_errors
-from medspeed.models.unet3d import unet3d
+from medspeed.models import find_network
 
 
 def main(config: EvaluateConfig) -> Evaluation:
     """Evaluate every case."""
-    return run_evaluation(config, "spleen", unet3d, lambda dataset: one_region_per_label(dataset.labels))
+    return run_evaluation(config, "spleen", find_network, lambda dataset: one_region_per_label(dataset.labels))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Export a trained run: ONNX models that match PyTorch, TensorRT engines, a Triton repository or a MONAI bundle."""
 
-from medspeed.apps.spleen.config import RESIDUAL_UNITS, SpleenExport
+from medspeed.apps.spleen.config import SpleenConfig, SpleenExport
 from medspeed.common.config import parse_config
 
 if __name__ == "__main__":
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from medspeed.common.console import say
 from medspeed.common.data.preparation import Preparation
-from medspeed.common.export.bundle import NetworkConfig
 from medspeed.common.export.deploy import export_run
 from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import VolumeModel, import_weights
 from medspeed.common.run import one_line_errors
-from medspeed.models.unet3d import unet3d
+from medspeed.common.training.networks import arguments_of
+from medspeed.models import find_network
 
 TASK = "Segmentation of structures in CT volumes (or one other channel) by sliding windows"
 
@@ -25,16 +25,17 @@ def main(config: SpleenExport) -> Path:
     """Import weights if there is no run yet, export it, and return the path of the result."""
     if config.init is not None:
         import_weights(config.run, "spleen", imported_model(config), config.init)
-    model = load_models(config.model, "spleen", unet3d)
-    return export_run("spleen", TASK, config, model, network_config(model), "ct")
+    model = load_models(config.model, "spleen", find_network, config.network)
+    return export_run("spleen", TASK, config, model, "ct")
 
 
 def imported_model(config: SpleenExport) -> VolumeModel:
     """Return the model description for the weights of --init."""
+    network = find_network(config.network or SpleenConfig.NETWORK)
     preparation = Preparation(config.spacing, "window", config.window)
     return VolumeModel(
-        network=unet3d,
-        arguments={"channels": config.channels, "residual_units": RESIDUAL_UNITS},
+        network=network,
+        arguments=arguments_of(network, {"channels": config.channels}),
         labelling=one_region_per_label(config.labels),
         preparation=preparation,
         window_size=config.window_size,
@@ -42,20 +43,6 @@ def imported_model(config: SpleenExport) -> VolumeModel:
         overlap=config.overlap,
         precision="fp32",
     )
-
-
-def network_config(model: VolumeModel) -> NetworkConfig:
-    """Return the network of `medspeed.models.unet3d` as MONAI's own class and arguments."""
-    return {
-        "_target_": "UNet",
-        "spatial_dims": 3,
-        "in_channels": model.preparation.channels,
-        "out_channels": model.labelling.channels,
-        "channels": list(model.arguments["channels"]),
-        "strides": [2] * (len(model.arguments["channels"]) - 1),
-        "num_res_units": model.arguments["residual_units"],
-        "norm": "batch",
-    }
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.predictions import Predictions
 from medspeed.common.inference.scans import segment_scans
 from medspeed.common.run import one_line_errors
-from medspeed.models.unet3d import unet3d
+from medspeed.models import find_network
 
 
 def main(config: InferConfig) -> Predictions:
     """Segment every scan; one that cannot be read is set aside, and the others are done all the same."""
-    return segment_scans(config, load_models(config.model, "spleen", unet3d))
+    return segment_scans(config, load_models(config.model, "spleen", find_network, config.network))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train a segmentation network on CT (or any dataset in MSD layout): from raw volumes to a verified TensorRT engine."""
 
-from medspeed.apps.spleen.config import RESIDUAL_UNITS, SpleenConfig, parse
+from medspeed.apps.spleen.config import SpleenConfig, parse
 
 if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
@@ -14,17 +14,17 @@ from medspeed.common.training.fit import Setup, fit
 from medspeed.common.training.resolve import Data, Defaults, choose_volumes, keep_plan, read_volumes, volume_model
 from medspeed.common.training.setup import start_run
 from medspeed.common.training.sources import volume_setup
-from medspeed.models.unet3d import unet3d
+from medspeed.models import find_network
 
-# The guide's network on a GPU, where a whole step can be captured with Novograd only; a small one on a CPU: half a
+# The guide's batches on a GPU, where a whole step can be captured with Novograd only; small ones on a CPU: half a
 # minute there is too short to learn the spleen from both sides, and Muon learns it in the fewest steps.
 DEFAULTS = {
     "cuda": Defaults(
-        {"channels": (16, 32, 64, 128, 256), "crops.per_case": 4, "crops.flips": "xyz"},
+        {"channels_last": True, "crops.per_case": 4, "crops.flips": "xyz"},
         crop=(96, 96, 96), window=(160, 160, 160), window_batch=4, batch_size=16, steps=480,
     ),
     "cpu": Defaults(
-        {"channels": (8, 16, 32, 64), "crops.per_case": 4, "crops.flips": "", "optimizer": "muon"},
+        {"channels_last": True, "crops.per_case": 4, "crops.flips": "", "optimizer": "muon"},
         crop=(48, 48, 32), window=(160, 160, 160), window_batch=1, batch_size=4, steps=96,
     ),
 }  # fmt: skip
@@ -52,11 +52,10 @@ def read_data(config: SpleenConfig, run: Run) -> Data:
 
 def resolve(config: SpleenConfig, data: Data, run: Run) -> tuple[SpleenConfig, VolumeModel]:
     """Decide what the configuration leaves open, and what it trains."""
-    usual = DEFAULTS[run.device.type]
-    config = keep_plan(config, lambda: choose_volumes(config, data, usual, run), run)
-    arguments = {"channels": config.channels, "residual_units": RESIDUAL_UNITS}
+    usual, network = DEFAULTS[run.device.type], find_network(config.network_name)
+    config = keep_plan(config, lambda: choose_volumes(config, data, usual, network, run), run)
     scheme = one_region_per_label(data.dataset.labels)
-    return config, volume_model(config, data, unet3d, arguments, scheme, usual.window_batch, run)
+    return config, volume_model(config, data, network, scheme, usual.window_batch, run)
 
 
 def setup(config: SpleenConfig, data: Data, model: VolumeModel, run: Run) -> Setup:

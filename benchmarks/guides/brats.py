@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from medspeed.apps.brats.choose import faster_channels_last
-from medspeed.apps.brats.config import Network
 from medspeed.apps.brats.regions import choose_labelling
 from medspeed.benchmarks import volumes
 from medspeed.benchmarks.peers import brats_guide as peer
@@ -15,7 +14,7 @@ from medspeed.common.data.dataset import Case, Dataset
 from medspeed.common.data.fingerprint import fingerprint, plan_preparation
 from medspeed.common.data.monai_batches import monai_items
 from medspeed.common.inference.model import VolumeModel
-from medspeed.common.training.volume_config import Windows
+from medspeed.common.training.volume_config import Network, Windows
 from medspeed.data_scripts.make_phantoms import make_mri_phantoms
 from medspeed.models.segresnet3d import segresnet3d
 

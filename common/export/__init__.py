@@ -40,7 +40,7 @@ class ExportConfig:
     device: str = "auto"
 
     GROUPS: ClassVar[dict[str, str]] = {  # of the help
-        "export": "model to output precision int8 data init engine device",
+        "export": "model network to output precision int8 data init engine device",
         "imported weights (with --init only)": "*",
     }
 

@@ -37,24 +37,33 @@ _JSON.policies["json.dumps_kwargs"] = {}  # in the order that we give
 _ROUNDING = 1e-4  # of the largest logit: what the order of sums may change
 
 
-def write_volume_bundle(folder: Path, run: Path, task: str, model: VolumeModel, network: NetworkConfig) -> Path:
+def write_volume_bundle(folder: Path, run: Path, task: str, model: VolumeModel) -> Path:
     """Write a segmentation run as a MONAI bundle that writes NAME.nii.gz for each NAME.nii(.gz) (see `write_bundle`).
 
-    The run's weights must fit the network, which is given as MONAI's own class and arguments.
+    The run's weights must fit MONAI's own class and arguments, which its network has as the attribute `monai`.
+
+    Raises:
+        ValueError: it has no such attribute.
     """
     if model.members:
         raise ValueError(f"{run}: an ensemble cannot be a MONAI bundle; use --to onnx, engine or triton")
-    labelling = model.labelling
+    labelling, network = model.labelling, model.build(run / "best.safetensors")
+    named = getattr(network, "monai", None)
+    if named is None:
+        raise ValueError(
+            f"network {model.network.__name__}: a bundle needs a class of MONAI's: set the module's attribute `monai` "
+            'to {"_target_": "UNet", "in_channels": 1, ...}, or export with --to onnx, engine or triton'
+        )
     regions = [region.name for region in labelling.regions]
     values = {
         **_pipeline(model),
-        "network": dict(network),
+        "network": named,
         "task": f"Segmentation of {', '.join(regions)}",
         "image_names": {number: f"channel {number} of the file" for number in range(model.preparation.channels)},
         "logit_names": dict(enumerate(["background", *labelling.labels[1:]] if labelling.exclusive else regions)),
     }
     shape = (1, model.preparation.channels, *model.window_size)
-    return write_bundle(folder, run, task, _VOLUMES, values, model.build(run / "best.safetensors"), shape)
+    return write_bundle(folder, run, task, _VOLUMES, values, network, shape)
 
 
 def served_pipeline(model: VolumeModel) -> str:

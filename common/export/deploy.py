@@ -13,7 +13,7 @@ from medspeed.common.data.preparation import PreparedCase, prepare_case
 from medspeed.common.data.synthetic import make_synthetic
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.export import ExportConfig
-from medspeed.common.export.bundle import NetworkConfig, served_pipeline, write_volume_bundle
+from medspeed.common.export.bundle import served_pipeline, write_volume_bundle
 from medspeed.common.export.ensemble import write_ensemble
 from medspeed.common.export.export import (
     GATE_CASES,
@@ -76,13 +76,10 @@ def hand_over(
     return write_triton(config.destination(), f"medspeed_{app}", config.served(), card, overlap, pipeline)
 
 
-def export_run(
-    app: str, task: str, config: ExportConfig, model: VolumeModel, network: NetworkConfig, phantoms: str | None
-) -> Path:
+def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, phantoms: str | None) -> Path:
     """Hand the run of a segmentation over, as `hand_over` does.
 
-    Its `network` is given as MONAI's own class and arguments, for a bundle; `phantoms` is the kind of synthetic cases
-    for a gate without data: ct or mri; None where there are none.
+    `phantoms` is the kind of synthetic cases for a gate without data: ct or mri; None where there are none.
     """
     if len(config.model) > 1:
         write_ensemble(config.run, app, model, config.model)
@@ -96,7 +93,7 @@ def export_run(
         judge = judge_on(cases, _prepared(cases, model), model, run, origin)
         return export_volumes(trained, model, judge, app, engine, run, quantise), judge
 
-    bundle = partial(write_volume_bundle, config.destination(), config.run, task, model, network)
+    bundle = partial(write_volume_bundle, config.destination(), config.run, task, model)
     return hand_over(app, task, config, bundle, export, model.overlap, served_pipeline(model))
 
 

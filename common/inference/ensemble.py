@@ -4,21 +4,20 @@ A scan is read, prepared, cut into windows, restored and written once, however m
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
 
 from medspeed.common.config import flat
 from medspeed.common.console import say
 from medspeed.common.files import printable, sha256_of
 from medspeed.common.inference.labels import LabelScheme, pair_counts
 from medspeed.common.inference.members import Member, mean_of
-from medspeed.common.inference.model import VolumeModel, load_model, read_note
+from medspeed.common.inference.model import Find, VolumeModel, load_model, read_note
 from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
 from medspeed.common.inference.options import AnyPrecision, Backend
 from medspeed.common.inference.predictors import Predictor
@@ -26,14 +25,14 @@ from medspeed.common.inference.predictors import Predictor
 _SHARED = ("labelling", "preparation", "window_size", "overlap")
 
 
-def load_models(runs: Sequence[Path], app: str, *networks: Callable[..., nn.Module]) -> VolumeModel:
+def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None = None) -> VolumeModel:
     """Read the `model.json` of a run; of several, what they have in common, with the networks as its members.
 
     Raises:
         FileNotFoundError: one is no run folder, or has no weights.
         ValueError: one is damaged or given twice, or models differ in labels, preparation or windows; says in what.
     """
-    models = [load_model(run, app, *networks) for run in runs]
+    models = [load_model(run, app, find, network) for run in runs]
     if len(models) == 1:
         return models[0]
     members: list[Member] = []

@@ -6,8 +6,6 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from torch import nn
-
 from medspeed.common.console import say
 from medspeed.common.data.dataset import SUFFIXES, Dataset, merged_split, read_dataset, read_split
 from medspeed.common.data.threads import map_in_threads, usable_cores
@@ -17,7 +15,7 @@ from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.folder_job import BAD_INPUT
 from medspeed.common.inference.labels import LabelScheme
-from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.model import Find, VolumeModel
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.inference.scan_files import stem_of
 from medspeed.common.inference.scans import segment_scans
@@ -88,9 +86,9 @@ def _workers(pairs: Mapping[str, tuple[Path, Path]]) -> int:
 
 
 def run_evaluation(
-    config: EvaluateConfig, app: str, network: Callable[..., nn.Module], labelling: Callable[[Dataset], LabelScheme]
+    config: EvaluateConfig, app: str, find: Find, labelling: Callable[[Dataset], LabelScheme]
 ) -> Evaluation:
-    """Evaluate two folders, or a run of an app and its network; write the tables, and print the means.
+    """Evaluate two folders, or a run of an app whose network `find` finds; write the tables, and print the means.
 
     `labelling` makes structures of the labels of the dataset whose folder holds the references.
     """
@@ -99,7 +97,8 @@ def run_evaluation(
     if config.model and config.data:
         if len(config.model) > 1 and config.output is None:
             raise ValueError(f"output: must be given to evaluate the mean of {len(config.model)} models")
-        model, output = load_models(config.model, app, network), config.output or config.model[0] / "evaluation"
+        model = load_models(config.model, app, find, config.network)
+        output = config.output or config.model[0] / "evaluation"
         pairs = _segmented(config.model, config.data, output, model)
         found = evaluate_files(pairs, labels or structures(model.labelling), config.tolerance)
     else:

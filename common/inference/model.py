@@ -26,10 +26,11 @@ Model = TypeVar("Model")
 _NOTE = "medspeed"  # name of what stands beside the tensors of a file
 _MOST = 4096  # of a window's side, a window batch, a network's channels
 
+# What a network raises that is built of wrong arguments, or does not take an image.
+BROKEN = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 # What torch.load raises for a file that holds no tensors, or one that asks to run code.
-UNREADABLE = (
-    pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError,
-)  # fmt: skip
+UNREADABLE = (*BROKEN, pickle.UnpicklingError, EOFError)
+Find = Callable[..., Callable[..., nn.Module]]  # `medspeed.models.find_network`
 
 
 class Trained(Protocol):
@@ -48,7 +49,7 @@ class VolumeModel:
     """Everything inference needs to know about a volume segmentation network: the content of `model.json`.
 
     Args:
-        network: function in `models` that builds it from the channels of image and logits; stored by name.
+        network: function that builds it from the channels of image and logits; stored by name.
         arguments: further arguments of that function, by name.
         labelling: meaning of the logits.
         preparation: how a scan is turned into the network's input.
@@ -115,7 +116,7 @@ class VolumeModel:
         for part in self.members or (self,):
             try:
                 built.append(part.network(self.preparation.channels, self.labelling.channels, **part.arguments))
-            except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            except BROKEN as error:
                 said = f"model.json: invalid arguments {dict(part.arguments)} ({first_line(error)})"
                 raise ValueError(said) from error
         network = Ensemble(built) if self.members else built[0]
@@ -138,8 +139,8 @@ def model_content(model: Any) -> dict[str, Any]:  # noqa: ANN401
     return content
 
 
-def read_model(run: Path, app: str, kind: type[Model], *networks: Callable[..., nn.Module]) -> Model:
-    """Read `model.json` from a run folder of an app whose networks are built by these functions in `models`.
+def read_model(run: Path, app: str, kind: type[Model], find: Find | None = None) -> Model:
+    """Read `model.json` from a run folder of an app, whose network `find` finds by name.
 
     Raises:
         FileNotFoundError: it is not a run folder.
@@ -152,17 +153,28 @@ def read_model(run: Path, app: str, kind: type[Model], *networks: Callable[..., 
         content = read_object(path)
         if content.pop("app") != app:
             raise ValueError("it belongs to another app")
-        if networks:
+        if find is not None:
             for each in (content, *content.get("members", ())):
-                each["network"] = {network.__name__: network for network in networks}[each["network"]]
+                each["network"] = find(each["network"])
         return from_json(kind, content)
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise ValueError(f"{path}: not the model file of a {app} run ({error})") from error
 
 
-def load_model(run: Path, app: str, *networks: Callable[..., nn.Module]) -> VolumeModel:
-    """Read the `model.json` of a volume segmentation app; see `read_model`."""
-    return read_model(run, app, VolumeModel, *networks)
+def load_model(run: Path, app: str, find: Find, network: str | None = None) -> VolumeModel:
+    """Read the `model.json` of a volume segmentation app, whose network `find` finds; see `read_model`.
+
+    The file may be anybody's: a network of the user's own is imported only if the user names it, too, as `network`.
+    Otherwise what was exported still runs, and `build` is refused with a PermissionError.
+    """
+    given = find(network) if network else None
+
+    def named(stored: str) -> Callable[..., nn.Module]:
+        if given is not None and given.__name__ != stored:
+            raise ValueError(f"its network is {stored}, not {network}: drop --network, or name the run's own")
+        return given or find(stored, trusted=False)
+
+    return read_model(run, app, VolumeModel, named)
 
 
 def save_weights(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

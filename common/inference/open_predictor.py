@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from medspeed.common.files import check_digest, sha256_of
+from medspeed.common.inference.members import Ensemble
 from medspeed.common.inference.model import Trained
 from medspeed.common.inference.options import AnyPrecision, Backend
 from medspeed.common.inference.predictors import (
@@ -106,9 +107,14 @@ def open_predictor(
     if backend == "onnxruntime":
         check_digest(folder, onnx)
         return OpenedPredictor(onnxruntime_predictor(onnx), backend, exact, reason, onnx)
-    network = use_subpixel_upsampling(folded(trained.build(weights).to(device).eval()))
-    # On a GPU torch's group normalisation gives contiguous memory back: all that follows would be turned.
-    inner = device.type == "cpu" or not any(isinstance(each, nn.GroupNorm) for each in network.modules())
+    network = trained.build(weights).to(device).eval()
+    # Other networks may not trace, may read what we replace, or their operators may not keep the channels last.
+    members = network.members if isinstance(network, Ensemble) else [network]
+    inner = all(type(each).__module__.startswith("medspeed.models") for each in members)
+    if inner:
+        network = use_subpixel_upsampling(folded(network))
+        # On a GPU torch's group normalisation gives contiguous memory back: all that follows would be turned.
+        inner = device.type == "cpu" or not any(isinstance(each, nn.GroupNorm) for each in network.modules())
     return OpenedPredictor(torch_predictor(network, computed, channels_last=inner), backend, computed, reason, weights)
 
 

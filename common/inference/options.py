@@ -102,6 +102,7 @@ class InferConfig:
         smallest_ml: remove connected components smaller than this volume in ml; 0 keeps all. This and
             --largest-component replace the model's own cleaning.
         keep_patient: copy patient data from DICOM into the DICOM-SEG, as a PACS needs; blank by default.
+        network: your.module:function of a model that was trained with a network of your own: its code runs.
     """
 
     model: tuple[Path, ...]
@@ -116,6 +117,7 @@ class InferConfig:
     largest_component: bool | None = None
     smallest_ml: float | None = None
     keep_patient: bool = False
+    network: str | None = None
 
     def __post_init__(self) -> None:
         """Check the folders and bounds.
@@ -146,6 +148,7 @@ class EvaluateConfig:
             dataset.json, or every number.
         output: folder for the tables and label maps; without it, that of the predictions, or RUN/evaluation.
         tolerance: of the NSD, mm.
+        network: your.module:function of a model that was trained with a network of your own: its code runs.
     """
 
     predictions: Path | None = None
@@ -155,6 +158,7 @@ class EvaluateConfig:
     labels: tuple[str, ...] = ()
     output: Path | None = None
     tolerance: float = 2.0
+    network: str | None = None
 
     def __post_init__(self) -> None:
         """Raise a ValueError where there are not two things to compare, or another value cannot be."""

@@ -184,11 +184,11 @@ def read_onnx_metadata(path: Path) -> dict[str, str]:
 
 
 def with_exact_norms(path: Path) -> bytes:
-    """Return an ONNX model whose group normalisations are written out as means over one axis after the other.
+    """Return an ONNX model whose group and instance normalisations are means over one axis after the other.
 
     ONNX Runtime adds up the voxels of a group one by one in float32: for two channels of 160^3 voxels its mean is off
     by 0.2 percent of the deviation, in every layer. Means of means are exact to 1e-6. The file itself keeps the
-    operator GroupNormalization, for which TensorRT has a kernel.
+    operators, for which TensorRT has kernels.
 
     Args:
         path: a model that `export_onnx` wrote.
@@ -198,6 +198,11 @@ def with_exact_norms(path: Path) -> bytes:
 
     with onnx_errors(path):
         model: Any = onnx.load(str(path))
+    widths = {each.name: each.dims[0] for each in model.graph.initializer if len(each.dims) == 1}
+    for node in model.graph.node:
+        if node.op_type == "InstanceNormalization" and node.input[1] in widths:  # groups of one channel each
+            node.op_type = "GroupNormalization"
+            node.attribute.append(onnx.helper.make_attribute("num_groups", widths[node.input[1]]))
     norms = [node for node in model.graph.node if node.op_type == "GroupNormalization"]
     if not norms:
         return path.read_bytes()

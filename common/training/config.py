@@ -55,7 +55,7 @@ class TrainingConfig:
         device: auto, cpu, cuda or cuda:N.
         workers: data-loading processes or preparation threads; all available cores by default.
         batch_size: crops or patches per step, over all ranks.
-        optimizer: muon, novograd, monai_novograd (MONAI's), adam or sgd; by default the app's for this device.
+        optimizer: muon, novograd, monai_novograd (MONAI's), adam or sgd; by default the app's.
         learning_rate: initial learning rate; 0.05 with muon, else 0.01, by default.
         schedule: how the learning rate changes over the run.
         epochs: passes over the training data.
@@ -66,7 +66,7 @@ class TrainingConfig:
         validate_every: epochs between validations; about ten validations per run by default.
         until: target, such as dice=0.90 (pathology: auc=0.95); stop once three validations in a row reach it.
         engine: TensorRT engine to build: auto, tensorrt, tensorrt_rtx or none.
-        fast_dev_run: smoke test: two steps on a few cases, validation, export and summary; the scores mean nothing.
+        fast_dev_run: smoke test: two steps on a few cases, validation, export and summary; scores mean nothing.
         log: where the curves, settings and results go too: tensorboard (into the run folder), mlflow, wandb, trackio.
         profile: profile some steps: torch (into the run folder's profile) or nvtx (for Nsight Systems).
         parallel: how a batch is split.

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
-from medspeed.common.config import config_content, flat, replaced
+from medspeed.common.config import config_content, flat, read_yaml, replaced
 from medspeed.common.data.dataset import Dataset, Split, read_dataset, read_split, split_cases
 from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct, plan_preparation
 from medspeed.common.data.folds import split_fold
@@ -21,6 +20,7 @@ from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.model import VolumeModel, write_model
 from medspeed.common.run import Run, point_latest
 from medspeed.common.training.config import TrainingConfig, decided
+from medspeed.common.training.networks import Build, choose_divisor, choose_sizes, coarsest_planes, network_arguments
 from medspeed.common.training.setup import check_partitions, choose_precision, few_cases, say_defaults
 from medspeed.common.training.volume_config import SegmentationConfig, Size
 
@@ -157,9 +157,7 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run, told: Sequence[str] 
 
     def make() -> C:
         if run.resumed and path.is_file():
-            text = (run.directory / "config.yaml").read_text(encoding="utf-8")  # without fields of later versions
-            known = {name for name in config_content(config) if f"\n{name}:" in f"\n{text}"}
-            if lacking := sorted(known - read_object(path).keys()):
+            if lacking := sorted(read_yaml(run.directory / "config.yaml").keys() - read_object(path).keys()):
                 raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or start a new run")
             stored = read_as(path, type(config))
             given = flat(config)
@@ -182,6 +180,7 @@ def choose_volumes(
     config: S,
     data: Data,
     usual: Defaults,
+    build: Build,
     run: Run,
     window_sides: Callable[[list[int], list[int]], list[int]] = lambda shape, extent: shape,
 ) -> S:
@@ -191,6 +190,7 @@ def choose_volumes(
         config: as the user gave it.
         data: its modality decides the normalisation; its sizes those of crops and windows.
         usual: of this kind of device.
+        build: function of the network.
         run: says how the scans are prepared, and why.
         window_sides: from the median shape X, Y, Z and the median extent of the heads, in voxels of the working grid,
             to what a window covers, before it is cut to the largest.
@@ -198,8 +198,8 @@ def choose_volumes(
     Raises:
         ValueError: what was asked for does not fit the data or the device.
     """
-    open_fields = {name: value for name, value in usual.fields.items() if flat(config)[name] is None}
-    config = replaced(config, open_fields).optimized()
+    fields = {**usual.fields, **choose_sizes(config, build, run.device.type)}
+    config = replaced(config, {name: each for name, each in fields.items() if flat(config)[name] is None}).optimized()
     window = getattr(config, "window", None)
     preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, window, data.known)
     for line in lines:
@@ -207,9 +207,11 @@ def choose_volumes(
     config = replaced(config, {"spacing": preparation.spacing})
     if hasattr(config, "window"):
         config = replaced(config, {"window": preparation.window})
-    levels = decided(config.halvings())
+    channels = len(data.dataset.modality)
+    divisor, network = choose_divisor(config, build, channels)
     shape, extent = (_working(size, data.figures, preparation) for size in (data.figures.shape, data.figures.extent))
-    crop = config.crop_size or _within(shape, usual.crop, 2**levels)
+    crop = config.crop_size or _within(shape, usual.crop, divisor)
+    planes = coarsest_planes(network, channels, crop) if network else crop[0] // divisor
     wish = config.precision
     if config.recipe == "guide" and wish == "auto":
         wish = "fp16" if run.device.type == "cuda" else "fp32"  # what the guide's autocast("cuda") does
@@ -218,8 +220,8 @@ def choose_volumes(
         config,
         {
             "crop_size": crop,
-            "windows.size": config.windows.size or _within(window_sides(shape, extent), usual.window, 2**levels),
-            "precision": choose_precision(wish, run.device, [side // 2**levels for side in crop]),
+            "windows.size": config.windows.size or _within(window_sides(shape, extent), usual.window, divisor),
+            "precision": choose_precision(wish, run.device, [planes]),
             "parallel.partitions": partitions,
             "batch_size": config.batch_size or -(-usual.batch_size // partitions) * partitions,
         },
@@ -227,7 +229,7 @@ def choose_volumes(
     if config.precision == "fp32" and run.device.type == "cuda":
         run.say("precision fp32: training convolutions use TensorFloat-32 on this GPU; final evaluation uses full fp32")
     check_partitions(config, run.ranks.world)
-    _check_memory(config, len(data.dataset.modality), run)
+    _check_memory(config, channels, run)
     per_epoch = -(-len(data.split.training) * decided(config.crops.per_case) // decided(config.batch_size))
     epochs, validate_every = config.plan_epochs(usual.steps, per_epoch, usual.validations)
     return replaced(config, {"epochs": epochs, "validate_every": validate_every})
@@ -236,8 +238,7 @@ def choose_volumes(
 def volume_model(
     config: SegmentationConfig,
     data: Data,
-    network: Callable[..., nn.Module],
-    arguments: Mapping[str, Any],
+    network: Build,
     labelling: LabelScheme,
     window_batch: int,
     run: Run,
@@ -247,8 +248,7 @@ def volume_model(
     Args:
         config: decided.
         data: its modality decides how scans are prepared.
-        network: function of `models`.
-        arguments: of that function.
+        network: its function.
         labelling: what the logits stand for.
         window_batch: windows computed at once.
         run: where it is written.
@@ -258,7 +258,7 @@ def volume_model(
     preparation, _ = plan_preparation(data.dataset, data.figures, config.spacing, window, data.known)
     model = VolumeModel(
         network=network,
-        arguments=arguments,
+        arguments=network_arguments(config, network),
         labelling=labelling,
         preparation=preparation,
         window_size=decided(config.windows.size),

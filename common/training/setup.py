@@ -112,7 +112,7 @@ def choose_precision(wish: Literal["auto", Precision], device: torch.device, dee
     Args:
         wish: what was asked for.
         device: where the network trains.
-        deepest: sides X, Y, Z of a training crop at the coarsest level of a network of volumes.
+        deepest: sides X, Y, Z of a training crop at the coarsest level of a network of volumes; X alone will do.
 
     Raises:
         ValueError: fp16 on a CPU, whose convolutions have no half-precision gradients; or bf16 on a CPU with crops of
@@ -122,7 +122,7 @@ def choose_precision(wish: Literal["auto", Precision], device: torch.device, dee
         raise ValueError("precision fp16: needs a CUDA device; use bf16 or fp32 on this CPU")
     # torch 2.13's oneDNN (AVX-512 BF16) takes the weights' gradients of conv3d from memory that nobody wrote where the
     # first axis has exactly two planes, whatever the others; tests/common/training/test_setup.py has the check.
-    wrong = device.type == "cpu" and len(deepest) == 3 and deepest[0] <= 2
+    wrong = device.type == "cpu" and any(side <= 2 for side in deepest[:1])
     if wish == "bf16" and wrong:
         raise ValueError(
             f"precision bf16: the network reduces a crop to {deepest[0]} planes, with wrong bf16 gradients on a CPU; "

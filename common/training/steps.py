@@ -160,6 +160,7 @@ def _tried(steps: Steps, sample: Batch, config: TrainingConfig, run: Run) -> str
     steps.hold(sample)
     code = crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
     batch = f"{type(sample).__name__} of {list(sample.image.shape)} {sample.image.dtype}"
+    batch += f", {sum(each.numel() for each in steps.state.tensors())} numbers"  # two networks hardly ever have as many
     about = f"{config.APP}, {batch}, {config.precision}, by {config.parallel.accumulate}, code {code:08x}"
     trial = trust.Trial("captured step", steps.captured, steps.eager, _TOLERANCE, about)
     try:

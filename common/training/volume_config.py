@@ -21,7 +21,7 @@ class Crops:
 
     Args:
         per_case: crops per case and epoch.
-        flips: axes flipped at random, such as xyz; "" for none. Flips add robustness, but slow convergence.
+        flips: axes flipped at random, such as xyz; "" for none. More robust, but slower convergence.
         intensity: maximum random scaling and shift of the normalized intensities, the same for all channels.
     """
 
@@ -41,6 +41,23 @@ class Windows:
 
     size: Size | None = None
     overlap: float = 0.25
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network, and its sizes; those that the network does not take stay null.
+
+    Args:
+        name: unet3d, segresnet, dynunet, mednext, or your.module:function (its code runs).
+        filters: channels of the first level (segresnet: a multiple of 8; mednext).
+        blocks_down: blocks per level (segresnet, mednext).
+        dropout: dropout probability before the first block (segresnet).
+    """
+
+    name: str | None = None
+    filters: int | None = None
+    blocks_down: tuple[int, ...] | None = None
+    dropout: float | None = None
 
 
 class Cache(NamedTuple):
@@ -72,6 +89,7 @@ class SegmentationConfig(TrainingConfig):
         cache: where training cases are kept: gpu, ram, disk or auto (the first of them with room), optionally with
             :EPOCHS after which cases are reassigned to ranks; smart[:CASES[:SHARE]] (CASES per partition at a time, a
             SHARE of them replaced each epoch); none (prepared at each use); or MONAI's monai or uncached.
+        channels: channels of each level (unet3d, dynunet).
         channels_last: channels-last memory layout; null takes the layout that is faster here.
         loss: one of the app's losses.
     """
@@ -80,12 +98,15 @@ class SegmentationConfig(TrainingConfig):
     spacing: tuple[float, float, float] | None = None
     crop_size: Size | None = None
     cache: str = "auto"
+    network: Network = field(default_factory=Network)
+    channels: tuple[int, ...] | None = None
     channels_last: bool | None = None
     loss: str = ""
     crops: Crops = field(default_factory=Crops)
     windows: Windows = field(default_factory=Windows)
 
-    COUNTS: ClassVar[tuple[str, ...]] = (*TrainingConfig.COUNTS, "crops.per_case")
+    COUNTS: ClassVar[tuple[str, ...]] = (*TrainingConfig.COUNTS, "crops.per_case", "network.filters")
+    NETWORK: ClassVar[str] = "unet3d"
     RESUMABLE: ClassVar[tuple[str, ...]] = (*TrainingConfig.RESUMABLE, "cache")
 
     def __post_init__(self) -> None:
@@ -99,6 +120,10 @@ class SegmentationConfig(TrainingConfig):
 
     def checks(self) -> Sequence[Check]:
         """Return the checks of single fields; an app adds its own."""
+        blocks, widths = (
+            each is None or (len(each) > 1 and min(each) > 0) for each in (self.network.blocks_down, self.channels)
+        )
+        fits = self.network_name != "segresnet3d" or (self.network.filters or 0) % 8 == 0
         return (
             *super().checks(),
             ("split", self.fold is None or self.split == SegmentationConfig.split, "left out with fold"),
@@ -106,6 +131,10 @@ class SegmentationConfig(TrainingConfig):
             ("crops.flips", set(self.crops.flips or "") <= set("xyz"), "some of the letters x, y and z, or empty"),
             ("crops.intensity", 0 <= self.crops.intensity < 1, "in [0, 1)"),
             ("windows.overlap", 0 <= self.windows.overlap < 1, "in [0, 1)"),
+            ("network.dropout", 0 <= (self.network.dropout or 0) < 1, "in [0, 1)"),
+            ("network.filters", fits, "a multiple of 8, the groups of GroupNorm"),
+            ("network.blocks_down", blocks, "at least 2 levels with at least 1 block each"),
+            ("channels", widths, "2 or more widths"),
         )
 
     def caching(self) -> Cache:
@@ -133,6 +162,13 @@ class SegmentationConfig(TrainingConfig):
         """Return whether fewer ranks that hold more partitions each compute the same; MONAI's parts go by rank."""
         return self.ours and not self.loss.startswith("monai_")
 
+    @property
+    def network_name(self) -> str:
+        """Name of the network's function, or the user's own."""
+        name = self.network.name or self.NETWORK
+        return f"{name}3d" if name in ("unet", "segresnet") else name
+
     def halvings(self) -> int | None:
-        """Return how often the network halves a crop; None where that is not chosen yet."""
-        return None
+        """Return how often the network halves a crop; None where that is not chosen yet, or not known of its name."""
+        levels = {"unet3d": self.channels, "segresnet3d": self.network.blocks_down}.get(self.network_name)
+        return len(levels) - 1 if levels else None

@@ -17,7 +17,7 @@ from medspeed.apps.pathology.export import our_name
 from medspeed.apps.pathology.model import PathologyModel
 from medspeed.apps.pathology.model import load_model as load_pathology
 from medspeed.apps.spleen.config import SpleenExport
-from medspeed.apps.spleen.export import imported_model, network_config
+from medspeed.apps.spleen.export import imported_model
 from medspeed.apps.spleen.export import main as export_spleen
 from medspeed.apps.spleen.infer import main as infer_spleen
 from medspeed.common.export.deploy import _find_cases
@@ -87,7 +87,7 @@ def test_int8_is_made_where_it_is_asked_for_and_labels_judge_it(tmp_path, weight
 def test_a_bundle_is_made_of_the_same_run(tmp_path, weights):
     folder = export_spleen(spleen(tmp_path, init=weights, to="bundle", output=tmp_path / "bundle"))
     config = json.loads((folder / "configs" / "inference.json").read_text())
-    assert config["network_def"] | {"_target_": "UNet"} == {**network_config(imported_model(spleen(tmp_path)))}
+    assert config["network_def"] | {"_target_": "UNet"} == imported_model(spleen(tmp_path)).build().monai
     assert "not evaluated" in (folder / "docs" / "README.md").read_text().lower()
 
 

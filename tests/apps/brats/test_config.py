@@ -3,15 +3,16 @@
 import pytest
 
 from medspeed.apps.brats.choose import window_side
-from medspeed.apps.brats.config import RECIPES, BratsConfig, Network, parse
+from medspeed.apps.brats.config import RECIPES, BratsConfig, parse
 from medspeed.common.config import config_to_yaml, replaced
 from medspeed.common.inference.windows import window_starts
+from medspeed.common.training.volume_config import Network
 
 
 def test_the_guides_figures():
     guide = RECIPES["guide"]
     assert (guide.crop_size, guide.batch_size, guide.learning_rate, guide.epochs) == ((224, 224, 144), None, 1e-4, 300)
-    assert (guide.network.filters, guide.network.blocks_down, guide.network.dropout) == (16, (1, 2, 2, 4), 0.0)
+    assert (guide.network.filters, guide.network.blocks_down, guide.network.dropout) == (16, (1, 2, 2, 4), None)
     assert (guide.loss, guide.optimizer, guide.schedule) == ("monai_dice_focal", "monai_novograd", "cosine")
     assert (guide.windows.size, guide.windows.overlap, guide.validate_every) == ((240, 240, 160), 0.6, 20)
     baseline = RECIPES["baseline"]

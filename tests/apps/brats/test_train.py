@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from medspeed.apps.brats import infer
-from medspeed.apps.brats.config import RECIPES, BratsConfig, Network
+from medspeed.apps.brats.config import RECIPES, BratsConfig
 from medspeed.apps.brats.guide import deterministic_transforms, random_transforms
 from medspeed.apps.brats.train import main
 from medspeed.common.data.dataset import read_dataset
@@ -20,7 +20,7 @@ from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.training.config import Parallel
-from medspeed.common.training.volume_config import Crops, Windows
+from medspeed.common.training.volume_config import Crops, Network, Windows
 from medspeed.data_scripts.make_phantoms import make_mri_phantoms
 
 TINY: dict[str, Any] = {

@@ -19,13 +19,11 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-from medspeed.apps.brats.export import network_config as segresnet_config
 from medspeed.apps.pathology.export import write_patch_bundle
 from medspeed.apps.pathology.model import PathologyModel, normalised
-from medspeed.apps.spleen.export import network_config as unet_config
 from medspeed.common.data.preparation import Preparation, prepare_volume
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.export.bundle import LICENCE, NetworkConfig, painting, served_pipeline, write_volume_bundle
+from medspeed.common.export.bundle import LICENCE, painting, served_pipeline, write_volume_bundle
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.export.triton import write_triton
 from medspeed.common.inference.labels import LabelScheme, Region
@@ -38,6 +36,7 @@ from medspeed.common.inference.scans import segment_scans
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
 from medspeed.models.resnet18_fcn import resnet18_fcn
 from medspeed.models.segresnet3d import segresnet3d
+from medspeed.models.unet3d import unet3d
 from tests.common.export.stand_in import serving
 from tests.support import unet_model
 
@@ -57,7 +56,6 @@ TASK = "Segmentation of something"
 class Trained(NamedTuple):
     run: Path
     model: VolumeModel
-    network: NetworkConfig
 
 
 def spleen_model(labels: tuple[str, ...] = ("background", "spleen")) -> VolumeModel:
@@ -74,13 +72,13 @@ def brats_model() -> VolumeModel:
     return VolumeModel(segresnet3d, arguments, BRATS, preparation, (40, 48, 32), 1, 0.25, "fp32", steps)
 
 
-def random_run(run: Path, app: str, model: VolumeModel, network: NetworkConfig) -> Trained:
+def random_run(run: Path, app: str, model: VolumeModel) -> Trained:
     torch.manual_seed(0)
     run.mkdir()
     built = with_statistics(model.build(), (model.preparation.channels, *model.window_size))
     save_file(built.state_dict(), run / "best.safetensors")
     write_model(run, app, model)
-    return Trained(run, model, network)
+    return Trained(run, model)
 
 
 def with_statistics(network: nn.Module, shape: tuple[int, ...]) -> nn.Module:
@@ -114,20 +112,18 @@ def balance(trained: Trained, scan: Path) -> None:
 @pytest.fixture(scope="module")
 def spleen(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     model = spleen_model()
-    return random_run(tmp_path_factory.mktemp("spleen") / "run", "spleen", model, unet_config(model))
+    return random_run(tmp_path_factory.mktemp("spleen") / "run", "spleen", model)
 
 
 @pytest.fixture(scope="module")
 def spleen_bundle(tmp_path_factory: pytest.TempPathFactory, spleen: Trained) -> Path:
-    return write_volume_bundle(
-        tmp_path_factory.mktemp("bundles") / "spleen", spleen.run, TASK, spleen.model, spleen.network
-    )
+    return write_volume_bundle(tmp_path_factory.mktemp("bundles") / "spleen", spleen.run, TASK, spleen.model)
 
 
 @pytest.fixture(scope="module")
 def brats(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     model = brats_model()
-    return random_run(tmp_path_factory.mktemp("brats") / "run", "brats", model, segresnet_config(model))
+    return random_run(tmp_path_factory.mktemp("brats") / "run", "brats", model)
 
 
 def run_monai(bundle: Path, *command: str) -> str:
@@ -172,7 +168,7 @@ def test_the_metadata_describe_the_network(spleen_bundle: Path):
 
 
 def test_the_metadata_of_regions_name_each_channel(tmp_path: Path, brats: Trained):
-    bundle = write_volume_bundle(tmp_path / "bundle", brats.run, TASK, brats.model, brats.network)
+    bundle = write_volume_bundle(tmp_path / "bundle", brats.run, TASK, brats.model)
     found = json.loads((bundle / "configs" / "metadata.json").read_text())["network_data_format"]
     assert found["inputs"]["image"]["num_channels"] == 4
     assert found["outputs"]["pred"]["channel_def"] == {"0": "TC", "1": "WT", "2": "ET"}
@@ -181,7 +177,7 @@ def test_the_metadata_of_regions_name_each_channel(tmp_path: Path, brats: Traine
 @pytest.mark.parametrize("name", ["spleen", "brats"])
 def test_the_weights_are_the_runs(request: pytest.FixtureRequest, tmp_path: Path, name: str):
     trained: Trained = request.getfixturevalue(name)
-    bundle = write_volume_bundle(tmp_path / "bundle", trained.run, TASK, trained.model, trained.network)
+    bundle = write_volume_bundle(tmp_path / "bundle", trained.run, TASK, trained.model)
     stored = torch.load(bundle / "models" / "model.pt", weights_only=True)
     due = trained.model.build(trained.run / "best.safetensors").state_dict()
     assert list(stored) == list(due)
@@ -189,7 +185,7 @@ def test_the_weights_are_the_runs(request: pytest.FixtureRequest, tmp_path: Path
 
 
 def test_the_same_run_gives_the_same_bytes(tmp_path: Path, spleen: Trained, spleen_bundle: Path):
-    again = write_volume_bundle(tmp_path / "another name", spleen.run, TASK, spleen.model, spleen.network)
+    again = write_volume_bundle(tmp_path / "another name", spleen.run, TASK, spleen.model)
     assert (again / "SHA256SUMS").read_bytes() == (spleen_bundle / "SHA256SUMS").read_bytes()
 
 
@@ -203,15 +199,30 @@ def test_the_same_run_gives_the_same_bytes(tmp_path: Path, spleen: Trained, sple
     ],
 )
 def test_a_network_that_is_not_ours_is_refused(tmp_path: Path, spleen: Trained, changed, error, words):
+    def other(*channels: Any, **arguments: Any) -> nn.Module:
+        network = unet3d(*channels, **arguments)
+        network.monai |= changed
+        return network
+
     with pytest.raises(error, match=words):
-        write_volume_bundle(tmp_path / "bundle", spleen.run, TASK, spleen.model, {**spleen.network, **changed})
+        write_volume_bundle(tmp_path / "bundle", spleen.run, TASK, replace(spleen.model, network=other))
     assert not (tmp_path / "bundle").exists()
+
+
+def test_a_network_that_monai_does_not_have_says_what_it_lacks(tmp_path: Path, spleen: Trained):
+    def unknown(*channels: Any, **arguments: Any) -> nn.Module:
+        network = unet3d(*channels, **arguments)
+        del network.monai
+        return network
+
+    with pytest.raises(ValueError, match=r"network unknown: a bundle needs a class of MONAI's: .*attribute `monai`"):
+        write_volume_bundle(tmp_path / "bundle", spleen.run, TASK, replace(spleen.model, network=unknown))
 
 
 def test_a_folder_that_holds_something_is_left_alone(spleen: Trained, spleen_bundle: Path):
     before = (spleen_bundle / "SHA256SUMS").stat().st_mtime_ns
     with pytest.raises(FileExistsError, match="not empty"):
-        write_volume_bundle(spleen_bundle, spleen.run, TASK, spleen.model, spleen.network)
+        write_volume_bundle(spleen_bundle, spleen.run, TASK, spleen.model)
     assert (spleen_bundle / "SHA256SUMS").stat().st_mtime_ns == before
 
 
@@ -277,18 +288,18 @@ def test_bundle_and_triton_client_give_the_label_maps_of_infer(tmp_path: Path, k
     """
     if kind == "regions":
         scans = make_mri_phantoms(tmp_path / "scans", 1, progress=False) / "imagesTr"
-        trained = random_run(tmp_path / "run", "brats", brats_model(), segresnet_config(brats_model()))
+        trained = random_run(tmp_path / "run", "brats", brats_model())
     else:
         scans = make_ct_phantoms(tmp_path / "scans", 2, progress=False) / "imagesTr"
         model = spleen_model(("background", "spleen", "liver")[: 2 if kind == "two classes" else 3])
-        trained = random_run(tmp_path / "run", "spleen", model, unet_config(model))
+        trained = random_run(tmp_path / "run", "spleen", model)
     files = sorted(scans.glob("*.nii.gz"))
     names, packed = [file.name for file in files], files[0]
     files[0] = packed.with_suffix("")  # .nii in, .nii.gz out
     files[0].write_bytes(gzip.decompress(packed.read_bytes()))
     packed.unlink()
     balance(trained, files[0])
-    bundle = write_volume_bundle(tmp_path / "bundle", trained.run, TASK, trained.model, trained.network)
+    bundle = write_volume_bundle(tmp_path / "bundle", trained.run, TASK, trained.model)
     scanned = ("--dataset_dir", str(scans), "--output_dir", str(tmp_path / "bundled"), "--bundle_root", ".")
     run_monai(bundle, "run", "--config_file", "configs/inference.json", *scanned)
     folders = [tmp_path / "bundled"]

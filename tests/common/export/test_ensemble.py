@@ -19,7 +19,7 @@ from medspeed.common.inference.model import load_model
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.predictors import read_onnx_metadata
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
-from medspeed.models.unet3d import unet3d
+from medspeed.models import find_network
 from tests.common.inference.test_ensemble import CPU, MODEL, write_run
 
 
@@ -34,14 +34,14 @@ def test_several_runs_become_one_onnx_model_of_their_mean(runs, tmp_path, capsys
     assert export_spleen(SpleenExport(runs, "onnx", whole, data=data, device="cpu")) == whole / "exports"
     assert "Dice on 2 cases" in capsys.readouterr().out
     digests = [sha256_of(run / "best.safetensors") for run in runs]
-    model = load_model(whole, "spleen", unet3d)
+    model = load_model(whole, "spleen", find_network)
     assert [member.sha256 for member in model.members] == digests
     assert read_onnx_metadata(whole / "exports" / "model_fp32.onnx")["members"].split() == digests
     card = model_card(whole, "Task")
     assert "mean of the logits of 2 networks" in card
     assert all(f"- {run.name}: unet3d, sha256 `{digest}`" in card for run, digest in zip(runs, digests, strict=True))
     windows = torch.rand((1, 1, *MODEL.window_size), generator=torch.Generator().manual_seed(0))
-    due = open_models(runs, load_models(runs, "spleen", unet3d), backend="torch", device=CPU).predict(windows)
+    due = open_models(runs, load_models(runs, "spleen", find_network), backend="torch", device=CPU).predict(windows)
     for backend in ("onnxruntime", "torch"):
         found = open_predictor(whole, model, backend=backend, device=CPU)
         torch.testing.assert_close(found.predict(windows), due, rtol=1e-4, atol=1e-4)
@@ -57,7 +57,7 @@ def test_the_data_of_an_ensemble_are_those_of_all_and_only_what_none_saw_is_held
         training = [name for name in names if name not in validation]
         write_json(run / "split.json", {"training": training, "validation": validation})
         write_json(run / "summary.json", summary)
-    model = load_models(runs, "spleen", unet3d)
+    model = load_models(runs, "spleen", find_network)
     write_ensemble(tmp_path / "whole", "spleen", model, runs)
     split = json.loads((tmp_path / "whole" / "split.json").read_text())
     assert (split["training"], split["validation"]) == ([names[0], *names[2:]], [names[1]])
@@ -68,11 +68,11 @@ def test_the_data_of_an_ensemble_are_those_of_all_and_only_what_none_saw_is_held
     assert json.loads((tmp_path / "mixed" / "summary.json").read_text()) == {"data": {"synthetic": True}}
     assert not (tmp_path / "mixed" / "split.json").exists()
     with pytest.raises(ValueError, match=r"an ensemble cannot be a MONAI bundle"):
-        write_volume_bundle(tmp_path / "bundle", tmp_path / "whole", "Task", model, {})
+        write_volume_bundle(tmp_path / "bundle", tmp_path / "whole", "Task", model)
 
 
 def test_weights_that_do_not_fit_leave_nothing(runs, tmp_path):
-    model = load_models(runs, "spleen", unet3d)
+    model = load_models(runs, "spleen", find_network)
     wide = replace(model.members[1], arguments={"channels": (4, 12), "residual_units": 1})
     with pytest.raises(ValueError, match=r"b/best.safetensors: does not fit"):
         write_ensemble(tmp_path / "whole", "spleen", replace(model, members=(model.members[0], wide)), runs)

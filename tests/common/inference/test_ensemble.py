@@ -29,7 +29,7 @@ from medspeed.common.inference.postprocessing import Postprocessing
 from medspeed.common.inference.predict import predict_labels
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
-from medspeed.models.unet3d import unet3d
+from medspeed.models import find_network
 from tests.support import unet_model
 
 MODEL = unet_model((4.0, 4.0, 4.0), (4, 8), (24, 24, 16), window_batch=2)
@@ -56,7 +56,7 @@ def images(tmp_path_factory):
 
 def infer(runs, images, output, model=None, **more):
     config = InferConfig(runs, images, output, device="cpu", backend="torch", **{"overlays": False, **more})
-    return scans_module.segment_scans(config, model or load_models(config.model, "spleen", unet3d))
+    return scans_module.segment_scans(config, model or load_models(config.model, "spleen", find_network))
 
 
 def test_the_mean_is_that_of_all_members_in_float32():
@@ -72,7 +72,7 @@ def test_opened_runs_compute_the_mean_of_what_each_computes(runs, count):
     runs = runs[:count]
     windows = torch.rand((2, 1, *MODEL.window_size), generator=torch.Generator().manual_seed(0))
     alone = [open_predictor(run, MODEL, backend="torch", device=CPU).predict(windows) for run in runs]
-    opened = open_models(runs, load_models(runs, "spleen", unet3d), backend="torch", device=CPU)
+    opened = open_models(runs, load_models(runs, "spleen", find_network), backend="torch", device=CPU)
     assert (opened.backend, opened.precision, len(opened.others)) == ("torch", "fp32", count - 1)
     torch.testing.assert_close(opened.predict(windows), torch.stack(alone).mean(dim=0))
 
@@ -80,13 +80,15 @@ def test_opened_runs_compute_the_mean_of_what_each_computes(runs, count):
 def test_networks_may_differ_where_all_else_is_shared(runs, tmp_path):
     wide = write_run(tmp_path / "wide", 1, replace(MODEL, arguments={"channels": (4, 12), "residual_units": 1}))
     both = (runs[0], wide)
-    model = load_models(both, "spleen", unet3d)
+    model = load_models(both, "spleen", find_network)
     network = model.build()
     assert isinstance(network, Ensemble)
     assert [tuple(each.arguments["channels"]) for each in model.members] == [(4, 8), (4, 12)]
     opened = open_models(both, model, backend="torch", device=CPU)
     windows = torch.rand((2, 1, *MODEL.window_size), generator=torch.Generator().manual_seed(0))
-    alone = [open_predictor(run, load_models([run], "spleen", unet3d), backend="torch", device=CPU) for run in both]
+    alone = [
+        open_predictor(run, load_models([run], "spleen", find_network), backend="torch", device=CPU) for run in both
+    ]
     torch.testing.assert_close(opened.predict(windows), sum(each.predict(windows) for each in alone) / 2)
 
 
@@ -117,9 +119,9 @@ def test_models_that_disagree_on_a_scan_are_said_and_models_that_agree_are_not(r
 def test_precision_and_post_processing_are_the_models_where_they_agree(tmp_path, capsys):
     cleaned = replace(MODEL, precision="bf16", postprocessing=(Postprocessing(("spleen",), largest=True),))
     alike = [write_run(tmp_path / f"alike-{seed}", seed, cleaned) for seed in (1, 2)]
-    model = load_models(alike, "spleen", unet3d)
+    model = load_models(alike, "spleen", find_network)
     assert (model.precision, model.postprocessing) == (cleaned.precision, cleaned.postprocessing)
-    model = load_models([*alike, write_run(tmp_path / "plain", 3)], "spleen", unet3d)
+    model = load_models([*alike, write_run(tmp_path / "plain", 3)], "spleen", find_network)
     assert (model.precision, model.postprocessing) == ("fp32", ())
     assert "no post-processing, since the models' own differ" in capsys.readouterr().out
 
@@ -159,19 +161,19 @@ def test_scans_are_read_prepared_and_written_once_and_labelled_by_the_mean(runs,
 def test_models_that_share_too_little_are_refused_by_name(runs, tmp_path, name, other):
     odd = write_run(tmp_path / "odd", 1, other)
     with pytest.raises(ValueError, match=rf"{odd}: {name} .*, but .* in {runs[0]}: models must share .* leave it out"):
-        load_models([*runs, odd], "spleen", unet3d)
+        load_models([*runs, odd], "spleen", find_network)
 
 
 def test_a_model_is_given_once_has_weights_and_is_no_ensemble_itself(runs, tmp_path):
     shutil.copytree(runs[0], tmp_path / "copy")
     with pytest.raises(ValueError, match=r"copy: its weights are given twice"):
-        load_models([*runs, tmp_path / "copy"], "spleen", unet3d)
-    write_model(tmp_path / "whole", "spleen", load_models(runs, "spleen", unet3d))
+        load_models([*runs, tmp_path / "copy"], "spleen", find_network)
+    write_model(tmp_path / "whole", "spleen", load_models(runs, "spleen", find_network))
     with pytest.raises(ValueError, match=r"whole: is an ensemble itself; name its models instead \(fold-0, fold-1, "):
-        load_models([runs[0], tmp_path / "whole"], "spleen", unet3d)
+        load_models([runs[0], tmp_path / "whole"], "spleen", find_network)
     (runs[1] / "best.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"fold-1/best.safetensors: no such weights file"):
-        load_models(runs, "spleen", unet3d)
+        load_models(runs, "spleen", find_network)
 
 
 def test_a_folder_of_folds_means_all_of_them_in_order(tmp_path, runs):
@@ -216,7 +218,7 @@ def test_a_folder_of_scans_resumes_only_with_the_same_members_and_names_them(run
     infer(runs, images, output)
     assert "2 scans already finished" in capsys.readouterr().out
     rows = list(csv.DictReader((output / "measurements.csv").read_text().splitlines()))
-    members = load_models(runs, "spleen", unet3d).members
+    members = load_models(runs, "spleen", find_network).members
     assert {row["model"] for row in rows} == {" ".join(f"{each.run}:{each.sha256[:12]}" for each in members)}
     assert [each.run for each in members] == ["fold-0", "fold-1", "fold-2"]
     mark = json.loads(next((output / "records").iterdir()).read_text())["mark"]
@@ -237,7 +239,7 @@ def test_runs_without_the_same_exports_are_all_run_by_torch(runs, monkeypatch):
         return replace(found, backend=next(chosen) if backend == "auto" else backend)
 
     monkeypatch.setattr("medspeed.common.inference.ensemble.open_predictor", opened)
-    found = open_models(runs, load_models(runs, "spleen", unet3d), device=CPU)
+    found = open_models(runs, load_models(runs, "spleen", find_network), device=CPU)
     assert (found.backend, found.reason) == ("torch", "the models have not the same exports")
     assert next(chosen, None) is None
 

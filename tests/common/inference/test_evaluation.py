@@ -14,7 +14,6 @@ from scipy.ndimage import gaussian_filter
 from scipy.spatial import KDTree
 from scipy.spatial.distance import dice as dissimilarity
 from skimage.measure import regionprops
-from torch import nn
 
 from medspeed.common.data.label_files import write_label
 from medspeed.common.data.volumes import Volume
@@ -23,9 +22,10 @@ from medspeed.common.inference.evaluation import evaluate_folders, run_evaluatio
 from medspeed.common.inference.labels import LabelScheme, one_region_per_label
 from medspeed.common.inference.options import EvaluateConfig
 from medspeed.common.inference.scores import Evaluation, score
+from medspeed.models import find_network
 
 SHAPE = (9, 10, 11)
-OF_NO_RUN: Any = ("", nn.Module, lambda dataset: pytest.fail("there is no dataset"))
+OF_NO_RUN: Any = ("", find_network, lambda dataset: pytest.fail("there is no dataset"))
 
 
 def volume(voxels: np.ndarray, spacing: Any = (1.0, 1.0, 1.0), name: str = "a.nii.gz") -> Volume:
@@ -346,10 +346,10 @@ def test_a_dataset_above_the_references_names_the_labels(folders, capsys):
     def labelling(dataset: Any) -> LabelScheme:
         return one_region_per_label(dataset.labels)
 
-    assert run_evaluation(EvaluateConfig(found, true), "", nn.Module, labelling).status == 1
+    assert run_evaluation(EvaluateConfig(found, true), "", find_network, labelling).status == 1
     assert "liver " in capsys.readouterr().out
     (true.parent / "dataset.json").unlink()
-    assert run_evaluation(EvaluateConfig(found, true), "", nn.Module, labelling).status == 1
+    assert run_evaluation(EvaluateConfig(found, true), "", find_network, labelling).status == 1
     assert "\n1 " in capsys.readouterr().out
 
 

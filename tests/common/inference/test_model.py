@@ -1,6 +1,7 @@
 """A trained network as inference opens it: `model.json`, and the weights beside it."""
 
 import json
+import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -20,8 +21,8 @@ from medspeed.common.inference.model import (
 )
 from medspeed.common.inference.postprocessing import Postprocessing
 from medspeed.common.inference.uncertain import warn_of_training
+from medspeed.models import find_network
 from medspeed.models.segresnet3d import segresnet3d
-from medspeed.models.unet3d import unet3d
 from tests.support import unet_model
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}
@@ -39,7 +40,7 @@ SEGRESNET = replace(
 @pytest.mark.parametrize("model", [UNET, SEGRESNET], ids=["unet", "segresnet"])
 def test_every_network_of_volumes_is_written_in_one_shape_and_comes_back(model, tmp_path):
     write_model(tmp_path, "heart", model)
-    again = load_model(tmp_path, "heart", unet3d, segresnet3d)
+    again = load_model(tmp_path, "heart", find_network)
     assert again == replace(model, arguments=again.arguments)
     assert again.arguments == json.loads(json.dumps(model.arguments))  # tuples are lists
     content = json.loads((tmp_path / "model.json").read_text())
@@ -52,7 +53,7 @@ def test_post_processing_comes_back_and_names_structures_of_the_model(tmp_path):
         UNET, postprocessing=(Postprocessing(("spleen",), largest=True), Postprocessing(("spleen",), smallest_ml=0.5))
     )
     write_model(tmp_path, "heart", model)
-    assert load_model(tmp_path, "heart", unet3d).postprocessing == model.postprocessing
+    assert load_model(tmp_path, "heart", find_network).postprocessing == model.postprocessing
     content = json.loads((tmp_path / "model.json").read_text())
     for name, value, words in (
         ("structures", ["liver"], r"postprocessing \['liver'\]: must be of the structures \['spleen'\]"),
@@ -64,7 +65,38 @@ def test_post_processing_comes_back_and_names_structures_of_the_model(tmp_path):
         wrong["postprocessing"][0][name] = value
         (tmp_path / "model.json").write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=rf"model\.json: .*{words}"):
-            load_model(tmp_path, "heart", unet3d)
+            load_model(tmp_path, "heart", find_network)
+
+
+@pytest.fixture
+def foreign(tmp_path, monkeypatch):
+    """A run whose model.json names a module that says when it is imported."""
+    (tmp_path / "says_so.py").write_text("from medspeed.models.unet3d import unet3d as net\nprint('imported')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    write_model(tmp_path, "heart", UNET)
+    content = json.loads((tmp_path / "model.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps({**content, "network": "says_so:net"}))
+    yield tmp_path
+    sys.modules.pop("says_so", None)
+
+
+def test_no_module_is_imported_because_a_file_says_so(foreign, capsys):
+    model = load_model(foreign, "heart", find_network)
+    assert model.network.__name__ == "says_so:net"  # so that its exports can be used
+    with pytest.raises(PermissionError, match=r"^network says_so:net: the code .*--network says_so:net"):
+        model.build()
+    with pytest.raises(ValueError, match="its network is says_so:net, not dynunet"):
+        load_model(foreign, "heart", find_network, "dynunet")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_network_of_ones_own_is_imported_where_it_is_named(foreign, capsys):
+    model = load_model(foreign, "heart", find_network, "says_so:net")
+    assert capsys.readouterr().out == "imported\n"
+    assert model.build().eval()(torch.zeros(1, 1, 16, 16, 16)).shape == (1, 2, 16, 16, 16)
+    write_model(foreign, "heart", model)
+    assert json.loads((foreign / "model.json").read_text())["network"] == "says_so:net"
 
 
 def test_the_network_is_built_of_its_arguments():
@@ -79,7 +111,7 @@ def test_the_network_is_built_of_its_arguments():
 def test_what_is_no_model_of_the_app_is_named(content, words, tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"model\.json: not the model file of a heart run .*{words}"):
-        load_model(tmp_path, "heart", unet3d)
+        load_model(tmp_path, "heart", find_network)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +136,7 @@ def test_values_out_of_their_bounds_are_named(part, value, words, tmp_path):
     content = json.loads((tmp_path / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps({**content, part: value}))
     with pytest.raises(ValueError, match=rf"model\.json: not the model file of a heart run .*{words}"):
-        load_model(tmp_path, "heart", unet3d)
+        load_model(tmp_path, "heart", find_network)
 
 
 @pytest.mark.parametrize(

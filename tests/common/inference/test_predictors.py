@@ -182,6 +182,18 @@ def test_logits_are_torchs_in_large_windows(normed, tmp_path, precision):
         assert differences[0] < 0.02
 
 
+def test_instance_normalisations_of_large_windows_are_exact(tmp_path):
+    network = torch.nn.Sequential(torch.nn.Conv3d(1, 4, 1), torch.nn.InstanceNorm3d(4, affine=True)).eval()
+    torch.nn.init.normal_(list(network.parameters())[2], 1.0, 0.3)
+    path = export_onnx(network, tmp_path / "model.onnx", (1, 96, 96, 96), "fp32", {})
+    assert "InstanceNormalization" in [node.op_type for node in onnx.load(str(path)).graph.node]
+    image = torch.randn(2, 1, 96, 96, 96, generator=torch.Generator().manual_seed(1)) + 10
+    with torch.no_grad():
+        expected = network.double()(image.double()).numpy()
+    found = onnxruntime_predictor(path)(image).numpy()
+    assert np.abs(found - expected).max() < 1e-5
+
+
 def test_the_file_keeps_the_operator_and_other_models_their_bytes(normed, tmp_path):
     path = export_onnx(normed, tmp_path / "model.onnx", (2, 16, 16, 16), "fp32", {})
     kept = [node.op_type for node in onnx.load(str(path)).graph.node]

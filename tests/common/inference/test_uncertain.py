@@ -19,7 +19,7 @@ from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.scans import segment_scans
 from medspeed.common.inference.uncertain import read_figures, with_doubts
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
-from medspeed.models.unet3d import unet3d
+from medspeed.models import find_network
 
 ONE = CaseFigures((1.0, 1.0, 3.0), (300.0, 300.0, 240.0), (-100.0, 30.0, 200.0), (0.0, 2.0, 1.0))
 OTHER = CaseFigures((2.0, 2.0, 6.0), (400.0, 400.0, 360.0), (-80.0, 50.0, 300.0), (0.0, 4.0, 0.0))
@@ -150,7 +150,7 @@ def test_planted_uncertain_scans_are_said_and_twenty_ordinary_ones_are_not(tmp_p
 
     def said(scans: Path, name: str, flips: str = "") -> tuple[dict[str, str], str]:
         given = InferConfig(run, scans, tmp_path / name, device="cpu", backend="torch", overlays=False, flips=flips)
-        assert segment_scans(given, load_model(run, "spleen", unet3d)).status == 0
+        assert segment_scans(given, load_model(run, "spleen", find_network)).status == 0
         rows = list(csv.DictReader((tmp_path / name / "measurements.csv").read_text().splitlines()))
         return {row["scan"].split(".")[0]: row["uncertain"] for row in rows}, capsys.readouterr().out
 

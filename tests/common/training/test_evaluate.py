@@ -14,7 +14,7 @@ from medspeed.common.inference.model import load_model, write_model
 from medspeed.common.inference.postprocessing import CaseParts, Postprocessing, Steps, case_parts
 from medspeed.common.run import Run
 from medspeed.common.training.evaluate import choose_postprocessing, doubts, no_choice
-from medspeed.models.unet3d import unet3d
+from medspeed.models import find_network
 from tests.support import unet_model
 
 MODEL = unet_model((2.0, 2.0, 2.0), (4, 8), (16, 16, 16))
@@ -42,7 +42,7 @@ def chosen(folder, cases, held_out=True, **fields):
     run = Run(folder, torch.device("cpu"), Clock(), resumed=False)
     config, split = SpleenConfig(**fields), Split((), (Case("a", Path(), Path()),) * len(cases), held_out, "")
     found = choose_postprocessing(cases, no_choice(config, split), MODEL, config, run)
-    return found, load_model(folder, "spleen", unet3d).postprocessing, (folder / "run.log").read_text()
+    return found, load_model(folder, "spleen", find_network).postprocessing, (folder / "run.log").read_text()
 
 
 def test_what_helps_on_validation_cases_is_kept_in_the_model_and_said(tmp_path):

@@ -20,6 +20,7 @@ from medspeed.common.training.config import Parallel, TrainingConfig, decided
 from medspeed.common.training.resolve import Defaults, choose_volumes, keep_plan, read_volumes
 from medspeed.common.training.setup import check_partitions
 from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
+from medspeed.models.unet3d import unet3d
 
 PLAIN = TrainingConfig(batch_size=4, parallel=Parallel(partitions=2))
 USUAL = Defaults(
@@ -79,12 +80,12 @@ def test_what_the_app_knows_spares_reading_the_voxels(scans, tmp_path, run):
     known = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
     config, data = read(scans, tmp_path, run, {"Spleen": known})
     assert data.figures.foreground is None
-    assert choose_volumes(config, data, USUAL, run).spacing == (1.5, 1.5, 2.0)
+    assert choose_volumes(config, data, USUAL, unet3d, run).spacing == (1.5, 1.5, 2.0)
 
 
 def test_every_open_field_is_decided_and_what_was_given_wins(scans, tmp_path, run):
     config, data = read(scans, tmp_path, run, spacing=(2.0, 2.0, 2.0), crops=Crops(per_case=3))
-    chosen = choose_volumes(config, data, USUAL, run)
+    chosen = choose_volumes(config, data, USUAL, unet3d, run)
     assert (chosen.crop_size, chosen.windows.size) == ((16, 16, 8), (20, 24, 20))  # halved twice: multiples of 4
     assert (chosen.crops.per_case, chosen.crops.flips, chosen.spacing) == (3, "x", (2.0, 2.0, 2.0))
     assert (chosen.batch_size, chosen.parallel.partitions) == (4, 1)
@@ -103,9 +104,9 @@ def test_every_open_field_is_decided_and_what_was_given_wins(scans, tmp_path, ru
 )
 def test_the_learning_rate_is_that_of_the_optimizer_unless_given(given, optimizer, rate, scans, tmp_path, run):
     config, data = read(scans, tmp_path, run, **given)
-    chosen = choose_volumes(config, data, replace(USUAL, fields={**USUAL.fields, "optimizer": "muon"}), run)
+    chosen = choose_volumes(config, data, replace(USUAL, fields={**USUAL.fields, "optimizer": "muon"}), unet3d, run)
     assert (chosen.optimizer, chosen.learning_rate) == (optimizer, rate)
-    assert choose_volumes(config, data, USUAL, run).optimizer == given.get("optimizer", "novograd")
+    assert choose_volumes(config, data, USUAL, unet3d, run).optimizer == given.get("optimizer", "novograd")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_what_cannot_fit_into_memory_is_refused_before_it_is_allocated(wish, sca
     with pytest.raises(
         ValueError, match=r"^(crop_size|batch_size|windows.size) .*: takes \d+\.\d GiB for .* GiB are free"
     ):
-        choose_volumes(config, data, USUAL, run)
+        choose_volumes(config, data, USUAL, unet3d, run)
 
 
 def test_a_plan_is_said_and_kept_and_found_again(run, capsys):
