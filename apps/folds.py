@@ -70,7 +70,9 @@ def main(config: TrainingConfig) -> Evaluation:
     path, given = root / "config.yaml", flat(config)
     kept = flat(config_from_yaml(type(config), path)) if path.is_file() else given
     begun = any(root.glob("fold-*/config.yaml"))  # otherwise a mistake ended it; or this is the folder of a single run
-    for name in given.keys() - {*config.RESUMABLE, "run"} if begun else {"fold"}:
+    free = {*config.RESUMABLE, "run"} - {"until"}
+    free -= {"data"} if None in (given["data"], kept["data"]) else set()  # without it the next fold trains on phantoms
+    for name in given.keys() - free if begun else {"fold"}:
         if given[name] != kept[name]:
             raise ValueError(f"{path}: has {name} {kept[name]}, not {given[name]}; repeat its flags, or change --run")
     content = {name: value for name, value in config_content(config).items() if name not in ("run", "resume")}

@@ -282,6 +282,8 @@ def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path
     if resume is not None:
         if not (resume / "config.yaml").is_file():
             raise FileNotFoundError(f"{resume}: no run to resume (config.yaml is missing)")
+        if (resume / "fold-0").is_dir():
+            raise FileNotFoundError(f"{resume}: no run but a folder of folds; repeat the command `medspeed folds`")
         return resume
     if directory is None:
         stamp = root / time.strftime("%Y%m%d-%H%M%S")

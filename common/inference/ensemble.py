@@ -30,14 +30,15 @@ def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None 
 
     Raises:
         FileNotFoundError: one is no run folder, or has no weights.
-        ValueError: one is damaged or given twice, or models differ in labels, preparation or windows; says in what.
+        ValueError: one is damaged or given twice, or models differ in labels, preparation, channels or windows; says.
     """
     models = [load_model(run, app, find, network) for run in runs]
     if len(models) == 1:
         return models[0]
     members: list[Member] = []
+    first = next((number for number, each in enumerate(models) if each.modality), 0)  # older runs do not name channels
     for run, model in zip(runs, models, strict=True):
-        _check_shared(run, model, runs[0], models[0])
+        _check_shared(run, model, runs[first], models[first])
         weights = run / "best.safetensors"
         if not weights.is_file():
             raise FileNotFoundError(f"{weights}: no such weights file; train the run to its end, or leave it out")
@@ -52,19 +53,20 @@ def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None 
     if any(model.postprocessing != postprocessing for model in models):
         postprocessing = ()
         say("no post-processing, since the models' own differ: choose with --largest-component or --smallest-ml")
-    return replace(models[0], precision=precision, postprocessing=postprocessing, members=tuple(members))
+    shared = replace(models[0], modality=models[first].modality, members=tuple(members))
+    return replace(shared, precision=precision, postprocessing=postprocessing)
 
 
 def _check_shared(run: Path, model: VolumeModel, first_run: Path, first: VolumeModel) -> None:
     if model.members:
         names = ", ".join(each.run for each in model.members)
         raise ValueError(f"{run}: is an ensemble itself; name its models instead ({names})")
-    due = flat(first)
+    due, shared = flat(first), (*_SHARED, *(["modality"] if model.modality else []))
     for name, value in flat(model).items():
-        if name.partition(".")[0] in _SHARED and value != due[name]:
+        if name.partition(".")[0] in shared and value != due[name]:
             raise ValueError(
-                f"{run}: {name} {value}, but {due[name]} in {first_run}: models must share labels, preparation and "
-                "windows to be averaged; leave it out, or train it with the flags of the other"
+                f"{run}: {name} {value}, but {due[name]} in {first_run}: models must share labels, preparation, "
+                "channels and windows to be averaged; leave it out, or train it with the flags of the other"
             )
 
 

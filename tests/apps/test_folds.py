@@ -130,7 +130,8 @@ def test_wrong_words_are_one_line(words, said, capsys):
 
 def test_other_flags_than_the_stored_ones_are_refused(tmp_path):
     config = replace(
-        PathologyConfig(fold=0, folds=2, init=Path("wéights-\U0001f600.pth"), learning_rate=1e-5), run=tmp_path / "cv"
+        PathologyConfig(data=Path("here"), fold=0, folds=2, init=Path("wéights-\U0001f600.pth"), learning_rate=1e-5),
+        run=tmp_path / "cv",
     )
     for fold in (0, 1):
         finished(tmp_path / "cv", f"fold-{fold}", {"ab"[fold]: (1.0, 1.0)}, {"a": 0, "b": 1})
@@ -147,6 +148,11 @@ def test_other_flags_than_the_stored_ones_are_refused(tmp_path):
         again(epochs=3)
     with pytest.raises(ValueError, match="has folds 2, not 3"):
         again(folds=3)
+    with pytest.raises(ValueError, match=r"has until None, not auc=0\.9"):
+        again(until="auc=0.9")
+    with pytest.raises(ValueError, match=r"has data here, not None; repeat its flags"):
+        again(data=None)
+    assert again(data=Path("there")).cases.keys() == {"a", "b"}  # it was moved
     for path in (tmp_path / "cv").glob("fold-*/config.yaml"):
         path.unlink()  # as if a mistake had ended the first fold at once: its flags do not count
     assert again(epochs=3).cases.keys() == {"a", "b"}

@@ -63,6 +63,10 @@ def test_a_folder_in_use_is_refused_and_one_to_resume_is_kept(tmp_path):
     assert (run.directory / "config.yaml").read_text() == "a: 1\n"
     with pytest.raises(FileNotFoundError, match="no run to resume"):
         open_run(tmp_path, None, tmp_path / "none", "cpu", "", 0)
+    (run.directory / "fold-0").mkdir()
+    release(run.directory / ".lock")
+    with pytest.raises(FileNotFoundError, match="run: no run but a folder of folds; repeat the command `medspeed fo"):
+        open_run(tmp_path, None, run.directory, "cpu", "", 0)
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "tpu:0", ""])

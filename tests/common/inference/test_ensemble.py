@@ -126,6 +126,15 @@ def test_precision_and_post_processing_are_the_models_where_they_agree(tmp_path,
     assert "no post-processing, since the models' own differ" in capsys.readouterr().out
 
 
+def test_channels_of_another_order_are_refused_where_models_name_them(tmp_path):
+    model = replace(MODEL, preparation=replace(MODEL.preparation, channels=2))
+    orders = enumerate([(), ("FLAIR", "T1"), ("FLAIR", "T1"), ("T1", "FLAIR")])
+    runs = [write_run(tmp_path / str(seed), seed, replace(model, modality=order)) for seed, order in orders]
+    assert load_models(runs[:3], "spleen", find_network).modality == ("FLAIR", "T1")
+    with pytest.raises(ValueError, match=r"3: modality \('T1', 'FLAIR'\), but \('FLAIR', 'T1'\) in .*1: models must"):
+        load_models(runs, "spleen", find_network)
+
+
 def test_scans_are_read_prepared_and_written_once_and_labelled_by_the_mean(runs, images, tmp_path, monkeypatch):
     counts = dict.fromkeys(("read_scan", "prepare_volume", "predict_labels", "write_label", "draw_overlay"), 0)
     for name in counts:
