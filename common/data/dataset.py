@@ -207,6 +207,13 @@ def read_split(dataset: Dataset, path: Path) -> Split:
     return Split(training, validation, not both, description)
 
 
+def read_names(path: Path) -> Split:
+    """Return a split as `read_split` does, but without its dataset: its cases have names only, and are not checked."""
+    content = read_typed(path, _Names)
+    training, validation = ([Case(name, Path(), None) for name in content[side]] for side in ("training", "validation"))
+    return Split(tuple(training), tuple(validation), content.get("held_out", True), str(path))
+
+
 def merged_split(splits: Sequence[Split]) -> Split:
     """Return the split of several models together: what any was trained on, and the validation cases that none was.
 
