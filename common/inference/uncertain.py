@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medspeed.common.console import say
 from medspeed.common.data.fingerprint import CaseFigures, Fingerprint
 from medspeed.common.files import read_as, read_object
 from medspeed.common.inference.labels import Region
-from medspeed.common.inference.measure import Measures
+
+if TYPE_CHECKING:  # a training's start need not wait for SciPy
+    from medspeed.common.inference.measure import Measures
 
 _FACTOR = 1.5  # by which spacing, field of view and volumes may leave the range of the training cases
 _SPREAD = 0.25  # of the span of their intensities, from the lowest 5th to the highest 95th percentile, likewise
@@ -56,12 +59,12 @@ def read_figures(*runs: Path) -> tuple[CaseFigures, ...]:
 
 
 def with_doubts(
-    measures: Sequence[Measures],
+    measures: "Sequence[Measures]",
     regions: Sequence[Region],
     scan: CaseFigures,
     cases: Sequence[CaseFigures],
     agreement: Sequence[float],
-) -> list[Measures]:
+) -> "list[Measures]":
     """Return the measures of a scan's structures, each with what makes it uncertain.
 
     Args:
