@@ -60,6 +60,7 @@ class _Split(TypedDict):
 class _Evaluated(TypedDict):
     tolerance_mm: float
     cases: dict[str, list[Scores]]
+    refused: dict[str, str]
 
 
 def main(config: TrainingConfig) -> Evaluation:
@@ -119,7 +120,10 @@ def tabulate(runs: Sequence[Path]) -> Evaluation:
     for fold, split in enumerate(splits):
         if split["fold_of"] != fold_of or {fold_of.get(name) for name in split["validation"]} != {fold}:
             raise ValueError(f"{runs[fold]}: divides other cases than fold-0; has the dataset changed? train all again")
-    whole = replace(found[0], cases={name: rows for each in found for name, rows in each.cases.items()})
+    cases, refused = ({k: v for each in found for k, v in getattr(each, name).items()} for name in ("cases", "refused"))
+    whole = replace(found[0], cases=cases, refused=refused)
+    for name, why in refused.items():
+        say(printable(f"{name}: left out of the means: {why}"), "warning")
     table = {run.name: _rows(each, "mean") for run, each in zip(runs, found, strict=True)}
     for name, rows in table.items():
         values = ([*row.values()] for row in rows)  # the third is of the first metric

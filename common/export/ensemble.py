@@ -25,7 +25,7 @@ def write_ensemble(folder: Path, app: str, model: VolumeModel, runs: Sequence[Pa
 
     Raises:
         FileExistsError: the folder holds something.
-        ValueError: weights are damaged or do not fit; nothing is left behind.
+        ValueError: a file is damaged, or weights do not fit; nothing is left behind.
     """
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: not empty; --output of several models must be a new folder")
@@ -37,15 +37,12 @@ def write_ensemble(folder: Path, app: str, model: VolumeModel, runs: Sequence[Pa
     digests = " ".join(member.sha256 for member in model.members)
     save_weights(folder / "best.safetensors", network.state_dict(), {"members": digests})
     write_model(folder, app, model)
-    if all((run / "fingerprint.json").is_file() for run in runs):
-        first = read_as(runs[0] / "fingerprint.json", Fingerprint, "restore or remove it")
-        write_json(folder / "fingerprint.json", asdict(replace(first, scans=read_figures(*runs))))
     for name, content in data.items():
         write_json(folder / f"{name}.json", content)
 
 
 def _data_of(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Return the ensemble's "summary", and its "split" by the names of the cases: their dataset may have been moved."""
+    """Return "summary", "split" (by the names of cases: their dataset may have been moved) and "fingerprint"."""
     data = [read_if_there(run / "summary.json").get("data", {}) for run in runs]
     summary: dict[str, Any] = {"data": data[0] if all(each == data[0] for each in data) else {}}
     if any(each.get("synthetic") for each in data):
@@ -55,4 +52,7 @@ def _data_of(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
         split = merged_split(splits)
         summary["cases"] = {"training": len(split.training), "validation": len(split.validation)}
         content["split"] = split.to_json()
+    if all((run / "fingerprint.json").is_file() for run in runs):
+        first = read_as(runs[0] / "fingerprint.json", Fingerprint, "restore or remove it")
+        content["fingerprint"] = asdict(replace(first, scans=read_figures(*runs)))
     return content

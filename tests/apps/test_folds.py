@@ -69,6 +69,16 @@ def test_the_table_is_that_of_the_hand(tmp_path, capsys):
     assert "A               3 cases  dice 0.700 [0.500, 0.900]" in said
 
 
+def test_cases_that_a_fold_could_not_measure_are_said(tmp_path, capsys):
+    fold_of, evaluation = {"one": 0, "two": 1}, {"tolerance_mm": 2.0, "cases": {}, "refused": {"two": "too large"}}
+    runs = [
+        finished(tmp_path, "fold-0", {"one": (0.5, 1.0)}, fold_of),
+        finished(tmp_path, "fold-1", {"two": ()}, fold_of, evaluation=evaluation),
+    ]
+    assert tabulate(runs).refused == {"two": "too large"}
+    assert "two: left out of the means: too large" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("fold_of", "validation"),
     [({"one": 0, "two": 0}, ["two"]), ({"one": 0, "two": 1}, ["one"]), ({"one": 0, "two": 1}, ["other"])],

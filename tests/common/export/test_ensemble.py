@@ -70,11 +70,19 @@ def test_the_data_of_an_ensemble_are_those_of_all_and_only_what_none_saw_is_held
         write_volume_bundle(tmp_path / "bundle", tmp_path / "whole", "Task", model)
 
 
-def test_weights_that_do_not_fit_leave_nothing(runs, tmp_path):
+def test_weights_that_do_not_fit_and_damaged_files_leave_nothing(runs, tmp_path):
     model = load_models(runs, "spleen", find_network)
     wide = replace(model.members[1], arguments={"channels": (4, 12), "residual_units": 1})
     with pytest.raises(ValueError, match=r"b/best.safetensors: does not fit"):
         write_ensemble(tmp_path / "whole", "spleen", replace(model, members=(model.members[0], wide)), runs)
+    (runs[1] / "split.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"b/split.json: Object missing required field `training`"):
+        write_ensemble(tmp_path / "whole", "spleen", model, runs)
+    (runs[1] / "split.json").unlink()
+    for run in runs:
+        (run / "fingerprint.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"a/fingerprint.json: .*restore or remove it"):
+        write_ensemble(tmp_path / "whole", "spleen", model, runs)
     assert not (tmp_path / "whole").exists()
 
 
