@@ -83,7 +83,8 @@ def group_cases(groups: str | None, names: Sequence[str]) -> dict[str, str]:
     found = {name: match[min(len(match.groups()), 1)] for name, match in matches.items() if match}
     found |= _listed_groups(Path(path), column, names) if path.endswith(".csv") else {}
     if missing := [name for name in names if not found.get(name)]:
-        raise ValueError(f"groups {groups}: no group for {len(missing)} of {len(names)}: {', '.join(missing[:5])}")
+        found_none = f"no group for {len(missing)} of {len(names)}: {', '.join(missing[:5])}"
+        raise ValueError(f"groups {groups}: {found_none}; expected FILE.csv:COLUMN that lists all, or a pattern in all")
     return {name: found[name] for name in names}
 
 

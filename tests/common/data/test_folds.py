@@ -95,6 +95,10 @@ def test_groups_are_told_by_a_column(tmp_path):
         group_cases(f"{table}:case", names)
     with pytest.raises(ValueError, match="no group for 1 of 5: f"):
         group_cases(f"{table}:patient", [*names, "f"])
+    with pytest.raises(
+        ValueError, match=r"patients\.csv: no group for 4 of 4: .*; expected FILE\.csv:COLUMN that lists all"
+    ):
+        group_cases(f"{table}", names)
     table.write_text("case,patient\na,one\na.nii.gz,two\n")
     with pytest.raises(ValueError, match="line 3: an earlier line gives a another patient; keep one of them"):
         group_cases(f"{table}:patient", ["a"])
