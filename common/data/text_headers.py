@@ -68,9 +68,13 @@ def read_text_header(path: Path) -> TextHeader:
     ending = re.search(end, start)
     if ending is None or (nrrd and not start.startswith(b"NRRD000")):
         raise ValueError(f"{path}: is not {kind} file with a header of at most {_MOST} bytes: copy it again")
-    pairs = re.findall(r"(?m)^([^#:=\n][^:=\n]*?)\s*[:=]\s*([^=\r\n].*?)\s*$", start[: ending.end()].decode("latin-1"))
+    lines = (re.split("[:=]", line, maxsplit=1) for line in start[: ending.end()].decode("latin-1").split("\n"))
+    pairs = [map(str.strip, line) for line in lines if len(line) == 2 and not line[0].startswith("#")]
+    fields = {key.lower(): value for key, value in pairs if value and value[0] != "="}  # NRRD's own pairs: NAME:=VALUE
     try:
-        found = (_nrrd if nrrd else _meta)({key.lower(): value for key, value in pairs}, ending.end())
+        found = (_nrrd if nrrd else _meta)(fields, ending.end())
+        if found.channels is not None and found.sizes[found.channels] == 1:
+            found = found._replace(sizes=found.shape[:3], channels=None)
         if len(found.shape) not in (3, 4) or min(found.sizes) < 1:
             raise ValueError(f"sizes {found.sizes}, expected 3 axes of space and at most one of channels")
     except KeyError as error:
@@ -104,7 +108,8 @@ def _nrrd(fields: Mapping[str, str], offset: int) -> TextHeader:
         raise ValueError(f"sizes {fields['sizes']} for {len(vectors)} space directions")
     channels = next((number for number in range(len(vectors)) if number not in places), None)
     affine = _to_ras(columns, _numbers(fields["space origin"].strip("()"), 3), flips)
-    return TextHeader(sizes, channels, _dtype(fields["type"], fields.get("endian") == "big"), affine, packed, offset)
+    dtype = _dtype(fields["type"], fields.get("endian", "").lower() == "big")
+    return TextHeader(sizes, channels, dtype, affine, packed, offset)
 
 
 def _meta(fields: Mapping[str, str], offset: int) -> TextHeader:

@@ -91,6 +91,23 @@ def test_compressed_and_big_endian_voxels(tmp_path):
         assert read_volume(path).voxels.dtype == np.dtype(np.int16)
 
 
+def test_a_field_without_a_value_leaves_the_next_line_alone(tmp_path):
+    big, blank = VOXELS.astype(">i2").tobytes("F"), " " * 60_000  # which once took half a minute
+    turned = nrrd(tmp_path / "a.nrrd", big, content="\nendian: BIG", endian=None, x=f"\nx{blank}y")
+    assert np.array_equal(read_volume(turned).voxels, VOXELS)
+    comment = f"\nTransformMatrix = {META['TransformMatrix']}\nx{blank}y"
+    assert np.array_equal(read_header(meta(tmp_path / "a.mha", TransformMatrix=None, Comment=comment))[1], AFFINE)
+
+
+def test_an_axis_of_one_channel_is_none(tmp_path):
+    listed = nrrd(tmp_path / "a.nrrd", sizes="1 4 3 2", space_directions=f"none {NRRD['space directions']}")
+    long = meta(tmp_path / "a.mha", NDims="4", DimSize="4 3 2 1", ElementSpacing="2 1.5 0.5 1",
+                TransformMatrix="1 0 0 0 0 0 1 0 0 -1 0 0 0 0 0 1", Offset="10 20 30 0")  # fmt: skip
+    for path in (listed, long):
+        assert np.array_equal(read_volume(path).voxels, VOXELS)
+        assert read_header(path)[0] == (4, 3, 2)
+
+
 def test_channels_come_last_wherever_they_lie(tmp_path):
     channels = np.stack([VOXELS, VOXELS + 100], axis=3)
     first = np.moveaxis(channels, 3, 0)
