@@ -243,8 +243,10 @@ def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
         raise ValueError(f"fit_windows: {opened.backend} needs windows of one size; drop it, or use --backend torch")
     members, pairs = opened.members or (opened.predict,), list[torch.Tensor]()
     if opened.backend == "torch" and device.type == "cuda":
-        about = f"{model.network.__name__} {model.arguments} in {opened.precision}"
-        members = tuple(RepeatingPredictor(each, about, partial(say, kind="detail")) for each in members)
+        names = [f"{each.network.__name__} {each.arguments}" for each in model.members or (model,)]
+        about = zip(members, names if opened.members else [" + ".join(names)], strict=True)
+        line = partial(say, kind="detail")
+        members = tuple(RepeatingPredictor(each, f"{name} in {opened.precision}", line) for each, name in about)
     predict = partial(compared_mean, members, model.labelling, pairs) if opened.members else members[0]
     opened = replace(opened, predict=predict)
     return Segmenter(config, model, opened, device, read_figures(*config.model), pairs=pairs)

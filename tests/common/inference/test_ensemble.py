@@ -23,7 +23,7 @@ from medspeed.common.inference.evaluation import evaluate_folders
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.members import Ensemble, mean_of
 from medspeed.common.inference.model import VolumeModel, load_weights, save_weights, write_model
-from medspeed.common.inference.open_predictor import open_predictor
+from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
 from medspeed.common.inference.options import InferConfig, model_folders
 from medspeed.common.inference.postprocessing import Postprocessing
 from medspeed.common.inference.predict import predict_labels
@@ -133,6 +133,21 @@ def test_channels_of_another_order_are_refused_where_models_name_them(tmp_path):
     assert load_models(runs[:3], "spleen", find_network).modality == ("FLAIR", "T1")
     with pytest.raises(ValueError, match=r"3: modality \('T1', 'FLAIR'\), but \('FLAIR', 'T1'\) in .*1: models must"):
         load_models(runs, "spleen", find_network)
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_each_network_on_a_gpu_has_a_verdict_of_its_own(exported, tmp_path, monkeypatch):
+    wide = write_run(tmp_path / "wide", 1, replace(MODEL, arguments={"channels": (4, 12), "residual_units": 1}))
+    both = write_run(tmp_path / "narrow", 2), wide
+    model, found, one = load_models(both, "spleen", find_network), [], lambda windows: windows
+    opened = OpenedPredictor(one, "torch", "fp32", "", both[0], members=() if exported else (one, one))
+    monkeypatch.setattr(scans_module, "choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(scans_module, "open_models", lambda *_, **__: opened)
+    monkeypatch.setattr(scans_module, "RepeatingPredictor", lambda predict, about, say: found.append(about) or predict)
+    scans_module.open_segmenter(InferConfig(both, tmp_path, tmp_path / "out"), model)
+    names = [f"unet3d {member.arguments}" for member in model.members]
+    assert names[0] != names[1]
+    assert found == [f"{each} in fp32" for each in ([" + ".join(names)] if exported else names)]
 
 
 def test_scans_are_read_prepared_and_written_once_and_labelled_by_the_mean(runs, images, tmp_path, monkeypatch):
