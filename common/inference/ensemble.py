@@ -54,7 +54,8 @@ def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None 
         postprocessing = ()
         say("no post-processing, since the models' own differ: choose with --largest-component or --smallest-ml")
     shared = replace(models[0], modality=models[first].modality, members=tuple(members))
-    return replace(shared, precision=precision, postprocessing=postprocessing)
+    batch = min(model.window_batch for model in models)  # an engine takes no more windows than it was built for
+    return replace(shared, precision=precision, postprocessing=postprocessing, window_batch=batch)
 
 
 def _check_shared(run: Path, model: VolumeModel, first_run: Path, first: VolumeModel) -> None:

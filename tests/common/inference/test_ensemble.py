@@ -121,7 +121,10 @@ def test_precision_and_post_processing_are_the_models_where_they_agree(tmp_path,
     alike = [write_run(tmp_path / f"alike-{seed}", seed, cleaned) for seed in (1, 2)]
     model = load_models(alike, "spleen", find_network)
     assert (model.precision, model.postprocessing) == (cleaned.precision, cleaned.postprocessing)
-    model = load_models([*alike, write_run(tmp_path / "plain", 3)], "spleen", find_network)
+    model = load_models(
+        [*alike, write_run(tmp_path / "plain", 3, replace(MODEL, window_batch=1))], "spleen", find_network
+    )
+    assert model.window_batch == 1  # the most that the engine of each takes
     assert (model.precision, model.postprocessing) == ("fp32", ())
     assert "no post-processing, since the models' own differ" in capsys.readouterr().out
 
