@@ -68,7 +68,7 @@ def test_a_network_of_ones_own_file_is_trained_exported_and_used(given, phantoms
     train("spleen", **given, network="net_of_mine:own", engine="none", channels_last=True)
     scan, masks = next((phantoms / "imagesTr").glob("*.nii.gz")), {}
     how: dict[str, Any] = {"device": "cpu", "overlays": False, "quiet": True}
-    with pytest.raises(PermissionError, match="pass --network net_of_mine:own; exported models need none"):
+    with pytest.raises(PermissionError, match="pass --network net_of_mine:own; its exported models need none"):
         predict(given["run"], scan, tmp_path / "refused", backend="torch", **how)
     for backend, network in (("onnxruntime", None), ("torch", "net_of_mine:own")):
         output = tmp_path / backend
