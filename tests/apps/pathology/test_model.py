@@ -31,7 +31,7 @@ def test_a_set_smaller_than_a_batch_is_one_batch():
 
 
 def test_what_was_asked_for_wins():
-    config = PathologyConfig(batch_size=10, epochs=3, validate_every=2, tile_size=1024, precision="fp32")
+    config = PathologyConfig(batch_size=10, epochs=3, validate_every=2, tile_size=1024, precision="fp32").optimized()
     found = chosen(config)
     sizes = replace(config, patch_size=96, mpp=0.5, patches_per_slide=400)
     assert found == replace(sizes, parallel=Parallel(partitions=1))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from medspeed.common.data.batches import Batch
+from medspeed.common.files import release
 from medspeed.common.ranks import SINGLE, Ranks
 from medspeed.common.run import STOP_SIGNALS, exit_by_signal, join_ranks, one_line_errors, open_run, take_signals
 from medspeed.common.training.config import Parallel, TrainingConfig
@@ -109,6 +110,7 @@ def train(wish: dict[str, Any], ranks: Ranks = SINGLE) -> Fitted:
         validate=validate,
     )
     config = TrainingConfig(
+        learning_rate=0.01,
         schedule="constant",
         epochs=wish.get("epochs", 2),
         validate_every=1,
@@ -119,7 +121,10 @@ def train(wish: dict[str, Any], ranks: Ranks = SINGLE) -> Fitted:
     )
     seconds = {"CHECKPOINT": wish.get("checkpoint_seconds", 3600), "MONITOR": wish.get("monitor", 0)}
     with patch.dict(os.environ, {f"MEDSPEED_{name}_SECONDS": str(value) for name, value in seconds.items()}):
-        return fit(setup, config, run)
+        try:
+            return fit(setup, config, run)
+        finally:
+            release(run.directory / ".lock")
 
 
 def misbehave(what: str) -> None:
