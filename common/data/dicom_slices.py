@@ -68,10 +68,10 @@ def sequence_of(text: str) -> str:
     ]
     if kinds == ["t2", "flair"]:
         return "flair"
-    if len(kinds) != 1 or re.search(r"t2 ?(\*|star)|map\b", text):
+    if len(kinds) != 1 or re.search(r"t2 ?(\*|star)|map(ping)?\b|\bsub", text):
         return ""
-    contrast = re.search(r"gd|gado|contrast|post(?!er)|\bk ?m\b|\+ ?c|t1 ?w? ?ce?\b|\bce\b", text)
-    plain = re.search(r"\b(pre|non?|(pre|non)contrast|without|w o|ohne|native?)\b", text)
+    contrast = re.search(r"gd|gado|[ck]ontrast|post(?!er)|\bk ?m\b|\+ ?c|t1 ?w? ?ce?\b|\bce\b", text)
+    plain = re.search(r"\b(pre|non?|(pre|non)[ck]ontrast|without|w o|ohne|native?)\b", text)
     return "t1ce" if kinds == ["t1"] and contrast and not plain else kinds[0]
 
 

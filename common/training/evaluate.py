@@ -141,11 +141,12 @@ def _without_learning(model: VolumeModel, data: Data, config: SegmentationConfig
         return {}
     from medspeed.common.training.trivial import MOST_CASES, without_learning  # here: training needs none of it
 
-    with run.clock.stage("validate"):
+    found: dict[str, Any] = {}
+    with _said(run, "not known what simple rules reach"), run.clock.stage("validate"):
         some = data.split.training[:: -(-len(data.split.training) // MOST_CASES)]
         training, judged = (stored_cases(each, model, config, run) for each in (some, data.split.validation))
         found = without_learning(training, judged, model.labelling.regions)
-    run.say(f"without learning: Dice {found['value']:.4f} ({found['how']})")
+        run.say(f"without learning: Dice {found['value']:.4f} ({found['how']})")
     return found
 
 
@@ -260,10 +261,10 @@ def finish(
 
 @contextmanager
 def _said(run: Run, loss: str) -> Iterator[None]:
-    """Say an error of a block instead of raising it: a picture of a run must not cost the run."""
+    """Say an error of a block instead of raising it: a picture of a run, or a further figure, must not cost the run."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError, RuntimeError) as error:  # the last: torch has no memory
         run.say(f"{loss}: {error}", "warning")
 
 

@@ -18,6 +18,7 @@ STUDY = "1.2.826.0.1.3680043.8.498.1"
         ("T1 SE ohne KM", "t1"), ("T1 tse km", "t1ce"), ("t1 without contrast", "t1"), ("T1 w/o Gd", "t1"),
         ("T1 Gd norm", "t1ce"), ("T1 posterior fossa", "t1"), ("Ax T2 FLAIR", "flair"), ("t2_tse_tra", "t2"),
         ("T2* GRE", ""), ("T1 FLAIR", ""), ("T1 map", ""), ("DWI b1000", ""), ("T1 T2", ""), ("", ""),
+        ("T2 mapping", ""), ("T1 post SUB", ""), ("T1 mit Kontrast", "t1ce"), ("T1 nonkontrast", "t1"),
     ],
 )  # fmt: skip
 def test_what_a_description_says_of_the_sequence(text, due):

@@ -13,7 +13,9 @@ from medspeed.common.data.dataset import Case, Split
 from medspeed.common.inference.model import load_model, write_model
 from medspeed.common.inference.postprocessing import CaseParts, Postprocessing, Steps, case_parts
 from medspeed.common.run import Run
+from medspeed.common.training import evaluate
 from medspeed.common.training.evaluate import choose_postprocessing, doubts, no_choice
+from medspeed.common.training.resolve import Data
 from medspeed.models import find_network
 from tests.support import unet_model
 
@@ -80,3 +82,15 @@ def unwritten(folder):
     folder.mkdir()
     write_model(folder, "spleen", MODEL)
     return (folder / "model.json").read_text()
+
+
+def test_rules_that_cannot_be_tried_do_not_cost_the_run(tmp_path, monkeypatch, capsys):
+    def unmounted(*given):
+        raise OSError("the store is gone")
+
+    monkeypatch.setattr(evaluate, "stored_cases", unmounted)
+    case = Case("a", tmp_path / "a.nii.gz", tmp_path / "a.nii.gz")
+    data = Data(None, Split((case,), (case,), True, ""), None)
+    run = Run(tmp_path, torch.device("cpu"), Clock(), resumed=False)
+    assert evaluate._without_learning(MODEL, data, SpleenConfig(), run) == {}
+    assert "not known what simple rules reach: the store is gone" in "".join(capsys.readouterr())
