@@ -142,11 +142,17 @@ def test_channels_of_another_order_are_refused_where_models_name_them(tmp_path):
 def test_each_network_on_a_gpu_has_a_verdict_of_its_own(exported, tmp_path, monkeypatch):
     wide = write_run(tmp_path / "wide", 1, replace(MODEL, arguments={"channels": (4, 12), "residual_units": 1}))
     both = write_run(tmp_path / "narrow", 2), wide
-    model, found, one = load_models(both, "spleen", find_network), [], lambda windows: windows
+    model, one = load_models(both, "spleen", find_network), lambda windows: windows
+    found: list[str] = []
     opened = OpenedPredictor(one, "torch", "fp32", "", both[0], members=() if exported else (one, one))
     monkeypatch.setattr(scans_module, "choose_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(scans_module, "open_models", lambda *_, **__: opened)
-    monkeypatch.setattr(scans_module, "RepeatingPredictor", lambda predict, about, say: found.append(about) or predict)
+
+    def repeating(predict, about, _):
+        found.append(about)
+        return predict
+
+    monkeypatch.setattr(scans_module, "RepeatingPredictor", repeating)
     scans_module.open_segmenter(InferConfig(both, tmp_path, tmp_path / "out"), model)
     names = [f"unet3d {member.arguments}" for member in model.members]
     assert names[0] != names[1]
