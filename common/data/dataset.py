@@ -259,8 +259,8 @@ def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case,
 
 
 def stem_of(name: str) -> str:
-    """Return the name of a file without the suffix of a volume, where it has one."""
-    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
+    """Return the name of a file without the suffix of a volume, in whatever case, where it has one."""
+    return next((name[: -len(suffix)] for suffix in SUFFIXES if name.lower().endswith(suffix)), name)
 
 
 def _by_number(names: dict[str, str], key: str, path: Path) -> tuple[str, ...]:

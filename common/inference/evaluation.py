@@ -46,7 +46,7 @@ def evaluate_folders(
 def _label_maps(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
-    files = sorted(each for each in folder.glob("[!.]*") if each.name.endswith(SUFFIXES))
+    files = sorted(each for each in folder.glob("[!.]*") if each.name.lower().endswith(SUFFIXES))
     if len(found := {stem_of(file): file for file in files}) < len(files):
         raise ValueError(f"{folder}: has a name in two formats, such as .nii and .nii.gz; keep one of them")
     return found

@@ -26,7 +26,8 @@ def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list
     """
     if path.is_file():
         return [path]
-    files = sorted(file for file in path.glob("[!.]*") if file.name.endswith(dataset.SUFFIXES) and file.is_file())
+    named = (file for file in path.glob("[!.]*") if file.name.lower().endswith(dataset.SUFFIXES))
+    files = sorted(filter(Path.is_file, named))
     stems = Counter(map(stem_of, files))
     if twice := [file.name for file in files if stems[stem_of(file)] > 1]:
         raise ValueError(f"{path}: {' and '.join(twice[:4])} would write the same output: rename or remove one")

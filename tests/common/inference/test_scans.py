@@ -292,9 +292,10 @@ def test_a_folder_gives_its_nifti_files_in_order_and_nothing_else(tmp_path):
     for name in ("b.nii.gz", "a.nii", "._b.nii.gz", "below/c.nii.gz"):
         nifti(tmp_path / name) if not name.startswith("._") else (tmp_path / name).write_bytes(b"mac")
     (tmp_path / "a.nii.png").write_bytes(b"")
+    nifti(tmp_path / "c.nii").rename(tmp_path / "c.NII")  # a scan, too: left out without a word, it would be missed
     found = find_scans(tmp_path)
-    assert [scan.name for scan in found] == ["a.nii", "b.nii.gz"]
-    assert [stem_of(scan) for scan in found] == ["a", "b"]
+    assert [scan.name for scan in found] == ["a.nii", "b.nii.gz", "c.NII"]
+    assert [stem_of(scan) for scan in found] == ["a", "b", "c"]
     (scan,) = find_scans(tmp_path / "a.nii")
     assert read_scan(scan, 1).voxels.shape == (6, 5, 4)
 
