@@ -62,7 +62,7 @@ def distance_to_limit(
         with run.clock.stage("limit"):
             work, dtype = count_work(network, shape), _DTYPES[precision]
             ceiling, bandwidth = measure_ceiling(run.device, dtype), measure_bandwidth(run.device)
-    except RuntimeError as error:  # no memory left on the device, or an operator that cannot be counted
+    except Exception as error:  # no memory left, or an operator that cannot be counted: it must not cost a training
         run.say(f"limit: not measured: {' '.join(str(error).split())[:200]}", "detail")
         return None
     flops, least = sum(each.flops for each in work), floor(work, dtype.itemsize, ceiling, bandwidth)
@@ -141,7 +141,7 @@ class _Layers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = int(self.flops_of[func._overloadpacket](*args, **(kwargs or {}), out_val=result))
             backward = name == "convolution_backward"  # of the image, where it is wanted, and of the weight
             products, moved = (sum(args[-1][:2]), sum(given[:3])) if backward else (1, sum(given[:2]) + made[0])
-            self.work += [Work(flops // products, moved)] * products
+            self.work += [Work(flops // max(products, 1), moved)] * products  # none of a frozen first layer
         elif name.startswith(("native_batch_norm", "native_group_norm")):
             self.work.append(Work(0, given[0] * (_BACKWARD if "backward" in name else _FORWARD)))
         elif name.startswith("upsample"):

@@ -35,6 +35,8 @@ def test_convolutions_by_hand():
     second = Work(2 * (2 * 8 * 8) * 5 * 5, 2 * 64 * 5 + 25 + 2 * 64 * 5)
     # Backward: of the first the weights' gradient alone, since no image needs one.
     assert count_work(network, (2, 3, 8, 8)) == [first, second, second, second, first]
+    network.requires_grad_(False)[-1].bias.requires_grad_(True)  # of what is frozen, no gradients are computed
+    assert count_work(network, (2, 3, 8, 8)) == [first, second]
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm3d(4), nn.GroupNorm(2, 4)])
