@@ -117,7 +117,7 @@ class TrainingState:
         Raises:
             FloatingPointError: one is not finite, or a weight is not.
         """
-        weights = [value for value in self._network.state_dict().values() if value.is_floating_point()]
+        weights = [each for each in self._network.state_dict().values() if each.numel() and each.is_floating_point()]
         sound = torch.stack(torch._foreach_norm(weights, math.inf)).isfinite().all()  # NaN where one is
         *losses, finite = torch.cat([self.losses[: self.step], sound[None]]).tolist()
         for step, loss in enumerate(losses):
