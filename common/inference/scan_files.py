@@ -28,6 +28,11 @@ def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list
         return [path]
     named = (file for file in path.glob("[!.]*") if file.name.lower().endswith(dataset.SUFFIXES))
     files = sorted(filter(Path.is_file, named))
+    for header in sorted(file for file in path.glob("[!.]*") if file.suffix.lower() in (".mhd", ".nhdr", ".hdr")):
+        say(
+            printable(f"{header.name}: skipped, its voxels lie in another file: save it as .mha, .nrrd or .nii.gz"),
+            "warning",
+        )
     stems = Counter(map(stem_of, files))
     if twice := [file.name for file in files if stems[stem_of(file)] > 1]:
         raise ValueError(f"{path}: {' and '.join(twice[:4])} would write the same output: rename or remove one")
