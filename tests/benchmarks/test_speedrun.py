@@ -12,6 +12,7 @@ import torch
 from medspeed.benchmarks import speedrun
 from medspeed.benchmarks.peers import Watch, read_pairs
 from medspeed.benchmarks.speedrun import Course, parse_options, summary_of
+from medspeed.common import console
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
 
@@ -118,6 +119,7 @@ def test_the_validation_cases_alone_are_judged_from_files(three, tmp_path, monke
 @pytest.mark.slow
 def test_both_sides_run_and_are_judged(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MEDSPEED_MONITOR_SECONDS", "0")
+    monkeypatch.setattr(console, "_verbosity", "normal")  # put back after it: the program silences its process
     network = json.dumps({"channels": [4, 8], "strides": [2]})
     guide = f"--spacing 8 8 8 --crop 32 32 32 --roi 32 32 32 --cases 1 --network '{network}' --device cpu"
     tiny = "--spacing=[8,8,8] --crop_size=[32,32,32] --windows.size=[32,32,32] --channels=[4,8] --device cpu"

@@ -180,7 +180,7 @@ def test_sizes_that_cannot_be_learnt(tmp_path, waits, monkeypatch):
         pytest.raises(DownloadError, match=r"gave up after 4 attempts .* status 503"),
     ):
         call(server, tmp_path, "tumor_001")
-    assert len(waits) == 3 * len(OF_TUMOUR)
+    assert len(waits) in (3, 6, 9)  # the first file to fail ends those that have not begun
 
 
 def test_only_plain_paths_of_checksums_count(tmp_path):
