@@ -24,7 +24,8 @@ def parse(arguments: Sequence[str]) -> TrainingConfig:
     app = parser.parse_args(arguments[:1]).app
     recipes = import_module(f"medspeed.apps.{app}.config").RECIPES
     folds = {name: replace(recipe, fold=0, folds=5) for name, recipe in recipes.items()}
-    config: TrainingConfig = parse_config(type(recipes["fast"]), folds, arguments[1:], __doc__)
+    about, _, again = (__doc__ or "").split("\n\n")
+    config: TrainingConfig = parse_config(type(recipes["fast"]), folds, arguments[1:], f"{about} {again}")
     if config.run is None or config.resume or config.fold != 0:
         parser.error("--run is missing" if config.run is None else "--fold and --resume are set here; drop them")
     return config

@@ -76,7 +76,9 @@ class Muon(_Uncompiled):
 
     def _update(self, parameter: Tensor, gradient: Tensor, lr: float) -> None:
         state = self.state[parameter]
-        moment = state.setdefault("momentum", torch.zeros_like(parameter)).lerp_(gradient, 1 - _BETA1)
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+        moment = state["momentum"].lerp_(gradient, 1 - _BETA1)
         update = gradient.lerp(moment, _BETA1)
         if parameter.ndim < 2:
             length = torch.linalg.vector_norm(update).clamp(min=_TINY)
