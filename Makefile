@@ -10,7 +10,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n logical --dist loadfile
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help train docs doctor ladder record image-test setup setup-dev check test test-all clean
 .DEFAULT_GOAL := train
@@ -39,19 +38,12 @@ image-test:
 setup: .venv/installed
 setup-dev: .venv/installed-dev
 
-.venv/installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11, 4) and "Python 3.11.4 or newer is needed: make PYTHON=python3.12")'
-	@echo "setting up .venv once: one to a few minutes, 2 GB of disk (5.4 GB with the CUDA build of PyTorch)"
-	@command -v nvidia-smi >/dev/null || [ -n "$$PIP_EXTRA_INDEX_URL$$PIP_INDEX_URL" ] || \
-		echo "no NVIDIA GPU found; for the small build: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train"
-	$(PYTHON) -m venv .venv
-	$(INSTALL) -e '.[rtx]'
-	@# cuCIM reads slides without a GPU, but its dependencies are 2 GB of CUDA packages; with a GPU: pip install -e '.[gpu]'
-	@if [ "$$(uname -s)" = Linux ]; then $(INSTALL) --no-deps cucim-cu13 click lazy-loader; fi
+.venv/installed: pyproject.toml constraints.txt setup.sh
+	@PYTHON=$(PYTHON) ./setup.sh
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	$(INSTALL) -e '.[dev,rtx]'
+	@PYTHON=$(PYTHON) ./setup.sh dev,rtx
 	@touch $@
 
 check: setup-dev
