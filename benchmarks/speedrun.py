@@ -90,7 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="speedrun-") as made:
         folder = Path(made)
         if given.data is None and "cases" in record:  # around real labels
-            make_ct_phantoms(folder / "data", record["cases"], labels=given.labels, progress=False)
+            make_ct_phantoms(folder / "data", record["cases"], labels=given.labels)
         elif given.data is None:
             guide_of(record["app"]).make_data(folder / "data", small=True)
         course = Course(folder, (given.data or folder / "data").resolve(), record, flags)

@@ -11,7 +11,6 @@ import http.client
 import math
 import random
 import re
-import shlex
 import shutil
 import ssl
 import sys
@@ -38,7 +37,7 @@ _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 Result = TypeVar("Result")
 
 
-class DownloadError(Exception):
+class DownloadError(ValueError):
     """What trying again does not mend; the message is one line with the remedy."""
 
 
@@ -49,11 +48,11 @@ class _TransientError(Exception):
 def download(url: str, target: Path, md5: str | None = None, room: float = 1.0) -> dict[str, Any]:
     """Bring a file to `target` and return its receipt, which is also written beside it (`read_receipt`).
 
-    A `target` that is there is not downloaded again, but its digest is checked.
+    It appears only when whole and right; one that is there is not downloaded again, but its digest is checked.
 
     Args:
         url: an address that `http_address` took.
-        target: the file's final path; it appears only when whole and right.
+        target: the file's final path.
         md5: its digest in hexadecimal; None where none is published: then an earlier, interrupted call counts nothing.
         room: disk space that must be free before the first byte, in sizes of the file (2.0: it is unpacked as well).
 
@@ -114,23 +113,6 @@ def http_address(text: str) -> str:
     if not re.fullmatch(r"https?://[!-~]+", text) or not urlsplit(text).hostname or urlsplit(text).port == 0:
         raise ValueError(f"{text!r}: expected an address such as https://host/folder")
     return text.rstrip("/")
-
-
-def run_command(program: str, fetch: Callable[[], Path], app: str) -> int:
-    """Call `fetch`, which returns the folder that `app` trains on; say what went wrong in a line behind `program`.
-
-    Returns the exit status: 0, 1 for an error, 130 where the user interrupts.
-    """
-    try:
-        folder = fetch()
-    except (DownloadError, ValueError, OSError) as error:
-        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted; run the same command to continue", file=sys.stderr)
-        return 130
-    say(f"next: medspeed train {app} --data {shlex.quote(str(folder))}")
-    return 0
 
 
 def _patiently(work: Callable[[], Result], arrived: Callable[[], int]) -> Result:

@@ -3,30 +3,30 @@
 The slides, masks and annotations are under CC0 (camelyon17.grand-challenge.org/Data). Source: Litjens et al.,
 GigaScience 2018, https://doi.org/10.1093/gigascience/giy065; the bucket is in AWS's registry of open data.
 
-Of the bucket (images/NAME.tif, masks/NAME_mask.tif, annotations/NAME.xml, evaluation/reference.csv,
-and their MD5 digests in checksums.md5) this script knows what others document: it has been run against a
-local server only. checksums.md5 decides which files there are; it comes without a digest of its own.
+Of the bucket (images/NAME.tif, masks/NAME_mask.tif, annotations/NAME.xml, evaluation/reference.csv, and their MD5
+digests in checksums.md5, which has none itself) this script knows what others document: it ran on a local server only.
 """
 
 import argparse
 import difflib
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path, PurePosixPath
 
 from medspeed.common.console import say
 from medspeed.common.files import locked
 from medspeed.common.flags import Parser
-from medspeed.data_scripts.fetch import check_space, download, http_address, read_receipt, run_command, size_of
+from medspeed.data_scripts import run_program
+from medspeed.data_scripts.fetch import check_space, download, http_address, read_receipt, size_of
 
 BASE_URL = "https://camelyon-dataset.s3.us-west-2.amazonaws.com/CAMELYON16"
 CHECKSUMS = "checksums.md5"
-REFERENCE = "evaluation/reference.csv"  # says which test slides have tumour
 # Two to train and two to validate: tumor_001 and tumor_101 are those of the short lists of MONAI's tutorial.
 SAMPLE = ("normal_001", "normal_101", "tumor_001", "tumor_101")
+_REFERENCE = "evaluation/reference.csv"  # says which test slides have tumour
 _FILES = r"images/[\w-]+\.tif|masks/[\w-]+_mask\.tif|annotations/[\w-]+\.xml|evaluation/reference\.csv"
 _LINE = re.compile(rf"^([0-9a-fA-F]{{32}}) [ *](?:\./)?(?:CAMELYON16/)?({_FILES})\s*$", re.MULTILINE)
 _ASKING = 8  # sizes asked for at a time
@@ -36,13 +36,10 @@ def fetch(slides: Sequence[str], to: Path, base_url: str = BASE_URL) -> Path:
     """Download slides with their masks and annotations; return `to`, laid out as the bucket is.
 
     Sizes are asked for and the disk space is checked before the first slide. Files that are there with their receipts
-    are not fetched again, interrupted ones are continued.
-
-    The slides are names such as tumor_001, or "all", or "sample"; checksums.md5 lies at `base_url`.
+    are not fetched again, interrupted ones are continued. The slides are names such as tumor_001, "all" or "sample".
 
     Raises:
-        ValueError: a slide is unknown, or checksums.md5 lists none.
-        DownloadError: a download failed; the message says why and what to do.
+        ValueError: a slide is unknown, checksums.md5 lists none, or (a DownloadError) a download failed.
         OSError: the disk cannot be written.
     """
     with locked(to / ".camelyon16.lock"):
@@ -66,8 +63,7 @@ def read_checksums(path: Path) -> dict[str, str]:
     Raises:
         ValueError: it lists no slide; or it is no such list.
     """
-    found = _LINE.findall(path.read_text(encoding="utf-8", errors="replace"))
-    digests = {name: md5.lower() for md5, name in found}
+    digests = {name: md5.lower() for md5, name in _LINE.findall(path.read_text(encoding="utf-8", errors="replace"))}
     if not any(name.startswith("images/") for name in digests):
         raise ValueError(f"{path}: lists no images/*.tif with an MD5 digest; delete it and run again, or use a mirror")
     return digests
@@ -87,9 +83,8 @@ def choose(digests: Mapping[str, str], slides: Sequence[str]) -> dict[str, str]:
             near = difflib.get_close_matches(name, known, 3) or [known[0], known[-1]]
             raise ValueError(f"slide {name!r}: no such slide; similar names: {', '.join(near)}")
     kinds = ("annotations/{}.xml", "masks/{}_mask.tif", "images/{}.tif")
-    paths = [kind.format(name) for name in wanted for kind in kinds]
-    if any(name.startswith("test_") for name in wanted):
-        paths.insert(0, REFERENCE)
+    paths = [_REFERENCE] if any(name.startswith("test_") for name in wanted) else []
+    paths += [kind.format(name) for name in wanted for kind in kinds]
     return {path: digests[path] for path in paths if path in digests}
 
 
@@ -112,24 +107,23 @@ def _tell_size(paths: Sequence[str], base_url: str, to: Path) -> None:
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; a mistake ends the program with status 2."""
     parser = Parser(description="Download slides of Camelyon16.")
-    parser.add_argument(
-        "--slides",
-        nargs="+",
-        required=True,
-        metavar="NAME",
-        help=f"slides such as tumor_001; sample: {' '.join(SAMPLE)}; all: all 399, about 700 GB",
-    )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder for the slides")
-    parser.add_argument(
-        "--base-url", type=http_address, default=BASE_URL, metavar="URL", help="folder of checksums.md5 on a mirror"
-    )
+    add, mirror = parser.add_argument, "folder of checksums.md5 on a mirror"
+    slides = f"slides such as tumor_001; sample: {' '.join(SAMPLE)}; all: all 399, about 700 GB"
+    add("--slides", nargs="+", required=True, metavar="NAME", help=slides)
+    add("--to", type=Path, required=True, metavar="DIR", help="folder for the slides")
+    add("--base-url", type=http_address, default=BASE_URL, metavar="URL", help=mirror)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 1 for an error, 130 where the user interrupts."""
     options = parse_options(arguments)
-    return run_command("fetch_camelyon16", partial(fetch, options.slides, options.to, options.base_url), "pathology")
+
+    def work() -> None:
+        folder = fetch(options.slides, options.to, options.base_url)
+        say(f"next: medspeed train pathology --data {shlex.quote(str(folder))}")
+
+    return run_program("fetch_camelyon16", work, status=1)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ monai/apps/datasets.py (MONAI 1.6).
 """
 
 import argparse
+import shlex
 import shutil
 import sys
 import tarfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -18,7 +18,8 @@ from medspeed.common.console import hides_bar, say
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.files import flush_to_disk, locked
 from medspeed.common.flags import Parser
-from medspeed.data_scripts.fetch import check_space, download, http_address, read_receipt, run_command
+from medspeed.data_scripts import run_program
+from medspeed.data_scripts.fetch import check_space, download, http_address, read_receipt
 
 BASE_URL = "https://msd-for-monai.s3-us-west-2.amazonaws.com"
 ARCHIVES = {  # by the app that trains on it: the folder in the archive, and the archive's MD5
@@ -33,9 +34,8 @@ def fetch(task: str, md5: str, to: Path, base_url: str = BASE_URL, keep_archive:
     `task` is the name of the archive, which has that MD5, and of the folder in it, which is put into `to`.
 
     Raises:
-        ValueError: the archive or what is in it is not a data set in MSD layout.
+        ValueError: the archive or what is in it is not a data set in MSD layout, or (a DownloadError) did not arrive.
         FileExistsError: there is a folder of that name which is not a whole data set from this script.
-        DownloadError: the download failed; the message says why and what to do.
         OSError: the disk cannot be written.
     """
     folder, tar = to / task, to / f"{task}.tar"
@@ -65,8 +65,7 @@ def unpack(archive: Path, folder: Path) -> None:
         OSError: the disk is full or cannot be written. In both cases nothing of the archive stays.
     """
     scratch = folder.with_name(f".{folder.name}.unpacking")
-    if scratch.exists():
-        shutil.rmtree(scratch)
+    shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
         with tarfile.open(archive, "r:") as tar:
@@ -96,20 +95,23 @@ def _check_whole(folder: Path, found: str | None, md5: str, url: str) -> None:
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; a mistake ends the program with status 2."""
     parser = Parser(description="Download a dataset of the Medical Segmentation Decathlon.")
-    parser.add_argument("dataset", choices=tuple(ARCHIVES))
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder for the dataset")
-    parser.add_argument(
-        "--base-url", type=http_address, default=BASE_URL, metavar="URL", help="folder of the archives on a mirror"
-    )
-    parser.add_argument("--keep-archive", action="store_true", help="keep the tar file after unpacking")
+    add, mirror = parser.add_argument, "folder of the archives on a mirror"
+    add("dataset", choices=tuple(ARCHIVES))
+    add("--to", type=Path, required=True, metavar="DIR", help="folder for the dataset")
+    add("--base-url", type=http_address, default=BASE_URL, metavar="URL", help=mirror)
+    add("--keep-archive", action="store_true", help="keep the tar file after unpacking")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 1 for an error, 130 where the user interrupts."""
     options = parse_options(arguments)
-    work = partial(fetch, *ARCHIVES[options.dataset], options.to, options.base_url, options.keep_archive)
-    return run_command("fetch_msd", work, options.dataset)
+
+    def work() -> None:
+        folder = fetch(*ARCHIVES[options.dataset], options.to, options.base_url, options.keep_archive)
+        say(f"next: medspeed train {options.dataset} --data {shlex.quote(str(folder))}")
+
+    return run_program("fetch_msd", work, status=1)
 
 
 if __name__ == "__main__":

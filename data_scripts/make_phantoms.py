@@ -1,9 +1,9 @@
 """Generate phantom datasets: synthetic scans in MSD layout with exact labels."""
 
 import hashlib
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,17 +16,17 @@ from medspeed.common.data.label_files import gzipped
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import atomic_path, read_object, sha256_of
 from medspeed.common.flags import Parser
-from medspeed.data_scripts import phantoms_ct, phantoms_mr
+from medspeed.data_scripts import phantoms, run_program
 from medspeed.data_scripts.painting import Scan, Size, read_anatomy
-from medspeed.data_scripts.set_folder import Parameters, fill
+from medspeed.data_scripts.set_folder import fill
 
 CT_VERSION = 2  # raised when the same parameters give other scans
 MRI_VERSION = 2  # likewise
 _MOST_AT_ONCE = 16  # a case of MSD's size takes about half a gigabyte while it is made
 _REFERENCE = "medspeed, data_scripts/make_phantoms.py"
 _KINDS = {
-    "ct": (read_anatomy("abdomen.yaml"), phantoms_ct.draw_scan, CT_VERSION),
-    "mri": (read_anatomy("head.yaml"), phantoms_mr.draw_scan, MRI_VERSION),
+    "ct": (read_anatomy("abdomen.yaml"), phantoms.draw_abdomen, CT_VERSION),
+    "mri": (read_anatomy("head.yaml"), phantoms.draw_head, MRI_VERSION),
 }
 _EXAMPLES = """examples:
   medspeed data make-phantoms ct --to data/phantoms --cases 20
@@ -37,12 +37,7 @@ _EXAMPLES = """examples:
 
 
 def make_ct_phantoms(
-    folder: Path,
-    cases: int | None,
-    size: Size = "small",
-    labels: Path | None = None,
-    seed: int = 0,
-    progress: bool = True,
+    folder: Path, cases: int | None, size: Size = "small", labels: Path | None = None, seed: int = 0
 ) -> Path:
     """Make a set of synthetic abdominal CT scans with a labelled spleen, in MSD layout; return its folder.
 
@@ -56,7 +51,6 @@ def make_ct_phantoms(
         size: "small" (about 96 x 96 x 64 voxels of 3.5 mm) or "msd" (512 x 512 x 50 to 168, as in MSD Task09).
         labels: a folder in MSD layout, or of .nii.gz label volumes: each gets a CT on its own grid around it.
         seed: draws everything.
-        progress: whether to show a progress bar.
 
     Raises:
         FileNotFoundError: `labels` is missing or holds no label volumes.
@@ -64,23 +58,23 @@ def make_ct_phantoms(
             something else.
     """
     if labels is not None:
-        return _around_labels(folder, cases, labels, seed, progress)
+        return _around_labels(folder, cases, labels, seed)
     if cases is None:
         raise ValueError("--cases is missing: give the number of phantoms, such as --cases 20")
-    return _drawn("ct", folder, cases, size, seed, progress)
+    return _drawn("ct", folder, cases, size, seed)
 
 
-def make_mri_phantoms(folder: Path, cases: int, size: Size = "small", seed: int = 0, progress: bool = True) -> Path:
+def make_mri_phantoms(folder: Path, cases: int, size: Size = "small", seed: int = 0) -> Path:
     """Make a set of synthetic head MRI scans with labelled brain tumours, as `make_ct_phantoms` does of CT.
 
     Images are [X, Y, Z, 4] int16 (FLAIR, T1w, t1gd, T2w), skull-stripped: 0 outside the brain, above 0 inside. Labels
     are those of MSD Task01: 1 edema, 2 non-enhancing tumour, 3 enhancing tumour. Sizes: "small" (about 72 x 88 x 64
     voxels of 2.3 mm) or "msd" (240 x 240 x 155 of 1 mm, as in MSD Task01).
     """
-    return _drawn("mri", folder, cases, size, seed, progress)
+    return _drawn("mri", folder, cases, size, seed)
 
 
-def _drawn(kind: str, folder: Path, cases: int, size: Size, seed: int, progress: bool) -> Path:
+def _drawn(kind: str, folder: Path, cases: int, size: Size, seed: int) -> Path:
     about, draw, version = _KINDS[kind]
     listing = {
         "name": about["name"],
@@ -89,14 +83,19 @@ def _drawn(kind: str, folder: Path, cases: int, size: Size, seed: int, progress:
         "licence": "Apache-2.0, as the program that drew them; not for clinical use",
         **{key: about[key] for key in ("modality", "labels")},
     }
-    parameters: Parameters = {"kind": kind, "version": version, "cases": cases, "size": size, "seed": seed}
-    names = [f"phantom_{index:03d}" for index in range(cases)]
-    return _write_set(folder, names, lambda rng, _: draw(size, rng), listing, parameters, seed, progress)
+    parameters = {"kind": kind, "version": version, "cases": cases, "size": size, "seed": seed}
+    scans = {f"phantom_{index:03d}": partial(draw, size) for index in range(cases)}
+    return _write_set(folder, scans, listing, parameters)
 
 
-def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int, progress: bool) -> Path:
+def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int) -> Path:
     """Make a CT around each of the first label volumes of a folder, under the name and licence of the labels."""
-    files = _label_files(labels)
+    if not labels.is_dir():
+        raise FileNotFoundError(f"--labels {labels}: no such folder; expected one with labelsTr or .nii.gz labels")
+    held = labels / "labelsTr" if (labels / "labelsTr").is_dir() else labels
+    files = sorted(held.glob("[!.]*.nii.gz"))  # MSD's archives hold a hidden twin of each file, written by a desktop
+    if not files:
+        raise FileNotFoundError(f"--labels {labels}: no .nii.gz files in {held}; pass the folder that contains them")
     cases = len(files) if cases is None else cases
     if cases > len(files):
         raise ValueError(f"--cases {cases}: {labels} contains {len(files)} label volumes; use at most that many")
@@ -104,6 +103,10 @@ def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int, pro
     digest = hashlib.sha256("".join(f"{path.name} {sha256_of(path)}\n" for path in files).encode()).hexdigest()
     own = labels / "dataset.json"
     given = read_object(own, "fix it or remove it") if own.is_file() else {}
+    if "labels" not in given:
+        highest = max((int(_read_label(path)[0].max()) for path in files), default=1)
+        numbered = {str(number): f"label_{number}" for number in range(2, highest + 1)}
+        given["labels"] = {"0": "background", "1": "spleen"} | numbered
     name = given.get("name", labels.name)
     about = {
         "name": name,
@@ -111,35 +114,15 @@ def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int, pro
         "reference": f"labels: {given.get('reference', labels.name)}; images: {_REFERENCE}",
         "licence": f"that of the labels ({given.get('licence', 'see their source')}); not for clinical use",
         "modality": {"0": "CT"},
-        "labels": given["labels"] if "labels" in given else _numbered(files),
+        "labels": given["labels"],
     }
-    return _write_set(
-        folder,
-        [path.name.removesuffix(".nii.gz") for path in files],
-        lambda rng, index: phantoms_ct.scan_around(*_read_label(files[index]), rng),
-        about,
-        {"kind": "ct", "version": CT_VERSION, "cases": cases, "labels_sha256": digest, "seed": seed},
-        seed,
-        progress,
-    )
+    parameters = {"kind": "ct", "version": CT_VERSION, "cases": cases, "labels_sha256": digest, "seed": seed}
+    scans = {path.name.removesuffix(".nii.gz"): partial(_draw_around, path) for path in files}
+    return _write_set(folder, scans, about, parameters)
 
 
-def _label_files(labels: Path) -> list[Path]:
-    """Return the label volumes of a folder in MSD layout, or of a plain folder, sorted by name."""
-    if not labels.is_dir():
-        raise FileNotFoundError(f"--labels {labels}: no such folder; expected one with labelsTr or .nii.gz labels")
-    folder = labels / "labelsTr" if (labels / "labelsTr").is_dir() else labels
-    # MSD's archives hold a hidden twin of each file, written by a desktop
-    files = sorted(folder.glob("[!.]*.nii.gz"))
-    if not files:
-        raise FileNotFoundError(f"--labels {labels}: no .nii.gz files in {folder}; pass the folder that contains them")
-    return files
-
-
-def _numbered(files: Sequence[Path]) -> dict[str, str]:
-    """Name the label numbers that the volumes hold, for labels that come without a list of names."""
-    highest = max((int(_read_label(path)[0].max()) for path in files), default=1)
-    return {"0": "background", "1": "spleen"} | {str(n): f"label_{n}" for n in range(2, highest + 1)}
+def _draw_around(path: Path, rng: np.random.Generator) -> Scan:
+    return phantoms.scan_around(*_read_label(path), rng)
 
 
 def _read_label(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
@@ -153,25 +136,20 @@ def _read_label(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float
 
 def _write_set(
     folder: Path,
-    names: Sequence[str],
-    draw: Callable[[np.random.Generator, int], Scan],
+    scans: Mapping[str, Callable[[np.random.Generator], Scan]],
     about: dict[str, Any],
-    parameters: Parameters,
-    seed: int,
-    progress: bool,
+    parameters: dict[str, Any],
 ) -> Path:
-    """Write the cases that are missing, each as `draw` makes the one of its index, then `dataset.json`."""
-    if not names:
+    """Write the cases that are missing, each as it is drawn, then `dataset.json`."""
+    if not scans:
         raise ValueError(f"--cases {parameters['cases']}: must be at least 1")
-    if seed < 0:
-        raise ValueError(f"--seed {seed}: must be 0 or more")
-    pairs = [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in names]
+    pairs = [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in scans]
     files = [(folder / pair["image"], folder / pair["label"]) for pair in pairs]
     axes = "4D" if len(about["modality"]) > 1 else "3D"
     lists = {"tensorImageSize": axes, "numTraining": len(pairs), "numTest": 0, "training": pairs, "test": []}
 
     def make(index: int) -> None:
-        scan = draw(np.random.default_rng([seed, index]), index)
+        scan = [*scans.values()][index](np.random.default_rng([parameters["seed"], index]))
         for path, voxels in zip(files[index], (scan.image, scan.label), strict=True):
             image = nib.Nifti1Image(voxels, scan.affine)
             image.header.set_xyzt_units("mm")
@@ -179,7 +157,7 @@ def _write_set(
             with atomic_path(path) as part:  # bytes that depend on no time and no name
                 part.write_bytes(gzipped(image.to_bytes()))
 
-    return fill(folder / "dataset.json", parameters, files, make, lambda: about | lists, _MOST_AT_ONCE, progress)
+    return fill(folder / "dataset.json", parameters, files, make, lambda: about | lists, _MOST_AT_ONCE)
 
 
 def make_parser() -> Parser:
@@ -201,21 +179,21 @@ def make_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: 0, or 2 after one line on what to change."""
+    """Run the command line; return the exit status."""
     options = make_parser().parse_args(arguments)
+    kind: str = options.kind
     size: Size = options.size or "small"
-    try:
-        if options.kind == "mri":
+
+    def work() -> None:
+        if kind == "mri":
             folder = make_mri_phantoms(options.to, options.cases, size, options.seed)
         elif options.size and options.labels:
             raise ValueError(f"--size {size}: with --labels, scans take their size from the labels; drop one")
         else:
             folder = make_ct_phantoms(options.to, options.cases, size, options.labels, options.seed)
-    except (ValueError, FileNotFoundError) as error:
-        print(re.sub(r"\s*\n\s*", " ", f"make_phantoms.py: error: {error}"), file=sys.stderr)
-        return 2
-    say(f"{folder}: synthetic {options.kind.upper()} (MSD layout), seed {options.seed}; not for clinical use", "result")
-    return 0
+        say(f"{folder}: synthetic {kind.upper()} (MSD layout), seed {options.seed}; not for clinical use", "result")
+
+    return run_program("make_phantoms", work)
 
 
 if __name__ == "__main__":

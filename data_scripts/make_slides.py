@@ -1,6 +1,5 @@
 """Generate synthetic slides: H&E-stained lymph nodes with and without metastases, in the layout of Camelyon16."""
 
-import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,8 @@ import tifffile
 from medspeed.common.console import say
 from medspeed.common.files import atomic_path, write_text
 from medspeed.common.flags import Parser
-from medspeed.data_scripts.set_folder import Parameters, fill
+from medspeed.data_scripts import run_program
+from medspeed.data_scripts.set_folder import fill
 from medspeed.data_scripts.slides_paint import draw_slide
 from medspeed.data_scripts.slides_tissue import ISLAND, MACRO_UM, MPP, Bytes, Lesions, long_axis
 
@@ -57,24 +57,7 @@ def _files(folder: Path, group: str, number: int, tumour: bool) -> list[Path]:
     return [half / "images" / f"{stem}.tif", *(truth if tumour else [])]
 
 
-def _write_slide(files: Sequence[Path], group: str, number: int, tumour: bool, size: int, seed: int) -> None:
-    """Draw a slide, the same whatever else is drawn, and write it; every third image is compressed without loss."""
-    kind = ("normal", "tumor", "test").index(group)
-    image, mask, lesions = draw_slide(size, tumour, np.random.default_rng([seed, kind, number]))
-    write_pyramid(files[0], image, "jpeg" if number % 3 else "deflate")
-    if tumour:
-        write_annotations(files[1], lesions)
-        write_pyramid(files[2], mask, "deflate")
-
-
-def make_slides(
-    folder: Path,
-    training: int = 8,
-    testing: int = 6,
-    size: int = DEFAULT_SIZE,
-    seed: int = 0,
-    progress: bool = True,
-) -> Path:
+def make_slides(folder: Path, training: int = 8, testing: int = 6, size: int = DEFAULT_SIZE, seed: int = 0) -> Path:
     """Make a set of synthetic slides of lymph nodes in the layout of Camelyon16; return its folder.
 
     Half of the slides have metastases, drawn so that their nuclei tell and their colour does not. The same parameters
@@ -89,30 +72,31 @@ def make_slides(
         testing: how many test slides, every other one with tumour.
         size: side of a slide at level 0 in px of 0.5 um.
         seed: draws everything.
-        progress: whether to show a progress bar.
 
     Raises:
         ValueError: fewer than two training or test slides, or more than 10,000, a size out of bounds, a negative seed,
             or `folder` holds something else.
     """
     for name, number in (("training", training), ("testing", testing)):
-        if number < 2:
-            raise ValueError(f"--{name} {number}: must be at least 2, one slide with tumour and one without")
-        if number > MOST:
-            raise ValueError(f"--{name} {number}: must be at most {MOST}")
+        if not 2 <= number <= MOST:
+            raise ValueError(f"--{name} {number}: must be at least 2, with tumour and without, and at most {MOST}")
     if not SMALLEST <= size <= LARGEST:
         raise ValueError(f"--size {size}: must be {SMALLEST} to {LARGEST} px")
-    if seed < 0:
-        raise ValueError(f"--seed {seed}: must be 0 or more")
     slides = entries(training, testing)
     files = [_files(folder, *slide) for slide in slides]
 
     def make(index: int) -> None:
-        _write_slide(files[index], *slides[index], size, seed)
+        """Draw a slide, the same whatever else is drawn; every third image is compressed without loss."""
+        group, number, tumour = slides[index]
+        rng = np.random.default_rng([seed, ("normal", "tumor", "test").index(group), number])
+        image, mask, lesions = draw_slide(size, tumour, rng)
+        write_pyramid(files[index][0], image, "jpeg" if number % 3 else "deflate")
+        if tumour:
+            write_annotations(files[index][1], lesions)
+            write_pyramid(files[index][2], mask, "deflate")
 
     def listing() -> dict[str, Any]:
-        rows = [_reference(*paths) for (group, *_), paths in zip(slides, files, strict=True) if group == "test"]
-        write_text(folder / "testing" / "reference.csv", "".join(rows))
+        write_text(folder / "testing" / "reference.csv", "".join(_reference(*paths) for paths in files[training:]))
         stems = [paths[0].stem for paths in files]
         return {
             "name": "LymphNodePhantoms",
@@ -123,21 +107,20 @@ def make_slides(
             "testing": stems[training:],
         }
 
-    numbers: Parameters = {"training": training, "testing": testing, "size": size, "seed": seed}
-    parameters: Parameters = {"kind": "slides", "version": SLIDES_VERSION, **numbers}
+    numbers = {"training": training, "testing": testing, "size": size, "seed": seed}
+    parameters = {"kind": "slides", "version": SLIDES_VERSION, **numbers}
     most = max(1, _MOST_BYTES // (BYTES_PER_PIXEL * size**2))
-    return fill(folder / "slides.json", parameters, files, make, listing, most, progress)
+    return fill(folder / "slides.json", parameters, files, make, listing, most)
 
 
 def _reference(image: Path, annotation: Path | None = None, _: Path | None = None) -> str:
     """Return a slide's line of `reference.csv`: stem, Tumor or Normal, type, and the size of the largest metastasis."""
     if annotation is None:
         return f"{image.stem},Normal,None,None\n"
-    axes = []
-    for polygon in ElementTree.parse(annotation).iter("Annotation"):
-        points = [(float(point.attrib["X"]), float(point.attrib["Y"])) for point in polygon.iter("Coordinate")]
-        axes.append(long_axis(np.array(points)))
-    return f"{image.stem},Tumor,synthetic,{'macro' if max(axes) > MACRO_UM else 'micro'}\n"
+    polygons = ElementTree.parse(annotation).iter("Annotation")
+    points = ([(float(at.attrib["X"]), float(at.attrib["Y"])) for at in each.iter("Coordinate")] for each in polygons)
+    longest = max(long_axis(np.array(outline)) for outline in points)
+    return f"{image.stem},Tumor,synthetic,{'macro' if longest > MACRO_UM else 'micro'}\n"
 
 
 def pyramid(base: Bytes) -> Iterator[Bytes]:
@@ -213,15 +196,15 @@ def make_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: 0, or 2 after one line on what to change."""
+    """Run the command line; return the exit status."""
     options = make_parser().parse_args(arguments)
-    try:
+
+    def work() -> None:
         folder = make_slides(options.to, options.training, options.testing, options.size, options.seed)
-    except (ValueError, FileNotFoundError) as error:
-        print(re.sub(r"\s*\n\s*", " ", f"make_slides.py: error: {error}"), file=sys.stderr)
-        return 2
-    say(f"{folder}: synthetic slides in the layout of Camelyon16, seed {options.seed}; not for clinical use", "result")
-    return 0
+        told = f"synthetic slides in the layout of Camelyon16, seed {options.seed}; not for clinical use"
+        say(f"{folder}: {told}", "result")
+
+    return run_program("make_slides", work)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """The painter of all phantom scans: it reads an anatomy, varies it into a patient, and lays that on a voxel grid.
 
 An anatomy (`abdomen.yaml`, `head.yaml`) is a table of organs, painted in turn, in the patient's frame: millimetres
-along right, anterior and superior. Organs are ellipsoids. Their borders are anti-aliased (partial volume): how far a
-voxel lies from a surface says how much of it they cover.
+along right, anterior and superior. Organs are ellipsoids with anti-aliased borders (partial volume).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, reduce
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import nibabel as nib
 import numpy as np
@@ -32,12 +31,8 @@ _MIRROR = np.diag([-1.0, 1, 1, 1])
 _SLAB_VOXELS = 400_000  # painted at a time: the intermediate arrays then stay in the processor's cache
 
 
-@dataclass(frozen=True)
-class Scan:
-    """An image and its label [X, Y, Z] uint8 on one grid, with the affine [4, 4] to RAS mm.
-
-    `image`: int16, [X, Y, Z] or, with several channels, [X, Y, Z, C].
-    """
+class Scan(NamedTuple):
+    """An image int16 [X, Y, Z] or [X, Y, Z, C] and its label uint8 [X, Y, Z], with the affine [4, 4] to RAS mm."""
 
     image: npt.NDArray[np.int16]
     label: Labels
@@ -111,32 +106,22 @@ def tube(start: npt.ArrayLike, stop: npt.ArrayLike, radius: float) -> Solid:
 
 @dataclass(frozen=True)
 class Organ:
-    """A row of an anatomy: where an organ lies in the reference patient, of what it is made, and how it varies.
-
-    `layers`: tissues painted in turn, each with how far (mm) the solids are grown first; without any, the organ is but
-    a shape for others.
-    `balls`, `tubes`: the solids whose union it is, as the arguments of those functions in a row; `turn` is that of the
-    balls, `lumps` as in `Solid`, `mirrored` repeats them on the other side.
-    `repeat`: offsets along each axis, mm; there is an organ for each combination of them.
-    `shift`, `sized`, `tilt`: how far each solid may move (mm), its half axes change (a share), and it turn (degrees).
-    `inside`, `carved`: former organs of which this one lies in all solids, or leaves all free, grown by so many mm.
-    `gas`: chance of a bubble in the innermost layer.
-    """
+    """A row of an anatomy: where an organ lies in the reference patient, of what it is made, and how it varies."""
 
     name: str
-    layers: Mapping[str, float] = field(default_factory=dict)
-    balls: Sequence[Sequence[float]] = ()
-    tubes: Sequence[Sequence[float]] = ()
-    turn: Sequence[float] = (0, 0, 0)
-    lumps: float = 0.0
-    mirrored: bool = False
-    repeat: Sequence[Sequence[float]] = ((0,), (0,), (0,))
-    shift: float = 0.0
-    sized: float = 0.0
-    tilt: float = 0.0
-    inside: Mapping[str, Amount] = field(default_factory=dict)
-    carved: Mapping[str, Amount] = field(default_factory=dict)
-    gas: float = 0.0
+    layers: Mapping[str, float] = field(default_factory=dict)  # tissues painted in turn, and by how many mm grown
+    balls: Sequence[Sequence[float]] = ()  # solids whose union it is: the arguments of `ball` in a row
+    tubes: Sequence[Sequence[float]] = ()  # likewise
+    turn: Sequence[float] = (0, 0, 0)  # of the balls
+    lumps: float = 0.0  # as in `Solid`
+    mirrored: bool = False  # the solids are repeated on the other side
+    repeat: Sequence[Sequence[float]] = ((0,), (0,), (0,))  # offsets along each axis, mm: an organ for each combination
+    shift: float = 0.0  # how far each solid may move, mm
+    sized: float = 0.0  # how much its half axes may change, a share
+    tilt: float = 0.0  # how far it may turn, degrees
+    inside: Mapping[str, Amount] = field(default_factory=dict)  # former organs that it lies in, grown by so many mm
+    carved: Mapping[str, Amount] = field(default_factory=dict)  # former organs that it leaves free, likewise
+    gas: float = 0.0  # chance of a bubble in the innermost layer
 
     def solids(self, rng: np.random.Generator, offset: Sequence[float] = (0, 0, 0)) -> list[Solid]:
         """Return the solids as a patient has them."""
@@ -160,10 +145,9 @@ def read_anatomy(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Part:
-    """What several solids have in common, of one value.
+    """What several solids have in common: its value, an array [C] where there are channels, and its label.
 
-    `value`: a number or, for images of several channels, an array [C].
-    `label`: that of the voxels that are at least half covered; parts painted later take voxels back.
+    The voxels that are at least half covered get the label; parts painted later take voxels back.
     """
 
     value: Any
@@ -175,11 +159,6 @@ class Part:
         """The first voxel and the end [2, 3] of what the part can cover, with a voxel to spare."""
         bounds = np.array([solid.bounds() for solid in self.solids if not solid.hollow])
         return np.stack([bounds[:, 0].max(axis=0) - 1, bounds[:, 1].min(axis=0) + 2]).astype(np.intp)
-
-    def cover(self, box: Box, bumps: Floats) -> Floats:
-        """Return the share of each voxel of a box that the part covers, [X, Y, Z] float32 in [0, 1]."""
-        gap: Floats = reduce(np.maximum, (solid.distance(box, bumps) for solid in self.solids))
-        return np.broadcast_to(np.clip(np.float32(0.5) - gap, 0, 1), bumps.shape)
 
 
 def draw(
@@ -223,7 +202,7 @@ def slabs(shape: Sequence[int]) -> Iterator[Box]:
 
 
 def paint(values: Floats, slab: Box, parts: Iterable[Part], bumps: Floats) -> Labels:
-    """Paint the parts, the last on top, over a slab's values [X, Y, Z] or [C, X, Y, Z]; return its labels [X, Y, Z].
+    """Paint the parts over a slab's values [X, Y, Z] or [C, X, Y, Z]; return its labels [X, Y, Z].
 
     `bumps` [X, Y, Z] are those of lumpy surfaces.
     """
@@ -233,29 +212,35 @@ def paint(values: Floats, slab: Box, parts: Iterable[Part], bumps: Floats) -> La
         low, high = np.maximum(part.reach[0], corner), np.minimum(part.reach[1], end)
         if (low < high).all():
             (x, y, z), (i, j, k) = map(slice, low, high), map(slice, low - corner, high - corner)
-            cover = part.cover((x, y, z), bumps[i, j, k])
+            near = bumps[i, j, k]
+            gap: Floats = reduce(np.maximum, (solid.distance((x, y, z), near) for solid in part.solids))
+            cover = np.broadcast_to(np.clip(np.float32(0.5) - gap, 0, 1), near.shape)
             np.putmask(labels[i, j, k], cover >= 0.5, part.label)
             beneath = values[..., i, j, k]
             beneath += cover * (np.asarray(part.value, np.float32)[..., None, None, None] - beneath)
     return labels
 
 
-class ValueNoise:
-    """Smooth random bumps over voxels, C1, of unit standard deviation at the knots, which lie `pitch` mm apart."""
+def value_noise(
+    shape: Sequence[int], spacing: npt.ArrayLike, pitch: float, rng: np.random.Generator
+) -> Callable[[Box], Floats]:
+    """Return what gives the voxels of a box, [X, Y, Z] float32, smooth random bumps.
 
-    def __init__(self, shape: Sequence[int], spacing: npt.ArrayLike, pitch: float, rng: np.random.Generator) -> None:
-        self._step = np.asarray(spacing) / pitch  # knots per voxel
-        knots = [int((n - 1) * step) + 2 for n, step in zip(shape, self._step, strict=True)]
-        self._knots = rng.standard_normal(knots, dtype=np.float32)
+    They are C1, and of unit standard deviation at their knots, which lie `pitch` mm apart.
+    """
+    step = np.asarray(spacing) / pitch  # knots per voxel
+    counts = [int((n - 1) * each) + 2 for n, each in zip(shape, step, strict=True)]
+    knots = rng.standard_normal(counts, dtype=np.float32)
 
-    def sample(self, box: Box) -> Floats:
-        """Return the bumps at the voxels of a box, [X, Y, Z] float32."""
-        out = self._knots
+    def sample(box: Box) -> Floats:
+        out = knots
         for axis in (0, 2, 1):  # a slab is thin in x, and the last step copies whole lines along z
-            knot, share = np.divmod(np.arange(box[axis].start, box[axis].stop) * self._step[axis], 1.0)
+            knot, share = np.divmod(np.arange(box[axis].start, box[axis].stop) * step[axis], 1.0)
             low = knot.astype(np.intp)
             weight = (share * share * (3 - 2 * share)).astype(np.float32)
             weight = weight.reshape([-1 if a == axis else 1 for a in range(3)])
             below = out.take(low, axis)
             out = below + weight * (out.take(low + 1, axis) - below)
         return out
+
+    return sample

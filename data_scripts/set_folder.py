@@ -7,6 +7,7 @@ parameters: a second run with the same ones goes on where the first one stopped,
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,16 @@ from tqdm import tqdm
 from medspeed.common.console import hides_bar
 from medspeed.common.files import read_object, write_json
 
-Parameters = dict[str, str | int | None]
 MARKER = "unfinished.json"
 
 
 def fill(
     whole: Path,
-    parameters: Parameters,
+    parameters: dict[str, Any],
     items: Sequence[Sequence[Path]],
     make: Callable[[int], None],
     listing: Callable[[], dict[str, Any]],
     most: int,
-    progress: bool,
 ) -> Path:
     """Make the items whose files are missing, on all cores, then the list; return the folder.
 
@@ -37,18 +36,18 @@ def fill(
         make: writes the files of the item of an index, the same each time; called from several threads.
         listing: returns the rest of the list; called when all items are there.
         most: how many items are made at a time.
-        progress: whether to show a progress bar with the time left.
 
     Raises:
-        ValueError: the folder is a file, or holds something else.
+        ValueError: the seed is negative, or the folder is a file or holds something else.
     """
+    if parameters["seed"] < 0:
+        raise ValueError(f"--seed {parameters['seed']}: must be 0 or more")
     _claim(whole, parameters)
     todo = [item for item, files in enumerate(items) if not all(path.exists() for path in files)]
     with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, len(todo), most))) as pool:
-        jobs = [pool.submit(make, item) for item in todo]
-        title, hidden = f"drawing phantoms ({parameters['kind']})", hides_bar(not (progress and todo))
+        jobs, title = [pool.submit(make, item) for item in todo], f"drawing phantoms ({parameters['kind']})"
         try:
-            for job in tqdm(as_completed(jobs), title, len(jobs), unit="case", disable=hidden):
+            for job in tqdm(as_completed(jobs), title, len(jobs), unit="case", disable=hides_bar(not todo)):
                 job.result()
         finally:  # the first failure stops the rest
             pool.shutdown(cancel_futures=True)
@@ -58,12 +57,14 @@ def fill(
     return whole.parent
 
 
-def _claim(whole: Path, parameters: Parameters) -> None:
+def _claim(whole: Path, parameters: dict[str, Any]) -> None:
     """Mark a folder as the place of the set with these parameters; ValueError where it holds something else."""
     folder, marker = whole.parent, whole.with_name(MARKER)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: pass a folder for the dataset")
-    held = _object(whole).get("phantom") if whole.exists() else _object(marker)
+    held: Any = None
+    with suppress(FileNotFoundError, ValueError):  # what is no JSON object is another file
+        held = read_object(whole).get("phantom") if whole.exists() else read_object(marker)
     if held == parameters:
         return
     if isinstance(held, dict) and held:
@@ -74,11 +75,3 @@ def _claim(whole: Path, parameters: Parameters) -> None:
     if others:
         raise ValueError(f"{folder} contains other files ({others[0]}): choose a new or empty folder")
     write_json(marker, parameters)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds; an empty one where it holds none or is not there."""
-    try:
-        return read_object(path)
-    except (FileNotFoundError, ValueError):
-        return {}

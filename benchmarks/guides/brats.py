@@ -38,7 +38,7 @@ JUDGED = "Dice on phantoms"
 
 def make_data(folder: Path, small: bool) -> Path:
     """Make the data of a ladder, or of a record."""
-    return make_mri_phantoms(folder, 20, progress=False) if small else make_mri_phantoms(folder, 8, size="msd")
+    return make_mri_phantoms(folder, 20) if small else make_mri_phantoms(folder, 8, size="msd")
 
 
 def plan(dataset: Dataset, store: Path | None) -> VolumeModel:

@@ -43,7 +43,7 @@ JUDGED = "patch AUC on synthetic slides"
 
 def make_data(folder: Path, small: bool) -> Path:
     """Make the data of a ladder, or of a record."""
-    return make_slides(folder, 8, 2, progress=False) if small else make_slides(folder)
+    return make_slides(folder, 8, 2) if small else make_slides(folder)
 
 
 def guide_preparation(task: Task, table: PatchTable, batch: int) -> Sides:

@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="session")
 def phantoms(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four CT phantoms in MSD layout."""
-    return make_ct_phantoms(tmp_path_factory.mktemp("data") / "phantoms", 4, progress=False)
+    return make_ct_phantoms(tmp_path_factory.mktemp("data") / "phantoms", 4)
 
 
 @pytest.fixture(scope="session")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five MRI phantoms in MSD layout."""
-    return make_mri_phantoms(tmp_path_factory.mktemp("data") / "heads", 5, progress=False)
+    return make_mri_phantoms(tmp_path_factory.mktemp("data") / "heads", 5)
 
 
 @pytest.fixture(scope="session")

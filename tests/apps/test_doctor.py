@@ -209,7 +209,7 @@ def test_without_an_app_the_machine_is_looked_at_alone(capsys, monkeypatch, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize(("app", "recipe"), [("brats", "fast"), ("pathology", "fast"), ("pathology", "guide")])
 def test_every_app_is_examined(app, recipe, heads, store, tmp_path):
-    data = heads if app == "brats" else make_slides(tmp_path / "slides", 4, 2, 1024, progress=False)
+    data = heads if app == "brats" else make_slides(tmp_path / "slides", 4, 2, 1024)
     sizes = ["--patch_size", "64", "--batch_size", "4", "--patches_per_slide", "12"] if app == "pathology" else []
     config = parse_flags(
         app, ["--recipe", recipe, "--data", str(data), "--store", str(store), "--device", "cpu", *sizes]

@@ -34,7 +34,7 @@ SMALL = {
 def data(phantoms, heads, tmp_path):
     def of(app):
         slides = tmp_path / "slides"
-        return {"spleen": phantoms, "brats": heads}.get(app) or make_slides(slides, 6, 2, 1024, progress=False)
+        return {"spleen": phantoms, "brats": heads}.get(app) or make_slides(slides, 6, 2, 1024)
 
     return of
 

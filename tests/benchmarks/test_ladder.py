@@ -164,7 +164,7 @@ def test_an_app_without_a_guide_or_without_rungs_is_told_what_it_needs(monkeypat
 
 @pytest.mark.slow
 def test_a_rung_trains_and_tells_what_it_took(tmp_path):
-    data = make_ct_phantoms(tmp_path / "data", 5, progress=False)
+    data = make_ct_phantoms(tmp_path / "data", 5)
     *_, config = climb("spleen", "cpu", data, tmp_path / "store").values()
     found = climb_rung(config, 3, 1)
     assert found["steps"] == 3 * 4  # four cases of four crops, four at a time

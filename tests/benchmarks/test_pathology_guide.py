@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return make_slides(tmp_path_factory.mktemp("data") / "slides", 2, 2, 1024, progress=False)
+    return make_slides(tmp_path_factory.mktemp("data") / "slides", 2, 2, 1024)
 
 
 @pytest.mark.parametrize(("part", "amount"), [(0, 1.2), (1, 0.4), (2, 1.2), (3, 0.03), (3, -0.04)])

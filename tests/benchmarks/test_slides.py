@@ -31,7 +31,7 @@ def small(monkeypatch, in_this_process):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return make_slides(tmp_path_factory.mktemp("data") / "slides", 4, 2, 1024, progress=False)
+    return make_slides(tmp_path_factory.mktemp("data") / "slides", 4, 2, 1024)
 
 
 def rows_of(part, folder, tmp_path, guide=True):

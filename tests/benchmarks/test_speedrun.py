@@ -131,7 +131,7 @@ def test_both_sides_run_and_are_judged(tmp_path, monkeypatch, capsys):
         "fast": f"{tiny} --epochs 3 --validate_every 1",
     }
     monkeypatch.setitem(speedrun.TASKS, "spleen-small", settings)
-    data, output = make_ct_phantoms(tmp_path / "data", 3, progress=False), tmp_path / "record.json"
+    data, output = make_ct_phantoms(tmp_path / "data", 3), tmp_path / "record.json"
     words = f"speedrun spleen-small --data {data} --seeds 1 --target 0.0001 --output {output}"
     monkeypatch.setattr("sys.argv", words.split())
     speedrun.main()

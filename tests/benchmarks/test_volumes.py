@@ -75,7 +75,7 @@ def test_ours_alone_steps_without_the_guide_and_without_what_is_emulated(
 def test_both_sides_step_on_the_same_crops(small_heads, tmp_path, monkeypatch, module):
     """The first losses are equal where the weights are, so image, labels and loss are."""
     app = module.__name__.rpartition(".")[2]
-    folder = small_heads if module is brats else make_ct_phantoms(tmp_path / "data", 1, progress=False)
+    folder = small_heads if module is brats else make_ct_phantoms(tmp_path / "data", 1)
     made = volumes.open_task(Options(app, CPU, 1, tmp_path, True), folder, 8)
     losses: dict[str, float] = {}
     (crop, batch) = module.STEPS[0]

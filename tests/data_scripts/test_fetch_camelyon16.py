@@ -113,7 +113,7 @@ def test_a_size_that_is_not_told_as_it_should_is_one_line(served, tmp_path, caps
     assert main(["--slides", "normal_001", "--to", str(tmp_path), "--base-url", server.url]) == 1
     assert asked == [CHECKSUMS]
     last = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(f"fetch_camelyon16: .*{said}", last)
+    assert re.match(f"fetch_camelyon16: error: .*{said}", last)
 
 
 def test_second_call_fetches_what_is_missing(served, tmp_path, capsys):

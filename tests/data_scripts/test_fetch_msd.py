@@ -175,11 +175,11 @@ def test_errors_are_one_line_and_status_1(server, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     found = hashlib.md5(TAR).hexdigest()
-    assert re.fullmatch(rf"fetch_msd: .*\.refused has MD5 {found}, expected 410d4a30.*\n", done.stderr)
+    assert re.fullmatch(rf"fetch_msd: error: .*\.refused has MD5 {found}, expected 410d4a30.*\n", done.stderr)
     server.faults = [http.status(404)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert re.fullmatch(r"fetch_msd: http.*/Task09_Spleen\.tar: status 404 .*check the address.*\n", done.stderr)
+    assert re.fullmatch(r"fetch_msd: error: http.*/Task09_Spleen\.tar: status 404 .*check the address.*\n", done.stderr)
 
 
 def test_errors_with_line_breaks_are_one_line(tmp_path, capsys):
@@ -213,7 +213,7 @@ def test_interruption_is_status_130(server, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(fetch_msd, "download", interrupt)
     assert main(["brats", "--to", str(tmp_path), "--base-url", server.url]) == 130
-    assert "run the same command to continue" in capsys.readouterr().err
+    assert "run the same command again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

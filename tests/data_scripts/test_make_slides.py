@@ -31,7 +31,7 @@ TRUTHS |= {f"testing/masks/test_00{n}_mask.tif" for n in (1, 3)}
 
 @pytest.fixture(scope="module")
 def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_slides(tmp_path_factory.mktemp("slides") / "set", 5, 3, SIZE, progress=False)
+    return make_slides(tmp_path_factory.mktemp("slides") / "set", 5, 3, SIZE)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -98,14 +98,14 @@ def test_masks_lie_on_tissue(slides: Path) -> None:
 
 def test_same_seed_same_bytes_whatever_the_cores(slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    again = contents(make_slides(tmp_path / "again", 2, 2, SIZE, progress=False))
+    again = contents(make_slides(tmp_path / "again", 2, 2, SIZE))
     first = contents(slides)
     # fewer slides: the ones there are the same, since each depends on the seed, its kind and its number alone
     same = {name: data == first[name] for name, data in again.items() if name.endswith((".tif", ".xml"))}
     assert all(same.values())
     assert len(same) == 8
-    other = contents(make_slides(tmp_path / "other", 2, 2, 512, seed=1, progress=False))
-    one = contents(make_slides(tmp_path / "one", 2, 2, 512, progress=False))
+    other = contents(make_slides(tmp_path / "other", 2, 2, 512, seed=1))
+    one = contents(make_slides(tmp_path / "one", 2, 2, 512))
     assert not [name for name, data in other.items() if name.endswith((".tif", ".xml")) and data == one[name]]
 
 
@@ -122,14 +122,14 @@ def test_an_interrupted_set_is_gone_on_with(slides: Path, tmp_path: Path, monkey
     with monkeypatch.context() as patched:
         patched.setattr("medspeed.data_scripts.make_slides.draw_slide", draw_or_fail)
         with pytest.raises(OSError, match="no space left"):
-            make_slides(tmp_path, 2, 2, SIZE, progress=False)
+            make_slides(tmp_path, 2, 2, SIZE)
     assert not (tmp_path / "slides.json").exists()
     left = contents(tmp_path)
     assert "training/images/tumor_001.tif" in left
     with pytest.raises(ValueError, match=r"contains another dataset \(seed 0 instead of 1\): choose another folder"):
-        make_slides(tmp_path, 2, 2, SIZE, seed=1, progress=False)
+        make_slides(tmp_path, 2, 2, SIZE, seed=1)
     assert contents(tmp_path) == left
-    made = contents(make_slides(tmp_path, 2, 2, SIZE, progress=False))
+    made = contents(make_slides(tmp_path, 2, 2, SIZE))
     first = contents(slides)
     assert {name for name in made if name.endswith((".tif", ".xml"))} <= set(first)
     assert all(data == first[name] for name, data in made.items() if name.endswith((".tif", ".xml")))
@@ -139,7 +139,7 @@ def test_an_interrupted_set_is_gone_on_with(slides: Path, tmp_path: Path, monkey
 def test_a_whole_set_is_left_alone(slides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(slides)
     monkeypatch.setattr("medspeed.data_scripts.make_slides.draw_slide", None)
-    make_slides(slides, 5, 3, SIZE, progress=False)
+    make_slides(slides, 5, 3, SIZE)
     assert contents(slides) == before
 
 
@@ -207,7 +207,7 @@ def test_bad_input_exits_2_with_one_line(
 ) -> None:
     assert main(["--to", str(tmp_path / "out"), *arguments]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith(f"make_slides.py: error: {complaint}")
+    assert shown.startswith(f"make_slides: error: {complaint}")
     assert shown.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
@@ -216,7 +216,7 @@ def test_bad_input_exits_2_with_one_line(
 def test_a_folder_with_other_things_is_refused_and_untouched(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=f"contains other files \\({name}\\): choose a new or empty folder"):
-        make_slides(tmp_path, progress=False)
+        make_slides(tmp_path)
     assert contents(tmp_path) == {name: text.encode()}
 
 

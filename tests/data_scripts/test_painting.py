@@ -14,13 +14,13 @@ from medspeed.data_scripts.painting import (
     Part,
     Scan,
     Solid,
-    ValueNoise,
     ball,
     draw,
     paint,
     rotation,
     slabs,
     tube,
+    value_noise,
 )
 
 LONG = 1e5  # mm: the half axis of a cylinder, far beyond any field of view
@@ -34,9 +34,9 @@ def laid(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
     """Return the values, over 0, and the labels that parts leave."""
     values, labels = np.zeros((*channels, *shape), np.float32), np.empty(shape, np.uint8)
-    relief = ValueNoise(shape, (1, 1, 1), 9, np.random.default_rng(0))
+    relief = value_noise(shape, (1, 1, 1), 9, np.random.default_rng(0))
     for slab in slabs(shape):
-        labels[slab] = paint(values[..., *slab], slab, parts, relief.sample(slab))
+        labels[slab] = paint(values[..., *slab], slab, parts, relief(slab))
     return values, labels
 
 
@@ -195,14 +195,14 @@ def test_organs_vary_as_far_as_they_are_said_to() -> None:
 
 
 def test_bumps_of_a_part_are_those_of_the_whole() -> None:
-    noise = ValueNoise(SHAPE, (1.0, 1.5, 2.0), 7.0, np.random.default_rng(2))
+    noise = value_noise(SHAPE, (1.0, 1.5, 2.0), 7.0, np.random.default_rng(2))
     box = (slice(5, 17), slice(3, 36), slice(29, 30))
-    assert np.array_equal(noise.sample(box), noise.sample(BOX)[box])
+    assert np.array_equal(noise(box), noise(BOX)[box])
 
 
 def test_noise_is_smooth_and_of_the_deviation_asked_for() -> None:
     shape = (64, 64, 64)
-    noise = ValueNoise(shape, (2, 2, 2), 7, np.random.default_rng(0)).sample((slice(0, 64),) * 3)
+    noise = value_noise(shape, (2, 2, 2), 7, np.random.default_rng(0))((slice(0, 64),) * 3)
     assert 0.3 < noise.std() < 1
     assert np.corrcoef(noise[1:].ravel(), noise[:-1].ravel())[0, 1] > 0.8
 

@@ -33,7 +33,7 @@ SMALL = {"channels": (4, 8), "crop_size": [16, 16, 16], "windows": {"size": (32,
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return make_ct_phantoms(tmp_path_factory.mktemp("data") / "phantoms", 3, progress=False)
+    return make_ct_phantoms(tmp_path_factory.mktemp("data") / "phantoms", 3)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def phantom(tmp_path_factory):
     """A scan that was not among those of the training, with its labels."""
-    data = make_ct_phantoms(tmp_path_factory.mktemp("demo") / "data", 1, seed=9, progress=False)
+    data = make_ct_phantoms(tmp_path_factory.mktemp("demo") / "data", 1, seed=9)
     return data / "imagesTr" / "phantom_000.nii.gz", data / "labelsTr" / "phantom_000.nii.gz"
 
 

@@ -140,7 +140,7 @@ def test_partitions_that_are_dealt_anew_train_on_all_cases(heads, store, tmp_pat
 
 
 def test_a_case_that_cannot_be_prepared_in_the_background_ends_the_run_by_name(heads, tmp_path):
-    data = make_mri_phantoms(tmp_path / "data", 3, progress=False)
+    data = make_mri_phantoms(tmp_path / "data", 3)
     broken = sorted((data / "imagesTr").iterdir())[1]
     whole = broken.read_bytes()
     config = BratsConfig(
@@ -191,7 +191,7 @@ def test_the_guides_cache_stays_as_it_was(heads):
 
 def test_labels_with_a_gap_train_by_the_challenges_numbers(heads, tmp_path):
     """BraTS 2018: 1 core, 2 edema, 4 enhancing; from phantoms numbered 1 edema, 2 core, 3 enhancing."""
-    data = make_mri_phantoms(tmp_path / "data", 2, progress=False)
+    data = make_mri_phantoms(tmp_path / "data", 2)
     for file in (data / "labelsTr").iterdir():
         label = nib.load(file)
         renumbered = np.array([0, 2, 1, 4], np.uint8)[np.asarray(label.dataobj)]

@@ -31,7 +31,7 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def slides(tmp_path_factory) -> Path:
-    return make_slides(tmp_path_factory.mktemp("data") / "slides", 4, 2, SIZE, progress=False)
+    return make_slides(tmp_path_factory.mktemp("data") / "slides", 4, 2, SIZE)
 
 
 @pytest.fixture(scope="module")

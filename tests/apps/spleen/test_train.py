@@ -100,7 +100,7 @@ def test_a_run_is_evaluated_on_the_cases_that_it_held_out(run, phantoms, tmp_pat
 def test_inference_has_the_dice_that_the_choice_of_post_processing_promised(store, tmp_path, monkeypatch, any_quality):
     """With a bound that any candidate passes, so that there is something to promise."""
     monkeypatch.setattr(postprocessing, "BOUND", -1.0)
-    data, run = make_ct_phantoms(tmp_path / "data", 6, progress=False), tmp_path / "run"
+    data, run = make_ct_phantoms(tmp_path / "data", 6), tmp_path / "run"
     main(SpleenConfig(data=data, store=store, run=run, engine="none", **{**TINY, "split": "0.7", "epochs": 12}))
     quality = json.loads((run / "summary.json").read_text())["quality"]
     chosen, model = quality["postprocessing"], json.loads((run / "model.json").read_text())

@@ -287,10 +287,10 @@ def test_bundle_and_triton_client_give_the_label_maps_of_infer(tmp_path: Path, k
     The first plane of the MRI is one where MONAI's resampling leaves traces of its neighbour, 1e-12, in the background.
     """
     if kind == "regions":
-        scans = make_mri_phantoms(tmp_path / "scans", 1, progress=False) / "imagesTr"
+        scans = make_mri_phantoms(tmp_path / "scans", 1) / "imagesTr"
         trained = random_run(tmp_path / "run", "brats", brats_model())
     else:
-        scans = make_ct_phantoms(tmp_path / "scans", 2, progress=False) / "imagesTr"
+        scans = make_ct_phantoms(tmp_path / "scans", 2) / "imagesTr"
         model = spleen_model(("background", "spleen", "liver")[: 2 if kind == "two classes" else 3])
         trained = random_run(tmp_path / "run", "spleen", model)
     files = sorted(scans.glob("*.nii.gz"))

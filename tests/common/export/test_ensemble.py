@@ -30,7 +30,7 @@ def runs(tmp_path):
 
 @pytest.mark.slow
 def test_several_runs_become_one_onnx_model_of_their_mean(runs, tmp_path, capsys):
-    data, whole = make_ct_phantoms(tmp_path / "data", 2, progress=False), tmp_path / "whole"
+    data, whole = make_ct_phantoms(tmp_path / "data", 2), tmp_path / "whole"
     assert export_spleen(SpleenExport(runs, "onnx", whole, data=data, device="cpu")) == whole / "exports"
     assert "Dice on 2 cases" in capsys.readouterr().out
     digests = [sha256_of(run / "best.safetensors") for run in runs]

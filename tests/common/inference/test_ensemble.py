@@ -51,7 +51,7 @@ def runs(tmp_path):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    return make_ct_phantoms(tmp_path_factory.mktemp("scans") / "data", 2, progress=False) / "imagesTr"
+    return make_ct_phantoms(tmp_path_factory.mktemp("scans") / "data", 2) / "imagesTr"
 
 
 def infer(runs, images, output, model=None, **more):
@@ -284,7 +284,7 @@ def test_a_single_model_is_stored_as_before(tmp_path):
 
 def test_the_mean_of_models_with_errors_of_their_own_finds_more_than_they_do(tmp_path):
     """The shipped network, its weights disturbed at random, three times."""
-    data = make_ct_phantoms(tmp_path / "data", 2, seed=5, progress=False)
+    data = make_ct_phantoms(tmp_path / "data", 2, seed=5)
     demo = Path(medspeed.__file__).parent / "demo"
     runs = []
     for seed in range(3):

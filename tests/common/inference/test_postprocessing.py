@@ -192,7 +192,7 @@ def test_the_gain_leaves_out_the_case_that_gains_most():
 @pytest.fixture(scope="module")
 def phantoms(tmp_path_factory) -> list[Volume]:
     """The label maps of eight CT phantoms."""
-    folder = make_ct_phantoms(tmp_path_factory.mktemp("phantoms") / "data", 8, progress=False)
+    folder = make_ct_phantoms(tmp_path_factory.mktemp("phantoms") / "data", 8)
     return [read_volume(path) for path in sorted((folder / "labelsTr").iterdir())]
 
 

@@ -33,7 +33,7 @@ MODEL = unet_model((4.0, 4.0, 4.0), (4, 8), (24, 24, 16), window_batch=2)
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory):
     """Three small phantoms: a folder of scans."""
-    return make_ct_phantoms(tmp_path_factory.mktemp("scans") / "data", 3, progress=False) / "imagesTr"
+    return make_ct_phantoms(tmp_path_factory.mktemp("scans") / "data", 3) / "imagesTr"
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_a_table_of_the_user_s_own_is_not_replaced(run, scans, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_whose_scan_fails_does_not_end_the_others(run, tmp_path):
-    scans = make_ct_phantoms(tmp_path / "data", 8, progress=False) / "imagesTr"
+    scans = make_ct_phantoms(tmp_path / "data", 8) / "imagesTr"
     bad = sorted(scans.iterdir())[0]
     bad.write_bytes(b"")
     flags = ["--model", str(run), "--input", str(scans), "--output", str(tmp_path / "out"), "--backend", "torch"]
@@ -257,7 +257,7 @@ def test_options_out_of_bounds_are_named(run, scans, tmp_path, field, value, mes
 
 @pytest.mark.slow
 def test_fifty_scans_killed_in_the_middle_are_finished_and_equal(run, tmp_path):
-    scans = make_ct_phantoms(tmp_path / "data", 50, progress=False) / "imagesTr"
+    scans = make_ct_phantoms(tmp_path / "data", 50) / "imagesTr"
     assert segment(config(run, scans, tmp_path / "whole")) == 0
     flags = ["--backend", "torch", "--device", "cpu", "--overlays", "false"]
     command = [sys.executable, "apps/spleen/infer.py", "--model", str(run), "--input", str(scans)]

@@ -145,7 +145,7 @@ def plant(image: np.ndarray, label: np.ndarray, affine: np.ndarray) -> dict[str,
 @pytest.mark.slow
 def test_planted_uncertain_scans_are_said_and_twenty_ordinary_ones_are_not(tmp_path, capsys):
     """The shipped weights, on phantoms that they have not seen."""
-    ordinary = make_ct_phantoms(tmp_path / "data", 20, seed=9, progress=False)
+    ordinary = make_ct_phantoms(tmp_path / "data", 20, seed=9)
     run = shutil.copytree(Path(medspeed.__file__).parent / "demo", tmp_path / "run")
 
     def said(scans: Path, name: str, flips: str = "") -> tuple[dict[str, str], str]:

@@ -18,7 +18,7 @@ from tests.apps.pathology.scan_runs import write_slide
 
 @pytest.fixture(scope="module")
 def slides(tmp_path_factory) -> Path:
-    return make_slides(tmp_path_factory.mktemp("data") / "slides", 4, 2, 1024, progress=False)
+    return make_slides(tmp_path_factory.mktemp("data") / "slides", 4, 2, 1024)
 
 
 def tables_of(config: PathologyConfig, directory: Path = Path("nowhere")) -> tuple[Tables, str]:

@@ -9,14 +9,14 @@ import pytest
 from scipy import ndimage
 
 from medspeed.data_scripts.painting import Scan, draw
-from medspeed.data_scripts.phantoms_ct import CAVITY, SPLEEN_CENTRE, abdomen, draw_scan, draw_tissues, scan_around
+from medspeed.data_scripts.phantoms import CAVITY, SPLEEN_CENTRE, abdomen, abdomen_tissues, draw_abdomen, scan_around
 
 RAS = np.diag([2.0, 2.0, 4.0, 1.0])
 
 
 @pytest.fixture(scope="module")
 def scans() -> list[Scan]:
-    return [draw_scan("small", np.random.default_rng([7, index])) for index in range(16)]
+    return [draw_abdomen("small", np.random.default_rng([7, index])) for index in range(16)]
 
 
 def blob(shape: tuple[int, int, int], centre: tuple[int, int, int], radius: float = 12) -> npt.NDArray[np.uint8]:
@@ -27,7 +27,7 @@ def blob(shape: tuple[int, int, int], centre: tuple[int, int, int], radius: floa
 
 @pytest.mark.parametrize("seed", range(20))
 def test_neighbours_are_like_the_spleen_in_hounsfield_units(seed: int) -> None:
-    value = {name: np.mean(bounds) for name, bounds in draw_tissues(np.random.default_rng(seed)).items()}
+    value = {name: np.mean(bounds) for name, bounds in abdomen_tissues(np.random.default_rng(seed)).items()}
     assert abs(value["liver"] - value["spleen"]) <= 6
     assert 20 <= value["kidney"] - value["spleen"] <= 30
     assert 20 <= value["spleen"] - value["stomach"] <= 30
@@ -40,7 +40,7 @@ def test_neighbours_are_like_the_spleen_in_hounsfield_units(seed: int) -> None:
 
 def test_only_the_spleen_is_labelled_and_it_is_painted_last() -> None:
     rng = np.random.default_rng(0)
-    parts = draw(abdomen(20), draw_tissues(rng), {"spleen": 1}, np.eye(4), rng)
+    parts = draw(abdomen(20), abdomen_tissues(rng), {"spleen": 1}, np.eye(4), rng)
     assert [part.label for part in parts[-2:]] == [0, 1]
     assert sum(part.label for part in parts) == 1
 
@@ -50,7 +50,7 @@ def test_the_spleen_lies_left_and_behind_and_touches_like_tissue(seed: int) -> N
     label = np.zeros((96, 70, 60), np.uint8)
     scan = scan_around(label, np.diag([3.5, 3.5, 3.5, 1]), np.random.default_rng(seed))
     assert not scan.label.any()
-    scan = draw_scan("small", np.random.default_rng([2, seed])).turned("RAS")
+    scan = draw_abdomen("small", np.random.default_rng([2, seed])).turned("RAS")
     spleen = scan.label == 1
     spacing = np.linalg.norm(scan.affine[:3, :3], axis=0)
     middle = (np.argwhere(spleen).mean(axis=0) - (np.array(spleen.shape) - 1) / 2) * spacing
@@ -123,7 +123,7 @@ def test_some_fields_of_view_cut_the_spleen(scans: list[Scan]) -> None:
 
 
 def test_a_scan_of_msd_size() -> None:
-    scan = draw_scan("msd", np.random.default_rng([0, 1]))
+    scan = draw_abdomen("msd", np.random.default_rng([0, 1]))
     assert scan.image.shape[:2] == (512, 512)
     assert 50 <= scan.image.shape[2] <= 168
     spacing = np.linalg.norm(scan.affine[:3, :3], axis=0)

@@ -7,7 +7,7 @@ import pytest
 from scipy import ndimage
 
 from medspeed.data_scripts.painting import Organ, Scan
-from medspeed.data_scripts.phantoms_mr import CORTEX, MIDDLE, NUMBERS, depths, draw_scan, draw_tissues, head
+from medspeed.data_scripts.phantoms import CORTEX, MIDDLE, NUMBERS, depths, draw_head, head, head_tissues
 
 FLAIR, T1, T1GD, T2 = range(4)
 FOLDS = 3.0  # far from the zeros that are sulci
@@ -26,7 +26,7 @@ def test_labels_are_those_of_msd_task01() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_tissues_are_as_bright_as_in_each_weighting(seed: int) -> None:
-    low, high = ({n: s[i] for n, s in draw_tissues(np.random.default_rng(seed)).items()} for i in (0, 1))
+    low, high = ({n: s[i] for n, s in head_tissues(np.random.default_rng(seed)).items()} for i in (0, 1))
     assert (low["white matter"] > high["grey matter"])[[T1, T1GD]].all()
     assert (low["grey matter"] > high["fluid"])[[FLAIR, T1, T1GD]].all()
     assert low["fluid"][T2] > high["grey matter"][T2] > low["grey matter"][T2] > high["white matter"][T2]
@@ -89,7 +89,7 @@ def test_the_core_lies_inside_the_edema_and_the_rim_is_thick_enough(seed: int) -
 
 @pytest.fixture(scope="module")
 def scans() -> list[Scan]:
-    return [draw_scan("small", np.random.default_rng([7, index])) for index in range(14)]
+    return [draw_head("small", np.random.default_rng([7, index])) for index in range(14)]
 
 
 def codes(scan: Scan) -> str:
@@ -186,7 +186,7 @@ def test_healthy_tissue_is_as_bright_as_the_tumour_somewhere(scans: list[Scan]) 
 
 
 def test_a_scan_of_msd_size() -> None:
-    scan = draw_scan("msd", np.random.default_rng([0, 1]))
+    scan = draw_head("msd", np.random.default_rng([0, 1]))
     assert scan.image.shape == (240, 240, 155, 4)
     assert codes(scan) == "RAS"
     assert np.array_equal(scan.affine[:3, :3], np.eye(3))
@@ -197,7 +197,7 @@ def test_a_scan_of_msd_size() -> None:
 
 
 def test_the_same_generator_gives_the_same_scan_and_another_another() -> None:
-    first, again, other = (draw_scan("small", np.random.default_rng([3, index])) for index in (0, 0, 1))
+    first, again, other = (draw_head("small", np.random.default_rng([3, index])) for index in (0, 0, 1))
     assert np.array_equal(first.image, again.image)
     assert np.array_equal(first.label, again.label)
     assert first.image.shape != other.image.shape or not np.array_equal(first.image, other.image)
