@@ -1,6 +1,6 @@
 """DICOM series in: found by their headers, checked slice by slice, read as one volume; no patient is ever named.
 
-A series goes by an alias, a slice by its InstanceNumber; what pydicom says of a file, quoting it, is not passed on.
+A series goes by an alias, a slice by its InstanceNumber. The series of an MRI study are the channels of one scan.
 """
 
 import hashlib
@@ -8,24 +8,23 @@ import logging
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from medspeed.common.data.dicom_slices import (
-    GEOMETRY,
     Slice,
-    ask,
+    check_image,
+    decode_slice,
     files_below,
-    inflated,
     quiet_dicom,
     read_slice,
+    scale_of,
     sequence_of,
 )
 from medspeed.common.data.threads import map_in_threads
-from medspeed.common.data.volumes import ALWAYS_TRIED, Volume, check_affine
+from medspeed.common.data.volumes import ALWAYS_TRIED, Volume, check_affine, check_same_grid
 from medspeed.common.host_memory import free_memory
 
 MAX_OFF_GRID = 0.1  # of the slice spacing: how far a slice may lie from its place on a regular grid
@@ -35,10 +34,10 @@ MIN_STEP = 0.01  # mm: slices nearer than this share a place
 
 @dataclass(frozen=True)
 class DicomSeries:
-    """A series of single-frame DICOM images, as its headers tell of it.
+    """A series of single-frame DICOM images, as its headers tell of it, or those of a study as channels of one scan.
 
     Attributes:
-        name: "series-" and 12 hexadecimal digits of the SHA-256 of the SeriesInstanceUID.
+        name: "series-" and 12 hexadecimal digits of the SHA-256 of the SeriesInstanceUID; of a scan the study's.
         files: the slices in order of position along the normal, as they become Z; as found where there is a problem.
         shape: X (columns), Y (rows), Z (slices); 0 where the headers do not tell.
         modality: "CT", "MR", ...; "OT" (other) where the headers do not tell.
@@ -46,9 +45,9 @@ class DicomSeries:
         problem: why `read_series` refuses it; "" where the headers show no reason.
         voxel: volume of a voxel in mm^3; not-a-number where there is a problem.
         is_volume: whether it could be one; not scouts, single images and screen captures, of which any study has some.
-        study: "study-" and 12 hexadecimal digits of the SHA-256 of the StudyInstanceUID.
+        study: likewise "study-" and 12 digits, of the StudyInstanceUID.
         sequence: what it is called in MRI (see `sequence_of`); "" where nothing tells.
-        channels: series of which it is the scan; then name is the study's, and the rest is of the first of them.
+        channels: series of which it is the scan, which is else like the first of them.
     """
 
     name: str
@@ -79,9 +78,8 @@ def find_series(folder: Path) -> tuple[DicomSeries, ...]:
     slices = [one for one in found if one]
     known = [one for one in slices if one.text("SOPClassUID") and one.text("SeriesInstanceUID")]
     if lost := len(slices) - len(known):
-        logging.getLogger(__name__).warning(
-            "skipped %d DICOM files that are damaged before their series UID: copy them again", lost
-        )
+        said = "skipped %d DICOM files that are damaged before their series UID: copy them again"
+        logging.getLogger(__name__).warning(said, lost)
     groups: dict[str, list[Slice]] = {}
     for one in known:
         if "Image Storage" in one.kind:
@@ -90,20 +88,22 @@ def find_series(folder: Path) -> tuple[DicomSeries, ...]:
 
 
 def read_series(series: DicomSeries) -> Volume:
-    """Decode a series into one volume, several slices at a time.
+    """Decode a series, several slices at a time, or the channels of a scan.
 
     Returns:
-        voxels [X, Y, Z] in Fortran order, rescaled (HU for CT): int16 where slope and intercept are whole numbers and
-        all values fit, else float32. affine [4, 4] float64 to RAS mm; its third column is the step between slices,
-        sheared where the gantry was tilted. path: the alias.
+        Voxels [X, Y, Z] or [X, Y, Z, C] in Fortran order, rescaled (HU for CT): int16 where slope and intercept are
+        whole numbers and all values fit, else float32. The affine is sheared where the gantry was tilted.
 
     Raises:
-        ValueError: it is no regular stack of grey images, or pixel data are broken; alias, slices, values and remedy.
+        ValueError: it is no regular stack of grey images, its channels lie on several grids, or pixel data are broken.
+            Its alias, slices, values and the remedy are named.
     """
+    if series.problem:
+        raise ValueError(f"{series.name}: {series.problem}")
+    if series.channels:
+        return _read_channels(series)
     slices = [one for one in map(read_slice, series.files) if one and one.text("SOPClassUID")]
     try:
-        if series.problem:
-            raise ValueError(series.problem)
         if lost := len(series.files) - len(slices):
             raise ValueError(f"{lost} of {len(series.files)} files can no longer be read: copy them again")
         slices, affine, _ = _stack(slices)
@@ -111,15 +111,62 @@ def read_series(series: DicomSeries) -> Volume:
         if 8 * x * y * z > max(free := free_memory(), ALWAYS_TRIED):  # stored values of 4 bytes at most, and float32
             said = f"its {x} x {y} x {z} voxels need {x * y * z / 2**27:.1f} GiB of memory, {free / 2**30:.1f} are free"
             raise ValueError(f"{said}: export fewer slices, or use a machine with more memory")
-        frames = map_in_threads(_decode, slices, "slices", progress=False)
-        voxels = _rescaled(frames, [_scale(one) for one in slices])
+        frames = map_in_threads(decode_slice, slices, "slices", progress=False)
+        voxels = _rescaled(frames, [scale_of(one) for one in slices])
     except ValueError as error:
         raise ValueError(f"{series.name}: {error}") from None
     return Volume(voxels, affine, Path(series.name))
 
 
+def group_channels(found: Sequence[DicomSeries], channels: Sequence[str]) -> tuple[DicomSeries, ...]:
+    """Return a scan of each study (StudyInstanceUID): of its series those that are the channels, in their order.
+
+    A series is the channel that its SeriesDescription names, or else its folder: t1, t1ce (T1 with contrast), t2 or
+    flair. A scan with a channel that no series or several are has that as its problem.
+
+    Raises:
+        ValueError: the channels are not such, each once.
+    """
+    wanted = [sequence_of(name) for name in channels]
+    if not wanted or "" in wanted or len(set(wanted)) < len(wanted):
+        said = "DICOM series are matched to t1, t1ce, t2 and flair, each once; combine the series into a 4-D NIfTI"
+        raise ValueError(f"the model's channels ({', '.join(channels)}): {said}")
+    studies: dict[str, list[DicomSeries]] = {}
+    for series in found:
+        studies.setdefault(series.study, []).append(series)
+    return tuple(_scan(*study, wanted) for study in sorted(studies.items()))
+
+
+def _scan(study: str, series: Sequence[DicomSeries], wanted: Sequence[str]) -> DicomSeries:
+    named = {name: [each for each in series if each.sequence == name] for name in wanted}
+    names = {name: " and ".join(one.name for one in each) or "none" for name, each in named.items()}
+    unclear = [f"{name} is {names[name]}" for name, each in named.items() if len(each) != 1]
+    parts = tuple(each[0] for each in named.values() if each)
+    problems = [f"{each.name}: {each.problem}" for each in parts if each.problem]
+    if unclear:
+        said = f"of its {len(series)} series, {'; '.join(unclear)}; each channel must be one"
+        problems = [f"{said}: name them in SeriesDescription or folders, leave out the others, or write a 4-D NIfTI"]
+    notes = [f"{each.name}: {note}" for each in parts for note in each.notes]
+    if left := len(series) - len(parts):
+        notes.append(f"{left} other series of the study left out: no channel of the model")
+    return replace((*parts, *series)[0], name=study, channels=parts, problem="; ".join(problems), notes=tuple(notes))
+
+
+def _read_channels(scan: DicomSeries) -> Volume:
+    first, *others = parts = [read_series(each) for each in scan.channels]
+    try:
+        for other in others:
+            check_same_grid(first, other)
+    except ValueError:
+        names = ", ".join(each.name for each in scan.channels)
+        raise ValueError(f"{scan.name}: {names} are not on one grid: register and resample them first") from None
+    voxels = np.empty((*first.voxels.shape, len(parts)), np.result_type(*(part.voxels for part in parts)), order="F")
+    for number, part in enumerate(parts):
+        voxels[..., number] = part.voxels
+    return Volume(voxels, first.affine, Path(scan.name))
+
+
 def _describe(uid: str, slices: list[Slice]) -> DicomSeries:
-    """Return what is to be known of a series before its pixels are read."""
     name, study = _alias("series", uid), _alias("study", slices[0].text("StudyInstanceUID"))
     sequence = sequence_of(slices[0].text("SeriesDescription")) or sequence_of(slices[0].path.parent.name)
     images = [one for one in slices if "LOCALIZER" not in one.text("ImageType")]
@@ -147,7 +194,7 @@ def _alias(kind: str, uid: str) -> str:
 def _stack(slices: list[Slice]) -> tuple[list[Slice], np.ndarray, tuple[str, ...]]:
     """Return the slices in order, the affine and notes; ValueError where they are no regular stack of grey images."""
     for one in slices:
-        _check_image(one)
+        check_image(one)
     first, *others = slices
     if not others:
         raise ValueError("it has 1 slice; a volume needs at least 2: copy the whole series")
@@ -179,28 +226,6 @@ def _stack(slices: list[Slice]) -> tuple[list[Slice], np.ndarray, tuple[str, ...
     return slices, np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine, tuple(notes)  # DICOM's LPS to RAS
 
 
-def _check_image(one: Slice) -> None:
-    """Refuse what is not one grey image with a place in space, values that are known, and a codec that is."""
-    from pydicom.pixels.decoders.base import get_decoder
-    from pydicom.uid import UID
-
-    name, frames = one.name, sum(one.numbers("NumberOfFrames"))
-    if "Enhanced" in one.kind or frames > 1:
-        raise ValueError(f"{name} is an enhanced multi-frame image ({frames:.0f} frames): export single-frame slices")
-    if not (one.text("PhotometricInterpretation") or "MONOCHROME").startswith("MONOCHROME"):
-        raise ValueError(f"{name} is a color image: choose a grayscale series")
-    if missing := [keyword for keyword in GEOMETRY if not one.numbers(keyword)]:
-        raise ValueError(f"{name} has no valid {', '.join(missing)} (truncated, or not a slice): export it again")
-    sizes = {keyword: one.numbers(keyword) for keyword in ("Rows", "Columns", "PixelSpacing")}
-    if min(map(min, sizes.values())) <= 0:
-        raise ValueError(f"{name} has {sizes}; each must be above 0: export it again")
-    if not any(_scale(one)[:1]):
-        raise ValueError(f"{name} has no usable RescaleSlope and RescaleIntercept: export it again")
-    syntax = UID(ask(lambda: str(one.header.file_meta.TransferSyntaxUID), ""))
-    if not ask(lambda: get_decoder(syntax).is_available, False):
-        raise ValueError(f"{name} uses transfer syntax {syntax.name}, which cannot be decoded: export it uncompressed")
-
-
 def _check_regular(slices: Sequence[Slice], positions: np.ndarray, along: np.ndarray) -> None:
     """Refuse slices at one place, steps that are too wide, and slices off the grid; `along` is mm along the normal."""
     steps = np.diff(along)
@@ -218,39 +243,6 @@ def _check_regular(slices: Sequence[Slice], positions: np.ndarray, along: np.nda
     if off.max() > MAX_OFF_GRID * usual:
         found = f"{slices[int(off.argmax())].name} is {off.max():.2f} mm off the regular grid"
         raise ValueError(f"{found} (at most {MAX_OFF_GRID * usual:.2f}): export evenly spaced slices")
-
-
-def _scale(one: Slice) -> tuple[float, ...]:
-    """Return RescaleSlope and RescaleIntercept; 1 and 0 where a modality may go without, () where they are unusable."""
-    tags = ("RescaleSlope", "RescaleIntercept", "ModalityLUTSequence")
-    if one.text("Modality") not in ("CT", "PT") and not any(keyword in one.header for keyword in tags):
-        return 1.0, 0.0  # Source: DICOM PS3.3 C.8.2.1 and C.8.9.1
-    found = tuple(number for keyword in tags[:2] for number in one.numbers(keyword))
-    return found if len(found) == 2 and tags[2] not in one.header else ()
-
-
-def _decode(one: Slice) -> np.ndarray:
-    """Return the stored values of a slice, [Y, X], any integer type."""
-    import pydicom
-    from pydicom.encaps import get_frame
-    from pydicom.uid import JPEG2000, JPEG2000Lossless
-
-    due = tuple(int(*one.numbers(keyword)) for keyword in ("Rows", "Columns"))
-
-    def decoded() -> np.ndarray:
-        image: Any = pydicom.dcmread(inflated(one.path, 4 * math.prod(due)))
-        if image.file_meta.TransferSyntaxUID in (JPEG2000, JPEG2000Lossless):  # GDCM would hold Python's lock
-            import imagecodecs  # here: compressed slices alone need its 27 MB
-
-            pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
-            if pixels.shape == due and (pixels.dtype.kind == "i") == bool(image.PixelRepresentation):
-                return pixels
-        return np.asarray(image.pixel_array)
-
-    pixels = ask(decoded, np.empty(0))
-    if pixels.shape != due:
-        raise ValueError(f"pixel data of {one.name} are missing, truncated or damaged: copy it again")
-    return pixels
 
 
 def _rescaled(frames: Sequence[np.ndarray], scales: Sequence[tuple[float, ...]]) -> np.ndarray:

@@ -1,7 +1,6 @@
-"""DICOM files by themselves: found below a folder, their headers read; no patient is ever named.
+"""DICOM files by themselves: found below a folder, their headers read, checked and decoded; no patient is ever named.
 
-Only regular files are opened, and a deflated one is inflated no further than needed. What pydicom says of a file,
-quoting it, is not passed on. It is imported where a file is asked for: a host of NIfTI files alone may lack it.
+What pydicom says of a file, quoting it, is not passed on. It is imported where a file is asked for: it takes long.
 """
 
 import io
@@ -39,7 +38,7 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """What the slice is called instead of its file."""
+        """The slice's number instead of its file."""
         number = self.numbers("InstanceNumber")
         return f"slice {number[0]:.0f}" if number else "a slice without InstanceNumber"
 
@@ -63,9 +62,8 @@ class Slice:
 def sequence_of(text: str) -> str:
     """Return what a name says of an MRI sequence: "t1", "t1ce" (with contrast), "t2", "flair"; "" if none of them."""
     text = re.sub(r"[^a-z0-9+*]+", " ", text.lower())
-    kinds = [
-        kind for kind, signs in (("t1", r"t1|mp ?rage"), ("t2", "t2"), ("flair", "flair")) if re.search(signs, text)
-    ]
+    signs = {"t1": r"t1|mp ?rage", "t2": "t2", "flair": "flair"}
+    kinds = [kind for kind, sign in signs.items() if re.search(sign, text)]
     if kinds == ["t2", "flair"]:
         return "flair"
     if len(kinds) != 1 or re.search(r"t2 ?(\*|star)|map(ping)?\b|\bsub", text):
@@ -88,17 +86,14 @@ def quiet_dicom() -> None:
 def files_below(folder: Path) -> Iterator[Path]:
     """Yield all files of a folder, through links to folders too, none of which is entered twice."""
     os.scandir(folder).close()  # raises OSError where the folder may not be listed, which `os.walk` takes for empty
-    entered = set()
-    for place, below, names in os.walk(folder, onerror=_not_listed, followlinks=True):
+    said, entered = "skipped the files of a folder that cannot be listed (%s)", set()
+    warn = logging.getLogger(__name__).warning
+    for place, below, names in os.walk(folder, onerror=lambda error: warn(said, error.strerror), followlinks=True):
         if (real := os.path.realpath(place)) in entered:
             below.clear()
         else:
             entered.add(real)
             yield from (Path(place) / name for name in names)
-
-
-def _not_listed(error: OSError) -> None:
-    logging.getLogger(__name__).warning("skipped the files of a folder that cannot be listed (%s)", error.strerror)
 
 
 def read_slice(path: Path) -> Slice | None:
@@ -144,3 +139,58 @@ def broken() -> tuple[type[Exception], ...]:
 
     usual = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
     return (*usual, struct.error, zlib.error, BytesLengthException, InvalidDicomError)
+
+
+def check_image(one: Slice) -> None:
+    """Refuse what is not one grey image with a place in space, values that are known, and a codec that is."""
+    from pydicom.pixels.decoders.base import get_decoder
+    from pydicom.uid import UID
+
+    name, frames = one.name, sum(one.numbers("NumberOfFrames"))
+    if "Enhanced" in one.kind or frames > 1:
+        raise ValueError(f"{name} is an enhanced multi-frame image ({frames:.0f} frames): export single-frame slices")
+    if not (one.text("PhotometricInterpretation") or "MONOCHROME").startswith("MONOCHROME"):
+        raise ValueError(f"{name} is a color image: choose a grayscale series")
+    if missing := [keyword for keyword in GEOMETRY if not one.numbers(keyword)]:
+        raise ValueError(f"{name} has no valid {', '.join(missing)} (truncated, or not a slice): export it again")
+    sizes = {keyword: one.numbers(keyword) for keyword in ("Rows", "Columns", "PixelSpacing")}
+    if min(map(min, sizes.values())) <= 0:
+        raise ValueError(f"{name} has {sizes}; each must be above 0: export it again")
+    if not any(scale_of(one)[:1]):
+        raise ValueError(f"{name} has no usable RescaleSlope and RescaleIntercept: export it again")
+    syntax = UID(ask(lambda: str(one.header.file_meta.TransferSyntaxUID), ""))
+    if not ask(lambda: get_decoder(syntax).is_available, False):
+        raise ValueError(f"{name} uses transfer syntax {syntax.name}, which cannot be decoded: export it uncompressed")
+
+
+def scale_of(one: Slice) -> tuple[float, ...]:
+    """Return RescaleSlope and RescaleIntercept; 1 and 0 where a modality may go without, () where they are unusable."""
+    tags = ("RescaleSlope", "RescaleIntercept", "ModalityLUTSequence")
+    if one.text("Modality") not in ("CT", "PT") and not any(keyword in one.header for keyword in tags):
+        return 1.0, 0.0  # Source: DICOM PS3.3 C.8.2.1 and C.8.9.1
+    found = tuple(number for keyword in tags[:2] for number in one.numbers(keyword))
+    return found if len(found) == 2 and tags[2] not in one.header else ()
+
+
+def decode_slice(one: Slice) -> np.ndarray:
+    """Return the stored values of a slice, [Y, X], any integer type."""
+    import pydicom
+    from pydicom.encaps import get_frame
+    from pydicom.uid import JPEG2000, JPEG2000Lossless
+
+    due = tuple(int(*one.numbers(keyword)) for keyword in ("Rows", "Columns"))
+
+    def decoded() -> np.ndarray:
+        image: Any = pydicom.dcmread(inflated(one.path, 4 * math.prod(due)))
+        if image.file_meta.TransferSyntaxUID in (JPEG2000, JPEG2000Lossless):  # GDCM would hold Python's lock
+            import imagecodecs  # here: compressed slices alone need its 27 MB
+
+            pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
+            if pixels.shape == due and (pixels.dtype.kind == "i") == bool(image.PixelRepresentation):
+                return pixels
+        return np.asarray(image.pixel_array)
+
+    pixels = ask(decoded, np.empty(0))
+    if pixels.shape != due:
+        raise ValueError(f"pixel data of {one.name} are missing, truncated or damaged: copy it again")
+    return pixels

@@ -1,7 +1,9 @@
 """Write label maps: NIfTI, NRRD or MetaImage, whatever the name says."""
 
 import io
+import math
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,34 +12,34 @@ import nibabel
 import numpy as np
 from isal import isal_zlib
 
-from medspeed.common.data.text_headers import label_header
-from medspeed.common.data.volumes import HEADER_BYTES
+from medspeed.common.data.headers import HEADER_BYTES
 from medspeed.common.files import atomic_path
 
 _MEMBER = 2**22  # bytes of voxels in one member of a gzip file
+_TO_LPS = np.array([-1.0, -1.0, 1.0])
 
 
 def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
     """Write a label map [X, Y, Z] uint8 as .nii.gz, .nii, .nrrd or .mha, atomically; Fortran order is the fastest.
 
-    The gzip members are compressed in threads; their number does not change the bytes of the file.
-
-    The affine [4, 4], voxel index to RAS mm, is stored as sform, and also as qform if it has no shear.
+    The gzip members are compressed in threads; their number does not change the bytes of the file. The affine [4, 4],
+    voxel index to RAS mm, is a NIfTI file's sform, and also its qform if it has no shear.
     """
     assert labels.dtype == np.uint8, labels.dtype
     ending, voxels = path.suffix.lower(), labels.ravel(order="F")
-    members = [voxels[first : first + _MEMBER] for first in range(0, len(voxels), _MEMBER)]
-    if ending == ".mha":
+    parts: list[Any] = [voxels[first : first + _MEMBER] for first in range(0, len(voxels), _MEMBER)]
+    header = b""
+    if ending == ".nrrd":
+        header = _nrrd_header(labels.shape, affine)
+    elif ending == ".mha":
         packer = isal_zlib.compressobj(level=1, wbits=15)
-        packed = packer.compress(voxels) + packer.flush()
-        parts: list[Any] = [label_header(ending, labels.shape, affine, len(packed)), packed]
+        parts = [packer.compress(voxels) + packer.flush()]
+        header = _meta_header(labels.shape, affine, len(parts[0]))
     else:
-        parts = [label_header(ending, labels.shape, affine, 0) if ending == ".nrrd" else _nifti_header(labels, affine)]
-        parts += members
+        parts.insert(0, _nifti_header(labels, affine))
     threads = min(len(parts), len(os.sched_getaffinity(0)))
     with atomic_path(path) as part, part.open("wb") as file, ThreadPoolExecutor(threads) as pool:
-        if ending == ".nrrd":
-            file.write(parts.pop(0))
+        file.write(header)
         file.writelines(pool.map(gzipped, parts) if ending in (".gz", ".nrrd") else parts)
 
 
@@ -53,6 +55,30 @@ def _nifti_header(labels: np.ndarray, affine: np.ndarray) -> bytes:
     stored = io.BytesIO()
     header.write_to(stored)
     return stored.getvalue().ljust(HEADER_BYTES + 4, b"\0")
+
+
+def _nrrd_header(shape: tuple[int, ...], affine: np.ndarray) -> bytes:
+    *vectors, origin = (f"({_row((_TO_LPS * column).tolist(), ',')})" for column in affine[:3].T)
+    return (
+        f"NRRD0004\ntype: uint8\ndimension: 3\nspace: left-posterior-superior\nsizes: {_row(shape)}\n"
+        f"space directions: {' '.join(vectors)}\nkinds: domain domain domain\nencoding: gzip\n"
+        f"space origin: {origin}\n\n"
+    ).encode()
+
+
+def _meta_header(shape: tuple[int, ...], affine: np.ndarray, packed_bytes: int) -> bytes:
+    *vectors, origin = ((_TO_LPS * column).tolist() for column in affine[:3].T)
+    spacing = [math.hypot(*vector) for vector in vectors]
+    turn = [number / side for vector, side in zip(vectors, spacing, strict=True) for number in vector]
+    return (
+        "ObjectType = Image\nNDims = 3\nBinaryData = True\nBinaryDataByteOrderMSB = False\nCompressedData = True\n"
+        f"CompressedDataSize = {packed_bytes}\nTransformMatrix = {_row(turn)}\nOffset = {_row(origin)}\n"
+        f"ElementSpacing = {_row(spacing)}\nDimSize = {_row(shape)}\nElementType = MET_UCHAR\nElementDataFile = LOCAL\n"
+    ).encode()
+
+
+def _row(numbers: Iterable[float], between: str = " ") -> str:
+    return between.join(map(repr, numbers))
 
 
 def gzipped(content: bytes | np.ndarray) -> bytes:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from medspeed.common.console import say
 from medspeed.common.data import dataset
-from medspeed.common.data.dicom import find_series, read_series
-from medspeed.common.data.dicom_channels import group_channels, read_channels
+from medspeed.common.data.dicom import find_series, group_channels, read_series
 from medspeed.common.data.volumes import Volume, read_volume
 from medspeed.common.files import plural, printable
 from medspeed.common.inference.scan_memory import Scan
@@ -61,13 +60,13 @@ def read_scan(scan: Scan, channels: int) -> Volume:
     """Read the voxels of a scan, [X, Y, Z] or, of several channels, [X, Y, Z, C].
 
     Raises:
-        FileNotFoundError, ValueError: as `read_volume`, `read_series` and `read_channels`.
+        FileNotFoundError, ValueError: as `read_volume` and `read_series`.
     """
     if isinstance(scan, Path):
         return read_volume(scan, channels)
     if channels != max(1, len(scan.channels)) and not scan.problem:
         raise ValueError(f"{scan.name}: one channel, the model expects {channels}: combine the series into a 4-D NIfTI")
     try:
-        return read_channels(scan) if channels > 1 else read_series(scan)
+        return read_series(scan)
     except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
         raise ValueError(f"{scan.name}: a file cannot be read ({error.strerror}): copy it again") from None

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from medspeed.common.data.dicom import find_series
-from medspeed.common.data.dicom_channels import group_channels, read_channels
+from medspeed.common.data.dicom import find_series, group_channels, read_series
 from medspeed.common.data.dicom_slices import sequence_of
 from tests.common.data.dicom_files import traces, write_slices
 
@@ -50,7 +49,7 @@ def test_the_series_of_a_study_become_its_channels_in_the_models_order(tmp_path)
     assert scan.name.startswith("study-")
     assert len(scan.all_files) == 20
     assert scan.notes == ("1 other series of the study left out: no channel of the model",)
-    volume = read_channels(scan)
+    volume = read_series(scan)
     assert volume.voxels.shape == (4, 6, 5, 4)
     assert volume.voxels.flags.f_contiguous
     for number, due in enumerate((flair, t1, t1ce, t2)):
@@ -79,7 +78,7 @@ def test_a_channel_that_is_missing_or_twice_is_named(tmp_path, names, said):
         series(tmp_path / str(number), name, number)
     (scan,) = group_channels(find_series(tmp_path), NAMES)
     with pytest.raises(ValueError, match=said) as refused:
-        read_channels(scan)
+        read_series(scan)
     assert str(refused.value).startswith(f"{scan.name}: ")
     assert not [trace for trace in traces() if len(trace) > 3 and trace in str(refused.value)]
 
@@ -89,7 +88,7 @@ def test_series_that_are_not_on_one_grid_are_refused(tmp_path):
         series(tmp_path / str(number), name, number, origin=(-10, -20, 30 + 5 * (name == "T2w")))
     (scan,) = group_channels(find_series(tmp_path), NAMES)
     with pytest.raises(ValueError, match="are not on one grid: register and resample them first"):
-        read_channels(scan)
+        read_series(scan)
 
 
 @pytest.mark.parametrize("names", [(), ("CT", "PET"), ("T1w", "t1")])

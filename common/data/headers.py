@@ -1,0 +1,279 @@
+"""Headers of NIfTI, NRRD and MetaImage files (.nii, .nii.gz, .nrrd, .mha): where the voxels are, and what they mean.
+
+All are read here: SimpleITK (ITK 5.4) takes a damaged compressed .mha and metres for mm without an error, and opens
+whatever other file a header names.
+"""
+
+import gzip
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple, cast
+
+import nibabel
+import numpy as np
+from isal import igzip, isal_zlib
+from nibabel.spatialimages import HeaderDataError
+
+HEADER_BYTES = 348  # of NIfTI
+MAX_PADDING = 2**20  # bytes between the header and the voxels, and behind them
+_GZIP_MAGIC = b"\x1f\x8b"
+_MAX_DISAGREEMENT = 0.25  # of pixdim; the slices of a tilted gantry lie 15 percent further apart along the shear
+_DATATYPES = (2, 4, 8, 16, 64, 256, 512, 768, 1024, 1280)  # integers and floats of 1 to 8 bytes. Source: nifti1.h
+_MOST_TEXT = 2**16  # bytes of a header that is text
+_REMEDY = "save it again with 3D Slicer or SimpleITK"
+_TYPES = {
+    "i1": "char int8", "u1": "uchar uint8", "i2": "short int16", "u2": "ushort uint16", "i4": "int int32",
+    "u4": "uint uint32", "i8": "longlong int64", "u8": "ulonglong uint64", "f4": "float", "f8": "double",
+}  # fmt: skip
+_SPACES = {  # NRRD's, to RAS
+    "left-posterior-superior": (-1, -1, 1), "right-anterior-superior": (1, 1, 1), "left-anterior-superior": (-1, 1, 1),
+    "lps": (-1, -1, 1), "ras": (1, 1, 1), "las": (-1, 1, 1),
+}  # fmt: skip
+# What reading a damaged gzip stream raises; isal's type stub takes its own class for an instance.
+_DAMAGED = cast(tuple[type[Exception], ...], (EOFError, gzip.BadGzipFile, isal_zlib.error))
+Packed = Literal["raw", "gzip", "zlib"]
+
+
+class Header(NamedTuple):
+    """What the header of a file says, checked.
+
+    Attributes:
+        sizes: of the axes as they lie in the file, the fastest first.
+        channels: which of them counts the channels; None where none does.
+        dtype: of the voxels as they lie there.
+        affine: [4, 4] float64, voxel index to RAS mm; rounded to float32, as NIfTI keeps it, in every format.
+        packed: how the bytes from `start` on are compressed; the voxels follow `skip` bytes of what they hold.
+        start: see there.
+        skip: see there.
+        scale: by which voxels are multiplied, and what is then added; None where they stay as they are.
+    """
+
+    sizes: tuple[int, ...]
+    channels: int | None
+    dtype: np.dtype
+    affine: np.ndarray
+    packed: Packed
+    start: int = 0
+    skip: int = 0
+    scale: tuple[float, float] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of [X, Y, Z] or [X, Y, Z, C]."""
+        if self.channels is None:
+            return self.sizes
+        return (*(size for axis, size in enumerate(self.sizes) if axis != self.channels), self.sizes[self.channels])
+
+
+@contextmanager
+def undamaged(path: Path) -> Iterator[None]:
+    """Turn errors of a compressed stream of a file into ValueError."""
+    try:
+        yield
+    except _DAMAGED as error:
+        found = f"({path.stat().st_size} bytes) is truncated or damaged ({error}): copy it again"
+        if path.suffix.lower() == ".gz" and str(error).startswith("Not a gzipped file"):  # the first member was
+            found = "has other bytes behind its gzip stream: copy it again, or `gzip -dc FILE | gzip > NEW`"
+        raise ValueError(f"{path} {found}") from error
+
+
+def sides_in_mm(lengths: np.ndarray) -> str:
+    """Return lengths in words, such as "1 x 1 x 2.5 mm"."""
+    return " x ".join(f"{length:.4g}" for length in lengths) + " mm"
+
+
+def nifti_header(path: Path) -> Header:
+    """Read the header of a .nii or .nii.gz file that is there; axes of length 1 behind the third are left out.
+
+    Raises:
+        ValueError: it is no such file, or says what cannot be used; names it, and the remedy.
+    """
+    with path.open("rb") as file:
+        magic = file.read(2)
+    if not magic:
+        raise ValueError(f"{path} is empty (0 bytes): copy it again")
+    packed = magic == _GZIP_MAGIC
+    if packed != (path.suffix.lower() == ".gz"):
+        found, name = ("gzip", ".nii.gz") if packed else ("not gzip", ".nii")
+        raise ValueError(f"{path} is {found} despite its name: rename it to {name}, or copy it again")
+    with undamaged(path), igzip.open(path) if packed else path.open("rb") as stream:
+        block = stream.read(HEADER_BYTES)
+    if len(block) < HEADER_BYTES:
+        raise ValueError(f"{path} has {len(block)} bytes, less than a NIfTI-1 header ({HEADER_BYTES}): copy it again")
+    header = nibabel.Nifti1Header(block, check=False)
+    if header["sizeof_hdr"] != HEADER_BYTES or header["magic"].item() != b"n+1":
+        raise ValueError(
+            f"{path} is not a single-file NIfTI-1 (header size {header['sizeof_hdr']}, magic "
+            f"{header['magic'].item()!r}; expected {HEADER_BYTES} and b'n+1'): convert it to .nii.gz"
+        )
+    if header["datatype"] not in _DATATYPES:
+        raise ValueError(
+            f"{path}: expected integer or real voxels of 1 to 8 bytes, found NIfTI type {header['datatype']}: "
+            "convert it to int16 or float32"
+        )
+    shape = tuple(int(size) for size in header["dim"][1 : 1 + min(max(int(header["dim"][0]), 0), 7)])
+    while len(shape) > 3 and shape[-1] == 1:
+        shape = shape[:-1]
+    if len(shape) not in (3, 4) or min(shape) < 1:
+        raise ValueError(f"{path}: expected a volume with 3 axes (or 4 with channels), found shape {shape}")
+    offset = float(header["vox_offset"])  # perhaps not a number
+    if not HEADER_BYTES <= offset <= HEADER_BYTES + MAX_PADDING:
+        raise ValueError(f"{path}: the header has voxels begin at byte {offset:.0f}, expected 352 or a little more")
+    affine, dtype = _nifti_affine(header, path), np.dtype(header.get_data_dtype())
+    channels, scale = (3 if len(shape) == 4 else None), _nifti_scale(header, path)
+    return Header(shape, channels, dtype, affine, "gzip" if packed else "raw", 0, int(offset), scale)
+
+
+def _nifti_affine(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
+    """Return the affine, sform before qform; warn where its sides are not those of pixdim."""
+    if header["pixdim"][0] not in (-1, 1):
+        header["pixdim"][0] = 1  # the standard: 0 reads as 1
+    try:
+        affine = np.asarray(header.get_best_affine(), np.float64)
+    except (HeaderDataError, ValueError) as error:
+        raise ValueError(f"{path}: its header has no affine ({error}): correct it with nibabel") from error
+    if unit := {1: ("metres", 1000), 3: ("micrometres", 0.001)}.get(int(header["xyzt_units"]) & 7):
+        raise ValueError(
+            f"{path}: its header has lengths in {unit[0]}, expected mm: with nibabel, multiply the first "
+            f'three rows of its affine by {unit[1]} and set_xyzt_units("mm")'
+        )
+    sides, pixdim = np.linalg.norm(affine[:3, :3], axis=0), header["pixdim"][1:4].astype(np.float64)
+    if not np.allclose(sides, pixdim, rtol=_MAX_DISAGREEMENT):
+        _warn_once(
+            f"{path}: voxel size {sides_in_mm(sides)} in its sform, which is used, but {sides_in_mm(pixdim)} in its "
+            "pixdim, which other programs may use: if the sform is right, image.set_qform(image.affine) in nibabel "
+            "corrects the file"
+        )
+    return affine
+
+
+@cache
+def _warn_once(said: str) -> None:
+    logging.getLogger(__name__).warning(said)
+
+
+def _nifti_scale(header: nibabel.Nifti1Header, path: Path) -> tuple[float, float] | None:
+    """Return scl_slope and scl_inter; a slope of 0 or not-a-number means that there are none."""
+    if np.isinf(header["scl_slope"]):
+        raise ValueError(f"{path}: scl_slope is infinite: correct its header")
+    try:
+        slope, inter = header.get_slope_inter()
+    except HeaderDataError as error:
+        raise ValueError(f"{path}: scl_slope is valid but scl_inter is not ({error}): correct its header") from error
+    return None if slope is None or (slope, inter) == (1.0, 0.0) else (slope, inter)
+
+
+def text_header(path: Path) -> Header:
+    """Read the header of a .nrrd or .mha file that is there; a single channel is none.
+
+    Raises:
+        ValueError: it is no such file, or says what cannot be used; names it, and the remedy.
+    """
+    with path.open("rb") as file:
+        start = file.read(_MOST_TEXT)
+    nrrd = path.suffix.lower() == ".nrrd"
+    kind, end = ("an NRRD", rb"\r?\n\r?\n") if nrrd else ("a MetaImage", rb"(?m)^ElementDataFile\s*=[^\n]*\n")
+    ending = re.search(end, start)
+    if ending is None or (nrrd and not start.startswith(b"NRRD000")):
+        raise ValueError(f"{path}: is not {kind} file with a header of at most {_MOST_TEXT} bytes: copy it again")
+    lines = (re.split("[:=]", line, maxsplit=1) for line in start[: ending.end()].decode("latin-1").split("\n"))
+    pairs = [map(str.strip, line) for line in lines if len(line) == 2 and not line[0].startswith("#")]
+    fields = {key.lower(): value for key, value in pairs if value and value[0] != "="}  # NRRD's own pairs: NAME:=VALUE
+    try:
+        found = (_nrrd if nrrd else _meta)(fields, ending.end())
+        if found.channels is not None and found.sizes[found.channels] == 1:
+            found = found._replace(sizes=found.shape[:3], channels=None)
+        if len(found.shape) not in (3, 4) or min(found.sizes) < 1:
+            raise ValueError(f"sizes {found.sizes}, expected 3 axes of space and at most one of channels")
+    except KeyError as error:
+        raise ValueError(f"{path}: its header has no {error.args[0]!r}: {_REMEDY}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {str(error)[:200]}: {_REMEDY}") from error
+    return found
+
+
+def _nrrd(fields: Mapping[str, str], start: int) -> Header:
+    """Source: teem.sourceforge.net/nrrd/format.html."""
+    if "data file" in fields or "datafile" in fields:
+        raise ValueError("its voxels lie in another file")
+    space, encoding = fields["space"].lower(), fields["encoding"].lower()
+    if space not in _SPACES or encoding not in ("raw", "gzip", "gz"):
+        raise ValueError(f"space {space}, encoding {encoding}; LPS, RAS or LAS and raw or gzip are read")
+    if any(int(fields.get(skip, "0")) for skip in ("line skip", "lineskip", "byte skip", "byteskip")):
+        raise ValueError("voxels do not follow its header")
+    _check_mm(*re.findall(r'"([^"]*)"', fields.get("space units", "")))
+    sizes, vectors = fields["sizes"], re.findall(r"none|\([^()]*\)", fields["space directions"])
+    channels = vectors.index("none") if "none" in vectors else None
+    columns = [_numbers(vector.strip("()"), 3) for vector in vectors if vector != "none"]
+    if len(columns) != 3 or len(vectors) not in (3, 4) or len(vectors) != len(sizes.split()):
+        said = f"sizes {sizes} for {len(vectors)} space directions {fields['space directions']}"
+        raise ValueError(f"{said}, expected 3 vectors, and none for channels")
+    affine = _to_ras(np.array(columns).T, _numbers(fields["space origin"].strip("()"), 3), _SPACES[space])
+    dtype = _dtype(fields["type"], fields.get("endian", "").lower() == "big")
+    return Header(
+        tuple(map(int, sizes.split())), channels, dtype, affine, "raw" if encoding == "raw" else "gzip", start
+    )
+
+
+def _meta(fields: Mapping[str, str], start: int) -> Header:
+    """Source: itk.org/Wiki/ITK/MetaIO/Documentation."""
+    if fields["elementdatafile"] != "LOCAL" or int(fields.get("headersize", "0")):
+        raise ValueError(f"its voxels lie in another file, {fields['elementdatafile']}")
+    if not _true(fields.get("binarydata", "True")):
+        raise ValueError("its voxels are text")
+    _check_mm(fields.get("distanceunits", "mm"))
+    sizes, samples = tuple(map(int, fields["dimsize"].split())), int(fields.get("elementnumberofchannels", "1"))
+    count = len(sizes)
+    if count not in (3, 4) or (count == 4 and samples > 1):
+        said = f"DimSize {fields['dimsize']} with {samples} channels"
+        raise ValueError(f"{said}, expected 3 axes, or 4 with channels last")
+    unturned = " ".join(map(str, np.eye(count, dtype=int).ravel()))
+    turn = _numbers(_first_of(fields, "transformmatrix", "rotation", "orientation") or unturned, count**2)
+    origin = _numbers(_first_of(fields, "offset", "origin", "position") or "0 " * count, count)
+    spacing = _numbers(fields["elementspacing" if "elementspacing" in fields else "elementsize"], count)
+    affine = _to_ras((turn.reshape(count, count) * spacing[:, None]).T[:3, :3], origin[:3], _SPACES["lps"])
+    big = _true(_first_of(fields, "binarydatabyteordermsb", "elementbyteordermsb"))
+    channels, sizes = (0, (samples, *sizes)) if samples > 1 else (3 if count == 4 else None, sizes)
+    packed: Packed = "zlib" if _true(fields.get("compresseddata", "False")) else "raw"
+    return Header(sizes, channels, _dtype(fields["elementtype"].removeprefix("MET_"), big), affine, packed, start)
+
+
+def _first_of(fields: Mapping[str, str], *names: str) -> str:
+    return next((fields[name] for name in names if name in fields), "")
+
+
+def _true(text: str) -> bool:
+    return text[:1] in ("T", "t", "1")
+
+
+def _check_mm(*units: str) -> None:
+    if wrong := {unit.lower() for unit in units} - {"mm", "millimeter", "millimeters", ""}:
+        raise ValueError(f"lengths in {', '.join(sorted(wrong))}, expected mm")
+
+
+def _numbers(text: str, count: int) -> np.ndarray:
+    numbers = np.array([float(word) for word in re.split(r"[,\s]+", text.strip())])
+    if len(numbers) != count:
+        raise ValueError(f"expected {count} numbers, found {text}")
+    return numbers
+
+
+def _dtype(text: str, big: bool) -> np.dtype:
+    """Return the type of a name such as "unsigned short", "uint16_t" or USHORT."""
+    name = text.lower().removesuffix("_t").replace("_", "").replace("unsigned ", "u").replace("signed ", "")
+    name = name.removesuffix(" int").replace(" ", "")
+    code = next((code for code, names in _TYPES.items() if name in names.split()), None)
+    if code is None:
+        raise ValueError(f"voxels of type {text}, expected integers or floats of 1 to 8 bytes")
+    return np.dtype(code).newbyteorder(">" if big else "<")
+
+
+def _to_ras(columns: np.ndarray, origin: np.ndarray, flips: tuple[int, ...]) -> np.ndarray:
+    affine = np.eye(4)
+    affine[:3] = np.diag(flips) @ np.column_stack((columns, origin))
+    with np.errstate(over="ignore"):
+        return affine.astype(np.float32).astype(np.float64)
