@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +12,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
+from medspeed.common.console import hides_bar
 from medspeed.common.files import read_object
 
 SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha")
@@ -139,6 +142,27 @@ def read_dataset(folder: Path) -> Dataset:
     test = (entry if isinstance(entry, str) else entry.get("image", "") for entry in content.get("test", []))
     test_cases = _cases(((image, None) for image in test), path)
     return Dataset(folder, content["name"], modality, labels, cases, test_cases, content.get("synthetic", False))
+
+
+def make_synthetic(folder: Path, script: str, *flags: str) -> Path:
+    """Return the folder of a synthetic set; it is made where it is not whole yet.
+
+    Args:
+        folder: where the set goes. A whole one is left as it is, an unfinished one is finished.
+        script: module of `data_scripts`, such as "make_phantoms".
+        flags: of that program, but for `--to`.
+
+    Raises:
+        OSError: the program failed; it has said why on stderr.
+    """
+    if any((folder / name).is_file() for name in ("dataset.json", "slides.json")):  # written last
+        return folder
+    command = [sys.executable, "-P", "-m", f"medspeed.data_scripts.{script}", *flags, "--to", str(folder)]
+    command += ["--quiet"] if hides_bar() else []
+    status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
+    if status:
+        raise OSError(f"{folder}: {' '.join(command[3:])} failed with status {status}; see its message above")
+    return folder
 
 
 def split_cases(dataset: Dataset, split: str) -> Split:

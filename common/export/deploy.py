@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from medspeed.common.clock import Clock, repeated
-from medspeed.common.data.dataset import Case, read_dataset
+from medspeed.common.data.dataset import Case, make_synthetic, read_dataset
 from medspeed.common.data.preparation import PreparedCase, prepare_case
-from medspeed.common.data.synthetic import make_synthetic
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.export import ExportConfig
 from medspeed.common.export.bundle import served_pipeline, write_volume_bundle

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from medspeed.common.data.dataset import Case
-from medspeed.common.data.geometry import Box, WorkingGrid, box_above, resample, resample_sheared
+from medspeed.common.data.geometry import Box, WorkingGrid, box_above
 from medspeed.common.data.preparation import PreparedCase
+from medspeed.common.data.resample import resample, resample_sheared
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.labels import LabelScheme, Region, dice_counts, painted, pair_counts
 from medspeed.common.inference.model import VolumeModel

@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 import torch
 
 from medspeed.common.config import config_content, flat, read_yaml, replaced
-from medspeed.common.data.dataset import Dataset, Split, read_dataset, read_split, split_cases
+from medspeed.common.data.dataset import Dataset, Split, make_synthetic, read_dataset, read_split, split_cases
 from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct, plan_preparation
 from medspeed.common.data.folds import split_fold
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.data.store import store_folder
-from medspeed.common.data.synthetic import make_synthetic
 from medspeed.common.files import plural, read_as, read_object, write_json
 from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme

@@ -15,8 +15,8 @@ from medspeed.apps.pathology.patches.table import PatchTable, read_coordinates, 
 from medspeed.apps.pathology.scan.scan import ASSUMED_MPP, MPP_TOLERANCE
 from medspeed.apps.pathology.slides.camelyon import SlideEntry, read_slide_set
 from medspeed.apps.pathology.slides.reader import SlidePool
+from medspeed.common.data.dataset import make_synthetic
 from medspeed.common.data.folds import deal_folds
-from medspeed.common.data.synthetic import make_synthetic
 from medspeed.common.files import read_object, write_json
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided

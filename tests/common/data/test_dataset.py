@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medspeed.common.data.dataset import Case, Dataset, Split, merged_split, read_dataset, split_cases
+from medspeed.common.data.dataset import (
+    Case,
+    Dataset,
+    Split,
+    make_synthetic,
+    merged_split,
+    read_dataset,
+    split_cases,
+)
+from medspeed.data_scripts.make_phantoms import CT_VERSION, MRI_VERSION
+
+APPS = Path(__file__).parents[3] / "apps"
 
 
 def write_dataset(folder: Path, names: list[str], **changes: Any) -> Path:
@@ -270,3 +282,23 @@ def test_several_models_are_judged_on_what_none_was_trained_on():
     folds = merged_split([Split((b,), (a,), True, ""), Split((a,), (b,), True, "")])
     assert (folds.training, folds.validation, folds.held_out) == ((a, b), (a, b), False)
     assert not merged_split([first, Split((a, b), (a, b), False, "")]).held_out
+
+
+def test_a_set_is_made_once(tmp_path, monkeypatch):
+    folder = make_synthetic(tmp_path / "set", "make_phantoms", "ct", "--cases", "1")
+    assert read_dataset(folder).synthetic
+    monkeypatch.setattr("subprocess.run", lambda *given, **named: pytest.fail("it is there"))
+    assert make_synthetic(folder, "make_phantoms", "ct", "--cases", "1") == folder
+
+
+def test_a_folder_that_holds_something_else_is_left_and_the_program_says_why(tmp_path, capfd):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(OSError, match=re.escape(f"{tmp_path}: medspeed.data_scripts.make_phantoms ct --cases 1")):
+        make_synthetic(tmp_path, "make_phantoms", "ct", "--cases", "1")
+    assert "contains other files (mine.txt)" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(("app", "name"), [("spleen", f"ct-small-{CT_VERSION}"), ("brats", f"mri-small-{MRI_VERSION}")])
+def test_an_app_names_its_folder_by_the_version_that_is_made(app, name):
+    assert f'"{name}"' in (APPS / app / "train.py").read_text()
