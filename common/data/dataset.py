@@ -58,7 +58,7 @@ class Split:
 
     Attributes:
         training: the cases whose voxels the weights see, sorted by name.
-        validation: the cases on which quality is measured, sorted by name.
+        validation: those on which quality is measured, likewise.
         held_out: no validation case is a training case.
         description: how the split was made, in a sentence.
         record: of a fold, see `medspeed.common.data.folds.deal_folds`.
@@ -82,8 +82,6 @@ class Split:
 
 
 class _Entry(TypedDict):
-    """A labelled scan as `dataset.json` lists it."""
-
     image: str
     label: str
 
@@ -100,8 +98,6 @@ class _Listed(TypedDict):
 
 
 class _Names(TypedDict):
-    """What is read of a file that splits the cases."""
-
     training: list[str]
     validation: list[str]
     held_out: NotRequired[bool]
@@ -120,10 +116,8 @@ def read_dataset(folder: Path) -> Dataset:
     """
     path = folder / "dataset.json"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: not found; a dataset folder contains dataset.json, imagesTr and labelsTr (the layout of the "
-            "Medical Segmentation Decathlon)"
-        )
+        due = "dataset.json, imagesTr and labelsTr (the layout of the Medical Segmentation Decathlon)"
+        raise FileNotFoundError(f"{path}: not found; a dataset folder contains {due}")
     content = read_typed(path, _Listed)
     modality, labels = (_by_number(content[key], key, path) for key in ("modality", "labels"))
     if "" in modality or len(labels) < 2:
@@ -147,10 +141,7 @@ def read_dataset(folder: Path) -> Dataset:
 def make_synthetic(folder: Path, script: str, *flags: str) -> Path:
     """Return the folder of a synthetic set; it is made where it is not whole yet.
 
-    Args:
-        folder: where the set goes. A whole one is left as it is, an unfinished one is finished.
-        script: module of `data_scripts`, such as "make_phantoms".
-        flags: of that program, but for `--to`.
+    It is drawn by the program of `data_scripts` that `script` names ("make_phantoms"), with these flags and `--to`.
 
     Raises:
         OSError: the program failed; it has said why on stderr.
@@ -159,8 +150,7 @@ def make_synthetic(folder: Path, script: str, *flags: str) -> Path:
         return folder
     command = [sys.executable, "-P", "-m", f"medspeed.data_scripts.{script}", *flags, "--to", str(folder)]
     command += ["--quiet"] if hides_bar() else []
-    status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
-    if status:
+    if status := subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
         raise OSError(f"{folder}: {' '.join(command[3:])} failed with status {status}; see its message above")
     return folder
 
@@ -168,10 +158,8 @@ def make_synthetic(folder: Path, script: str, *flags: str) -> Path:
 def split_cases(dataset: Dataset, split: str) -> Split:
     """Divide the labelled cases into those that train and those that validate.
 
-    Args:
-        dataset: what `read_dataset` returned.
-        split: a fraction for validation ("0.2", or "0.2:7" with the seed 7 in place of 0), "all" (every case trains and
-            validates), or the path of a JSON file {"training": [names], "validation": [names]}.
+    The split is a fraction for validation ("0.2", or "0.2:7" with the seed 7 in place of 0), "all" (every case trains
+    and validates), or the path of a JSON file {"training": [names], "validation": [names]}.
 
     Raises:
         FileNotFoundError: `split` is neither a fraction nor "all", and no such file exists.
@@ -188,10 +176,10 @@ def split_cases(dataset: Dataset, split: str) -> Split:
     if not 0 < fraction < 1:
         raise ValueError(f"split {fraction:g}: the fraction of validation cases must be above 0 and below 1")
     if total < 2:
-        raise ValueError(
-            f"split {fraction:g}: expected at least 2 labelled cases, one to train and one to validate, found {total} "
-            f"in {dataset.folder}; use the split 'all' to validate on the training case"
+        said = (
+            f"split {fraction:g}: expected at least 2 labelled cases, one to train and one to validate, found {total}"
         )
+        raise ValueError(f"{said} in {dataset.folder}; use the split 'all' to validate on the training case")
     count = min(max(round(fraction * total), 1), total - 1)
     # Ordered by a digest of seed and name: the same on every platform and version, whatever random generators do.
     shuffled = sorted(dataset.cases, key=lambda case: hashlib.sha256(f"{seed}:{case.name}".encode()).digest())
@@ -207,10 +195,8 @@ def read_split(dataset: Dataset, path: Path) -> Split:
         ValueError: a case is named wrongly, twice, or on both sides.
     """
     if not path.is_file():
-        raise FileNotFoundError(
-            f"split {str(path)!r}: no such file; expected a fraction such as 0.2, a fraction and a seed such as 0.2:7, "
-            "'all', or a JSON file with the lists training and validation"
-        )
+        due = "a fraction such as 0.2, a fraction and a seed such as 0.2:7, 'all', or a JSON file with the lists"
+        raise FileNotFoundError(f"split {str(path)!r}: no such file; expected {due} training and validation")
     content = read_typed(path, _Names)
     by_name = {case.name: case for case in dataset.cases}
     sides = content["training"], content["validation"]
@@ -221,10 +207,8 @@ def read_split(dataset: Dataset, path: Path) -> Split:
             raise ValueError(f"{path}: expected at least one training and one validation case, none listed twice")
     both = sorted(set(sides[0]) & set(sides[1]))
     if both and content.get("held_out", True):
-        raise ValueError(
-            f"{path}: {_listed(both)} used for both training and validation; to evaluate on training cases, set "
-            "\"held_out\": false in the file or use the split 'all'"
-        )
+        remedy = "to evaluate on training cases, set \"held_out\": false in the file or use the split 'all'"
+        raise ValueError(f"{path}: {_listed(both)} used for both training and validation; {remedy}")
     training, validation = (tuple(by_name[name] for name in sorted(names)) for names in sides)
     unused = len(by_name) - len(training) - len(validation) + len(both)
     description = f"{len(training)} training and {len(validation)} validation cases ({unused} unused) named in {path}"
@@ -263,7 +247,7 @@ def read_typed(path: Path, kind: type[T]) -> T:
 
 
 def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case, ...]:
-    """Return the cases of image and label files, as relative to the folder of `path`."""
+    """Return the cases of image and label files, relative to the folder of `path`."""
     cases = []
     for entry in entries:
         for file in map(PurePosixPath, filter(None, entry)):
