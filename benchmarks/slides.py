@@ -8,7 +8,6 @@ import shutil
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -71,9 +70,9 @@ def open_task(options: Options, data: Path, most: int) -> Task:
     """
     slides, own = read_slide_set(data), options.own
     slides = replace(slides, training=some(slides.training, most), testing=some(slides.testing, max(2, most // 2)))
-    with open_slide(slides.training[0].path) as slide:
-        config = choose(PathologyConfig(), own.PATCH, slide.mpp, own.LOADED[0], None, options.device)
-        return Task(**vars(options), slides=slides, model=model_of(config, options.device), reader=slide.reader)
+    slide = open_slide(slides.training[0].path)
+    config = choose(PathologyConfig(), own.PATCH, slide.mpp, own.LOADED[0], None, options.device)
+    return Task(**vars(options), slides=slides, model=model_of(config, options.device), reader=slide.reader)
 
 
 def some(entries: Sequence[SlideEntry], most: int) -> tuple[SlideEntry, ...]:
@@ -89,8 +88,7 @@ def draw_patches(entries: Sequence[SlideEntry], wanted: int, size: int) -> Patch
     Raises:
         ValueError: there is no room for so many.
     """
-    with closing(SlidePool()) as pool:
-        table = sample_patches(entries, -(-2 * wanted // len(entries)), size, 0, pool)
+    table = sample_patches(entries, -(-2 * wanted // len(entries)), size, 0, SlidePool())
     if len(table) < wanted:
         raise ValueError(f"{len(entries)} slides have room for {len(table)} patches of {size} pixels, not for {wanted}")
     return table.take(np.linspace(0, len(table) - 1, wanted).astype(np.int64))
@@ -131,12 +129,11 @@ def fast_preparation(task: Task, table: PatchTable, batch: int) -> Sides:
 
 def held(task: Task, table: PatchTable, batch: int) -> Batches:
     """Return batches of decoded patches, from where a run on this device holds them."""
-    device = task.device
-    with closing(SlidePool()) as pool:
-        patches = stored_patches(table, task.folder / "patches", pool, None, progress=False)
-    near = patches.near(np.arange(len(table)), "gpu" if device.type == "cuda" else "ram", device)
+    patches = stored_patches(table, task.folder / "patches", SlidePool(), None, progress=False)
+    if task.device.type == "cuda":
+        patches = patches.on_device(np.arange(len(table)), task.device)
     config = replaced(_FAST, {"batch_size": batch, "parallel.partitions": 1})
-    return patch_batches(near, range(1), config, device)
+    return patch_batches(patches, range(1), config, task.device)
 
 
 def step(task: Task) -> list[Row]:
@@ -211,10 +208,10 @@ def fast_inference(task: Task) -> Sides:
 
         def scan_all() -> None:
             for entry in task.slides.testing:
-                with open_slide(entry.path) as slide:
-                    view = choose_view(slide, task.model.mpp)
-                    tissue = tissue_mask(slide, assumed_mpp=view.base_mpp)
-                    found = scan_slide(slide, task.model, predictor, task.device, tissue, view)
+                slide = open_slide(entry.path)
+                view = choose_view(slide, task.model.mpp)
+                tissue = tissue_mask(slide, assumed_mpp=view.base_mpp)
+                found = scan_slide(slide, task.model, predictor, task.device, tissue, view)
                 save_map(task.map_path(precision, entry), found.values)
 
         return scan_all
@@ -233,8 +230,8 @@ def score(task: Task, side: str, stride: int) -> dict[str, Any]:
     for entry in task.slides.testing:
         path = task.map_path(side, entry)
         values = np.load(path).astype(np.float32)
-        with open_slide(entry.path) as slide:
-            base_mpp, mpp, level = choose_view(slide, task.model.mpp).base_mpp, slide.mpp, slide.levels[0]
+        slide = open_slide(entry.path)
+        base_mpp, mpp, level = choose_view(slide, task.model.mpp).base_mpp, slide.mpp, slide.levels[0]
         found = find_detections(ProbabilityMap(values, stride, values > 0, 0), base_mpp)
         write_detections_csv(path.with_name("detections.csv"), found)
         about = {"name": entry.name, "probability": float(values.max(initial=0)), "mpp": mpp}

@@ -47,11 +47,11 @@ def test_a_region_gives_nine_patches_in_row_order(folder):
     item = {"image": str(slide), "location": [512, 500], "label": [float(n) for n in range(9)]}
     patches = pathology_guide.region_dataset([item], [], patch=224)[0]
     assert [float(each["label"]) for each in patches] == list(range(9))
-    with open_slide(slide) as opened:
-        for number, each in enumerate(patches):
-            row, column = divmod(number, 3)
-            x, y = 500 - 384 + 272 * column, 512 - 384 + 272 * row
-            assert np.array_equal(np.asarray(each["image"]).transpose(1, 2, 0), opened.read(x, y, 224, 224))
+    opened = open_slide(slide)
+    for number, each in enumerate(patches):
+        row, column = divmod(number, 3)
+        x, y = 500 - 384 + 272 * column, 512 - 384 + 272 * row
+        assert np.array_equal(np.asarray(each["image"]).transpose(1, 2, 0), opened.read(x, y, 224, 224))
 
 
 def test_the_scan_is_the_apps_patch_mode_where_both_look(folder):
@@ -63,10 +63,10 @@ def test_the_scan_is_the_apps_patch_mode_where_both_look(folder):
 
     found = pathology_guide.scan_slide(slide, Redness().eval(), CPU, 64, 0, patch=64, mask_level=4, reader="openslide")
     model = PathologyModel(64, None, 512, 1, "fp32")
-    with open_slide(slide, "openslide") as opened:
-        everywhere = SlideMask(np.ones((64, 64), bool), 16.0)
-        view = choose_view(opened, None)
-        ours = scan_slide(opened, model, Redness(), CPU, everywhere, view, stride=32, batch=64).values
+    opened = open_slide(slide, "openslide")
+    everywhere = SlideMask(np.ones((64, 64), bool), 16.0)
+    view = choose_view(opened, None)
+    ours = scan_slide(opened, model, Redness(), CPU, everywhere, view, stride=32, batch=64).values
     assert found.shape == (64, 64)
     assert (found > 0).sum() > 500
     # Centres at 16 n + 8 there and at 32 n + 16 here: none is shared, but a mean over 64 pixels hardly moves in 8.

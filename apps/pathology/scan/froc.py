@@ -23,12 +23,8 @@ _CURVE, _SCORE = "#0072B2", "#D55E00"
 class FrocResult:
     """The free-response curve: one point for each score at which something is gained or lost, then (0, 0).
 
-    Args:
-        false_positives: [K] float64 per slide, falling.
-        sensitivities: [K] float64, the share of lesions found.
-        at_rates: sensitivity at each of FALSE_POSITIVE_RATES.
-        slides: slides scored.
-        lesions: lesions to be found in them.
+    They are false positives per slide, falling, and the share of lesions found, both [K] float64; `at_rates` is the
+    latter at each of FALSE_POSITIVE_RATES.
     """
 
     false_positives: NDArray[np.float64]
@@ -39,7 +35,7 @@ class FrocResult:
 
     @property
     def score(self) -> float:
-        """Return Camelyon16's score, the mean sensitivity at its rates."""
+        """Camelyon16's score, the mean sensitivity at its rates."""
         return float(np.mean(self.at_rates))
 
 
@@ -48,7 +44,7 @@ def find_lesions(mask: np.ndarray, mpp: float) -> NDArray[np.int32]:
 
     Lesions are numbered from 1; isolated tumour cells, neither to be found nor wrong to find, have negative numbers.
     The tumour grows by half of GROWTH_UM, its holes are filled, and what touches, also corner to corner, is one
-    lesion. A mask without tumour has no lesions (MONAI's function does not allow for it).
+    lesion.
     """
     from scipy.ndimage import binary_fill_holes, distance_transform_edt, label  # here: training has no need of them
     from skimage.measure import regionprops
@@ -66,8 +62,7 @@ def detect(probability: np.ndarray, box: int = DETECTION_BOX) -> np.ndarray:
     """Return the peaks of a probability map [H, W]: the highest, then the highest outside the box around it, and so on.
 
     A peak is a row (probability, column, row) of [D, 3] float64. Equal to MONAI's PathologyProbNMS, also where
-    probabilities are equal (the first, row by row, wins), in one sort instead of a search of the whole map for each
-    peak. The map is not smoothed: MONAI's sigma is 0 by default, and its filter leaves a map of two axes as it is.
+    probabilities are equal, in one sort instead of a search of the whole map for each peak.
 
     Raises:
         ValueError: the map is not finite.
@@ -92,11 +87,9 @@ def detect(probability: np.ndarray, box: int = DETECTION_BOX) -> np.ndarray:
 def froc(slides: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> FrocResult | None:
     """Return the free-response curve over slides; None where they hold no lesion larger than isolated tumour cells.
 
-    A lesion is found with the score of its surest detection; a detection outside all lesions is a false positive.
-    As in the challenge's code, the lowest of all scores (0 where a lesion was missed) is no point of the curve.
-
-    Args:
-        slides: of each `find_lesions` (None without tumour), and detections on its grid, [D, 3] rows (score, x, y).
+    Of each come `find_lesions` (None without tumour), and detections on its grid, [D, 3] rows (score, x, y). A lesion
+    is found with the score of its surest detection; a detection outside all lesions is a false positive. As in the
+    challenge's code, the lowest of all scores (0 where a lesion was missed) is no point of the curve.
     """
     false, found, lesions = [], [np.empty(0)], 0
     for labels, detections in slides:
@@ -125,10 +118,7 @@ def froc(slides: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> FrocResult |
 def auc(labels: np.ndarray, scores: np.ndarray) -> float:
     """Return the share of (positive, negative) pairs that the scores [N] put in order, ties counting half.
 
-    Of slides (score: the greatest probability of the map) this is Camelyon16's first task; of patches it is patch AUC.
-
-    Raises:
-        ValueError: there is no positive or no negative label [N].
+    A ValueError says that there is no positive or no negative label [N].
     """
     positive, scores = np.asarray(labels, bool), np.asarray(scores, np.float64)
     count, others = int(positive.sum()), int((~positive).sum())

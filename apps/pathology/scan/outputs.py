@@ -32,9 +32,8 @@ _LEAST, _MOST = 0.1, 0.85  # opacity at probability 0 and 1: tissue shows throug
 def write_probability_tif(path: Path, found: ProbabilityMap, mpp: float | None, slide: str) -> None:
     """Write the map as a tiled TIFF of uint8 (255: probability 1), one pixel a cell.
 
-    Its upper left corner is the slide's, and its resolution tags say the size of a cell, so that QuPath and OpenSlide
-    lay it over the slide; where `mpp`, um per pixel of level 0, is unknown they are left open. Stride, offset and scale
-    stand as JSON in its description.
+    Its resolution tags say the size of a cell, so that QuPath and OpenSlide lay it over the slide; where `mpp`, um per
+    pixel of level 0, is unknown they are left open. Stride, offset and scale stand as JSON in its description.
     """
     place = {"slide": slide, "stride_px": found.stride, "offset_px": found.stride / 2, "mpp": mpp}
     density = None if mpp is None else 1e4 / (mpp * found.stride)
@@ -57,7 +56,7 @@ def find_detections(found: ProbabilityMap, base_mpp: float) -> np.ndarray:
     """Return the peaks of a map, the surest first: [D, 3] float64 rows (score, x, y) in pixels of level 0.
 
     A peak suppresses others in a box of 746 um around it (`base_mpp`: um per pixel of level 0), which on Camelyon16's
-    slides scanned every 64 pixels is MONAI's box of 48 cells; of a finer map the box takes more cells.
+    slides scanned every 64 pixels is MONAI's box of 48 cells.
     """
     peaks = detect(found.values, max(1, round(BOX_UM / (found.stride * base_mpp))))
     peaks[:, 1:] = np.floor((peaks[:, 1:] + 0.5) * found.stride)
@@ -70,12 +69,7 @@ def write_detections_csv(path: Path, detections: np.ndarray) -> None:
 
 
 def read_detections_csv(path: Path) -> np.ndarray:
-    """Read what `write_detections_csv` wrote.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a row is not `score,x,y`.
-    """
+    """Read what `write_detections_csv` wrote; a ValueError says that a row is not `score,x,y`."""
     try:
         rows = [line.split(",") for line in path.read_text(encoding="utf-8").splitlines()]
         found = np.array([(float(score), int(x), int(y)) for score, x, y in rows], np.float64).reshape(-1, 3)
@@ -89,8 +83,7 @@ def read_detections_csv(path: Path) -> np.ndarray:
 def write_geojson(path: Path, found: ProbabilityMap, size: tuple[int, int]) -> None:
     """Write the regions of probability 0.5 and more as QuPath's GeoJSON.
 
-    Polygons run along the borders of cells, in pixels of level 0, and end at its `size` (width, height). Cells that
-    touch only at a corner are apart.
+    Polygons run along the borders of cells, in pixels of level 0, and end at its `size` (width, height).
     """
     features = []
     for region in regionprops(label(found.values >= REGION_THRESHOLD)[0], found.values):
@@ -101,8 +94,8 @@ def write_geojson(path: Path, found: ProbabilityMap, size: tuple[int, int]) -> N
         values = {"max probability": region.intensity_max, "mean probability": region.intensity_mean}
         measured = {name: round(float(value), 6) for name, value in values.items()}
         properties = {"objectType": "annotation", "classification": _TUMOUR, "measurements": measured}
-        geometry = {"type": "Polygon", "coordinates": rings}
-        features.append({"type": "Feature", "geometry": geometry, "properties": properties})
+        polygon = {"type": "Polygon", "coordinates": rings}
+        features.append({"type": "Feature", "geometry": polygon, "properties": properties})
     write_text(path, json.dumps({"type": "FeatureCollection", "features": features}, allow_nan=False) + "\n")
 
 

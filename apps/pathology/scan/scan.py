@@ -1,10 +1,8 @@
 """Slides through the network: a map of tumour probabilities, from overlapping tiles or patch by patch."""
 
 import math
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
@@ -26,9 +24,7 @@ ASSUMED_MPP = 0.25  # um, where neither slide nor network knows: an objective of
 
 @dataclass(frozen=True)
 class View:
-    """How a network sees a slide, and how the square cells of its answer lie on it.
-
-    Cells begin at the slide's upper left corner; each gets the probability of the patch around it.
+    """How a network sees a slide, and how the square cells of its answer lie on it, from the upper left corner on.
 
     Attributes:
         level: what is read, an index into `Slide.levels`.
@@ -48,31 +44,26 @@ class View:
 
     @property
     def seen_mpp(self) -> float:
-        """Return um per pixel as the network sees them."""
+        """Um per pixel as the network sees them."""
         return self.base_mpp * self.downsample * self.pitch / STRIDE
 
     def span(self, pixels: int) -> int:
         """Return how many pixels of the level become so many of the network's, a multiple of 32."""
-        assert pixels % STRIDE == 0, pixels
         return pixels // STRIDE * self.pitch
 
     def on_tissue(self, tissue: SlideMask, stride: int) -> np.ndarray:
         """Return the cells, `stride` pixels of the network wide, whose centre lies on tissue, [rows, columns] bool."""
         cell = self.span(stride)
-        counts = [math.ceil(side / cell) for side in self.size[::-1]]
         row, column = (
-            np.floor((np.arange(count) + 0.5) * (cell * self.downsample) / tissue.downsample).astype(np.int64)
-            for count in counts
+            ((np.arange(math.ceil(side / cell)) + 0.5) * (cell * self.downsample) / tissue.downsample).astype(np.int64)
+            for side in self.size[::-1]
         )
         height, width = tissue.mask.shape
         beyond = np.pad(tissue.mask, ((0, 1), (0, 1)))
         return np.asarray(beyond[np.minimum(row, height)[:, None], np.minimum(column, width)])
 
     def corners(self, cells: np.ndarray, patch_size: int, stride: int) -> np.ndarray:
-        """Return the upper left corners, [N, 2] int64 (x, y) in the level, of the patches of cells (row, column).
-
-        A patch is centred on its cell; where their sides differ by an odd number, half a pixel up and left of it.
-        """
+        """Return the upper left corners, [N, 2] (x, y) in the level, of patches centred on cells (row, column)."""
         patch, cell = self.span(patch_size), self.span(stride)
         return np.asarray(cells[:, ::-1] * cell - -(-(patch - cell) // 2))
 
@@ -82,9 +73,8 @@ class ProbabilityMap:
     """Probabilities of tumour over a whole slide, cell by cell from its upper left corner on.
 
     Attributes:
-        values: [H, W] float32 in [0, 1], of the patch around each cell's centre; 0 where not scanned.
+        values: [H, W] float32 in [0, 1], of the patch around each cell's centre; 0 where not scanned ([H, W] bool).
         stride: side of a cell in pixels of level 0, need not be whole.
-        scanned: [H, W] bool.
         tiles: regions of the slide that the network was given.
     """
 
@@ -95,10 +85,10 @@ class ProbabilityMap:
 
 
 def choose_view(slide: Slide, mpp: float | None) -> View:
-    """Return the level whose pixel is nearest to the network's, resized where it is more than 20 percent off.
+    """Return the level whose pixel is nearest to the network's of `mpp` um, resized where it is over 20 percent off.
 
-    The network's is `mpp` um, None where its data did not say. The resized side of 32 pixels is a whole number of the
-    level's pixels, so that tiles fit together exactly; the network's own pixel size is met to half a pixel in 32.
+    The resized side of 32 pixels is a whole number of the level's pixels, so that tiles fit together exactly; the
+    network's own pixel size is met to half a pixel in 32.
 
     Raises:
         ValueError: the slide's finest pixels are more than 4 times as large as the network's.
@@ -136,18 +126,9 @@ def scan_slide(
 
     A dense scan takes one patch every 32 pixels, many at a time, whose shared features are made once: a tile gives the
     logits that the whole slide in white surroundings would give, those that its own border changes are thrown away.
-    With a stride the network is called for each patch by itself, as MONAI's bundle does (MONAI model zoo,
-    pathology_tumor_detection, configs/inference.json).
-
-    Args:
-        slide: to be scanned.
-        model: sizes of patch and tile.
-        predictor: of the network.
-        device: where it computes.
-        tissue: where to look.
-        view: how the slide is seen.
-        stride: pixels of the network between two patches, a multiple of 32; None: a dense scan.
-        batch: tiles or patches in one call, by default the model's tiles; twice as many are in memory.
+    With a stride (pixels of the network, a multiple of 32) the network is called for each patch by itself, as MONAI's
+    bundle does (MONAI model zoo, pathology_tumor_detection, configs/inference.json). `batch` tiles or patches are in
+    one call, by default the model's tiles; twice as many are in memory.
     """
     # Cells of a tile along its side, cells around them, and the tile's side in pixels of the network.
     side, halo, pixels = model.core // STRIDE, HALO // STRIDE, model.tile_size
@@ -174,11 +155,8 @@ def _probabilities(
     size = (view.span(side), view.span(side))
     starts = range(0, len(base), batch)
     batches = (slide.read_many(base[start : start + batch], size, view.level) for start in starts)
-    # Closed on the way out: no thread may read from the slide when its caller closes it after an error.
-    ahead = cast(Generator[np.ndarray, None, None], prefetch(batches, device))
-    bar = tqdm(total=len(corners), desc=repr(slide.name), unit="tile", leave=False, disable=hides_bar())
-    with bar, closing(ahead) as regions:
-        for pixels in regions:
+    with tqdm(total=len(corners), desc=repr(slide.name), unit="tile", leave=False, disable=hides_bar()) as bar:
+        for pixels in prefetch(batches, device):
             images = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2)
             if size[0] != side:  # averaged where they become fewer
                 images = F.interpolate(images.float(), (side, side), mode="bilinear", antialias=True)

@@ -24,7 +24,7 @@ _PLACES = {"training": ("training/images", "training/normal", "training/tumor"),
 
 @dataclass(frozen=True)
 class SlideEntry:
-    """One slide: its name (the file name without suffix), its file, whether it has tumour, and where that is marked."""
+    """One slide: its name, its file, whether it has tumour, and where that is marked."""
 
     name: str
     path: Path
@@ -41,14 +41,10 @@ class SlideEntry:
 
 @dataclass(frozen=True)
 class SlideSet:
-    """The slides of a folder.
+    """The slides of a folder, and its name, from slides.json where there is one; `synthetic` ones are drawn.
 
-    Attributes:
-        folder: where they lie.
-        name: of the set, from slides.json where there is one, else the folder's.
-        synthetic: the slides are drawn.
-        training: slides to train and validate on, sorted by name.
-        testing: slides that judge, sorted by name; one with tumour may come without annotation and mask.
+    Training slides, which validate too, and testing ones are sorted by name; a testing slide with tumour may come
+    without annotation and mask.
     """
 
     folder: Path
@@ -64,6 +60,33 @@ def is_slide(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not name.startswith(".") and not name.endswith(MASK_ENDING)
 
 
+def find_slides(path: Path) -> list[Path]:
+    """Return the slides of a folder in order, or the one file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: two slides have one name, so that their outputs would have one folder; a name is none of a folder;
+            or the folder holds patches.
+    """
+    if path.is_file():
+        if not path.stem.strip("."):
+            raise ValueError(f"{path}: without its suffix the name is {path.stem!r}, no valid folder name: rename it")
+        return [path]
+    labels = (path.parent if path.name == "images" else path) / "labels.csv"
+    if labels.is_file():
+        raise ValueError(
+            f"{path}: contains patches ({labels}), not slides: pass the slides they were cut from, or save the patches "
+            "as PNG to score them"
+        )
+    files = sorted(file for file in path.glob("*") if is_slide(file))
+    if not files:
+        raise FileNotFoundError(f"{path}: no such file, or a folder without slides ({', '.join(SUFFIXES)})")
+    names = [file.stem for file in files]
+    if twice := sorted(file.name for file in files if names.count(file.stem) > 1):
+        raise ValueError(f"{path}: {' and '.join(twice)} would share an output folder: rename one")
+    return files
+
+
 def slide_name(text: str) -> str:
     """Return a slide's name in lower case, without folder and suffix."""
     path = PurePosixPath(text.strip())
@@ -77,9 +100,8 @@ def read_slide_set(folder: Path) -> SlideSet:
     says it; without one, those with an annotation have it, and there are none at all where none has one.
 
     Raises:
-        FileNotFoundError: there is no such folder, or it holds no training slides.
-        ValueError: two slides share a name, a training slide is named otherwise, one with tumour has neither
-            annotation nor mask, or reference.csv lacks a slide or is damaged.
+        FileNotFoundError: there are no training slides.
+        ValueError: two slides share a name, one is named otherwise or not marked, or reference.csv is at fault.
     """
     training, testing = _slides(folder, "training"), _slides(folder, "testing")
     by_name: dict[str, Path] = {}
@@ -135,8 +157,8 @@ def _entry(path: Path, folder: Path, half: str, synthetic: bool, reference: dict
 
 def _reference(folder: Path) -> dict[str, bool] | None:
     """Return whether each slide that reference.csv names, in lower case, has tumour; None without such a file."""
-    paths = [folder / place / "reference.csv" for place in ("testing", "evaluation", ".")]
-    path = next(filter(Path.is_file, paths), None)
+    places = (folder / place / "reference.csv" for place in ("testing", "evaluation", "."))
+    path = next(filter(Path.is_file, places), None)
     if path is None:
         return None
     found: dict[str, bool] = {}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,12 +33,8 @@ _UM_PER_UNIT = {2: 25400.0, 3: 10000.0}  # TIFF's ResolutionUnit: inch, centimet
 DAMAGE = (LookupError, ArithmeticError, TypeError, ValueError, RuntimeError, MemoryError, struct.error)
 
 
-class Tile(NamedTuple):
-    """Where a tile lies: level, and column and row in that level's grid of tiles."""
-
-    level: int
-    column: int
-    row: int
+Tile: TypeAlias = tuple[int, int, int]
+"""Level, and column and row in that level's grid of tiles."""
 
 
 class Box(NamedTuple):
@@ -51,7 +47,7 @@ class Box(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return width and height."""
+        """Width and height."""
         return self.right - self.left, self.bottom - self.top
 
     def clip(self, other: "Box") -> "Box":
@@ -65,18 +61,16 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """One level of the pyramid.
+    """One level of the pyramid, all in its own pixels.
 
     Attributes:
-        width, height: pixels of this level.
         downsample: level-0 pixels that one of them spans.
-        tile_width, tile_height: pixels; a strip counts as a tile of the level's width. Ours where the file tells none.
+        tile_width, tile_height: a strip counts as a tile of the level's width. Ours where the file tells none.
         offsets, counts: [rows * columns] int64, where each tile's bytes begin and how many they are, row-major; empty
             where the file is no TIFF. A tile of 0 bytes was never scanned.
         compression: TIFF's Compression tag; 0 where there is none.
         tiled: False where the file has strips.
-        decode: tifffile's decoder for this level: (bytes, tile number) -> (pixels or None, place, shape [1, height,
-            width, 3]); None where the file is no TIFF.
+        decode: tifffile's decoder: (bytes, tile number) -> (pixels or None, place, shape [1, height, width, 3]).
     """
 
     width: int
@@ -96,11 +90,11 @@ class Level:
         return -(-self.height // self.tile_height), -(-self.width // self.tile_width)
 
     def parts(self, box: Box) -> Iterator[tuple[int, int, Box]]:
-        """Yield row and column of each tile that a box touches, row-major, and the part of the box in it."""
+        """Yield column and row of each tile that a box touches, row-major, and the part of the box in it."""
         wide, high = self.tile_width, self.tile_height
         for row in range(box.top // high, (box.bottom - 1) // high + 1):
             for column in range(box.left // wide, (box.right - 1) // wide + 1):
-                yield row, column, box.clip(Box(column * wide, row * high, (column + 1) * wide, (row + 1) * high))
+                yield column, row, box.clip(Box(column * wide, row * high, (column + 1) * wide, (row + 1) * high))
 
 
 @dataclass(frozen=True)
@@ -116,8 +110,7 @@ class Layout:
 def read_layout(path: Path) -> Layout:
     """Read and check the directories of a TIFF file; a file that is no TIFF has no levels here.
 
-    Level 0 is the largest 8-bit RGB page. Its other levels are smaller pages (or SubIFDs) of the same shape, tiled as
-    it is; labels, macro images and thumbnails are left out.
+    Labels, macro images and thumbnails are left out.
 
     Raises:
         OSError: there is no such file.
@@ -156,15 +149,15 @@ def read_layout(path: Path) -> Layout:
 def _require_sound(path: Path, size: int, levels: tuple[Level, ...]) -> None:
     """Raise a ValueError where the levels cannot be those of a file of `size` bytes, or ask for too much memory."""
     for level in levels:
-        tile = level.tile_width, level.tile_height
-        if min(tile) < 1 or not len(level.offsets) == len(level.counts) == math.prod(level.grid):
+        wide, high, listed = level.tile_width, level.tile_height, len(level.offsets)
+        if min(wide, high) < 1 or not listed == len(level.counts) == math.prod(level.grid):
+            found = f"{listed} tiles of {wide} x {high}"
             raise ValueError(
-                f"{path}: a level of {level.width} x {level.height} lists {len(level.offsets)} tiles of {tile[0]} x "
-                f"{tile[1]}, which do not fill it: copy it again"
+                f"{path}: a level of {level.width} x {level.height} lists {found}, which do not fill it: copy it again"
             )
-        if math.prod(tile) > _MOST_PIXELS:
+        if wide * high > _MOST_PIXELS:
             raise ValueError(
-                f"{path}: a tile or strip has {tile[0]} x {tile[1]} pixels, and at most {_MOST_PIXELS} are read: "
+                f"{path}: a tile or strip has {wide} x {high} pixels, and at most {_MOST_PIXELS} are read: "
                 "convert it to a TIFF with small tiles"
             )
     if levels[0].width * levels[0].height > _MOST_PER_BYTE * size:
@@ -178,11 +171,10 @@ def _require_sound(path: Path, size: int, levels: tuple[Level, ...]) -> None:
 
 
 def looks_whole(level: Level, tile: int, file: int) -> bool:
-    """Return False where a JPEG or JPEG 2000 tile cannot be one: no start, another size than said, no end.
+    """Return False where a JPEG or JPEG 2000 tile (numbered row by row) has no start or end, or another size than said.
 
     Native decoders give a tile without end as noise or grey without a word, and write one that is larger than the
-    directory says beyond the memory they keep for it. Damage within a tile is not seen here. Tiles are numbered row by
-    row; `file` is the descriptor of the open slide.
+    directory says beyond the memory they keep for it. Damage within a tile is not seen here.
     """
     if level.compression not in (JPEG, *_JPEG_2000):
         return True
@@ -229,7 +221,7 @@ def _jpeg_2000_frame(file: int, offset: int) -> tuple[int, ...]:
 
 
 def _pyramid(pages: list[Any]) -> list[Any]:
-    """Return the pages of the levels, largest first: the largest 8-bit RGB one, and smaller ones of its shape."""
+    """Return the largest 8-bit RGB page, and smaller ones (or SubIFDs) of its shape, tiled as it is, largest first."""
     images = [
         page
         for page in pages
@@ -282,11 +274,7 @@ def _pixel_sides(page: Any) -> tuple[float, float] | None:  # noqa: ANN401 - tif
 
 
 def checked_mpp(mpp_x: float, mpp_y: float, path: Path) -> float | None:
-    """Return the mean pixel side in um, or None where the numbers cannot be a microscope's.
-
-    Raises:
-        ValueError: the sides differ by more than 5 percent.
-    """
+    """Return the mean pixel side in um, None of no microscope's; a ValueError where they differ by over 5 percent."""
     if not (MIN_MPP <= mpp_x <= MAX_MPP and MIN_MPP <= mpp_y <= MAX_MPP):
         return None
     if max(mpp_x, mpp_y) > (1 + MAX_ANISOTROPY) * min(mpp_x, mpp_y):

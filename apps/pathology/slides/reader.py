@@ -1,31 +1,157 @@
-"""Whole-slide images: regions of any level by one call, whichever of cuCIM, OpenSlide and tifffile reads the file."""
+"""Whole-slide images: regions of any level by one call, whichever of cuCIM, OpenSlide and tifffile reads the file.
+
+Each library is imported when it is first asked for. Seen with cuCIM 26.10, OpenSlide 4.0.1, tifffile 2026.3.3:
+
+- All three give equal pixels for raw, deflate, LZW and JPEG tiles (4:4:4, 4:2:2, 4:2:0); JPEG 2000 within 1 of 255.
+- cuCIM decodes a JPEG tile with damage in its middle as far as it gets and leaves noise for the rest, without an error;
+  the others raise on most damage. None sees wrong bits that still decode, nor damage to raw tiles. Tiles that are no
+  JPEG from start to end, or of another size than said, are found before any reader: cuCIM dies of larger ones.
+- After an error OpenSlide's handle fails for good, under all threads; the others go on.
+- OpenSlide interpolates where a level's downsample is no whole number, up to half a pixel off the other two.
+
+cuCIM's decoding on the GPU (its plugin cuslide2, switched on by ENABLE_CUSLIDE2=1) is unproven: no record shows it.
+"""
 
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
-from medspeed.apps.pathology.slides.handles import HANDLES, Handle, UnreadableError, open_handle
-from medspeed.apps.pathology.slides.layout import DEFLATE, Box, Tile, looks_whole, read_layout
+from medspeed.apps.pathology.config import Reader
+from medspeed.apps.pathology.slides.layout import (
+    DEFLATE,
+    Box,
+    Layout,
+    Level,
+    Tile,
+    checked_mpp,
+    downsample_of,
+    looks_whole,
+    read_layout,
+)
 
-Reader = Literal["auto", "cucim", "openslide", "tifffile"]
 WHITE = 255  # what lies outside a slide, was never scanned or cannot be decoded
 _MOST_OPEN = 16  # slides in a pool: each holds two or three file descriptors, with OpenSlide a cache of 32 MiB too
+# TIFF's Compression tag: raw, LZW, JPEG, deflate (two numbers), Aperio's JPEG 2000 (two). cuCIM opens others too, and
+# fails at every tile.
+_CUCIM_COMPRESSIONS = {1, 5, 7, 8, 32946, 33003, 33005}
+_UNREADABLE = (RuntimeError, ValueError, MemoryError)  # what reading damage raises
+
+
+class Handle(NamedTuple):
+    """A file in one of the libraries: what it has of levels and pixel size, and what reads a box within a level.
+
+    Reading returns [height, width, 3] uint8, or raises one of _UNREADABLE.
+    """
+
+    levels: tuple[Level, ...]
+    mpp: float | None
+    read: Callable[[Box, int], np.ndarray]
+
+
+def _open_cucim(path: Path, layout: Layout) -> Handle:
+    from cucim.clara import CuImage
+
+    if not all(level.tiled for level in layout.levels):
+        raise ValueError("reads tiles, this file has strips")
+    if strange := {level.compression for level in layout.levels} - _CUCIM_COMPRESSIONS:
+        raise ValueError(f"does not decode TIFF compression {sorted(strange)}")
+    if layout.predicted:
+        raise ValueError("does not decode deflate with a predictor: it crashes")
+    try:
+        image: Any = CuImage(str(path))
+        sizes = [tuple(size) for size in image.resolutions["level_dimensions"]]
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"cuCIM: {error}") from error
+    due = [(level.width, level.height) for level in layout.levels]
+    if sizes != due:
+        raise ValueError(f"cuCIM reads levels {sizes}, the file has {due}")
+    downsamples = list(image.resolutions["level_downsamples"])
+
+    def read(box: Box, level: int) -> np.ndarray:
+        # cuCIM takes level 0's pixels and rounds x / downsample down: aim a little inside the pixel, not at its edge.
+        inside = min(0.25, (downsamples[level] - 1) / 2)
+        corner = (math.ceil(side * downsamples[level] + inside) for side in box[:2])
+        return np.asarray(image.read_region(tuple(corner), box.size, level))
+
+    return Handle(layout.levels, layout.mpp, read)
+
+
+def _open_openslide(path: Path, layout: Layout) -> Handle:
+    import openslide
+
+    try:
+        slide = openslide.OpenSlide(path)
+    except openslide.OpenSlideError as error:
+        raise ValueError(f"OpenSlide: {error}") from error
+    known = {(level.width, level.height): level for level in layout.levels}
+    sizes, downsamples = slide.level_dimensions, slide.level_downsamples
+    levels = tuple(known.get(size) or Level(*size, downsample_of(*sizes[0], *size)) for size in sizes)
+    x, y = (float(slide.properties.get(f"openslide.mpp-{axis}", 0)) for axis in "xy")
+
+    def region(slide: Any, box: Box, level: int) -> np.ndarray:  # noqa: ANN401 - OpenSlide's
+        corner = round(box.left * downsamples[level]), round(box.top * downsamples[level])
+        pixels = slide.read_region(corner, level, box.size)
+        on_white = Image.new("RGB", box.size, "white")
+        on_white.paste(pixels, mask=pixels)
+        return np.asarray(on_white)
+
+    def read(box: Box, level: int) -> np.ndarray:
+        nonlocal slide
+        try:
+            return region(slide, box, level)
+        except openslide.OpenSlideError:
+            slide = openslide.OpenSlide(path)  # the old one closes when no thread reads from it any more
+        try:
+            return region(openslide.OpenSlide(path), box, level)  # another thread's region may have been what failed
+        except openslide.OpenSlideError as error:
+            raise RuntimeError(str(error)) from error
+
+    return Handle(levels, layout.mpp or checked_mpp(x, y, path), read)
+
+
+def _open_tifffile(path: Path, layout: Layout) -> Handle:
+    import imagecodecs  # noqa: F401 - tifffile decodes with it, and asks for it only at the first tile
+
+    file = os.open(path, os.O_RDONLY)
+
+    def read(box: Box, level: int) -> np.ndarray:
+        place = layout.levels[level]
+        assert place.decode is not None, "a TIFF's level has a decoder"
+        region = np.empty((*box.size[::-1], 3), np.uint8)
+        for column, row, part in place.parts(box):
+            number = row * place.grid[1] + column
+            stored = os.pread(file, int(place.counts[number]), int(place.offsets[number]))
+            decoded, _, shape = place.decode(stored, number)
+            tile = np.asarray(decoded).reshape(shape[1:])  # the last strip is shorter
+            here = part.within(column * place.tile_width, row * place.tile_height)
+            region[part.within(box.left, box.top)] = tile[here]
+        return region
+
+    weakref.finalize(read, os.close, file)
+    return Handle(layout.levels, layout.mpp, read)
+
+
+_LIBRARIES: dict[str, tuple[Callable[[Path, Layout], Handle], str]] = {
+    "cucim": (_open_cucim, "pip install --no-deps cucim-cu13 click lazy-loader"),
+    "openslide": (_open_openslide, "pip install openslide-python openslide-bin"),
+    "tifffile": (_open_tifffile, "pip install tifffile imagecodecs"),
+}
 
 
 class Slide:
-    """An open slide, closed at the latest when it is let go; threads may read from it at the same time.
+    """An open slide, closed when it is let go; threads may read from it at the same time.
 
     Attributes:
-        path: the file.
-        name: its name without suffix.
+        path: the file; `name` is its name without suffix.
         reader: the library that reads it.
         levels: largest first.
         mpp: um per pixel at level 0; None where the file does not say.
@@ -34,20 +160,18 @@ class Slide:
 
     def __init__(self, path: Path, reader: str, handle: Handle) -> None:
         self.path, self.name, self.reader = path, path.stem, reader
-        self.levels, self.mpp = handle.levels, handle.mpp
+        self.levels, self.mpp, self._read = handle
         self.damaged: set[Tile] = set()
-        self._handle = handle
         self._sound = [np.zeros(level.grid, bool) for level in self.levels]  # tiles seen to be
         self._file = os.open(path, os.O_RDONLY)
-        self._close = weakref.finalize(self, os.close, self._file)
+        weakref.finalize(self, os.close, self._file)
 
     def read(self, x: int, y: int, width: int, height: int, level: int = 0) -> np.ndarray:
         """Return a region as [height, width, 3] uint8 RGB.
 
         White where it lies outside the slide and where a tile was never scanned or cannot be decoded; the latter
-        tiles are remembered in `damaged`. cuCIM notices less damage than the others: see `handles`. The upper left
-        corner (x, y) is in pixels of level 0, negative or beyond the slide too, the size in pixels of `level`; between
-        two pixels of that the left or upper one counts.
+        tiles are remembered in `damaged`. The upper left corner (x, y) is in pixels of level 0, negative or beyond the
+        slide too, the size in pixels of `level`; between two pixels of that the left or upper one counts.
         """
         region = np.empty((height, width, 3), np.uint8)
         self._read_into(region, x, y, level)
@@ -56,40 +180,20 @@ class Slide:
     def read_many(
         self, corners: np.ndarray, size: tuple[int, int], level: int = 0, workers: int | None = None
     ) -> np.ndarray:
-        """Return many regions as [N, height, width, 3] uint8, in the order of `corners`.
+        """Return regions of size (width, height) at many corners, [N, 2] int64 (see `read`): [N, height, width, 3].
 
-        They are read in the order in which their tiles lie in the file, by threads: decoding releases Python's lock.
-
-        Args:
-            corners: [N, 2] int64, (x, y) of each upper left corner in pixels of level 0.
-            size: (width, height) in pixels of `level`.
-            level: index into `levels`.
-            workers: threads; by default one per core that this process may use.
+        They are read in the order in which their tiles lie in the file, by threads, one per core unless told.
         """
         regions = np.empty((len(corners), size[1], size[0], 3), np.uint8)
         place = self.levels[level]
-        tile = place.downsample * np.array([place.tile_width, place.tile_height])
-        columns, rows = (corners / tile).T.astype(np.int64)
+        columns, rows = (corners // (place.downsample * np.array([place.tile_width, place.tile_height]))).T
 
         def read_one(number: int) -> None:
             self._read_into(regions[number], int(corners[number, 0]), int(corners[number, 1]), level)
 
         with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "slide") as pool:
-            for _ in pool.map(read_one, np.lexsort((columns, rows)).tolist()):
-                pass
+            list(pool.map(read_one, np.lexsort((columns, rows)).tolist()))
         return regions
-
-    def close(self) -> None:
-        """Close the file; closing twice does no harm."""
-        if self._close.alive:
-            self._handle.close()
-            self._close()
-
-    def __enter__(self) -> "Slide":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _read_into(self, region: np.ndarray, x: int, y: int, level: int) -> None:
         """Fill `region` [height, width, 3] with the slide at (x, y), pixels of level 0."""
@@ -101,43 +205,40 @@ class Slide:
             region[...] = WHITE
         if min(box.size) <= 0:
             return
-        parts = [(Tile(level, column, row), part) for row, column, part in place.parts(box)]
-        if all(self._is_readable(tile) for tile, _ in parts):
-            with suppress(UnreadableError):  # in which of the tiles, is found out below
-                region[box.within(left, top)] = self._handle.read(box, level)
+        parts = [((level, column, row), part) for column, row, part in place.parts(box)]
+        if all(self._is_readable(*tile) for tile, _ in parts):
+            with suppress(*_UNREADABLE):  # in which of the tiles, is found out below
+                region[box.within(left, top)] = self._read(box, level)
                 return
         for tile, part in parts:
             inside = region[part.within(left, top)]
             inside[...] = WHITE
-            if self._is_readable(tile):
+            if self._is_readable(*tile):
                 try:
-                    inside[...] = self._handle.read(part, level)
-                except UnreadableError:
-                    self._sound[level][tile.row, tile.column] = False
+                    inside[...] = self._read(part, level)
+                except _UNREADABLE:
+                    self._sound[level][tile[2], tile[1]] = False
                     self.damaged.add(tile)
 
-    def _is_readable(self, tile: Tile) -> bool:
+    def _is_readable(self, number: int, column: int, row: int) -> bool:
         """Return whether a tile was scanned and no damage is known, having looked at its bytes once."""
-        sound, level = self._sound[tile.level], self.levels[tile.level]
-        if not sound[tile.row, tile.column] and tile not in self.damaged:
-            number = tile.row * level.grid[1] + tile.column
-            if len(level.counts) and not level.counts[number]:
+        sound, level, tile = self._sound[number], self.levels[number], (number, column, row)
+        if not sound[row, column] and tile not in self.damaged:
+            place = row * level.grid[1] + column
+            if len(level.counts) and not level.counts[place]:
                 return False
-            if looks_whole(level, number, self._file):
-                sound[tile.row, tile.column] = True
+            if looks_whole(level, place, self._file):
+                sound[row, column] = True
             else:
                 self.damaged.add(tile)
-        return bool(sound[tile.row, tile.column])
+        return bool(sound[row, column])
 
 
 def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
-    """Open a whole-slide image.
+    """Open a tiled or stripped TIFF (.tif, .svs, ...) of 8-bit RGB, or, with OpenSlide, what else this knows.
 
-    Args:
-        path: a tiled or stripped TIFF (.tif, .svs, ...) of 8-bit RGB; what else OpenSlide knows, with OpenSlide only.
-        reader: the library, or "auto": cuCIM where it is installed and sees all levels of the file, and this has no
-            deflate; else OpenSlide if it sees all levels, else tifffile. `Slide.reader` says which it came to be:
-            print and record it.
+    The reader "auto" is cuCIM where it is installed and sees all levels of the file, and this has no deflate; else
+    OpenSlide if it sees all levels, else tifffile. `Slide.reader` says which it came to be: print and record it.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -148,52 +249,44 @@ def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
     path = Path(path)
     layout = read_layout(path)
     refused = []
-    for name in HANDLES if reader == "auto" else (reader,):
+    for name in _LIBRARIES if reader == "auto" else (reader,):
         # cuCIM reads deflate right, but its libtiff prints an error for each level of each slide.
         if reader == "auto" and name == "cucim" and any(each.compression in DEFLATE for each in layout.levels):
             continue
+        open_it, remedy = _LIBRARIES[name]
         try:
-            handle = open_handle(path, layout, name)
-        except (ModuleNotFoundError, ValueError) as error:
-            if isinstance(error, ModuleNotFoundError) and reader != "auto":
-                raise
-            refused.append(f"{name}: {error}")
-            continue
-        if reader != "auto" or len(handle.levels) >= len(layout.levels):
+            if name != "openslide" and (not layout.levels or layout.padded):
+                padded = "Philips pads levels to whole tiles by an amount it does not read"
+                raise ValueError(padded if layout.padded else "reads TIFF files only")
+            handle = open_it(path, layout)
+            if reader == "auto" and len(handle.levels) < len(layout.levels):
+                raise ValueError(f"reads {len(handle.levels)} of {len(layout.levels)} levels")
             return Slide(path, name, handle)
-        handle.close()
-        refused.append(f"{name}: reads {len(handle.levels)} of {len(layout.levels)} levels")
+        except ModuleNotFoundError as error:
+            refused.append(f"the slide reader {name!r} is not installed ({error}): {remedy}")
+            if reader != "auto":
+                raise ModuleNotFoundError(refused[0]) from error
+        except ValueError as error:
+            refused.append(f"{name}: {error}")
     with path.open("rb") as file:
         start = "" if layout.levels else f" is not a TIFF (it begins with {file.read(4)!r}) and"
     raise ValueError(f"{path}{start} cannot be read ({'; '.join(refused)}): copy it again, or convert it to tiled TIFF")
 
 
 class SlidePool:
-    """Slides that stay open between reads; of more than 16, the ones not used for longest are let go.
-
-    Threads may share a pool. A slide that is let go closes when nobody uses it any more: there may be more than 16.
-    """
+    """Slides that stay open between reads, also of several threads; of more than 16, the last used are kept open."""
 
     def __init__(self, reader: Reader = "auto") -> None:
-        self._opened = lru_cache(_MOST_OPEN)(partial(open_slide, reader=reader))
+        self._open = lru_cache(_MOST_OPEN)(partial(open_slide, reader=reader))
         self._damaged: dict[Path, set[Tile]] = {}  # of slides closed since, too
 
-    @contextmanager
-    def use(self, path: Path) -> Iterator[Slide]:
-        """Yield the slide, opened where it is not yet; it stays open within the block.
-
-        Raises:
-            FileNotFoundError, ModuleNotFoundError, ValueError: as `open_slide`.
-        """
-        slide = self._opened(path)
+    def open(self, path: Path) -> Slide:
+        """Return the slide, opened where it is not yet; raises what `open_slide` does."""
+        slide = self._open(path)
         slide.damaged = self._damaged.setdefault(path, slide.damaged)
-        yield slide
+        return slide
 
     @property
     def damaged(self) -> dict[Path, tuple[Tile, ...]]:
         """Return the tiles that could not be decoded so far, by slide; slides without any are left out."""
         return {path: tuple(sorted(tiles)) for path, tiles in self._damaged.copy().items() if tiles}
-
-    def close(self) -> None:
-        """Let go of all slides."""
-        self._opened.cache_clear()

@@ -64,15 +64,15 @@ def whole(image: np.ndarray, network: nn.Module, pitch: int = 32) -> np.ndarray:
 
 def test_tiles_give_what_one_pass_over_the_whole_slide_gives(tmp_path, network):
     (image,) = write_pyramid(tmp_path / "a.tif", (1,), (314, 210))
-    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        found = scan_slide(
-            slide,
-            MODEL,
-            predictor_of(network),
-            CPU,
-            everywhere(314, 210),
-            choose_view(slide, MODEL.mpp),
-        )
+    slide = open_slide(tmp_path / "a.tif", "tifffile")
+    found = scan_slide(
+        slide,
+        MODEL,
+        predictor_of(network),
+        CPU,
+        everywhere(314, 210),
+        choose_view(slide, MODEL.mpp),
+    )
     expected = whole(image, network)
     assert found.values.shape == (7, 10)
     assert found.tiles == 6
@@ -83,17 +83,17 @@ def test_tiles_give_what_one_pass_over_the_whole_slide_gives(tmp_path, network):
 
 def test_patches_give_what_the_network_gives_for_each(tmp_path, network):
     (image,) = write_pyramid(tmp_path / "a.tif", (1,), (300, 210))
-    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        found = scan_slide(
-            slide,
-            MODEL,
-            predictor_of(network),
-            CPU,
-            everywhere(300, 210),
-            choose_view(slide, MODEL.mpp),
-            stride=64,
-            batch=3,
-        )
+    slide = open_slide(tmp_path / "a.tif", "tifffile")
+    found = scan_slide(
+        slide,
+        MODEL,
+        predictor_of(network),
+        CPU,
+        everywhere(300, 210),
+        choose_view(slide, MODEL.mpp),
+        stride=64,
+        batch=3,
+    )
     assert found.values.shape == (4, 5)
     assert (found.stride, found.tiles) == (64, 15)  # the last row's and column's centres are outside
     patch = normalised(torch.from_numpy(image[64:128, 128:192])[None].permute(0, 3, 1, 2))
@@ -104,8 +104,8 @@ def test_patches_give_what_the_network_gives_for_each(tmp_path, network):
 @pytest.mark.parametrize(("mpp", "level", "pitch"), [(0.25, 0, 32), (0.29, 0, 32), (0.5, 1, 32), (0.7, 1, 45)])
 def test_the_nearest_level_is_read_and_resized_only_where_it_is_far_off(tmp_path, mpp, level, pitch):
     write_pyramid(tmp_path / "a.tif")
-    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        view = choose_view(slide, mpp)
+    slide = open_slide(tmp_path / "a.tif", "tifffile")
+    view = choose_view(slide, mpp)
     assert (view.level, view.pitch) == (level, pitch)
     assert view.seen_mpp == pytest.approx(mpp, rel=0.2 if pitch == 32 else 1 / 64)
     assert ("resized" in view.reason) == (pitch != 32)
@@ -113,22 +113,20 @@ def test_the_nearest_level_is_read_and_resized_only_where_it_is_far_off(tmp_path
 
 def test_a_slide_too_coarse_for_the_network_is_refused(tmp_path):
     write_pyramid(tmp_path / "a.tif", mpp=(15.0, 15.0))
-    with (
-        open_slide(tmp_path / "a.tif") as slide,
-        pytest.raises(ValueError, match=r"a\.tif: pixels of 15 um are too coarse"),
-    ):
+    slide = open_slide(tmp_path / "a.tif")
+    with pytest.raises(ValueError, match=r"a\.tif: pixels of 15 um are too coarse"):
         choose_view(slide, 0.25)
 
 
 def test_without_a_pixel_size_level_0_is_taken_and_it_is_said(tmp_path):
     write_pyramid(tmp_path / "a.tif")
-    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        view = choose_view(slide, None)
-        assert (view.level, view.pitch, view.base_mpp) == (0, 32, 0.25)
-        assert "unknown pixel size of network" in view.reason
-        slide.mpp = None
-        assert choose_view(slide, 0.7).base_mpp == 0.7
-        assert "unknown pixel size of slide and network" in choose_view(slide, None).reason
+    slide = open_slide(tmp_path / "a.tif", "tifffile")
+    view = choose_view(slide, None)
+    assert (view.level, view.pitch, view.base_mpp) == (0, 32, 0.25)
+    assert "unknown pixel size of network" in view.reason
+    slide.mpp = None
+    assert choose_view(slide, 0.7).base_mpp == 0.7
+    assert "unknown pixel size of slide and network" in choose_view(slide, None).reason
 
 
 @pytest.mark.parametrize("mpp", [0.25, 0.5, 0.7])
@@ -145,19 +143,19 @@ def test_a_spot_lights_the_cell_that_lies_on_it_at_any_level(tmp_path, mpp):
                 resolution=(4e4 / factor, 4e4 / factor),
                 resolutionunit="CENTIMETER",
             )
-    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        model = PathologyModel(32, mpp, 576, 2, "fp32")
-        found = scan_slide(slide, model, spot, CPU, everywhere(960, 640), choose_view(slide, model.mpp))
-        sparse = scan_slide(
-            slide,
-            model,
-            spot,
-            CPU,
-            everywhere(960, 640),
-            choose_view(slide, model.mpp),
-            stride=32,
-            batch=50,
-        )
+    slide = open_slide(tmp_path / "a.tif", "tifffile")
+    model = PathologyModel(32, mpp, 576, 2, "fp32")
+    found = scan_slide(slide, model, spot, CPU, everywhere(960, 640), choose_view(slide, model.mpp))
+    sparse = scan_slide(
+        slide,
+        model,
+        spot,
+        CPU,
+        everywhere(960, 640),
+        choose_view(slide, model.mpp),
+        stride=32,
+        batch=50,
+    )
     row, column = np.unravel_index(found.values.argmax(), found.values.shape)
     assert abs((column + 0.5) * found.stride - 710) <= found.stride / 2 + 10
     assert abs((row + 0.5) * found.stride - 390) <= found.stride / 2 + 10
@@ -172,11 +170,11 @@ def spot(images: torch.Tensor) -> torch.Tensor:
 def test_resized_tiles_fit_together(tmp_path):
     write_pyramid(tmp_path / "a.tif", (1, 2), (700, 500))
     small, large = (PathologyModel(PATCH, 0.35, side, 3, "fp32") for side in (544, 1504))
-    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        tissue = everywhere(700, 500)
-        many, one = (
-            scan_slide(slide, model, redness, CPU, tissue, choose_view(slide, model.mpp)) for model in (small, large)
-        )
+    slide = open_slide(tmp_path / "a.tif", "tifffile")
+    tissue = everywhere(700, 500)
+    many, one = (
+        scan_slide(slide, model, redness, CPU, tissue, choose_view(slide, model.mpp)) for model in (small, large)
+    )
     assert one.tiles == 1 < many.tiles
     assert one.values.std() > 0.005
     assert np.abs(many.values - one.values).max() < 1e-6
@@ -186,10 +184,10 @@ def test_only_cells_whose_centre_is_on_tissue_are_scanned(tmp_path):
     write_pyramid(tmp_path / "a.tif", (1,), (640, 320))
     mask = np.zeros((40, 80), bool)  # 8 pixels of level 0 each
     mask[18, 50] = mask[17, 54] = True  # x 400..407 and y 144..151; x 432..439 and y 136..143
-    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        tissue, view = SlideMask(mask, 8.0), choose_view(slide, MODEL.mpp)
-        dense = scan_slide(slide, MODEL, redness, CPU, tissue, view)
-        sparse = scan_slide(slide, MODEL, redness, CPU, tissue, choose_view(slide, MODEL.mpp), stride=64, batch=4)
+    slide = open_slide(tmp_path / "a.tif", "tifffile")
+    tissue, view = SlideMask(mask, 8.0), choose_view(slide, MODEL.mpp)
+    dense = scan_slide(slide, MODEL, redness, CPU, tissue, view)
+    sparse = scan_slide(slide, MODEL, redness, CPU, tissue, choose_view(slide, MODEL.mpp), stride=64, batch=4)
     # The centre of cell c is at 32 c + 16: x 400 and 432, y 144, which is above the second pixel's.
     assert np.argwhere(dense.scanned).tolist() == [[4, 12]]
     assert (dense.values > 0).tolist() == dense.scanned.tolist()
@@ -199,33 +197,33 @@ def test_only_cells_whose_centre_is_on_tissue_are_scanned(tmp_path):
 
 def test_a_slide_without_tissue_gives_an_empty_map(tmp_path):
     write_pyramid(tmp_path / "a.tif", (1,))
-    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        nothing = SlideMask(np.zeros((210, 300), bool), 1.0)
-        for found in (
-            scan_slide(slide, MODEL, redness, CPU, nothing, choose_view(slide, MODEL.mpp)),
-            scan_slide(slide, MODEL, redness, CPU, nothing, choose_view(slide, MODEL.mpp), stride=64, batch=2),
-        ):
-            assert not found.values.any()
-            assert found.tiles == 0
+    slide = open_slide(tmp_path / "a.tif", "tifffile")
+    nothing = SlideMask(np.zeros((210, 300), bool), 1.0)
+    for found in (
+        scan_slide(slide, MODEL, redness, CPU, nothing, choose_view(slide, MODEL.mpp)),
+        scan_slide(slide, MODEL, redness, CPU, nothing, choose_view(slide, MODEL.mpp), stride=64, batch=2),
+    ):
+        assert not found.values.any()
+        assert found.tiles == 0
 
 
 def test_reading_stays_one_batch_ahead_whatever_the_size_of_the_slide(tmp_path, monkeypatch):
     write_pyramid(tmp_path / "a.tif", (1,), (700, 500))
     reads: list[int] = []
     ahead: list[int] = []
-    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        original = slide.read_many
+    slide = open_slide(tmp_path / "a.tif", "tifffile")
+    original = slide.read_many
 
-        def read_many(corners, size, level):
-            reads.append(len(corners))
-            return original(corners, size, level)
+    def read_many(corners, size, level):
+        reads.append(len(corners))
+        return original(corners, size, level)
 
-        def predict(images):
-            ahead.append(len(reads) - len(ahead))
-            return redness(images)
+    def predict(images):
+        ahead.append(len(reads) - len(ahead))
+        return redness(images)
 
-        monkeypatch.setattr(slide, "read_many", read_many)
-        found = scan_slide(slide, MODEL, predict, CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp))
+    monkeypatch.setattr(slide, "read_many", read_many)
+    found = scan_slide(slide, MODEL, predict, CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp))
     assert sum(reads) == found.tiles == 24
     assert max(reads) == MODEL.tile_batch
     assert 1 <= min(ahead) <= max(ahead) <= 2
@@ -237,8 +235,8 @@ def test_after_an_error_no_thread_reads_any_more(tmp_path):
     def fail(images):
         raise ValueError("no such luck")
 
-    with open_slide(tmp_path / "a.tif", "tifffile") as slide:
-        # What pytest holds of the error keeps the frames alive, as a debugger would.
-        with pytest.raises(ValueError, match="no such luck"):
-            scan_slide(slide, MODEL, fail, CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp))
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith(("prefetch", "slide"))]
+    slide = open_slide(tmp_path / "a.tif", "tifffile")
+    # What pytest holds of the error keeps the frames alive, as a debugger would.
+    with pytest.raises(ValueError, match="no such luck"):
+        scan_slide(slide, MODEL, fail, CPU, everywhere(700, 500), choose_view(slide, MODEL.mpp))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("prefetch", "slide"))]

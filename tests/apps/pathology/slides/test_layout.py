@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import tifffile
 
+from medspeed.apps.pathology.config import Reader
 from medspeed.apps.pathology.slides.layout import read_layout
-from medspeed.apps.pathology.slides.reader import Reader, open_slide
+from medspeed.apps.pathology.slides.reader import open_slide
 from tests.apps.pathology.slides.slide_files import TILE, painted, write_pyramid
 
 READERS_OF_TILES: tuple[Reader, ...] = ("cucim", "openslide")
@@ -39,10 +40,10 @@ def test_labels_macros_and_thumbnails_are_no_levels(tmp_path):
 def test_strips_serve_in_place_of_tiles(tmp_path):
     image = painted(130, 101)
     tifffile.imwrite(tmp_path / "a.tif", image, rowsperstrip=16, compression="deflate", **PLAIN)
-    with open_slide(tmp_path / "a.tif") as slide:
-        assert slide.reader == "tifffile"
-        assert np.array_equal(slide.read(0, 0, 130, 101), image)
-        assert np.array_equal(slide.read(5, 90, 20, 11), image[90:, 5:25])
+    slide = open_slide(tmp_path / "a.tif")
+    assert slide.reader == "tifffile"
+    assert np.array_equal(slide.read(0, 0, 130, 101), image)
+    assert np.array_equal(slide.read(5, 90, 20, 11), image[90:, 5:25])
     for reader in READERS_OF_TILES:
         with pytest.raises(ValueError, match="cannot be read"):
             open_slide(tmp_path / "a.tif", reader)

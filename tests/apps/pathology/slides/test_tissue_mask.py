@@ -43,8 +43,8 @@ def write(path: Path, field: np.ndarray, factors: tuple[int, ...] = (1,), mpp: f
 
 
 def mask_of(path: Path) -> SlideMask:
-    with open_slide(path, "tifffile") as slide:
-        return tissue_mask(slide, assumed_mpp=0.0)  # the file says
+    slide = open_slide(path, "tifffile")
+    return tissue_mask(slide, assumed_mpp=0.0)  # the file says
 
 
 def disc(field: np.ndarray, row: int, column: int, radius: int) -> np.ndarray:
@@ -166,9 +166,9 @@ def test_no_threshold_where_there_is_one_class_or_none():
 def test_low_power_is_the_mean_over_squares_whatever_the_level(tmp_path):
     field = np.random.default_rng(0).uniform(0, 255, (37, 53, 3))
     for factors in ((1,), (1, 2)):
-        with open_slide(write(tmp_path / "a.tif", field, factors), "tifffile") as slide:
-            whole = slide.read(0, 0, 212, 148).astype(np.float64)
-            image, downsample = low_power(slide, 8.0)
+        slide = open_slide(write(tmp_path / "a.tif", field, factors), "tifffile")
+        whole = slide.read(0, 0, 212, 148).astype(np.float64)
+        image, downsample = low_power(slide, 8.0)
         assert downsample == 8
         padded = np.pad(whole, ((0, 4), (0, 4), (0, 0)), constant_values=255)
         due = padded.reshape(19, 8, 27, 8, 3).mean((1, 3))
@@ -178,24 +178,24 @@ def test_low_power_is_the_mean_over_squares_whatever_the_level(tmp_path):
 
 def test_a_slide_larger_than_a_block_is_read_block_by_block(tmp_path, monkeypatch):
     path = write(tmp_path / "a.tif", np.random.default_rng(0).uniform(0, 255, (37, 53, 3)))
-    with open_slide(path, "tifffile") as slide:
-        whole, _ = low_power(slide, 4.0)
-        monkeypatch.setattr("medspeed.apps.pathology.slides.masks._BLOCK", 30)
-        sizes = []
-        read = slide.read
+    slide = open_slide(path, "tifffile")
+    whole, _ = low_power(slide, 4.0)
+    monkeypatch.setattr("medspeed.apps.pathology.slides.masks._BLOCK", 30)
+    sizes = []
+    read = slide.read
 
-        def watched(x: int, y: int, width: int, height: int, level: int = 0) -> np.ndarray:
-            sizes.append(width * height)
-            return read(x, y, width, height, level)
+    def watched(x: int, y: int, width: int, height: int, level: int = 0) -> np.ndarray:
+        sizes.append(width * height)
+        return read(x, y, width, height, level)
 
-        monkeypatch.setattr(slide, "read", watched)
-        assert np.array_equal(low_power(slide, 4.0)[0], whole)
-        assert max(sizes) <= 30 * 30
+    monkeypatch.setattr(slide, "read", watched)
+    assert np.array_equal(low_power(slide, 4.0)[0], whole)
+    assert max(sizes) <= 30 * 30
 
 
 def test_an_unknown_pixel_size_must_be_given(tmp_path):
-    with open_slide(write(tmp_path / "a.tif", glass(), mpp=None), "tifffile") as slide:
-        assert tissue_mask(slide, assumed_mpp=2.0).downsample == SIDE
+    slide = open_slide(write(tmp_path / "a.tif", glass(), mpp=None), "tifffile")
+    assert tissue_mask(slide, assumed_mpp=2.0).downsample == SIDE
 
 
 @pytest.mark.real_data
@@ -208,8 +208,8 @@ def test_an_unknown_pixel_size_must_be_given(tmp_path):
     ],
 )
 def test_tissue_of_real_slides(real_data, name, share, tissue, background):
-    with open_slide(real_data / "slides_real" / name) as slide:
-        found = tissue_mask(slide, assumed_mpp=0.25)
+    slide = open_slide(real_data / "slides_real" / name)
+    found = tissue_mask(slide, assumed_mpp=0.25)
     assert share[0] < found.mask.mean() < share[1]
     for places, due in ((tissue, True), (background, False)):
         for x, y in places:
