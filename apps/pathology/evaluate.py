@@ -30,7 +30,7 @@ MASK_MPP = 0.243 * 64
 
 @dataclass(frozen=True)
 class Scan:
-    """What is judged of a scanned slide's record: see `infer.Scanner.write`."""
+    """What is judged of a slide's record, as `infer.Scanner.write` made it."""
 
     name: str
     probability: float
@@ -101,31 +101,26 @@ def main(config: EvaluateConfig) -> SlideScores:
         say(one_line(f"{name}: skipped, {reason}", 1000), "warning")
     if not judged:
         raise ValueError(f"{config.scans}: none of {len(scans) + len(broken)} scans has a reference in {config.data}")
-    result = froc(for_froc)
     labels, scores = np.array([[each["tumour"], each["probability"]] for each in judged.values()]).T
-    # Slides are told apart where there are some of both kinds.
     slide_auc = auc(labels, scores) if 0 < labels.sum() < len(labels) else None
-    score, rates = (None, None) if result is None else (result.score, list(result.at_rates))
-    counted = 0 if result is None else result.lesions
-    scored = SlideScores(score, rates, counted, slide_auc, sorted(sizes), judged, left_out, broken)
+    curve, masks = froc(for_froc), sorted(sizes)
+    score, rates, count = (curve.score, list(curve.at_rates), curve.lesions) if curve else (None, None, 0)
+    scored = SlideScores(score, rates, count, slide_auc, masks, judged, left_out, broken)
     write_json(config.scans / "froc.json", asdict(scored))
-    if result is None:
+    if curve is None:
         say(f"FROC: not computed, no lesions larger than isolated tumour cells in {len(judged)} slides", "result")
     else:
-        write_froc_csv(config.scans / "froc.csv", result)
-        draw_froc(config.scans / "froc.png", result)
-        at = " and ".join(f"{size:g}" for size in sorted(sizes))
-        say(f"FROC: {result.score:.4f}, {result.lesions} lesions in {result.slides} slides, masks at {at} um", "result")
+        write_froc_csv(config.scans / "froc.csv", curve)
+        draw_froc(config.scans / "froc.png", curve)
+        at = " and ".join(f"{size:g}" for size in masks)
+        say(f"FROC: {score:.4f}, {count} lesions in {curve.slides} slides, masks at {at} um", "result")
     kinds = f"{labels.sum():.0f} of {len(judged)} slides with tumour"
     say(f"slide AUC: {'none, needs both kinds' if slide_auc is None else f'{slide_auc:.4f}'}, {kinds}", "result")
     return scored
 
 
 def _read_scans(folder: Path) -> tuple[dict[Path, Scan], dict[str, str]]:
-    """Return the records of finished scans, and why the others, by name, cannot be read.
-
-    They must be of the same weights and options: else scores were of no network.
-    """
+    """Return the records of finished scans, of the same weights and options, and why the others cannot be read."""
     scans: dict[Path, Scan] = {}
     broken: dict[str, str] = {}
     for path in sorted(folder.glob("*/slide.json")):

@@ -6,12 +6,15 @@ from medspeed.common.config import parse_config
 if __name__ == "__main__":
     CONFIG = parse_config(ScanConfig, {}, description=__doc__)  # before torch: --help answers at once
 
-from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from medspeed.apps.pathology.model import load_model
+import torch
+from tqdm import tqdm
+
+from medspeed.apps.pathology.model import load_model, normalised
+from medspeed.apps.pathology.patches.table import IMAGES, decode, table_of_images
 from medspeed.apps.pathology.scan.outputs import (
     draw_heatmap,
     find_detections,
@@ -20,28 +23,30 @@ from medspeed.apps.pathology.scan.outputs import (
     write_probability_tif,
 )
 from medspeed.apps.pathology.scan.scan import ProbabilityMap, View, choose_view, scan_slide
-from medspeed.apps.pathology.slides.camelyon import SUFFIXES, is_slide
+from medspeed.apps.pathology.slides.camelyon import find_slides, is_slide
 from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask
 from medspeed.apps.pathology.slides.reader import SlidePool
-from medspeed.common.console import say
+from medspeed.common.console import hides_bar, say
 from medspeed.common.files import plural, sha256_of
 from medspeed.common.host_memory import keep_freed_memory, peak_memory
 from medspeed.common.inference.folder_job import FolderJob, Item
+from medspeed.common.inference.measure import write_measures
 from medspeed.common.inference.open_predictor import open_predictor
-from medspeed.common.inference.predictions import Predictions, Record
+from medspeed.common.inference.predictions import Prediction, Predictions, Record
 from medspeed.common.inference.uncertain import warn_of_training
 from medspeed.common.observe.plots import Timeline
 from medspeed.common.ranks import choose_device, torchrun_place
 from medspeed.common.run import one_line_errors
 
 _COARSER = 1.5  # times the pixels of the training: what lies between a slide's pixels was never seen
+_AT_ONCE = 256  # patches in one call
 
 
 class Scanner:
-    """The network of a run, opened on a device to scan slides."""
+    """The network of a run, opened on a device to scan slides or to score patches."""
 
-    def __init__(self, config: ScanConfig, pool: SlidePool) -> None:
-        self.config, self.pool, self.timeline = config, pool, Timeline()
+    def __init__(self, config: ScanConfig) -> None:
+        self.config, self.pool, self.timeline = config, SlidePool(config.reader), Timeline()
         self.model, self.device = load_model(config.model), choose_device(config.device, torchrun_place()[2])
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -49,6 +54,27 @@ class Scanner:
         self.opened = open_predictor(
             config.model, self.model, backend=config.backend, precision=config.precision, device=self.device
         )
+
+    def say_how(self, what: str) -> None:
+        """Say what is done and how, and what speaks against the run."""
+        say(f"{what}, {self.opened.backend} {self.opened.precision} on {self.device}: {self.opened.reason}")
+        warn_of_training(self.config.model)
+
+    def score(self, files: list[Path]) -> Predictions:
+        """Write `probabilities.csv` (image, probability of tumour) of square images, as large as those in training."""
+        self.say_how(f"{len(files)} patches")
+        output, given = self.config.output / "probabilities.csv", self.config.input
+        table = table_of_images(files, [0] * len(files), self.model.patch_size)  # their labels are not known
+        at_once = self.model.tile_batch if self.opened.backend == "tensorrt" else _AT_ONCE
+        found: dict[str, list[dict[str, str]]] = {}
+        for rows, pixels in tqdm(decode(table, self.pool, None), disable=hides_bar()):
+            calls = (normalised(call.to(self.device)) for call in torch.split(torch.from_numpy(pixels), at_once))
+            scores = torch.cat([torch.sigmoid(self.opened.predict(call)).flatten() for call in calls])
+            for row, score in zip(rows, scores.tolist(), strict=True):
+                name = files[row].relative_to(given if given.is_dir() else given.parent).as_posix()
+                found[name] = [{"probability": f"{score:.6f}"}]
+        write_measures(output, found, "image")
+        return Predictions({given.name: Prediction((output,), {"patches": len(files)})}, {})
 
     def item(self, file: Path) -> Item[Path]:
         """Return a slide with the files that come out of it; its record is written last."""
@@ -59,20 +85,21 @@ class Scanner:
 
     def identity(self) -> Record:
         """Return everything but the slide that determines the output."""
+        file, config = self.opened.file, self.config
         options = {
-            "mode": self.config.mode,
+            "mode": config.mode,
             "stride": self.stride,
             "backend": self.opened.backend,
             "precision": self.opened.precision,
-            "reader": self.config.reader,
-            "overlays": self.config.overlays,
+            "reader": config.reader,
+            "overlays": config.overlays,
         }
-        file = self.opened.file
         return {"weights": {file.name: sha256_of(file)}, "model": asdict(self.model), "options": options}
 
     def read(self, item: Item[Path]) -> tuple[View, SlideMask]:
         """Return how the network sees a slide, and where it holds tissue."""
-        with self.pool.use(item.source) as slide, self.timeline.stage(item.name, "read", "tissue"):
+        with self.timeline.stage(item.name, "read", "tissue"):
+            slide = self.pool.open(item.source)
             view, base = choose_view(slide, self.model.mpp), slide.levels[0]
             if max(base.width, base.height) <= view.span(self.model.patch_size) * view.downsample:
                 raise ValueError(
@@ -83,32 +110,31 @@ class Scanner:
 
     def scan(self, item: Item[Path], given: tuple[View, SlideMask]) -> tuple[View, ProbabilityMap]:
         """Run the network on the tissue of a slide."""
-        view, tissue = given
-        batch = self.model.tile_batch
+        (view, tissue), slide, batch = given, self.pool.open(item.source), self.model.tile_batch
         if self.stride and self.opened.backend != "tensorrt":
             # As many pixels as a batch of tiles has; an engine takes no more images than it was built for.
             batch *= (self.model.tile_size // self.model.patch_size) ** 2
-        predict = self.opened.predict
-        with self.pool.use(item.source) as slide, self.timeline.stage(item.name, "compute", "scan", waits=True):
+        with self.timeline.stage(item.name, "compute", "scan", waits=True):
+            predict = self.opened.predict
             return view, scan_slide(slide, self.model, predict, self.device, tissue, view, self.stride, batch)
 
     def write(self, item: Item[Path], scanned: tuple[View, ProbabilityMap]) -> Record:
         """Write what was found in a slide, and return what its record is to hold."""
         (view, found), stage = scanned, partial(self.timeline.stage, item.name, "write")
         tif, csv, geojson, *picture = item.outputs
-        with self.pool.use(item.source) as slide:
-            size = slide.levels[0].width, slide.levels[0].height
-            with stage("write"):
-                detections = find_detections(found, view.base_mpp)
-                write_probability_tif(tif, found, slide.mpp, slide.name)
-                write_detections_csv(csv, detections)
-                write_geojson(geojson, found, size)
-            for path in picture:
-                with stage("overlay"):
-                    draw_heatmap(path, slide, found)
-        mpp, damaged = self.model.mpp, [list(tile) for tile in self.pool.damaged.get(item.source, ())]
+        slide = self.pool.open(item.source)
+        size = slide.levels[0].width, slide.levels[0].height
+        with stage("write"):
+            detections = find_detections(found, view.base_mpp)
+            write_probability_tif(tif, found, slide.mpp, slide.name)
+            write_detections_csv(csv, detections)
+            write_geojson(geojson, found, size)
+        for path in picture:
+            with stage("overlay"):
+                draw_heatmap(path, slide, found)
+        mpp, damaged = self.model.mpp, self.pool.damaged.get(item.source, ())
         doubts = {
-            "NO TISSUE found, nothing scanned": not found.tiles,
+            "NO TISSUE found": not found.scanned.any(),
             f"{len(damaged)} DAMAGED TILES treated as white": damaged,
             "pixels of unknown size": bool(mpp) and slide.mpp is None,
             f"pixels of {slide.mpp} um, in training {mpp} um": mpp and slide.mpp and slide.mpp > _COARSER * mpp,
@@ -133,52 +159,26 @@ class Scanner:
 
 
 def main(config: ScanConfig) -> Predictions:
-    """Scan every slide; one that cannot be read is set aside, and the others are done all the same.
-
-    Under torchrun each process takes its share of the slides. A folder of images without slides is one of patches,
-    which are scored.
-    """
-    from medspeed.apps.pathology.patches.score import find_patches, score_patches  # here: they load what trains
-
-    if patches := find_patches(config.input):
-        return score_patches(patches, config)
-    with closing(SlidePool(config.reader)) as pool:
-        scanner = Scanner(config, pool)
-        items = [scanner.item(file) for file in find_slides(config.input)]
-        identity, opened = scanner.identity(), scanner.opened
-        job = FolderJob("slide", config.output, items, identity, scanner.read, scanner.scan, scanner.write, _line)
-        share = len(job.share())
-        say(f"{plural(share, 'slide')}, {opened.backend} {opened.precision} on {scanner.device}: {opened.reason}")
-        warn_of_training(config.model)
-        return job.run(job.unfinished())
+    """Scan every slide; one that cannot be read is set aside. A folder of images without slides is one of patches."""
+    patches = find_patches(config.input)
+    slides = [] if patches else find_slides(config.input)
+    scanner = Scanner(config)
+    if patches:
+        return scanner.score(patches)
+    items = [scanner.item(file) for file in slides]
+    identity = scanner.identity()
+    job = FolderJob("slide", config.output, items, identity, scanner.read, scanner.scan, scanner.write, _line)
+    scanner.say_how(plural(len(job.share()), "slide"))
+    return job.run(job.unfinished())
 
 
-def find_slides(path: Path) -> list[Path]:
-    """Return the slides of a folder in order, or the one file.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: two slides have one name, so that their outputs would have one folder; a name is none of a folder;
-            or the folder holds patches.
-    """
-    if path.is_file():
-        if not path.stem.strip("."):
-            raise ValueError(f"{path}: without its suffix the name is {path.stem!r}, no valid folder name: rename it")
-        return [path]
-    labels = (path.parent if path.name == "images" else path) / "labels.csv"
-    if labels.is_file():
-        raise ValueError(
-            f"{path}: contains patches ({labels}), not slides: pass the slides they were cut from, or save the patches "
-            "as PNG to score them"
-        )
-    files = sorted(file for file in path.glob("*") if is_slide(file))
-    if not files:
-        raise FileNotFoundError(f"{path}: no such file, or a folder without slides ({', '.join(SUFFIXES)})")
-    names = [file.stem for file in files]
-    twice = sorted(file.name for file in files if names.count(file.stem) > 1)
-    if twice:
-        raise ValueError(f"{path}: {' and '.join(twice)} would share an output folder: rename one")
-    return files
+def find_patches(path: Path) -> list[Path]:
+    """Return the images of patches (.png, .jpg, .jpeg, .bmp) in and below a folder, or the one; none beside slides."""
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    if any(map(is_slide, files)):
+        return []
+    shown = (file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    return [file for file in shown if file.suffix.lower() in IMAGES]
 
 
 def _line(record: Record) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from medspeed.apps.pathology.model import PathologyModel, choose, initialise_from, model_of
-from medspeed.apps.pathology.patches.store import decoded, held_for_validation, rank_rows, resident_batches
+from medspeed.apps.pathology.patches.store import decoded, hold, rank_rows, resident_batches
 from medspeed.apps.pathology.patches.tables import Tables, find_tables, keep_digests
 from medspeed.apps.pathology.quality import call_size, evaluate, export_patches, judge_on, validation_auc
 from medspeed.common.data.batches import Batches
@@ -64,7 +64,8 @@ def resolve(config: PathologyConfig, data: Tables, run: Run) -> tuple[PathologyC
 
 def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
-    validation = held_for_validation(decoded(data.validation, config, run), len(data.training), config, run)
+    validation = decoded(data.validation, config, run)
+    validation = hold(validation, rank_rows(validation, run), len(data.training) // run.ranks.world, config, run)
     network = model.build()
     if config.init is not None and not (run.directory / "checkpoints" / "last").exists():
         run.say(initialise_from(network, config.init))

@@ -31,30 +31,19 @@ def sample_patches(
     """Draw patches from annotated slides: half of those of a slide with tumour show tumour, the others normal tissue.
 
     A tumour patch has its centre in the tumour, and tumour covers half of it at least. A normal patch has its centre
-    in tissue, be it at its very edge, as a scan's patches have, and there is no tumour in it nor within a patch's side
-    around it; shares are counted to a pixel of the mask, an eighth of a patch or less. No patch is drawn twice, none
-    leaves the slide; upper left corners are any pixels. Of slides that are marked in part only tumour is drawn. What
-    is drawn from a slide depends on the seed and the slide's name alone.
-
-    Args:
-        entries: the slides; the table lists their patches by name.
-        per_slide: patches of each; where a slide has less room it gives fewer.
-        size: side of a patch in pixels of level 0.
-        seed: of the draw.
-        pool: reads the slides.
-        workers: slides in work at the same time, up to 1 GiB each; None takes the cores at hand.
-        progress: show a bar.
+    in tissue, and there is no tumour in it nor within a patch's side around it; shares are counted to a pixel of the
+    mask, an eighth of a patch or less. No patch is drawn twice, none leaves the slide; of slides that are marked in
+    part only tumour is drawn. What is drawn depends on the seed and the slide's name alone; where a slide has less
+    room it gives fewer. Each of the `workers`, by default one per core, takes up to 1 GiB.
 
     Raises:
         FileNotFoundError: a slide, its mask or its annotation is missing.
-        ValueError: one of them is damaged, a slide with tumour has neither mask nor annotation, or there is no room
-            for a single patch.
+        ValueError: one is damaged, a slide with tumour has neither, or there is no room for a single patch.
     """
     ordered = sorted(entries, key=lambda entry: entry.name)
 
     def draw(entry: SlideEntry) -> tuple[np.ndarray, np.ndarray]:
-        with pool.use(entry.path) as slide:
-            return _draw(entry, slide, per_slide, size, seed)
+        return _draw(entry, pool.open(entry.path), per_slide, size, seed)
 
     parts = [each for pair in map_in_threads(draw, ordered, "drawing patches", workers, progress) for each in pair]
     place = np.repeat(np.arange(len(parts)), [len(corners) for corners in parts])
@@ -101,10 +90,7 @@ def _sums(mask: np.ndarray) -> np.ndarray:
 
 
 def _shares(sums: np.ndarray, downsample: float, centres: np.ndarray, side: float) -> np.ndarray:
-    """Return which share of each square a mask covers, 0 to 1: squares, widened to whole pixels of the mask.
-
-    Centres [N, 2] (x, y) and sides are in pixels of level 0, `downsample` of which are one of the mask's.
-    """
+    """Return which share of each square around centres [N, 2] a mask covers; squares are widened to its pixels."""
     first = np.floor((centres - side / 2) / downsample).astype(np.int64)
     behind = np.ceil((centres + side / 2) / downsample).astype(np.int64)
     most = np.array(sums.shape)[::-1] - 1
@@ -123,10 +109,7 @@ def _centres(where: SlideMask) -> np.ndarray:
 def _pick(
     centres: np.ndarray, downsample: float, slide: Slide, size: int, count: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Return the corners of `count` different patches within a slide, or of as many as there are, [M, 2] int64.
-
-    A patch has its centre anywhere in a mask pixel whose own centre is in `centres` [N, 2], in pixels of level 0.
-    """
+    """Return the corners, [M, 2] int64, of `count` patches (or all) whose centre is in a mask pixel of `centres`."""
     side = max(1, int(downsample))
     origins = np.floor(centres - downsample / 2).astype(np.int64) - size // 2
     most = np.array([slide.levels[0].width, slide.levels[0].height]) - size

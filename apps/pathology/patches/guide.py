@@ -17,8 +17,7 @@ from monai.data import DataLoader, Dataset, PatchWSIDataset
 
 from medspeed.apps.pathology.config import Augmentation, PathologyConfig
 from medspeed.apps.pathology.patches.augment import jitter_
-from medspeed.apps.pathology.patches.store import IMAGES
-from medspeed.apps.pathology.patches.table import PatchTable
+from medspeed.apps.pathology.patches.table import IMAGES, PatchTable
 from medspeed.common.data.batches import Batch
 from medspeed.common.data.monai_batches import MonaiBatches, plain
 from medspeed.common.run import Run

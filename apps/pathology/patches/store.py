@@ -1,26 +1,23 @@
 """Patches decoded once: one uint8 array in a file, checked, memory-mapped, held near the device and augmented on it."""
 
 import math
-import os
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from isal import isal_zlib
-from PIL import Image
 from tqdm import tqdm
 
 from medspeed.apps.pathology.config import PathologyConfig
 from medspeed.apps.pathology.patches.augment import draw_patches
 from medspeed.apps.pathology.patches.augment_fused import FUSED, augment_rows, augmented_by, draw_table
-from medspeed.apps.pathology.patches.table import BAD_IMAGE, PatchTable
+from medspeed.apps.pathology.patches.table import PatchTable, decode
 from medspeed.apps.pathology.slides.reader import SlidePool
 from medspeed.common.clock import synchronise
 from medspeed.common.console import hides_bar
@@ -36,12 +33,8 @@ from medspeed.common.training.config import decided
 from medspeed.common.training.setup import dtype_of, trust_kernels
 from medspeed.common.training.trials import batch_trials
 
-Tier = Literal["gpu", "ram", "disk"]
-
-IMAGES = {".png", ".jpg", ".jpeg", ".bmp"}
-_PLACES = {"gpu": "GPU memory", "ram": "host memory", "disk": "the store's pages on disk"}
 _VERSION = 1
-_AT_ONCE = 256  # patches in memory while a store is written
+_AT_ONCE = 256  # patches that a thread gathers
 _CHECKED_AT_ONCE = 2**24  # bytes
 _SENT_AT_ONCE = 2**28  # bytes of patches that are gathered, and sent to the device, in one go
 _ORDER = 2**61  # in the place of a stream number, so that the order and the augmentation never share random numbers
@@ -53,7 +46,7 @@ class Patches:
 
     Args:
         table: all of them.
-        pixels: [M, 3, S, S] uint8, red, green, blue: pages of a file, read when touched, host memory, or the device.
+        pixels: [M, 3, S, S] uint8, red, green, blue: pages of a file, read when touched, or a tensor on the device.
         rows: [M] int64, ascending, whose pixels these are; those of the whole table by default.
     """
 
@@ -73,12 +66,9 @@ class Patches:
             return self.pixels, places
         return upload(self.pixels[places], device), None
 
-    def near(self, rows: np.ndarray, tier: Tier, device: torch.device) -> "Patches":
-        """Return the patches of some rows as they are cut from: on the device, in host memory, or these pages."""
-        if tier == "disk":
-            return self
-        pixels = np.asarray(self.pixels)
-        return Patches(self.table, send_rows(pixels, rows, device) if tier == "gpu" else pixels[rows], rows)
+    def on_device(self, rows: np.ndarray, device: torch.device) -> "Patches":
+        """Return the patches of some rows, ascending, with their pixels on the device."""
+        return Patches(self.table, send_rows(np.asarray(self.pixels), rows, device), rows)
 
 
 def send_rows(pixels: np.ndarray, rows: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -107,9 +97,9 @@ def _gather(pixels: np.ndarray, rows: np.ndarray, target: np.ndarray, part: slic
 
 def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
     """Return patches from the store, decoded now where it lacks them; the leader decodes, the others wait."""
-    folder = store_folder(config.store / "patches", table.files[0].parent)
+    folder, pool = store_folder(config.store / "patches", table.files[0].parent), SlidePool(config.reader)
     found: list[Patches] = []
-    with run.clock.stage("prepare"), closing(SlidePool(config.reader)) as pool:
+    with run.clock.stage("prepare"):
         run.ranks.once(lambda: found.append(stored_patches(table, folder, pool, config.workers, run.leader)))
         for path, tiles in pool.damaged.items():
             run.say(f"{path.name}: {len(tiles)} DAMAGED TILES treated as white", "warning")
@@ -118,9 +108,6 @@ def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
 
 def stored_patches(table: PatchTable, folder: Path, pool: SlidePool, workers: int | None, progress: bool) -> Patches:
     """Return the patches of a table from the folder where they lie there and are sound, else decoded now and kept.
-
-    The folder, made where it is missing, gets NAME.npy and NAME.json for each table. The pool reads the slides, in so
-    many threads.
 
     Raises:
         OSError: the folder cannot be written, or has no room.
@@ -167,45 +154,14 @@ def _crc32(pixels: np.ndarray, progress: bool) -> int:
     return crc
 
 
-def decode(table: PatchTable, pool: SlidePool, workers: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield rows, of one slide or of several images, and their patches [M, 3, S, S] uint8, in the files' order."""
-    order = np.argsort(table.file, kind="stable")
-    images = table.files[0].suffix.lower() in IMAGES  # then all are
-    groups = [order] if images else np.split(order, np.flatnonzero(np.diff(table.file[order])) + 1)
-    for rows in (part for group in groups for part in np.split(group, range(_AT_ONCE, len(group), _AT_ONCE))):
-        files = [table.files[file] for file in table.file[rows]]
-        if images:
-            read = partial(_read_image, size=table.size)
-            pixels = np.stack(map_in_threads(read, files, "images", workers, progress=False))
-        else:
-            with pool.use(files[0]) as slide:
-                corners = table.corner[rows].astype(np.int64)
-                pixels = slide.read_many(corners, (table.size, table.size), workers=workers)
-        yield rows, pixels.transpose(0, 3, 1, 2)
-
-
-def _read_image(file: Path, size: int) -> np.ndarray:
-    try:
-        with Image.open(file) as image:
-            if image.size == (size, size):
-                return np.asarray(image.convert("RGB"))
-            width, height = image.size
-    except BAD_IMAGE as error:
-        raise ValueError(f"{file}: cannot be read as an image ({error}); copy it again") from error
-    raise ValueError(f"{file}: {width} x {height} pixels, expected {size} x {size} like the network or the first patch")
-
-
 def resident_batches(table: PatchTable, config: PathologyConfig, run: Run) -> KeyedBatches:
-    """Return this rank's batches of a decided configuration, its patches held as near the device as they fit."""
-    patches, partitions = decoded(table, config, run), decided(config.parallel.partitions)
+    """Return this rank's batches of a decided configuration, its patches held on the GPU where they fit."""
+    partitions = decided(config.parallel.partitions)
     here = range(run.ranks.rank, partitions, run.ranks.world)
     rows = np.sort(np.concatenate([partition_cases(len(table), partitions, number) for number in here]))
-    needed = len(rows) * 3 * table.size**2
-    budgets = measure_budgets(run.device, config.store, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    tier: Tier = "gpu" if needed <= budgets.get("gpu", -1) else "ram" if needed <= budgets["ram"] else "disk"
-    run.say(f"cache: {len(rows)} patches, {needed / 2**20:.0f} MiB, in {_PLACES[tier]}")
-    with run.clock.stage("cache"):
-        held = patches.near(rows, tier, run.device)
+    held = hold(decoded(table, config, run), rows, 0, config, run)
+    place = "GPU memory" if isinstance(held.pixels, torch.Tensor) else "the store's pages"
+    run.say(f"cache: {len(rows)} patches, {len(rows) * 3 * table.size**2 / 2**20:.0f} MiB, in {place}")
     batches = patch_batches(held, here, config, run.device)
     kernels = zlib.crc32(Path(__file__).with_name("augment_triton.py").read_bytes())
     about = f"{config.batch_size} x {table.size}, {config.precision}, {kernels}"
@@ -214,16 +170,12 @@ def resident_batches(table: PatchTable, config: PathologyConfig, run: Run) -> Ke
     return batches
 
 
-def held_for_validation(patches: Patches, training: int, config: PathologyConfig, run: Run) -> Patches:
-    """Return this rank's part of validation patches on the GPU, where they fit beside as many to train on, else all.
-
-    Call it before the patches to train on are held: the budget is of the memory that is free now.
-    """
-    rows = rank_rows(patches, run)
-    needed = (len(rows) + training // run.ranks.world) * 3 * patches.table.size**2
+def hold(patches: Patches, rows: np.ndarray, beside: int, config: PathologyConfig, run: Run) -> Patches:
+    """Return patches of some rows on the GPU where they fit, and so many more that are held later; else as they are."""
+    needed = (len(rows) + beside) * 3 * patches.table.size**2
     fits = needed <= measure_budgets(run.device, config.store).get("gpu", -1)
     with run.clock.stage("cache"):
-        return patches.near(rows, "gpu", run.device) if fits else patches
+        return patches.on_device(rows, run.device) if fits else patches
 
 
 def rank_rows(patches: Patches, run: Run) -> np.ndarray:
@@ -232,15 +184,10 @@ def rank_rows(patches: Patches, run: Run) -> np.ndarray:
 
 
 def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig, device: torch.device) -> KeyedBatches:
-    """Return batches of random order; an epoch leaves out what fills no batch.
+    """Return batches of a decided configuration, in random order, of the partitions here, whose patches are held.
 
-    They are image [B, 3, S, S] in [-1, 1], float32 unless made by fused kernels, and label [B] float32.
-
-    Args:
-        patches: hold those of the partitions here.
-        here: the partitions of this process.
-        config: decided: partitions in all, the batch over all of them, by which it divides, augmentation and seed.
-        device: where the batches are wanted.
+    They are image [B, 3, S, S] in [-1, 1], float32 unless made by fused kernels, and label [B] float32. An epoch leaves
+    out what fills no batch.
 
     Raises:
         ValueError: the set is smaller than a batch.

@@ -1,19 +1,24 @@
-"""Which patches there are, before any is decoded: tables of them, and those that labels.csv, NCRF or MONAI list."""
+"""Which patches there are: tables of them, those that labels.csv, NCRF or MONAI list, and their pixels, decoded."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 from PIL import Image
 
 from medspeed.apps.pathology.slides.camelyon import is_slide, slide_name
+from medspeed.apps.pathology.slides.reader import SlidePool
+from medspeed.common.data.threads import map_in_threads
 from medspeed.common.files import read_object, read_rows
 
 _PARTS = {"train": "training", "val": "validation", "valid": "validation", "test": "testing"}
 _PARTS |= {part: part for part in _PARTS.values()}
 _LABELS = {"0": 0, "1": 1}
+IMAGES = {".png", ".jpg", ".jpeg", ".bmp"}
+_AT_ONCE = 256  # patches that are decoded in one go
 _LONGEST = 4096  # pixels of a patch's side
 # MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py: regions, grid and patches.
 REGION, GRID, PATCH_SIZE = 768, 3, 224
@@ -25,10 +30,9 @@ _Region = tuple[str, int, int, list[int]]
 
 @dataclass(frozen=True, eq=False)
 class PatchTable:
-    """Squares of slides, or image files.
+    """Squares of slides, or image files of one patch each.
 
     Attributes:
-        files: slides, or images of one patch each.
         file: [N] int32, index into `files`.
         corner: [N, 2] int32, (x, y) of the upper left corner in pixels of level 0; (0, 0) of image files.
         label: [N] uint8, 1 for tumour.
@@ -41,13 +45,6 @@ class PatchTable:
     label: np.ndarray
     size: int
 
-    def __post_init__(self) -> None:
-        """Check shapes and types."""
-        assert self.file.dtype == self.corner.dtype == np.int32, (self.file.dtype, self.corner.dtype)
-        assert self.label.dtype == np.uint8, self.label.dtype
-        shapes = self.file.shape, self.corner.shape, self.label.shape
-        assert shapes == ((len(self),), (len(self), 2), (len(self),)), shapes
-
     def __len__(self) -> int:
         return len(self.file)
 
@@ -56,13 +53,7 @@ class PatchTable:
         return replace(self, file=self.file[rows], corner=self.corner[rows], label=self.label[rows])
 
     def digest(self) -> str:
-        """Return the SHA-256 of all that decides the pixels and labels, as 64 hexadecimal digits.
-
-        Of a file count its name, its size and when it was changed, so that a set may move to another folder.
-
-        Raises:
-            FileNotFoundError: a file is gone.
-        """
+        """Return the SHA-256 of what decides pixels and labels; files count by name, size and time of change."""
         found = hashlib.sha256(f"{self.size} {len(self)}\n".encode())
         for path in self.files:
             status = path.stat()
@@ -77,14 +68,11 @@ def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
 
     An image is named relative to the folder or to its `images`; its label is 1 for tumour, else 0; its split is train,
     val (or valid, validation) or test. All images are squares as large as the first; whoever decodes them checks it.
-
-    Returns:
-        The tables "training", "validation" and "testing", those that have patches; all are training without a split.
+    The tables "training", "validation" and "testing" that have patches are returned; without a split all train.
 
     Raises:
         FileNotFoundError: labels.csv or an image is missing.
-        ValueError: the header lacks a column, a label or a split is another, an image is listed twice or lies
-            elsewhere, or no image trains; the message names the line. Or the first image is none.
+        ValueError: a line, which the message names, is at fault; or no image trains, or the first is none.
     """
     path = folder / "labels.csv"
     listed: dict[Path, tuple[str, int]] = {}
@@ -109,11 +97,14 @@ def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
     if width != height or width > _LONGEST:
         raise ValueError(f"{parts['training'][0]}: {width} x {height} pixels; expected squares of up to {_LONGEST}")
 
-    def table(images: list[Path]) -> PatchTable:
-        file, label = np.arange(len(images), dtype=np.int32), [listed[image][1] for image in images]
-        return PatchTable(tuple(images), file, np.zeros((len(images), 2), np.int32), np.array(label, np.uint8), width)
+    labels = {part: [listed[image][1] for image in images] for part, images in parts.items()}
+    return {part: table_of_images(images, labels[part], width) for part, images in parts.items() if images}
 
-    return {part: table(images) for part, images in parts.items() if images}
+
+def table_of_images(images: Sequence[Path], labels: Sequence[int], size: int) -> PatchTable:
+    """Return the table of image files."""
+    file, corner = np.arange(len(images), dtype=np.int32), np.zeros((len(images), 2), np.int32)
+    return PatchTable(tuple(images), file, corner, np.array(labels, np.uint8), size)
 
 
 def _labelled_image(row: dict[str, str], folder: Path, where: str) -> tuple[Path, str, int]:
@@ -130,6 +121,33 @@ def _labelled_image(row: dict[str, str], folder: Path, where: str) -> tuple[Path
     return image, _PARTS[split.lower()] if "split" in row else "training", _LABELS[label]
 
 
+def decode(table: PatchTable, pool: SlidePool, workers: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield rows, of one slide or of several images, and their patches [M, 3, S, S] uint8, in the files' order."""
+    order = np.argsort(table.file, kind="stable")
+    images = table.files[0].suffix.lower() in IMAGES  # then all are
+    groups = [order] if images else np.split(order, np.flatnonzero(np.diff(table.file[order])) + 1)
+    for rows in (part for group in groups for part in np.split(group, range(_AT_ONCE, len(group), _AT_ONCE))):
+        files = [table.files[file] for file in table.file[rows]]
+        if images:
+            read = partial(_read_image, size=table.size)
+            pixels = np.stack(map_in_threads(read, files, "images", workers, progress=False))
+        else:
+            corners, size = table.corner[rows].astype(np.int64), (table.size, table.size)
+            pixels = pool.open(files[0]).read_many(corners, size, workers=workers)
+        yield rows, pixels.transpose(0, 3, 1, 2)
+
+
+def _read_image(file: Path, size: int) -> np.ndarray:
+    try:
+        with Image.open(file) as image:
+            if image.size == (size, size):
+                return np.asarray(image.convert("RGB"))
+            width, height = image.size
+    except BAD_IMAGE as error:
+        raise ValueError(f"{file}: cannot be read as an image ({error}); copy it again") from error
+    raise ValueError(f"{file}: {width} x {height} pixels, expected {size} x {size} like the network or the first patch")
+
+
 def read_coordinates(path: Path, images: Path, part: str) -> PatchTable:
     """Read regions of slides by their centres, each cut into 3 x 3 patches of 224 pixels as MONAI's GridSplit does.
 
@@ -139,16 +157,11 @@ def read_coordinates(path: Path, images: Path, part: str) -> PatchTable:
     - .json (MONAI's lists for decathlon loaders): {"training": [...], "validation": [...]} of {"image": slide,
       "location": [row, column] of the centre at level 0, "label": flags row by row, flat or nested}.
 
-    A slide is named with or without folder and suffix; upper and lower case are the same.
-
-    Args:
-        path: the list.
-        images: the folder in which, or anywhere below which, the slides lie.
-        part: which list of a JSON file.
+    A slide is named with or without folder and suffix, in any case; it lies in, or anywhere below, the folder `images`.
 
     Raises:
-        FileNotFoundError: slides of the list are missing; the message names them.
-        ValueError: the list is empty or a line of it (an item) is damaged; the message names it.
+        FileNotFoundError: slides of the list are missing.
+        ValueError: the list is empty or a line of it (an item) is damaged.
     """
     regions = list(_from_json(path, part) if path.suffix.lower() == ".json" else _from_csv(path))
     if not regions:

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,12 @@ _SYNTHETIC = "slides-2"  # kind and version of those of data_scripts/make_slides
 
 @dataclass(frozen=True)
 class Tables:
-    """The patches of a run.
+    """The patches of a run: to train on, to choose the best weights by and, where there are some, to judge them only.
 
     Args:
-        folder: of the data.
-        name: of the data.
+        folder: of the data, and their name.
         synthetic: whether they are drawn, not scanned.
         mpp: um per pixel; None where the data do not say.
-        training: those to train on.
-        validation: those that choose the best weights.
-        testing: those that only judge them; None where there are none.
         per_slide: patches wanted of each slide; None where they are listed.
     """
 
@@ -88,11 +83,7 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
 
 
 def keep_digests(tables: Tables, run: Run) -> None:
-    """Keep the digests of the patches that a run trains on and validates by.
-
-    Raises:
-        ValueError: a resumed run began with others.
-    """
+    """Keep the digests of the patches of a run; a ValueError says that a resumed run began with others."""
     path = run.directory / "patches.json"
     digests = {"training": tables.training.digest(), "validation": tables.validation.digest()}
     if run.resumed and path.is_file() and read_object(path) != digests:
@@ -104,10 +95,10 @@ def keep_digests(tables: Tables, run: Run) -> None:
 
 
 def hold_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
-    """Return which slides or patches validate, [N] bool: a share of those with tumour, and of those without.
+    """Return which slides or patches validate, [N] bool: a share of those with tumour (label 1), and of those without.
 
     It depends on the seed and on the N names, not on their order. Where there are two or more of a kind, each side
-    gets one at least; a single one trains. `labels` [N] are 1 for tumour; the fraction is above 0 and below 1.
+    gets one at least; a single one trains.
 
     Raises:
         ValueError: there are fewer than two of either kind.
@@ -137,22 +128,21 @@ def _held(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, run
 def _read(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     if config.lists is None and (folder / "labels.csv").is_file():
         return _labelled(config, folder, run)
-    with closing(SlidePool(config.reader)) as pool:
-        if config.lists is None:
-            return _sampled(config, folder, run, pool)
-        training = read_coordinates(config.lists[0], folder, "training")
-        validation = read_coordinates(config.lists[1], folder, "validation")
-        _require_within(training, pool)
-        _require_within(validation, pool)
-        mpp = _pixel_size(sorted({*training.files, *validation.files}), run, pool)
-        return Tables(folder, config.lists[0].stem, False, mpp, training, validation, None)
+    pool = SlidePool(config.reader)
+    if config.lists is None:
+        return _sampled(config, folder, run, pool)
+    training, validation = map(read_coordinates, config.lists, (folder, folder), ("training", "validation"))
+    for table in (training, validation):
+        _require_within(table, pool)
+    mpp = _pixel_size(sorted({*training.files, *validation.files}), run, pool)
+    return Tables(folder, config.lists[0].stem, False, mpp, training, validation, None)
 
 
 def _require_within(table: PatchTable, pool: SlidePool) -> None:
     """Raise a ValueError where a patch lies beyond its slide: it would be white, whatever its label says."""
     for number, file in enumerate(table.files):
-        with pool.use(file) as slide:
-            sides = slide.levels[0].width, slide.levels[0].height
+        level = pool.open(file).levels[0]
+        sides = level.width, level.height
         corners = table.corner[table.file == number]
         beyond = ((corners >= sides) | (corners <= -table.size)).any(1)
         if beyond.any():
@@ -224,13 +214,10 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -
 
 def _pixel_size(files: Sequence[Path], run: Run, pool: SlidePool) -> float | None:
     """Return um per pixel of the slides, and say what reads them and whether their pixels differ."""
-    sizes, readers = [], set()
-    for file in files:
-        with pool.use(file) as slide:
-            sizes.append(slide.mpp)
-            readers.add(slide.reader)
+    found = [(slide.mpp, slide.reader) for slide in map(pool.open, files)]
+    sizes, readers = zip(*found, strict=True)
     known = sorted(size for size in sizes if size is not None)
-    text = f"slides: read by {', '.join(sorted(readers))}"
+    text = f"slides: read by {', '.join(sorted(set(readers)))}"
     if len(known) < len(sizes):
         text += f"; {len(sizes) - len(known)} have no pixel size; tissue detection assumes {ASSUMED_MPP} um"
     if known and known[-1] > (1 + MPP_TOLERANCE) * known[0]:

@@ -15,6 +15,7 @@ from PIL import Image
 from medspeed.apps.pathology import infer
 from medspeed.apps.pathology.config import ScanConfig
 from medspeed.apps.pathology.model import PathologyModel
+from medspeed.apps.pathology.slides.camelyon import find_slides
 from medspeed.common.export.onnx_model import export_onnx
 from tests.apps.pathology.scan_runs import GLASS, MODEL, PURPLE, Purple, write_run, write_slide
 from tests.apps.pathology.slides.slide_files import overwrite_tile
@@ -261,7 +262,7 @@ def test_a_folder_without_slides_is_named(config, tmp_path):
 def test_masks_and_hidden_files_are_no_slides(config):
     for name in ("one_mask.tif", "._one.tif", "notes.txt"):
         (config.input / name).touch()
-    assert [path.name for path in infer.find_slides(config.input)] == ["one.tif", "two.tif"]
+    assert [path.name for path in find_slides(config.input)] == ["one.tif", "two.tif"]
 
 
 def test_the_stride_must_be_a_multiple_of_32():

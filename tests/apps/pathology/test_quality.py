@@ -65,7 +65,7 @@ def test_validation_and_test_scores_are_computed_in_the_runs_precision(
 @pytest.mark.parametrize("on_device", [True, False])
 def test_patches_off_the_device_are_read_while_the_last_ones_are_scored(patches: Patches, on_device: bool):
     rows = np.arange(1, COUNT)
-    held = patches.near(rows, "gpu" if on_device else "disk", CPU)
+    held = patches.on_device(rows, CPU) if on_device else patches
     due = 1 / (1 + np.exp(-(np.asarray(patches.pixels)[1:, 0, 0, 0] / 127.5 - 1)))
     threads: list[str] = []
     take = held.take

@@ -56,11 +56,7 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> list[SlideEntry]:
 
 
 def sample(entries: list[SlideEntry], per_slide: int = 200, size: int = SIZE, seed: int = 0) -> PatchTable:
-    pool = SlidePool(reader="tifffile")
-    try:
-        return sample_patches(entries, per_slide, size, seed, pool)
-    finally:
-        pool.close()
+    return sample_patches(entries, per_slide, size, seed, SlidePool(reader="tifffile"))
 
 
 def corners_of(table: PatchTable, name: str) -> np.ndarray:

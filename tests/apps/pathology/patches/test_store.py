@@ -15,13 +15,14 @@ from medspeed.apps.pathology.config import Augmentation, PathologyConfig
 from medspeed.apps.pathology.patches import store as patch_store
 from medspeed.apps.pathology.patches.store import (
     Patches,
-    Tier,
-    held_for_validation,
+    hold,
     patch_batches,
+    rank_rows,
     send_rows,
     stored_patches,
 )
 from medspeed.apps.pathology.patches.table import PatchTable
+from medspeed.apps.pathology.patches.table import decode as decode_patches
 from medspeed.apps.pathology.slides.reader import SlidePool
 from medspeed.common.clock import Clock
 from medspeed.common.data.batches import KeyedBatches
@@ -59,11 +60,7 @@ def squares(tmp_path: Path) -> PatchTable:
 
 
 def stored(table: PatchTable, folder: Path) -> np.ndarray:
-    pool = SlidePool(reader="tifffile")
-    try:
-        return np.array(stored_patches(table, folder, pool, 1, False).pixels)
-    finally:
-        pool.close()
+    return np.array(stored_patches(table, folder, SlidePool(reader="tifffile"), 1, False).pixels)
 
 
 def test_patches_are_those_of_their_files_in_the_tables_order(tmp_path: Path, images: PatchTable, squares: PatchTable):
@@ -80,10 +77,9 @@ def test_a_sound_store_is_read_and_a_damaged_one_made_anew(
 ):
     whole = stored(squares, tmp_path / "store")
     read: list[list[int]] = []
-    decode = patch_store.decode
 
     def noting(*given: Any) -> Any:
-        for rows, pixels in decode(*given):
+        for rows, pixels in decode_patches(*given):
             read.append(rows.tolist())
             yield rows, pixels
 
@@ -139,12 +135,12 @@ def patches() -> Patches:
 
 
 def batches_of(
-    patches: Patches, size: int, partitions: int = 1, mine: tuple[int, ...] | None = None, tier: Tier = "ram"
+    patches: Patches, size: int, partitions: int = 1, mine: tuple[int, ...] | None = None, on_device: bool = False
 ) -> KeyedBatches:
     here = range(partitions) if mine is None else mine
     rows = np.flatnonzero(np.isin(np.arange(COUNT) % partitions, here))
     config = PathologyConfig(batch_size=size, parallel=Parallel(partitions=partitions), seed=3)
-    return patch_batches(patches.near(rows, tier, CPU), here, config, CPU)
+    return patch_batches(patches.on_device(rows, CPU) if on_device else patches, here, config, CPU)
 
 
 def test_an_epoch_takes_each_patch_once_at_most_with_its_label(patches: Patches):
@@ -195,16 +191,14 @@ def test_two_processes_with_a_partition_each_hold_the_batch_of_one_with_two(patc
     assert torch.equal(one.label, torch.cat([part.label for part in two]))
 
 
-@pytest.mark.parametrize("tier", ["gpu", "disk"])
-def test_the_tier_changes_nothing(patches: Patches, tier: Tier):
-    tiers: tuple[Tier, Tier] = ("ram", tier)
-    one, other = (next(batches_of(patches, 6, 2, (1,), tier=each).epoch(0)) for each in tiers)
+def test_where_patches_lie_changes_nothing(patches: Patches):
+    one, other = (next(batches_of(patches, 6, 2, (1,), on_device=each).epoch(0)) for each in (False, True))
     assert torch.equal(one.image, other.image)
     assert torch.equal(one.label, other.label)
 
 
-@pytest.mark.parametrize(("tier", "ahead"), [("gpu", False), ("ram", True), ("disk", True)])
-def test_what_does_not_lie_on_the_device_is_made_one_batch_ahead(patches: Patches, tier: Tier, ahead: bool):
+@pytest.mark.parametrize("on_device", [True, False])
+def test_what_does_not_lie_on_the_device_is_made_one_batch_ahead(patches: Patches, on_device: bool):
     """While a batch is in use, the next one is being taken; on the device nothing is worth a thread."""
     threads: list[str] = []
     find = Patches.find
@@ -214,9 +208,9 @@ def test_what_does_not_lie_on_the_device_is_made_one_batch_ahead(patches: Patche
         return find(self, rows, device)
 
     with mock.patch.object(Patches, "find", noting):
-        assert len(list(batches_of(patches, 5, tier=tier).epoch(0))) == 4
+        assert len(list(batches_of(patches, 5, on_device=on_device).epoch(0))) == 4
     assert len(threads) == 4
-    assert all(name.startswith("prefetch") == ahead for name in threads)
+    assert all(name.startswith("prefetch") != on_device for name in threads)
 
 
 def test_patches_are_sent_through_two_buffers_and_never_lie_in_host_memory_as_a_whole(monkeypatch: pytest.MonkeyPatch):
@@ -262,14 +256,15 @@ def test_validation_patches_lie_on_the_device_where_they_fit_beside_those_to_tra
     budgets = {"ram": 2**40, "disk": 2**40} | ({} if free is None else {"gpu": free})
     monkeypatch.setattr(patch_store, "measure_budgets", lambda *_: budgets)
     run = Run(tmp_path, CPU, Clock(), resumed=False, ranks=Ranks(rank=1, world=2))
-    found = held_for_validation(patches, 14, PathologyConfig(), run)
-    mine = np.arange(1, COUNT, 2)
+    mine = rank_rows(patches, run)
+    assert mine.tolist() == list(range(1, COUNT, 2))
+    found = hold(patches, mine, 14 // 2, PathologyConfig(), run)
     assert isinstance(found.pixels, torch.Tensor) == held
     assert np.array_equal(found.take(mine, CPU).numpy(), np.asarray(patches.pixels)[mine])
 
 
 def test_a_batch_waits_for_nothing(patches: Patches):
-    batches = batches_of(patches, 5, tier="gpu")
+    batches = batches_of(patches, 5, on_device=True)
     with refuse_host_sync():
         assert len(list(batches.epoch(0))) == 4
 

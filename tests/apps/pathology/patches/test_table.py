@@ -52,15 +52,6 @@ def test_digest_tells_whatever_changes(tmp_path):
     assert len(set(found)) == len(found) == 8
 
 
-@pytest.mark.parametrize("wrong", ["file", "corner", "label"])
-def test_wrong_types_are_the_callers_mistake(tmp_path, wrong):
-    whole = table(tmp_path, [0, 1])
-    arrays = {"file": whole.file, "corner": whole.corner, "label": whole.label}
-    arrays[wrong] = arrays[wrong].astype(np.int64)
-    with pytest.raises(AssertionError):
-        PatchTable(whole.files, size=32, **arrays)
-
-
 ROWS = ["image,label,split", "a.png,1,train", "b.png,0,train", "c.png,1,val", "d.png,0,test"]
 
 
