@@ -23,13 +23,16 @@ from torch.distributed.run import get_args_parser
 
 from medspeed import cli
 from medspeed.apps import doctor, folds
-from medspeed.apps.brats.config import BratsConfig, BratsExport
+from medspeed.apps.brats.config import BratsConfig
 from medspeed.apps.brats.config import parse as parse_brats
-from medspeed.apps.pathology.config import EvaluateConfig, PathologyConfig, PathologyExport, ScanConfig
+from medspeed.apps.brats.export import BratsExport
+from medspeed.apps.pathology.config import EvaluateConfig, PathologyConfig, ScanConfig
 from medspeed.apps.pathology.config import parse as parse_pathology
+from medspeed.apps.pathology.export import PathologyExport
 from medspeed.apps.pathology.model import PathologyModel
-from medspeed.apps.spleen.config import SpleenConfig, SpleenExport
+from medspeed.apps.spleen.config import SpleenConfig
 from medspeed.apps.spleen.config import parse as parse_spleen
+from medspeed.apps.spleen.export import SpleenExport
 from medspeed.benchmarks import ladder, speedrun
 from medspeed.common.config import config_to_yaml, parse_config
 from medspeed.common.inference import options

@@ -8,7 +8,8 @@ import pytest
 
 from medspeed.apps.brats.config import BratsConfig
 from medspeed.apps.pathology.config import PathologyConfig
-from medspeed.apps.spleen.config import SpleenConfig, SpleenExport
+from medspeed.apps.spleen.config import SpleenConfig
+from medspeed.apps.spleen.export import SpleenExport
 from medspeed.common.inference.options import InferConfig
 
 ROOT = Path(__file__).parents[1]

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from medspeed.common.export import ExportConfig
 from medspeed.common.training.config import Check, parse_training
 from medspeed.common.training.volume_config import Crops, Network, SegmentationConfig, Windows
 from medspeed.models import check_name
@@ -78,25 +77,3 @@ RECIPES = {"fast": BratsConfig(), "guide": GUIDE, "baseline": BASELINE}
 def parse(arguments: Sequence[str] | None = None) -> BratsConfig:
     """Parse the command line of `apps/brats/train.py`; with --resume, take the run's own configuration."""
     return parse_training(BratsConfig, RECIPES, _DESCRIPTION, arguments)
-
-
-@dataclass(frozen=True)
-class BratsExport(ExportConfig):
-    """The configuration of an export; the defaults of imported weights are those of MONAI's brats_mri_segmentation.
-
-    Args:
-        filters: channels of the first level; 16 by default.
-        blocks_down: blocks per level; 1 2 2 4 by default.
-        network: segresnet, or another as in training; a run with a network of your own needs it, too: its code runs.
-        spacing: voxel spacing R, A, S in mm that the weights were trained at.
-        window_size: sliding window X, Y, Z in voxels. Scans must have the channels in the order of the weights
-            (MONAI's bundle: T1c, T1, T2, FLAIR).
-        overlap: fraction of a window that its neighbor also covers.
-    """
-
-    filters: int | None = None
-    blocks_down: tuple[int, ...] | None = None
-    network: str | None = None
-    spacing: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    window_size: tuple[int, int, int] = (240, 240, 160)
-    overlap: float = 0.25

@@ -1,7 +1,33 @@
 """Export a trained run: ONNX models that match PyTorch, TensorRT engines, a Triton repository or a MONAI bundle."""
 
-from medspeed.apps.brats.config import BratsConfig, BratsExport
+from dataclasses import dataclass
+
+from medspeed.apps.brats.config import BratsConfig
 from medspeed.common.config import parse_config
+from medspeed.common.export import ExportConfig
+
+
+@dataclass(frozen=True)
+class BratsExport(ExportConfig):
+    """The configuration of an export; the defaults of imported weights are those of MONAI's brats_mri_segmentation.
+
+    Args:
+        filters: channels of the first level; 16 by default.
+        blocks_down: blocks per level; 1 2 2 4 by default.
+        network: segresnet, or another as in training; a run with a network of your own needs it, too: its code runs.
+        spacing: voxel spacing R, A, S in mm that the weights were trained at.
+        window_size: sliding window X, Y, Z in voxels. Scans must have the channels in the order of the weights
+            (MONAI's bundle: T1c, T1, T2, FLAIR).
+        overlap: fraction of a window that its neighbor also covers.
+    """
+
+    filters: int | None = None
+    blocks_down: tuple[int, ...] | None = None
+    network: str | None = None
+    spacing: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    window_size: tuple[int, int, int] = (240, 240, 160)
+    overlap: float = 0.25
+
 
 if __name__ == "__main__":
     CONFIG = parse_config(BratsExport, {}, description=__doc__)  # before torch: --help answers at once

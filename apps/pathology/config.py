@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from medspeed.common.export import ExportConfig
 from medspeed.common.inference.options import AnyPrecision, Backend
 from medspeed.common.training.config import Check, TrainingConfig, parse_training
 
@@ -183,18 +182,3 @@ class EvaluateConfig:
 
     scans: Path
     data: Path
-
-
-@dataclass(frozen=True)
-class PathologyExport(ExportConfig):
-    """The configuration of an export.
-
-    Args:
-        patch_size: side of the patches in pixels.
-        mpp: pixel size in um of the slides that the weights were trained on; unknown by default.
-        tile_size: side of the tiles of a dense scan in pixels, a multiple of 32.
-    """
-
-    patch_size: int = 224
-    mpp: float | None = None
-    tile_size: int = 1152

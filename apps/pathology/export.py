@@ -1,7 +1,26 @@
 """Export a trained run: ONNX models that match PyTorch, TensorRT engines, a Triton repository or a MONAI bundle."""
 
-from medspeed.apps.pathology.config import PathologyConfig, PathologyExport
+from dataclasses import dataclass
+
+from medspeed.apps.pathology.config import PathologyConfig
 from medspeed.common.config import parse_config
+from medspeed.common.export import ExportConfig
+
+
+@dataclass(frozen=True)
+class PathologyExport(ExportConfig):
+    """The configuration of an export.
+
+    Args:
+        patch_size: side of the patches in pixels.
+        mpp: pixel size in um of the slides that the weights were trained on; unknown by default.
+        tile_size: side of the tiles of a dense scan in pixels, a multiple of 32.
+    """
+
+    patch_size: int = 224
+    mpp: float | None = None
+    tile_size: int = 1152
+
 
 if __name__ == "__main__":
     CONFIG = parse_config(PathologyExport, {}, description=__doc__)  # before torch: --help answers at once
@@ -18,9 +37,10 @@ from medspeed.apps.pathology.quality import export_patches, judge_on, tiles
 from medspeed.common.console import say
 from medspeed.common.export.bundle import NetworkConfig, write_bundle
 from medspeed.common.export.deploy import hand_over
-from medspeed.common.export.export import EngineChoice, ExportRecord
+from medspeed.common.export.export import ExportRecord
 from medspeed.common.export.gate import Judge
 from medspeed.common.export.int8 import quantiser
+from medspeed.common.export.tensorrt_engine import EngineChoice
 from medspeed.common.files import read_as
 from medspeed.common.inference.model import import_weights
 from medspeed.common.run import Run, one_line_errors

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from medspeed.common.export import ExportConfig
 from medspeed.common.training.config import Check, parse_training
 from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
 from medspeed.models import check_name
@@ -78,26 +77,3 @@ RECIPES = {"fast": SpleenConfig(), "guide": GUIDE, "baseline": BASELINE}
 def parse(arguments: Sequence[str] | None = None) -> SpleenConfig:
     """Parse the command line of `apps/spleen/train.py`; with --resume, take the run's own configuration."""
     return parse_training(SpleenConfig, RECIPES, _DESCRIPTION, arguments)
-
-
-@dataclass(frozen=True)
-class SpleenExport(ExportConfig):
-    """The configuration of an export; the defaults of imported weights are those of MONAI's spleen_ct_segmentation.
-
-    Args:
-        labels: class names, background first.
-        channels: channels of each level; 16 32 64 128 256 by default.
-        network: unet3d, or another as in training; a run with a network of your own needs it, too: its code runs.
-        spacing: voxel spacing R, A, S in mm that the weights were trained at.
-        window: CT intensity window, lower and upper HU.
-        window_size: sliding window X, Y, Z in voxels.
-        overlap: fraction of a window that its neighbor also covers.
-    """
-
-    labels: tuple[str, ...] = ("background", "spleen")
-    channels: tuple[int, ...] | None = None
-    network: str | None = None
-    spacing: tuple[float, float, float] = (1.5, 1.5, 2.0)
-    window: tuple[float, float] = (-57.0, 164.0)
-    window_size: tuple[int, int, int] = (96, 96, 96)
-    overlap: float = 0.25

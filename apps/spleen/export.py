@@ -1,7 +1,34 @@
 """Export a trained run: ONNX models that match PyTorch, TensorRT engines, a Triton repository or a MONAI bundle."""
 
-from medspeed.apps.spleen.config import SpleenConfig, SpleenExport
+from dataclasses import dataclass
+
+from medspeed.apps.spleen.config import SpleenConfig
 from medspeed.common.config import parse_config
+from medspeed.common.export import ExportConfig
+
+
+@dataclass(frozen=True)
+class SpleenExport(ExportConfig):
+    """The configuration of an export; the defaults of imported weights are those of MONAI's spleen_ct_segmentation.
+
+    Args:
+        labels: class names, background first.
+        channels: channels of each level; 16 32 64 128 256 by default.
+        network: unet3d, or another as in training; a run with a network of your own needs it, too: its code runs.
+        spacing: voxel spacing R, A, S in mm that the weights were trained at.
+        window: CT intensity window, lower and upper HU.
+        window_size: sliding window X, Y, Z in voxels.
+        overlap: fraction of a window that its neighbor also covers.
+    """
+
+    labels: tuple[str, ...] = ("background", "spleen")
+    channels: tuple[int, ...] | None = None
+    network: str | None = None
+    spacing: tuple[float, float, float] = (1.5, 1.5, 2.0)
+    window: tuple[float, float] = (-57.0, 164.0)
+    window_size: tuple[int, int, int] = (96, 96, 96)
+    overlap: float = 0.25
+
 
 if __name__ == "__main__":
     CONFIG = parse_config(SpleenExport, {}, description=__doc__)  # before torch: --help answers at once

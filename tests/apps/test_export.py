@@ -8,16 +8,14 @@ import onnxruntime
 import pytest
 import torch
 
-from medspeed.apps.brats.config import BratsExport
+from medspeed.apps.brats.export import BratsExport
 from medspeed.apps.brats.export import imported_model as imported_brats
 from medspeed.apps.brats.export import main as export_brats
-from medspeed.apps.pathology.config import PathologyExport
+from medspeed.apps.pathology.export import PathologyExport, our_name
 from medspeed.apps.pathology.export import main as export_pathology
-from medspeed.apps.pathology.export import our_name
 from medspeed.apps.pathology.model import PathologyModel
 from medspeed.apps.pathology.model import load_model as load_pathology
-from medspeed.apps.spleen.config import SpleenExport
-from medspeed.apps.spleen.export import imported_model
+from medspeed.apps.spleen.export import SpleenExport, imported_model
 from medspeed.apps.spleen.export import main as export_spleen
 from medspeed.apps.spleen.infer import main as infer_spleen
 from medspeed.common.export.deploy import _find_cases
