@@ -19,11 +19,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from torch import nn
 
-from medspeed.common.export.model_card import is_synthetic, model_card, write_package
+from medspeed.common.export.model_card import filled, is_synthetic, model_card, write_package
 from medspeed.common.inference.labels import LabelScheme, painting_order
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.postprocessing import ROUNDING, logit_bars
@@ -32,8 +31,6 @@ NetworkConfig = Mapping[str, Any]
 """A MONAI class as a bundle names it: "_target_" and every argument, such as {"_target_": "UNet", "in_channels": 1}."""
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 _VOLUMES = Path(__file__).with_name("bundle")
-_JSON = jinja2.Environment(undefined=jinja2.StrictUndefined)
-_JSON.policies["json.dumps_kwargs"] = {}  # in the order that we give
 _ROUNDING = 1e-4  # of the largest logit: what the order of sums may change
 
 
@@ -68,7 +65,7 @@ def write_volume_bundle(folder: Path, run: Path, task: str, model: VolumeModel) 
 
 def served_pipeline(model: VolumeModel) -> str:
     """Return a bundle's configs/inference.json whose network is `client.triton_predictor`, on a Triton server."""
-    return _rendered(_VOLUMES / "inference.json", {**_pipeline(model), "network": None})
+    return _json(_VOLUMES / "inference.json", {**_pipeline(model), "network": None})
 
 
 def _pipeline(model: VolumeModel) -> dict[str, Any]:
@@ -76,9 +73,8 @@ def _pipeline(model: VolumeModel) -> dict[str, Any]:
     return {"model": model, "painting": f"$lambda logits: {paint}", "rounding": ROUNDING, "bars": bars}
 
 
-def _rendered(template: Path, values: Mapping[str, Any]) -> str:
-    found = _JSON.from_string(template.read_text(encoding="utf-8")).render(values)
-    return json.dumps(json.loads(found), indent=2) + "\n"
+def _json(template: Path, values: Mapping[str, Any]) -> str:
+    return json.dumps(json.loads(filled(template, values)), indent=2) + "\n"
 
 
 def write_bundle(
@@ -111,38 +107,40 @@ def write_bundle(
         RuntimeError, ValueError: the weights do not fit MONAI's class, or that computes something else.
     """
     known = {**values, "synthetic": is_synthetic(run), "version": metadata.version}
-    files: dict[str, str | bytes] = {}
-    for name in ("inference", "metadata"):
-        files[f"configs/{name}.json"] = _rendered(templates / f"{name}.json", known)
     stored = io.BytesIO()  # torch.save would write the temporary name of a file into it
-    torch.save(twin_weights(network, values["network"], shape, weights), stored)
-    files["models/model.pt"] = stored.getvalue()
-    files["docs/README.md"] = f"{model_card(run, task)}\n{(templates / 'usage.md').read_text(encoding='utf-8')}"
-    files["LICENSE"] = LICENCE.read_text(encoding="utf-8")
-    return write_package(folder, files)
+    torch.save(_twin_weights(network, values["network"], shape, weights or network.state_dict()), stored)
+    usage = (templates / "usage.md").read_text(encoding="utf-8")
+    return write_package(
+        folder,
+        {
+            **{f"configs/{name}": _json(templates / name, known) for name in ("inference.json", "metadata.json")},
+            "models/model.pt": stored.getvalue(),
+            "docs/README.md": f"{model_card(run, task)}\n{usage}",
+            "LICENSE": LICENCE.read_text(encoding="utf-8"),
+        },
+    )
 
 
-def twin_weights(
-    ours: nn.Module, network: NetworkConfig, shape: Sequence[int], weights: Mapping[str, torch.Tensor] | None
+def _twin_weights(
+    ours: nn.Module, named: NetworkConfig, shape: Sequence[int], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return the weights as plain tensors, once MONAI's network computes with them what ours does; see `write_bundle`.
 
     Raises:
-        RuntimeError: the weights do not fit `network`.
+        RuntimeError: the weights do not fit MONAI's.
         ValueError: it computes something else.
     """
     from monai.bundle import ConfigParser  # here: it takes a second to load
 
-    twin = ConfigParser({"network": dict(network)}).get_parsed_content("network").eval()
-    named = ours.state_dict() if weights is None else weights
-    plain = {name: value.detach().cpu().contiguous() for name, value in named.items()}
+    twin = ConfigParser({"network": dict(named)}).get_parsed_content("network").eval()
+    plain = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     twin.load_state_dict(plain)
     example = torch.rand(tuple(shape), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found, due = twin(example), ours.cpu().eval()(example)
     same = found.shape[:2] == due.shape[:2] and found.numel() == due.numel()  # one number may be [1, 1] or [1, 1, 1, 1]
     if not same or float((found.flatten() - due.flatten()).abs().max()) > _ROUNDING * float(due.abs().max()):
-        raise ValueError(f"network {dict(network)}: takes the weights but computes other results: correct it")
+        raise ValueError(f"network {dict(named)}: takes the weights but computes other results: correct it")
     return plain
 
 

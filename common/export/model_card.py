@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import jinja2
 import msgspec
@@ -11,44 +11,22 @@ import msgspec
 from medspeed.common.files import atomic_path, read_object, sha256_of, write_text
 
 
-class _Quality(TypedDict):
-    name: str
-    value: float | None
-    selected_on: str
-    per_case: dict[str, float]
-    per_region: NotRequired[dict[str, float | None]]
+def _kind(*needed: tuple[str, Any], **fields: Any) -> type[msgspec.Struct]:  # noqa: ANN401 - types
+    return msgspec.defstruct("Kind", [*needed, *((name, kind, None) for name, kind in fields.items())])
 
 
-class _Data(TypedDict, total=False):
-    folder: str
-    name: str | None
-    synthetic: bool
-
-
-class _Summary(TypedDict, total=False):
-    data: _Data
-    quality: _Quality
-    cases: dict[str, int]
-    held_out: bool
-    recipe: str
-    seed: int
-    steps: int
-
-
-class _Split(TypedDict, total=False):
-    description: str
-    training: list[str]
-    validation: list[str]
-
-
-class _Environment(TypedDict, total=False):
-    python: str
-    versions: dict[str, str | None]
-    git: str | None
-
-
-# What is read of the files of a run; they may hold more.
-_KINDS: dict[str, Any] = {"summary": _Summary, "split": _Split, "environment": _Environment}
+_DATA = _kind(folder=str, name=str | None, synthetic=bool)
+_QUALITY = _kind(
+    *(("name", str), ("value", float | None), ("selected_on", str), ("per_case", dict[str, float])),
+    per_region=dict[str, float | None],
+)
+_KINDS: dict[str, Any] = {  # what is read of the files of a run; they may hold more
+    "summary": _kind(
+        data=_DATA, quality=_QUALITY, cases=dict[str, int], held_out=bool, recipe=str, seed=int, steps=int
+    ),
+    "split": _kind(description=str, training=list[str], validation=list[str]),
+    "environment": _kind(python=str, versions=dict[str, str | None], git=str | None),
+}
 _PACKAGES = ("torch", "monai", "numpy", "onnx", "onnxruntime", "tensorrt", "tensorrt-rtx")
 
 
@@ -68,23 +46,32 @@ def model_card(run: Path, task: str) -> str:
     """
     files = {name: read_if_there(run / f"{name}.json") for name in ("model", "summary", "split", "environment")}
     folder, quality = files["summary"].get("data", {}).get("folder"), files["summary"].get("quality")
-    environment = jinja2.Environment(  # it is Markdown: `plain` makes values safe, not HTML's escapes
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.ChainableUndefined,
-        finalize=plain,
+    # The digests are those of what is there now, and not of what the summary remembers.
+    exports = sorted(file for kind in ("onnx", "plan") for file in (run / "exports").glob(f"model_*.{kind}"))
+    found = [file for file in (run / "best.safetensors", *exports) if file.is_file()]
+    values = {
+        "task": task,
+        "synthetic": is_synthetic(run),
+        "figures": _figures(quality) if quality else {},
+        "dataset": read_if_there(Path(folder) / "dataset.json") if folder else {},
+        "digests": {file.relative_to(run).as_posix(): sha256_of(file) for file in found},
+        "packages": _PACKAGES,
+    }
+    return filled(Path(__file__).with_name("model_card.md.j2"), files | values)
+
+
+def filled(template: Path, values: Mapping[str, Any]) -> str:
+    """Return a template of Jinja's, filled in; in Markdown values stay text (see `plain`), and may be missing."""
+    markdown = ".md" in template.suffixes
+    environment = jinja2.Environment(
+        undefined=jinja2.ChainableUndefined if markdown else jinja2.StrictUndefined,
+        finalize=plain if markdown else None,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template("model_card.md.j2").render(
-        files,
-        task=task,
-        synthetic=is_synthetic(run),
-        figures=_figures(quality) if quality else {},
-        dataset=read_if_there(Path(folder) / "dataset.json") if folder else {},
-        digests=_digests(run),
-        packages=_PACKAGES,
-    )
+    environment.policies["json.dumps_kwargs"] = {}  # in the order that we give
+    return environment.from_string(template.read_text(encoding="utf-8")).render(values)
 
 
 def write_package(folder: Path, files: Mapping[str, str | bytes]) -> Path:
@@ -109,11 +96,7 @@ def is_synthetic(run: Path) -> bool | None:
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a run holds; an empty one where it has no such file.
-
-    Raises:
-        ValueError: it is none, or a value in it is of another type.
-    """
+    """Return the JSON object that a run holds, an empty one without such a file; a ValueError names a wrong value."""
     remedy = "restore it, or remove it from the run folder"
     content = read_object(path, remedy) if path.is_file() else {}
     try:
@@ -139,10 +122,3 @@ def _figures(quality: dict[str, Any]) -> dict[str, float | None]:
         return cases or mean
     worst = {"worst case": min(cases.values()), "cases": len(cases)} if cases else {}
     return {**mean, **regions, **worst}
-
-
-def _digests(run: Path) -> dict[str, str]:
-    """Return the digests of what is there now, and not of what the summary remembers."""
-    exports = sorted(file for kind in ("onnx", "plan") for file in (run / "exports").glob(f"model_*.{kind}"))
-    found = [file for file in (run / "best.safetensors", *exports) if file.is_file()]
-    return {file.relative_to(run).as_posix(): sha256_of(file) for file in found}
