@@ -34,7 +34,7 @@ from medspeed.common.inference.measure import write_measures
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.predictions import Prediction, Predictions, Record
 from medspeed.common.inference.uncertain import warn_of_training
-from medspeed.common.observe.plots import Timeline
+from medspeed.common.observe.timeline import Timeline
 from medspeed.common.ranks import choose_device, torchrun_place
 from medspeed.common.run import one_line_errors
 

@@ -12,8 +12,9 @@ from medspeed.apps.pathology.patches.colours import colour_auc
 from medspeed.apps.pathology.patches.store import Patches, rank_rows
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.threads import prefetch
-from medspeed.common.export.export import EngineChoice, ExportRecord, Quantise, export
+from medspeed.common.export.export import ExportRecord, Quantise, export
 from medspeed.common.export.gate import Judge
+from medspeed.common.export.tensorrt_engine import EngineChoice
 from medspeed.common.inference.options import Precision
 from medspeed.common.inference.predictors import Predictor, torch_predictor
 from medspeed.common.run import Run

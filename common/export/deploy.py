@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from medspeed.common.clock import Clock, repeated
-from medspeed.common.data.dataset import Case, make_synthetic, read_dataset
+from medspeed.common.data.dataset import Case, make_synthetic, merged_split, read_dataset, read_names
+from medspeed.common.data.fingerprint import Fingerprint
 from medspeed.common.data.preparation import PreparedCase, prepare_case
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.export import ExportConfig
 from medspeed.common.export.bundle import served_pipeline, write_volume_bundle
-from medspeed.common.export.ensemble import write_ensemble
 from medspeed.common.export.export import (
     GATE_CASES,
-    EngineChoice,
-    ExportedEngine,
+    Exported,
     ExportRecord,
     export_volumes,
     judge_on,
@@ -25,14 +25,18 @@ from medspeed.common.export.export import (
 from medspeed.common.export.gate import Judge
 from medspeed.common.export.int8 import quantiser
 from medspeed.common.export.model_card import model_card, read_if_there
+from medspeed.common.export.tensorrt_engine import EngineChoice
 from medspeed.common.export.triton import write_triton
-from medspeed.common.files import check_digest, sha256_of, write_json
-from medspeed.common.inference.model import VolumeModel
+from medspeed.common.files import check_digest, read_as, sha256_of, write_json
+from medspeed.common.inference.members import Ensemble
+from medspeed.common.inference.model import VolumeModel, initialise, save_weights, write_model
 from medspeed.common.inference.predict import sample_windows
 from medspeed.common.inference.predictors import onnxruntime_predictor, read_onnx_metadata
+from medspeed.common.inference.uncertain import read_figures
 from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run
 
+Cases = tuple[Case, ...]
 _CALIBRATION_CASES = 8
 _SYNTHETIC_CASES = 3
 _TIMED = 3  # windows, after one that sets up
@@ -75,11 +79,8 @@ def hand_over(
     return write_triton(config.destination(), f"medspeed_{app}", config.served(), card, overlap, pipeline)
 
 
-def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, phantoms: str | None) -> Path:
-    """Hand the run of a segmentation over, as `hand_over` does.
-
-    `phantoms` is the kind of synthetic cases for a gate without data: ct or mri; None where there are none.
-    """
+def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, phantoms: str) -> Path:
+    """Hand the run of a segmentation over, as `hand_over` does; `phantoms`, ct or mri, judge a gate without data."""
     if len(config.model) > 1:
         write_ensemble(config.run, app, model, config.model)
 
@@ -126,7 +127,7 @@ def precision_table(record: ExportRecord, seconds: Mapping[str, float]) -> str:
     rows = [titles, ("---", *["---:"] * 5, "---")]
     engines = {engine.precision: engine for engine in record.engines}
     for model in record.onnx:
-        engine = engines.get(model.precision, ExportedEngine(model.precision))
+        engine = engines.get(model.precision, Exported(model.precision))
         verdict = model.reason or (f"kept; engine: {engine.reason}" if engine.reason else "kept")
         figures = (
             (model.bytes and model.bytes / 2**20, ".1f"),
@@ -140,9 +141,7 @@ def precision_table(record: ExportRecord, seconds: Mapping[str, float]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _find_cases(
-    config: ExportConfig, phantoms: str | None, scratch: Path
-) -> tuple[tuple[Case, ...], tuple[Case, ...], str]:
+def _find_cases(config: ExportConfig, phantoms: str, scratch: Path) -> tuple[Cases, Cases, str]:
     """Return the cases for the gate, others to calibrate INT8 on, and what they are in words.
 
     They are those of --data, or the run's own for validation and training, or synthetic ones without labels.
@@ -157,8 +156,6 @@ def _find_cases(
     if folder is None or not (folder / "dataset.json").is_file():
         if config.data is not None:
             raise FileNotFoundError(f"{config.data / 'dataset.json'}: no such file; --data takes a dataset folder")
-        if phantoms is None:
-            raise FileNotFoundError(f"{config.run}: the run's data are not available; pass a dataset with --data")
         folder = make_synthetic(scratch, "make_phantoms", phantoms, "--cases", str(2 * _SYNTHETIC_CASES))
         made = tuple(replace(case, label=None) for case in read_dataset(folder).cases)
         origin = "(synthetic scans, because the run's data are not available; pass --data for a Dice)"
@@ -178,3 +175,47 @@ def _find_cases(
 def _prepared(cases: Sequence[Case], model: VolumeModel) -> list[PreparedCase]:
     prepare = partial(prepare_case, preparation=model.preparation, allowed=model.labelling.numbers)
     return map_in_threads(prepare, cases, "preparing cases for the gate")
+
+
+def write_ensemble(folder: Path, app: str, model: VolumeModel, runs: Sequence[Path]) -> None:
+    """Write the run folder of an ensemble: model.json, all weights in one file, and what its data were.
+
+    Args:
+        folder: to be made, or empty.
+        app: whose runs they are.
+        model: what `load_models` returned for the runs.
+        runs: their folders.
+
+    Raises:
+        FileExistsError: the folder holds something.
+        ValueError: a file is damaged, or weights do not fit; nothing is left behind.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: not empty; --output of several models must be a new folder")
+    network = model.build()
+    assert isinstance(network, Ensemble), model
+    for part, run, member in zip(network.members, runs, model.members, strict=True):
+        initialise(part, run / "best.safetensors", made_of=member.arguments)
+    data = _data_of(runs)
+    digests = " ".join(member.sha256 for member in model.members)
+    save_weights(folder / "best.safetensors", network.state_dict(), {"members": digests})
+    write_model(folder, app, model)
+    for name, content in data.items():
+        write_json(folder / f"{name}.json", content)
+
+
+def _data_of(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Return "summary", "split" (by the names of cases: their dataset may have been moved) and "fingerprint"."""
+    data = [read_if_there(run / "summary.json").get("data", {}) for run in runs]
+    summary: dict[str, Any] = {"data": data[0] if all(each == data[0] for each in data) else {}}
+    if any(each.get("synthetic") for each in data):
+        summary["data"] = {**summary["data"], "synthetic": True}
+    content: dict[str, dict[str, Any]] = {"summary": summary} if any(data) else {}
+    if splits := [read_names(run / "split.json") for run in runs if (run / "split.json").is_file()]:
+        split = merged_split(splits)
+        summary["cases"] = {"training": len(split.training), "validation": len(split.validation)}
+        content["split"] = split.to_json()
+    if all((run / "fingerprint.json").is_file() for run in runs):
+        first = read_as(runs[0] / "fingerprint.json", Fingerprint, "restore or remove it")
+        content["fingerprint"] = asdict(replace(first, scans=read_figures(*runs)))
+    return content

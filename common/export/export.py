@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from medspeed.common.export.gate import (
     take_reference,
 )
 from medspeed.common.export.onnx_model import Window, export_onnx
-from medspeed.common.export.tensorrt_engine import build_engine, choose_flavour
+from medspeed.common.export.tensorrt_engine import EngineChoice, build_engine, choose_flavour
 from medspeed.common.files import plural, record_digests, sha256_of
 from medspeed.common.inference.labels import case_dice, dice_counts
 from medspeed.common.inference.model import VolumeModel
@@ -39,7 +40,6 @@ from medspeed.common.inference.tensorrt_runtime import (
 from medspeed.common.inference.windows import window_starts
 from medspeed.common.run import Run
 
-EngineChoice = Literal["auto", "tensorrt", "tensorrt_rtx", "none"]
 Quantise = Callable[[Path, Path, torch.Tensor], str]
 """Writes the INT8 model of an fp32 one, to be judged on windows [N, C, *sides]; returns what it did, in words."""
 GATE_CASES = 8  # the gate runs each export on so many cases,
@@ -47,18 +47,22 @@ _GATE_WINDOWS = 48  # at the end of a training on as many as have so many window
 
 
 @dataclass(frozen=True)
-class ExportedModel:
-    """An ONNX model as a run's summary holds it.
+class Exported:
+    """An ONNX model or a TensorRT engine as a run's summary holds it.
 
     Attributes:
         precision: "fp32", "fp16" or "int8".
-        path: the file; None where the gate refused it.
+        path: the file; None where the gate refused it, as its digest and size are then.
         sha256: its digest.
         bytes: its size.
         max_abs_diff: largest difference of a logit from torch in fp32; None where it did not run.
         quality_delta: change of the validation quality; None where it did not run.
         reason: why it was refused, or did not run here; None where all went well.
-        note: which operators INT8 computes and which not; None in the other precisions.
+        ran: whether it ran here, through the parity gate.
+        note: of INT8, which operators compute in it and which not.
+        flavour: of an engine, `tensorrt` or `tensorrt_rtx`.
+        version: of that module.
+        targets: compute capabilities of the GPUs that the engine runs on.
     """
 
     precision: str
@@ -68,24 +72,11 @@ class ExportedModel:
     max_abs_diff: float | None = None
     quality_delta: float | None = None
     reason: str | None = None
-    note: str | None = None
-
-
-@dataclass(frozen=True)
-class ExportedEngine(ExportedModel):
-    """A TensorRT engine as a run's summary holds it.
-
-    Attributes:
-        flavour: `tensorrt` or `tensorrt_rtx`.
-        version: of that module.
-        targets: compute capabilities of the GPUs that it runs on.
-        ran: whether it ran here, through the parity gate.
-    """
-
-    flavour: str = ""
-    version: str = ""
-    targets: tuple[str, ...] = ()
     ran: bool = False
+    note: str | None = None
+    flavour: str | None = None
+    version: str | None = None
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,9 +89,15 @@ class ExportRecord:
         no_engine: one line saying why there are no engines; None where there are.
     """
 
-    onnx: tuple[ExportedModel, ...]
-    engines: tuple[ExportedEngine, ...]
+    onnx: tuple[Exported, ...]
+    engines: tuple[Exported, ...]
     no_engine: str | None
+
+    def summary(self) -> dict[str, Any]:
+        """Return "onnx" and "engine" of a run's summary: the first's fields, the others under their precisions."""
+        kinds = {"onnx": self.onnx, "engine": self.engines or (Exported("", reason=self.no_engine),)}
+        rows = {kind: [asdict(each) for each in records] for kind, records in kinds.items()}
+        return {kind: {**first, **{row["precision"]: row for row in rest}} for kind, (first, *rest) in rows.items()}
 
 
 def export(
@@ -152,22 +149,15 @@ def export(
         models = tuple(_checked_onnx(folder / f"model_{each}.onnx", each, write, reference) for each in precisions)
         kept = [Path(model.path) for model in models if model.path]
         record_digests(run.directory, kept)
-        flavour, no_engine = _flavour(engine)
-        device = next(network.parameters()).device
+        flavour, no_engine, device = None, None, next(network.parameters()).device
+        try:
+            flavour = choose_flavour(engine)
+        except EngineUnavailableError as error:
+            no_engine = str(error)
         engines = tuple(_checked_engine(path, reference, flavour, device) for path in kept if flavour)
     record = ExportRecord(models, engines, no_engine)
     _say(record, run)
     return record
-
-
-def _flavour(engine: EngineChoice) -> tuple[Flavour | None, str | None]:
-    """Return which TensorRT builds engines, or why none does."""
-    if engine == "none":
-        return None, "disabled"
-    try:
-        return choose_flavour(engine), None
-    except EngineUnavailableError as error:
-        return None, str(error)
 
 
 def export_volumes(
@@ -193,13 +183,13 @@ def export_volumes(
 
 def judge_training(cases: Sequence[Case], prepared: Sequence[PreparedCase], model: VolumeModel, run: Run) -> Judge:
     """Return what the gate judges on at the end of a training: as many validation cases as take little time."""
-    count, windows = 0, 0
-    for case in prepared[:GATE_CASES]:
+
+    def windows(case: PreparedCase) -> int:
         sides = zip(case.image.shape[1:], model.window_size, strict=True)
-        windows += math.prod(len(window_starts(max(have, side), side, model.overlap)) for have, side in sides)
-        if count and windows > _GATE_WINDOWS:
-            break
-        count += 1
+        return math.prod(len(window_starts(max(have, side), side, model.overlap)) for have, side in sides)
+
+    totals = accumulate(windows(case) for case in prepared[:GATE_CASES])
+    count = max(1, sum(total <= _GATE_WINDOWS for total in totals))
     return judge_on(cases[:count], prepared[:count], model, run, "of the validation set")
 
 
@@ -227,46 +217,35 @@ def judge_on(
     return Judge(sample_windows(prepared, model), evaluate, f"{quality} on {plural(len(cases), 'case')} {origin}")
 
 
-def by_precision(records: Sequence[ExportedModel]) -> dict[str, Any]:
-    """Return the first record's fields, and those of the others under the names of their precisions."""
-    first, *others = (asdict(record) for record in records)
-    return {**first, **{other["precision"]: other for other in others}}
-
-
 def _checked_onnx(
     path: Path,
     precision: ModelPrecision,
     write: Callable[[Path, ModelPrecision], str | None],
     reference: Reference,
-) -> ExportedModel:
+) -> Exported:
     note = None
     try:
         note = write(path, precision)
         difference, change = check_predictor(reference, onnxruntime_predictor(path), precision, str(path))
     except ParityError as refusal:
-        plan = path.with_suffix(".plan")
-        for refused in (path, plan, manifest_path(plan)):
-            refused.unlink(missing_ok=True)
+        _remove(path, path.with_suffix(".plan"))
         if precision == "fp32":
             raise
-        return ExportedModel(precision, reason=str(refusal), note=note)
-    return ExportedModel(precision, str(path), sha256_of(path), path.stat().st_size, difference, change, note=note)
+        return Exported(precision, reason=str(refusal), note=note)
+    return Exported(precision, str(path), sha256_of(path), path.stat().st_size, difference, change, None, True, note)
 
 
-def _checked_engine(onnx: Path, reference: Reference, flavour: Flavour, device: torch.device) -> ExportedEngine:
-    plan = onnx.with_suffix(".plan")
-    refused = ExportedEngine(onnx.stem.removeprefix("model_"), flavour=flavour)
+def _checked_engine(onnx: Path, reference: Reference, flavour: Flavour, device: torch.device) -> Exported:
+    plan, none = onnx.with_suffix(".plan"), Exported(onnx.stem.removeprefix("model_"), flavour=flavour)
     try:
         manifest = build_engine(onnx, plan, flavour)
     except EngineError as error:
-        return replace(refused, reason=" ".join(str(error).split()))
-    refused = replace(refused, version=manifest.version, targets=manifest.targets)
-    built = replace(refused, path=str(plan), sha256=manifest.plan_sha256, bytes=plan.stat().st_size)
-    problem = host_problem(plan, manifest, device)
-    if problem is not None:
+        return replace(none, reason=" ".join(str(error).split()))
+    none = replace(none, version=manifest.version, targets=manifest.targets)
+    built = replace(none, path=str(plan), sha256=manifest.plan_sha256, bytes=plan.stat().st_size)
+    if (problem := host_problem(plan, manifest, device)) is not None:
         return replace(built, reason=problem)
-    sizes = sorted({*BATCH_SIZES, manifest.batch[1]})
-    ran = False
+    sizes, ran = sorted({*BATCH_SIZES, manifest.batch[1]}), False
     try:
         predict = EnginePredictor(plan, device)
         ran = True
@@ -274,12 +253,17 @@ def _checked_engine(onnx: Path, reference: Reference, flavour: Flavour, device: 
     except (ParityError, EngineError) as refusal:
         if isinstance(refusal, EngineError) and manifest.precision != "int8":  # a GPU may have no kernel for INT8
             raise
-        plan.unlink()
-        manifest_path(plan).unlink()
+        _remove(plan)
         if manifest.precision == "fp32":
             raise
-        return replace(refused, ran=ran, reason=" ".join(str(refusal).split()))
+        return replace(none, ran=ran, reason=" ".join(str(refusal).split()))
     return replace(built, ran=True, max_abs_diff=difference, quality_delta=change)
+
+
+def _remove(*refused: Path) -> None:
+    for path in refused:
+        for each in (path, manifest_path(path)):
+            each.unlink(missing_ok=True)
 
 
 def _say(record: ExportRecord, run: Run) -> None:

@@ -4,7 +4,8 @@ import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,8 +13,6 @@ from torch import nn
 from medspeed.common.inference.options import ModelPrecision
 from medspeed.common.inference.predictors import Predictor, torch_predictor
 
-Evaluate = Callable[[Predictor], float]
-"""Returns the quality of a predictor on the validation cases, in [0, 1]: foreground Dice, or AUC."""
 LOGIT_BOUND = 1e-3
 """Most that a logit may differ from torch in fp32."""
 QUALITY_BOUNDS = {"fp32": 0.001, "fp16": 0.005, "int8": 0.01}
@@ -32,41 +31,30 @@ class Judge:
     """What exports are judged on.
 
     Attributes:
-        windows: [N, C, *sides] float32, N >= 1, real ones of the size to export.
-        evaluate: gives the quality of a predictor, which takes windows on the network's device.
+        windows: [N, C, *sides] float32, N >= 1, real ones of the size to export, on the CPU.
+        evaluate: returns the quality, in [0, 1], of a predictor, which takes windows on the network's device.
         origin: which quality, and on what, in words: "Dice on 3 validation cases".
     """
 
     windows: torch.Tensor
-    evaluate: Evaluate
+    evaluate: Callable[[Predictor], float]
     origin: str
 
 
-@dataclass(frozen=True, eq=False)
-class Reference:
-    """What torch computes in fp32, the measure of every export.
+class Reference(NamedTuple):
+    """What torch computes in fp32, the measure of every export: logits [N, K, *sides] on the CPU, and the quality."""
 
-    Attributes:
-        windows: the judge's, [N, C, *sides] float32 on the CPU.
-        logits: of them, [N, K, *sides] float32 on the CPU.
-        quality: on the validation cases.
-        evaluate: the judge's.
-    """
-
-    windows: torch.Tensor
+    judge: Judge
     logits: torch.Tensor
     quality: float
-    evaluate: Evaluate
 
 
 def take_reference(network: nn.Module, judge: Judge) -> Reference:
     """Return what a network computes in fp32; the network itself, on any device and in any mode, is left as it is."""
     copied = copy.deepcopy(network).float().eval()
     quality = judge.evaluate(torch_predictor(copied))
-    windows = judge.windows.detach().float().cpu()
     predict = torch_predictor(copied.cpu())
-    logits = torch.cat([predict(window[None]) for window in windows])
-    return Reference(windows, logits, quality, judge.evaluate)
+    return Reference(judge, torch.cat([predict(window[None]) for window in judge.windows]), quality)
 
 
 def check_predictor(
@@ -75,7 +63,7 @@ def check_predictor(
     precision: ModelPrecision,
     name: str,
     batch_sizes: Iterable[int] = BATCH_SIZES,
-    device: torch.device | None = None,
+    device: torch.device | str = "cpu",
 ) -> tuple[float, float]:
     """Return the largest difference of a logit from torch, in batches of each size, and the change of the quality.
 
@@ -87,17 +75,21 @@ def check_predictor(
         precision: chooses the bounds; in fp16 and int8 the logits need only be finite, and the quality tells.
         name: of the export, for the error.
         batch_sizes: windows in one call.
-        device: by default the CPU.
+        device: where the predictor computes.
 
     Raises:
         ParityError: a bound does not hold.
     """
-    differences = [_largest_difference(reference, predict, size, device) for size in batch_sizes]
+    windows, differences = reference.judge.windows, []
+    for size in batch_sizes:
+        order = torch.arange(math.ceil(len(windows) / size) * size) % len(windows)  # the first fill up the last batch
+        for some in order.reshape(-1, size):
+            differences.append((predict(windows[some].to(device)).cpu() - reference.logits[some]).abs().amax())
     difference = float(torch.stack(differences).amax())  # amax, unlike max of floats, hands NaN on
     bound = LOGIT_BOUND if precision == "fp32" else math.inf
     if not (difference <= bound and math.isfinite(difference)):
         raise ParityError(f"{name}: a logit differs by {difference:.3g} from PyTorch in fp32 (bound {bound:g})")
-    quality = reference.evaluate(predict)
+    quality = reference.judge.evaluate(predict)
     change = abs(quality - reference.quality)
     if not change <= QUALITY_BOUNDS[precision]:
         raise ParityError(
@@ -108,17 +100,10 @@ def check_predictor(
 
 
 def check_half_range(network: nn.Module, windows: torch.Tensor) -> float:
-    """Run a network in half precision and check the range of every module's output.
+    """Return the largest absolute activation of a network, left as it is, in half precision on windows [N, C, *sides].
 
     On a GPU torch computes in half. On the CPU, where that takes 15 times as long, weights and the output of each
     module are rounded to half and the sums within a module are float32: what tensor cores do too.
-
-    Args:
-        network: is left as it is; a copy runs on its device.
-        windows: [N, C, *sides] float32.
-
-    Returns:
-        The largest absolute activation.
 
     Raises:
         ParityError: an activation is not finite or too large; the error names the first such module.
@@ -127,9 +112,18 @@ def check_half_range(network: nn.Module, windows: torch.Tensor) -> float:
     device = next(copied.parameters()).device
     dtype = torch.float32 if device.type == "cpu" else torch.float16
     copied.to(dtype)
-    largest: dict[str, torch.Tensor] = {}
+    largest: dict[str, torch.Tensor] = {}  # by module, in the order in which they ran
+
+    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> Any:  # noqa: ANN401 - whatever a module gives
+        if not isinstance(output, torch.Tensor):
+            return output
+        rounded = output.half()
+        value = rounded.abs().amax().float()  # hands NaN on
+        largest[name] = torch.maximum(largest.get(name, value), value)
+        return rounded.to(output.dtype)
+
     for name, module in copied.named_modules():
-        _round_and_watch(module, name or "(the whole network)", largest)
+        module.register_forward_hook(partial(note, name or "(the whole network)"))
     with torch.no_grad():
         for window in windows:
             copied(window[None].half().to(device, dtype))
@@ -140,30 +134,3 @@ def check_half_range(network: nn.Module, windows: torch.Tensor) -> float:
                 f"(bound {HALF_BOUND:g}; the largest half-precision number is 65504)"
             )
     return max(value.item() for value in largest.values())
-
-
-def _round_and_watch(module: nn.Module, name: str, largest: dict[str, torch.Tensor]) -> None:
-    """Round a module's output to half and keep its largest absolute value, by name in the order of execution."""
-
-    def note(module: nn.Module, inputs: Any, output: Any) -> Any:  # noqa: ANN401 - whatever a module takes and gives
-        if not isinstance(output, torch.Tensor):
-            return output
-        rounded = output.half()
-        low, high = rounded.aminmax()  # hands NaN on
-        value = torch.maximum(-low, high).float()
-        largest[name] = torch.maximum(largest[name], value) if name in largest else value
-        return rounded.to(output.dtype)
-
-    module.register_forward_hook(note)
-
-
-def _largest_difference(
-    reference: Reference, predict: Predictor, size: int, device: torch.device | None
-) -> torch.Tensor:
-    count = math.ceil(len(reference.windows) / size) * size
-    order = torch.arange(count) % len(reference.windows)  # the first windows fill up the last batch
-    differences = [
-        (predict(reference.windows[some].to(device)).cpu() - reference.logits[some]).abs().amax()
-        for some in order.reshape(-1, size)
-    ]
-    return torch.stack(differences).amax()

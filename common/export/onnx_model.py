@@ -14,8 +14,6 @@ from torch import nn
 from medspeed.common.files import atomic_path
 from medspeed.common.inference.predictors import onnx_errors, read_onnx_metadata
 
-ExportPrecision = Literal["fp32", "fp16"]
-"""What torch exports."""
 Window = tuple[int, ...]
 """Shape (C, *sides) of one window: C, X, Y, Z of a volume or C, Y, X of an image."""
 _SIZES, _BATCH = r"\d{1,6}( \d{1,6}){2,3}", r"\d{1,6} \d{1,6} \d{1,6}"
@@ -23,18 +21,14 @@ OPSET = 21  # the first in which group normalisation is one operator
 
 
 class HalfNetwork(nn.Module):
-    """A network in half precision that takes and gives float32.
-
-    Args:
-        network: is changed to half precision in place.
-    """
+    """A network, changed in place to half precision, that takes and gives float32."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network.half()
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, K, X, Y, Z] float32 of windows [B, C, X, Y, Z] float32."""
+        """Return logits [B, K, *sides] float32 of windows [B, C, *sides] float32."""
         logits: torch.Tensor = self.network(image.half())
         return logits.float()
 
@@ -43,24 +37,23 @@ def export_onnx(
     network: nn.Module,
     path: Path,
     window: Window,
-    precision: ExportPrecision,
+    precision: Literal["fp32", "fp16"],
     metadata: Mapping[str, str],
     smallest: Window | None = None,
     batch: int = 1,
 ) -> Path:
     """Write a network as an ONNX model from `image` [batch, C, *sides] to `logits` [batch, K, *sides], both float32.
 
-    Returns `path`. The network is left as it is, its device and mode too: a copy is exported, in evaluation mode.
-    The same weights give the same bytes, and no path of this machine is in them.
+    Returns `path`, which is written whole or not at all. A copy is exported, in evaluation mode. The same weights give
+    the same bytes, and no path of this machine is in them.
 
     Args:
         network: the plain module, neither compiled nor wrapped for several GPUs.
-        path: is written whole or not at all.
-        window: shape of one window, the largest where its sides are free.
+        path: of the model.
+        window: one window, the largest where its sides are free.
         precision: of weights and activations.
         metadata: is kept in the file as its `metadata_props`, beside `precision`, `window`, `smallest` and `batch`.
-        smallest: the smallest window; sides in which it differs from `window` are free, as the batch size is. By
-            default all sides are fixed.
+        smallest: the smallest window; sides in which it differs from `window` are free. By default none is.
         batch: windows in one call that an engine is to be tuned for; the file says 1, this many, and at most 4 or this
             many. ONNX Runtime takes any number.
 
@@ -91,7 +84,10 @@ def export_onnx(
         )
     assert program is not None
     model: Any = program.model_proto
-    _strip(model)
+    graph = model.graph  # without what torch notes beside each part: stack traces with this machine's paths
+    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        del part.metadata_props[:]
+        part.doc_string = ""
     figures = {"window": window, "smallest": smallest or window, "batch": (1, batch, max(4, batch))}
     words = {name: " ".join(map(str, values)) for name, values in figures.items()}
     onnx.helper.set_model_props(model, {**metadata, "precision": precision, **words})
@@ -102,11 +98,7 @@ def export_onnx(
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the `metadata_props` of an ONNX model.
-
-    Raises:
-        ValueError: the file is no ONNX model, or not one that `export_onnx` wrote.
-    """
+    """Return the `metadata_props` of a model that `export_onnx` wrote; a ValueError says that the file is none."""
     found = read_onnx_metadata(path)
     for name, kind in {"precision": r"fp32|fp16|int8", "window": _SIZES, "smallest": _SIZES, "batch": _BATCH}.items():
         if not re.fullmatch(kind, found.get(name, "")):
@@ -117,11 +109,3 @@ def read_metadata(path: Path) -> dict[str, str]:
 def numbers(words: str) -> tuple[int, ...]:
     """Return the whole numbers of a line of metadata, such as a window or a batch."""
     return tuple(int(word) for word in words.split())
-
-
-def _strip(model: Any) -> None:  # noqa: ANN401 - a class of an untyped module
-    """Remove what torch notes beside each node and value: stack traces with this machine's paths, module names."""
-    graph = model.graph
-    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
-        del part.metadata_props[:]
-        part.doc_string = ""

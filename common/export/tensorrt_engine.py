@@ -31,7 +31,7 @@ from medspeed.common.inference.tensorrt_runtime import (
 
 logger = logging.getLogger(__name__)
 
-FlavourChoice = Literal["auto", Flavour]
+EngineChoice = Literal["auto", Flavour, "none"]
 RTX_TARGETS = ("8.0", "8.6", "8.9", "12.0", "12.1")
 """Compute capabilities that one RTX engine serves by default; the H100 and H200 (9.0) are not among them.
 
@@ -41,14 +41,15 @@ RTX_TURING = "7.5"
 """Served by RTX too, but only by an engine built for it alone (same source)."""
 
 
-def choose_flavour(choice: FlavourChoice = "auto") -> Flavour:
+def choose_flavour(choice: EngineChoice = "auto") -> Flavour:
     """Return the flavour that builds engines here; "auto" prefers full TensorRT.
 
     Raises:
         EngineUnavailableError: there is none; one line with the remedy.
     """
-    gpu, reason = host_gpu(), ""
-    for flavour in INSTALL if choice == "auto" else (choice,):
+    gpu, reason = host_gpu(), "disabled"
+    wanted: dict[EngineChoice, tuple[Flavour, ...]] = {"auto": tuple(INSTALL), "none": ()}
+    for flavour in wanted.get(choice, (cast(Flavour, choice),)):
         if flavour == "tensorrt_rtx" and gpu not in (None, *RTX_TARGETS, RTX_TURING):
             reason = f"TensorRT-RTX does not support this GPU (capability {gpu}), TensorRT does: {INSTALL['tensorrt']}"
         elif flavour == "tensorrt" and gpu is None:
@@ -60,18 +61,14 @@ def choose_flavour(choice: FlavourChoice = "auto") -> Flavour:
     raise EngineUnavailableError(reason)
 
 
-def build_engine(onnx_path: Path, engine_path: Path, flavour: FlavourChoice = "auto") -> EngineManifest:
-    """Build a TensorRT engine with its manifest beside it.
-
-    It takes as many windows in one call as the ONNX model's metadata say.
+def build_engine(onnx_path: Path, engine_path: Path, flavour: EngineChoice = "auto") -> EngineManifest:
+    """Build a TensorRT engine, write its manifest beside it (`PLAN.json`), and return that.
 
     Args:
-        onnx_path: a model that `export_onnx` or `quantise` wrote, in the folder of `engine_path`.
-        engine_path: where the plan goes; its manifest goes to `PLAN.json`.
+        onnx_path: a model that `export_onnx` or `quantise` wrote, in the folder of `engine_path`; its metadata say how
+            many windows the engine takes in one call.
+        engine_path: where the plan goes.
         flavour: "auto" takes full TensorRT where it is installed and there is a GPU.
-
-    Returns:
-        What lies beside the plan as its manifest.
 
     Raises:
         EngineUnavailableError: there is no TensorRT of this flavour here.
@@ -102,9 +99,7 @@ def build_engine(onnx_path: Path, engine_path: Path, flavour: FlavourChoice = "a
 
 
 def rebuild_engine(engine_path: Path) -> EngineManifest:
-    """Build an engine for this host from the ONNX model beside it.
-
-    The parity gate needs the validation cases and is not repeated here.
+    """Build an engine for this host from the ONNX model beside it; the gate, which needs cases, is not repeated.
 
     Raises:
         FileNotFoundError: there is no ONNX model beside the plan.

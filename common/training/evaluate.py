@@ -12,7 +12,7 @@ from torch import nn
 
 from medspeed.common.data.dataset import Case, Split
 from medspeed.common.data.volumes import Volume, read_volume
-from medspeed.common.export.export import GATE_CASES, ExportRecord, by_precision, export_volumes, judge_training
+from medspeed.common.export.export import GATE_CASES, ExportRecord, export_volumes, judge_training
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.inference.labels import case_dice, dice_of_counts
 from medspeed.common.inference.model import Trained, VolumeModel, write_model
@@ -243,8 +243,7 @@ def finish(
         "quality": asdict(quality),
         "working_grid": {"best": fitted.best, "last": fitted.last, "best_epoch": fitted.best_epoch},
         "seconds": run.clock.seconds(),
-        "onnx": by_precision(exported.onnx),
-        "engine": by_precision(exported.engines) if exported.engines else {"ran": False, "reason": exported.no_engine},
+        **exported.summary(),
     }
     write_json(run.directory / "summary.json", summary)
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds"].items())

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from medspeed.apps.pathology.config import PathologyExport
+from medspeed.apps.pathology.export import PathologyExport
 from medspeed.apps.pathology.export import main as export_pathology
-from medspeed.apps.spleen.config import SpleenExport
+from medspeed.apps.spleen.export import SpleenExport
 from medspeed.apps.spleen.export import main as export_spleen
 from medspeed.common.export.bundle import write_volume_bundle
-from medspeed.common.export.ensemble import write_ensemble
+from medspeed.common.export.deploy import write_ensemble
 from medspeed.common.export.model_card import model_card
 from medspeed.common.files import sha256_of, write_json
 from medspeed.common.inference.ensemble import load_models, open_models

@@ -12,7 +12,7 @@ from torch import nn
 
 from medspeed.common.clock import Clock
 from medspeed.common.export.deploy import precision_table
-from medspeed.common.export.export import ExportedEngine, ExportedModel, ExportRecord
+from medspeed.common.export.export import Exported, ExportRecord
 from medspeed.common.export.export import export as export_network
 from medspeed.common.export.gate import Judge, ParityError
 from medspeed.common.export.int8 import quantiser
@@ -138,13 +138,13 @@ def test_int8_engine_that_does_not_run_is_refused_alone(
 def test_table_of_precisions():
     record = ExportRecord(
         (
-            ExportedModel("fp32", "a.onnx", "0", 3 * 2**20, 1.5e-6, 0.0),
-            ExportedModel("fp16", reason="half precision: |x| reaches\n70000"),
-            ExportedModel("int8", "c.onnx", "0", 2**20, 0.5, 0.0012, note="INT8: 2 Conv"),
+            Exported("fp32", "a.onnx", "0", 3 * 2**20, 1.5e-6, 0.0),
+            Exported("fp16", reason="half precision: |x| reaches\n70000"),
+            Exported("int8", "c.onnx", "0", 2**20, 0.5, 0.0012, note="INT8: 2 Conv"),
         ),
         (
-            ExportedEngine("fp32", "a.plan", "0", 2**21),
-            ExportedEngine("int8", reason="no GPU"),
+            Exported("fp32", "a.plan", "0", 2**21),
+            Exported("int8", reason="no GPU"),
         ),
         None,
     )

@@ -29,7 +29,7 @@ def shifted(reference: Reference, by: float) -> Predictor:
     """A predictor that finds the reference logits of a window, plus a constant."""
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
-        rows = [next(i for i, known in enumerate(reference.windows) if torch.equal(known, w)) for w in windows]
+        rows = [next(i for i, known in enumerate(reference.judge.windows) if torch.equal(known, w)) for w in windows]
         return reference.logits[rows] + by
 
     return predict
@@ -118,7 +118,7 @@ def test_bound_of_the_dice(tiny: nn.Module, dices: Dices, precision: str, sign: 
 
 
 def test_a_dice_that_is_no_number_is_refused(reference: Reference):
-    unknown = replace(reference, evaluate=lambda predict: math.nan)
+    unknown = reference._replace(judge=replace(reference.judge, evaluate=lambda predict: math.nan))
     with pytest.raises(ParityError, match="validation quality nan"):
         check_predictor(unknown, shifted(reference, 0), "fp32", "it", (2,))
 
@@ -129,7 +129,7 @@ def test_every_window_goes_through_at_every_batch_size(tiny: nn.Module, count: i
     seen: list[list[int]] = []
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
-        rows = [next(i for i, known in enumerate(reference.windows) if torch.equal(known, w)) for w in windows]
+        rows = [next(i for i, known in enumerate(reference.judge.windows) if torch.equal(known, w)) for w in windows]
         seen.append(rows)
         return reference.logits[rows]
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from medspeed.common.clock import Clock
-from medspeed.common.export.export import ExportedModel, export
+from medspeed.common.export.export import Exported, export
 from medspeed.common.export.gate import Judge, ParityError, check_predictor, take_reference
 from medspeed.common.export.int8 import check_calibration, quantise, quantiser
 from medspeed.common.export.onnx_model import export_onnx, read_metadata
@@ -302,7 +302,7 @@ def threshold(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_onnx(Threshold(), tmp_path_factory.mktemp("t") / "model_fp32.onnx", (1, 8, 8, 8), "fp32", {})
 
 
-def int8_record(folder: Path, calibration: torch.Tensor) -> ExportedModel:
+def int8_record(folder: Path, calibration: torch.Tensor) -> Exported:
     (folder / "best.safetensors").write_bytes(b"weights")
     run = Run(folder, torch.device("cpu"), Clock(), resumed=True)
     judge = Judge(IMAGES[:2], dice, "Dice on images")

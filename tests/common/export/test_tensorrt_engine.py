@@ -17,7 +17,7 @@ from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.export.tensorrt_engine import (
     RTX_TARGETS,
     RTX_TURING,
-    FlavourChoice,
+    EngineChoice,
     build_engine,
     choose_flavour,
     main,
@@ -299,7 +299,7 @@ def test_flavour(
     fake_tensorrt: InstallFake,
     gpu: str | None,
     here: set[str],
-    choice: FlavourChoice,
+    choice: EngineChoice,
     expected: str,
 ):
     for flavour in ("tensorrt", "tensorrt_rtx"):
