@@ -34,7 +34,7 @@ from medspeed.common.inference.scan_files import find_scans, read_scan, stem_of
 from medspeed.common.inference.scan_memory import Scan, say_plan, scan_bytes
 from medspeed.common.inference.uncertain import read_figures, warn_of_training, with_doubts
 from medspeed.common.observe.overlays import draw_overlay
-from medspeed.common.observe.plots import Timeline, draw_timeline
+from medspeed.common.observe.timeline import Timeline, draw_timeline
 from medspeed.common.ranks import choose_device, torchrun_place
 
 ScanItem = Item[Scan]
@@ -203,7 +203,7 @@ class Segmenter:
 
     def write_tables(self, records: dict[str, Record]) -> None:
         """Write `measurements.csv` and the seconds of all finished scans, and the picture of what this process did."""
-        (timings, picture), spans, output = self.own_tables, self.timeline.spans(), self.config.output
+        (timings, picture), spans, output = self.own_tables, list(self.timeline.spans), self.config.output
         tag = {"model": " ".join(f"{each.run}:{each.sha256[:12]}" for each in self.model.members) or self.weights[:12]}
         rows = {name: [{**each, **tag} for each in record["measures"]] for name, record in records.items()}
         write_measures(output / "measurements.csv", rows)

@@ -10,12 +10,7 @@ from medspeed.common.files import atomic_path
 
 
 def save_image(path: Path, pixels: Image.Image, full_colour: bool = False) -> None:
-    """Write an RGB picture atomically as a PNG.
-
-    Args:
-        path: to be written.
-        pixels: the picture.
-        full_colour: all its colours; otherwise 192 of them, for a quarter of the size but seconds for large pictures.
+    """Write an RGB picture atomically as a PNG: in full colour, or in 192 colours for a quarter of the size.
 
     Raises:
         OSError: the folder cannot be written or the disk is full.

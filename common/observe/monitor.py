@@ -37,13 +37,8 @@ _SHORTEST, _JOIN_SECONDS = 0.1, 10.0  # CPU times come in hundredths of a second
 class Monitor:
     """Samples the machine in a thread while a run trains; to be used as a context around it.
 
-    Each sample is a row of `monitor.csv` in the folder, written at once; a resumed run goes on with the file. At the
-    end `monitor.png` is drawn. An error in any of this is logged and ends the sampling, and the training goes on.
-
-    Args:
-        folder: of the run.
-        device: of the training; a CUDA device is sampled too.
-        every: seconds between samples.
+    Each sample, `every` so many seconds, is a row of `monitor.csv` in the folder; a resumed run goes on with the file.
+    At the end `monitor.png` is drawn. An error in any of this is logged and ends the sampling; the training goes on.
     """
 
     def __init__(self, folder: Path, device: torch.device, every: float = 1.0) -> None:
@@ -90,7 +85,11 @@ class Monitor:
 
 
 class _Host:
-    """Reads what this process with its children took since the last reading, and how busy all cores were."""
+    """Reads what this process with its children took since the last reading, and how busy all cores were.
+
+    Ended children are in their parent's numbers once it has waited for them, and listed until then. So parents are
+    read first, and all again where a child ended meanwhile: else it would be missing now and new the next time.
+    """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -112,11 +111,7 @@ class _Host:
         }
 
     def _sum(self) -> NDArray[np.float64]:
-        """Return CPU seconds, bytes read and written since the start, and bytes resident now, over the processes.
-
-        Ended children are in their parent's numbers once it has waited for them, and listed until then. So parents are
-        read first, and all again where a child ended meanwhile: else it would be missing now and new the next time.
-        """
+        """Return CPU seconds, bytes read and written since the start, and bytes resident now, over the processes."""
         for _ in range(5):
             total = np.zeros(4)
             with suppress(psutil.NoSuchProcess):
@@ -142,12 +137,9 @@ def _read_gpu(device: torch.device) -> dict[str, float]:
 
 
 def draw_monitor(csv_path: Path, png_path: Path) -> None:
-    """Draw a `monitor.csv` as a PNG: a panel for each quantity, with its mean, and where validations ended.
+    """Draw a `monitor.csv` that has rows as a PNG: a panel for each quantity, with its mean.
 
-    These are the seconds "monitored" in the `metrics.jsonl` beside it. A table without rows gives none.
-
-    Raises:
-        OSError: the table cannot be read or the picture not be written.
+    Dotted lines are the ends of validations, the seconds "monitored" in the `metrics.jsonl` beside it.
     """
     lines = _read_lines(csv_path)
     if not lines:
@@ -159,12 +151,10 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
     records = read_json_lines(csv_path.with_name("metrics.jsonl"))
     validated = [record["monitored"] for record in records if "monitored" in record]
     values = dict(zip(COLUMNS, np.genfromtxt(lines, delimiter=",", ndmin=2).T, strict=True))
-    panels = {
-        title: names for title, names in PANELS.items() if "GPU" not in title or np.isfinite(values[names[0]]).any()
-    }
+    panels = [each for each in PANELS.items() if "GPU" not in each[0] or np.isfinite(values[each[1][0]]).any()]
     figure = Figure(figsize=(8, 1.3 * len(panels) + 0.3), dpi=120, layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True)
-    for axis, (title, names) in zip(axes, panels.items(), strict=True):
+    for axis, (title, names) in zip(axes, panels, strict=True):
         style(axis)
         for name, colour in zip(names, ("#0072B2", "#D55E00"), strict=False):
             draw_curve(axis, values[SECONDS], values[name], color=colour, label=name.split("_")[0])

@@ -23,10 +23,10 @@ _OPACITY = 0.45  # of the prediction's fill
 _PLANES = ("sagittal, x", "coronal, y", "axial, z")  # by the axis they cut
 _EDGES = ("APSI", "RLSI", "RLAP")  # which side of the patient is at the left, right, top and bottom of each
 _EDGE_PLACES = ((0.02, 0.5, "lm"), (0.98, 0.5, "rm"), (0.5, 0.02, "mt"), (0.5, 0.98, "mb"))
-_DPI = 130
-_WIDTH, _MARGIN, _GAP = 9.0, 0.12, 0.08  # inches
-_TITLE, _CAPTION, _LEGEND_ROW = 0.32, 0.19, 0.20  # heights in inches
-_NARROWEST = 1.3  # inches of width that a caption needs
+# Pixels, at 130 to an inch: of the page, and the heights of title, caption and legend's row; a caption's least width.
+_WIDTH, _MOST_HEIGHT, _MARGIN, _GAP = 1170, 4000, 16, 10
+_TITLE, _CAPTION, _LEGEND_ROW, _NARROWEST = 42, 25, 26, 169
+_PLANES_HEIGHT, _CLOSE_UPS_HEIGHT = 429, 208  # at most
 _CLOSE_UPS = 6
 _CLOSE_UP_MARGIN = 25.0  # mm around the foreground
 
@@ -88,9 +88,8 @@ def draw_overlay(
 ) -> None:
     """Draw a segmentation over its image as a PNG: three orthogonal planes above, axial close-ups below.
 
-    The planes cut the foreground where it is largest (the middle of the image where there is none), all at one scale.
-    The prediction is filled, the truth outlined. As radiologists are used to, the patient's right is on the left, and
-    anterior or superior is up.
+    The planes cut the foreground where it is largest (else the image's middle), all at one scale. The prediction is
+    filled, the truth outlined. The patient's right is on the left, and anterior or superior is up.
 
     Args:
         path: PNG file to write.
@@ -109,23 +108,14 @@ def draw_overlay(
     assert all(volume.shape == image.shape for volume in (labels, truth) if volume is not None), image.shape
     scan = oriented_scan(image, labels, truth, affine, window)
     body, close = body_of(scan), close_up_of(scan)
-    planes = [(plane, body.largest[plane]) for plane in (2, 1, 0)]
     # Not the ends of the foreground, where there is next to nothing to see.
-    slices = np.linspace(*close.extent[2], _CLOSE_UPS + 2)[1:-1]
-    close_ups = [(2, index) for index in sorted({round(each) for each in slices})]
-    rows = ((body, planes, *_fitted(body, planes, 3.3)), (close, close_ups, *_fitted(close, close_ups, 1.6)))
-    legend = _legend(scan, names)
-    total = _TITLE + sum(height + _GAP for *_, height in rows) + _LEGEND_ROW * (legend[-1][0] + 1) + _MARGIN
-    page = Image.new("RGB", (round(_WIDTH * _DPI), round(total * _DPI)), "white")
+    slices = sorted({round(each) for each in np.linspace(*close.extent[2], _CLOSE_UPS + 2)[1:-1]})
+    page = Image.new("RGB", (_WIDTH, _MOST_HEIGHT), "white")
     heading = one_line(title, 75) + ("" if labels.any() else "   (no foreground predicted)")
-    _write(page, (_MARGIN, 0.2), heading, 10, bold=True)
-    top = _TITLE
-    for part, shown, scale, height in rows:
-        _draw_row(page, part, shown, scale, top)
-        top += height + _GAP
-    for row, left, colour, text in legend:
-        _draw_key(page, (left, top + _LEGEND_ROW * (row + 0.5)), colour, text)
-    save_image(path, page)
+    _write(page, (_MARGIN, _TITLE // 2 + 5), heading, 10, bold=True)
+    top = _draw_row(page, body, [(plane, body.largest[plane]) for plane in (2, 1, 0)], _PLANES_HEIGHT, _TITLE)
+    top = _draw_row(page, close, [(2, index) for index in slices], _CLOSE_UPS_HEIGHT, top)
+    save_image(path, page.crop((0, 0, _WIDTH, _draw_legend(page, scan, names, top) + _MARGIN)))
 
 
 def oriented_scan(
@@ -183,14 +173,6 @@ def close_up_of(scan: Scan) -> Scan:
     return scan.cropped(low, high)
 
 
-def _fitted(scan: Scan, shown: Sequence[tuple[int, int]], tallest: float) -> tuple[float, float]:
-    """Return the inches of a mm that fill the width, unless a panel were then too tall, and the row's height."""
-    widths, heights = zip(*(scan.size(plane) for plane, _ in shown), strict=True)
-    free = _WIDTH - 2 * _MARGIN - _GAP * (len(shown) - 1)
-    scale = min(free / sum(widths), tallest / max(heights))
-    return scale, scale * max(heights) + _CAPTION
-
-
 def _write(
     page: Image.Image,
     at: tuple[float, float],
@@ -200,47 +182,46 @@ def _write(
     bold: bool = False,
     stroke: int = 0,
 ) -> None:
-    """Write a text at a place in inches from the upper left: black, or white with a black stroke of so many pixels."""
-    face, colour = font(points * _DPI / 72, bold), "white" if stroke else "black"
-    ImageDraw.Draw(page).text(_pixels(*at), text, colour, face, anchor, stroke_width=stroke, stroke_fill="black")
+    """Write a text at a place: black, or white with a black stroke of so many pixels."""
+    face, colour = font(points * 130 / 72, bold), "white" if stroke else "black"
+    ImageDraw.Draw(page).text(at, text, colour, face, anchor, stroke_width=stroke, stroke_fill="black")
 
 
-def _pixels(x: float, y: float) -> tuple[int, int]:
-    return round(x * _DPI), round(y * _DPI)
-
-
-def _draw_row(page: Image.Image, scan: Scan, shown: Sequence[tuple[int, int]], scale: float, top: float) -> None:
-    """Draw slices side by side whose captions begin `top` inches below the upper edge."""
-    left, upper = _MARGIN, top + _CAPTION
+def _draw_row(page: Image.Image, scan: Scan, shown: Sequence[tuple[int, int]], tallest: int, top: int) -> int:
+    """Draw slices (plane, index) side by side below captions, as large as the page is wide; return where they end."""
+    widths, heights = np.array([scan.size(plane) for plane, _ in shown]).T.tolist()
+    free = _WIDTH - 2 * _MARGIN - _GAP * (len(shown) - 1)
+    scale = min(free / sum(widths), tallest / max(heights))  # pixels of a mm
+    left, upper = float(_MARGIN), top + _CAPTION
     for number, (plane, index) in enumerate(shown):
-        across, up = (scale * side for side in scan.size(plane))
-        page.paste(_slice(scan, plane, index, _pixels(across, up)), _pixels(left, upper))
-        _write(page, (left, upper - 0.03), scan.caption(plane, index), 7.5, "ls")
+        across, up = scale * widths[number], scale * heights[number]
+        page.paste(_slice(scan, plane, index, (max(1, round(across)), max(1, round(up)))), (round(left), upper))
+        _write(page, (left, upper - 4), scan.caption(plane, index), 7.5, "ls")
         if number == 0:
-            _draw_scale_bar(page, (left + 0.97 * across, upper + 0.97 * up), scan.size(plane)[0], scale)
+            _draw_scale_bar(page, left + 0.97 * across, upper + 0.97 * up, widths[0], scale)
         if number == 0 or plane != 2:
-            letters = _EDGES[plane][: 4 if up > 0.6 else 2]  # a low slice has room for two
+            letters = _EDGES[plane][: 4 if up > 78 else 2]  # a low slice has room for two
             for letter, (x, y, anchor) in zip(letters, _EDGE_PLACES, strict=False):
                 _write(page, (left + x * across, upper + y * up), letter, 8, anchor, stroke=2)
         left += max(across, _NARROWEST) + _GAP
+    return int(upper + scale * max(heights)) + _GAP
 
 
 def _slice(scan: Scan, plane: int, index: int, size: tuple[int, int]) -> Image.Image:
     """Return one slice in grey, of a size in pixels, the prediction filled and the truth outlined."""
-    width, height = (max(1, side) for side in size)
     low, high = scan.window
     shades = (picture(scan.image, plane, index).astype(np.float32) - low) * (255 / (high - low))
-    grey = Image.fromarray(shades.clip(0, 255).astype(np.uint8)).resize((width, height), Image.Resampling.BILINEAR)
+    grey = Image.fromarray(shades.clip(0, 255).astype(np.uint8)).resize(size, Image.Resampling.BILINEAR)
     labels = picture(scan.labels, plane, index).astype(int)
     kinds = Image.fromarray(np.where(labels > 0, (labels - 1) % len(_RGB) + 1, 0).astype(np.uint8))
-    found = np.asarray(kinds.resize((width, height), Image.Resampling.NEAREST)).astype(int)
+    found = np.asarray(kinds.resize(size, Image.Resampling.NEAREST)).astype(int)
     fill = _OPACITY * (found > 0)[..., None]
     pixels = (1 - fill) * np.asarray(grey)[..., None] + fill * _RGB[found - 1]
     drawn = Image.fromarray(pixels.round().astype(np.uint8))
     if scan.truth is not None:
         truth = picture(scan.truth, plane, index)
         for label in _labels_in(truth):
-            drawn.paste(_colour(label), mask=_outline(np.equal(truth, label), (width, height)))
+            drawn.paste(_colour(label), mask=_outline(np.equal(truth, label), size))
     return drawn
 
 
@@ -253,38 +234,32 @@ def _outline(mask: Array, size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(edge[1:-1, 1:-1])
 
 
-def _draw_scale_bar(page: Image.Image, end: tuple[float, float], width: float, scale: float) -> None:
+def _draw_scale_bar(page: Image.Image, right: float, foot: float, width: float, scale: float) -> None:
     """Draw a bar that ends there and has a round length, at most a fifth of the panel's width in mm."""
     length = max((mm for mm in (1, 2, 5, 10, 20, 50, 100) if mm <= 0.2 * width), default=1)
-    (right, foot), (left, _) = _pixels(*end), _pixels(end[0] - scale * length, end[1])
-    ImageDraw.Draw(page).rectangle((left - 1, foot - 2, right + 1, foot + 2), "white", "black")
-    _write(page, (end[0], end[1] - 0.04), f"{length} mm", 8, "rs", stroke=2)
+    bar = tuple(map(round, (right - scale * length - 1, foot - 2, right + 1, foot + 2)))
+    ImageDraw.Draw(page).rectangle(bar, "white", "black")
+    _write(page, (right, foot - 5), f"{length} mm", 8, "rs", stroke=2)
 
 
-def _legend(scan: Scan, names: Sequence[str]) -> list[tuple[int, float, str, str]]:
-    """Return row, place in it in inches, colour and text of each label that occurs, and of filled and outlined."""
+def _draw_legend(page: Image.Image, scan: Scan, names: Sequence[str], top: int) -> int:
+    """Draw a key for each label that occurs, and for filled and outlined; return where they end."""
+    pen, face, left = ImageDraw.Draw(page), font(8 * 130 / 72), _MARGIN
+    volumes = [scan.labels] if scan.truth is None else [scan.labels, scan.truth]
     box = tuple(slice(first, last + 1) for first, last in scan.extent)
-    occurring = {*_labels_in(scan.labels[box]), *([] if scan.truth is None else _labels_in(scan.truth[box]))}
-    named = {label: names[label] if label < len(names) else f"label {label}" for label in sorted(occurring)}
-    texts = [(_colour(label), f"{label}: {one_line(name, 20)}") for label, name in named.items()]
-    texts += [("filled", "filled: prediction"), *([] if scan.truth is None else [("outlined", "outlined: truth")])]
-    found, row, left = [], 0, _MARGIN
-    for colour, text in texts:
-        width = 0.5 + font(8 * _DPI / 72).getlength(text) / _DPI
+    occurring = sorted({label for volume in volumes for label in _labels_in(volume[box])})
+    named = ((label, names[label] if label < len(names) else f"label {label}") for label in occurring)
+    keys = [(5, _colour(label), f"{label}: {one_line(name, 20)}") for label, name in named]
+    keys += [(5, "#C6C6C6", "filled: prediction"), (1, "#808080", "outlined: truth")][: len(volumes)]
+    for half, colour, text in keys:
+        width = 65 + round(face.getlength(text))
         if left > _MARGIN and left + width > _WIDTH:
-            row, left = row + 1, _MARGIN
-        found.append((row, left, colour, text))
+            left, top = _MARGIN, top + _LEGEND_ROW
+        middle = top + _LEGEND_ROW // 2
+        pen.rectangle((left, middle - half, left + 30, middle + half), colour)
+        _write(page, (left + 39, middle), text, 8)
         left += width
-    return found
-
-
-def _draw_key(page: Image.Image, at: tuple[float, float], colour: str, text: str) -> None:
-    """Draw what a text of the legend is about, and the text; the place is the left middle."""
-    (left, middle), pen = _pixels(*at), ImageDraw.Draw(page)
-    half = 1 if colour == "outlined" else 5
-    shade = {"filled": "#C6C6C6", "outlined": "#808080"}.get(colour, colour)
-    pen.rectangle((left, middle - half, left + 30, middle + half), shade)
-    _write(page, (at[0] + 0.3, at[1]), text, 8)
+    return top + _LEGEND_ROW
 
 
 def _labels_in(labels: Array) -> list[int]:

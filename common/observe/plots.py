@@ -1,10 +1,8 @@
-"""Plots, as small PNG files: how a training goes, and who does what when in a pipeline."""
+"""Plots, as small PNG files: how a training goes."""
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,26 +12,14 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 
-from medspeed.common.clock import synchronise
 from medspeed.common.observe.images import save_image
 
 Values = NDArray[np.float64]
 _LOSS, _METRIC, _GREY = "#0072B2", "#D55E00", "#555555"
-_STAGES = ("#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#0072B2", "#F0E442", "#999999")  # Okabe and Ito
-_MOST_CASES = 40  # in the picture of a pipeline
 
 
 def save_png(path: Path, figure: Figure, full_colour: bool = False) -> None:
-    """Draw a figure and write it atomically as a PNG.
-
-    Args:
-        path: to be written.
-        figure: to be drawn.
-        full_colour: see `save_image`.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
-    """
+    """Draw a figure and write it atomically as a PNG, as `save_image` does."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     save_image(path, Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"), full_colour)
@@ -68,14 +54,11 @@ def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str 
         stretched = (lambda value: -np.log(np.maximum(1.05 - value, 1e-3)), lambda place: 1.05 - np.exp(-place))
         right.set_yscale("function", functions=stretched)
         right.set(ylim=(0, 1), yticks=(0, 0.5, 0.7, 0.8, 0.9, 0.95, 1))
-        size, named = (
-            4 if validated.sum() <= 60 else 1.5,
-            f"best {metric} {values[best]:.4f} (epoch {epochs[best]:.0f})",
-        )
-        line = {"color": _METRIC, "linewidth": 1, "markersize": size, "label": metric}
-        star = {"color": _METRIC, "markersize": 12, "markeredgecolor": "black", "label": named}
-        handles += right.plot(epochs[validated], values[validated], "o-", **line)
-        handles += right.plot(epochs[best], values[best], "*", **star)
+        line = {"linewidth": 1, "markersize": 4 if validated.sum() <= 60 else 1.5, "label": metric}
+        handles += right.plot(epochs[validated], values[validated], "o-", color=_METRIC, **line)
+        named = f"best {metric} {values[best]:.4f} (epoch {epochs[best]:.0f})"
+        star = {"markersize": 12, "markeredgecolor": "black", "label": named}
+        handles += right.plot(epochs[best], values[best], "*", color=_METRIC, **star)
     # Above the axes, where the curves cannot run under it.
     upper.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=9)
     style(lower, "epoch time (s)", _GREY)
@@ -109,80 +92,3 @@ def _column(records: Sequence[Mapping[str, Any]], name: str) -> Values:
     values = np.array([np.nan if record.get(name) is None else record[name] for record in records], dtype=np.float64)
     values[~np.isfinite(values)] = np.nan
     return values
-
-
-class Span(NamedTuple):
-    """A stage of a case in a pipeline, done by a lane ("read" or "write"); times are seconds since it began."""
-
-    case: str
-    lane: str
-    stage: str
-    begin: float
-    end: float
-
-
-class Timeline:
-    """Collects the spans of all threads, from when it is made."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._spans: list[Span] = []  # appended to by all threads, which is safe
-
-    @contextmanager
-    def stage(self, case: str, lane: str, name: str, waits: bool = False) -> Iterator[None]:
-        """Time a block as a stage of a case in a lane; `waits` waits for the CUDA device at its end."""
-        begin = self.now()
-        try:
-            yield
-        finally:
-            if waits:
-                synchronise()
-            self._spans.append(Span(case, lane, name, begin, self.now()))
-
-    def now(self) -> float:
-        """Return the seconds since the beginning."""
-        return time.perf_counter() - self._began
-
-    def spans(self) -> tuple[Span, ...]:
-        """Return the spans so far, in the order in which they ended."""
-        return tuple(self._spans)
-
-    def seconds(self, case: str) -> dict[str, float]:
-        """Return the seconds of each stage of a case so far."""
-        found: dict[str, float] = {}
-        for span in self.spans():
-            if span.case == case:
-                found[span.stage] = round(found.get(span.stage, 0.0) + span.end - span.begin, 4)
-        return found
-
-
-def draw_timeline(path: Path, spans: Sequence[Span]) -> None:
-    """Draw the lanes of the first 40 cases over time, each stage in its colour, each case with its number.
-
-    Args:
-        path: PNG file to write.
-        spans: at least one.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
-    """
-    cases = list(dict.fromkeys(span.case for span in sorted(spans, key=lambda span: span.begin)))[:_MOST_CASES]
-    shown = sorted((span for span in spans if span.case in cases), key=lambda span: span.begin)
-    lanes, stages = (list(dict.fromkeys(names)) for names in zip(*((s.lane, s.stage) for s in shown), strict=True))
-    figure = Figure(figsize=(11, 1.4 + 0.55 * len(lanes)), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for number, stage in enumerate(stages):
-        parts = [(lanes.index(s.lane), s.end - s.begin, s.begin) for s in shown if s.stage == stage]
-        rows, widths, lefts = zip(*parts, strict=True)
-        colour = _STAGES[number % len(_STAGES)]
-        axes.barh(rows, widths, 0.8, lefts, color=colour, label=stage, edgecolor="white", linewidth=0.4)
-    for case, lane in dict.fromkeys((span.case, span.lane) for span in shown):
-        times = [each for span in shown if (span.case, span.lane) == (case, lane) for each in (span.begin, span.end)]
-        middle = (min(times) + max(times)) / 2
-        axes.text(middle, lanes.index(lane), str(cases.index(case) + 1), ha="center", va="center", fontsize=7)
-    axes.set_yticks(range(len(lanes)), lanes)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds")
-    axes.set_xlim(left=shown[0].begin)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(stages), frameon=False, fontsize=8)
-    save_png(path, figure)

@@ -24,16 +24,8 @@ class StepProfiler:
 
     Meanwhile spans are ranges of the profiler. When it closes, also by an exception, the folder holds `trace.json`
     (for Perfetto or chrome://tracing), `shares.json` (steps, their seconds, and what share of them lay in each span)
-    and `operations.txt` (the same in words, and the operations with the most self time). Only what runs in this
-    thread, and on the device, is recorded. On CUDA shares are times of the host, which launches what the device
-    computes later.
-
-    Args:
-        folder: to write into.
-        device: of the training.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
+    and `operations.txt` (the same in words, and the operations with the most self time). On CUDA shares are times of
+    the host, which launches what the device computes later.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:

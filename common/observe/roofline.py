@@ -24,12 +24,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Work(NamedTuple):
-    """A layer's work in one direction.
-
-    Args:
-        flops: floating-point operations of its convolution or matrix product, or 0.
-        elements: that it must move.
-    """
+    """A layer's work in one direction: operations of its convolution or matrix product, elements that it must move."""
 
     flops: int
     elements: int
@@ -48,13 +43,11 @@ def distance_to_limit(
         network: that was trained.
         shape: of a rank's batch, [B, C, *sides].
         seconds: of a step; None where none was done, and then there is nothing to say.
-        precision: of the steps, and of the products that the ceiling is measured with. (On a GPU convolutions in fp32
-            may take TF32, which these products do not.)
+        precision: of the steps and of the ceiling. (On a GPU fp32 convolutions may take TF32, which it does not.)
         run: whose device it is.
 
     Returns:
-        What the summary holds: work and seconds of a step, what is reached, the ceilings, the floor (see `floor`);
-        None where it could not be measured, which is said.
+        What the summary holds; None where it could not be measured, which is said.
     """
     if seconds is None:
         return None
@@ -89,50 +82,41 @@ def floor(work: Sequence[Work], itemsize: int, flops: float, bandwidth: float) -
     """Return the seconds below which no step comes whose layers run one after the other in this precision.
 
     Convolutions take the longer of their products and their memory traffic; a normalisation and the activation behind
-    it take theirs, fused; what is left (additions, loss, optimizer) takes nothing.
-
-    Args:
-        work: of the layers.
-        itemsize: bytes of an element.
-        flops: floating-point operations per second of the device.
-        bandwidth: bytes per second of its memory.
+    it take theirs, fused; what is left (additions, loss, optimizer) takes nothing. `flops` and `bandwidth` (bytes) are
+    the device's per second, `itemsize` the bytes of an element.
     """
     return sum(max(each.flops / flops, each.elements * itemsize / bandwidth) for each in work)
 
 
 def count_work(network: nn.Module, shape: Sequence[int]) -> list[Work]:
-    """Count the work of a training step's layers, forward and backward, without computing it.
+    """Count the work of a training step's layers on a batch [B, C, *sides], forward and backward, without computing it.
 
-    Args:
-        network: on any device; a copy without numbers is counted, and the network is left as it is.
-        shape: of a batch, [B, C, *sides].
-
-    Returns:
-        Of convolutions, matrix products, normalisations and interpolations; a multiplication with its addition counts
-        as two.
+    Convolutions, matrix products, normalisations and interpolations count; a multiplication with its addition as two.
+    The network is left as it is.
 
     Source: torch.utils.flop_counter, which knows the operators.
     """
-    from torch.utils.flop_counter import flop_registry  # here: the start of a run has no need of it
-
     # Without what torch.compile has left.
     compiled, network._compiled_call_impl = network._compiled_call_impl, None
     try:
         copied = copy.deepcopy(network).to("meta").train()
     finally:
         network._compiled_call_impl = compiled
-    layers = _Layers(flop_registry)
-    with layers:
+    with _Layers() as layers:
         torch.autograd.backward(copied(torch.empty(tuple(shape), device="meta")).sum())
-    return layers.work
+    found: list[Work] = layers.work
+    return found
 
 
 class _Layers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the work of each layer that runs; `flops_of` counts operators that multiply."""
+    """Notes the work of each layer that runs."""
 
-    def __init__(self, flops_of: Mapping[Any, Callable[..., int]]) -> None:
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # here: the start of a run has no need of it
+
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops_of, self.work = flops_of, list[Work]()
+        self.flops_of: Mapping[Any, Callable[..., int]] = flop_registry  # of operators that multiply
+        self.work = list[Work]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         result, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
@@ -151,15 +135,7 @@ class _Layers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def measure_ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure what a device can do, in less than a second and once in a process; the best of five rounds counts.
-
-    Args:
-        device: a CUDA device, or the CPU with as many threads as torch has now.
-        dtype: of the matrices: that of the network's convolutions.
-
-    Returns:
-        Floating-point operations per second of a product of square matrices.
-    """
+    """Measure the operations per second of a product of square matrices, the best of five rounds, once in a process."""
     side = _SIDE[device.type]
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / min(repeated(lambda: left @ right, 5))

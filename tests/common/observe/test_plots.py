@@ -1,4 +1,4 @@
-"""Pictures of curves and pipelines: what is in them, for few and many records and for missing values."""
+"""Pictures of curves: what is in them, for few and many records and for missing values."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from PIL import Image
 
 from medspeed.common.observe import plots
 from medspeed.common.observe.images import one_line
-from medspeed.common.observe.plots import Span, Timeline, draw_progress, draw_timeline, save_png
+from medspeed.common.observe.plots import draw_progress, save_png
 
 NAN = float("nan")
 
@@ -137,38 +137,3 @@ def test_more_records_give_another_picture_and_the_same_ones_the_same_bytes(tmp_
     drawn(path, records(11))
     assert path.read_bytes() != first
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_stages_of_a_case_are_added_up(monkeypatch):
-    clock = iter([0.0, 1.0, 3.0, 5.0, 5.5, 7.0, 8.0])
-    monkeypatch.setattr("medspeed.common.observe.plots.time.perf_counter", lambda: next(clock))
-    timeline = Timeline()
-    for _ in range(2):
-        with timeline.stage("a", "compute", "windows"):
-            pass
-    with timeline.stage("b", "write", "write"):
-        pass
-    assert timeline.seconds("a") == {"windows": 2.5}
-    assert timeline.seconds("b") == {"write": 1.0}
-    assert timeline.spans()[0] == Span("a", "compute", "windows", 1.0, 3.0)
-
-
-def test_a_stage_that_fails_is_noted_too():
-    timeline = Timeline()
-    with pytest.raises(ValueError, match="no"), timeline.stage("a", "read", "decode"):
-        raise ValueError("no")
-    assert [span.stage for span in timeline.spans()] == ["decode"]
-
-
-def test_the_picture_of_a_pipeline_shows_each_lane(tmp_path):
-    spans = [
-        Span(f"case <{n}> $x$", lane, stage, n + start, n + start + 0.8)
-        for n in range(3)
-        for lane, stage, start in (("read", "decode", 0), ("compute", "windows", 1), ("write", "write", 2))
-    ]
-    draw_timeline(tmp_path / "timeline.png", spans)
-    with Image.open(tmp_path / "timeline.png") as picture:
-        pixels = np.asarray(picture.convert("RGB")).astype(int)
-    found = [np.abs(pixels - colour).max(axis=2) < 12 for colour in ((86, 180, 233), (0, 158, 115), (230, 159, 0))]
-    lines = [np.flatnonzero(mask[60:].sum(axis=1) > 100) for mask in found]  # below the legend
-    assert lines[0].max() < lines[1].min() < lines[1].max() < lines[2].min()  # read, compute, write from the top
