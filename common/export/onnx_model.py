@@ -52,10 +52,9 @@ def export_onnx(
         path: of the model.
         window: one window, the largest where its sides are free.
         precision: of weights and activations.
-        metadata: is kept in the file as its `metadata_props`, beside `precision`, `window`, `smallest` and `batch`.
+        metadata: kept in the file, beside `precision`, `window`, `smallest` and `batch`.
         smallest: the smallest window; sides in which it differs from `window` are free. By default none is.
-        batch: windows in one call that an engine is to be tuned for; the file says 1, this many, and at most 4 or this
-            many. ONNX Runtime takes any number.
+        batch: windows in one call that an engine is tuned for; it takes 1 to this many, or to 4.
 
     Raises:
         ValueError: the model is no valid ONNX.

@@ -43,10 +43,6 @@ def write_report(directory: Path) -> Path:
     For an incomplete run it shows what there is and says what is missing. It stays below 8 MB for hundreds of cases:
     those with the lowest values come first, and what no longer fits is left out, which the page says.
 
-    Args:
-        directory: a run folder. Besides the files that every run writes, `report_cases/` (see `write_report_case`)
-            gives the report its viewer; `progress.png`, `monitor.png` and `overlays/` are shown where they are.
-
     Raises:
         FileNotFoundError: the folder is none of a run.
         OSError: it cannot be read or written, or the disk is full.
@@ -63,13 +59,14 @@ def write_report(directory: Path) -> Path:
     worst = {name: _embedded(overlays[name]) for name in [name for name in ranked if name in overlays][:_WORST]}
     pictures = {name: _embedded(directory / f"{name}.png") for name in ("progress", "monitor")}
     room = _LARGEST_PAGE - _REST - sum(len(address or "") for address in (*worst.values(), *pictures.values()))
-    scans, left_out = _scans(directory, ranked, room, problems)
+    files = [path for name in ranked if (path := directory / "report_cases" / f"{name}.json").is_file()]
+    kept = files[: np.count_nonzero(np.cumsum([path.stat().st_size for path in files]) <= room)]
+    scans = {path.stem: _read(path, problems, "not in the viewer") for path in kept}
     content = _template().render(
         name=directory.resolve().name,
         title=" ".join(filter(None, (summary.get("app"), summary.get("recipe") or config.get("recipe")))),
         summary=summary,
         environment=environment,
-        config=config,
         epochs=_read(directory / "metrics.jsonl", problems, "no curves").get("epochs", []),
         stages=_stages(summary.get("seconds", {})),
         # An app that judges patches has figures of all of them together, in its own order, and no regions.
@@ -77,12 +74,15 @@ def write_report(directory: Path) -> Path:
         overlays=len(overlays),
         worst=worst,
         pictures=pictures,
-        scans=scans,
-        left_out=left_out,
+        scans={name: scan for name, scan in scans.items() if scan},
+        left_out=len(files) - len(kept),
         colours=LABEL_COLOURS,
         exported=lambda path: directory / "exports" / Path(path).name,
-        texts={name: _end_of(directory / name) for name in ("config.yaml", "run.log")},
-        plan=yaml.safe_dump(plan, sort_keys=False)[:_LONGEST_FILE] if plan else "",
+        texts={
+            "Settings as resolved (plan.json)": yaml.safe_dump(plan, sort_keys=False)[:_LONGEST_FILE] if plan else "",
+            "Settings as given (config.yaml)": _end_of(directory / "config.yaml"),
+            "Messages (run.log)": _end_of(directory / "run.log"),
+        },
         files=[path for path in sorted(directory.iterdir()) if not path.name.startswith((".", "report.html"))],
         problems=problems,
     )
@@ -106,18 +106,17 @@ def write_report_case(
 
     It is small (as many voxels as a cube of 96 has, fewer where more than nine cases share a report; means of the
     image, middles of the labels; 8 bits), turned to R, A, S, and in words that the page's script understands: volumes
-    are base64 of gzip of uint8, z running fastest.
+    are base64 of gzip of uint8, z running fastest. For the volumes, `affine` and `names` see `draw_overlay`.
 
     Args:
         directory: folder of the run.
         name: of the case.
-        image: intensities [X, Y, Z], any real dtype.
-        labels: predicted labels [X, Y, Z], integers up to 255; 0 is background.
-        truth: true labels, the same.
-        affine: voxel index to RAS mm, [4, 4], any orientation.
-        names: name of each label, by its number.
-        window: intensities that are drawn black and white at first; by default as an overlay chooses them. Those up to
-            a window's width beyond are kept.
+        image: [X, Y, Z].
+        labels: predicted.
+        truth: true labels.
+        affine: to RAS mm.
+        names: of the labels.
+        window: intensities that are drawn black and white at first; those up to its width beyond are kept.
         of: cases that share the report.
 
     Raises:
@@ -152,14 +151,6 @@ def write_report_case(
     write_json(directory / "report_cases" / f"{name}.json", content)
 
 
-def _scans(directory: Path, names: Sequence[str], room: int, problems: list[str]) -> tuple[dict[str, Json], int]:
-    """Return what `write_report_case` has left of cases, as far as their bytes have room, and how many have none."""
-    files = [path for name in names if (path := directory / "report_cases" / f"{name}.json").is_file()]
-    ends = np.cumsum([path.stat().st_size for path in files])
-    scans = {path.stem: _read(path, problems, "not in the viewer") for path in files[: np.count_nonzero(ends <= room)]}
-    return {name: scan for name, scan in scans.items() if scan}, len(files) - len(scans)
-
-
 def _read(path: Path, problems: list[str], loss: str) -> Json:
     """Return what a file of the run holds; of one that is missing or damaged nothing, and a line in `problems`."""
     if not path.is_file():
@@ -180,10 +171,9 @@ def _read(path: Path, problems: list[str], loss: str) -> Json:
 
 def _stages(seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each stage, in the order they run, and under `rest` what else the total holds."""
-    names = [*_STAGES, *(name for name in seconds if name not in (*_STAGES, "total"))]
-    found = {name: seconds[name] for name in names if name in seconds}
-    spent = sum(found.values())
-    return {**found, "rest": max(seconds.get("total", spent) - spent, 0.0)} if found else {}
+    found = {name: seconds[name] for name in dict.fromkeys((*_STAGES, *seconds)) if name in seconds}
+    total = found.pop("total", 0.0)
+    return {**found, "rest": max(total - sum(found.values()), 0.0)} if found else {}
 
 
 def _embedded(path: Path) -> str | None:

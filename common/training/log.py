@@ -13,7 +13,7 @@ from medspeed.common.config import flat
 from medspeed.common.console import hides_bar
 from medspeed.common.files import read_json_lines, write_text
 from medspeed.common.observe.monitor import Monitor
-from medspeed.common.observe.profiler import StepProfiler
+from medspeed.common.observe.profiler import profiled_steps
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.setup import learning_rates
@@ -51,7 +51,7 @@ class Log:
         if seconds := seconds_given("MEDSPEED_MONITOR_SECONDS", 1):  # tests and benchmarks do without
             self._monitor = self._watching.enter_context(Monitor(run.directory, run.device, seconds))
         if config.profile == "torch":
-            self._profiler = self._watching.enter_context(StepProfiler(run.directory / "profile", run.device))
+            self._profiler = self._watching.enter_context(profiled_steps(run.directory / "profile", run.device))
 
     def close(self) -> None:
         """Close the bar and the files, and draw the curves a last time."""
@@ -64,7 +64,7 @@ class Log:
         self._samples += samples
         self._bar.update()
         if self._profiler is not None:
-            self._profiler.step()
+            self._profiler()
 
     def epoch(self, record: dict[str, Any], seconds: float) -> None:
         """Write one epoch's record; `losses` of its steps, and the metric where it was validated."""
