@@ -62,10 +62,24 @@ def export_onnx(
     import onnx  # here, as torch.onnx: only the end of a run needs them
 
     copied = copy.deepcopy(network).cpu().float().eval()
-    module = HalfNetwork(copied).eval() if precision == "fp16" else copied
+    model = _traced(HalfNetwork(copied).eval() if precision == "fp16" else copied, window, smallest or window)
+    graph = model.graph  # without what torch notes beside each part: stack traces with this machine's paths
+    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        del part.metadata_props[:]
+        part.doc_string = ""
+    figures = {"window": window, "smallest": smallest or window, "batch": (1, batch, max(4, batch))}
+    words = {name: " ".join(map(str, values)) for name, values in figures.items()}
+    onnx.helper.set_model_props(model, {**metadata, "precision": precision, **words})
+    with atomic_path(path) as part, onnx_errors(path):
+        onnx.save_model(model, str(part))
+        onnx.checker.check_model(str(part), full_check=True)
+    return path
+
+
+def _traced(module: nn.Module, window: Window, smallest: Window) -> Any:  # noqa: ANN401 - a class of an untyped module
     example = torch.zeros(2, *window)  # two, since torch would take a batch of one for a constant
-    sides = zip(smallest or window, window, strict=True)
-    free = {axis: torch.export.Dim(f"side{axis}") for axis, (least, most) in enumerate(sides, 1) if least != most}
+    sides = enumerate(zip(smallest, window, strict=True), 1)
+    free = {axis: torch.export.Dim(f"side{axis}") for axis, (least, most) in sides if least != most}
     # What the exporter says on every export and nobody can act on: no torchvision here; its own deprecated LeafSpec.
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     with warnings.catch_warnings(), torch.no_grad():
@@ -82,18 +96,7 @@ def export_onnx(
             verbose=False,
         )
     assert program is not None
-    model: Any = program.model_proto
-    graph = model.graph  # without what torch notes beside each part: stack traces with this machine's paths
-    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
-        del part.metadata_props[:]
-        part.doc_string = ""
-    figures = {"window": window, "smallest": smallest or window, "batch": (1, batch, max(4, batch))}
-    words = {name: " ".join(map(str, values)) for name, values in figures.items()}
-    onnx.helper.set_model_props(model, {**metadata, "precision": precision, **words})
-    with atomic_path(path) as part, onnx_errors(path):
-        onnx.save_model(model, str(part))
-        onnx.checker.check_model(str(part), full_check=True)
-    return path
+    return program.model_proto
 
 
 def read_metadata(path: Path) -> dict[str, str]:
