@@ -53,7 +53,7 @@ class Trace(TorchDispatchMode):
 
 
 def record(body: Callable[[], object]) -> Callable[[], object]:
-    """Stand for `medspeed.common.kernels.capture.record`."""
+    """Stand for `medspeed.common.kernels.trust.record`."""
     body()
     trace = Trace()
     with trace:

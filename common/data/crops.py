@@ -11,7 +11,6 @@ import torch
 from medspeed.common.data.geometry import Shape
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.threads import map_in_threads
-from medspeed.common.kernels.crops import gathered_crops
 from medspeed.common.kernels.trust import trusts
 
 Tier = Literal["gpu", "ram", "disk", "none"]
@@ -141,6 +140,8 @@ def crops_of_table(
 ) -> Crops:
     """Return the crops that a table on the device says, as `cut_and_change` does; `form` is the kernel's."""
     if trusts(FUSED, image):
+        from medspeed.common.kernels.crops_triton import gathered_crops
+
         crops: Crops = gathered_crops(image, label, table, size, *form)
         return crops
     scale, shift = table[:, 4:].view(torch.float32).view(-1, 2, 1, 1, 1, 1).unbind(1)

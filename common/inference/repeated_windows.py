@@ -8,7 +8,7 @@ from torch import Tensor
 
 from medspeed.common.inference.predictors import Predictor
 from medspeed.common.kernels import trust
-from medspeed.common.kernels.capture import record
+from medspeed.common.kernels.trust import record
 
 _STORE = Path("~/.cache/medspeed")  # of verdicts, as of `--store`
 _MOST_SHAPES = 2  # that are captured: each holds the memory of a call of its own

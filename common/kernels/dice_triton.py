@@ -1,12 +1,125 @@
-"""The kernels of `medspeed.common.kernels.dice`."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Dice loss with cross-entropy or focal loss: sums over voxels, the loss of them, and its gradient, a kernel each.
 
-# mypy: ignore-errors
-# What Triton compiles is not typed as Python is.
+Logits and labels are read once, and nothing of a voxel is stored but the gradient. Parts are summed in an order of
+their own, without atomic operations, so that a run repeats to the bit.
+"""
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+_ELEMENTS = 512  # logits that a program works on at a time
+_STEPS = 32  # times that a program of the sums does so
 _LEAST = tl.constexpr(-3e38)  # stands for the logit of a class that there is not
+
+
+class FusedLoss(torch.autograd.Function):
+    """The mean Dice loss of classes or regions (and of samples), plus `share` of the sum of the penalties, a scalar.
+
+    `batch` takes Dice over the batch as one, whose sums `total`, where it is not None, adds up over `world` ranks: the
+    gradient is then exact after DDP's mean. For logits, label and members see `loss_parts`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, label: Tensor, *given: Any) -> Tensor:
+        """Keep what the gradient is computed from; given are members, batch, share, smooth, total and world."""
+        members, batch, share, smooth, total, world = given
+        parts: Tensor = loss_parts(logits, label, members)
+        if not batch:
+            parts = parts.sum(2, keepdim=True)
+        elif total is not None:
+            parts = total(parts.sum((1, 2), keepdim=True))
+        loss: Tensor
+        loss, slopes = loss_of_parts(parts, batch, share, smooth)
+        ctx.save_for_backward(logits, label, slopes)
+        ctx.members, ctx.world = members, world
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, weight: Tensor) -> Any:
+        """Return the gradient of the logits."""
+        logits, label, slopes = ctx.saved_tensors
+        weight = weight if ctx.world == 1 else weight * ctx.world
+        return loss_gradient(logits, label, slopes, weight, ctx.members), *[None] * 7
+
+
+@torch.library.custom_op("medspeed::loss_parts", mutates_args=())
+def loss_parts(logits: Tensor, label: Tensor, members: Sequence[int]) -> Tensor:
+    """Return sums over parts of the voxels, [4, B, P, K] float32: penalty, missed, squared, voxels.
+
+    Args:
+        logits: [B, K, X, Y, Z] float32, bfloat16 or float16, contiguous or channels last.
+        label: [B, 1, X, Y, Z] uint8 class numbers, contiguous.
+        members: none for K classes that exclude each other, with cross entropy; else of regions, with focal loss: 256 r
+            + n for each class number n of region r.
+    """
+    parts: Tensor = _parts_like(logits, label, members)
+    tail = parts.stride(0), tuple(members), *_tile(logits), _STEPS
+    sums_kernel[parts.shape[2], len(logits)](logits, label, parts, *_sizes(logits), *tail)
+    return parts
+
+
+@loss_parts.register_fake
+def _parts_like(logits, label, members):
+    programs = triton.cdiv(label[0].numel(), _tile(logits)[1] * _STEPS)
+    return torch.empty(4, len(logits), programs, logits.shape[1], device=logits.device)
+
+
+@torch.library.custom_op("medspeed::loss_gradient", mutates_args=())
+def loss_gradient(logits: Tensor, label: Tensor, slopes: Tensor, weight: Tensor, members: Sequence[int]) -> Tensor:
+    """Return the gradient of the logits, of their dtype and layout.
+
+    It is `weight`, a scalar, times that from the derivative by the sums, [4, B or 1, K] float32.
+    """
+    gradient, (wide, block) = torch.empty_like(logits), _tile(logits)
+    step = slopes.stride(1) if slopes.shape[1] > 1 else 0
+    grid, tail = (triton.cdiv(label[0].numel(), block), len(logits)), (slopes.stride(0), step, tuple(members))
+    gradient_kernel[grid](logits, label, slopes, weight, gradient, *_sizes(logits), *tail, wide, block)
+    return gradient
+
+
+loss_gradient.register_fake(lambda logits, *_: torch.empty_like(logits))
+
+
+@torch.library.custom_op("medspeed::loss_of_parts", mutates_args=())
+def loss_of_parts(parts: Tensor, batch: bool, share: float, smooth: float) -> tuple[Tensor, Tensor]:
+    """Return the loss of `FusedLoss`, a scalar, and its derivative by each of the sums, [4, N, K].
+
+    Args:
+        parts: [4, B, P, K] float32, contiguous; for the `batch` as one added up (N is 1), else with P of 1 (N is B).
+        batch: see `FusedLoss`, also for share.
+        share: of the penalties.
+        smooth: added to numerator and denominator of Dice.
+    """
+    loss, slopes = _loss_like(parts, batch, share, smooth)
+    count, wide = slopes[0].numel(), triton.next_power_of_2(slopes[0].numel())
+    block = max(1, 4 * _ELEMENTS // wide)
+    loss_kernel[1,](parts, loss, slopes, share, smooth, count, parts[0].numel() // count, wide, block)
+    return loss, slopes
+
+
+@loss_of_parts.register_fake
+def _loss_like(parts, batch, share, smooth):
+    samples, _, classes = parts.shape[1:]
+    return parts.new_empty(()), parts.new_empty(4, 1 if batch else samples, classes)
+
+
+def _tile(logits: Tensor) -> tuple[int, int]:
+    """Return how many classes, rounded up, and how many voxels a program takes at a time."""
+    wide = triton.next_power_of_2(logits.shape[1])
+    return wide, max(1, _ELEMENTS // wide)
+
+
+def _sizes(logits: Tensor) -> tuple[int, int, int, int]:
+    """Return the voxels, the classes, and the strides of both."""
+    classes, voxels = logits.shape[1], logits[0, 0].numel()
+    return (voxels, classes, 1, voxels) if logits.is_contiguous() else (voxels, classes, classes, 1)
 
 
 @triton.jit

@@ -1,16 +1,15 @@
 """Novograd's second moments: in plain torch ten operators on small tensors, on a GPU one kernel."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from medspeed.common.kernels.trust import Trial, trusting, trusts
+from medspeed.common.kernels.trust import Trial, trial_of, trusts
 
 FUSED = "second_moments"
 """The name that `trusts` knows the kernel by."""
-_DECAY, _EPSILON = 0.98, 1e-8  # the defaults of MONAI's Novograd
+DECAY, EPSILON = 0.98, 1e-8  # the defaults of MONAI's Novograd
 
 
 def divisors(
@@ -27,43 +26,28 @@ def divisors(
         skip: a scalar that is not 0 where the step does not count.
     """
     if trusts(FUSED, norms):
+        from medspeed.common.kernels.moments_triton import second_moments
+
         fused: Tensor = second_moments(norms, owner, second, scale, skip)
         return fused
     # Over the blocks in float64: in float32, as the CPU sums it, the norm of millions would be off by up to 1e-3.
     whole = torch.stack(torch._foreach_norm(norms.split_with_sizes(list(blocks)), 2, torch.float64))
     squares = torch.square(whole if scale is None else whole / scale, out=torch.empty_like(second))
-    averaged = torch.lerp(second, squares, 1 - _DECAY)
+    averaged = torch.lerp(second, squares, 1 - DECAY)
     if skip is not None:
         squares, averaged = (torch.where(skip == 0, each, second) for each in (squares, averaged))
     torch.where(second == 0, squares, averaged, out=second)
-    divisor = second.sqrt() + _EPSILON
+    divisor = second.sqrt() + EPSILON
     return (divisor if scale is None else divisor * scale).index_select(0, owner)
-
-
-@torch.library.custom_op("medspeed::second_moments", mutates_args=("second",))
-def second_moments(norms: Tensor, owner: Tensor, second: Tensor, scale: Tensor | None, skip: Tensor | None) -> Tensor:
-    """Do what `divisors` does."""
-    from medspeed.common.kernels.moments_triton import moments_kernel
-
-    found = torch.empty_like(norms)
-    given = norms if scale is None else scale, norms if skip is None else skip, found, len(norms), 1 - _DECAY, _EPSILON
-    moments_kernel[len(second),](
-        norms, owner, second, *given, SCALE=scale is not None, SKIP=skip is not None, BLOCK=4096, num_warps=8
-    )
-    return found
-
-
-second_moments.register_fake(lambda norms, *_: torch.empty_like(norms))
 
 
 def trial(device: torch.device) -> Trial:
     """Return a trial with parameters of few and of many blocks, over a first and a second step."""
 
-    def work(*names: str) -> list[Tensor]:
+    def work() -> list[Tensor]:
         blocks, second = (1, 3, 2500), torch.zeros(3, device=device)
         norms = torch.arange(sum(blocks), device=device).sin().abs()
         owner = torch.arange(3, device=device).repeat_interleave(torch.tensor(blocks, device=device))
-        with trusting(*names):
-            return [*(divisors(part * norms, blocks, owner, second, None, None) for part in (1, 2)), second]
+        return [*(divisors(part * norms, blocks, owner, second, None, None) for part in (1, 2)), second]
 
-    return Trial(FUSED, partial(work, FUSED), work, 1e-5)
+    return trial_of(FUSED, work, 1e-5)

@@ -1,10 +1,25 @@
-"""The kernel of `medspeed.common.kernels.moments`."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The second moments of `medspeed.common.kernels.moments` in one kernel."""
 
-# mypy: ignore-errors
-# What Triton compiles is not typed as Python is.
-
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from medspeed.common.kernels.moments import DECAY, EPSILON
+
+
+@torch.library.custom_op("medspeed::second_moments", mutates_args=("second",))
+def second_moments(norms: Tensor, owner: Tensor, second: Tensor, scale: Tensor | None, skip: Tensor | None) -> Tensor:
+    """Do what `divisors` does."""
+    found = torch.empty_like(norms)
+    given = norms if scale is None else scale, norms if skip is None else skip, found, len(norms), 1 - DECAY, EPSILON
+    switches = {"SCALE": scale is not None, "SKIP": skip is not None, "BLOCK": 4096, "num_warps": 8}
+    moments_kernel[len(second),](norms, owner, second, *given, **switches)
+    return found
+
+
+second_moments.register_fake(lambda norms, *_: torch.empty_like(norms))
 
 
 @triton.jit

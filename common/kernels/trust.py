@@ -1,8 +1,7 @@
 """Which fused variants are used: each is compared with its plain twin, and timed, on the device that will run it.
 
-A variant (a kernel, a memory layout, a captured graph) is described by a `Trial`; `choose` tries it once per machine
-and keeps the verdict; `trusts` then says, wherever the variant could stand in for its twin, whether it does. On a CPU,
-and before `choose` has run, nothing is trusted, so that the twin in plain torch runs.
+A variant (a kernel, a memory layout, a captured graph) is described by a `Trial`; `choose` tries it once per machine;
+`trusts` then says, wherever it could stand in for its twin, whether it does. Until then, and on a CPU, the twin runs.
 """
 
 import hashlib
@@ -10,9 +9,9 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ Kernels = Literal["auto", "torch", "fused"]
 Work = Callable[[], Sequence[Tensor]]
 _ROUNDS = 5
 _FASTER = 0.97  # of the twin's seconds: what is less is noise
+_WARM_UP = 3  # runs before a capture. Source: torch's notes on CUDA graphs
 _trusted: set[str] = set()
 
 
@@ -46,16 +46,14 @@ class Trial:
     about: str = ""
 
 
-class Verdict(NamedTuple):
-    """What a trial showed.
+def trial_of(name: str, work: Work, tolerance: float, about: str = "") -> Trial:
+    """Return the trial of a variant that one piece of work takes where it is trusted."""
 
-    Args:
-        problem: why the variant is not right, in a few words; empty where it is.
-        speed: the twin's seconds over the variant's; 0 where it is not right.
-    """
+    def fused() -> Sequence[Tensor]:
+        with trusting(name):
+            return work()
 
-    problem: str
-    speed: float = 0.0
+    return Trial(name, fused, work, tolerance, about)
 
 
 def trusts(name: str, tensor: Tensor) -> bool:
@@ -65,7 +63,7 @@ def trusts(name: str, tensor: Tensor) -> bool:
 
 @contextmanager
 def trusting(*names: str) -> Iterator[None]:
-    """Trust variants untried inside; for tests, and for counting what they launch on tensors without values."""
+    """Trust variants untried inside."""
     before = set(_trusted)
     _trusted.update(names)
     try:
@@ -75,53 +73,41 @@ def trusting(*names: str) -> Iterator[None]:
         _trusted.update(before)
 
 
-def choose(
-    trials: Sequence[Trial],
-    wish: Kernels,
-    store: Path,
-    say: Callable[[str], None],
-    seconds: Callable[[Callable[[], object]], float] | None = None,
-) -> frozenset[str]:
+def take(names: Iterable[str]) -> None:
+    """Trust what another rank's `choose` has returned."""
+    _trusted.update(names)
+
+
+def choose(trials: Sequence[Trial], wish: Kernels, store: Path, say: Callable[[str], None]) -> frozenset[str]:
     """Try variants, trust those that are right and pay, say it in a line, and return their names.
 
-    Verdicts are kept in `store`/kernels.json per device, driver, versions of torch and triton, and source of the
-    kernels. A trial that brought the program down counts as wrong when the next program finds its mark there.
+    Verdicts are kept in `store`/kernels.json. A trial that brought the program down counts as wrong when the next
+    program finds its mark there.
 
     Args:
         trials: none on a CPU, whose path is the twin's.
         wish: auto takes what is right and faster, fused what is right, torch nothing (and tries nothing).
         store: the cache folder of the user.
         say: gets a line for what is used, one for what is not, and one for each variant that failed.
-        seconds: times a piece of work; None takes the median of some rounds by the clock.
     """
     names = {trial.name for trial in trials}
     _trusted.difference_update(names)
     if wish == "torch":
         return frozenset()
-    path, machine = store / "kernels.json", machine_key()
-    taken, passed = [], []
+    machine, taken, passed = machine_key(), [], []
     for trial in trials:
-        verdict = _kept(path, machine, trial)
-        if verdict is None:
-            _keep(path, machine, trial, Verdict("the program ended during its trial"))
-            verdict = _try(trial, seconds or _median)
-            _keep(path, machine, trial, verdict)
-        if verdict.problem:
-            say(f"kernels: {trial.name} is not used because it failed: {verdict.problem}")
-        elif wish == "fused" or verdict.speed * _FASTER > 1:
-            taken.append(f"{trial.name} ({verdict.speed:.2f} times as fast)")
+        problem, speed = _verdict(trial, store / "kernels.json", machine)
+        if problem:
+            say(f"kernels: {trial.name} is not used because it failed: {problem}")
+        elif wish == "fused" or speed * _FASTER > 1:
+            taken.append(f"{trial.name} ({speed:.2f} times as fast)")
             _trusted.add(trial.name)
         else:
-            passed.append(f"{trial.name} ({verdict.speed:.2f})")
+            passed.append(f"{trial.name} ({speed:.2f})")
     for title, found in (("used", taken), ("not used (plain torch is as fast)", passed)):
         if found:
             say(f"kernels {title}: {', '.join(found)}")
     return frozenset(_trusted & names)
-
-
-def take(names: Iterable[str]) -> None:
-    """Trust what another rank's `choose` has returned."""
-    _trusted.update(names)
 
 
 def machine_key() -> str:
@@ -129,23 +115,45 @@ def machine_key() -> str:
     device, driver = "cpu", 0
     if torch.cuda.is_available():
         device, driver = torch.cuda.get_device_name(), getattr(torch._C, "_cuda_getDriverVersion", int)()
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "none"
+    triton = "".join(each.version for each in distributions(name="triton"))
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     source = hashlib.sha256(sources).hexdigest()[:12]
     return f"{device}, driver {driver}, torch {torch.__version__}, triton {triton}, kernels {source}"
 
 
-def _try(trial: Trial, seconds: Callable[[Callable[[], object]], float]) -> Verdict:
+def _verdict(trial: Trial, path: Path, machine: str) -> tuple[str, float]:
+    """Return why a variant is not right, "" where it is, and the twin's seconds over its own; as kept, or found now."""
+    key = f"{machine}: {trial.name} {trial.about}"
+    match _kept(path).get(key):
+        case [str(problem), float(speed)]:
+            return problem, speed
+    _keep(path, key, ("the program ended during its trial", 0.0))
+    found = _try(trial)
+    _keep(path, key, found)
+    return found
+
+
+def _try(trial: Trial) -> tuple[str, float]:
     try:
         problem = difference(trial.fused(), trial.twin(), trial.tolerance)
-        if problem:
-            return Verdict(problem)
-        return Verdict("", seconds(trial.twin) / max(seconds(trial.fused), 1e-9))
+        return problem, 0.0 if problem else _seconds(trial.twin) / max(_seconds(trial.fused), 1e-9)
     except Exception as error:  # whatever it is, the twin is there
-        return Verdict(" ".join(f"{type(error).__name__} {error}".split())[:200])
+        return " ".join(f"{type(error).__name__} {error}".split())[:200], 0.0
+
+
+def _seconds(work: Work) -> float:
+    return statistics.median(repeated(work, _ROUNDS))
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):  # a damaged file is made again
+        return read_object(path)
+    return {}
+
+
+def _keep(path: Path, key: str, verdict: tuple[str, float]) -> None:
+    with suppress(OSError, ValueError):  # a store that cannot be written costs the next start its trials
+        write_json(path, {**_kept(path), key: verdict}, flush=False)
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> str:
@@ -162,22 +170,19 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: f
     return ""
 
 
-def _median(work: Callable[[], object]) -> float:
-    return statistics.median(repeated(work, _ROUNDS))
+def record(body: Callable[[], object]) -> Callable[[], object]:
+    """Capture what `body` launches as a CUDA graph, and return what launches that as a whole.
 
-
-def _kept(path: Path, machine: str, trial: Trial) -> Verdict | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged file is made again
-        problem, speed = read_object(path)[machine][f"{trial.name} {trial.about}"]
-        return Verdict(str(problem), float(speed))
-    return None
-
-
-def _keep(path: Path, machine: str, trial: Trial, verdict: Verdict) -> None:
-    content: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        content = read_object(path)
-    before = content.get(machine)
-    content[machine] = {**(before if isinstance(before, dict) else {}), f"{trial.name} {trial.about}": verdict}
-    with suppress(OSError, ValueError):  # a store that cannot be written costs the next start its trials
-        write_json(path, content, flush=False)
+    It runs a few times before, on a stream of its own, as torch asks: libraries choose and allocate then. Other threads
+    may load cases meanwhile: only this thread's calls can break the capture.
+    """
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UP):
+            body()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        body()
+    return graph.replay

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from medspeed.common.inference.labels import Region
-from medspeed.common.kernels.dice import FusedLoss, fits
 from medspeed.common.kernels.trust import trusts
 from medspeed.common.ranks import SINGLE, Ranks
 from medspeed.common.run import Run
@@ -52,7 +51,7 @@ def dice_ce(logits: Tensor, label: Tensor, *, ranks: Ranks = SINGLE) -> Tensor:
     classes = logits.shape[1]
     assert classes >= 2, f"{classes} channel: background and foreground need one each"
     assert label.shape == (len(logits), 1, *logits.shape[2:]), f"logits {logits.shape}, label {label.shape}"
-    if trusts(FUSED, logits) and fits(logits, label):
+    if _fits(logits, label):
         return _fused(logits, label, (), True, ranks)
     sums = _over_batch((_two_class_sums if classes == 2 else _class_sums)(logits, label), ranks)
     return _dice(sums).mean() + sums.penalty.sum() / (label.numel() * ranks.world)
@@ -80,7 +79,7 @@ def dice_focal(
     """
     assert logits.shape[1] == len(regions), f"logits {logits.shape}, {len(regions)} regions"
     assert label.shape == (len(logits), 1, *logits.shape[2:]), f"logits {logits.shape}, label {label.shape}"
-    if trusts(FUSED, logits) and fits(logits, label):
+    if _fits(logits, label):
         members = [256 * number + member for number, region in enumerate(regions) for member in region.members]
         return _fused(logits, label, members, batch, ranks)
     penalty, missed, _, squared, voxels = _ErrorSums.apply(logits, label, regions).unbind(-1)  # type: ignore[no-untyped-call]
@@ -149,8 +148,17 @@ def say_inexact(name: str, ranks: Ranks, accumulate: int, run: Run) -> None:
         )
 
 
+def _fits(logits: Tensor, label: Tensor) -> bool:
+    """Return whether the kernels take logits and a label: trusted, half or single precision, in one piece."""
+    dense = logits.is_contiguous() or logits.is_contiguous(memory_format=torch.channels_last_3d)
+    single = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return trusts(FUSED, logits) and dense and single and label.is_contiguous() and logits[0].numel() < 2**31
+
+
 def _fused(logits: Tensor, label: Tensor, members: Sequence[int], batch: bool, ranks: Ranks) -> Tensor:
-    """Return the loss by the kernels of `common.kernels.dice`; `members` are those of regions, none of classes."""
+    """Return the loss by its kernels; `members` are those of regions, none of classes."""
+    from medspeed.common.kernels.dice_triton import FusedLoss
+
     share = 1 / (logits if members else label).numel()
     apply: Callable[..., Tensor] = FusedLoss.apply
     if not batch:

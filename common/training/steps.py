@@ -16,7 +16,7 @@ from medspeed.common.data.batches import Batch, Batches, Draft
 from medspeed.common.data.crops import pinned
 from medspeed.common.inference.model import first_line
 from medspeed.common.kernels import trust
-from medspeed.common.kernels.capture import record
+from medspeed.common.kernels.trust import record
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.optimizers import Novograd

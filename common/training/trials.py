@@ -1,6 +1,5 @@
 """What fused kernels are tried with before they are trusted: batches of the run itself, and logits of their size."""
 
-from collections.abc import Callable
 from functools import cache
 from itertools import chain, count
 
@@ -10,14 +9,12 @@ from torch import Tensor
 from medspeed.common.data import crops
 from medspeed.common.data.batches import Batches
 from medspeed.common.inference.model import VolumeModel
-from medspeed.common.kernels.trust import Trial, trusting
+from medspeed.common.kernels.trust import Trial, trial_of, trusting
 from medspeed.common.training import losses
 from medspeed.common.training.config import decided
 from medspeed.common.training.losses import build_loss
 from medspeed.common.training.setup import dtype_of
 from medspeed.common.training.volume_config import SegmentationConfig
-
-Work = Callable[[], list[Tensor]]
 
 
 def volume_trials(
@@ -45,7 +42,7 @@ def volume_trials(
         (gradient,) = torch.autograd.grad(value * label.numel(), logits)  # in fp16 else too small to be compared
         return [value.detach(), gradient]
 
-    found = [] if config.loss.startswith("monai_") else [_trial(losses.FUSED, work, work, dtype, about)]
+    found = [] if config.loss.startswith("monai_") else [trial_of(losses.FUSED, work, _tolerance(dtype), about)]
     return [*found, *batch_trials(crops.FUSED, batches, dtype, about)]
 
 
@@ -62,12 +59,12 @@ def batch_trials(name: str, batches: Batches, dtype: torch.dtype, about: str) ->
         batch = next(streams[stream])
         return [batch.image.to(dtype), batch.label]
 
-    return [_trial(name, lambda: made(0), lambda: made(1), dtype, about)]
-
-
-def _trial(name: str, work: Work, twin: Work, dtype: torch.dtype, about: str) -> Trial:
     def fused() -> list[Tensor]:
         with trusting(name):
-            return work()
+            return made(0)
 
-    return Trial(name, fused, twin, max(1e-4, 2 * torch.finfo(dtype).eps), about)
+    return [Trial(name, fused, lambda: made(1), _tolerance(dtype), about)]
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return max(1e-4, 2 * torch.finfo(dtype).eps)

@@ -7,7 +7,8 @@ import torch
 from medspeed.common.data import crops
 from medspeed.common.data.crops import cut_and_change, place_cases
 from medspeed.common.data.preparation import PreparedCase
-from medspeed.common.kernels.crops import gathered_crops
+from medspeed.common.kernels import crops_triton
+from medspeed.common.kernels.crops_triton import gathered_crops
 
 CPU = torch.device("cpu")
 FLIPS = np.array([[False] * 3, [True, False, True], [False, True, False], [True] * 3])
@@ -47,7 +48,7 @@ def test_crops_of_cases_in_several_places_are_left_to_the_twin(monkeypatch):
     size = (4, 4, 4)
     cases = [placed(1, size)[0], placed(1, size)[0]]
     monkeypatch.setattr(crops, "trusts", lambda name, tensor: True)
-    monkeypatch.setattr(crops, "gathered_crops", None)
+    monkeypatch.setattr(crops_triton, "gathered_crops", None)
     image, _ = cut_and_change(cases, np.zeros((2, 3), np.int64), FLIPS[:2], CHANGES[:2], size, CPU)
     assert image.dtype == torch.float32
 

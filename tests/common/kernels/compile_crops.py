@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from medspeed.common.kernels.crops import gathered_crops
+from medspeed.common.kernels.crops_triton import gathered_crops
 from tests.kernels import CAPABILITIES, compiled_not_launched
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from medspeed.common.kernels.dice import loss_gradient, loss_of_parts, loss_parts
+from medspeed.common.kernels.dice_triton import loss_gradient, loss_of_parts, loss_parts
 from tests.kernels import CAPABILITIES, compiled_not_launched
 
 MEMBERS = (2, 3, 257, 258, 259, 515)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from medspeed.common.kernels.moments import second_moments
+from medspeed.common.kernels.moments_triton import second_moments
 from tests.kernels import CAPABILITIES, compiled_not_launched
 
 

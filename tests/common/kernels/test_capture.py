@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from medspeed.common.kernels.capture import record
+from medspeed.common.kernels.trust import record
 
 GRAPH = inspect.signature(torch.cuda.graph)
 

@@ -11,7 +11,7 @@ from medspeed.common.data.batches import crop_batches
 from medspeed.common.data.cache import fill_cache
 from medspeed.common.data.crops import Tier
 from medspeed.common.data.preparation import PreparedCase
-from medspeed.common.kernels import dice, trust
+from medspeed.common.kernels import crops_triton, dice_triton, trust
 from medspeed.common.kernels.trust import choose, trusting
 from medspeed.common.training import losses
 from medspeed.common.training.setup import dtype_of
@@ -29,6 +29,7 @@ CONFIG = SpleenConfig(
 def as_on_a_gpu(monkeypatch):
     for module in (losses, crops):
         monkeypatch.setattr(module, "trusts", lambda name, tensor: name in trust._trusted)
+    monkeypatch.setattr(trust, "_seconds", lambda work: 1.0)
     with trusting():
         yield
 
@@ -44,7 +45,7 @@ def trials_of(config, ranks=1, tier: Tier = "gpu"):
 
 def chosen(config, store, ranks=1):
     lines: list[str] = []
-    return choose(trials_of(config, ranks), "fused", store, lines.append, lambda work: 1.0), lines
+    return choose(trials_of(config, ranks), "fused", store, lines.append), lines
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -53,8 +54,8 @@ def test_kernels_that_are_right_are_trusted(precision, tmp_path):
 
 
 def test_a_wrong_gradient_is_found_and_the_twin_computes_the_loss(tmp_path, monkeypatch):
-    right = dice.loss_gradient
-    monkeypatch.setattr(dice, "loss_gradient", lambda *given: 1.1 * right(*given))
+    right = dice_triton.loss_gradient
+    monkeypatch.setattr(dice_triton, "loss_gradient", lambda *given: 1.1 * right(*given))
     names, lines = chosen(CONFIG, tmp_path)
     assert names == {"crops"}
     assert "loss is not used because it failed" in lines[0]
@@ -62,7 +63,7 @@ def test_a_wrong_gradient_is_found_and_the_twin_computes_the_loss(tmp_path, monk
 
 def test_crops_cut_in_the_wrong_place_are_found(tmp_path, monkeypatch):
     right = torch.ops.medspeed.crops
-    monkeypatch.setattr(crops, "gathered_crops", lambda *given: [each.flip(2) for each in right(*given)])
+    monkeypatch.setattr(crops_triton, "gathered_crops", lambda *given: [each.flip(2) for each in right(*given)])
     assert chosen(CONFIG, tmp_path)[0] == {"loss"}
 
 
