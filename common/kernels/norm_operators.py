@@ -12,7 +12,7 @@ TILE, PROGRAMS = 4096, 512  # elements of a tile, programs of a launch; both fix
 
 
 def geometry(image: Tensor, groups: int, samples: int) -> tuple[tuple[int, int], int, int, dict[str, int]]:
-    """Return programs and samples of a launch, rows of a sample, tiles of a program, and the constants of a kernel."""
+    """Return programs and samples of a launch, rows of a sample, tiles of a program, and a kernel's constants."""
     channels = image.shape[1]
     rows = image.numel() // (channels * samples)
     count, size = (1 << (number - 1).bit_length() for number in (groups, channels // groups))  # powers of two

@@ -1,14 +1,13 @@
 """Normalisation and activation in one module: group norm with ReLU, batch norm with PReLU and a sum.
 
 Each has a twin in plain torch, which is the reference and the CPU's path, and a fused variant for tensors on a GPU with
-the channels innermost: two passes over memory forward, two backward. One operator of torch is one kernel
-(`norm_operators`), so that what is counted is what is launched.
+the channels innermost (`norm_operators`): two passes over memory forward, two backward.
 """
 
 import copy
 import math
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medspeed.common.kernels.norm_operators import norm_apply, norm_gradient, norm_gradient_sums, norm_sums, rows_of
-from medspeed.common.kernels.trust import Trial, trusting, trusts
+from medspeed.common.kernels.trust import Trial, trial_of, trusts
 
 Kind = Literal["relu", "prelu", "sum_relu", "none"]
 GROUP, BATCH, RELU = "group_norm_relu", "batch_norm_prelu", "batch_norm_relu"
@@ -39,21 +38,15 @@ class GroupNormReLU(nn.GroupNorm):
         return self._twin(image), image
 
     def _twin(self, image: Tensor) -> Tensor:
-        weight: Tensor = self.weight
-        bias: Tensor = self.bias
         if not (image.is_cuda and torch.is_autocast_enabled("cuda")):
-            return F.relu(F.group_norm(image, self.num_groups, weight, bias, self.eps), inplace=True)
+            return F.relu(F.group_norm(image, self.num_groups, self.weight, self.bias, self.eps), inplace=True)
         with torch.autocast("cuda", enabled=False):  # which would take float32, and all that follows with it
-            weight, bias = weight.to(image.dtype), bias.to(image.dtype)
+            weight, bias = self.weight.to(image.dtype), self.bias.to(image.dtype)
             return F.relu(F.group_norm(image, self.num_groups, weight, bias, self.eps), inplace=True)
 
 
 class BatchNormPReLU(nn.Module):
-    """Batch normalisation N, then PReLU A.
-
-    Args:
-        channels: of the image.
-    """
+    """Batch normalisation N of so many channels, then PReLU A."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -96,10 +89,7 @@ def batch_norm_relu(norm: nn.BatchNorm2d, image: Tensor, residual: Tensor | None
 
 
 def _fused_batch_norm(norm: Any, image: Tensor, kind: Kind, *given: Tensor | None) -> Tensor | None:  # noqa: ANN401
-    """Return `fused_norm` of a module in training, where the variant is trusted; else None.
-
-    Given are the slope, the residual, its bias and the shift.
-    """
+    """Return `fused_norm` of a module in training, if it is trusted; given are slope, residual, its bias and shift."""
     if not (norm.training and trusts(BATCH if kind == "prelu" else RELU, image) and channels_innermost(image)):
         return None
     slope, residual, residual_bias, shift = (*given, None, None, None)[:4]
@@ -204,12 +194,9 @@ class _Fork(torch.autograd.Function):
 
 
 def trials(network: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Trial]:
-    """Return a trial of each of the three that a network has; of each kind the first, whose images are the largest.
+    """Return a trial of each of the three that a network has, on outputs of convolutions of a dtype.
 
-    Args:
-        network: or one such module.
-        dtype: of the convolutions' outputs.
-        device: to try it on.
+    Of each kind it is that of the first, whose images are the largest.
     """
     found = []
     for kind, name, sides in ((GroupNormReLU, GROUP, 3), (BatchNormPReLU, BATCH, 3), (nn.BatchNorm2d, RELU, 2)):
@@ -247,14 +234,13 @@ def _trial(name: str, module: nn.Module, shape: Sequence[int], dtype: torch.dtyp
         gradient = places.mul(78.233).sin().add(1).to(dtype, **layout)
         return twin, image.requires_grad_(), gradient
 
-    def work(*trusted: str) -> list[Tensor]:
+    def work() -> list[Tensor]:
         twin, image, gradient = given()
         for each in (image, *twin.parameters()):
             each.grad = None
-        with trusting(*trusted), torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             found: Tensor = twin(image)
         found.backward(gradient)  # type: ignore[no-untyped-call]
         return [found.detach()] + [each.grad for each in (image, *twin.parameters()) if each.grad is not None]
 
-    about = f"{list(shape)} {dtype}".replace("torch.", "")
-    return Trial(name, partial(work, name), work, _TOLERANCE[dtype], about)
+    return trial_of(name, work, _TOLERANCE[dtype], f"{list(shape)} {dtype}".replace("torch.", ""))

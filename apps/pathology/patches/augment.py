@@ -1,7 +1,12 @@
-"""Augmentation of RGB patches, batched on the device: colour jitter, flip, quarter turns, zoom, each patch its own."""
+"""Augmentation of RGB patches, batched on the device: colour jitter, flip, quarter turns, zoom, each patch its own.
+
+On a CUDA device two Triton kernels do what here takes some 270 launches. What differs between patches stands in a table
+for them, a row for each, so that every batch of a size launches the same, with one small upload.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -10,7 +15,12 @@ from torch.nn.functional import grid_sample
 from medspeed.apps.pathology.config import Augmentation
 from medspeed.common.data.batches import keyed_uniforms
 from medspeed.common.data.crops import upload
+from medspeed.common.kernels.trust import trusts
 
+FUSED = "augmentation"
+"""The name that `trusts` knows the kernels by."""
+ROW, ORDER, FACTORS = 16, 7, 11
+"""Numbers of 32 bits in a row of their table; places in it of the four operations in order, and of the factors."""
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 # The shares of red, green and blue in a grey. Source: torchvision's rgb_to_grayscale (ITU-R BT.601, rounded).
 GREY = (0.2989, 0.587, 0.114)
@@ -62,10 +72,8 @@ def draw_patches(augmentation: Augmentation, seed: int, epoch: int, samples: np.
 def augment(patches: torch.Tensor, draw: PatchDraw) -> torch.Tensor:
     """Return patches as drawn for each: jittered, flipped, turned and zoomed, in this order; the host does not wait.
 
-    A patch that is not zoomed is exactly the flipped and turned one. The size stays: a zoom by z resamples all S
-    pixels of a side to T = floor(S z), bilinear and without smoothing, then crops S of them from T // 2 - S // 2 on, or
-    repeats the edge, (S - T) // 2 pixels before the first and the rest behind the last.
-    This is MONAI's Zoom(z, mode="bilinear"); its RandZoom's own default is mode="area".
+    A zoom by z is MONAI's Zoom(z, mode="bilinear"): it resamples all S pixels of a side to T = floor(S z), without
+    smoothing, then crops S of them from T // 2 - S // 2 on, or repeats the edge.
 
     Args:
         patches: [N, 3, S, S] uint8, red, green, blue.
@@ -74,8 +82,6 @@ def augment(patches: torch.Tensor, draw: PatchDraw) -> torch.Tensor:
     Returns:
         [N, 3, S, S] float32, contiguous; 0 to 255 lie at -1 to 1.
     """
-    assert patches.dtype == torch.uint8, patches.dtype
-    assert patches.shape[1:] == (3, patches.shape[2], patches.shape[2]), patches.shape
     elements = 4 * draw.flips + draw.turns
     result = torch.empty(patches.shape, device=patches.device)
     for rows in _chunks(_hue_places(draw.factors, draw.order), patches):
@@ -86,16 +92,66 @@ def augment(patches: torch.Tensor, draw: PatchDraw) -> torch.Tensor:
     return result
 
 
+def augment_rows(
+    pixels: torch.Tensor, places: np.ndarray | None, draw: PatchDraw, dtype: torch.dtype, channels_last: bool
+) -> torch.Tensor:
+    """Return patches as drawn for each, by the kernels where they are trusted, else by `augment`.
+
+    Args:
+        pixels: [M, 3, S, S] uint8, red, green, blue.
+        places: [N] int, of the patches among them; None where they are all.
+        draw: of the N patches.
+        dtype: that the kernels give them in.
+        channels_last: layout that the kernels give them in.
+
+    Returns:
+        [N, 3, S, S]; by `augment` float32 and contiguous.
+    """
+    if not trusts(FUSED, pixels):
+        return augment(pixels if places is None else pixels.index_select(0, upload(places, pixels.device)), draw)
+    rows = np.arange(len(pixels)) if places is None else places
+    return augmented_by(upload(draw_table(draw, rows, pixels.shape[2]), pixels.device), pixels, dtype, channels_last)
+
+
+def augmented_by(table: torch.Tensor, pixels: torch.Tensor, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
+    """Return the patches of a table on the device (see `draw_table`), augmented by the kernels, [N, 3, S, S]."""
+    from medspeed.apps.pathology.patches.augment_triton import augmented, grey_sums
+
+    images: torch.Tensor = augmented(pixels, table, grey_sums(pixels, table), dtype, channels_last)
+    return images
+
+
+def draw_table(draw: PatchDraw, places: np.ndarray, size: int) -> np.ndarray:
+    """Return what the kernels read of a draw of N patches of so many pixels a side, [N, 16] int32.
+
+    A row: place ([N] int, of the patch among those on the device); the pixel that comes to the upper left, and how many
+    further the next ones down and to the right lie; the side that is resampled to, and its first pixel; operations
+    before the contrast; their order; their factors, the bits of float32.
+    """
+    resized, first = zoomed_sides(draw.zooms, size)
+    before = np.argmax(draw.order == CONTRAST, axis=1)
+    moves = _moves(size)[4 * draw.flips + draw.turns]
+    table = np.zeros((len(places), ROW), np.int32)
+    table[:, :FACTORS] = np.column_stack([places, moves, resized, first, before, draw.order])
+    table[:, FACTORS : FACTORS + 4] = draw.factors.view(np.int32)
+    return table
+
+
+@cache
+def _moves(size: int) -> np.ndarray:
+    """Return of each of the 8 flips and turns which pixel comes first, and the steps from it down and right, [8, 3]."""
+    pixels = np.arange(size**2).reshape(size, size)
+    moved = [np.rot90(flipped, turns) for flipped in (pixels, pixels[:, ::-1]) for turns in range(4)]
+    return np.array([(each[0, 0], each[1, 0] - each[0, 0], each[0, 1] - each[0, 0]) for each in moved])
+
+
 def jitter_(images: torch.Tensor, factors: np.ndarray, order: np.ndarray) -> None:
     """Jitter the colours of images in place; the host does not wait for the device.
 
     Each operation is torchvision's on floating-point images: brightness blends with black, contrast with the mean of
     the image's grey, saturation with its grey, and hue turns in HSV space; after each, values are clamped to [0, 1].
-    Nothing is rounded between the operations, where torchvision on uint8 images and cuCIM's color_jitter round to
-    1/255 after each.
-
-    All images go through the same three blends, which `_blend_` makes one formula; before, between and behind them
-    the hue is turned of those images for which it comes there. So few, large kernels do every order.
+    All images go through three blends of one formula, and before, between or behind them the hue is turned of those
+    for which it comes there: so few, large kernels do every order.
 
     Args:
         images: [N, 3, H, W] float32 in [0, 1], red, green, blue; contiguous.

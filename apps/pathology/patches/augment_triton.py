@@ -1,17 +1,65 @@
-"""The kernels of `medspeed.apps.pathology.patches.augment_fused`."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The augmentation of `medspeed.apps.pathology.patches.augment` in two kernels.
 
-# mypy: ignore-errors
-# What Triton compiles is not typed as Python is.
+Colours are jittered where they are read: of a zoomed patch four times, which costs no memory.
+"""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from medspeed.apps.pathology.patches.augment import CONTRAST, GREY, HUE, SATURATION
-from medspeed.apps.pathology.patches.augment_fused import FACTORS, ORDER, ROW
+from medspeed.apps.pathology.patches.augment import CONTRAST, FACTORS, GREY, HUE, ORDER, ROW, SATURATION
 
+_BLOCK = 512  # pixels that a program works on at a time
+_STEPS = 8  # blocks whose grey one program sums
 _ROW, _ORDER, _FACTORS = tl.constexpr(ROW), tl.constexpr(ORDER), tl.constexpr(FACTORS)
 _CONTRAST, _SATURATION, _HUE = tl.constexpr(CONTRAST), tl.constexpr(SATURATION), tl.constexpr(HUE)
 _RED, _GREEN, _BLUE = tl.constexpr(GREY[0]), tl.constexpr(GREY[1]), tl.constexpr(GREY[2])
+
+
+@torch.library.custom_op("medspeed::grey_sums", mutates_args=())
+def grey_sums(pixels: Tensor, table: Tensor) -> Tensor:
+    """Return parts of each patch's sum of grey, as it is when its contrast is changed, [N, P] float32.
+
+    Args:
+        pixels: [M, 3, S, S] uint8, contiguous.
+        table: [N, 16] int32 of `draw_table`.
+    """
+    sums: Tensor = _sums_like(pixels, table)
+    grey_kernel[sums.shape](pixels, table, sums, pixels.shape[2], block=_BLOCK, steps=_STEPS)
+    return sums
+
+
+@grey_sums.register_fake
+def _sums_like(pixels, table):
+    parts = triton.cdiv(pixels.shape[2] ** 2, _BLOCK * _STEPS)
+    return torch.empty(len(table), parts, device=pixels.device)
+
+
+@torch.library.custom_op("medspeed::augmented", mutates_args=())
+def augmented(pixels: Tensor, table: Tensor, greys: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
+    """Return the patches of a table's rows, augmented, [N, 3, S, S] of a floating dtype.
+
+    Args:
+        pixels: [M, 3, S, S] uint8, contiguous.
+        table: [N, 16] int32 of `draw_table`.
+        greys: [N, P] of `grey_sums`.
+        dtype: of the result, to which float32 is rounded.
+        channels_last: layout of the result.
+    """
+    images: Tensor = _images_like(pixels, table, greys, dtype, channels_last)
+    size, parts = pixels.shape[2], greys.shape[1]
+    _, channel, _, pixel = images.stride()
+    wide, grid = triton.next_power_of_2(parts), (len(table), triton.cdiv(size**2, _BLOCK))
+    augment_kernel[grid](pixels, table, greys, images, size, parts, channel, pixel, wide=wide, block=_BLOCK)
+    return images
+
+
+@augmented.register_fake
+def _images_like(pixels, table, greys, dtype, channels_last):
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty((len(table), *pixels.shape[1:]), dtype=dtype, device=pixels.device, memory_format=layout)
 
 
 @triton.jit

@@ -15,8 +15,7 @@ from isal import isal_zlib
 from tqdm import tqdm
 
 from medspeed.apps.pathology.config import PathologyConfig
-from medspeed.apps.pathology.patches.augment import draw_patches
-from medspeed.apps.pathology.patches.augment_fused import FUSED, augment_rows, augmented_by, draw_table
+from medspeed.apps.pathology.patches.augment import FUSED, augment_rows, augmented_by, draw_patches, draw_table
 from medspeed.apps.pathology.patches.table import PatchTable, decode
 from medspeed.apps.pathology.slides.reader import SlidePool
 from medspeed.common.clock import synchronise

@@ -1,4 +1,4 @@
-"""The kernels of the augmentation against their twin; run by `test_augment_fused.py` with Triton's interpreter."""
+"""The kernels of the augmentation against their twin; run by `test_augment_triton.py` with Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from medspeed.apps.pathology.config import Augmentation
-from medspeed.apps.pathology.patches import augment_fused
-from medspeed.apps.pathology.patches.augment import draw_patches
-from medspeed.apps.pathology.patches.augment_fused import augment_rows, augmented, draw_table, grey_sums
+from medspeed.apps.pathology.patches import augment, augment_triton
+from medspeed.apps.pathology.patches.augment import augment_rows, draw_patches, draw_table
+from medspeed.apps.pathology.patches.augment_triton import augmented, grey_sums
 
 STRONG = Augmentation((0.25, 0.75, 0.25, 0.4), (0.5, 2.0))
 
@@ -26,14 +26,14 @@ def pool(count, size):
 
 def both(monkeypatch, draw, pixels, places, dtype=torch.float32, channels_last=True):
     expected = augment_rows(pixels, places, draw, dtype, channels_last)
-    monkeypatch.setattr(augment_fused, "trusts", lambda name, tensor: name == "augmentation")
+    monkeypatch.setattr(augment, "trusts", lambda name, tensor: name == "augmentation")
     return augment_rows(pixels, places, draw, dtype, channels_last), expected
 
 
 @pytest.mark.parametrize("steps", [1, 8])
 @pytest.mark.parametrize("size", [24, 33])
 def test_patches_are_those_of_the_twin(size, steps, monkeypatch):
-    monkeypatch.setattr(augment_fused, "_STEPS", steps)  # the grey of a patch in one part, and in several
+    monkeypatch.setattr(augment_triton, "_STEPS", steps)  # the grey of a patch in one part, and in several
     draw, places = draw_patches(STRONG, 1, 0, np.arange(24)), np.arange(24)[::-1].copy()
     draw = replace(draw, flips=np.arange(24) % 8 < 4, turns=(np.arange(24) % 4).astype(np.int8))
     found, expected = both(monkeypatch, draw, pool(40, size), places)

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from medspeed.apps.pathology.patches.augment_fused import ROW, augmented, grey_sums
+from medspeed.apps.pathology.patches.augment import ROW
+from medspeed.apps.pathology.patches.augment_triton import augmented, grey_sums
 from tests.kernels import CAPABILITIES, compiled_not_launched
 
 

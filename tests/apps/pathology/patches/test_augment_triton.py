@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from medspeed.apps.pathology.config import Augmentation
-from medspeed.apps.pathology.patches.augment import draw_patches
-from medspeed.apps.pathology.patches.augment_fused import augment_rows, draw_table
+from medspeed.apps.pathology.patches.augment import augment_rows, draw_patches, draw_table
 from medspeed.common.kernels.trust import trusting
 from tests.kernels import run_compiled, run_interpreted
 
