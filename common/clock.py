@@ -1,6 +1,5 @@
 """Time: the stages of a run, the parts of a step, the ranges that profilers show."""
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,18 +17,12 @@ _HOST: dict[HostTime, str] = {"waited": "wait for batch", "saved": "save", "logg
 
 
 class Clock:
-    """Seconds per stage since the process started; no step of the system's clock moves them."""
+    """Seconds per stage since the process started; no step of the system's clock moves them. What was is `start`."""
 
     def __init__(self) -> None:
-        """Start counting; what the process did until now is the stage `start`."""
         before = time.time() - psutil.Process().create_time()
         self._began = time.perf_counter() - before
         self._stages: dict[str, float] = {"start": before}
-
-    def carry_on(self, earlier: dict[str, float]) -> None:
-        """Add what an earlier process spent on the same run."""
-        for name, seconds in earlier.items():
-            self.add(name, seconds)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -47,9 +40,8 @@ class Clock:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage and, under `total`, all since the process started."""
-        found = dict(self._stages)
-        found["total"] = found.pop("total", 0.0) + time.perf_counter() - self._began
-        return {name: round(value, 3) for name, value in found.items()}
+        total = self._stages.get("total", 0.0) + time.perf_counter() - self._began  # an earlier process's is added
+        return {name: round(value, 3) for name, value in ({**self._stages, "total": total}).items()}
 
 
 class StepTimer:
@@ -146,10 +138,7 @@ def span(name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def spans_to(mode: Literal["nvtx", "profiler"]) -> Iterator[None]:
-    """Set what the spans of all threads become within a block; afterwards they are again what they were.
-
-    Args:
-        mode: "nvtx", ranges that NVIDIA's tools show (Nsight Systems); or "profiler", ranges of torch.profiler.
+    """Let the spans of all threads be, within a block, ranges that Nsight Systems shows ("nvtx"), or torch.profiler.
 
     Raises:
         ValueError: this torch has no NVTX.
@@ -163,19 +152,3 @@ def spans_to(mode: Literal["nvtx", "profiler"]) -> Iterator[None]:
         yield
     finally:
         _make_span = before
-
-
-def seconds_given(variable: str, usual: float) -> float:
-    """Return the seconds that a variable of the environment gives, which tests and benchmarks set; else the usual ones.
-
-    Raises:
-        ValueError: they are no number from 0 to a million.
-    """
-    text = os.environ.get(variable, str(usual))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 1e6:
-        raise ValueError(f"{variable}={text}: expected seconds from 0 to 1,000,000; unset it to use {usual:g}")
-    return seconds

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
@@ -36,16 +36,16 @@ def parse_config(
     description: str = "",
     resumable: Sequence[str] = (),
 ) -> Config:
-    """Parse the command line into a `kind`, a frozen dataclass.
+    """Parse the command line, by default that of the process.
 
     A mistyped or unknown flag, a value of the wrong type and a `ValueError` from the dataclass end the program with
     status 2 and one line that names the flag; `--help` and `--print-config` end it with status 0.
 
     Args:
-        kind: the dataclass; its docstring's `Args` become the help, its `GROUPS` (fields by title, "*" for all others)
-            order it.
+        kind: a frozen dataclass; its docstring's `Args` become the help, its `GROUPS` (fields by title, "*" for all
+            others) order it.
         recipes: values of `kind` by name, chosen with `--recipe`; empty where the app has none.
-        arguments: the words of the command line, by default those of the process.
+        arguments: the words of the command line.
         description: the first lines of the help.
         resumable: with `--resume FOLDER` the defaults are those of FOLDER/config.yaml, and only these may differ.
     """
@@ -75,8 +75,7 @@ def config_from_values(
         FileNotFoundError: there is no run to resume.
         ValueError: names the field that does not exist, or whose value is of the wrong type or out of its bounds.
     """
-    given = _typed("", values, _leaves(kind))
-    return _complete(kind, recipes, given, resumable)
+    return _complete(kind, recipes, _typed("", values, _leaves(kind)), resumable)
 
 
 def config_to_yaml(config: object) -> str:
@@ -131,24 +130,15 @@ class _Leaf(NamedTuple):
 
 
 def _leaves(kind: type, prefix: str = "") -> dict[str, _Leaf]:
-    """Return the fields by the names of `flat`."""
-    types, texts = get_type_hints(kind), _texts(kind)
-    leaves: dict[str, _Leaf] = {}
+    """Return the fields by the names of `flat`; their texts are from the docstrings of the dataclass and its bases."""
+    docs = "\n".join(inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2] for each in reversed(kind.__mro__))
+    texts = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", docs, re.MULTILINE))
+    types, leaves = get_type_hints(kind), dict[str, _Leaf]()
     for field in fields(kind):
-        name, expected = prefix + field.name, types[field.name]
+        name, expected, text = prefix + field.name, types[field.name], " ".join(texts.get(field.name, "").split())
         group = is_dataclass(expected)
-        leaves |= _leaves(expected, f"{name}.") if group else {name: _Leaf(expected, texts[field.name], field.default)}
+        leaves |= _leaves(expected, f"{name}.") if group else {name: _Leaf(expected, text, field.default)}
     return leaves
-
-
-def _texts(kind: type) -> dict[str, str]:
-    """Return what the docstrings of a dataclass and its bases say of each field; "" where they say nothing."""
-    texts = {field.name: "" for field in fields(kind)}
-    for each in reversed(kind.__mro__):
-        args = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2]
-        found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE)
-        texts |= {name: " ".join(text.split()) for name, text in found}
-    return texts
 
 
 def _parser(kind: type, leaves: Mapping[str, _Leaf], description: str) -> Parser:
@@ -167,17 +157,6 @@ def _parser(kind: type, leaves: Mapping[str, _Leaf], description: str) -> Parser
     return parser
 
 
-def _build(kind: type[Config], values: Mapping[str, Any]) -> Config:
-    """Return the dataclass of values by the names of `flat`."""
-    if missing := [flag_of(name) for name, value in values.items() if value is MISSING]:
-        raise ValueError(f"{', '.join(missing)}: required")
-    content: dict[str, Any] = {}
-    for name, value in values.items():
-        group, _, inner = name.partition(".")
-        content |= {group: content.get(group, {}) | {inner: value}} if inner else {name: value}
-    return from_json(kind, content)
-
-
 def _complete(
     kind: type[Config], recipes: Mapping[str, Config], given: Mapping[str, Any], resumable: Sequence[str] = ()
 ) -> Config:
@@ -188,27 +167,31 @@ def _complete(
         start = flat(config_from_yaml(kind, given["resume"] / "config.yaml"))
     elif recipes:
         start = flat(recipes[given.get("recipe") or next(iter(recipes))])
-    config = _build(kind, {**start, **given})
+    values, content = {**start, **given}, dict[str, Any]()
+    if missing := [flag_of(name) for name, value in values.items() if value is MISSING]:
+        raise ValueError(f"{', '.join(missing)}: required")
+    for name, value in values.items():
+        group, _, inner = name.partition(".")
+        content |= {group: content.get(group, {}) | {inner: value}} if inner else {name: value}
+    config = from_json(kind, content)
     if resumed:
         _check_resumed(flat(config), start, resumable)
     return config
 
 
-def _typed(where: str, content: Mapping[Any, Any], leaves: Mapping[str, _Leaf]) -> dict[str, Any]:
+def _typed(where: str, content: Mapping[Any, Any], leaves: Mapping[str, _Leaf], prefix: str = "") -> dict[str, Any]:
     """Return the values of a mapping by the names of `flat`; an error says `where` it is from."""
     values = {}
-    for given, value in _flattened(content):
-        name = f"{given}.name" if f"{given}.name" in leaves else given
+    for key, value in content.items():
+        name = prefix + str(key).replace("-", "_")
+        if isinstance(value, dict):
+            values |= _typed(where, value, leaves, f"{name}.")
+            continue
+        name = f"{name}.name" if f"{name}.name" in leaves else name
         if name not in leaves:
             raise ValueError(f"{where}{name[:_SHOWN]}: no such field{near(name[:_SHOWN], leaves)}")
         values[name] = as_type(f"{where}{name} {str(value)[:_SHOWN]}", leaves[name].type, value)
     return values
-
-
-def _flattened(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        name = prefix + str(key).replace("-", "_")
-        yield from _flattened(value, f"{name}.") if isinstance(value, dict) else ((name, value),)
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:

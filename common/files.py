@@ -30,20 +30,20 @@ def names_folder(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(folder)) from error
+        if error.errno is not None and error.filename is None:
+            error.filename = str(folder)
+        raise
 
 
 @contextmanager
 def atomic_path(path: Path, flush: bool = True) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`; on success it is flushed and renamed to `path`, on error removed.
+    """Yield a temporary path in the folder of `path`; on success it is renamed to `path`, on error removed.
 
     A reader sees the old file or the whole new one, never a part, also when the process is killed at any moment.
     The temporary name keeps the suffixes of `path`, since libraries choose the format by them.
 
     Args:
-        path: the file to be.
+        path: the file to be; its folder is made.
         flush: False does not wait for the disk, for what is checked when it is read and can be made again.
 
     Raises:
@@ -107,8 +107,7 @@ def read_object(path: Path, remedy: str = "fix it") -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no regular file, larger than 256 MiB or no JSON, or holds something other than an object;
-            `remedy` says what to do about it.
+        ValueError: it is no regular file, larger than 256 MiB or no JSON object; `remedy` says what to do about it.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_JSON:  # a named pipe would wait for ever
@@ -124,13 +123,7 @@ def read_object(path: Path, remedy: str = "fix it") -> dict[str, Any]:
 
 
 def read_as(path: Path, kind: type[T], remedy: str = "fix it") -> T:
-    """Return the dataclass that a JSON file holds; see `from_json`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no JSON, or does not fit the dataclass; names the file, the field, what was found and what was
-            expected, and says what to do about it.
-    """
+    """Return the dataclass that a JSON file holds; for what it refuses see `read_object` and `from_json`."""
     content = read_object(path, remedy)
     try:
         return from_json(kind, content)
@@ -140,10 +133,6 @@ def read_as(path: Path, kind: type[T], remedy: str = "fix it") -> T:
 
 def from_json(kind: type[T], content: Mapping[str, Any]) -> T:
     """Return the dataclass whose `asdict` went through JSON: lists are tuples again, texts paths, objects dataclasses.
-
-    Args:
-        kind: the dataclass; the types of its fields are what the values must be.
-        content: a value by name for each field without a default.
 
     Raises:
         ValueError: a field is missing, is not one of the dataclass, or is of another type; it is named.
@@ -165,15 +154,13 @@ def _path(kind: type, value: Any) -> Any:  # noqa: ANN401 - what msgspec has no 
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON-lines file; a last line that a crash cut short is left out.
+    """Read a JSON-lines file, if it is there; a last line that a crash cut short is left out.
 
     Raises:
         ValueError: another line is no JSON; names the file.
     """
-    if not path.is_file():
-        return []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
         return [json.loads(line) for line in lines[:-1] if line]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected lines of JSON ({error}); restore or remove it") from error
@@ -183,7 +170,6 @@ def read_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield, of each line of a CSV file that is not empty, where it stands ("FILE, line N") and its cells.
 
     Raises:
-        FileNotFoundError: there is no such file.
         ValueError: it is no CSV in UTF-8.
     """
     with path.open(newline="", encoding="utf-8-sig") as stream:
@@ -196,11 +182,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one thread of one process at a time through; the lock of a process that dies is released.
-
-    Args:
-        path: a file that stands for what is locked; it is made where it is missing, with its folder.
-    """
+    """Let one thread of one process at a time through; `path` is a file that stands for what is locked, and is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -232,8 +214,8 @@ def hold(path: Path) -> None:
 
 def release(path: Path) -> None:
     """Unlock a file, where this process holds it."""
-    if path.resolve() in _HELD:
-        os.close(_HELD.pop(path.resolve()))
+    if descriptor := _HELD.pop(path.resolve(), None):
+        os.close(descriptor)
 
 
 def sha256_of(path: Path) -> str:
@@ -255,8 +237,6 @@ def record_digests(folder: Path, files: Iterable[Path]) -> None:
 
 def check_digest(folder: Path, file: Path) -> None:
     """Check that a file of a folder is the one that `digests.json` names, where it names it.
-
-    That shows damage and mistakes, not who made the file: who can change it can change the record too.
 
     Raises:
         ValueError: the file was changed or damaged, or the record is.

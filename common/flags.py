@@ -30,10 +30,6 @@ _PLAIN = {  # what argparse says, and what we do
 _WORDS = {int: "whole number", float: "number", Path: "path", str: "word"}
 _EXAMPLES = {int: "64 64 48", float: "1.5 1.5 2", Path: "train.csv validate.csv", str: "background spleen"}
 _VALUES: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}
-_VERBOSITY = {
-    "--quiet": "print only errors, warnings and the final result",
-    "--verbose": "print every choice in a line of its own, and tracebacks of errors",
-}
 _SWITCH = {"yes": True, "on": True, "no": False, "off": False}
 _WIDEST = 28  # letters of choices that stand beside their flag
 _SHOWN = 60  # letters of a value in an error
@@ -67,13 +63,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **keywords: Any) -> None:  # noqa: ANN401 - those of an ArgumentParser
         super().__init__(formatter_class=_Help, allow_abbrev=False, **keywords)
         self._negative_number_matcher = re.compile(r"-\.?\d")
-        for flag, text in _VERBOSITY.items():
-            self.add_argument(flag, action=_Verbosity, nargs=0, dest=argparse.SUPPRESS, help=text)
+        how: dict[str, Any] = {"action": _Verbosity, "nargs": 0, "dest": argparse.SUPPRESS}
+        self.add_argument("--quiet", help="print only errors, warnings and the final result", **how)
+        self.add_argument("--verbose", help="print every choice in a line of its own, and tracebacks of errors", **how)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse words, by default those of the process; those after `--` stay as they are."""
+        """Parse words; those after `--` stay as they are."""
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
         return super().parse_known_args([*map(_spelled, words[:end]), *words[end:]], namespace)

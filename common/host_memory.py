@@ -25,7 +25,7 @@ def keep_freed_memory() -> bool:
 
     By default each large tensor is mapped anew from the operating system, which fills it with zeros page by page when
     it is first touched: a fifth to a third of a SegResNet's training step on two CPU cores. With this, a process never
-    shrinks below its peak. Only the GNU C library knows it; elsewhere nothing happens.
+    shrinks below its peak. Only the GNU C library knows it.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -64,15 +64,13 @@ def cgroup_free(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/p
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        folder, *names = _CGROUPS[1 if controllers else 0]
+        folder, *names, pages = _CGROUPS[1 if controllers else 0]
         top = root / folder
         own = top / path.lstrip("/")
         for group in (each for each in (own, *own.parents) if each.is_relative_to(top)):
-            texts = [
-                (group / name).read_text() if (group / name).is_file() else "" for name in (*names[:2], "memory.stat")
-            ]
-            limit, used, statistics = texts
+            files = [group / name for name in (*names, "memory.stat")]
+            limit, used, statistics = (file.read_text() if file.is_file() else "" for file in files)
             if used and limit.strip().isdigit():
-                cached = re.search(rf"^{names[2]} (\d+)", statistics, re.MULTILINE)
+                cached = re.search(rf"^{pages} (\d+)", statistics, re.MULTILINE)
                 free.append(max(0, int(limit) - int(used) + int(cached[1] if cached else 0)))
     return free

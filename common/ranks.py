@@ -1,16 +1,6 @@
-r"""Several processes that train one network together, one per device: torchrun starts them, torch's DDP joins them.
+"""Several processes that train one network together, one per device: torchrun starts them, torch's DDP joins them.
 
-On one process all of this is a no-op, and none of it needs a process group. Two processes on this machine:
-
-    torchrun --standalone --nproc-per-node 2 -- apps/spleen/train.py ...
-
-Two machines with one process each, N being 0 on the first and 1 on the second, and eth0 what joins them:
-
-    GLOO_SOCKET_IFNAME=eth0 torchrun --nnodes 2 --nproc-per-node 1 --node-rank N --max-restarts 0 \
-        --master-addr FIRST --master-port 29500 -- apps/spleen/train.py ...
-
-The two dashes keep torchrun from taking --run, which comes after the script, for a beginning of its own --run-path.
-With `--rdzv-backend c10d` instead, torchrun itself (not the training, which ends) waits on a cut link for many minutes.
+On one process all of this is a no-op, and none of it needs a process group.
 """
 
 import os
@@ -38,24 +28,6 @@ _GONE = f"no contact with the other ranks for {SILENT_SECONDS:.0f} s (network do
 HUNG_SECONDS, HUNG_STEPS = 40.0, 4  # without a move within a step, and so many times the longest step before
 
 
-@dataclass
-class _Heard:
-    """What was last heard of another rank, and for how many of our beats it, and the place it tells, was the same."""
-
-    beat: str = ""
-    place: tuple[int, int] = (0, 0)  # moves, step
-    host: str = ""
-    silent: int = 0
-    stood: int = 0
-
-    def hear(self, text: str) -> None:
-        beat, moves, step, self.host = text.split(" ", 3)
-        place = int(moves), int(step)
-        self.silent = self.silent + 1 if beat == self.beat else 0
-        self.stood = self.stood + 1 if place == self.place else 0
-        self.beat, self.place = beat, place
-
-
 class Watch:
     """Whether the other ranks live: one that is killed, stopped, cut off or hung in a step ends all within a minute.
 
@@ -68,7 +40,8 @@ class Watch:
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self.hint: Callable[[], str] = lambda: "there is no checkpoint of this run yet"  # how to go on
         self._store, self._rank, self._world = store, rank, world
-        self._others = {other: _Heard() for other in range(world) if other != rank}
+        self._others = [other for other in range(world) if other != rank]
+        self._heard: dict[tuple[int, str], tuple[object, int]] = {}
         self._beats, self._failed, self._stood, self._place, self._longest = 0, 0, 0, (0, 0), 0.0
         self._moved = time.monotonic()
         self._stopped = threading.Event()
@@ -96,28 +69,30 @@ class Watch:
         moves, step = self._place
         try:
             self._store.set(str(self._rank), f"{self._beats} {moves} {step} {socket.gethostname()}")
-            told = self._store.multi_get([str(rank) for rank in self._others])
+            texts = self._store.multi_get([str(rank) for rank in self._others])
         except RuntimeError:
             self._failed += 1
             return _GONE if self._failed * BEAT_SECONDS >= SILENT_SECONDS else None
         self._failed = 0
-        for heard, text in zip(self._others.values(), told, strict=True):
-            heard.hear(text.decode())
-        for rank, heard in sorted(self._others.items(), key=lambda item: item[1].place):  # the last one first
-            if reason := self._judge(heard):
-                return f"rank {rank} (host {heard.host}) {reason}"
+        told = [(text.decode().split(" ", 3), rank) for text, rank in zip(texts, self._others, strict=True)]
+        for place, rank, beat, host in sorted(
+            ((int(m), int(s)), rank, beat, host) for (beat, m, s, host), rank in told
+        ):
+            silent, stood = self._same(rank, "beat", beat), min(self._stood, self._same(rank, "place", place))
+            who = f"rank {rank} (host {host})"
+            if silent * BEAT_SECONDS >= SILENT_SECONDS:
+                return f"{who} has not responded for {silent * BEAT_SECONDS:.0f} s"
+            hung = place[1] and step and place[0] <= moves and self._longest
+            if hung and stood * BEAT_SECONDS >= max(HUNG_SECONDS, HUNG_STEPS * self._longest):
+                waited = f"{stood * BEAT_SECONDS:.0f} s while this rank waits in step {step}"
+                return f"{who} hangs: it has been in step {place[1]} for {waited}"
         return None
 
-    def _judge(self, heard: _Heard) -> str | None:
-        """Return what is wrong with another rank, or None."""
-        if heard.silent * BEAT_SECONDS >= SILENT_SECONDS:
-            return f"has not responded for {heard.silent * BEAT_SECONDS:.0f} s"
-        (moves, step), (mine, here) = heard.place, self._place
-        stood = min(heard.stood, self._stood) * BEAT_SECONDS
-        hung = step and here and moves <= mine and self._longest
-        if hung and stood >= max(HUNG_SECONDS, HUNG_STEPS * self._longest):
-            return f"hangs: it has been in step {step} for {stood:.0f} s while this rank waits in step {here}"
-        return None
+    def _same(self, rank: int, name: str, value: object) -> int:
+        """Return for how many of our beats something that is heard of a rank was the same."""
+        before, beats = self._heard.get((rank, name), (None, 0))
+        self._heard[rank, name] = value, beats + 1 if value == before else 0
+        return self._heard[rank, name][1]
 
     def _beat_on(self) -> None:
         while not self._stopped.is_set():
@@ -166,10 +141,9 @@ class Ranks:
         return total
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks, with a gradient that is exact after DDP's mean.
+        """Return the sum of a tensor over all ranks, from which all compute the same loss.
 
-        Every rank must compute the same loss from the sum. Its gradient with respect to the own part is that with
-        respect to the sum, times `world`, since DDP divides the sum of the ranks' gradients by `world`.
+        The gradient of the own part is that of the sum, times `world`, since DDP averages the ranks' gradients.
         """
         if self.world == 1:
             return tensor
@@ -180,7 +154,7 @@ class Ranks:
         return list(items[self.rank :: self.world])
 
     def gather(self, items: Sequence[T]) -> list[T]:
-        """Return the parts that `shard` made, on every rank and in the order of the whole list; tensors on the CPU."""
+        """Return on every rank the whole list, of the parts that `shard` made; tensors on the CPU."""
         if self.world == 1:
             return list(items)
         parts: list[list[T]] = [[] for _ in range(self.world)]
@@ -214,11 +188,9 @@ class Ranks:
     def parallel(self, network: nn.Module) -> nn.Module:
         """Return the network to train: its backward pass averages the gradients over the ranks.
 
-        Buffers, such as the running figures of a batch normalisation, stay each rank's own: see `average_buffers`.
-
-        A run of two ranks goes on from a checkpoint bit for bit. With more, the last bits differ: DDP rearranges the
-        gradients after the first step of a process, and they are then summed in another order. A checkpoint holds the
-        leader's buffers, so after it the running figures of a batch normalisation differ until they have forgotten.
+        Buffers, such as the running figures of a batch normalisation, stay each rank's own (see `average_buffers`); a
+        checkpoint holds the leader's. A run of more than two ranks does not go on from it to the bit: DDP rearranges
+        the gradients after the first step of a process, and they are then summed in another order.
         """
         if self.world == 1:
             return network

@@ -45,12 +45,11 @@ class Run:
     """One run: where it writes, what it runs on, and its clock.
 
     Args:
-        directory: folder that holds all the run writes.
+        directory: folder that holds all the run writes; that of other ranks than the leader need not exist.
         device: where the network computes.
         clock: seconds per stage.
         resumed: whether the folder existed before as an unfinished run.
-        ranks: the processes that train together. The leader alone writes and speaks; the folder of the others has the
-            same name, and on another host it need not exist.
+        ranks: the processes that train together; the leader alone writes and speaks.
         trackers: where its curves and files go besides.
     """
 
@@ -97,14 +96,8 @@ def join_ranks(device: str) -> Iterator[Ranks]:
         backend, own = ("cpu:gloo,cuda:nccl", chosen) if chosen.type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, timeout=_STEP_LIMIT, device_id=own)
         control = dist.new_group(backend="gloo", timeout=_CONTROL_LIMIT)
-        store = TCPStore(  # its own connection
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            world,
-            is_master=False,
-            timeout=timedelta(seconds=2 * SILENT_SECONDS),
-            wait_for_workers=False,
-        )
+        host, port, limit = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2 * SILENT_SECONDS
+        store = TCPStore(host, port, world, False, timedelta(seconds=limit), False)  # a client's own connection
         watch = Watch(PrefixStore("medspeed-watch", store), rank, world)
         ranks = Ranks(rank, world, local_rank, control, watch)
         yield ranks
@@ -133,13 +126,7 @@ def wait_for_all() -> None:
 
 
 def open_run(
-    root: Path,
-    directory: Path | None,
-    resume: Path | None,
-    device: str,
-    config: str,
-    seed: int,
-    ranks: Ranks = SINGLE,
+    root: Path, directory: Path | None, resume: Path | None, device: str, config: str, seed: int, ranks: Ranks = SINGLE
 ) -> Run:
     """Make the folder of a run, or open the one to resume; seed what draws random numbers; note the environment.
 
@@ -147,10 +134,10 @@ def open_run(
         root: folder below which an unnamed run gets a folder named by the time; `point_latest` is for when it is sound.
         directory: folder for a new run; it must be empty or not exist.
         resume: folder of an earlier run to go on with.
-        device: "auto", "cpu", "cuda" or "cuda:N".
+        device: see `choose_device`.
         config: the configuration as YAML, kept as `config.yaml`.
         seed: for torch's initial weights and whatever a library draws by itself.
-        ranks: the processes that train together; the leader makes the folder and tells the others its name.
+        ranks: the leader makes the folder and tells the others its name.
 
     Raises:
         FileExistsError: the folder for a new run holds something.
@@ -192,12 +179,9 @@ def how_to_go_on(folder: Path) -> str:
 
 
 def take_signals(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]) -> ExitStack:
-    """Handle signals, but for ignored ones, as SIGHUP is under nohup; closing what is returned gives them back.
-
-    Python allows that in the main thread alone: in another one, such as a server's, none is taken.
-    """
+    """Handle signals, but for ignored ones, as SIGHUP is under nohup; closing what is returned gives them back."""
     taken = ExitStack()
-    if threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is threading.main_thread():  # Python allows it in no other, such as a server's
         for number in numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 taken.callback(signal.signal, number, signal.signal(number, handler) or signal.SIG_DFL)
@@ -220,12 +204,11 @@ def point_latest(folder: Path) -> None:
 def one_line_errors() -> Iterator[None]:
     """End the program with status 1 and one line for an error that its message explains; a warning is a line too.
 
-    What the output's encoding lacks is written as an escape, instead of ending a run that is done.
     Among several ranks the line says which one it is. With `--verbose` the traceback is shown instead.
     """
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     who = f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}: " if several else ""
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks must not end a run that is done
         with suppress(OSError):  # it is closed, or a pipe that nobody reads: printing will say so, if it matters
             sys.stdout.reconfigure(errors="backslashreplace")
     log_warnings_as_lines()
@@ -245,12 +228,7 @@ def one_line_errors() -> Iterator[None]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return what a number of this run depends on: hardware, versions, command, git revision."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    installed = {package: metadata.distributions(name=package) for package in _PACKAGES}
     return {
         "command": sys.argv,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -261,7 +239,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
-        "versions": versions,
+        "versions": {package: each.version for package, found in installed.items() for each in found},
         "git": git_revision(),
     }
 
@@ -269,13 +247,10 @@ def environment(device: torch.device) -> dict[str, Any]:
 def git_revision() -> str | None:
     """Return the commit of the code, with "+changes" where files differ from it, or None outside a repository."""
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=10
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+    here, quiet = Path(__file__).parent, subprocess.DEVNULL
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, cwd=here, stderr=quiet, text=True, timeout=10).strip()
+    return None
 
 
 def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path:

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,16 +14,6 @@ from uuid import uuid4
 from medspeed.common.files import printable, read_object, write_json
 
 _RETRY_SECONDS = 60.0  # doubled after each failure, so that a server that does not answer takes little time
-
-
-class _Started(NamedTuple):
-    """What a tracker is told of a run; `known` is its id there, "" for a new one, and `step` counts the steps done."""
-
-    project: str
-    folder: Path
-    settings: dict[str, Any]
-    step: int
-    known: str
 
 
 class _Tracker(NamedTuple):
@@ -36,7 +25,7 @@ class _Tracker(NamedTuple):
     close: Callable[[bool], Any]
 
 
-def _tensorboard(run: _Started) -> _Tracker:
+def _tensorboard(run: "Trackers", known: str) -> _Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
@@ -48,13 +37,13 @@ def _tensorboard(run: _Started) -> _Tracker:
     return _Tracker("", scalars, lambda files: None, lambda failed: writer.close())
 
 
-def _mlflow(run: _Started) -> _Tracker:
+def _mlflow(run: "Trackers", known: str) -> _Tracker:
     for name, value in (("MAX_RETRIES", "1"), ("TIMEOUT", "10")):  # MLflow's own are minutes of waiting
         os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 
-    client, number, last = MlflowClient(), run.known, 0
+    client, number, last = MlflowClient(), known, 0
     if number:
         client.update_run(number, status="RUNNING")
         last = max((point.step for point in client.get_metric_history(number, "loss")), default=0)
@@ -77,24 +66,24 @@ def _mlflow(run: _Started) -> _Tracker:
     return _Tracker(number, scalars, files, lambda failed: client.set_terminated(number, "FAILED" if failed else None))
 
 
-def _wandb(run: _Started) -> _Tracker:
+def _wandb(run: "Trackers", known: str) -> _Tracker:
     import wandb
 
     quiet = wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=30)
     options = {"dir": run.folder, "reinit": "create_new", "settings": quiet}  # beside a run of the user's own
-    return _like_wandb(wandb, run, os.environ.get("WANDB_PROJECT", run.project), options)
+    return _like_wandb(wandb, run, known, os.environ.get("WANDB_PROJECT", run.project), options)
 
 
-def _trackio(run: _Started) -> _Tracker:
+def _trackio(run: "Trackers", known: str) -> _Tracker:
     import trackio
 
-    return _like_wandb(trackio, run, run.project, {"embed": False, "auto_log_gpu": False})
+    return _like_wandb(trackio, run, known, run.project, {"embed": False, "auto_log_gpu": False})
 
 
-def _like_wandb(package: Any, run: _Started, project: str, options: dict[str, Any]) -> _Tracker:  # noqa: ANN401
+def _like_wandb(package: Any, run: "Trackers", known: str, project: str, options: dict[str, Any]) -> _Tracker:  # noqa: ANN401
     """Return a run in a package with the interface of Weights & Biases."""
     name = re.sub(r"[^\w.-]", "-", run.folder.name)[:64]
-    number = run.known or f"{name}-{uuid4().hex[:8]}"  # Trackio goes on by name, wandb by id
+    number = known or f"{name}-{uuid4().hex[:8]}"  # Trackio goes on by name, wandb by id
     options |= {"id": number} if "settings" in options else {}
     with redirect_stdout(io.StringIO()):
         begun = package.init(project=project, name=number, config=run.settings, resume="allow", **options)
@@ -118,8 +107,8 @@ TRACKERS = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb, "tr
 class _Line:
     """What is on its way to a tracker: what fails waits, and goes with what comes a minute or more later."""
 
-    def __init__(self, name: str, begin: Callable[[], _Tracker], say: Callable[..., None]) -> None:
-        self._name, self._begin, self._say = name, begin, say
+    def __init__(self, name: str, run: "Trackers") -> None:
+        self.name, self._run = name, run
         self._tracker: _Tracker | None = None
         self._waiting: list[Callable[[_Tracker], Any]] = []
         self._wait, self._retry = _RETRY_SECONDS, 0.0
@@ -129,18 +118,28 @@ class _Line:
         self._waiting.append(call)
         if time.monotonic() < self._retry and not last:
             return
+        name, say = self.name, self._run.say
         try:
-            self._tracker = self._tracker or self._begin()
+            self._tracker = self._tracker or self._open()
             while self._waiting:
                 self._waiting[0](self._tracker)
                 del self._waiting[0]
         except Exception as error:  # whatever it is, it must not cost a training
             if self._retry == 0.0:
                 told = printable(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
-                self._say(f"{self._name}: {told}; the training goes on, and tries {self._name} again later", "warning")
+                say(f"{name}: {told}; the training goes on, and tries {name} again later", "warning")
             self._retry, self._wait = time.monotonic() + self._wait, 2 * self._wait
         if last and self._waiting:
-            self._say(f"{self._name}: not all of this run arrived; metrics.jsonl and summary.json have it", "warning")
+            say(f"{name}: not all of this run arrived; metrics.jsonl and summary.json have it", "warning")
+
+    def _open(self) -> _Tracker:
+        path = self._run.folder / "trackers.json"
+        ids = read_object(path) if path.exists() else {}
+        tracker = TRACKERS[self.name](self._run, str(ids.get(self.name, "")))
+        if tracker.id:
+            write_json(path, ids | {self.name: tracker.id})
+            self._run.say(f"{self.name}: run {tracker.id}")
+        return tracker
 
 
 class Trackers:
@@ -156,41 +155,34 @@ class Trackers:
     def __init__(
         self, names: Sequence[str] = (), app: str = "", folder: Path = Path(), say: Callable[..., None] = print
     ) -> None:
-        self._names, self._project = tuple(dict.fromkeys(names)), f"medspeed-{app}"  # each once
-        self._folder, self._say = folder, say
+        self.names, self.project, self.folder, self.say = dict.fromkeys(names), f"medspeed-{app}", folder, say
+        self.settings, self.step = dict[str, Any](), 0
         self._lines: list[_Line] = []
 
     def begin(self, settings: dict[str, Any], step: int) -> None:
         """Begin, or go on, with the settings of a run of which so many steps are done."""
-        self._lines = [_Line(name, partial(self._open, name, settings, step), self._say) for name in self._names]
-        for name, line in zip(self._names, self._lines, strict=True):
-            if name != "tensorboard":  # which loads slowly, and can do nothing before the first figures
+        self.settings, self.step = settings, step
+        self._lines = [_Line(name, self) for name in self.names]
+        for line in self._lines:
+            if line.name != "tensorboard":  # which loads slowly, and can do nothing before the first figures
                 line.send(lambda tracker: None)
-
-    def _open(self, name: str, settings: dict[str, Any], step: int) -> _Tracker:
-        path = self._folder / "trackers.json"
-        ids = read_object(path) if path.exists() else {}
-        tracker = TRACKERS[name](_Started(self._project, self._folder, settings, step, str(ids.get(name, ""))))
-        if tracker.id:
-            write_json(path, ids | {name: tracker.id})
-            self._say(f"{name}: run {tracker.id}")
-        return tracker
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Log figures after so many steps."""
-        for line in self._lines:
-            line.send(lambda tracker: tracker.scalars(values, step))
+        self._send(lambda tracker: tracker.scalars(values, step))
 
     def files(self, paths: Sequence[Path]) -> None:
         """Keep those files of the run that exist."""
-        for line in self._lines:
-            line.send(lambda tracker: tracker.files([path for path in paths if path.is_file()]))
+        self._send(lambda tracker: tracker.files([path for path in paths if path.is_file()]))
 
     def close(self, failed: bool) -> None:
         """End what was begun; a run that failed, or was stopped, can go on."""
-        for line in self._lines:
-            line.send(lambda tracker: tracker.close(failed), last=True)
+        self._send(lambda tracker: tracker.close(failed), last=True)
         self._lines = []
+
+    def _send(self, call: Callable[[_Tracker], Any], last: bool = False) -> None:
+        for line in self._lines:
+            line.send(call, last)
 
 
 def check_installed(names: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """The only training loop."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
@@ -11,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
 
-from medspeed.common.clock import StepTimer, seconds_given, span, spans_to
+from medspeed.common.clock import StepTimer, span, spans_to
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.options import Precision
@@ -103,7 +104,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     network, optimizer, precision = setup.network, setup.optimizer, setup.precision
     epochs, validate_every = decided(config.epochs), decided(config.validate_every)
     parts, ranks, target, metric = config.parallel.accumulate, run.ranks, config.target(), config.METRIC.lower()
-    save_every = seconds_given("MEDSPEED_CHECKPOINT_SECONDS", _CHECKPOINT_SECONDS)
+    save_every = float(os.environ.get("MEDSPEED_CHECKPOINT_SECONDS", _CHECKPOINT_SECONDS))
     per_epoch, total = batches.steps_per_epoch, epochs * batches.steps_per_epoch
     scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16")
     state, timer = TrainingState(run, network, optimizer, scaler, per_epoch), StepTimer(run.device)

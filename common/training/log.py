@@ -1,6 +1,7 @@
 """What the user sees of a training: the bar, lines, curves, and what a tracker is told."""
 
 import json
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -8,7 +9,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from medspeed.common.clock import seconds_given
 from medspeed.common.config import flat
 from medspeed.common.console import hides_bar
 from medspeed.common.files import read_json_lines, write_text
@@ -48,7 +48,7 @@ class Log:
         self._shown, self._samples = dict[str, str](), 0
         self._drawn = self._began = time.monotonic()
         self._watching, self._profiler, self._monitor = ExitStack(), None, None
-        if seconds := seconds_given("MEDSPEED_MONITOR_SECONDS", 1):  # tests and benchmarks do without
+        if seconds := float(os.environ.get("MEDSPEED_MONITOR_SECONDS", 1)):  # tests and benchmarks do without
             self._monitor = self._watching.enter_context(Monitor(run.directory, run.device, seconds))
         if config.profile == "torch":
             self._profiler = self._watching.enter_context(profiled_steps(run.directory / "profile", run.device))

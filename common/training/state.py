@@ -196,7 +196,8 @@ class TrainingState:
         for name in _KEPT:
             setattr(self, name, getattr(state, name))
         self.losses[: self.step] = torch.tensor(state.losses, device=self.losses.device)
-        self._run.clock.carry_on(state.seconds)
+        for name, seconds in state.seconds.items():
+            self._run.clock.add(name, seconds)
 
     @property
     def _on_cuda(self) -> bool:
