@@ -181,7 +181,7 @@ def _complete(
 
 def _typed(where: str, content: Mapping[Any, Any], leaves: Mapping[str, _Leaf], prefix: str = "") -> dict[str, Any]:
     """Return the values of a mapping by the names of `flat`; an error says `where` it is from."""
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in content.items():
         name = prefix + str(key).replace("-", "_")
         if isinstance(value, dict):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("shim.cpp")
@@ -19,6 +20,8 @@ def why_not() -> str | None:
     version = (_torch() / "version.py").read_text(encoding="utf-8")
     if re.search(r"^cuda\b.*= None$", version, re.MULTILINE) is None:
         return "torch is built for CUDA; the fake device needs the CPU build"
+    if find_spec("triton") is None:
+        return "no Triton, whose operators are counted: pip install triton"
     return None if _compiler() else "no C++ compiler: install g++, or name one in the variable CXX"
 
 

@@ -216,7 +216,7 @@ def test_the_faster_is_taken_and_a_trial_changes_nothing(faster, monkeypatch, tm
     before = changed(made)
     with emulated(monkeypatch):
         monkeypatch.setattr(trust, "choose", CHOOSE)
-        monkeypatch.setattr(trust, "_median", lambda work: next(rounds))
+        monkeypatch.setattr(trust, "_seconds", lambda work: next(rounds))
         said = choose(made, tmp_path)
     assert (
         "captured step (2.00 times as fast)\nsteps: one CUDA graph" in said
