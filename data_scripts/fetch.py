@@ -4,7 +4,6 @@ The bytes of a file that is still arriving lie beside it (`NAME.part`). They are
 published: it tells whether the two parts were of one file, whatever the server did in between.
 """
 
-import datetime
 import errno
 import hashlib
 import http.client
@@ -19,9 +18,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, Never, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from tqdm import tqdm
@@ -34,11 +32,9 @@ TIMEOUT = 60.0  # seconds to wait for a connection and for each piece
 ATTEMPTS = 8  # failures in a row, none of which brought a new byte, before giving up
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
-Result = TypeVar("Result")
-
 
 class DownloadError(ValueError):
-    """What trying again does not mend; the message is one line with the remedy."""
+    """What trying again does not mend; the message says what does."""
 
 
 class _TransientError(Exception):
@@ -48,13 +44,9 @@ class _TransientError(Exception):
 def download(url: str, target: Path, md5: str | None = None, room: float = 1.0) -> dict[str, Any]:
     """Bring a file to `target` and return its receipt, which is also written beside it (`read_receipt`).
 
-    It appears only when whole and right; one that is there is not downloaded again, but its digest is checked.
-
-    Args:
-        url: an address that `http_address` took.
-        target: the file's final path.
-        md5: its digest in hexadecimal; None where none is published: then an earlier, interrupted call counts nothing.
-        room: disk space that must be free before the first byte, in sizes of the file (2.0: it is unpacked as well).
+    The file appears only when whole and right; one that is there is not downloaded again, but its digest is checked.
+    Without an MD5 (hexadecimal) what an earlier, interrupted call left counts nothing. `room`: disk space that must be
+    free before the first byte, in sizes of the file (2.0: it is unpacked as well).
 
     Returns:
         "url", "size" in bytes, "md5", "date" in UTC (ISO 8601).
@@ -67,13 +59,12 @@ def download(url: str, target: Path, md5: str | None = None, room: float = 1.0) 
     path = target if target.exists() else part
     target.parent.mkdir(parents=True, exist_ok=True)
     if path == part and not (md5 and part.exists() and _md5_of(part) == md5):  # killed between the bytes and the name
-        with tqdm(desc=target.name, unit="B", unit_scale=True, unit_divisor=1024, disable=hides_bar()) as bar:
-            _patiently(partial(_fetch_rest, url, part, md5 is not None, room, bar), lambda: _size(part))
+        _patiently(lambda: _fetch_rest(url, part, md5 is not None, room), lambda: _size(part))
     found = _md5_of(path)
     if md5 not in (None, found):
         path = path if path == target else part.replace(_beside(target, ".refused"))
         raise DownloadError(f"{url}: {path} has MD5 {found}, expected {md5}: move it away and run again")
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    date = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     receipt = {"url": url, "size": _size(path), "md5": found, "date": date}
     flush_to_disk(path)
     write_json(_beside(target, ".receipt.json"), receipt)
@@ -115,8 +106,8 @@ def http_address(text: str) -> str:
     return text.rstrip("/")
 
 
-def _patiently(work: Callable[[], Result], arrived: Callable[[], int]) -> Result:
-    """Return what `work` returns, called again after what may pass; `arrived` tells the bytes that show progress."""
+def _patiently(work: Callable[[], int], arrived: Callable[[], int]) -> int:
+    """Return what `work` does, called again after what may pass; bytes that `arrived` start the counting anew."""
     failures, mark = 0, arrived()
     while True:
         try:
@@ -129,31 +120,29 @@ def _patiently(work: Callable[[], Result], arrived: Callable[[], int]) -> Result
                 raise DownloadError(f"gave up after {failures} attempts without progress: {error}; {remedy}") from error
             # Doubling with each failure, spread so that clients do not return in step.
             wait = 2.0 ** (failures - 1) * random.uniform(0.5, 1.0)
-            say(f"{error}; trying again in {wait:.1f} s", "warning", sys.stderr)
+            say(f"{' '.join(str(error).split())}; trying again in {wait:.1f} s", "warning", sys.stderr)
             time.sleep(wait)
 
 
-def _fetch_rest(url: str, part: Path, resumes: bool, room: float, bar: "tqdm[Never]") -> None:
-    """Ask once for the bytes that `part` lacks, and append them."""
+def _fetch_rest(url: str, part: Path, resumes: bool, room: float) -> int:
+    """Ask once for the bytes that `part` lacks, and append them; return its size."""
     have = _size(part) if resumes else 0
     with _answer(url, {"Range": f"bytes={have}-"} if have else {}) as response:
         rest = re.fullmatch(rf"bytes {have}-\d+/(\d+)", response.headers.get("Content-Range", ""))
         if response.status == 206 and not rest:
             part.unlink(missing_ok=True)
             raise _TransientError(f"{url}: asked for the bytes from {have}, the server sent others; starting over")
-        have = have if rest else 0
-        whole = int(rest[1]) if rest else _stated_size(response, url)
+        have, whole = (have, int(rest[1])) if rest else (0, _stated_size(response, url))
         check_space(part.parent, math.ceil(room * whole) - have)
-        bar.reset(total=whole)
-        bar.n = bar.initial = have
-        bar.refresh()
-        with part.open("ab" if have else "wb") as stream:
+        size: dict[str, Any] = {"total": whole, "initial": have, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
+        with tqdm(desc=part.stem, disable=hides_bar(), **size) as bar, part.open("ab" if have else "wb") as stream:
             while chunk := response.read1(CHUNK):
                 stream.write(chunk)
                 stream.flush()  # a killed process loses nothing
                 bar.update(len(chunk))
     if _size(part) < whole:
         raise _TransientError(f"{url}: the connection ended after {_size(part)} of {whole} bytes")
+    return whole
 
 
 @contextmanager
@@ -166,14 +155,14 @@ def _answer(url: str, headers: Mapping[str, str], method: str = "GET") -> Iterat
             yield response
     except urllib.error.HTTPError as error:
         error.close()
-        said = " ".join(f"{url}: status {error.code} ({error.reason})".split())
+        said = f"{url}: status {error.code} ({error.reason})"
         if error.code in (408, 429) or error.code >= 500:
             raise _TransientError(said) from error
         remedy = "delete the .part file and run again" if error.code == 416 else "check the address, or use another"
         raise DownloadError(f"{said}: {remedy}") from error
     except (http.client.HTTPException, OSError) as error:
         reason = getattr(error, "reason", error)
-        said = " ".join(f"{url}: {str(reason) or type(reason).__name__}".split())
+        said = f"{url}: {str(reason) or type(reason).__name__}"
         local = isinstance(error, OSError) and (error.filename or error.errno in _OF_THE_DISK)
         if local or isinstance(reason, ssl.SSLCertVerificationError):
             raise DownloadError(f"{said}; the partial download is kept: fix the cause and run again") from error

@@ -35,8 +35,8 @@ _ASKING = 8  # sizes asked for at a time
 def fetch(slides: Sequence[str], to: Path, base_url: str = BASE_URL) -> Path:
     """Download slides with their masks and annotations; return `to`, laid out as the bucket is.
 
-    Sizes are asked for and the disk space is checked before the first slide. Files that are there with their receipts
-    are not fetched again, interrupted ones are continued. The slides are names such as tumor_001, "all" or "sample".
+    Slides are names such as tumor_001, "all" or "sample". Sizes are asked for and the disk space is checked before the
+    first one. Files that are there with their receipts are not fetched again, interrupted ones are continued.
 
     Raises:
         ValueError: a slide is unknown, checksums.md5 lists none, or (a DownloadError) a download failed.
@@ -58,10 +58,7 @@ def fetch(slides: Sequence[str], to: Path, base_url: str = BASE_URL) -> Path:
 def read_checksums(path: Path) -> dict[str, str]:
     """Return the MD5 digest of each slide, mask and annotation that checksums.md5 names, by path.
 
-    Other files that it lists are left out, as is any path that would leave the folder.
-
-    Raises:
-        ValueError: it lists no slide; or it is no such list.
+    Other files that it lists are left out, as is any path that would leave the folder; no slide is a ValueError.
     """
     digests = {name: md5.lower() for md5, name in _LINE.findall(path.read_text(encoding="utf-8", errors="replace"))}
     if not any(name.startswith("images/") for name in digests):
@@ -72,8 +69,7 @@ def read_checksums(path: Path) -> dict[str, str]:
 def choose(digests: Mapping[str, str], slides: Sequence[str]) -> dict[str, str]:
     """Return the files of some slides and their digests: images, masks, annotations; for test slides their reference.
 
-    Raises:
-        ValueError: a slide is not among the digests; names like it are given.
+    A slide that is not among the digests is a ValueError, with names like it.
     """
     known = sorted(PurePosixPath(name).stem for name in digests if name.startswith("images/"))
     groups = {"all": known, "sample": SAMPLE}

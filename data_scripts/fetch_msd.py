@@ -35,14 +35,18 @@ def fetch(task: str, md5: str, to: Path, base_url: str = BASE_URL, keep_archive:
 
     Raises:
         ValueError: the archive or what is in it is not a data set in MSD layout, or (a DownloadError) did not arrive.
-        FileExistsError: there is a folder of that name which is not a whole data set from this script.
-        OSError: the disk cannot be written.
+        OSError: the disk cannot be written, or there is a folder of that name with anything else.
     """
     folder, tar = to / task, to / f"{task}.tar"
     url = f"{base_url}/{tar.name}"
     with locked(to / f".{task}.lock"):
         if folder.exists():
-            _check_whole(folder, read_receipt(tar).get("md5"), md5, url)
+            try:
+                if (found := read_receipt(tar).get("md5")) != md5:
+                    raise ValueError(f"its receipt has MD5 {found}")
+                read_dataset(folder)
+            except (ValueError, OSError) as error:
+                raise FileExistsError(f"{folder} differs from {url} ({error}): move it away and run again") from error
             say(f"{folder}: already downloaded, all files of dataset.json present")
             return folder
         say(f"{tar}: already downloaded, verifying its checksum" if tar.exists() else f"{url} -> {tar}")
@@ -58,11 +62,8 @@ def fetch(task: str, md5: str, to: Path, base_url: str = BASE_URL, keep_archive:
 def unpack(archive: Path, folder: Path) -> None:
     """Unpack a plain (not compressed) tar, whose digest was checked, to `folder`, which appears only when whole.
 
-    It has the name of the archive's top-level folder. The files that macOS adds (`._name`) are left out.
-
-    Raises:
-        ValueError: the archive is damaged, holds what would leave its folder, or is no whole data set.
-        OSError: the disk is full or cannot be written. In both cases nothing of the archive stays.
+    It has the name of the archive's top-level folder. The files that macOS adds (`._name`) are left out. ValueError
+    where the archive is damaged, holds what would leave its folder, or is no whole data set: then nothing of it stays.
     """
     scratch = folder.with_name(f".{folder.name}.unpacking")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -80,16 +81,6 @@ def unpack(archive: Path, folder: Path) -> None:
         raise ValueError(f"{archive}: not unpacked: {error}; delete it and run again, or use a mirror") from error
     finally:
         shutil.rmtree(scratch)
-
-
-def _check_whole(folder: Path, found: str | None, md5: str, url: str) -> None:
-    """Raise FileExistsError where a folder does not hold what its archive, of MD5 `found`, held."""
-    try:
-        if found != md5:
-            raise ValueError(f"its receipt has MD5 {found}")
-        read_dataset(folder)
-    except (ValueError, OSError) as error:
-        raise FileExistsError(f"{folder} differs from {url} ({error}): move it away and run again") from error
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -43,7 +43,8 @@ def make_ct_phantoms(
 
     The same parameters give the same bytes, on any number of cores, with the same packages on the same kind of
     processor; each case depends on (seed, its index) alone. A set that is already there is left as it is, an
-    unfinished one is finished.
+    unfinished one is finished. ValueError or FileNotFoundError where a parameter cannot be used, or `folder` holds
+    something else.
 
     Args:
         folder: where the set goes.
@@ -51,11 +52,6 @@ def make_ct_phantoms(
         size: "small" (about 96 x 96 x 64 voxels of 3.5 mm) or "msd" (512 x 512 x 50 to 168, as in MSD Task09).
         labels: a folder in MSD layout, or of .nii.gz label volumes: each gets a CT on its own grid around it.
         seed: draws everything.
-
-    Raises:
-        FileNotFoundError: `labels` is missing or holds no label volumes.
-        ValueError: fewer than one case, more cases than labels, a label volume that cannot be used, or `folder` holds
-            something else.
     """
     if labels is not None:
         return _around_labels(folder, cases, labels, seed)
@@ -67,9 +63,8 @@ def make_ct_phantoms(
 def make_mri_phantoms(folder: Path, cases: int, size: Size = "small", seed: int = 0) -> Path:
     """Make a set of synthetic head MRI scans with labelled brain tumours, as `make_ct_phantoms` does of CT.
 
-    Images are [X, Y, Z, 4] int16 (FLAIR, T1w, t1gd, T2w), skull-stripped: 0 outside the brain, above 0 inside. Labels
-    are those of MSD Task01: 1 edema, 2 non-enhancing tumour, 3 enhancing tumour. Sizes: "small" (about 72 x 88 x 64
-    voxels of 2.3 mm) or "msd" (240 x 240 x 155 of 1 mm, as in MSD Task01).
+    Images are [X, Y, Z, 4] int16, skull-stripped: 0 outside the brain, above 0 inside. Channels, label numbers and the
+    size "msd" (240 x 240 x 155 voxels of 1 mm) are those of MSD Task01; "small" is about 72 x 88 x 64 voxels of 2.3 mm.
     """
     return _drawn("mri", folder, cases, size, seed)
 
@@ -117,12 +112,12 @@ def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int) -> 
         "labels": given["labels"],
     }
     parameters = {"kind": "ct", "version": CT_VERSION, "cases": cases, "labels_sha256": digest, "seed": seed}
-    scans = {path.name.removesuffix(".nii.gz"): partial(_draw_around, path) for path in files}
+
+    def draw(path: Path, rng: np.random.Generator) -> Scan:
+        return phantoms.scan_around(*_read_label(path), rng)
+
+    scans = {path.name.removesuffix(".nii.gz"): partial(draw, path) for path in files}
     return _write_set(folder, scans, about, parameters)
-
-
-def _draw_around(path: Path, rng: np.random.Generator) -> Scan:
-    return phantoms.scan_around(*_read_label(path), rng)
 
 
 def _read_label(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:

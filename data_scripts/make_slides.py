@@ -60,22 +60,14 @@ def _files(folder: Path, group: str, number: int, tumour: bool) -> list[Path]:
 def make_slides(folder: Path, training: int = 8, testing: int = 6, size: int = DEFAULT_SIZE, seed: int = 0) -> Path:
     """Make a set of synthetic slides of lymph nodes in the layout of Camelyon16; return its folder.
 
-    Half of the slides have metastases, drawn so that their nuclei tell and their colour does not. The same parameters
-    give the same bytes, on any number of cores, with the same packages on the same kind of processor; each slide
-    depends on (seed, its kind, its number) alone. A set that is already there is left as it is, an unfinished one is
-    finished. Memory: BYTES_PER_PIXEL for each pixel of the slides in work, of which there is one per core, fewer where
-    they would take more than 8 GiB.
-
-    Args:
-        folder: where the set goes.
-        training: how many training slides, half of them normal.
-        testing: how many test slides, every other one with tumour.
-        size: side of a slide at level 0 in px of 0.5 um.
-        seed: draws everything.
+    Half of the slides have metastases, drawn so that their nuclei tell and their colour does not; `size` is the side of
+    level 0 in px of 0.5 um. The same parameters give the same bytes, on any number of cores, with the same packages on
+    the same kind of processor; each slide depends on (seed, its kind, its number) alone. A set that is already there is
+    left as it is, an unfinished one is finished. Memory: BYTES_PER_PIXEL for each pixel of the slides in work, of which
+    there is one per core, fewer where they would take more than 8 GiB.
 
     Raises:
-        ValueError: fewer than two training or test slides, or more than 10,000, a size out of bounds, a negative seed,
-            or `folder` holds something else.
+        ValueError: a number is out of its bounds, or `folder` holds something else.
     """
     for name, number in (("training", training), ("testing", testing)):
         if not 2 <= number <= MOST:
@@ -126,16 +118,15 @@ def _reference(image: Path, annotation: Path | None = None, _: Path | None = Non
 def pyramid(base: Bytes) -> Iterator[Bytes]:
     """Yield the levels of a pyramid, [H, W] or [H, W, 3], down to a shortest side of at least 48 px.
 
-    Each pixel is the mean of 2 x 2 of the level before, rounded half up; an odd last line is left out. For a mask of 0
-    and 1 that is the majority, tumour where two and two stand against each other.
+    Each pixel is the mean of 2 x 2 of the level before, rounded half up (a mask's tie is tumour); an odd last line is
+    left out.
     """
-    level = base
-    yield level
-    while min(level.shape[:2]) // 2 >= _SMALLEST_LEVEL:
-        height, width = (side // 2 * 2 for side in level.shape[:2])
-        rows = level[0:height:2].astype(np.uint16) + level[1:height:2]
-        level = ((rows[:, 0:width:2] + rows[:, 1:width:2] + 2) >> 2).astype(np.uint8)
-        yield level
+    yield base
+    while min(base.shape[:2]) // 2 >= _SMALLEST_LEVEL:
+        height, width = (side // 2 * 2 for side in base.shape[:2])
+        rows = base[0:height:2].astype(np.uint16) + base[1:height:2]
+        base = ((rows[:, 0:width:2] + rows[:, 1:width:2] + 2) >> 2).astype(np.uint8)
+        yield base
 
 
 def write_pyramid(path: Path, base: Bytes, compression: Literal["jpeg", "deflate"]) -> None:

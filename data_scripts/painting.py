@@ -128,12 +128,12 @@ class Organ:
         solids = [ball(row[:3], row[3:], self.turn) for row in self.balls]
         solids += [tube(row[:3], row[3:6], row[6]) for row in self.tubes]
         solids += [solid.moved(_MIRROR) for solid in solids if self.mirrored]
-        return [self._varied(solid.frame, offset, rng) for solid in solids]
-
-    def _varied(self, frame: Matrix, offset: Sequence[float], rng: np.random.Generator) -> Solid:
-        axes = frame[:3, :3] * rng.uniform(1 - self.sized, 1 + self.sized, 3)
-        axes = rotation(rng.uniform(-self.tilt, self.tilt, 3)) @ axes
-        return Solid(from_matvec(axes, frame[:3, 3] + offset + rng.uniform(-self.shift, self.shift, 3)), self.lumps)
+        for number, solid in enumerate(solids):
+            axes = solid.frame[:3, :3] * rng.uniform(1 - self.sized, 1 + self.sized, 3)
+            axes = rotation(rng.uniform(-self.tilt, self.tilt, 3)) @ axes
+            centre = solid.frame[:3, 3] + offset + rng.uniform(-self.shift, self.shift, 3)
+            solids[number] = Solid(from_matvec(axes, centre), self.lumps)
+        return solids
 
 
 @cache

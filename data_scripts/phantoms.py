@@ -4,7 +4,7 @@ What is no tumour of the head but looks like one in a channel: vessels, sinuses 
 changed white matter around the ventricles in FLAIR, cerebrospinal fluid in T2.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import nibabel as nib
@@ -48,13 +48,32 @@ def abdomen(fat: float) -> list[Organ]:
 
 
 def draw_abdomen(size: Size, rng: np.random.Generator) -> Scan:
-    """Draw a patient and a CT: body, organs, contrast, field of view, spacing, shape and orientation all vary."""
+    """Draw a patient and a CT: body, organs, contrast, field of view, spacing, shape and orientation all vary.
+
+    "small": 80 to 112 voxels of 3 to 4 mm across, 48 to 72 slices of 3 to 4.5 mm. "msd": as in MSD Task09, 512 x 512 of
+    0.6 to 0.98 mm, 50 to 168 slices of 2.5 to 8 mm.
+    """
     fat, wide = rng.uniform((8, 0.92), (30, 1.07))
     scale = wide * rng.uniform((1, 0.95, 0.95), (1, 1.05, 1.05))
-    shape, affine = _field_of_view(size, fat, scale, rng)
+    body = 2 * (CAVITY + WALL + fat) * scale[:2] * rng.uniform(1.03, 1.2)
+    if size == "small":
+        pixel, thick = rng.uniform((3, 3), (4, 4.5)).tolist()
+        nx, ny = np.clip(np.rint(body / pixel), 80, 112).astype(int).tolist()
+        nz = int(rng.integers(48, 73))
+    else:
+        nx, ny, pixel = 512, 512, float(np.clip(body[0] / 512, 0.6, 0.98))
+        thick = float(rng.choice([2.5, 2.5, 3.0, 4.0, 5.0, 5.0, 5.0, 8.0]))
+        nz = int(np.clip(rng.uniform(210, 500) / thick, 50, 168))
+    # the body in the middle, the spleen inside, in a seventh of the scans cut by an end
+    length, reach = (nz - 1) * thick, 60 * scale[2]
+    below = rng.uniform(reach, length - reach)
+    if rng.random() < 0.15:
+        below = rng.choice([0, length]) + rng.uniform(-20, 20)
+    x, y = ((1 - np.array([nx, ny])) / 2 * pixel + rng.uniform(-6, 6, 2)).tolist()
+    affine = from_matvec(np.diag([pixel, pixel, thick]), (x, y, SPLEEN_CENTRE[2] * scale[2] - below))
     to_voxels = np.linalg.inv(affine) @ from_matvec(rotation((0, 0, rng.uniform(-7, 7))) * scale)
     parts = painting.draw(abdomen(fat), abdomen_tissues(rng), {"spleen": 1}, to_voxels, rng)
-    image, label = _computed(shape, affine, parts, [], rng)
+    image, label = _computed((nx, ny, nz), affine, parts, [], rng)
     affine[:3, 3] += rng.uniform(-60, 60, 3)
     # scans of MSD size keep slices last, as the real ones do
     codes = ["RAS", "LAS", "LPS", "RPI", "LPI", "PSR", "ASL", "SRA", "IPL"]
@@ -101,31 +120,6 @@ def _computed(
         values += np.float32(_NOISE) * rng.standard_normal(values.shape, dtype=np.float32)
         image[slab] = np.rint(np.clip(values, *_BOUNDS))
     return image, label
-
-
-def _field_of_view(
-    size: Size, fat: float, scale: Matrix, rng: np.random.Generator
-) -> tuple[tuple[int, int, int], Matrix]:
-    """Draw shape and affine of a CT: the body in the middle, the spleen inside, in a seventh of them cut by an end.
-
-    "small": 80 to 112 voxels of 3 to 4 mm across, 48 to 72 slices of 3 to 4.5 mm. "msd": as in MSD Task09, 512 x 512 of
-    0.6 to 0.98 mm, 50 to 168 slices of 2.5 to 8 mm.
-    """
-    body = 2 * (CAVITY + WALL + fat) * scale[:2] * rng.uniform(1.03, 1.2)
-    if size == "small":
-        pixel, thick = rng.uniform((3, 3), (4, 4.5)).tolist()
-        nx, ny = np.clip(np.rint(body / pixel), 80, 112).astype(int).tolist()
-        nz = int(rng.integers(48, 73))
-    else:
-        nx, ny, pixel = 512, 512, float(np.clip(body[0] / 512, 0.6, 0.98))
-        thick = float(rng.choice([2.5, 2.5, 3.0, 4.0, 5.0, 5.0, 5.0, 8.0]))
-        nz = int(np.clip(rng.uniform(210, 500) / thick, 50, 168))
-    length, reach = (nz - 1) * thick, 60 * scale[2]
-    below = rng.uniform(reach, length - reach)
-    if rng.random() < 0.15:
-        below = rng.choice([0, length]) + rng.uniform(-20, 20)
-    x, y = ((1 - np.array([nx, ny])) / 2 * pixel + rng.uniform(-6, 6, 2)).tolist()
-    return (nx, ny, nz), from_matvec(np.diag([pixel, pixel, thick]), (x, y, SPLEEN_CENTRE[2] * scale[2] - below))
 
 
 def _fit(points: Matrix, rng: np.random.Generator) -> Matrix:
@@ -259,13 +253,16 @@ def draw_head(size: Size, rng: np.random.Generator) -> Scan:
     parts = painting.draw(head(rng), tissues, NUMBERS, to_voxels, rng)
     noises = [painting.value_noise(shape, [spacing] * 3, pitch, rng) for pitch in _PITCHES]
     bias, texture = noises[3:7], noises[7:]
+    names = ("fluid", "grey matter", "white matter")
+    fluid, grey, white = (np.mean(tissues[name], axis=0).astype(np.float32)[:, None, None, None] for name in names)
     grain, gain = rng.uniform(0.025, 0.05, _CHANNELS), np.exp(rng.uniform(5.0, 7.1, _CHANNELS))
     image, label = np.empty((*shape, _CHANNELS), np.int16), np.empty(shape, np.uint8)
     for slab in slabs(shape):
         i, j, k = (line.astype(np.float32) for line in np.ogrid[slab])
         x, y, z = (a * i + b * j + c * k + d for a, b, c, d in np.linalg.inv(to_voxels)[:3].astype(np.float32))
         brain, solid = depths(x, y, z, np.float32(0.7) * (noises[0](slab) + noises[1](slab)))  # of unit deviation
-        values = _matter(solid, spacing, tissues)
+        cover, deep = (np.clip((solid - np.float32(mm)) / np.float32(spacing) + 0.5, 0, 1) for mm in (0, CORTEX))
+        values = fluid + cover * (grey - fluid) + deep * (white - grey)
         label[slab] = paint(values, slab, parts, noises[2](slab))
         for channel, plane in enumerate(values):
             plane *= 1 + np.float32(_TEXTURED) * texture[channel](slab)
@@ -276,12 +273,3 @@ def draw_head(size: Size, rng: np.random.Generator) -> Scan:
         image[slab][outside], label[slab][outside] = 0, 0
     scan = Scan(image, label, affine)
     return scan.turned("LPS") if small and rng.random() < 0.5 else scan  # as many tools write them
-
-
-def _matter(solid: Floats, spacing: float, tissues: Mapping[str, tuple[Matrix, Matrix]]) -> Floats:
-    """Return the signals [4, X, Y, Z] of fluid, and of grey and white matter over it, at depths in what is no fluid."""
-    names = ("fluid", "grey matter", "white matter")
-    fluid, grey, white = (np.mean(tissues[name], axis=0).astype(np.float32)[:, None, None, None] for name in names)
-    cover, deep = (np.clip((solid - np.float32(mm)) / np.float32(spacing) + 0.5, 0, 1) for mm in (0, CORTEX))
-    values: Floats = fluid + cover * (grey - fluid) + deep * (white - grey)
-    return values

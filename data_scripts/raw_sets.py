@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import nibabel as nib
 import numpy as np
@@ -21,9 +21,7 @@ from medspeed.common.files import read_object, sha256_of
 Result = TypeVar("Result")
 
 # What tools append to a case's name; a name that pairs as it is keeps all of it.
-_IMAGE_ENDING = re.compile(r"[-_. ](0000|image|img|ct|mri?|volume|vol)$", re.IGNORECASE)
-_LABEL_ENDING = re.compile(r"[-_. ](seg|segmentation|labels?|mask|gt|roi)$", re.IGNORECASE)
-_IGNORED = "ignore"  # nnU-Net's name for voxels that nobody annotated
+_ENDINGS = [r"[-_. ](0000|image|img|ct|mri?|volume|vol)$", r"[-_. ](seg|segmentation|labels?|mask|gt|roi)$"]
 # A mask stored as float with a scale comes back some 1e-7 off; one that was resampled with interpolation far more.
 _MOST_OFF = 1e-3
 _MOST_VALUES = 65_536  # of a label map, between the lowest and the highest
@@ -32,83 +30,55 @@ _AIR_BELOW = -200  # HU; air is -1000, and every CT of a body shows some
 
 @dataclass
 class RawCase:
-    """A case as it lies, and what was found of it; the figures are set once its image has been read.
-
-    Attributes:
-        name: of the case.
-        images: its image, or an image per channel in channel order.
-        label: its label map; a test case has none.
-        problems: why it cannot be used; empty where it can.
-        notes: what is worth a look.
-        relabelled: the label's values are not those of the file.
-        shape: voxels along R, A, S.
-        spacing: mm along R, A, S.
-        orientation: where the file's axes point, such as "LPS".
-        least: the lowest value of all channels.
-        most: the highest.
-        volumes: millilitres of each label number; empty without a label.
-        digests: of the images.
-    """
+    """A case as it lies, and what was found of it; the figures are set once its image has been read."""
 
     name: str
-    images: tuple[Path, ...] = ()
-    label: Path | None = None
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    relabelled: bool = False
-    shape: tuple[int, ...] = ()
-    spacing: tuple[float, ...] = ()
-    orientation: str = ""
-    least: float = 0
-    most: float = 0
-    volumes: tuple[float, ...] = ()
-    digests: tuple[str, ...] = ()
+    images: tuple[Path, ...] = ()  # one, or one per channel in channel order
+    label: Path | None = None  # a test case has none
+    problems: list[str] = field(default_factory=list)  # why it cannot be used; empty where it can
+    notes: list[str] = field(default_factory=list)  # what is worth a look
+    relabelled: bool = False  # the label's values are not those of the file
+    shape: tuple[int, ...] = ()  # voxels along R, A, S
+    spacing: tuple[float, ...] = ()  # mm along R, A, S
+    orientation: str = ""  # where the file's axes point, such as "LPS"
+    least: float = 0  # the lowest value of all channels
+    most: float = 0  # the highest
+    volumes: tuple[float, ...] = ()  # millilitres of each label number; empty without a label
+    digests: tuple[str, ...] = ()  # of the images
 
 
 @dataclass(frozen=True)
 class RawSet:
-    """What a folder holds, and what its label values mean.
-
-    Attributes:
-        name: of the set.
-        modality: the name of each channel; "CT" has a meaning, the others are names.
-        labels: the name of each label number, background first; "" where a number means nothing.
-        cases: those that lack an image, a channel or a label say so in their problems.
-        values: numbers in the files that stand for another number.
-        most_off: so much off a whole number a label value is rounded; where nothing is written that is an error.
-    """
+    """What a folder holds, and what its label values mean."""
 
     name: str
-    modality: tuple[str, ...]
-    labels: tuple[str, ...]
-    cases: tuple[RawCase, ...]
-    values: Mapping[int, int] = field(default_factory=dict)
-    most_off: float = _MOST_OFF
+    modality: tuple[str, ...]  # the name of each channel; "CT" has a meaning
+    labels: tuple[str, ...]  # the name of each label number, background first; "" where a number means nothing
+    cases: tuple[RawCase, ...]  # those that lack an image, a channel or a label say so in their problems
+    values: Mapping[int, int] = field(default_factory=dict)  # numbers in the files that stand for another number
+    most_off: float = _MOST_OFF  # how far off a whole number a label value is rounded, not refused
 
 
 def pair_folders(images: Path, labels: Path, name: str, modality: Sequence[str], names: Sequence[str]) -> RawSet:
     """Pair the images of a folder with the label maps of another by their names.
 
-    Equal names pair first; what is left pairs without endings such as _0000, _img, _ct and _seg, _label, -mask. Name of
-    the set, modality of each channel and names of the label numbers are given.
-
-    Raises:
-        FileNotFoundError: a folder is missing or holds no such file.
-        ValueError: both folders are one.
+    Equal names pair first; what is left pairs without endings such as _0000, _img, _ct and _seg, _label, -mask.
+    FileNotFoundError where a folder is missing or holds no such file, ValueError where both are one.
     """
     if images.resolve() == labels.resolve():
         raise ValueError(f"--labels {labels}: same folder as --images; put the labels into a separate folder")
     columns = _volumes(images), _volumes(labels)
     equal = {stem for stem, _ in columns[0]} & {stem for stem, _ in columns[1]}
     found: dict[str, tuple[list[Path], list[Path]]] = defaultdict(lambda: ([], []))
-    for number, (column, ending) in enumerate(zip(columns, (_IMAGE_ENDING, _LABEL_ENDING), strict=True)):
+    for number, (column, ending) in enumerate(zip(columns, _ENDINGS, strict=True)):
         for stem, path in column:
-            found[stem if stem in equal else ending.sub("", stem) or stem][number].append(path)
+            short = re.sub(ending, "", stem, flags=re.IGNORECASE)
+            found[stem if stem in equal else short or stem][number].append(path)
     cases = []
     for stem, (scans, masks) in sorted(found.items()):
-        cases.append(RawCase(stem, tuple(scans), masks[0] if masks else None))
+        cases.append(RawCase(stem, tuple(scans), next(iter(masks), None)))
         if (len(scans), len(masks)) != (1, 1):
-            there = ", ".join(str(path) for path in (*scans, *masks))
+            there = ", ".join(map(str, [*scans, *masks]))
             cases[-1].problems.append(f"expected an image and a label with the same name, found {there}")
     return RawSet(name, tuple(modality), tuple(names), tuple(cases))
 
@@ -138,8 +108,7 @@ def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
         missing = RawCase(name, problems=[f"a label, but no image in {folder / 'imagesTr'}"])
         cases.setdefault(name, missing).label = label
     for case in cases.values():
-        if case.label is None:
-            case.problems.append(f"no label in {folder / 'labelsTr'}")
+        case.problems += [] if case.label else [f"no label in {folder / 'labelsTr'}"]
     tests = folder / "imagesTs"
     held = _by_channel(tests, ending, modality) if any(tests.glob(f"[!.]*{ending}")) else {}
     set_name = re.sub(r"^Dataset\d+_", "", folder.resolve().name)
@@ -147,11 +116,7 @@ def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
 
 
 def read_msd(folder: Path) -> RawSet:
-    """Read a folder in MSD layout; the test images that are not there are left out, as training does.
-
-    Raises:
-        FileNotFoundError, ValueError: as `medspeed.common.data.dataset.read_dataset`.
-    """
+    """Read a folder in MSD layout, as `read_dataset` does; the test images that are not there are left out."""
     found = read_dataset(folder)
     there = [case for case in (*found.cases, *found.test_cases) if case.label or case.image.is_file()]
     cases = tuple(RawCase(case.name, (case.image,), case.label) for case in there)
@@ -160,10 +125,9 @@ def read_msd(folder: Path) -> RawSet:
 
 def examine(case: RawCase, raw: RawSet) -> None:
     """Read a case that has all its files, and note everything that is wrong with it, not just the first."""
-    path = case.label
-    image = _attempt(case, lambda: read_image(case, raw))
-    label = _attempt(case, lambda: read_volume(path)) if path else None
-    numbers = _attempt(case, lambda: read_numbers(label, raw)) if label else None
+    image = _attempt(case, read_image, case, raw)
+    label = _attempt(case, read_volume, case.label) if case.label else None
+    numbers = _attempt(case, read_numbers, label, raw) if label else None
     if label and numbers is not None:
         if not numbers.any():
             case.notes.append("the label is empty")
@@ -171,9 +135,18 @@ def examine(case: RawCase, raw: RawSet) -> None:
         if case.relabelled and label.voxels.dtype.kind == "f" and (label.voxels % 1).any():
             case.notes.append("label values slightly off whole numbers were rounded")
     if image and label:
-        _attempt(case, lambda: check_same_grid(image, label))
+        _attempt(case, check_same_grid, image, label)
     if image:
         _describe(case, image, numbers, raw)
+
+
+def _attempt(case: RawCase, work: Callable[..., Result], *inputs: Any) -> Result | None:  # noqa: ANN401
+    """Return what `work` does; None where it says that a file is bad, which is kept."""
+    try:
+        return work(*inputs)
+    except (ValueError, OSError) as error:
+        case.problems.append(str(error))
+        return None
 
 
 def _describe(case: RawCase, image: Volume, numbers: np.ndarray | None, raw: RawSet) -> None:
@@ -185,8 +158,7 @@ def _describe(case: RawCase, image: Volume, numbers: np.ndarray | None, raw: Raw
     case.least, case.most = float(image.voxels.min()), float(image.voxels.max())
     case.digests = tuple(map(sha256_of, case.images))
     if numbers is not None:
-        millilitres = abs(float(np.linalg.det(image.affine[:3, :3]))) / 1000
-        case.volumes = tuple((_count(numbers, 0, len(raw.labels) - 1) * millilitres).tolist())
+        case.volumes = tuple((_count(numbers, 0, len(raw.labels) - 1) * image.voxel_ml).tolist())
     if case.least == case.most:
         case.problems.append(f"{case.images[0]}: every voxel is {case.least:g}: the image is empty")
     elif all(name.strip().upper() == "CT" for name in raw.modality) and case.least >= _AIR_BELOW:
@@ -195,11 +167,7 @@ def _describe(case: RawCase, image: Volume, numbers: np.ndarray | None, raw: Raw
 
 
 def read_image(case: RawCase, raw: RawSet) -> Volume:
-    """Read a case's image; files of one channel each are stacked to [X, Y, Z, C].
-
-    Raises:
-        FileNotFoundError, ValueError: a file cannot be read, or channels lie on different grids.
-    """
+    """Read a case's image; files of one channel each, which must lie on one grid, are stacked to [X, Y, Z, C]."""
     if len(case.images) == 1:
         return read_volume(case.images[0], len(raw.modality))
     parts = [read_volume(path) for path in case.images]
@@ -209,11 +177,7 @@ def read_image(case: RawCase, raw: RawSet) -> Volume:
 
 
 def read_numbers(label: Volume, raw: RawSet) -> np.ndarray:
-    """Return a label map [X, Y, Z] uint8 with the numbers of `raw.labels`.
-
-    Raises:
-        ValueError: a value is no whole number, or has no name.
-    """
+    """Return a label map [X, Y, Z] uint8 of `raw.labels`' numbers; ValueError where a value has none, or no name."""
     whole = np.rint(label.voxels) if label.voxels.dtype.kind == "f" else label.voxels
     off = float(np.abs(label.voxels - whole).max())
     if off > raw.most_off:
@@ -235,20 +199,9 @@ def read_numbers(label: Volume, raw: RawSet) -> np.ndarray:
 
 
 def _count(numbers: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Return how many voxels have each whole number from low to high."""
-    counts = np.zeros(high - low + 1, np.int64)
-    for index in range(numbers.shape[2]):  # slice by slice: bincount makes eight bytes of each voxel
-        counts += np.bincount(numbers[..., index].astype(np.int64).ravel() - low, minlength=len(counts))
-    return counts
-
-
-def _attempt(case: RawCase, work: Callable[[], Result]) -> Result | None:
-    """Return what `work` does; None where it says that a file is bad, which is kept."""
-    try:
-        return work()
-    except (ValueError, OSError) as error:
-        case.problems.append(str(error))
-        return None
+    """Return how many voxels have each whole number from low to high, slice by slice, as bincount takes memory."""
+    slices = (numbers[..., index].astype(np.int64).ravel() - low for index in range(numbers.shape[2]))
+    return np.asarray(sum(np.bincount(each, minlength=high - low + 1) for each in slices))
 
 
 def _volumes(folder: Path, *endings: str) -> list[tuple[str, Path]]:
@@ -259,10 +212,8 @@ def _volumes(folder: Path, *endings: str) -> list[tuple[str, Path]]:
     paths = sorted(folder.iterdir())
     found = [(match[1], path) for path in paths if (match := named.fullmatch(path.name)) and path.is_file()]
     if not found:
-        others = sorted({path.suffix for path in paths if path.suffix})
-        raise FileNotFoundError(
-            f"{folder}: contains no {', '.join(SUFFIXES)} files{f', only {others}' if others else ''}"
-        )
+        only = f", only {others}" if (others := sorted({path.suffix for path in paths if path.suffix})) else ""
+        raise FileNotFoundError(f"{folder}: contains no {', '.join(SUFFIXES)} files{only}")
     return found
 
 
@@ -285,7 +236,8 @@ def _names(content: object, key: str, path: Path) -> tuple[str, ...]:
     """Return names in the order of their numbers, of {"0": "CT"} or {"CT": 0} (nnU-Net's labels since version 2)."""
     pairs = content.items() if isinstance(content, dict) else ()
     numbered = [(a, b) if str(a).isdecimal() else (b, a) for a, b in pairs]
-    found = {str(number): str(name) for number, name in numbered if name != _IGNORED}
+    # nnU-Net's "ignore" are voxels that nobody annotated
+    found = {str(number): str(name) for number, name in numbered if name != "ignore"}
     due = [str(number) for number in range(len(found))]
     if not found or found.keys() != set(due):
         remedy = "--names background FIRST SECOND ... names labels in its place"  # such as regions, lists of numbers

@@ -31,14 +31,11 @@ def fill(
 
     Args:
         whole: the JSON file that a whole set has, in a folder that is new, empty, or holds this very set.
-        parameters: all that decides the set's bytes; kept in the list under "phantom".
+        parameters: all that decides the set's bytes, a "seed" too; kept in the list under "phantom".
         items: the files of each item.
         make: writes the files of the item of an index, the same each time; called from several threads.
         listing: returns the rest of the list; called when all items are there.
         most: how many items are made at a time.
-
-    Raises:
-        ValueError: the seed is negative, or the folder is a file or holds something else.
     """
     if parameters["seed"] < 0:
         raise ValueError(f"--seed {parameters['seed']}: must be 0 or more")

@@ -4,93 +4,48 @@ Tumour is told by its cells, not by its colour.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import yaml
 from scipy import ndimage
 
-from medspeed.data_scripts.slides_tissue import (
-    MARGIN,
-    MPP,
-    NODE,
-    Bytes,
-    Fields,
-    Floats,
-    Lesions,
-    draw_ink,
-    draw_lesions,
-    draw_node,
-    long_axis,
-    mask_of,
-    ramp,
-    values_at,
-)
+from medspeed.data_scripts import slides_tissue
+from medspeed.data_scripts.slides_tissue import MARGIN, MPP, NODE, Bytes, Fields, Floats, Lesions, ramp, values_at
 
 ISOLATED_UM = 200.0  # below: isolated tumour cells. Source: AJCC staging manual, as used in Camelyon16
-# Optical density per unit of stain in R, G, B. Source: Ruifrok and Johnston, Quantification of histochemical staining
-# by colour deconvolution, Anal Quant Cytol Histol 2001
-_HAEMATOXYLIN, _EOSIN = (0.65, 0.70, 0.29), (0.07, 0.99, 0.11)
-INKS = {"blue": (1.5, 0.9, 0.2), "green": (1.5, 0.35, 0.9), "black": (1.7, 1.6, 1.4)}  # densities seen on slides
 VARIANTS = 64  # pictures of each kind of cell; spindles lie at these many angles
 _TILE, _HALO = 1024, 16  # px drawn at a time, and around them, since focus and outlines reach across
 _TEXTURE = 1024  # px, side of the periodic noise that cytoplasm takes its grain from
 _TRIES = 40  # tissues drawn until one has room for a lesion
 
 
-@dataclass(frozen=True)
-class Look:
-    """How the cells of a kind look and lie; lengths in um, dyes in units of the stain.
-
-    Sizes are those of textbooks: a lymphocyte's nucleus 6 to 7.5 um across, a germinal centre's 8 to 9.5 um, a
-    carcinoma's 11 to 16 um, vesicular (pale, with a dark rim) and with nucleoli.
-    """
-
-    spacing: float  # between cells where their share is 1
-    diameter: tuple[float, float]  # of a disc as large as the nucleus, from and to
-    elongation: tuple[float, float]
-    lumps: float  # how far the outline strays, as a share of the radius
-    chromatin: float  # haematoxylin inside
-    rim: float  # and more of it along the membrane
-    clumps: float  # deviation of the chromatin's grain
-    nucleoli: int = 0  # at most
-    cytoplasm: float = 0.0  # eosin around the nucleus
-    reach: float = 1.0  # radius of the cell over that of the nucleus
+_TABLES = yaml.safe_load(Path(__file__).with_name("slides.yaml").read_text(encoding="utf-8"))
+LOOKS = {kind: SimpleNamespace(**row) for kind, row in _TABLES["looks"].items()}  # how cells of a kind look and lie
+INKS: dict[str, list[float]] = _TABLES["inks"]
 
 
-LOOKS = {
-    "lymphocyte": Look(7.7, (6.2, 7.6), (1.0, 1.25), 0.03, 0.88, 0.15, 0.22, 0, 0.3, 1.2),
-    "centre": Look(10.5, (7.6, 9.4), (1.0, 1.35), 0.06, 0.5, 0.25, 0.14, 1, 0.32, 1.4),
-    "histiocyte": Look(13.0, (7.5, 9.0), (1.2, 1.8), 0.06, 0.45, 0.2, 0.12, 0, 0.4, 1.7),
-    "spindle": Look(16.0, (4.6, 6.2), (3.2, 5.5), 0.05, 0.85, 0.1, 0.12),
-    "tumour": Look(15.5, (11.0, 16.0), (1.0, 1.55), 0.12, 0.55, 0.45, 0.28, 3, 0.4, 1.6),
-}
+class Cells(NamedTuple):
+    """Cells of one kind: their pictures ("stamps"), which and how strongly stained each is, and where it lies."""
+
+    haematoxylin: Floats  # [VARIANTS, S, S], S odd
+    eosin: Floats  # likewise
+    places: Floats  # [N, 2] um
+    variants: npt.NDArray[np.intp]  # [N]
+    strength: Floats  # [N], of the nucleus
 
 
-@dataclass(frozen=True)
-class Cells:
-    """Cells of one kind: their pictures ("stamps"), and where each lies.
-
-    `haematoxylin`, `eosin`: [VARIANTS, S, S] float32, S odd; `places` [N, 2] um; the picture of each cell [N], and how
-    strongly its nucleus is stained [N].
-    """
-
-    haematoxylin: Floats
-    eosin: Floats
-    places: Floats
-    variants: npt.NDArray[np.intp]
-    strength: Floats
-
-
-def draw_stamps(look: Look, rng: np.random.Generator) -> tuple[Floats, Floats]:
+def draw_stamps(look: SimpleNamespace, rng: np.random.Generator) -> tuple[Floats, Floats]:
     """Draw the pictures of a kind of cell, haematoxylin and eosin [VARIANTS, S, S], turned evenly; no two alike."""
     longest = math.sqrt(look.elongation[1]) * (1 + 3 * look.lumps) * look.reach
     half = math.ceil(look.diameter[1] / MPP / 2 * longest) + 2
     y, x = np.mgrid[-half : half + 1, -half : half + 1].astype(np.float32)
 
-    def each(low: float, high: float, shape: tuple[int, ...] = ()) -> Floats:
-        return rng.uniform(low, high, (*shape, VARIANTS, 1, 1)).astype(np.float32)
+    def each(low: float, high: float) -> Floats:
+        return rng.uniform(low, high, (VARIANTS, 1, 1)).astype(np.float32)
 
     angle = (np.arange(VARIANTS, dtype=np.float32) * np.float32(math.pi / VARIANTS))[:, None, None]
     radius, stretch = each(*look.diameter) / np.float32(2 * MPP), np.sqrt(each(*look.elongation))
@@ -113,10 +68,7 @@ def draw_stamps(look: Look, rng: np.random.Generator) -> tuple[Floats, Floats]:
 
 
 def sow(kind: str, share: npt.NDArray[np.floating[Any]], fields: Fields, along: Floats | None = None) -> Cells:
-    """Return cells of a kind all over a slide, darker or paler from place to place.
-
-    Fields: `share` of the places that are taken, 0 to 1; `along`, where the long axes point, radians, else anywhere.
-    """
+    """Return cells of a kind all over a slide: `share` of the places, 0 to 1; long axes point `along`, radians."""
     rng, places = fields.rng, fields.scatter(share, LOOKS[kind].spacing)
     variants = rng.integers(0, VARIANTS, len(places))
     if along is not None:
@@ -140,31 +92,27 @@ def stamp(cells: Cells, haematoxylin: Floats, eosin: Floats, top: int, left: int
         np.maximum(eosin[part], cells.eosin[own], out=eosin[part])
 
 
-@dataclass(frozen=True)
-class Stain:
-    """How one slide was stained, marked and scanned: densities [3] of both dyes and the ink, the white [3], and more.
+class Stain(NamedTuple):
+    """How one slide was stained, marked and scanned."""
 
-    `blur` is a standard deviation in px, `noise` one in grey levels of 0 to 255.
-    """
-
-    haematoxylin: Floats
-    eosin: Floats
-    ink: Floats
-    white: Floats
-    blur: float
-    noise: float
+    haematoxylin: Floats  # optical density [3] in R, G, B
+    eosin: Floats  # likewise
+    ink: Floats  # likewise
+    white: Floats  # grey levels [3], 0 to 255
+    blur: float  # px, a standard deviation
+    noise: float  # grey levels, likewise
 
 
 def draw_stain(rng: np.random.Generator) -> Stain:
     """Draw the stain of a slide: hue and strength of both dyes, the lamp, focus and noise differ as between labs."""
 
-    def dye(density: tuple[float, float, float], strength: float) -> Floats:
-        hue = np.asarray(density) + rng.normal(0, 0.045, 3)
+    def dye(name: str, strength: float) -> Floats:
+        hue = np.asarray(_TABLES[name]) + rng.normal(0, 0.045, 3)
         return (strength * hue / np.linalg.norm(hue)).astype(np.float32)
 
     return Stain(
-        haematoxylin=dye(_HAEMATOXYLIN, rng.uniform(0.85, 1.4)),
-        eosin=dye(_EOSIN, rng.uniform(0.6, 1.2)),
+        haematoxylin=dye("haematoxylin", rng.uniform(0.85, 1.4)),
+        eosin=dye("eosin", rng.uniform(0.6, 1.2)),
         ink=np.asarray(INKS[str(rng.choice(list(INKS)))], np.float32),
         white=(rng.uniform(236, 249) + rng.normal(0, 1.5, 3)).clip(0, 252).astype(np.float32),
         blur=float(rng.uniform(0.5, 0.9)),
@@ -188,21 +136,20 @@ def develop(haematoxylin: Floats, eosin: Floats, ink: Floats, stain: Stain, rng:
 def draw_slide(size: int, tumour: bool, rng: np.random.Generator) -> tuple[Bytes, Bytes, Lesions]:
     """Draw a slide of `size` x `size` px at MPP; with tumour it has a lesion that is more than isolated tumour cells.
 
-    Returns the image [H, W, 3] uint8, the mask [H, W] uint8 (1 = tumour) and the lesions, none in a normal slide. Takes
-    about 4 bytes a pixel for what it returns, and 2 more for fields and cells while it draws.
+    Returns the image [H, W, 3] uint8, the mask [H, W] uint8 (1 = tumour) and the lesions, none in a normal slide.
     """
     fields = Fields(size * MPP, rng)
     least = min(ISOLATED_UM, fields.extent / 2.5)  # small slides have no room for more
     for _ in range(_TRIES):
-        depth, node_depth = draw_node(fields)
-        lesions = draw_lesions(node_depth, fields) if tumour else []
-        if not tumour or max((long_axis(outline) for _, outline in lesions), default=0.0) > least:
+        depth, node_depth = slides_tissue.draw_node(fields)
+        lesions = slides_tissue.draw_lesions(node_depth, fields) if tumour else []
+        if not tumour or max((slides_tissue.long_axis(outline) for _, outline in lesions), default=0.0) > least:
             break
     else:
         raise ValueError(f"slides of {size} px: no room for a lesion in {_TRIES} attempts; use a larger --size")
-    mask = mask_of(lesions, size)
+    mask = slides_tissue.mask_of(lesions, size)
     haze, eosin, cells = _fill(node_depth, mask, fields)
-    section, ink = ramp(depth, -1, 1), draw_ink(depth, fields)
+    section, ink = ramp(depth, -1, 1), slides_tissue.draw_ink(depth, fields)
     noise = ndimage.gaussian_filter(rng.standard_normal((_TEXTURE, _TEXTURE), dtype=np.float32), 3, mode="wrap")
     mottle, stain = noise / noise.std(), draw_stain(rng)
     image = np.empty((size, size, 3), np.uint8)

@@ -97,7 +97,7 @@ def draw_ink(depth: Floats, fields: Fields) -> Floats:
 def draw_lesions(node_depth: Floats, fields: Fields) -> Lesions:
     """Draw the outlines of one to five metastases in the node, below its capsule, the first above MACRO_UM if it fits.
 
-    They look as a pathologist would draw them; those above MACRO_UM may hold an island of normal tissue.
+    Those above MACRO_UM may hold an island of normal tissue.
     """
     rng, y, x = fields.rng, fields.y, fields.x
     room = (node_depth > 25) & (np.minimum(y, x) > 12) & (np.maximum(y, x) < fields.extent - 12)

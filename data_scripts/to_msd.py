@@ -22,16 +22,8 @@ from medspeed.common.data.label_files import gzipped, write_label
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import flush_to_disk, write_json
 from medspeed.common.flags import Parser, flag_of
-from medspeed.data_scripts.raw_sets import (
-    RawCase,
-    RawSet,
-    examine,
-    pair_folders,
-    read_image,
-    read_msd,
-    read_nnunet,
-    read_numbers,
-)
+from medspeed.data_scripts import raw_sets, run_program
+from medspeed.data_scripts.raw_sets import RawCase, RawSet
 
 _MOST_AT_ONCE = 8  # a case of 512 x 512 x 1000 takes about three gigabytes while it is read
 _MOST_NAMED = 5  # cases that a note names
@@ -47,54 +39,37 @@ _EXAMPLES = """examples:
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; a mistake ends the program with status 2."""
     parser = Parser(description=__doc__, epilog=_EXAMPLES)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--images", type=Path, metavar="DIR", help="a folder of .nii.gz, .nii, .nrrd or .mha images; needs --labels"
-    )
-    source.add_argument("--nnunet", type=Path, metavar="DIR", help="a folder in nnU-Net's raw layout, DatasetXXX_Name")
-    source.add_argument("--check", type=Path, metavar="DIR", help="a folder in MSD layout: check it and write nothing")
-    parser.add_argument("--labels", type=Path, metavar="DIR", help="label maps for --images, paired by file name")
-    parser.add_argument("--to", type=Path, metavar="DIR", help="new folder for the dataset in MSD layout")
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="names of the labels 0, 1, ...; background first")
-    parser.add_argument("--modality", nargs="+", metavar="NAME", help="modality of each channel: CT, or FLAIR T1w ...")
-    meaning = "replace label values: 255=1"
-    parser.add_argument("--values", nargs="+", type=_mapping, default=[], metavar="OLD=NEW", help=meaning)
-    parser.add_argument("--skip-bad", action="store_true", help="skip unusable cases and list them")
-    parser.add_argument("--link", action="store_true", help="link unchanged files instead of copying them")
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    images = "a folder of .nii.gz, .nii, .nrrd or .mha images; needs --labels"
+    add("--images", type=Path, metavar="DIR", help=images)
+    add("--nnunet", type=Path, metavar="DIR", help="a folder in nnU-Net's raw layout, DatasetXXX_Name")
+    add("--check", type=Path, metavar="DIR", help="a folder in MSD layout: check it and write nothing")
+    add = parser.add_argument
+    add("--labels", type=Path, metavar="DIR", help="label maps for --images, paired by file name")
+    add("--to", type=Path, metavar="DIR", help="new folder for the dataset in MSD layout")
+    add("--names", nargs="+", metavar="NAME", help="names of the labels 0, 1, ...; background first")
+    add("--modality", nargs="+", metavar="NAME", help="modality of each channel: CT, or FLAIR T1w ...")
+    values = "replace label values: 255=1"
+    add("--values", nargs="+", type=_mapping, default=[], metavar="OLD=NEW", help=values)
+    add("--skip-bad", action="store_true", help="skip unusable cases and list them")
+    add("--link", action="store_true", help="link unchanged files instead of copying them")
     options = parser.parse_args(arguments)
     if mistake := _mistake(options):
         parser.error(mistake)
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: 0, 1 where cases are bad, or 2 after one line on what to change."""
-    options = parse_options(arguments)
-    try:
-        raw = _find(options)
-        _on_each([case for case in raw.cases if not case.problems], partial(examine, raw=raw), "checking")
-        good = [case for case in raw.cases if not case.problems]
-        bad = [(case.name, problem) for case in raw.cases for problem in case.problems]
-        for name, problem in bad:
-            print(f"{'skipped' if options.skip_bad else 'bad'}: {name}: {problem}", file=sys.stderr)
-        if bad and not options.skip_bad:
-            print("fix these files, or skip their cases with --skip-bad", file=sys.stderr)
-        if (bad and not options.skip_bad) or not any(case.label for case in good):
-            print(f"{len(good)} of {len(raw.cases)} cases are usable; nothing was written", file=sys.stderr)
-            return 1
-        if options.check is None:
-            _write_set(options.to, raw, good, options.link)
-        _report(options.check or options.to, raw, good)
-    except (ValueError, OSError) as error:
-        print(re.sub(r"\s*\n\s*", " ", f"to_msd.py: error: {error}"), file=sys.stderr)
-        return 2
-    return 0
+def _mapping(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(-?\d+)=(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected OLD=NEW in whole numbers, such as 255=1")
+    return int(match[1]), int(match[2])
 
 
 def _mistake(options: argparse.Namespace) -> str | None:
     """Return what is wrong with the options together; None where they fit."""
     source = next(name for name in ("check", "nnunet", "images") if getattr(options, name))
-    needed = {"check": (), "nnunet": ("to",), "images": ("labels", "names", "modality", "to")}[source]
+    needed = {"check": [], "nnunet": ["to"], "images": ["labels", "names", "modality", "to"]}[source]
     every = ["labels", "to", "names", "modality", "values", "skip_bad", "link"]
     for name in {"check": every, "nnunet": ["labels", "modality"], "images": []}[source]:
         if getattr(options, name):
@@ -108,24 +83,38 @@ def _mistake(options: argparse.Namespace) -> str | None:
     return None
 
 
-def _mapping(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(-?\d+)=(\d+)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected OLD=NEW in whole numbers, such as 255=1")
-    return int(match[1]), int(match[2])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0, 1 where cases are bad, or 2 after one line on what to change."""
+    return run_program("to_msd", partial(_convert, parse_options(arguments)))
 
 
-def _find(options: argparse.Namespace) -> RawSet:
-    if options.check:
-        return read_msd(options.check)
-    if os.path.lexists(options.to):  # before an hour of checks, not after it
+def _convert(options: argparse.Namespace) -> int:
+    """Check the cases of a set, write the good ones where asked to, and tell what there is."""
+    if options.to and os.path.lexists(options.to):  # before an hour of checks, not after it
         raise FileExistsError(f"--to {options.to}: already exists; choose a new folder, or delete it")
-    if options.nnunet:
-        raw = read_nnunet(options.nnunet, options.names)
+    if options.check:
+        raw = raw_sets.read_msd(options.check)
+    elif options.nnunet:
+        raw = raw_sets.read_nnunet(options.nnunet, options.names)
     else:
         name = options.to.resolve().name
-        raw = pair_folders(options.images, options.labels, name, options.modality, options.names)
-    return dataclasses.replace(raw, values=dict(options.values))
+        raw = raw_sets.pair_folders(options.images, options.labels, name, options.modality, options.names)
+    raw = dataclasses.replace(raw, values=dict(options.values))
+    _on_each([case for case in raw.cases if not case.problems], partial(raw_sets.examine, raw=raw), "checking")
+    good = [case for case in raw.cases if not case.problems]
+    for case in raw.cases:
+        for problem in case.problems:
+            print(f"{'skipped' if options.skip_bad else 'bad'}: {case.name}: {problem}", file=sys.stderr)
+    stopped = len(good) < len(raw.cases) and not options.skip_bad
+    if stopped:
+        print("fix these files, or skip their cases with --skip-bad", file=sys.stderr)
+    if stopped or not any(case.label for case in good):
+        print(f"{len(good)} of {len(raw.cases)} cases are usable; nothing was written", file=sys.stderr)
+        return 1
+    if options.check is None:
+        _write_set(options.to, raw, good, options.link)
+    _report(options.check or options.to, raw, good)
+    return 0
 
 
 def _on_each(cases: Sequence[RawCase], work: Callable[[RawCase], None], title: str) -> None:
@@ -137,20 +126,19 @@ def _on_each(cases: Sequence[RawCase], work: Callable[[RawCase], None], title: s
 def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -> None:
     """Write the good cases of a set; the folder appears when it is whole, or not at all.
 
-    A killed run leaves a hidden folder at most, which the next one removes. The other cases are kept with their
-    problems in `dataset.json` (the key "left_out" is ours). With `link`, files that stay as they are become hard links
-    (symbolic ones to another file system).
+    A killed run leaves a hidden folder at most, which the next one removes. The problems of the other cases are kept in
+    `dataset.json` (the key "left_out" is ours). With `link`, files that stay as they are become hard links (symbolic
+    ones to another file system).
     """
     scratch = folder.with_name(f".{folder.name}.unfinished")
-    if scratch.exists():
-        shutil.rmtree(scratch)
+    shutil.rmtree(scratch, ignore_errors=True)
     cases, tests = (sorted(case.name for case in good if bool(case.label) == labelled) for labelled in (True, False))
     listing = {
         "name": raw.name,
         "description": f"{folder.resolve().name}: converted by data_scripts/to_msd.py",
         "tensorImageSize": "4D" if len(raw.modality) > 1 else "3D",
-        "modality": {str(number): text for number, text in enumerate(raw.modality)},
-        "labels": {str(number): text for number, text in enumerate(raw.labels)},
+        "modality": dict(enumerate(raw.modality)),
+        "labels": dict(enumerate(raw.labels)),
         "numTraining": len(cases),
         "numTest": len(tests),
         "training": [{"image": f"./imagesTr/{n}.nii.gz", "label": f"./labelsTr/{n}.nii.gz"} for n in cases],
@@ -170,39 +158,32 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
 def _write_case(folder: Path, raw: RawSet, link: bool, case: RawCase) -> None:
     target = folder / ("imagesTr" if case.label else "imagesTs") / f"{case.name}.nii.gz"
     target.parent.mkdir(parents=True, exist_ok=True)
-    if len(case.images) > 1 or not _is_nifti(case.images[0]):
-        volume = read_image(case, raw)
+    if len(case.images) > 1 or not _take_over(case.images[0], target, link):
+        volume = raw_sets.read_image(case, raw)
         image = nib.Nifti1Image(volume.voxels, volume.affine, dtype=volume.voxels.dtype)
         image.header.set_xyzt_units("mm")
         target.write_bytes(gzipped(image.to_bytes()))
-    else:
-        _take_over(case.images[0], target, link)
-    if case.label is None:
-        return
-    target = folder / "labelsTr" / target.name
-    target.parent.mkdir(exist_ok=True)
-    if case.relabelled or not _is_nifti(case.label):
-        label = read_volume(case.label)
-        write_label(target, read_numbers(label, raw), label.affine)
-    else:
-        _take_over(case.label, target, link)
+    if case.label:
+        target = folder / "labelsTr" / target.name
+        target.parent.mkdir(exist_ok=True)
+        if case.relabelled or not _take_over(case.label, target, link):
+            label = read_volume(case.label)
+            write_label(target, raw_sets.read_numbers(label, raw), label.affine)
 
 
-def _is_nifti(path: Path) -> bool:
-    return path.name.lower().endswith((".nii", ".nii.gz"))
-
-
-def _take_over(source: Path, target: Path, link: bool) -> None:
-    """Copy or link a file whose content stays as it is; .nii is compressed."""
-    if source.name.lower().endswith(".nii"):
+def _take_over(source: Path, target: Path, link: bool) -> bool:
+    """Copy or link a NIfTI file, whose content stays as it is; .nii is compressed. False for another format."""
+    name = source.name.lower()
+    if name.endswith(".nii"):
         target.write_bytes(gzipped(source.read_bytes()))
-    elif not link:
+    elif name.endswith(".nii.gz") and not link:
         shutil.copyfile(source, target)
-    else:
+    elif name.endswith(".nii.gz"):
         try:
             target.hardlink_to(source.resolve())
         except OSError:  # another file system, or one without hard links
             target.symlink_to(source.resolve())
+    return name.endswith((".nii", ".nii.gz"))
 
 
 def _report(folder: Path, raw: RawSet, good: Sequence[RawCase]) -> None:
@@ -228,16 +209,10 @@ def _report(folder: Path, raw: RawSet, good: Sequence[RawCase]) -> None:
     say(f"{folder}: in MSD layout", "result")
     for title, text in rows.items():
         say(f"  {title:<{max(map(len, rows))}}  {text}")
-    train = f"  medspeed train {_app(raw)} --data {shlex.quote(str(folder))}"
-    say(f"next: a two-step trial run, then the training:\n{train} --fast-dev-run\n{train}")
-
-
-def _app(raw: RawSet) -> str:
-    """Return the app that trains on a set, with the flag that its labels need."""
-    if len(raw.modality) == 1:
-        return "spleen"
     tumour = any("enhancing" in name.lower() or name.lower() == "et" for name in raw.labels)
-    return "brats" if tumour else "brats --regions labels"
+    app = "spleen" if len(raw.modality) == 1 else "brats" if tumour else "brats --regions labels"
+    train = f"  medspeed train {app} --data {shlex.quote(str(folder))}"
+    say(f"next: a two-step trial run, then the training:\n{train} --fast-dev-run\n{train}")
 
 
 def _notes(raw: RawSet, good: Sequence[RawCase]) -> dict[str, list[str]]:

@@ -1,7 +1,4 @@
-"""Medical image segmentation and slide detection, from raw scans to checked engines; see the README.
-
-`train`, `predict` and `evaluate` do what the commands do; `medspeed.api` describes them.
-"""
+"""Medical image segmentation and slide detection, from raw scans to checked engines; `medspeed.api` describes it."""
 
 from importlib.metadata import PackageNotFoundError, version
 

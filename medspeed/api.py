@@ -10,10 +10,10 @@
 Keyword arguments are the commands' flags, with the same defaults and bounds; those of a group, such as
 `--windows.size`, are a mapping: `windows={"size": (96, 96, 64)}`. With `quiet=True` nothing is printed; of calls that
 overlap in threads, one that is quiet silences all. A mistake raises a `ValueError` (no such flag, a value of the wrong
-type or out of its bounds, data that do not fit) or an `OSError` (a file is missing or cannot be written); nothing ends
-the process. In the main thread, Ctrl-C lets a training finish its step and save before it raises `KeyboardInterrupt`;
-in another thread no signal is handled. Signal handlers and the settings of `logging` and `warnings` are restored
-afterwards; torch's random state is not.
+type or out of its bounds, data that do not fit) or an `OSError` (a file is missing, in use or cannot be written);
+nothing ends the process. In the main thread, Ctrl-C lets a training finish its step and save before it raises
+`KeyboardInterrupt`; in another thread no signal is handled. Signal handlers and the settings of `logging` and
+`warnings` are restored afterwards; torch's random state is not.
 """
 
 import importlib
@@ -53,12 +53,11 @@ def train(app: App, *, quiet: bool = False, **flags: Any) -> "RunSummary":
         flags: those of `medspeed train APP --help`. With `resume`, all others are taken from the interrupted run.
 
     Returns:
-        The content of the run's `summary.json`: "run" is its folder, "quality" the evaluation ("value",
-        "per_case", "per_region"), "seconds" the time of each stage, "onnx" and "engine" the exports. Under
-        torchrun only the first process has it; the others return an empty one.
+        The content of the run's `summary.json`: "run" is its folder, "quality" the evaluation ("value", "per_case",
+        "per_region"), "seconds" the time of each stage, "onnx" and "engine" the exports. Under torchrun only the first
+        process has it; the others return an empty one.
 
     Raises:
-        ValueError, OSError: see above; also, another process trains in the run's folder.
         FloatingPointError: a loss is not finite.
         KeyboardInterrupt: Ctrl-C was pressed; the run is saved, and `resume` continues it.
     """
@@ -80,9 +79,6 @@ def predict(model: Runs, inputs: str | Path, output: str | Path, *, quiet: bool 
 
     Returns:
         Files and measurements of each scan, and the errors of failed scans, which are not raised.
-
-    Raises:
-        ValueError, OSError: see above.
     """
     runs = _folders(model)
     given = {"model": runs if len(runs) > 1 else runs[0], "input": inputs, "output": output, **flags}
@@ -91,21 +87,12 @@ def predict(model: Runs, inputs: str | Path, output: str | Path, *, quiet: bool 
 
 @overload
 def evaluate(
-    predictions: str | Path, references: str | Path, *, app: Literal["pathology"], quiet: bool = False, **flags: Any
+    predictions: str | Path, references: str | Path, *, app: Literal["pathology"], quiet: bool = ..., **flags: Any
 ) -> "SlideScores": ...
-
-
 @overload
 def evaluate(
-    predictions: Runs,
-    references: str | Path,
-    *,
-    app: Literal["brats", "spleen"] = "spleen",
-    quiet: bool = False,
-    **flags: Any,
+    predictions: Runs, references: str | Path, *, app: Literal["brats", "spleen"] = ..., quiet: bool = ..., **flags: Any
 ) -> "Evaluation": ...
-
-
 def evaluate(
     predictions: Runs, references: str | Path, *, app: App = "spleen", quiet: bool = False, **flags: Any
 ) -> "Evaluation | SlideScores":
@@ -121,9 +108,6 @@ def evaluate(
 
     Returns:
         The metrics of each case, and their means; of slides FROC and AUC.
-
-    Raises:
-        ValueError, OSError: see above; also, nothing can be compared.
     """
     (folder, *others), names = _folders(predictions), ("predictions", "references")
     if (folder / "model.json").is_file():

@@ -28,11 +28,9 @@ complete -o default -C medspeed medspeed"""
 
 def programs() -> dict[tuple[str, ...], str]:
     """Return the module behind each program's words, such as ("train", "spleen")."""
-    found: dict[tuple[str, ...], str] = {}
-    for verb in ("train", "infer", "export", "evaluate"):
-        for path in sorted(_HOME.glob(f"apps/*/{verb}.py")):
-            found[verb, path.parent.name] = f"medspeed.apps.{path.parent.name}.{verb}"
-    found |= {("folds", app): "medspeed.apps.folds" for verb, app in [*found] if verb == "train"}
+    verbs, apps = ("train", "infer", "export", "evaluate"), sorted(p.parent.name for p in _HOME.glob("apps/*/train.py"))
+    found: dict[tuple[str, ...], str] = {(verb, app): f"medspeed.apps.{app}.{verb}" for verb in verbs for app in apps}
+    found |= {("folds", app): "medspeed.apps.folds" for app in apps}
     found["doctor",] = "medspeed.apps.doctor"
     for path in sorted(_HOME.glob("data_scripts/*.py")):
         if "__main__" in path.read_text(encoding="utf-8"):
@@ -43,7 +41,7 @@ def programs() -> dict[tuple[str, ...], str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program that the first words name with the rest; return its exit status."""
     words, known = list(sys.argv[1:] if arguments is None else arguments), programs()
-    answers = {(): __doc__.strip(), ("-h",): __doc__.strip(), ("--help",): __doc__.strip()}
+    answers = dict.fromkeys([(), ("-h",), ("--help",)], __doc__.strip())
     answers |= {("--version",): f"medspeed {__version__}", ("completion",): _COMPLETION}
     if {"COMP_LINE", "COMP_POINT"} <= os.environ.keys():
         typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
@@ -57,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runpy.run_module(known[name], run_name="__main__")
             return 0
     right = [each for each in words[:1] if _next([each])]  # the words that were understood
-    unknown = "".join(f"unknown word {word!r}; " for word in words[len(right) : len(right) + 1])
-    said = f"{unknown}expected one of {', '.join(_next(right))}; medspeed --help says more"
-    if words[len(right) :] in (["-h"], ["--help"]):
-        sys.stdout.write(f"{' '.join(['medspeed', *right])} {'|'.join(_next(right))} [flags]\n")
+    called, choices, rest = " ".join(["medspeed", *right]), _next(right), words[len(right) :]
+    if rest in (["-h"], ["--help"]):
+        sys.stdout.write(f"{called} {'|'.join(choices)} [flags]\n")
         return 0
-    sys.stderr.write(f"{' '.join(['medspeed', *right])}: {said}\n")
+    unknown = "".join(f"unknown word {word!r}; " for word in rest[:1])
+    sys.stderr.write(f"{called}: {unknown}expected one of {', '.join(choices)}; medspeed --help says more\n")
     return 2
 
 

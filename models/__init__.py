@@ -28,13 +28,10 @@ def check_name(name: str | None) -> tuple[str, bool, str]:
 
 
 def find_network(name: str, trusted: bool = True) -> Callable[..., Any]:
-    """Return the function of a network by a name that `check_name` knows.
+    """Return the function of a network by a name that `check_name` knows; ValueError where there is none.
 
     A user's own is imported from what is installed or from the current folder: its code runs. Where it is not
     `trusted`, it is not imported, and the function only raises a PermissionError.
-
-    Raises:
-        ValueError: there is no such network.
     """
     there, (_, holds, choices) = networks(), check_name(name)
     if not holds:

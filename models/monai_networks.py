@@ -9,10 +9,7 @@ from torch import nn
 def dynunet(in_channels: int, out_channels: int, channels: Sequence[int] = (32, 64, 128, 256, 320, 320)) -> nn.Module:
     """Return the U-Net of nnU-Net, with instance normalization and leaky ReLU, without deep supervision.
 
-    Args:
-        in_channels: channels C of the image.
-        out_channels: channels K of the logits.
-        channels: width of each level, 3 at least; input sides must be multiples of 2 ** (len(channels) - 1).
+    There are at least 3 levels, of so many `channels`; input sides must be multiples of 2 ** (len(channels) - 1).
 
     Source:
         Isensee et al., "nnU-Net", Nature Methods 2021.
@@ -25,11 +22,8 @@ def dynunet(in_channels: int, out_channels: int, channels: Sequence[int] = (32, 
 def mednext(in_channels: int, out_channels: int, filters: int = 32, blocks_down: Sequence[int] = (2,) * 4) -> nn.Module:
     """Return a MedNeXt with kernels of 3 voxels (MedNeXt-S by default), without deep supervision.
 
-    Args:
-        in_channels: channels C of the image.
-        out_channels: channels K of the logits.
-        filters: width of the first level; each further level has twice as many.
-        blocks_down: blocks of each level but the coarsest; input sides must be multiples of 2 ** len(blocks_down).
+    `filters` is the width of the first level, each further one has twice as many; `blocks_down` are the blocks of each
+    level but the coarsest. Input sides must be multiples of 2 ** len(blocks_down).
 
     Source:
         Roy et al., "MedNeXt: transformer-driven scaling of ConvNets", MICCAI 2023.

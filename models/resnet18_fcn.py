@@ -14,13 +14,7 @@ _WIDTHS = (64, 128, 256, 512)
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with batch normalization and a shortcut, which is a convolution if the shape changes.
-
-    Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
-        stride: of the first convolution and of the shortcut.
-    """
+    """Two convolutions with batch normalization and a shortcut, which is a convolution if the shape changes."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -54,10 +48,8 @@ class ResNet18(nn.Module):
         self.maxpool = nn.MaxPool2d(3, 2, 1)
         before = _WIDTHS[0]
         for number, width in enumerate(_WIDTHS, 1):
-            stride = 1 if number == 1 else 2
-            self.add_module(
-                f"layer{number}", nn.Sequential(ResidualBlock(before, width, stride), ResidualBlock(width, width))
-            )
+            first = ResidualBlock(before, width, 1 if number == 1 else 2)
+            self.add_module(f"layer{number}", nn.Sequential(first, ResidualBlock(width, width)))
             before = width
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -72,11 +64,7 @@ class ResNet18(nn.Module):
 
 
 class ResNet18FCN(nn.Module):
-    """ResNet-18 whose last features are averaged over a patch and classified by a 1x1 convolution.
-
-    Args:
-        patch_size: side of the patches it is trained on, in pixels, a multiple of 32.
-    """
+    """ResNet-18 whose last features are averaged over a patch and classified by a 1x1 convolution."""
 
     def __init__(self, patch_size: int) -> None:
         super().__init__()
@@ -91,8 +79,7 @@ class ResNet18FCN(nn.Module):
         Logit (i, j) belongs to the patch whose upper left corner is pixel (32 i, 32 j).
         """
         with half_weights(self):
-            logits: torch.Tensor = self.head(self.pool(self.features(image)))
-        return logits
+            return self.head(self.pool(self.features(image)))  # type: ignore[no-any-return]
 
 
 def resnet18_fcn(patch_size: int = 224) -> ResNet18FCN:

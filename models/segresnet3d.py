@@ -1,5 +1,6 @@
 """The 3-D residual encoder-decoder of the MONAI BraTS recipes."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,29 +14,20 @@ from medspeed.common.kernels.weights import half_weights
 _GROUPS = 8
 
 
-class Convolution(nn.Sequential):
-    """A convolution that keeps the sides, or halves them with stride 2; without bias by default."""
-
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel: int = 3, stride: int = 1, bias: bool = False
-    ) -> None:
-        super().__init__()
-        self.conv = nn.Conv3d(in_channels, out_channels, kernel, stride, kernel // 2, bias=bias)
+def _convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, bias: bool = False) -> nn.Sequential:
+    """Return a convolution, named "conv" as MONAI's are, that keeps the sides, or halves them with stride 2."""
+    return nn.Sequential(OrderedDict(conv=nn.Conv3d(inputs, outputs, kernel, stride, kernel // 2, bias=bias)))
 
 
 class ResidualBlock(nn.Module):
-    """Two blocks of group normalization, ReLU and convolution, with a residual shortcut.
-
-    Args:
-        channels: of input and output, a multiple of 8.
-    """
+    """Two blocks of group normalization, ReLU and convolution, with a residual shortcut."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.norm1 = GroupNormReLU(_GROUPS, channels)
         self.norm2 = GroupNormReLU(_GROUPS, channels)
-        self.conv1 = Convolution(channels, channels)
-        self.conv2 = Convolution(channels, channels)
+        self.conv1 = _convolution(channels, channels)
+        self.conv2 = _convolution(channels, channels)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the input's shape [B, C, X, Y, Z]."""
@@ -56,8 +48,7 @@ class Doubling(nn.Upsample):
         """Return [B, C, 2 X, 2 Y, 2 Z] for [B, C, X, Y, Z]."""
         if not image.is_cuda or image.dtype == torch.float32:
             return super().forward(image)
-        doubled: torch.Tensor = HalfDoubling.apply(image)  # type: ignore[no-untyped-call]
-        return doubled
+        return HalfDoubling.apply(image)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class HalfDoubling(torch.autograd.Function):
@@ -90,17 +81,17 @@ class SegResNet3d(nn.Module):
             "out_channels": out_channels, "dropout_prob": dropout or None, "blocks_down": [*blocks_down],
             "blocks_up": [1] * (len(blocks_down) - 1),
         }  # fmt: skip
-        self.convInit = Convolution(in_channels, filters)
+        self.convInit = _convolution(in_channels, filters)
         self.down_layers, self.up_layers, self.up_samples = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         for level, blocks in enumerate(blocks_down):
             width = filters * 2**level
-            halving = Convolution(width // 2, width, stride=2) if level else nn.Identity()
+            halving = _convolution(width // 2, width, stride=2) if level else nn.Identity()
             self.down_layers.append(nn.Sequential(halving, *(ResidualBlock(width) for _ in range(blocks))))
         for level in reversed(range(len(blocks_down) - 1)):
             width = filters * 2**level
             self.up_layers.append(nn.Sequential(ResidualBlock(width)))
-            self.up_samples.append(nn.Sequential(Convolution(2 * width, width, kernel=1), Doubling()))
-        last = Convolution(filters, out_channels, kernel=1, bias=True)
+            self.up_samples.append(nn.Sequential(_convolution(2 * width, width, kernel=1), Doubling()))
+        last = _convolution(filters, out_channels, kernel=1, bias=True)
         norm = GroupNormReLU(_GROUPS, filters)
         self.conv_final = nn.Sequential(norm, nn.Identity(), last)  # MONAI has its ReLU in the middle
         self.dropout = nn.Dropout3d(dropout)
@@ -108,19 +99,14 @@ class SegResNet3d(nn.Module):
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return logits [B, K, X, Y, Z] of [B, C, X, Y, Z]."""
         with half_weights(self):
-            logits: torch.Tensor = self._logits(image)
-        return logits
-
-    def _logits(self, image: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.dropout(self.convInit(image))
-        levels = []
-        for down in self.down_layers:
-            x = down(x)
-            levels.append(x)
-        for sample, up, shortcut in zip(self.up_samples, self.up_layers, levels[-2::-1], strict=True):
-            x = up(sample(x).to(shortcut.dtype) + shortcut)  # autocast doubles in float32
-        logits: torch.Tensor = self.conv_final(x)
-        return logits
+            x: torch.Tensor = self.dropout(self.convInit(image))
+            levels = []
+            for down in self.down_layers:
+                x = down(x)
+                levels.append(x)
+            for sample, up, shortcut in zip(self.up_samples, self.up_layers, levels[-2::-1], strict=True):
+                x = up(sample(x).to(shortcut.dtype) + shortcut)  # autocast doubles in float32
+            return self.conv_final(x)  # type: ignore[no-any-return]
 
 
 def segresnet3d(
@@ -133,14 +119,11 @@ def segresnet3d(
     """Return a SegResNet with group normalization and trilinear upsampling; each level but the first halves all axes.
 
     Args:
-        in_channels: channels C of the image, one per MRI sequence.
-        out_channels: channels K of the logits.
+        in_channels: C of the image [B, C, X, Y, Z], one per MRI sequence.
+        out_channels: K of the logits [B, K, X, Y, Z].
         filters: width of the first level, a multiple of 8 (the groups); each further level has twice as many.
         blocks_down: residual blocks of each level; input sides must be multiples of 2 ** (len(blocks_down) - 1).
         dropout: probability before the first block; 0 for none.
-
-    Returns:
-        A module from [B, C, X, Y, Z] to logits [B, K, X, Y, Z].
 
     Source:
         Myronenko, "3D MRI brain tumor segmentation using autoencoder regularization", BrainLes 2018; figures of the

@@ -15,15 +15,9 @@ from medspeed.common.kernels.weights import half_weights
 class Convolution(nn.Module):
     """A convolution with kernel size 3, followed by batch normalization and PReLU unless `norm` is off.
 
-    Before the normalisation a bias has no effect in training, but for the running mean: there it is neither computed
-    nor learned, and only added to that mean. It keeps its name and value, as MONAI's weights have one.
-
-    Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
-        stride: 2 halves each side, or doubles it where `transposed`.
-        transposed: whether the convolution is.
-        norm: whether normalisation and PReLU follow.
+    A `stride` of 2 halves each side, or doubles it where the convolution is `transposed`. Before the normalisation a
+    bias has no effect in training, but for the running mean: there it is neither computed nor learned, and only added
+    to that mean. It keeps its name and value, as MONAI's weights have one.
     """
 
     def __init__(
@@ -52,19 +46,14 @@ class Convolution(nn.Module):
             x = F.conv_transpose3d(image, weight, None, stride, 1, self.conv.output_padding)
         else:
             x = F.conv3d(image, weight, None, stride, 1)
-        x = self.adn(x, self.conv.bias, residual, residual_bias)
-        return x
+        return self.adn(x, self.conv.bias, residual, residual_bias)  # type: ignore[no-any-return]
 
 
 class ResidualUnit(nn.Module):
-    """Convolutions with a residual shortcut, which is itself a convolution if channels or sides change.
+    """At least one convolution (`units`) with a residual shortcut, a convolution itself if channels or sides change.
 
-    Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
-        stride: of the first convolution and of the shortcut.
-        units: convolutions, at least 1.
-        last_norm: whether normalisation and PReLU follow the last of them.
+    The `stride` is that of the first convolution and of the shortcut; `last_norm`: normalisation and PReLU follow the
+    last one too.
     """
 
     def __init__(
@@ -74,10 +63,8 @@ class ResidualUnit(nn.Module):
         self.conv = nn.Sequential()
         self.residual: nn.Module = nn.Identity()
         for number in range(units):
-            norm = last_norm or number + 1 < units
-            unit = Convolution(
-                out_channels if number else in_channels, out_channels, 1 if number else stride, norm=norm
-            )
+            first = (out_channels, 1) if number else (in_channels, stride)
+            unit = Convolution(first[0], out_channels, first[1], norm=last_norm or number + 1 < units)
             self.conv.add_module(f"unit{number}", unit)
         if stride > 1:
             self.residual = nn.Conv3d(in_channels, out_channels, 3, stride, 1)
@@ -103,23 +90,18 @@ class ResidualUnit(nn.Module):
             shortcut = self.residual(shortcut)
         for unit in units:
             x = unit(x)
-        added: torch.Tensor = last(x, shortcut, bias)
-        return added
+        return last(x, shortcut, bias)  # type: ignore[no-any-return]
 
 
 class Skip(nn.Module):
-    """Concatenates the input with the output of a submodule.
-
-    Args:
-        submodule: the coarser levels; must keep the sides.
-    """
+    """The coarser levels, which keep the sides, beside the input."""
 
     def __init__(self, submodule: nn.Module) -> None:
         super().__init__()
         self.submodule = submodule
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return the channels of [B, C, X, Y, Z], then those of the submodule's output."""
+        """Return the channels of [B, C, X, Y, Z], then those of the coarser levels."""
         image, below = fork(image)
         return torch.cat([image, self.submodule(below)], dim=1)
 
@@ -140,24 +122,18 @@ class UNet3d(nn.Module):
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return logits [B, K, X, Y, Z] of [B, C, X, Y, Z]."""
         with half_weights(self, join=self.training and trusts(BATCH, image)):
-            logits: torch.Tensor = self.model(image)
-        return logits
+            return self.model(image)  # type: ignore[no-any-return]
 
 
 def _level(in_channels: int, out_channels: int, channels: Sequence[int], units: int, top: bool = False) -> nn.Module:
     """Return a level and all that are coarser, drawn in MONAI's order: what lies below, the way down, the way up."""
     width, below = channels[0], channels[1]
-    if len(channels) > 2:
-        inner = _level(width, width, channels[1:], units)
-        joined = 2 * width
-    else:
-        inner = ResidualUnit(width, below, units=units)
-        joined = width + below
+    deepest = len(channels) == 2
+    inner = ResidualUnit(width, below, units=units) if deepest else _level(width, width, channels[1:], units)
     down = ResidualUnit(in_channels, width, 2, units)
-    up = Convolution(joined, out_channels, 2, transposed=True)
-    return nn.Sequential(
-        down, Skip(inner), nn.Sequential(up, ResidualUnit(out_channels, out_channels, last_norm=not top))
-    )
+    up = Convolution(width + (below if deepest else width), out_channels, 2, transposed=True)
+    last = ResidualUnit(out_channels, out_channels, last_norm=not top)
+    return nn.Sequential(down, Skip(inner), nn.Sequential(up, last))
 
 
 def unet3d(
@@ -166,13 +142,10 @@ def unet3d(
     """Return a 3-D U-Net with batch normalization and PReLU; each level after the first halves every axis.
 
     Args:
-        in_channels: channels C of the image.
-        out_channels: classes K, background included.
+        in_channels: C of the image [B, C, X, Y, Z].
+        out_channels: classes K of the logits [B, K, X, Y, Z], background included.
         channels: width of each level; input sides must be multiples of 2 ** (len(channels) - 1).
         residual_units: convolutions in each residual block, at least 1.
-
-    Returns:
-        A module from [B, C, X, Y, Z] to logits [B, K, X, Y, Z].
 
     Source:
         Kerfoot et al., "Left-ventricle quantification using residual U-Net", STACOM 2018; widths of the MONAI fast

@@ -1,12 +1,11 @@
 """Cells, dyes, the scanner's eye, and whole slides."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from medspeed.data_scripts import slides_paint
+from medspeed.data_scripts import slides_paint, slides_tissue
 from medspeed.data_scripts.slides_paint import (
     INKS,
     LOOKS,
@@ -101,7 +100,7 @@ def test_haematoxylin_is_blue_and_eosin_pink() -> None:
 
 @pytest.mark.parametrize(("colour", "brightest"), [("blue", 2), ("green", 1), ("black", None)])
 def test_ink_has_its_colour(colour: str, brightest: int | None) -> None:
-    light = light_of(ink=1, stain=replace(STAIN, ink=np.array(INKS[colour], np.float32)))
+    light = light_of(ink=1, stain=STAIN._replace(ink=np.array(INKS[colour], np.float32)))
     assert light.min() < 80
     assert int(light.argmax()) == brightest or (brightest is None and np.ptp(light) < 25 and light.max() < 80)
 
@@ -112,7 +111,7 @@ def test_focus_spreads_an_edge_and_noise_is_what_it_is_said_to_be() -> None:
     nothing = np.zeros_like(dye)
     row = develop(dye, nothing, nothing, STAIN, np.random.default_rng(0))[16, :, 0].astype(int)
     assert row[90] > row[99] > row[100] > row[110]
-    noisy = develop(nothing + 1, nothing, nothing, replace(STAIN, noise=2.0), np.random.default_rng(0))
+    noisy = develop(nothing + 1, nothing, nothing, STAIN._replace(noise=2.0), np.random.default_rng(0))
     assert noisy.dtype == np.uint8
     assert noisy[..., 0].std() == pytest.approx(2.0, abs=0.1)
     assert noisy[..., 0].mean() == pytest.approx(240 * np.exp(-0.65), abs=0.1)
@@ -148,7 +147,7 @@ def test_each_slide_with_tumour_has_a_lesion_that_counts(size, monkeypatch) -> N
 
 
 def test_no_room_at_all_is_told(monkeypatch) -> None:
-    monkeypatch.setattr(slides_paint, "draw_lesions", lambda *_: [])
+    monkeypatch.setattr(slides_tissue, "draw_lesions", lambda *_: [])
     with pytest.raises(ValueError, match=r"slides of 512 px: no room for a lesion in 40 attempts; use a larger"):
         draw_slide(512, True, np.random.default_rng(0))
 

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,9 +85,8 @@ def test_thin_strokes_of_every_pen_that_is_drawn_are_left_out(tmp_path, colour, 
     ink = nothing.copy()
     ink[40:50, 60:150] = strength
     rng = np.random.default_rng(0)
-    stain = replace(
-        slides_paint.draw_stain(rng), blur=0.5, noise=0.0, ink=np.array(slides_paint.INKS[colour], np.float32)
-    )
+    pen = np.array(slides_paint.INKS[colour], np.float32)
+    stain = slides_paint.draw_stain(rng)._replace(blur=0.5, noise=0.0, ink=pen)
     field = np.asarray(slides_paint.develop(nothing, nothing, ink, stain, rng), np.float64)
     field[disc(field, 110, 70, 30)] = EOSIN
     found = mask_of(write(tmp_path / "a.tif", field)).mask
