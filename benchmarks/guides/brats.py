@@ -51,7 +51,7 @@ def plan(dataset: Dataset, store: Path | None) -> VolumeModel:
     found = {region.name: region.members for region in labelling.regions}
     if found != peer.REGIONS:
         raise ValueError(f"{dataset.folder}: regions {found}; the guide knows those of MSD only, {peer.REGIONS}")
-    preparation, _ = plan_preparation(dataset, fingerprint(dataset.cases, dataset, store, progress=False))
+    preparation, _ = plan_preparation(dataset, fingerprint(dataset.cases, dataset, store))
     arguments = {"filters": 16, "blocks_down": (1, 2, 2, 4), "dropout": 0.0}  # the guide's
     return VolumeModel(segresnet3d, arguments, labelling, preparation, WINDOW, 1, 0.25, "fp32")
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from medspeed.common.data.cache import CaseCache
-from medspeed.common.data.crops import CachedCase, crop_table, crops_of_table, cut_and_change, upload
+from medspeed.common.data.crops import PLAIN, CachedCase, Crops, Form, crop_table, crops_of_table, cut, upload
 from medspeed.common.data.threads import prefetch
 
 # The random numbers of one crop, by place: what kind of crop, which class, which voxel of it, start (3), flips (3),
@@ -24,41 +24,29 @@ _NO_CROP = 2**62  # in the place of a crop number, so that the deal and the crop
 _FOREGROUND_SHARE = 0.5  # of the crops is centred on foreground. Source: the guide's RandCropByPosNegLabeld, pos = neg
 
 
-Make = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Make = Callable[..., Crops]
 Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's crops on the device.
+    """One step's crops on the device."""
 
-    Args:
-        image: [B, C, X, Y, Z] float32, normalised; from a fused kernel in the network's own precision and layout.
-        label: [B, 1, X, Y, Z] uint8, class numbers.
-        cases: name of the case of each crop.
-    """
-
+    # [B, C, X, Y, Z] float32, normalised; from a fused kernel in the network's own precision and layout
     image: torch.Tensor
-    label: torch.Tensor
-    cases: Names
+    label: torch.Tensor  # [B, 1, X, Y, Z] uint8, class numbers
+    cases: Names  # of the case of each crop
 
 
 class Draft(Batch):
-    """A batch that is made when its image or label is asked for, or by a captured step, from tables of the host.
+    """A batch that is made when its image or label is asked for, or by a captured step, from tables of the host."""
 
-    Args:
-        device: where it is made.
-        tables: all that differs between the drafts of a key.
-        make: from the tables on the device to image and label.
-        key: of what is made in the same way.
-        cases: name of the case of each crop.
-    """
+    device: torch.device  # where it is made
+    tables: list[np.ndarray]  # all that differs between the drafts of a key
+    make: Make  # from the tables on the device to image and label
+    key: int  # of what is made in the same way
 
     def __init__(self, device: torch.device, tables: list[np.ndarray], make: Make, key: int, cases: Names) -> None:
-        self.device: torch.device
-        self.tables: list[np.ndarray]
-        self.make: Make
-        self.key: int
         vars(self).update(device=device, tables=tables, make=make, key=key, cases=cases)
 
     def __getattr__(self, name: str) -> torch.Tensor:
@@ -102,18 +90,13 @@ class KeyedBatches:
 
     Each partition gives an equal part of every batch, from its own items in its own order, so that it does not matter
     which process holds which partitions; a batch is the local partitions' parts, one after the other.
-
-    Args:
-        partitions_here: of each partition that this process holds, from an epoch to what takes its items while the
-            epoch lasts.
-        steps_per_epoch: batches in each epoch, the same in every process.
-        each: items that one partition gives to a step.
-        prefetch_for: device of batches that keep the CPU busy, which are made one ahead; None makes each when wanted.
     """
 
+    # of each partition that this process holds, from an epoch to what takes its items meanwhile
     partitions_here: Sequence[Callable[[int], AbstractContextManager[Take]]]
-    steps_per_epoch: int
-    each: int
+    steps_per_epoch: int  # batches in each epoch, the same in every process
+    each: int  # items that one partition gives to a step
+    # device of batches that keep the CPU busy, which are made one ahead; None makes each when wanted
     prefetch_for: torch.device | None = None
     resumes_within_epoch = True
 
@@ -123,11 +106,7 @@ class KeyedBatches:
         return self.prefetch_for is None
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield the batches of one epoch, from a step on.
-
-        Raises:
-            Exception: what goes wrong when an item is loaded.
-        """
+        """Yield the batches of one epoch, from a step on; raise what goes wrong when an item is loaded."""
         with ExitStack() as stack:
             takes = [stack.enter_context(open_epoch(number)) for open_epoch in self.partitions_here]
             batches = self._batches(takes, first_step)
@@ -152,8 +131,7 @@ def crop_batches(
     flip_axes: str = "xyz",
     intensity: float = 0.1,
     seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = False,
+    form: Form = PLAIN,
 ) -> KeyedBatches:
     """Return foreground-balanced random crops from cached cases.
 
@@ -162,57 +140,46 @@ def crop_batches(
 
     Args:
         caches: of the partitions that this process holds.
-        crops_per_case: crops of each case in one epoch; a few more fill the last batch. (Where partitions are not of
-            one size, the larger ones may leave out a crop or two of their last cases.)
+        crops_per_case: in one epoch; a few more fill the last batch. (Where partitions are not of one size, the larger
+            ones may leave out a crop or two of their last cases.)
         batch_size: crops per step, over all partitions, by which it divides.
-        cases_per_epoch: cases of one epoch, over all partitions; by default those of `caches`.
+        cases_per_epoch: over all partitions; by default those of `caches`.
         partitions: in all processes.
         flip_axes: letters of "xyz", axes that are each flipped with probability 1/2.
         intensity: the image becomes image * (1 + s) + t with s and t uniform in [-intensity, intensity].
         seed: of everything random here.
-        dtype: that a fused kernel gives images in.
-        channels_last: layout that it gives them in.
+        form: as of `cut`.
     """
     cases = cases_per_epoch or sum(len(cache.cases_of(0)) for cache in caches)
     steps, each = -(-cases * crops_per_case // batch_size), batch_size // partitions
-    form = dtype, channels_last
-    here = [partial(_crops, cache, steps * each, flip_axes, intensity, seed, form) for cache in caches]
+    flipped = np.array([axis in flip_axes for axis in "xyz"])
+
+    @contextmanager
+    def crops(cache: CaseCache, epoch: int) -> Iterator[Take]:
+        """Have the cases of one epoch; yield what cuts and augments its crops, which are shuffled."""
+        size, device = cache.crop_size, cache.device
+        with cache.epoch(epoch) as numbers:
+            place = np.arange(steps * each)
+            cases, crops = numbers[place % len(numbers)], place // len(numbers)
+            draws = keyed_uniforms(seed, epoch, cases, crops, _DRAWS)
+            order = np.argsort(draws[:, -1], kind="stable")
+            cases, draws = cases[order], draws[order]
+            flips = (draws[:, 6:9] < 0.5) & flipped
+            changes = (intensity * (2 * draws[:, 9:11] - 1) + np.array([1.0, 0.0])).astype(np.float32)
+
+            def take(part: slice) -> Batch:
+                some = [cache.case(number) for number in cases[part].tolist()]
+                given = some, _starts(some, draws[part], np.array(size)), flips[part], changes[part], size
+                image, names = some[0].image, tuple(case.name for case in some)
+                if cache.on_host or any(case.image is not image for case in some):
+                    return Batch(*cut(*given, device, form), names)
+                make = partial(crops_of_table, image=image, label=some[0].label, size=size, form=form)
+                return Draft(device, [crop_table(*given)], make, id(image), names)
+
+            yield take
+
+    here = [partial(crops, cache) for cache in caches]
     return KeyedBatches(here, steps, each, next((cache.device for cache in caches if cache.on_host), None))
-
-
-@contextmanager
-def _crops(
-    cache: CaseCache,
-    count: int,
-    flip_axes: str,
-    intensity: float,
-    seed: int,
-    form: tuple[torch.dtype, bool],
-    epoch: int,
-) -> Iterator[Take]:
-    """Have the cases of one epoch; yield what cuts and augments its `count` crops, which are shuffled."""
-    with cache.epoch(epoch) as numbers:
-        place = np.arange(count)
-        cases, crops = numbers[place % len(numbers)], place // len(numbers)
-        draws = keyed_uniforms(seed, epoch, cases, crops, _DRAWS)
-        order = np.argsort(draws[:, -1], kind="stable")
-        cases, draws = cases[order], draws[order]
-        flips = (draws[:, 6:9] < 0.5) & np.array([axis in flip_axes for axis in "xyz"])
-        changes = (intensity * (2 * draws[:, 9:11] - 1) + np.array([1.0, 0.0])).astype(np.float32)
-
-        def take(part: slice) -> Batch:
-            some = [cache.case(number) for number in cases[part].tolist()]
-            starts = _starts(some, draws[part], np.array(cache.crop_size))
-            size, device, names = cache.crop_size, cache.device, tuple(case.name for case in some)
-            table = None if cache.on_host else crop_table(some, starts, flips[part], changes[part], size)
-            if table is not None:
-                held = some[0]
-                make = partial(crops_of_table, image=held.image, label=held.label, size=size, form=form)
-                return Draft(device, [table], make, id(held.image), names)
-            image, label = cut_and_change(some, starts, flips[part], changes[part], size, device, *form)
-            return Batch(image, label, names)
-
-        yield take
 
 
 def _starts(cases: Sequence[CachedCase], draws: np.ndarray, size: np.ndarray) -> np.ndarray:
@@ -243,13 +210,19 @@ def keyed_uniforms(seed: int, epoch: int, cases: np.ndarray, crops: np.ndarray, 
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
+    return mixed
+
+
 def partition_cases(count: int, partitions: int, number: int, seed: int = 0, round: int = 0) -> np.ndarray:
     """Return the indices of the cases of one partition, int64; each of range(count) is in exactly one partition.
 
     Round 0 deals in turn: number, number + partitions, ... A later round permutes all cases first, with a permutation
-    that depends on (seed, round) alone: with `round = epoch // E`, the cases are reshuffled globally every E epochs.
-
-    Sizes differ by one at most; `number` counts from 0.
+    that depends on (seed, round) alone. Sizes differ by one at most; `number` counts from 0.
 
     Raises:
         ValueError: there are more partitions than cases.
@@ -261,11 +234,3 @@ def partition_cases(count: int, partitions: int, number: int, seed: int = 0, rou
         draws = keyed_uniforms(seed, round, dealt, np.full(count, _NO_CROP), 1)[:, 0]
         dealt = np.argsort(draws, kind="stable").astype(np.int64)
     return dealt[number::partitions]
-
-
-def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
-    return mixed

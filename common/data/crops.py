@@ -14,31 +14,26 @@ from medspeed.common.data.threads import map_in_threads
 from medspeed.common.kernels.trust import trusts
 
 Tier = Literal["gpu", "ram", "disk", "none"]
+Form = tuple[torch.dtype, bool]  # of images that a fused kernel makes: dtype, and whether channels come last
+Crops = tuple[torch.Tensor, torch.Tensor]  # image [N, C, X, Y, Z] and label [N, 1, X, Y, Z] uint8
 FUSED = "crops"  # the name that `trusts` knows the kernel by
-Crops = tuple[torch.Tensor, torch.Tensor]  # image [N, C, X, Y, Z] float16 and label [N, 1, X, Y, Z] uint8
+PLAIN: Form = (torch.float32, False)
 _AT_ONCE = 16  # cases in pinned memory on their way to a GPU
 
 
 @dataclass(frozen=True)
 class CachedCase:
-    """A prepared case in its place.
+    """A prepared case in its place."""
 
-    Attributes:
-        name: of the case.
-        image: [C, X, Y, Z] float16 in host memory or a mapped file. On the device [C, V]: all cases that were placed
-            with it, each flat and padded with zeros, one after the other.
-        label: [X, Y, Z] or [V] uint8, likewise.
-        shape: [3] int64, X, Y, Z, padded at the far end to at least one crop.
-        foreground: for each foreground class that the case holds, its voxels as flat row-major indices in `shape`.
-        offset: the case's first voxel among the V; None where it lies by itself.
-    """
-
-    name: str
+    name: str  # of the case
+    # [C, X, Y, Z] float16 in host memory or a mapped file. On the device [C, V]: all cases that were placed with it,
+    # each flat and padded with zeros, one after the other
     image: torch.Tensor
-    label: torch.Tensor
-    shape: np.ndarray
+    label: torch.Tensor  # [X, Y, Z] or [V] uint8, likewise
+    shape: np.ndarray  # [3] int64, X, Y, Z, padded at the far end to at least one crop
+    # for each foreground class that the case holds, its voxels as flat row-major indices in `shape`
     foreground: tuple[np.ndarray, ...]
-    offset: int | None = None
+    offset: int | None = None  # the case's first voxel among the V; None where it lies by itself
 
 
 def place_cases(cases: Sequence[PreparedCase], tier: Tier, crop_size: Shape, device: torch.device) -> list[CachedCase]:
@@ -46,25 +41,23 @@ def place_cases(cases: Sequence[PreparedCase], tier: Tier, crop_size: Shape, dev
 
     "gpu" copies them to `device`, "ram" to CPU memory; "disk" and "none" leave them where they are.
     """
-    labels = [case.label for case in cases if case.label is not None]
-    shapes = [np.maximum(label.shape, crop_size).astype(np.int64) for label in labels]
-    given = list(zip(cases, labels, shapes, strict=True))
     pinned_there = tier == "gpu" and device.type == "cuda"
     copied = torch.Tensor.pin_memory if pinned_there else torch.clone if tier == "ram" else torch.Tensor.detach
 
-    def read(item: tuple[PreparedCase, torch.Tensor, np.ndarray]) -> CachedCase:
-        case, label, shape = item
-        return CachedCase(case.name, copied(case.image), copied(label), shape, _foreground(label.numpy(), shape))
+    def read(case: PreparedCase) -> CachedCase:
+        assert case.label is not None
+        shape = _padded(case, crop_size)
+        return CachedCase(case.name, copied(case.image), copied(case.label), shape, _foreground(case.label, shape))
 
     reads = partial(map_in_threads, read, title="placing cases", progress=False)
     if tier != "gpu":
-        return reads(given)
-    ends = np.cumsum([0, *(shape.prod() for shape in shapes)]).tolist()
+        return reads(cases)
+    ends = np.cumsum([0, *(_padded(case, crop_size).prod() for case in cases)]).tolist()
     images = torch.zeros(len(cases[0].image), ends[-1], dtype=torch.float16, device=device)
     truth = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
     placed: list[CachedCase] = []
-    while len(placed) < len(given):
-        for case in reads(given[len(placed) : len(placed) + _AT_ONCE]):
+    while len(placed) < len(cases):
+        for case in reads(cases[len(placed) : len(placed) + _AT_ONCE]):
             x, y, z = case.label.shape
             first, end = ends[len(placed)], ends[len(placed) + 1]
             images[:, first:end].view(-1, *case.shape)[:, :x, :y, :z].copy_(case.image, non_blocking=True)
@@ -73,27 +66,37 @@ def place_cases(cases: Sequence[PreparedCase], tier: Tier, crop_size: Shape, dev
     return placed
 
 
-def cut(cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size: Shape, device: torch.device) -> Crops:
+def cut(
+    cases: Sequence[CachedCase],
+    starts: np.ndarray,
+    flips: np.ndarray,
+    changes: np.ndarray,
+    size: Shape,
+    device: torch.device,
+    form: Form = PLAIN,
+) -> Crops:
     """Cut one crop from each of these cases; the host never waits for the device.
 
     Args:
         cases: [N], each wherever it lies.
         starts: [N, 3] int64, first voxel of each crop along X, Y, Z, before it is flipped.
         flips: [N, 3] bool, whether it is then flipped along each axis.
+        changes: [N, 2] float32, by which its image is multiplied, and what is then added.
         size: of the crops, X, Y, Z in voxels.
         device: where the crops are wanted.
+        form: of images that a fused kernel makes where all cases lie together; else they are float32 and contiguous.
     """
     together: dict[int | None, list[int]] = {}  # rows by the tensor that their cases lie in; None on the host
     for row, case in enumerate(cases):
         together.setdefault(None if case.offset is None else id(case.image), []).append(row)
     parts = []
     for place, rows in together.items():
-        some = [cases[row] for row in rows]
+        some, given = [cases[row] for row in rows], (starts[rows], flips[rows], changes[rows], size)
         if place is None:
-            parts.append(_copy(some, starts[rows], flips[rows], size, device))
+            parts.append(_copy(some, *given, device))
         else:
-            places = upload(_places(some, starts[rows], flips[rows], size), device)
-            parts.append(_gather(some[0].image, some[0].label, places, size))
+            found = upload(crop_table(some, *given), device), some[0].image, some[0].label, size
+            parts.append(crops_of_table(*found, form) if len(together) == 1 else _gather(*found))
     if len(parts) == 1:
         return parts[0]
     order = upload(np.argsort(np.concatenate(list(together.values()))), device)
@@ -101,57 +104,34 @@ def cut(cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size
     return image, label
 
 
-def cut_and_change(
-    cases: Sequence[CachedCase],
-    starts: np.ndarray,
-    flips: np.ndarray,
-    changes: np.ndarray,
-    size: Shape,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = False,
-) -> Crops:
-    """Cut crops and multiply and add to each what `changes` [N, 2] float32 says; for the others see `cut`.
-
-    Returns:
-        Image and label: float32 [N, C, X, Y, Z], contiguous, unless a fused kernel on a GPU gives it in the dtype and
-        layout that the network takes; and uint8 [N, 1, X, Y, Z].
-    """
-    table = crop_table(cases, starts, flips, changes, size)
-    if table is not None:
-        found = upload(table, device), cases[0].image, cases[0].label
-        return crops_of_table(*found, size, (dtype, channels_last))
-    image, label = cut(cases, starts, flips, size, device)
-    scale, shift = upload(changes, device).view(-1, 2, 1, 1, 1, 1).unbind(1)
-    return image * scale + shift, label  # float16 times float32
-
-
 def crop_table(
     cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, changes: np.ndarray, size: Shape
-) -> np.ndarray | None:
-    """Return what `gathered_crops` reads, [N, 5] int64; None of cases that do not lie in the same tensors."""
-    if cases[0].offset is None or any(case.image is not cases[0].image for case in cases):
-        return None
-    return np.column_stack([_places(cases, starts, flips, size), changes.view(np.int64)])
+) -> np.ndarray:
+    """Return what `gathered_crops` reads, [N, 5] int64, of cases that lie in the same tensors; see `cut`."""
+    shapes = np.stack([case.shape for case in cases])
+    strides = np.stack([shapes[:, 1] * shapes[:, 2], shapes[:, 2], np.ones(len(shapes), np.int64)], axis=1)
+    corner = np.where(flips, starts + np.array(size) - 1, starts)
+    origin = np.array([case.offset for case in cases]) + (corner * strides).sum(1)
+    return np.column_stack([origin, np.where(flips, -strides, strides), changes.view(np.int64)])
 
 
-def crops_of_table(
-    table: torch.Tensor, image: torch.Tensor, label: torch.Tensor, size: Shape, form: tuple[torch.dtype, bool]
-) -> Crops:
-    """Return the crops that a table on the device says, as `cut_and_change` does; `form` is the kernel's."""
+def crops_of_table(table: torch.Tensor, image: torch.Tensor, label: torch.Tensor, size: Shape, form: Form) -> Crops:
+    """Return the crops that a table on the device says, from the flat tensors of the cases; see `cut`."""
     if trusts(FUSED, image):
         from medspeed.common.kernels.crops_triton import gathered_crops
 
-        crops: Crops = gathered_crops(image, label, table, size, *form)
-        return crops
-    scale, shift = table[:, 4:].view(torch.float32).view(-1, 2, 1, 1, 1, 1).unbind(1)
-    cropped, labels = _gather(image, label, table[:, :4], size)
-    return cropped * scale + shift, labels
+        made: Crops = gathered_crops(image, label, table, size, *form)
+        return made
+    return _gather(table, image, label, size)
 
 
-def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return a small array on the device; the host does not wait for the copy."""
-    return pinned(array, device).to(device, non_blocking=True)
+def _gather(table: torch.Tensor, image: torch.Tensor, label: torch.Tensor, size: Shape) -> Crops:
+    first, *steps = table[:, :4].unbind(1)
+    x, y, z = (step[:, None] * torch.arange(side, device=image.device) for step, side in zip(steps, size, strict=True))
+    index = first[:, None, None, None] + x[:, :, None, None] + y[:, None, :, None] + z[:, None, None]
+    crops = image[:, index].transpose(0, 1).contiguous()
+    # A view that gives axes of length 1 the strides of the other crops: a compiled network asks for them.
+    return _changed(crops.view(crops.shape), table[:, 4:].view(torch.float32)), label[index].unsqueeze(1)
 
 
 def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -160,32 +140,24 @@ def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the host on the device; the host does not wait for the copy."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return an array on the device; the host does not wait for the copy."""
+    return pinned(array, device).to(device, non_blocking=True)
 
 
-def _gather(image: torch.Tensor, label: torch.Tensor, places: torch.Tensor, size: Shape) -> Crops:
-    """Cut crops from cases that lie in the same tensors; places [N, 4] as of `_places`."""
-    first, *steps = places.unbind(1)
-    x, y, z = (step[:, None] * torch.arange(side, device=image.device) for step, side in zip(steps, size, strict=True))
-    index = first[:, None, None, None] + x[:, :, None, None] + y[:, None, :, None] + z[:, None, None]
-    crops = image[:, index].transpose(0, 1).contiguous()
-    # A view that gives axes of length 1 the strides of the other crops: a compiled network asks for them.
-    return crops.view(crops.shape), label[index].unsqueeze(1)
-
-
-def _places(cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size: Shape) -> np.ndarray:
-    """Return which voxel each crop begins with and how far the next one lies along each axis, [N, 4] int64."""
-    shapes = np.stack([case.shape for case in cases])
-    strides = np.stack([shapes[:, 1] * shapes[:, 2], shapes[:, 2], np.ones(len(shapes), np.int64)], axis=1)
-    corner = np.where(flips, starts + np.array(size) - 1, starts)
-    origin = np.array([case.offset for case in cases]) + (corner * strides).sum(1)
-    return np.column_stack([origin, np.where(flips, -strides, strides)])
+def _changed(image: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
+    """Multiply and add to each of [N, C, X, Y, Z] float16 what `changes` [N, 2] float32 says."""
+    scale, shift = changes.view(-1, 2, 1, 1, 1, 1).unbind(1)
+    return image * scale + shift
 
 
 def _copy(
-    cases: Sequence[CachedCase], starts: np.ndarray, flips: np.ndarray, size: Shape, device: torch.device
+    cases: Sequence[CachedCase],
+    starts: np.ndarray,
+    flips: np.ndarray,
+    changes: np.ndarray,
+    size: Shape,
+    device: torch.device,
 ) -> Crops:
     """Copy crops of cases on the host into one buffer, pinned for a GPU, and send it."""
     to_gpu = device.type == "cuda"
@@ -200,13 +172,19 @@ def _copy(
             if piece.shape != target.shape:
                 target[...] = 0
             target[tuple(map(slice, piece.shape))] = piece
-    return image.to(device, non_blocking=to_gpu), label.to(device, non_blocking=to_gpu)
+    image, label = (each.to(device, non_blocking=to_gpu) for each in (image, label))
+    return _changed(image, upload(changes, device)), label
 
 
-def _foreground(label: np.ndarray, shape: np.ndarray) -> tuple[np.ndarray, ...]:
+def _padded(case: PreparedCase, crop_size: Shape) -> np.ndarray:
+    return np.maximum(case.image.shape[1:], crop_size).astype(np.int64)
+
+
+def _foreground(label: torch.Tensor, shape: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the foreground of a `CachedCase` of this shape from its label [X, Y, Z]."""
-    found = np.flatnonzero(label != 0)  # NumPy finds the true ones of bools several times as fast
-    values = label.reshape(-1)[found]
-    if label.shape != tuple(shape):
-        found = np.ravel_multi_index(np.unravel_index(found, label.shape), tuple(shape))
+    numbers = label.numpy()
+    found = np.flatnonzero(numbers != 0)  # NumPy finds the true ones of bools several times as fast
+    values = numbers.reshape(-1)[found]
+    if numbers.shape != tuple(shape):
+        found = np.ravel_multi_index(np.unravel_index(found, numbers.shape), tuple(shape))
     return tuple(found[values == number].astype(np.int32) for number in np.flatnonzero(np.bincount(values)))

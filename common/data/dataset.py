@@ -31,44 +31,26 @@ class Case:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What `dataset.json` says.
+    """What `dataset.json` says."""
 
-    Attributes:
-        folder: where `dataset.json` lies.
-        name: the dataset's own name, "Spleen" for MSD Task09.
-        modality: one per image channel, in channel order ("CT", or "FLAIR", "T1w", ...).
-        labels: the name of each label number, background first; "" for a number that is left out.
-        cases: the labelled cases, sorted by name.
-        test_cases: the cases without labels, sorted by name; their files need not be there.
-        synthetic: the scans are phantoms.
-    """
-
-    folder: Path
-    name: str
-    modality: tuple[str, ...]
-    labels: tuple[str, ...]
-    cases: tuple[Case, ...]
-    test_cases: tuple[Case, ...]
-    synthetic: bool
+    folder: Path  # where `dataset.json` lies
+    name: str  # the dataset's own name, "Spleen" for MSD Task09
+    modality: tuple[str, ...]  # one per image channel, in channel order ("CT", or "FLAIR", "T1w", ...)
+    labels: tuple[str, ...]  # the name of each label number, background first; "" for a number that is left out
+    cases: tuple[Case, ...]  # the labelled cases, sorted by name
+    test_cases: tuple[Case, ...]  # the cases without labels, sorted by name; their files need not be there
+    synthetic: bool  # the scans are phantoms
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which cases train and which validate.
+    """Which cases train and which validate."""
 
-    Attributes:
-        training: the cases whose voxels the weights see, sorted by name.
-        validation: those on which quality is measured, likewise.
-        held_out: no validation case is a training case.
-        description: how the split was made, in a sentence.
-        record: of a fold, see `medspeed.common.data.folds.deal_folds`.
-    """
-
-    training: tuple[Case, ...]
-    validation: tuple[Case, ...]
-    held_out: bool
-    description: str
-    record: Mapping[str, Any] = field(default_factory=dict)
+    training: tuple[Case, ...]  # the cases whose voxels the weights see, sorted by name
+    validation: tuple[Case, ...]  # those on which quality is measured, likewise
+    held_out: bool  # no validation case is a training case
+    description: str  # how the split was made, in a sentence
+    record: Mapping[str, Any] = field(default_factory=dict)  # of a fold, see `medspeed.common.data.folds.deal_folds`
 
     def to_json(self) -> dict[str, Any]:
         """Return the split by case names; written to a file, `split_cases` takes it back."""

@@ -34,33 +34,19 @@ MIN_STEP = 0.01  # mm: slices nearer than this share a place
 
 @dataclass(frozen=True)
 class DicomSeries:
-    """A series of single-frame DICOM images, as its headers tell of it, or those of a study as channels of one scan.
+    """A series of single-frame DICOM images, as its headers tell of it, or those of a study as channels of one scan."""
 
-    Attributes:
-        name: "series-" and 12 hexadecimal digits of the SHA-256 of the SeriesInstanceUID; of a scan the study's.
-        files: the slices in order of position along the normal, as they become Z; as found where there is a problem.
-        shape: X (columns), Y (rows), Z (slices); 0 where the headers do not tell.
-        modality: "CT", "MR", ...; "OT" (other) where the headers do not tell.
-        notes: what the user should know, without identifiers.
-        problem: why `read_series` refuses it; "" where the headers show no reason.
-        voxel: volume of a voxel in mm^3; not-a-number where there is a problem.
-        is_volume: whether it could be one; not scouts, single images and screen captures, of which any study has some.
-        study: likewise "study-" and 12 digits, of the StudyInstanceUID.
-        sequence: what it is called in MRI (see `sequence_of`); "" where nothing tells.
-        channels: series of which it is the scan, which is else like the first of them.
-    """
-
-    name: str
-    files: tuple[Path, ...]
-    shape: tuple[int, int, int]
-    modality: str
-    notes: tuple[str, ...]
-    problem: str
-    voxel: float
-    is_volume: bool
-    study: str = ""
-    sequence: str = ""
-    channels: tuple["DicomSeries", ...] = ()
+    name: str  # "series-" and 12 hexadecimal digits of the SHA-256 of the SeriesInstanceUID; of a scan the study's
+    files: tuple[Path, ...]  # its slices, along the normal as they become Z, or as found where there is a problem
+    shape: tuple[int, int, int]  # X (columns), Y (rows), Z (slices); 0 where the headers do not tell
+    modality: str  # "CT", "MR", ...; "OT" (other) where the headers do not tell
+    notes: tuple[str, ...]  # what the user should know, without identifiers
+    problem: str  # why `read_series` refuses it; "" where the headers show no reason
+    voxel: float  # volume of a voxel in mm^3; not-a-number where there is a problem
+    is_volume: bool  # whether it could be one, not a scout, a single image or a screen capture
+    study: str = ""  # likewise "study-" and 12 digits, of the StudyInstanceUID
+    sequence: str = ""  # what it is called in MRI (see `sequence_of`); "" where nothing tells
+    channels: tuple["DicomSeries", ...] = ()  # series of which it is the scan, which is else like the first of them
 
     @property
     def all_files(self) -> tuple[Path, ...]:

@@ -30,46 +30,28 @@ _Grid = tuple[np.ndarray, np.ndarray, np.ndarray]  # [3] each, along R, A, S: sp
 
 @dataclass(frozen=True)
 class CaseFigures:
-    """What a scan looks like, and how large its structures are.
+    """What a scan looks like, and how large its structures are."""
 
-    Attributes:
-        spacing: along R, A, S, mm.
-        size: field of view along R, A, S, mm.
-        intensity: percentiles 5, 50 and 95 of its first channel: of CT above -500 HU, in HU; of others where it is not
-            0, in standard deviations from the mean.
-        volumes_ml: by label number, that of the background 0; empty without a label map.
-    """
-
-    spacing: Spacing
-    size: tuple[float, float, float]
+    spacing: Spacing  # along R, A, S, mm
+    size: tuple[float, float, float]  # field of view along R, A, S, mm
+    # Percentiles 5, 50 and 95 of its first channel: of CT above -500 HU; else of what is not 0, in standard deviations
     intensity: tuple[float, float, float]
-    volumes_ml: tuple[float, ...] = ()
+    volumes_ml: tuple[float, ...] = ()  # by label number, that of the background 0; empty without a label map
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What the training cases have in common.
+    """What the training cases have in common."""
 
-    Attributes:
-        modality: one per channel, as `dataset.json` names it.
-        cases: how many were read.
-        spacing: the median per axis R, A, S, mm.
-        shape: the median per axis R, A, S, voxels of the file.
-        extent: the same of the box around what is not 0, by the first channel where it is no CT; the shape where only
-            headers were read.
-        foreground: percentiles 0.5 and 99.5 of the voxels with a label above 0, pooled over the cases, the lowest and
-            the highest of the channels that were read (of CT all, else the first), in the file's unit (CT: HU); None
-            where only headers were read.
-        scans: figures of each, that scans are compared with when the model is used; runs before them have none.
-    """
-
-    modality: tuple[str, ...]
-    cases: int
-    spacing: Spacing
-    shape: Shape
-    extent: Shape
+    modality: tuple[str, ...]  # one per channel, as `dataset.json` names it
+    cases: int  # how many were read
+    spacing: Spacing  # the median per axis R, A, S, mm
+    shape: Shape  # the median per axis R, A, S, voxels of the file
+    extent: Shape  # the same of the box around what is not 0 in the channels that were read: of CT all, else the first
+    # Percentiles 0.5 and 99.5 of the voxels with a label above 0, pooled over the cases, the lowest and the highest of
+    # these channels, in the file's unit (CT: HU); None where only headers were read, whose extent is the shape
     foreground: Window | None
-    scans: tuple[CaseFigures, ...] = ()
+    scans: tuple[CaseFigures, ...] = ()  # of those read, that scans are compared with when the model is used
 
 
 def fingerprint(
@@ -79,30 +61,21 @@ def fingerprint(
     *,
     known: Preparation | None = None,
     workers: int | None = None,
-    progress: bool = True,
 ) -> Fingerprint:
-    """Measure the training cases: spacing, shape, foreground intensity.
+    """Measure training cases, which have labels: spacing, shape, foreground intensity.
 
-    Image and label must share a grid, and labels be of the dataset's list. Where the preparation is known only headers
-    are read, and 16 cases for the figures of scans; the rest is then checked when the cases are prepared.
-
-    Args:
-        cases: the training cases, with labels; validation cases stay unseen.
-        dataset: gives modality and labels.
-        store: a folder that keeps the figures; they are measured again when a file or a list has changed.
-        known: the published preparation of this dataset, where there is one.
-        workers: see `map_in_threads`.
-        progress: show a progress bar.
+    A folder, the `store`, keeps the figures; they are measured again when a file or a list has changed. Where the
+    preparation of the dataset is known only headers are read, and 16 cases for the figures of scans.
 
     Raises:
         ValueError: a file is damaged, image and label differ in geometry, a label is not listed, nothing is labelled.
     """
     if known is not None:
-        grids = map_in_threads(lambda case: _ras_grid(*read_header(case.image)), cases, "indexing", workers, progress)
-        some = fingerprint(cases[:: -(-len(cases) // _KNOWN_READ)], dataset, store, workers=workers, progress=progress)
+        grids = map_in_threads(lambda case: _ras_grid(*read_header(case.image)), cases, "indexing", workers)
+        some = fingerprint(cases[:: -(-len(cases) // _KNOWN_READ)], dataset, store, workers=workers)
         return _summary(dataset, [(spacing, shape, shape) for spacing, shape in grids], None, some.scans)
     if store is None:
-        return _measure(cases, dataset, workers, progress)
+        return _measure(cases, dataset, workers)
     files = [file for case in cases for file in (case.image, case.label) if file is not None]
     sources = [[str(file.absolute()), *file_state(file)] for file in files]
     key = [_FINGERPRINT_VERSION, list(dataset.modality), list(dataset.labels), sources]
@@ -111,7 +84,7 @@ def fingerprint(
         kept = read_object(path)
         if kept.get("key") == key:
             return from_json(Fingerprint, kept["fingerprint"])
-    measured = _measure(cases, dataset, workers, progress)
+    measured = _measure(cases, dataset, workers)
     write_json(path, {"key": key, "fingerprint": asdict(measured)}, flush=False)
     return measured
 
@@ -123,20 +96,13 @@ def plan_preparation(
     window: Window | None = None,
     known: Preparation | None = None,
 ) -> tuple[Preparation, tuple[str, str]]:
-    """Choose how cases are prepared: as asked, as is known for the dataset, or from its fingerprint.
+    """Choose how cases are prepared: as asked, else as is known for the dataset, else from its fingerprint.
 
-    Args:
-        dataset: its modality decides the normalisation: a window for CT, z-scores for everything else.
-        figures: what `fingerprint` returned.
-        spacing: wanted instead of the choice, mm, axes R, A, S.
-        window: wanted instead of the choice, HU, CT only.
-        known: the published preparation of this dataset, where there is one; it beats the fingerprint.
-
-    Returns:
-        The preparation, and a line each on its spacing and its normalisation, with the reason.
+    Its modality decides the normalisation: a window (HU) for CT, z-scores for everything else. The spacing is in mm,
+    along R, A, S. A line each on spacing and normalisation gives the reason.
 
     Raises:
-        ValueError: a wanted value makes no sense, or none can be chosen.
+        ValueError: what was asked for makes no sense.
     """
     source = "as asked"
     if spacing is None and known is not None:
@@ -183,8 +149,8 @@ def scan_figures(volume: Volume, ct: bool) -> CaseFigures:
     return CaseFigures((right, anterior, superior), (width, depth, height), (low, middle, high))
 
 
-def _measure(cases: Sequence[Case], dataset: Dataset, workers: int | None, progress: bool) -> Fingerprint:
-    measured = map_in_threads(lambda case: _case_figures(case, dataset), cases, "measuring cases", workers, progress)
+def _measure(cases: Sequence[Case], dataset: Dataset, workers: int | None) -> Fingerprint:
+    measured = map_in_threads(lambda case: _case_figures(case, dataset), cases, "measuring cases", workers)
     grids, samples_each, scans = zip(*measured, strict=True)
     samples = np.concatenate(samples_each)
     if not len(samples):

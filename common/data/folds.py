@@ -34,9 +34,9 @@ def split_fold(dataset: Dataset, fold: int, folds: int, groups: str | None, seed
 def deal_folds(contents: Mapping[str, Content], folds: int, groups: str | None, seed: int) -> dict[str, Any]:
     """Return how cases, by name, are dealt to 2 or more folds: "fold_of" and "group_of" each case, "how", and the rest.
 
-    The largest groups come first, each to a fold with the fewest cases; of several, to that with the fewest of the same
-    labels, rare ones weighing more. Groups with the same labels go by volume. A digest of seed and names decides what
-    is left, so that the result is the same on every platform. For `groups` see `group_cases`.
+    The largest groups (see `group_cases`) come first, each to a fold with the fewest cases; of several, to that with
+    the fewest of the same labels, rare ones weighing more. Groups with the same labels go by volume. A digest of seed
+    and names decides what is left, so that the result is the same on every platform.
 
     Raises:
         FileNotFoundError, ValueError: a case has no group, or there are fewer groups than folds.
@@ -109,4 +109,4 @@ def _content(case: Case, labels: Sequence[str]) -> Content:
     numbers = label_map(volume, [number for number, name in enumerate(labels) if name]).ravel(order="K")
     counts = np.bincount(numbers[numbers > 0], minlength=len(labels)).tolist()
     found = [label for label, count in zip(labels, counts, strict=True) if count] or ["no label"]
-    return found, round(sum(counts) * abs(float(np.linalg.det(volume.affine[:3, :3]))))
+    return found, round(sum(counts) * 1000 * volume.voxel_ml)

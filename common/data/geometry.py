@@ -23,23 +23,14 @@ AFFINE_TOL = 1e-3  # mm: a difference that does not count
 
 @dataclass(frozen=True)
 class WorkingGrid:
-    """How the prepared voxels lie in the file they come from.
+    """How the prepared voxels lie in the file they come from."""
 
-    Attributes:
-        native_shape: [X, Y, Z] of the file.
-        native_affine: 4 x 4, voxel index of the file to RAS mm.
-        spacing: mm along R, A, S that were asked for; a native spacing within 0.001 mm of it is kept.
-        shape: [X, Y, Z] of the whole working grid, along R, A, S.
-        crop_start: first voxel of the foreground crop in it.
-        crop_shape: [X, Y, Z] of the crop: the shape of the prepared image.
-    """
-
-    native_shape: Shape
-    native_affine: tuple[tuple[float, ...], ...]
-    spacing: Spacing
-    shape: Shape
-    crop_start: Shape
-    crop_shape: Shape
+    native_shape: Shape  # [X, Y, Z] of the file
+    native_affine: tuple[tuple[float, ...], ...]  # 4 x 4, voxel index of the file to RAS mm
+    spacing: Spacing  # mm along R, A, S that were asked for; a native spacing within 0.001 mm of it is kept
+    shape: Shape  # [X, Y, Z] of the whole working grid, along R, A, S
+    crop_start: Shape  # first voxel of the foreground crop in it
+    crop_shape: Shape  # [X, Y, Z] of the crop: the shape of the prepared image
 
     def cropped(self, start: Sequence[int], shape: Sequence[int]) -> "WorkingGrid":
         """Return the same grid with another crop."""
@@ -131,9 +122,8 @@ def _positions(
 ) -> list[np.ndarray]:
     """Return, per axis, where the target's voxels lie in the source, held inside it.
 
-    The detour over coordinates in [-1, 1] adds nothing but its rounding: it is what `torch.nn.functional.affine_grid`
-    and `grid_sample` compute, and exact ties (8 mm to 2 mm) are decided by that last bit.
-    Source: `monai.transforms.spatial.functional.spatial_resample`.
+    The detour over coordinates in [-1, 1] adds nothing but the rounding of `affine_grid` and `grid_sample`, which
+    decides exact ties (8 mm to 2 mm). Source: `monai.transforms.spatial.functional.spatial_resample`.
     """
     matrix = np.linalg.solve(source_affine, target_affine)
     if source_shape == target_shape and np.allclose(matrix, np.eye(4), atol=AFFINE_TOL):

@@ -39,27 +39,16 @@ Packed = Literal["raw", "gzip", "zlib"]
 
 
 class Header(NamedTuple):
-    """What the header of a file says, checked.
+    """What the header of a file says, checked."""
 
-    Attributes:
-        sizes: of the axes as they lie in the file, the fastest first.
-        channels: which of them counts the channels; None where none does.
-        dtype: of the voxels as they lie there.
-        affine: [4, 4] float64, voxel index to RAS mm; rounded to float32, as NIfTI keeps it, in every format.
-        packed: how the bytes from `start` on are compressed; the voxels follow `skip` bytes of what they hold.
-        start: see there.
-        skip: see there.
-        scale: by which voxels are multiplied, and what is then added; None where they stay as they are.
-    """
-
-    sizes: tuple[int, ...]
-    channels: int | None
-    dtype: np.dtype
-    affine: np.ndarray
-    packed: Packed
+    sizes: tuple[int, ...]  # of the axes as they lie in the file, the fastest first
+    channels: int | None  # which of them counts the channels; None where none does
+    dtype: np.dtype  # of the voxels as they lie there
+    affine: np.ndarray  # [4, 4] float64, voxel index to RAS mm; rounded to float32, as NIfTI keeps it, in every format
+    packed: Packed  # how the bytes from `start` on are compressed
     start: int = 0
-    skip: int = 0
-    scale: tuple[float, float] | None = None
+    skip: int = 0  # bytes of what they hold before the voxels
+    scale: tuple[float, float] | None = None  # factor, and what is then added; None where voxels stay as they are
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,15 +95,11 @@ def nifti_header(path: Path) -> Header:
         raise ValueError(f"{path} has {len(block)} bytes, less than a NIfTI-1 header ({HEADER_BYTES}): copy it again")
     header = nibabel.Nifti1Header(block, check=False)
     if header["sizeof_hdr"] != HEADER_BYTES or header["magic"].item() != b"n+1":
-        raise ValueError(
-            f"{path} is not a single-file NIfTI-1 (header size {header['sizeof_hdr']}, magic "
-            f"{header['magic'].item()!r}; expected {HEADER_BYTES} and b'n+1'): convert it to .nii.gz"
-        )
+        found = f"header size {header['sizeof_hdr']}, magic {header['magic'].item()!r}; expected {HEADER_BYTES}, b'n+1'"
+        raise ValueError(f"{path} is not a single-file NIfTI-1 ({found}): convert it to .nii.gz")
     if header["datatype"] not in _DATATYPES:
-        raise ValueError(
-            f"{path}: expected integer or real voxels of 1 to 8 bytes, found NIfTI type {header['datatype']}: "
-            "convert it to int16 or float32"
-        )
+        found = f"expected integer or real voxels of 1 to 8 bytes, found NIfTI type {header['datatype']}"
+        raise ValueError(f"{path}: {found}: convert it to int16 or float32")
     shape = tuple(int(size) for size in header["dim"][1 : 1 + min(max(int(header["dim"][0]), 0), 7)])
     while len(shape) > 3 and shape[-1] == 1:
         shape = shape[:-1]
@@ -137,10 +122,8 @@ def _nifti_affine(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
     except (HeaderDataError, ValueError) as error:
         raise ValueError(f"{path}: its header has no affine ({error}): correct it with nibabel") from error
     if unit := {1: ("metres", 1000), 3: ("micrometres", 0.001)}.get(int(header["xyzt_units"]) & 7):
-        raise ValueError(
-            f"{path}: its header has lengths in {unit[0]}, expected mm: with nibabel, multiply the first "
-            f'three rows of its affine by {unit[1]} and set_xyzt_units("mm")'
-        )
+        remedy = f'with nibabel, multiply the first three rows of its affine by {unit[1]} and set_xyzt_units("mm")'
+        raise ValueError(f"{path}: its header has lengths in {unit[0]}, expected mm: {remedy}")
     sides, pixdim = np.linalg.norm(affine[:3, :3], axis=0), header["pixdim"][1:4].astype(np.float64)
     if not np.allclose(sides, pixdim, rtol=_MAX_DISAGREEMENT):
         _warn_once(
@@ -214,9 +197,8 @@ def _nrrd(fields: Mapping[str, str], start: int) -> Header:
         raise ValueError(f"{said}, expected 3 vectors, and none for channels")
     affine = _to_ras(np.array(columns).T, _numbers(fields["space origin"].strip("()"), 3), _SPACES[space])
     dtype = _dtype(fields["type"], fields.get("endian", "").lower() == "big")
-    return Header(
-        tuple(map(int, sizes.split())), channels, dtype, affine, "raw" if encoding == "raw" else "gzip", start
-    )
+    packed: Packed = "raw" if encoding == "raw" else "gzip"
+    return Header(tuple(map(int, sizes.split())), channels, dtype, affine, packed, start)
 
 
 def _meta(fields: Mapping[str, str], start: int) -> Header:

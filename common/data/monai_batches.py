@@ -28,17 +28,11 @@ KEYS = ("image", "label")
 
 @dataclass(frozen=True)
 class MonaiBatches:
-    """Batches of a MONAI loader; equal for the same (seed, epoch), so a run resumes at the start of an epoch.
+    """Batches of a MONAI loader; equal for the same (seed, epoch), so a run resumes at the start of an epoch."""
 
-    Args:
-        loader: MONAI's, with a `torch.Generator` of its own.
-        to_batch: from what the loader yields to a batch on the device.
-        seed: of the order and of MONAI's random transforms; must differ between ranks.
-    """
-
-    loader: Any
-    to_batch: Callable[[Any], Batch]
-    seed: int
+    loader: Any  # MONAI's, with a `torch.Generator` of its own
+    to_batch: Callable[[Any], Batch]  # from what the loader yields to a batch on the device
+    seed: int  # of the order and of MONAI's random transforms; must differ between ranks
     resumes_within_epoch = False
     made_on_device = False
 
@@ -51,7 +45,7 @@ class MonaiBatches:
         """Yield the batches of one epoch; `first_step` is 0, or the end where nothing is left to yield."""
         if first_step == self.steps_per_epoch:
             return
-        assert first_step == 0, "this source can resume only at the start of an epoch"
+        assert first_step == 0, first_step
         seed = self.seed * 1_000_003 + number
         self.loader.generator.manual_seed(seed)
         set_rnd(self.loader.dataset, seed)
@@ -70,19 +64,17 @@ def monai_crops(
     seed: int,
     device: torch.device,
 ) -> MonaiBatches:
-    """Return batches of MONAI's random crops, image [B, C, X, Y, Z] float32 and label [B, 1, X, Y, Z] uint8.
+    """Return batches of MONAI's random crops on the device, image [B, C, X, Y, Z] float32, label [B, 1, X, Y, Z] uint8.
 
     Args:
         cases: labelled training cases of this rank; each rank must have as many.
-        transforms: from a case's files to the items "image" [C, X, Y, Z] and "label" [1, X, Y, Z], `crops_per_case` of
-            them.
-        cached: CacheDataset and ThreadDataLoader, which caches the deterministic transforms at the front now; else
-            Dataset and DataLoader.
-        crops_per_case: crops that MONAI takes of a case at once.
+        transforms: from a case's files to `crops_per_case` items "image" [C, X, Y, Z] and "label" [1, X, Y, Z].
+        cached: CacheDataset, filled now, and ThreadDataLoader; else Dataset and DataLoader.
+        crops_per_case: see there.
         batch_size: crops in one step of this rank.
         workers: loader processes, or threads that fill the cache; None takes MONAI's default.
         seed: see `MonaiBatches`.
-        device: where batches go.
+        device: see above.
 
     Raises:
         ValueError: the batch is no multiple of the crops per case, which MONAI's loader takes together.
@@ -136,24 +128,19 @@ def plain(tensor: Any) -> torch.Tensor:  # noqa: ANN401 - a MetaTensor or a Tens
 
 
 class ForwardingThreadDataLoader(ThreadDataLoader):  # type: ignore[misc]
-    """A `monai.data.ThreadDataLoader` whose producer thread does not lose what goes wrong in it.
-
-    MONAI's own ends the epoch early and normally when a sample fails; this one raises the sample's error, with the
-    producer's traceback, in the loop that reads.
-    """
+    """A `monai.data.ThreadDataLoader` that raises what goes wrong in its thread, where MONAI's just ends the epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches; raise what the producer thread raised."""
-        source = super(ThreadDataLoader, self).__iter__()
-        for item, error in ThreadBuffer(_with_errors(source), self.buffer_size, self.buffer_timeout):
-            if error is not None:
-                raise error
+        items = _and_error(super(ThreadDataLoader, self).__iter__())
+        for item in ThreadBuffer(items, self.buffer_size, self.buffer_timeout):
+            if isinstance(item, Exception):
+                raise item
             yield item
 
 
-def _with_errors(source: Iterable[Any]) -> Iterator[tuple[Any, Exception | None]]:
-    """Yield each item with None; at the end, what went wrong with None in the place of an item."""
+def _and_error(items: Iterable[Any]) -> Iterator[Any]:
     try:
-        yield from ((item, None) for item in source)
+        yield from items
     except Exception as error:  # it crosses to the reading thread, whatever it is; a reader that stops is none
-        yield None, error
+        yield error

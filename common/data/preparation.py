@@ -2,8 +2,7 @@
 
 Equivalent to MONAI's LoadImaged, EnsureChannelFirstd, Orientationd("RAS"), Spacingd(mode=("bilinear", "nearest")),
 ScaleIntensityRanged(clip=True) or NormalizeIntensityd(nonzero=True, channel_wise=True), and
-CropForegroundd(allow_smaller=True), but much faster: the file is decompressed in one pass, only the foreground box
-is resampled, one axis at a time, and float64 is used only for coordinates and sheared affines.
+CropForegroundd(allow_smaller=True), but much faster: only the foreground box is resampled, one axis at a time.
 """
 
 import math
@@ -29,20 +28,14 @@ _ROUNDING = 1e-6  # a deviation below this share of the mean is float32's own
 
 @dataclass(frozen=True)
 class Preparation:
-    """All settings of the preparation.
+    """All settings of the preparation."""
 
-    Attributes:
-        spacing: Working spacing along R, A, S, mm.
-        normalisation: "window" clips to `window` and scales it to [0, 1] (CT); "zscore" subtracts the mean and divides
-            by the standard deviation of the nonzero voxels of each channel, and keeps zeros (MR).
-        window: Lowest and highest intensity in HU; None for "zscore".
-        channels: Images per case: 1 for a 3-D file, more for a 4-D one.
-    """
-
-    spacing: Spacing
+    spacing: Spacing  # Working spacing along R, A, S, mm
+    # "window" clips to `window` and scales it to [0, 1] (CT); "zscore" subtracts the mean and divides by the standard
+    # deviation of the nonzero voxels of each channel, and keeps zeros (MR)
     normalisation: Literal["window", "zscore"]
-    window: tuple[float, float] | None
-    channels: int = 1
+    window: tuple[float, float] | None  # Lowest and highest intensity in HU; None for "zscore"
+    channels: int = 1  # Images per case: 1 for a 3-D file, more for a 4-D one
 
     def __post_init__(self) -> None:
         """Refuse figures that cannot be meant."""
@@ -55,27 +48,19 @@ class Preparation:
 
 @dataclass(frozen=True)
 class PreparedCase:
-    """A case as the network sees it.
+    """A case as the network sees it."""
 
-    Attributes:
-        name: Name of the case.
-        image: [C, X, Y, Z] float16 (float32 on request) along R, A, S, contiguous; in [0, 1] for "window".
-        label: [X, Y, Z] uint8, contiguous; None for an unlabelled case.
-        grid: Maps results back to the grid of the file.
-    """
-
-    name: str
-    image: torch.Tensor
-    label: torch.Tensor | None
-    grid: WorkingGrid
+    name: str  # Name of the case
+    image: torch.Tensor  # [C, X, Y, Z] float16 (float32 on request) along R, A, S, contiguous; in [0, 1] for "window"
+    label: torch.Tensor | None  # [X, Y, Z] uint8, contiguous; None for an unlabelled case
+    grid: WorkingGrid  # Maps results back to the grid of the file
 
 
 def prepare_case(case: Case, preparation: Preparation, allowed: Collection[int] = ()) -> PreparedCase:
     """Read and prepare one case; its label map, if any, may contain the label numbers `allowed`.
 
     Raises:
-        FileNotFoundError, ValueError: from reading; the image has no foreground; the label is on
-            another grid or has a value that is not allowed. Each message names the file.
+        FileNotFoundError, ValueError: as `read_volume`, `prepare_volume`, `check_same_grid` and `label_map`.
     """
     volume = read_volume(case.image, preparation.channels)
     prepared = prepare_volume(case.name, volume, preparation)
@@ -95,23 +80,15 @@ def case_grid(path: Path, shape: Sequence[int], affine: np.ndarray, spacing: Spa
     """
     grid = working_grid(shape, affine, spacing)
     if math.prod(grid.shape) > _MOST_FINER * math.prod(shape):
-        raise ValueError(
-            f"{path}: its {tuple(shape)} voxels become {grid.shape} at spacing {spacing} mm, more than {_MOST_FINER} "
-            "times as many: correct its header, or train with a coarser --spacing"
-        )
+        said = f"{path}: its {tuple(shape)} voxels become {grid.shape} at spacing {spacing} mm, more than {_MOST_FINER}"
+        raise ValueError(f"{said} times as many: correct its header, or train with a coarser --spacing")
     return grid
 
 
 def prepare_volume(
-    name: str,
-    volume: Volume,
-    preparation: Preparation,
-    device: torch.device = CPU,
-    dtype: torch.dtype = torch.float16,
+    name: str, volume: Volume, preparation: Preparation, device: torch.device = CPU, dtype: torch.dtype = torch.float16
 ) -> PreparedCase:
-    """Prepare a scan that is already in memory; the result has no label.
-
-    Inference uses float32, without rounding; cases kept for training use float16, half the memory.
+    """Prepare a scan that is already in memory, without a label; inference uses float32, without rounding.
 
     Raises:
         ValueError: the image has no foreground, or its working grid needs too much memory; names the file.
@@ -125,10 +102,9 @@ def prepare_volume(
     grid = _reachable(grid, native_box)
     needed = 8 * len(voxels) * math.prod(grid.crop_shape)  # float32, twice at a time
     if device.type == "cpu" and needed > max(volume.voxels.nbytes, ALWAYS_TRIED) and needed > (free := free_memory()):
-        raise ValueError(
-            f"{volume.path}: at spacing {preparation.spacing} mm it needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} "
-            "are free: crop the scan, train with a coarser --spacing, or take a machine with more memory"
-        )
+        said = f"at spacing {preparation.spacing} mm it needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
+        remedy = "crop the scan, train with a coarser --spacing, or take a machine with more memory"
+        raise ValueError(f"{volume.path}: {said}: {remedy}")
     resampled = to_working(voxels, grid, nearest=False)
     box = _foreground_box(resampled, preparation)
     if box is None:
@@ -192,9 +168,8 @@ def label_map(label: Volume, allowed: Collection[int]) -> np.ndarray:
     return values
 
 
-# What follows writes each voxel once, into contiguous memory of the dtype that is wanted. On a CPU a plane at a time,
-# which stays in its cache: all steps on it, and turning it out of the file's order of axes, take little more than half
-# the time of doing each step on the whole volume.
+# What follows writes each voxel once, into contiguous memory of the dtype that is wanted. On a CPU all steps are done
+# on a plane at a time, which stays in its cache: in little more than half the time of steps on the whole volume.
 
 
 def _written(image: torch.Tensor, dtype: torch.dtype, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

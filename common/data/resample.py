@@ -14,11 +14,9 @@ SLAB_VOXELS = 2**18  # on a CPU as much is worked on at once as stays in its cac
 
 
 def to_working(voxels: torch.Tensor, grid: WorkingGrid, *, nearest: bool) -> torch.Tensor:
-    """Carry voxels [C, z, y, x] (the order in which a NIfTI file lies in memory) to the crop of the working grid.
+    """Carry voxels [C, z, y, x] (a NIfTI file's order in memory) to the crop of the working grid, [C, X, Y, Z].
 
-    Returns:
-        [C, X, Y, Z] along R, A, S, in memory as the file has them: float32, or the dtype of `voxels` where no value had
-        to be interpolated, as where the `nearest` one is taken.
+    They are float32, or keep their dtype where nothing is interpolated, as where the `nearest` one is taken.
     """
     if not grid.separable:
         matrix = np.linalg.solve(np.asarray(grid.native_affine), grid.affine)
@@ -34,13 +32,10 @@ def to_working(voxels: torch.Tensor, grid: WorkingGrid, *, nearest: bool) -> tor
 
 
 def resample(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> torch.Tensor:
-    """Interpolate linearly between the voxels of a volume, axis by axis.
+    """Interpolate linearly between the voxels of a volume [n0, n1, n2] of any real dtype, axis by axis.
 
-    The outermost axis is cut into slabs that stay in the cache; the two inner ones are done slab by slab. The outer
-    axis comes after them, unless it loses at least half its voxels: then first, for less work.
-
-    The volume is [n0, n1, n2] of any real dtype. The positions say, per axis, where the new voxels lie: float64 [m] in
-    [0, n - 1]; whole numbers pick voxels.
+    The positions say, per axis, where the new voxels lie: float64 [m] in [0, n - 1]; whole numbers pick voxels. The
+    inner axes are done in slabs that stay in the cache, and before the outer one unless that loses half its voxels.
 
     Returns:
         [m0, m1, m2] float32; the dtype of `volume` where every position is a whole number; a view of it where nothing
@@ -67,13 +62,10 @@ def resample(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> torch.Ten
 def resample_sheared(
     volume: torch.Tensor, matrix: np.ndarray, start: Sequence[int], shape: Sequence[int], *, nearest: bool
 ) -> torch.Tensor:
-    """Sample a volume [C, n0, n1, n2] at the points of another grid, slab by slab, the border repeated outside.
+    """Sample a volume [C, n0, n1, n2] at points of another grid, [C, m0, m1, m2] float32, the border repeated outside.
 
     `matrix` [4, 4] float64 leads from a voxel index of that grid to one of the volume; `shape` [m0, m1, m2] of its
     voxels are wanted, from `start` on.
-
-    Returns:
-        [C, m0, m1, m2] float32.
     """
     source = volume.to(torch.float64)[None].contiguous()
     size = torch.tensor(volume.shape[1:], dtype=torch.float64, device=volume.device)

@@ -42,23 +42,14 @@ def prepared_cases(
     workers: int | None = None,
     progress: bool = True,
 ) -> list[PreparedCase]:
-    """Return the cases prepared, from the folder where they lie there and are sound, else prepared now and kept there.
+    """Return the cases prepared: memory-mapped from the folder if they are there and sound, else made and kept there.
 
     A stale or damaged entry is made anew, which is logged. Processes may share the folder: each entry is made by one of
-    them and replaced whole. A folder keeps one entry per case name, so datasets, and preparations that are in use at
-    the same time, had better have folders of their own.
-
-    Args:
-        cases: with label maps or without.
-        preparation: of all of them.
-        allowed: the label numbers that label maps may hold.
-        folder: made if needed; holds NAME.safetensors, memory-mapped, for each case.
-        workers: see `map_in_threads`.
-        progress: show a progress bar.
+    them and replaced whole. It is NAME.safetensors, so that each dataset and preparation had better have a folder.
 
     Raises:
         OSError: the folder cannot be written, or is full; the entries already there are kept.
-        ValueError: a source file is damaged or does not fit its label (see `prepare_case`).
+        FileNotFoundError, ValueError: as `prepare_case`, which gets the `allowed` label numbers.
     """
     wanted = list(dict.fromkeys(cases))
     one = partial(_prepared_case, preparation=preparation, allowed=allowed, folder=folder)
@@ -80,11 +71,7 @@ def store_folder(root: Path, dataset: Path, preparation: Preparation | None = No
 
 
 def write_entry(path: Path, case: PreparedCase, key: str) -> None:
-    """Write a prepared case atomically, with a key: a JSON object of all that decided the voxels.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full; an older entry is then as it was.
-    """
+    """Write a prepared case atomically, with a key: a JSON object of all that decided the voxels."""
     tensors = {"image": case.image} | ({} if case.label is None else {"label": case.label})
     grid = json.dumps(asdict(case.grid))
     # Not safetensors.torch.save_file: it takes several times as long and raises its own error for a full disk.
@@ -102,10 +89,9 @@ def write_entry(path: Path, case: PreparedCase, key: str) -> None:
 
 
 def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedCase:
-    """Map a prepared case into memory and check it against its checksum.
+    """Map a prepared case into memory, and check it against its checksum unless this process has just written it.
 
     Nothing is copied: the tensors are pages of the file, read when touched; writing to them never reaches the file.
-    Without `check`, for an entry that this process has just written, not every byte is read.
 
     Raises:
         FileNotFoundError: there is no such entry.
@@ -128,12 +114,9 @@ def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedC
 
 
 def file_state(file: Path) -> tuple[int, int, int]:
-    """Return size and times (ns) of a file, which change with its content.
-
-    The time of change comes on top of the time of modification: copying tools set the latter back.
-    """
+    """Return size and times (ns) of a file, which change with its content."""
     status = file.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns  # copying tools set the former time back
 
 
 def _prepared_case(case: Case, preparation: Preparation, allowed: Collection[int], folder: Path) -> PreparedCase:
@@ -166,7 +149,7 @@ def _prepared_case(case: Case, preparation: Preparation, allowed: Collection[int
 
 
 def _checksum(key: str, grid: str, tensors: dict[str, torch.Tensor]) -> str:
-    """Return the CRC-32 of all that matters, which a disk's errors cannot keep; nobody is to be kept out by it."""
+    """Return the CRC-32 of all that matters: against a disk's errors, not against people."""
     layout = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
     value = isal_zlib.crc32(json.dumps([key, grid, layout]).encode())
     for tensor in tensors.values():

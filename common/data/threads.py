@@ -1,7 +1,4 @@
-"""Work in threads: one case per thread, and the next item while the present one is in use.
-
-Decoding, resampling and hashing release Python's lock, so that threads suffice.
-"""
+"""Work in threads, since decoding, resampling and hashing release Python's lock."""
 
 import os
 from collections.abc import Callable, Generator, Sequence
@@ -18,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, those of the machine divided among torchrun's ranks on it."""
+    """Return how many cores this process may use, the machine's divided among torchrun's ranks on it."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -31,10 +28,8 @@ def map_in_threads(
 ) -> list[Result]:
     """Return `[function(item) for item in items]`, computed in parallel under a progress bar; without one, say it.
 
-    The first error, or Ctrl-C, cancels what has not begun, waits for what has, and is raised.
-
-    torch runs single-threaded there, since the items keep the cores busy: by default, one worker for each core that
-    this process may use, the cores divided among the ranks.
+    The first error, or Ctrl-C, cancels what has not begun, waits for what has, and is raised. By default there is a
+    worker for each of `usable_cores`; torch runs single-threaded in it.
     """
     if not items:
         return []

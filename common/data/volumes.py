@@ -23,18 +23,13 @@ _MAX_RATIO = 1032  # no deflate stream expands further. Source: zlib.net/zlib_te
 
 @dataclass(frozen=True)
 class Volume:
-    """A file in memory.
+    """A file in memory."""
 
-    Attributes:
-        voxels: [X, Y, Z] or [X, Y, Z, C] in the file's axes and dtype (float32 where the file scales its values),
-            Fortran order as in the file, native byte order.
-        affine: [4, 4] float64, voxel index to RAS mm (sform before qform, as nibabel reads it).
-        path: the file.
-    """
-
+    # [X, Y, Z] or [X, Y, Z, C] in the file's axes and dtype (float32 where the file scales its values), Fortran order
+    # as in the file, native byte order
     voxels: np.ndarray
-    affine: np.ndarray
-    path: Path
+    affine: np.ndarray  # [4, 4] float64, voxel index to RAS mm (sform before qform, as nibabel reads it)
+    path: Path  # the file
 
     @property
     def voxel_ml(self) -> float:

@@ -116,8 +116,7 @@ def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: 
         config.crops.flips or "",
         config.crops.intensity,
         config.seed,
-        dtype_of(config.precision),
-        bool(config.channels_last),
+        (dtype_of(config.precision), bool(config.channels_last)),
     )
     return batches, shared_validation(partial(working_counts, held, model=model), ranks)
 
@@ -204,7 +203,7 @@ def _changing(
         recent = lru_cache(max(_RECENT, decided(config.batch_size)))(load)
         return CaseCache(cases_of, size, run.device, True, recent)
     ahead = plan.replaced or int(cache.reshuffle is None)
-    return CaseCache(cases_of, size, run.device, tier != "gpu", load, ahead, config.epochs)
+    return CaseCache(cases_of, size, run.device, tier != "gpu", load, ahead, decided(config.epochs))
 
 
 def _say_shares(mine: Sequence[Case], count: int, run: Run) -> None:

@@ -61,7 +61,9 @@ def place_case(case: PreparedCase, tier: Tier, device: torch.device = CPU) -> Ca
 
 
 def crops_of(cache: CaseCache, numbers, starts, flips) -> Crops:
-    return cut([cache.case(number) for number in numbers.tolist()], starts, flips, cache.crop_size, cache.device)
+    unchanged = np.tile(np.array([1, 0], np.float32), (len(numbers), 1))
+    cases = [cache.case(number) for number in numbers.tolist()]
+    return cut(cases, starts, flips, unchanged, cache.crop_size, cache.device)
 
 
 def kinds(cases: list[PreparedCase], device: torch.device = CPU) -> dict[str, CaseCache]:
@@ -95,7 +97,7 @@ def compare_all_kinds(cases, device):
         with cache.epoch(0) as numbers:
             assert numbers.tolist() == [0, 1, 2, 3, 4]
             found = crops_of(cache, *crops)
-        assert [tensor.dtype for tensor in found] == [torch.float16, torch.uint8], name
+        assert [tensor.dtype for tensor in found] == [torch.float32, torch.uint8], name
         assert found[0].device.type == device.type, name
         assert torch.equal(found[0].cpu(), image), name
         assert torch.equal(found[1].cpu(), label), name

@@ -50,7 +50,7 @@ def three(tmp_path: Path) -> list[Case]:
 
 
 def test_figures_told_by_hand(three):
-    found = fingerprint(three, CT, progress=False)
+    found = fingerprint(three, CT)
     assert found.spacing == (1.0, 2.0, 5.0)
     assert found.shape == (4, 4, 7)
     assert (found.modality, found.cases) == (("CT",), 3)
@@ -66,7 +66,7 @@ def test_axes_are_counted_along_right_anterior_superior(tmp_path):
     for path in (case.image, case.label):
         nib.save(nib.Nifti1Image(voxels, affine), path)
     for known in (None, KNOWN):
-        found = fingerprint([case], CT, known=known, progress=False)
+        found = fingerprint([case], CT, known=known)
         assert found.spacing == (1.0, 2.0, 3.0)
         assert found.shape == (20, 30, 10)
 
@@ -77,14 +77,14 @@ def test_every_case_has_the_same_say(tmp_path):
     large = write_case(tmp_path, "large", np.full((100, 100, 100), 500, np.int16), np.ones((100, 100, 100), np.uint8))
     small = write_case(tmp_path, "small", ramp, np.ones(shape, np.uint8))
     # 10,000 voxels of each: of the 1,000,000 and 27,000 that there are, the percentiles would be 190 and 810.
-    assert fingerprint([large, small], CT, progress=False).foreground == pytest.approx((10, 990), abs=1)
+    assert fingerprint([large, small], CT).foreground == pytest.approx((10, 990), abs=1)
 
 
 def test_sampled_voxels_speak_for_all(tmp_path):
     image = np.random.default_rng(0).normal(40, 25, (64, 64, 40)).astype(np.float32)
     label = np.zeros(image.shape, np.uint8)
     label[8:56, 8:56, 4:36] = 1
-    found = fingerprint([write_case(tmp_path, "a", image, label)], CT, progress=False)
+    found = fingerprint([write_case(tmp_path, "a", image, label)], CT)
     assert found.foreground == pytest.approx(np.percentile(image[label > 0], [0.5, 99.5]), abs=5)
 
 
@@ -94,16 +94,16 @@ def test_each_channel_of_ct_has_its_own_figures_of_others_the_first_is_read(tmp_
     image = np.stack([np.where(label, 3, 0), np.where(label, 8, -5)], -1).astype(np.float32)
     cases = [write_case(tmp_path, "a", image, label)]
     for modality, expected in ((("CT", "CT"), (3, 8)), (("T1", "T2"), (3, 3))):
-        assert fingerprint(cases, replace(MR, modality=modality), progress=False).foreground == expected
+        assert fingerprint(cases, replace(MR, modality=modality)).foreground == expected
 
 
 def test_a_case_without_foreground_counts_for_spacing_only(three, tmp_path):
     empty = write_case(tmp_path, "empty", np.zeros((4, 4, 4), np.int16), np.zeros((4, 4, 4), np.uint8), (1, 1, 1))
-    found = fingerprint([*three, empty], CT, progress=False)
-    assert found.foreground == fingerprint(three, CT, progress=False).foreground
+    found = fingerprint([*three, empty], CT)
+    assert found.foreground == fingerprint(three, CT).foreground
     assert found.spacing == (1.0, 1.5, 4.0)
     with pytest.raises(ValueError, match=r"somewhere: no voxel of the training cases \(1\) has a label above 0"):
-        fingerprint([empty], CT, progress=False)
+        fingerprint([empty], CT)
 
 
 @pytest.mark.parametrize(("dtype", "number"), [(np.uint8, 3), (np.int16, -1), (np.float32, 0.5)])
@@ -114,7 +114,7 @@ def test_labels_that_are_not_listed_are_named(tmp_path, dtype, number):
     with pytest.raises(
         ValueError, match=rf"a_label\.nii\.gz: expected label values 0, 1, 2, found .*{number}.*dataset.json"
     ):
-        fingerprint([case], CT, progress=False)
+        fingerprint([case], CT)
 
 
 def test_image_and_label_must_share_a_grid(tmp_path):
@@ -122,15 +122,15 @@ def test_image_and_label_must_share_a_grid(tmp_path):
     assert case.label is not None
     save(case.label, np.ones((4, 4, 4), np.uint8), (2, 1, 1))
     with pytest.raises(ValueError, match=r"a_label\.nii\.gz .* of its image .*a\.nii\.gz"):
-        fingerprint([case], CT, progress=False)
+        fingerprint([case], CT)
 
 
 def test_of_a_known_dataset_a_part_is_read_for_the_figures_of_scans_alone(three, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_KNOWN_READ", 2)
-    found = fingerprint(three, CT, tmp_path / "store", known=KNOWN, progress=False)
-    assert found.scans == fingerprint(three[::2], CT, progress=False).scans
+    found = fingerprint(three, CT, tmp_path / "store", known=KNOWN)
+    assert found.scans == fingerprint(three[::2], CT).scans
     monkeypatch.setattr(module, "read_volume", None)
-    assert fingerprint(three, CT, tmp_path / "store", known=KNOWN, progress=False) == found
+    assert fingerprint(three, CT, tmp_path / "store", known=KNOWN) == found
     assert (found.spacing, found.shape, found.cases) == ((1.0, 2.0, 5.0), (4, 4, 7), 3)
     assert found.foreground is None
     assert plan_preparation(CT, found, known=KNOWN)[0] == KNOWN
@@ -145,7 +145,7 @@ def test_the_figures_of_scans_by_hand(tmp_path):
     case = Case("a", tmp_path / "a.nii.gz", tmp_path / "l.nii.gz")
     for path, voxels in ((case.image, image), (case.label, label)):
         nib.save(nib.Nifti1Image(voxels, affine), path)
-    (found,) = fingerprint([case], CT, progress=False).scans
+    (found,) = fingerprint([case], CT).scans
     assert (found.spacing, found.size) == ((3.0, 2.0, 1.5), (30.0, 10.0, 6.0))
     assert found.intensity == (-155.0, 250.0, 655.0)  # 0.45, 4.5 and 8.55 of the way along ten values
     assert found.volumes_ml == (0.0, 0.027, 0.036)  # 3 and 4 voxels of 9 mm3
@@ -167,20 +167,20 @@ def test_figures_are_kept_until_a_file_or_a_list_changes(three, monkeypatch, tmp
         return read_volume(path, channels, first_only)
 
     monkeypatch.setattr(module, "read_volume", spy)
-    first = fingerprint(three, CT, store, progress=False)
+    first = fingerprint(three, CT, store)
     assert len(read) == 6
-    assert fingerprint(three, CT, store, progress=False) == first
+    assert fingerprint(three, CT, store) == first
     assert len(read) == 6
-    fingerprint(three[:2], CT, store, progress=False)
+    fingerprint(three[:2], CT, store)
     assert len(read) == 10
-    fingerprint(three[:2], replace(CT, labels=("background", "organ", "tumour")), store, progress=False)
+    fingerprint(three[:2], replace(CT, labels=("background", "organ", "tumour")), store)
     assert len(read) == 14
     save(three[0].image, np.full((4, 5, 6), 77, np.int16), (1, 2, 3))
-    changed = fingerprint(three, CT, store, progress=False)
+    changed = fingerprint(three, CT, store)
     assert len(read) == 20
     assert changed != first
     (store / "fingerprint.json").write_text("{")
-    assert fingerprint(three, CT, store, progress=False) == changed
+    assert fingerprint(three, CT, store) == changed
     assert len(read) == 26
 
 
@@ -245,7 +245,7 @@ def test_a_constant_foreground_has_no_window():
 @pytest.mark.real_data
 def test_real_scans(real_data):
     dataset = read_dataset(real_data / "ct_spleen_real")
-    found = fingerprint(dataset.cases, dataset, progress=False)
+    found = fingerprint(dataset.cases, dataset)
     images = [nib.load(case.image) for case in dataset.cases]
     labels = [np.asarray(nib.load(case.label).dataobj) for case in dataset.cases]
     assert found.spacing == pytest.approx(np.median([image.header.get_zooms() for image in images], axis=0))
@@ -255,7 +255,7 @@ def test_real_scans(real_data):
     assert plan_preparation(dataset, found)[0].normalisation == "window"
 
     brain = read_dataset(real_data / "brain_tumour_real")
-    found = fingerprint(brain.cases, brain, progress=False)
+    found = fingerprint(brain.cases, brain)
     assert (found.spacing, found.shape) == ((1, 1, 1), (240, 240, 155))
     assert plan_preparation(brain, found)[0] == Preparation((1.0, 1.0, 1.0), "zscore", None, channels=2)
 
@@ -266,5 +266,5 @@ def test_the_extent_is_that_of_the_box_around_what_is_not_zero_in_the_first_chan
     label[4, 6, 2] = 1
     cases = [write_case(tmp_path, "a", image, label, (1, 1, 1))]
     dataset = Dataset(tmp_path, "Brains", ("FLAIR", "T1w"), ("background", "tumour"), tuple(cases), (), False)
-    figures = fingerprint(cases, dataset, progress=False)
+    figures = fingerprint(cases, dataset)
     assert (figures.shape, figures.extent) == ((9, 8, 7), (3, 4, 2))

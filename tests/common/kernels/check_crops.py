@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from medspeed.common.data import crops
-from medspeed.common.data.crops import cut_and_change, place_cases
+from medspeed.common.data.crops import cut, place_cases
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.kernels import crops_triton
 from medspeed.common.kernels.crops_triton import gathered_crops
@@ -33,10 +33,10 @@ def test_crops_are_those_of_the_twin(channels, size, dtype, channels_last, monke
     held = placed(channels, size)
     cases = [held[0], held[1], held[0], held[1]]
     room = np.array([case.shape for case in cases]) - np.array(size)
-    arguments = cases, room // 2, FLIPS, CHANGES, size, CPU, dtype, channels_last
-    expected, expected_label = cut_and_change(*arguments)
+    arguments = cases, room // 2, FLIPS, CHANGES, size, CPU, (dtype, channels_last)
+    expected, expected_label = cut(*arguments)
     monkeypatch.setattr(crops, "trusts", lambda name, tensor: name == "crops")
-    image, label = cut_and_change(*arguments)
+    image, label = cut(*arguments)
     layout = torch.channels_last_3d if channels_last else torch.contiguous_format
     assert image.dtype == dtype
     assert image.stride() == torch.empty(image.shape, memory_format=layout).stride()
@@ -49,7 +49,7 @@ def test_crops_of_cases_in_several_places_are_left_to_the_twin(monkeypatch):
     cases = [placed(1, size)[0], placed(1, size)[0]]
     monkeypatch.setattr(crops, "trusts", lambda name, tensor: True)
     monkeypatch.setattr(crops_triton, "gathered_crops", None)
-    image, _ = cut_and_change(cases, np.zeros((2, 3), np.int64), FLIPS[:2], CHANGES[:2], size, CPU)
+    image, _ = cut(cases, np.zeros((2, 3), np.int64), FLIPS[:2], CHANGES[:2], size, CPU)
     assert image.dtype == torch.float32
 
 
