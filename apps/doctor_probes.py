@@ -35,7 +35,7 @@ def batch_parts(batches: Batches, cache: str) -> tuple[dict[Bound, float], int |
     loader = getattr(batches, "loader", None)  # MONAI's
     if loader is None:
         kinds: dict[str, Bound] = {"disk": "disk", "none": "preparation", "smart": "preparation"}
-        with closing(batches.epoch(0)) as drawn:  # type: ignore[type-var] # a generator
+        with closing(batches.epoch(0)) as drawn:
             seconds = seconds_of(lambda: sum(1 for _ in islice(drawn, _BATCHES)))
         return {kinds.get(cache, "augmentation"): seconds / min(_BATCHES, batches.steps_per_epoch)}, None
     dataset, cases, cached = loader.dataset, loader.batch_size, hasattr(loader.dataset, "cache_num")
@@ -53,7 +53,7 @@ def step_times(setup: Setup, auto: Precision) -> tuple[float, float | None, dict
 
     `auto` is the precision that "auto" stands for.
     """
-    with closing(setup.batches.epoch(0)) as batches:  # type: ignore[type-var] # a generator
+    with closing(setup.batches.epoch(0)) as batches:
         batch = next(batches)
     now = _step(setup, batch, setup.precision)
     twice = Batch(batch.image.repeat_interleave(2, 0), batch.label.repeat_interleave(2, 0), batch.cases * 2)

@@ -17,7 +17,7 @@ from monai.transforms import Compose
 from torch import nn
 
 from medspeed.benchmarks.harness import Options, Row, Sides, endless, fast_step, row, save_start, step_rows, timed
-from medspeed.common.data.batches import KeyedBatches, crop_batches
+from medspeed.common.data.batches import Batches, crop_batches
 from medspeed.common.data.cache import fill_cache
 from medspeed.common.data.crops import Tier
 from medspeed.common.data.dataset import Case, read_dataset
@@ -66,7 +66,7 @@ class Task(Options):
         labels = self.model.labelling.numbers
         return prepared_cases(self.cases, self.model.preparation, labels, self.folder / "store", progress=False)
 
-    def batches(self, crop: Size, batch: int, augmented: bool = True) -> KeyedBatches:
+    def batches(self, crop: Size, batch: int, augmented: bool = True) -> Batches:
         """Return batches of crops from where a run on this device holds the cases."""
         tier: Tier = "gpu" if self.device.type == "cuda" else "ram"
         cache = fill_cache(self.prepared(), [tier] * len(self.cases), crop, self.device)

@@ -78,7 +78,7 @@ class Opened(NamedTuple):
         steps = Steps(compute, rates, TrainingState(self.run, network, optimizer, scaler, len(rates)))
         for number in range(len(rates)):
             self.mode.operators, self.mode.stage = [], "batch"
-            with closing(setup.batches.epoch(number)) as batches:  # type: ignore[type-var]  # a generator
+            with closing(setup.batches.epoch(number)) as batches:
                 batch = next(batches)
                 assert batch.image.is_cuda  # which makes what is only drafted
             self.mode.stage = "train"

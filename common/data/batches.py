@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,69 +56,57 @@ class Draft(Batch):
         return image if name == "image" else label
 
 
-class Batches(Protocol):
+@dataclass(frozen=True)
+class Batches:
     """Where `fit` gets its batches from."""
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches in each epoch."""
-        ...
+    open: Callable[[int, int], Generator[Batch, None, None]]  # what `epoch` returns
+    steps_per_epoch: int
+    resumes_within_epoch: bool  # whether `epoch` can start at any step; else at the first only
+    made_on_device: bool  # whether each batch is made there, and like the others but for its numbers
 
-    @property
-    def resumes_within_epoch(self) -> bool:
-        """Whether `epoch` can start at any step; else at the first only."""
-        ...
-
-    @property
-    def made_on_device(self) -> bool:
-        """Whether each batch is made there, and like the others but for its numbers."""
-        ...
-
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, number: int, first_step: int = 0) -> Generator[Batch, None, None]:
         """Yield the batches of one epoch, from a step on; the same for the same arguments, whatever ran before."""
-        ...
+        return self.open(number, first_step)
 
 
 # From a range of an epoch's items, in their random order, to that part of a batch.
 Take = Callable[[slice], Batch]
 
 
-@dataclass(frozen=True)
-class KeyedBatches:
-    """Batches whose order and augmentation are keyed, so that an epoch goes on at any step as if it had not stopped.
+def keyed_batches(
+    partitions_here: Sequence[Callable[[int], AbstractContextManager[Take]]],
+    steps_per_epoch: int,
+    each: int,
+    prefetch_for: torch.device | None = None,
+) -> Batches:
+    """Return batches whose order and augmentation are keyed, so that an epoch goes on at any step as if never stopped.
 
     Each partition gives an equal part of every batch, from its own items in its own order, so that it does not matter
     which process holds which partitions; a batch is the local partitions' parts, one after the other.
+
+    Args:
+        partitions_here: of each partition that this process holds, from an epoch to what takes its items meanwhile.
+        steps_per_epoch: the same in every process.
+        each: items that one partition gives to a step.
+        prefetch_for: device of batches that keep the CPU busy, which are made one ahead; None makes each when wanted.
     """
 
-    # of each partition that this process holds, from an epoch to what takes its items meanwhile
-    partitions_here: Sequence[Callable[[int], AbstractContextManager[Take]]]
-    steps_per_epoch: int  # batches in each epoch, the same in every process
-    each: int  # items that one partition gives to a step
-    # device of batches that keep the CPU busy, which are made one ahead; None makes each when wanted
-    prefetch_for: torch.device | None = None
-    resumes_within_epoch = True
-
-    @property
-    def made_on_device(self) -> bool:
-        """Whether no batch keeps the CPU busy."""
-        return self.prefetch_for is None
-
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield the batches of one epoch, from a step on; raise what goes wrong when an item is loaded."""
-        with ExitStack() as stack:
-            takes = [stack.enter_context(open_epoch(number)) for open_epoch in self.partitions_here]
-            batches = self._batches(takes, first_step)
-            yield from batches if self.prefetch_for is None else prefetch(batches, self.prefetch_for)
-
-    def _batches(self, takes: Sequence[Take], first_step: int) -> Generator[Batch, None, None]:
-        for step in range(first_step, self.steps_per_epoch):
-            parts = [take(slice(step * self.each, (step + 1) * self.each)) for take in takes]
+    def made(takes: Sequence[Take], first_step: int) -> Generator[Batch, None, None]:
+        for step in range(first_step, steps_per_epoch):
+            parts = [take(slice(step * each, (step + 1) * each)) for take in takes]
             if len(parts) == 1:
                 yield parts[0]
             else:
                 image, label = (torch.cat([getattr(part, name) for part in parts]) for name in ("image", "label"))
                 yield Batch(image, label, tuple(name for part in parts for name in part.cases))
+
+    def epoch(number: int, first_step: int) -> Generator[Batch, None, None]:
+        with ExitStack() as stack:
+            batches = made([stack.enter_context(open_epoch(number)) for open_epoch in partitions_here], first_step)
+            yield from batches if prefetch_for is None else prefetch(batches, prefetch_for)
+
+    return Batches(epoch, steps_per_epoch, resumes_within_epoch=True, made_on_device=prefetch_for is None)
 
 
 def crop_batches(
@@ -132,7 +119,7 @@ def crop_batches(
     intensity: float = 0.1,
     seed: int = 0,
     form: Form = PLAIN,
-) -> KeyedBatches:
+) -> Batches:
     """Return foreground-balanced random crops from cached cases.
 
     Half of the crops are centred on a random voxel of a random foreground class of the case, the others lie anywhere.
@@ -179,7 +166,7 @@ def crop_batches(
             yield take
 
     here = [partial(crops, cache) for cache in caches]
-    return KeyedBatches(here, steps, each, next((cache.device for cache in caches if cache.on_host), None))
+    return keyed_batches(here, steps, each, next((cache.device for cache in caches if cache.on_host), None))
 
 
 def _starts(cases: Sequence[CachedCase], draws: np.ndarray, size: np.ndarray) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Batches from MONAI's own datasets and loaders, for the recipes `baseline` and `guide`."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from monai.transforms import (
     ToDeviced,
 )
 
-from medspeed.common.data.batches import Batch
+from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.preparation import Preparation
 
@@ -26,31 +25,24 @@ Transforms = Sequence[Callable[[Any], Any]]
 KEYS = ("image", "label")
 
 
-@dataclass(frozen=True)
-class MonaiBatches:
-    """Batches of a MONAI loader; equal for the same (seed, epoch), so a run resumes at the start of an epoch."""
+def monai_batches(loader: Any, to_batch: Callable[[Any], Batch], seed: int) -> Batches:  # noqa: ANN401 - MONAI's
+    """Return the batches of a loader with a generator of its own, equal for the same (seed, epoch).
 
-    loader: Any  # MONAI's, with a `torch.Generator` of its own
-    to_batch: Callable[[Any], Batch]  # from what the loader yields to a batch on the device
-    seed: int  # of the order and of MONAI's random transforms; must differ between ranks
-    resumes_within_epoch = False
-    made_on_device = False
+    A run resumes at the start of an epoch. The seed, of the order and of MONAI's random transforms, must differ between
+    ranks. `to_batch` leads from what the loader yields to a batch on the device.
+    """
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches in each epoch; the last one may be smaller."""
-        return len(self.loader)
-
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield the batches of one epoch; `first_step` is 0, or the end where nothing is left to yield."""
-        if first_step == self.steps_per_epoch:
+    def epoch(number: int, first_step: int) -> Generator[Batch, None, None]:
+        if first_step == len(loader):  # nothing is left
             return
         assert first_step == 0, first_step
-        seed = self.seed * 1_000_003 + number
-        self.loader.generator.manual_seed(seed)
-        set_rnd(self.loader.dataset, seed)
-        for items in self.loader:
-            yield self.to_batch(items)
+        keyed = seed * 1_000_003 + number
+        loader.generator.manual_seed(keyed)
+        set_rnd(loader.dataset, keyed)
+        for items in loader:
+            yield to_batch(items)
+
+    return Batches(epoch, len(loader), resumes_within_epoch=False, made_on_device=False)
 
 
 def monai_crops(
@@ -63,7 +55,7 @@ def monai_crops(
     workers: int | None,
     seed: int,
     device: torch.device,
-) -> MonaiBatches:
+) -> Batches:
     """Return batches of MONAI's random crops on the device, image [B, C, X, Y, Z] float32, label [B, 1, X, Y, Z] uint8.
 
     Args:
@@ -73,7 +65,7 @@ def monai_crops(
         crops_per_case: see there.
         batch_size: crops in one step of this rank.
         workers: loader processes, or threads that fill the cache; None takes MONAI's default.
-        seed: see `MonaiBatches`.
+        seed: see `monai_batches`.
         device: see above.
 
     Raises:
@@ -95,7 +87,7 @@ def monai_crops(
         label = items["label"].to(device, torch.uint8, non_blocking=True)
         return Batch(plain(image), plain(label), tuple(items["name"]))
 
-    return MonaiBatches(loader, to_batch, seed)
+    return monai_batches(loader, to_batch, seed)
 
 
 def read_transforms(preparation: Preparation, device: torch.device | None = None) -> list[Callable[[Any], Any]]:

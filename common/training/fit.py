@@ -20,7 +20,7 @@ from medspeed.common.observe.roofline import distance_to_limit
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.log import Log
-from medspeed.common.training.setup import OneStep, autocast, learning_rates, nan_as_zero
+from medspeed.common.training.setup import autocast, learning_rates, nan_as_zero, one_step
 from medspeed.common.training.state import TrainingState
 from medspeed.common.training.steps import Steps, choose_steps
 from medspeed.common.training.stopping import GracefulStop
@@ -100,7 +100,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
         FloatingPointError: a loss is not finite; names step and cases; the last checkpoint is from before.
         SystemExit: SIGTERM (143), SIGINT (130), SIGHUP (129) or SIGUSR1 (138) came; the step was finished and saved.
     """
-    batches = OneStep(setup.batches) if config.fast_dev_run else setup.batches
+    batches = one_step(setup.batches) if config.fast_dev_run else setup.batches
     network, optimizer, precision = setup.network, setup.optimizer, setup.precision
     epochs, validate_every = decided(config.epochs), decided(config.validate_every)
     parts, ranks, target, metric = config.parallel.accumulate, run.ranks, config.target(), config.METRIC.lower()

@@ -4,9 +4,9 @@ import json
 import math
 import shlex
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -219,7 +219,7 @@ def compile_if_asked(
         assert config.precision != "auto", "the configuration is not decided"
         before = {name: value.clone() for name, value in network.state_dict().items()}
         network.compile(dynamic=False)
-        with closing(batches.epoch(0)) as epoch:  # type: ignore[type-var]  # a generator
+        with closing(batches.epoch(0)) as epoch:
             image = next(epoch).image.chunk(config.parallel.accumulate)[0]
         with autocast(config.precision, run.device):
             output = network(image)
@@ -229,31 +229,14 @@ def compile_if_asked(
         network.train().load_state_dict(before)
 
 
-@dataclass(frozen=True)
-class OneStep:
-    """The first batch of each epoch of other batches, for a fast dev run."""
+def one_step(batches: Batches) -> Batches:
+    """Return the first batch of each epoch alone, for a fast dev run; what prepares the others ends then."""
 
-    batches: Batches
+    def first(number: int, first_step: int) -> Generator[Batch, None, None]:
+        with closing(batches.epoch(number, first_step)) as made:
+            yield from islice(made, 1 - first_step)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """One."""
-        return 1
-
-    @property
-    def resumes_within_epoch(self) -> bool:
-        """Whether `epoch` can start at any step: as the other batches."""
-        return self.batches.resumes_within_epoch
-
-    @property
-    def made_on_device(self) -> bool:
-        """As of the other batches."""
-        return self.batches.made_on_device
-
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield the batch, unless it is done; what prepares the others ends then."""
-        with closing(self.batches.epoch(number, first_step)) as batches:  # type: ignore[type-var]
-            yield from islice(batches, 1 - first_step)
+    return replace(batches, open=first, steps_per_epoch=1)
 
 
 def shared_validation(

@@ -149,7 +149,7 @@ def choose_steps(steps: Steps, batches: Batches, epoch: int, config: TrainingCon
     reason = why_eager(batches, steps.state, config, run)
     with run.clock.stage("compile"):
         if reason is None:
-            with closing(batches.epoch(epoch)) as made:  # type: ignore[type-var]
+            with closing(batches.epoch(epoch)) as made:
                 sample = next(made)
             reason = _tried(steps, sample, config, run)
     run.say(f"steps: eager ({reason})" if reason else "steps: one CUDA graph per step", "detail")

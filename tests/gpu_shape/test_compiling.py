@@ -52,7 +52,7 @@ def test_nothing_is_compiled_once_training_has_begun(app, parts, counter, tmp_pa
         assert run.clock.seconds()["compile"] > 0
         assert counter.frame_count == 2
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        with closing(setup.batches.epoch(0)) as batches:  # type: ignore[type-var]  # a generator
+        with closing(setup.batches.epoch(0)) as batches:
             for _ in range(STEPS):
                 args = setup.loss_function, setup.optimizer, scaler, setup.precision, 0.01, parts
                 train_step(setup.network, next(batches), *args)

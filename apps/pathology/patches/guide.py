@@ -18,8 +18,8 @@ from monai.data import DataLoader, Dataset, PatchWSIDataset
 from medspeed.apps.pathology.config import Augmentation, PathologyConfig
 from medspeed.apps.pathology.patches.augment import jitter_
 from medspeed.apps.pathology.patches.table import IMAGES, PatchTable
-from medspeed.common.data.batches import Batch
-from medspeed.common.data.monai_batches import MonaiBatches, plain
+from medspeed.common.data.batches import Batch, Batches
+from medspeed.common.data.monai_batches import monai_batches, plain
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
 
@@ -58,7 +58,7 @@ def cpu_transforms(augmentation: Augmentation) -> list[Any]:
     ]
 
 
-def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> MonaiBatches:
+def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batches:
     """Return this rank's batches of a decided configuration, each patch read and augmented by MONAI in each epoch.
 
     The guide's are augmented on the GPU where cuCIM can.
@@ -92,7 +92,7 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Monai
         drop_last=True,
         generator=torch.Generator(),
     )
-    return MonaiBatches(loader, to_batch, config.seed * world + rank)
+    return monai_batches(loader, to_batch, config.seed * world + rank)
 
 
 def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> Any:  # noqa: ANN401 - MONAI's

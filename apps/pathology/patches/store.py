@@ -20,7 +20,7 @@ from medspeed.apps.pathology.patches.table import PatchTable, decode
 from medspeed.apps.pathology.slides.reader import SlidePool
 from medspeed.common.clock import synchronise
 from medspeed.common.console import hides_bar
-from medspeed.common.data.batches import Batch, Draft, KeyedBatches, Take, keyed_uniforms, partition_cases
+from medspeed.common.data.batches import Batch, Batches, Draft, Take, keyed_batches, keyed_uniforms, partition_cases
 from medspeed.common.data.cache import measure_budgets
 from medspeed.common.data.crops import upload
 from medspeed.common.data.store import store_folder
@@ -153,7 +153,7 @@ def _crc32(pixels: np.ndarray, progress: bool) -> int:
     return crc
 
 
-def resident_batches(table: PatchTable, config: PathologyConfig, run: Run) -> KeyedBatches:
+def resident_batches(table: PatchTable, config: PathologyConfig, run: Run) -> Batches:
     """Return this rank's batches of a decided configuration, its patches held on the GPU where they fit."""
     partitions = decided(config.parallel.partitions)
     here = range(run.ranks.rank, partitions, run.ranks.world)
@@ -182,7 +182,7 @@ def rank_rows(patches: Patches, run: Run) -> np.ndarray:
     return np.arange(run.ranks.rank, len(patches.table), run.ranks.world)
 
 
-def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig, device: torch.device) -> KeyedBatches:
+def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig, device: torch.device) -> Batches:
     """Return batches of a decided configuration, in random order, of the partitions here, whose patches are held.
 
     They are image [B, 3, S, S] in [-1, 1], float32 unless made by fused kernels, and label [B] float32. An epoch leaves
@@ -201,7 +201,7 @@ def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig
         )
     rows = [partition_cases(count, partitions, number) for number in here]
     ahead = None if isinstance(patches.pixels, torch.Tensor) else device
-    return KeyedBatches([partial(_shuffled, patches, part, config, device) for part in rows], steps, each, ahead)
+    return keyed_batches([partial(_shuffled, patches, part, config, device) for part in rows], steps, each, ahead)
 
 
 @contextmanager

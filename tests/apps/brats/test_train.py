@@ -8,11 +8,13 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+from monai.data import CacheDataset
 
 from medspeed.apps.brats import infer
 from medspeed.apps.brats.config import RECIPES, BratsConfig
 from medspeed.apps.brats.guide import deterministic_transforms, random_transforms
 from medspeed.apps.brats.train import main
+from medspeed.common.data import monai_batches
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.monai_batches import monai_crops
 from medspeed.common.data.preparation import Preparation
@@ -175,14 +177,21 @@ def test_the_monai_recipes_run(recipe, heads, store, tmp_path):
     assert summary["steps"] == 2
 
 
-def test_the_guides_cache_stays_as_it_was(heads):
+def test_the_guides_cache_stays_as_it_was(heads, monkeypatch):
     cases = read_dataset(heads).cases[:2]
     preparation = Preparation((5.0, 5.0, 5.0), "zscore", None, 4)
     chain = [*deterministic_transforms(preparation, None), *random_transforms(preparation, (8, 8, 8), "", 0.1)]
+    made: list[CacheDataset] = []
+
+    def cache_dataset(*given, **named):
+        made.append(CacheDataset(*given, **named))
+        return made[0]
+
+    monkeypatch.setattr(monai_batches, "CacheDataset", cache_dataset)
     batches = monai_crops(
         cases, chain, cached=True, crops_per_case=1, batch_size=2, workers=1, seed=0, device=torch.device("cpu")
     )
-    cached = [torch.as_tensor(item["image"]) for item in batches.loader.dataset._cache]
+    cached = [torch.as_tensor(item["image"]) for item in made[0]._cache]
     before = [image.clone() for image in cached]
     for epoch in range(4):
         assert [batch.image.shape for batch in batches.epoch(epoch)] == [(2, 4, 8, 8, 8)]

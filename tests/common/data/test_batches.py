@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medspeed.common.data.batches import Batch, KeyedBatches, crop_batches, keyed_uniforms, partition_cases
+from medspeed.common.data.batches import Batch, Batches, crop_batches, keyed_batches, keyed_uniforms, partition_cases
 from medspeed.common.data.cache import CaseCache, fill_cache
 from medspeed.common.data.crops import CachedCase, place_cases
 from medspeed.common.data.preparation import PreparedCase
@@ -186,7 +186,7 @@ def partition(number: int, count: int = 9, partitions: int = 2) -> CaseCache:
     return fill_cache(cases, ["gpu"] * len(cases), (4, 4, 4), CPU, indices)
 
 
-def distributed(*numbers: int) -> KeyedBatches:
+def distributed(*numbers: int) -> Batches:
     return crop_batches([partition(number) for number in numbers], 3, 6, 9, partitions=2, seed=5)
 
 
@@ -231,14 +231,14 @@ def test_keyed_batches_take_whatever_has_an_order():
 
         return lambda epoch: nullcontext(lambda part: take(epoch, part))
 
-    both = KeyedBatches([numbers(0), numbers(1)], 3, 2, prefetch_for=CPU)
+    both = keyed_batches([numbers(0), numbers(1)], 3, 2, prefetch_for=CPU)
     assert [batch.image.tolist() for batch in both.epoch(1)] == [
         [100, 101, 110, 111],
         [102, 103, 112, 113],
         [104, 105, 114, 115],
     ]
     assert [batch.cases for batch in both.epoch(0, first_step=2)] == [("4", "5", "14", "15")]
-    assert [batch.image.tolist() for batch in KeyedBatches([numbers(1)], 3, 2).epoch(1, 2)] == [[114, 115]]
+    assert [batch.image.tolist() for batch in keyed_batches([numbers(1)], 3, 2).epoch(1, 2)] == [[114, 115]]
 
 
 def broken(number: int) -> CachedCase:
@@ -259,10 +259,10 @@ def test_leaving_an_epoch_early_leaves_no_thread_behind(ending):
     next(epoch)
     assert set(threading.enumerate()) > before
     if ending == "close":
-        epoch.close()  # type: ignore[attr-defined]
+        epoch.close()
     else:
         with pytest.raises(KeyboardInterrupt):
-            epoch.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
+            epoch.throw(KeyboardInterrupt())
     assert set(threading.enumerate()) == before
 
 

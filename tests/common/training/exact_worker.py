@@ -10,7 +10,7 @@ from medspeed.common.ranks import SINGLE, Ranks
 from medspeed.common.run import join_ranks
 from medspeed.common.training.fit import train_step
 from medspeed.common.training.optimizers import build_optimizer
-from tests.common.training.fit_worker import TinyBatches, batch_dice, sample_mean, tiny_network
+from tests.common.training.fit_worker import batch_dice, sample_mean, tiny_batches, tiny_network
 
 STEPS = 20
 SCALER = torch.amp.GradScaler("cpu", enabled=False)
@@ -23,7 +23,7 @@ def twenty_steps(ranks: Ranks, norm: str, loss: str, accumulate: int = 1) -> tup
     parallel, optimizer = ranks.parallel(network), build_optimizer("novograd", network.parameters(), 0.01)
     losses = [
         float(train_step(parallel, batch, LOSSES[loss](ranks), optimizer, SCALER, "fp32", 0.01, accumulate))
-        for batch in TinyBatches(ranks, STEPS).epoch(0)
+        for batch in tiny_batches(ranks, STEPS).epoch(0)
     ]
     ranks.average_buffers(network)
     return losses, {name: value.clone() for name, value in network.state_dict().items()}

@@ -7,8 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from medspeed.common.data.batches import Batch
+from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.files import release
 from medspeed.common.ranks import SINGLE, Ranks
 from medspeed.common.run import STOP_SIGNALS, exit_by_signal, join_ranks, one_line_errors, open_run, take_signals
@@ -55,27 +54,22 @@ def sample_mean(ranks: Ranks) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
-@dataclass(frozen=True)
-class TinyBatches:
-    """Rows of noise with a bright cube to find; `before` is called at each step, to wait, hang or fail."""
+def tiny_batches(ranks: Ranks, steps: int, before: Callable[[int], None] = lambda step: None) -> Batches:
+    """Return rows of noise with a bright cube to find; `before` is called at each step, to wait, hang or fail."""
 
-    ranks: Ranks
-    steps_per_epoch: int
-    before: Callable[[int], None] = lambda step: None
-    resumes_within_epoch: bool = True
-    made_on_device: bool = False
-
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
-        for step in range(first_step, self.steps_per_epoch):
-            self.before(number * self.steps_per_epoch + step)
+    def epoch(number: int, first_step: int) -> Generator[Batch, None, None]:
+        for step in range(first_step, steps):
+            before(number * steps + step)
             generator = torch.Generator().manual_seed(1000 * number + step)
             image = torch.rand(ROWS, 1, SIDE, SIDE, SIDE, generator=generator)
             label = torch.zeros(ROWS, 1, SIDE, SIDE, SIDE, dtype=torch.uint8)
             for row in range(ROWS):  # rows differ, and so do the sums of their losses
                 label[row, :, : 2 + row, 2:6, : 1 + row] = 1
             image = image + label
-            rows = slice(self.ranks.rank * ROWS // self.ranks.world, (self.ranks.rank + 1) * ROWS // self.ranks.world)
+            rows = slice(ranks.rank * ROWS // ranks.world, (ranks.rank + 1) * ROWS // ranks.world)
             yield Batch(image[rows], label[rows], tuple(f"case_{row}" for row in range(ROWS))[rows])
+
+    return Batches(epoch, steps, resumes_within_epoch=True, made_on_device=False)
 
 
 def train(wish: dict[str, Any], ranks: Ranks = SINGLE) -> Fitted:
@@ -103,7 +97,7 @@ def train(wish: dict[str, Any], ranks: Ranks = SINGLE) -> Fitted:
     losses = {"dice": batch_dice, "mean": sample_mean}
     setup = Setup(
         network=network,
-        batches=TinyBatches(ranks, wish.get("steps", 10), before),
+        batches=tiny_batches(ranks, wish.get("steps", 10), before),
         loss_function=losses[wish.get("loss", "dice")](ranks),
         optimizer=build_optimizer("novograd", network.parameters(), 0.01),
         precision="fp32",

@@ -24,18 +24,18 @@ from medspeed.common.run import Run
 from medspeed.common.training import setup
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.setup import (
-    OneStep,
     autocast,
     choose_precision,
     compile_if_asked,
     few_cases,
     lr_factor,
+    one_step,
     start_run,
     trust_kernels,
     wake,
 )
 from medspeed.models.unet3d import unet3d
-from tests.common.training.fit_worker import TinyBatches, train
+from tests.common.training.fit_worker import tiny_batches, train
 
 CPU = torch.device("cpu")
 _BF16_AND_FP32 = (torch.bfloat16, torch.float32)
@@ -268,21 +268,23 @@ def test_a_few_cases_are_left_or_one_for_each_part(parts, kept):
 def test_an_epoch_is_its_first_batch_and_ends_what_made_the_others():
     made, ended = [], []
 
-    class Batches(TinyBatches):
-        def epoch(self, number, first_step=0):
-            try:
-                for batch in super().epoch(number, first_step):
-                    made.append(number)
-                    yield batch
-            finally:
-                ended.append(number)
+    five = tiny_batches(SINGLE, 5)
 
-    short = OneStep(Batches(SINGLE, 5))
+    def epoch(number, first_step):
+        try:
+            for batch in five.epoch(number, first_step):
+                made.append(number)
+                yield batch
+        finally:
+            ended.append(number)
+
+    batches = replace(five, open=epoch)
+    short = one_step(batches)
     assert (short.steps_per_epoch, short.resumes_within_epoch) == (1, True)
     assert len(list(short.epoch(3))) == 1
     assert (made, ended) == ([3], [3])
     assert not list(short.epoch(3, 1))
-    assert not OneStep(replace(Batches(SINGLE, 5), resumes_within_epoch=False)).resumes_within_epoch
+    assert not one_step(replace(batches, resumes_within_epoch=False)).resumes_within_epoch
 
 
 def test_a_run_takes_two_steps_and_validates_each(tmp_path):

@@ -28,7 +28,7 @@ from medspeed.models.resnet18_fcn import resnet18_fcn
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d
 from tests import golden
-from tests.common.training.fit_worker import TinyBatches, train
+from tests.common.training.fit_worker import tiny_batches, train
 from tests.common.training.test_fit import held_on
 from tests.emulated_graph import Trace, emulated, record
 from tests.support import refuse_host_sync
@@ -288,7 +288,7 @@ def test_other_optimizers_get_their_rates_from_the_host(name):
 def test_when_no_graph_is_captured():
     config, made = TrainingConfig(optimizer="novograd"), make()
     cuda = Run(Path(), torch.device("cuda"), Clock(), False)
-    batches = TinyBatches(cuda.ranks, 1, made_on_device=True)
+    batches = replace(tiny_batches(cuda.ranks, 1), made_on_device=True)
 
     def reason(batches=batches, made=made, config=config, run=cuda):
         return why_eager(batches, made.state, config, run)

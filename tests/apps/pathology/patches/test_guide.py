@@ -10,7 +10,7 @@ from medspeed.apps.pathology.config import Augmentation, PathologyConfig
 from medspeed.apps.pathology.patches import guide
 from medspeed.apps.pathology.patches.guide import cucim_transform, monai_dataset, monai_patches, why_not_cucim
 from medspeed.apps.pathology.patches.table import PatchTable
-from medspeed.common.data.monai_batches import MonaiBatches
+from medspeed.common.data.batches import Batches
 from medspeed.common.ranks import Ranks
 from tests.apps.pathology.scan_runs import write_slide
 
@@ -28,7 +28,7 @@ def table(tmp_path: Path) -> PatchTable:
     return PatchTable((slide,), np.zeros(10, np.int32), corner, np.arange(10, dtype=np.uint8) % 2, 64)
 
 
-def batches_of(table: PatchTable, seed: int = 0, ranks: Ranks = Ranks()) -> MonaiBatches:  # noqa: B008
+def batches_of(table: PatchTable, seed: int = 0, ranks: Ranks = Ranks()) -> Batches:  # noqa: B008
     config = PathologyConfig(
         recipe="guide", reader="openslide", batch_size=4, workers=None, seed=seed, augmentation=AUGMENTATION
     )

@@ -25,7 +25,7 @@ from medspeed.apps.pathology.patches.table import PatchTable
 from medspeed.apps.pathology.patches.table import decode as decode_patches
 from medspeed.apps.pathology.slides.reader import SlidePool
 from medspeed.common.clock import Clock
-from medspeed.common.data.batches import KeyedBatches
+from medspeed.common.data.batches import Batches
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run
 from medspeed.common.training.config import Parallel
@@ -136,7 +136,7 @@ def patches() -> Patches:
 
 def batches_of(
     patches: Patches, size: int, partitions: int = 1, mine: tuple[int, ...] | None = None, on_device: bool = False
-) -> KeyedBatches:
+) -> Batches:
     here = range(partitions) if mine is None else mine
     rows = np.flatnonzero(np.isin(np.arange(COUNT) % partitions, here))
     config = PathologyConfig(batch_size=size, parallel=Parallel(partitions=partitions), seed=3)
