@@ -17,7 +17,7 @@ from monai.transforms import RandomizableTrait
 from medspeed.apps.doctor_verdict import Bound
 from medspeed.common.clock import repeated, seconds_of, synchronise
 from medspeed.common.data.batches import Batch, Batches
-from medspeed.common.inference.options import Precision
+from medspeed.common.inference import Precision
 from medspeed.common.training.fit import Setup, train_step
 
 _ROUNDS = 5

@@ -47,8 +47,7 @@ from medspeed.common.console import say
 from medspeed.common.data.dataset import read_typed
 from medspeed.common.files import from_json, hold, printable, read_object, write_json, write_text
 from medspeed.common.inference.evaluation import Evaluation, say_means
-from medspeed.common.inference.measure import write_measures
-from medspeed.common.inference.scores import Scores
+from medspeed.common.inference.scores import Scores, write_measures
 from medspeed.common.run import STOP_SIGNALS, one_line_errors, take_signals
 from medspeed.common.training.evaluate import Quality
 

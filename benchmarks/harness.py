@@ -25,8 +25,8 @@ from medspeed.common.clock import synchronise
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.files import write_json
 from medspeed.common.host_memory import keep_freed_memory
+from medspeed.common.inference import Precision
 from medspeed.common.inference.model import save_weights
-from medspeed.common.inference.options import Precision
 from medspeed.common.inference.predictors import computes_bf16
 from medspeed.common.training.fit import train_step
 from medspeed.common.training.losses import Loss

@@ -33,8 +33,8 @@ from medspeed.benchmarks.harness import Options, Row, Sides, Values, fast_step, 
 from medspeed.common.config import replaced
 from medspeed.common.data.batches import Batches
 from medspeed.common.files import read_object, write_json
+from medspeed.common.inference import Precision
 from medspeed.common.inference.open_predictor import folded
-from medspeed.common.inference.options import Precision
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.training.losses import binary_cross_entropy
 from medspeed.models.resnet18_fcn import STRIDE, resnet18_fcn

@@ -27,10 +27,11 @@ from medspeed.common.data.store import prepared_cases
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.host_memory import peak_memory
+from medspeed.common.inference import Precision
 from medspeed.common.inference.model import VolumeModel, import_weights, load_model, load_weights
-from medspeed.common.inference.options import InferConfig, Precision
+from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.scan_files import find_scans
-from medspeed.common.inference.scans import open_segmenter
+from medspeed.common.inference.scans import Segmenter
 from medspeed.common.inference.scores import score
 from medspeed.common.training.losses import build_loss
 from medspeed.common.training.setup import choose_precision
@@ -214,7 +215,7 @@ def fast_inference(task: Task, name: str) -> Sides:
         device=str(task.device), overlays=False, fit_windows=fit,
     )  # fmt: skip
     model = load_model(folder / "run", task.app, find_network)
-    job = open_segmenter(config, model).job(find_scans(folder / "scans"))
+    job = Segmenter(config, model).job(find_scans(folder / "scans"))
 
     def segment() -> int:
         failed = job.work(job.items)

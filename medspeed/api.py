@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints, overlo
 from medspeed.common.config import config_from_values
 from medspeed.common.console import set_verbosity
 from medspeed.common.files import read_object
-from medspeed.common.inference.options import model_folders
+from medspeed.common.inference import model_folders
 
 if TYPE_CHECKING:  # they load torch
     from medspeed.apps.pathology.evaluate import SlideScores
     from medspeed.common.inference.evaluation import Evaluation
-    from medspeed.common.inference.predictions import Predictions
+    from medspeed.common.inference.folder_job import Predictions
     from medspeed.common.training.evaluate import RunSummary
 
 App = Literal["brats", "pathology", "spleen"]

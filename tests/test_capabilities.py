@@ -15,7 +15,7 @@ import pytest
 
 import medspeed
 from medspeed.apps.pathology.evaluate import SlideScores
-from medspeed.common.inference import predictions
+from medspeed.common.inference import folder_job
 from medspeed.common.inference.evaluation import Evaluation
 
 ROOT = Path(__file__).parents[1]
@@ -81,8 +81,8 @@ PYTHON = {  # from medspeed import ...
     "evaluate": "predictions references app quiet flags",
 }
 RESULTS = {
-    predictions.Prediction: "files record volumes_ml",
-    predictions.Predictions: "done failed status",
+    folder_job.Prediction: "files record volumes_ml",
+    folder_job.Predictions: "done failed status",
     Evaluation: "cases missing refused summary status",
     SlideScores: "froc slide_auc slides left_out refused status",
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from medspeed.common.inference.options import AnyPrecision, Backend
+from medspeed.common.inference import AnyPrecision, Backend
 from medspeed.common.training.config import Check, TrainingConfig, parse_training
 
 _DESCRIPTION = "Train a detector of metastases on patches of whole-slide images, to a checked TensorRT engine."

@@ -29,10 +29,9 @@ from medspeed.apps.pathology.slides.reader import SlidePool
 from medspeed.common.console import hides_bar, say
 from medspeed.common.files import plural, sha256_of
 from medspeed.common.host_memory import keep_freed_memory, peak_memory
-from medspeed.common.inference.folder_job import FolderJob, Item
-from medspeed.common.inference.measure import write_measures
+from medspeed.common.inference.folder_job import FolderJob, Item, Prediction, Predictions, Record
 from medspeed.common.inference.open_predictor import open_predictor
-from medspeed.common.inference.predictions import Prediction, Predictions, Record
+from medspeed.common.inference.scores import write_measures
 from medspeed.common.inference.uncertain import warn_of_training
 from medspeed.common.observe.timeline import Timeline
 from medspeed.common.ranks import choose_device, torchrun_place
@@ -85,7 +84,7 @@ class Scanner:
 
     def identity(self) -> Record:
         """Return everything but the slide that determines the output."""
-        file, config = self.opened.file, self.config
+        file, config = self.opened.files[0], self.config
         options = {
             "mode": config.mode,
             "stride": self.stride,

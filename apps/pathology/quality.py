@@ -15,7 +15,7 @@ from medspeed.common.data.threads import prefetch
 from medspeed.common.export.export import ExportRecord, Quantise, export
 from medspeed.common.export.gate import Judge
 from medspeed.common.export.tensorrt_engine import EngineChoice
-from medspeed.common.inference.options import Precision
+from medspeed.common.inference import Precision
 from medspeed.common.inference.predictors import Predictor, torch_predictor
 from medspeed.common.run import Run
 from medspeed.common.training.evaluate import Quality, doubts

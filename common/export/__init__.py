@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from medspeed.common.inference.options import ModelPrecision, model_folders
+from medspeed.common.inference import ModelPrecision, model_folders
 
 
 @dataclass(frozen=True)

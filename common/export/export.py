@@ -24,9 +24,9 @@ from medspeed.common.export.gate import (
 from medspeed.common.export.onnx_model import Window, export_onnx
 from medspeed.common.export.tensorrt_engine import EngineChoice, build_engine, choose_flavour
 from medspeed.common.files import plural, record_digests, sha256_of
+from medspeed.common.inference import ModelPrecision
 from medspeed.common.inference.labels import case_dice, dice_counts
 from medspeed.common.inference.model import VolumeModel
-from medspeed.common.inference.options import ModelPrecision
 from medspeed.common.inference.predict import predict_labels, read_truth, sample_windows
 from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor
 from medspeed.common.inference.tensorrt_runtime import (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from medspeed.common.inference.options import ModelPrecision
+from medspeed.common.inference import ModelPrecision
 from medspeed.common.inference.predictors import Predictor, torch_predictor
 
 LOGIT_BOUND = 1e-3

@@ -19,6 +19,16 @@ from medspeed.common.files import atomic_path
 from medspeed.common.inference.labels import Region
 
 ALGORITHM = "medspeed"
+_ATTRIBUTES: dict[str, Any] = {
+    "segmentation_type": "BINARY",  # frames without voxels are left out, unless all are
+    "series_number": 9000,  # any will do; beyond those that scanners give
+    "instance_number": 1,
+    "manufacturer": ALGORITHM,
+    "manufacturer_model_name": ALGORITHM,
+    "device_serial_number": "none",  # must not be empty (type 1), and must not name a host
+    "series_description": f"Segmentation by {ALGORITHM}",
+    "specific_character_set": "ISO_IR 192",  # UTF-8 holds whatever the source's character set does
+}
 # What a SEG needs of its source images: where they lie and what they are called, nothing of the patient.
 REFERENCES = (
     "SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID", "FrameOfReferenceUID", "Modality", "Rows",
@@ -59,10 +69,10 @@ def write_seg(
         path: the file to write.
         labels: [X, Y, Z] uint8, on the grid that `read_series` gives.
         series: where the labels were found; the headers of its files are read again.
-        structures: at least one; a voxel may belong to several.
+        structures: a voxel may belong to several.
         version: of what found them, up to 64 characters.
-        keep_patient: copy the attributes of patient, study and equipment, for filing into an archive; else those are
-            empty, and only the UIDs lead back to the patient.
+        keep_patient: copy the attributes of patient, study and equipment; else those are empty, and only the UIDs lead
+            back to the patient.
 
     Raises:
         ValueError: a source header cannot be read or lacks what a segmentation must refer to.
@@ -80,10 +90,21 @@ def write_seg(
     except broken():  # pydicom's; it may quote the patient, as highdicom's below: neither is chained
         raise refusal from None
     found_by = AlgorithmIdentificationSequence(ALGORITHM, codes.cid7162.ArtificialIntelligence, version)
-    segments = [_described(number, each.name, found_by) for number, each in enumerate(structures, 1)]
+    segments = [
+        SegmentDescription(number, each.name, *_codes(each.name), "AUTOMATIC", found_by)
+        for number, each in enumerate(structures, 1)
+    ]
     masks = np.stack([np.isin(labels.T, region.members) for region in structures], axis=-1)  # [Z, Y, X, S]
     try:
-        image = _segmentation(masks, sources, segments, version)
+        image = Segmentation(
+            source_images=sources,
+            pixel_array=masks,
+            segment_descriptions=segments,
+            series_instance_uid=generate_uid(),
+            sop_instance_uid=generate_uid(),
+            software_versions=version,
+            **_ATTRIBUTES,
+        )
     except (AttributeError, TypeError, ValueError):  # highdicom's, of what a header lacks or holds
         raise refusal from None
     _set_distance(image, sources)
@@ -95,38 +116,13 @@ def write_seg(
 
 def _source(file: Path, keep_patient: bool) -> pydicom.Dataset:
     """Return the header of a source image; without the patient, identifying attributes are never read."""
+    tags = None if keep_patient else list(REFERENCES)
     with file.open("rb") as stream:
-        header = pydicom.dcmread(
-            stream, stop_before_pixels=True, specific_tags=None if keep_patient else list(REFERENCES)
-        )
+        header = pydicom.dcmread(stream, stop_before_pixels=True, specific_tags=tags)
     for keyword in BLANK:
         if keyword not in header:
             setattr(header, keyword, None)
     return header
-
-
-def _segmentation(
-    masks: np.ndarray,
-    sources: Sequence[pydicom.Dataset],
-    segments: Sequence[SegmentDescription],
-    version: str,
-) -> Segmentation:
-    return Segmentation(  # frames without voxels are left out, unless all are
-        source_images=sources,
-        pixel_array=masks,
-        segmentation_type="BINARY",
-        segment_descriptions=segments,
-        series_instance_uid=generate_uid(),
-        series_number=9000,  # any will do; beyond those that scanners give
-        sop_instance_uid=generate_uid(),
-        instance_number=1,
-        manufacturer=ALGORITHM,
-        manufacturer_model_name=ALGORITHM,
-        software_versions=version,
-        device_serial_number="none",  # must not be empty (type 1), and must not name a host
-        series_description=f"Segmentation by {ALGORITHM}",
-        specific_character_set="ISO_IR 192",  # UTF-8 holds whatever the source's character set does
-    )
 
 
 def _set_distance(image: Segmentation, sources: Sequence[pydicom.Dataset]) -> None:
@@ -137,18 +133,6 @@ def _set_distance(image: Segmentation, sources: Sequence[pydicom.Dataset]) -> No
     measures = image.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
     measures.SpacingBetweenSlices = distance
     measures.SliceThickness = measures.get("SliceThickness") or distance
-
-
-def _described(number: int, name: str, found_by: AlgorithmIdentificationSequence) -> SegmentDescription:
-    category, kind = _codes(name)
-    return SegmentDescription(
-        segment_number=number,
-        segment_label=name,
-        segmented_property_category=category,
-        segmented_property_type=kind,
-        algorithm_type="AUTOMATIC",
-        algorithm_identification=found_by,
-    )
 
 
 def _codes(name: str) -> tuple[Any, Any]:

@@ -1,7 +1,4 @@
-"""Inference with several trained runs, such as the folds of a cross-validation: their logits are averaged per window.
-
-A scan is read, prepared, cut into windows, restored and written once, however many models there are.
-"""
+"""Inference with several trained runs, such as the folds of a cross-validation: the mean of their logits per window."""
 
 import hashlib
 from collections.abc import Sequence
@@ -15,11 +12,10 @@ import torch
 from medspeed.common.config import flat
 from medspeed.common.console import say
 from medspeed.common.files import printable, sha256_of
+from medspeed.common.inference import AnyPrecision, Backend
 from medspeed.common.inference.labels import LabelScheme, pair_counts
-from medspeed.common.inference.members import Member, mean_of
-from medspeed.common.inference.model import Find, VolumeModel, load_model, read_note
-from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
-from medspeed.common.inference.options import AnyPrecision, Backend
+from medspeed.common.inference.model import Find, Member, VolumeModel, load_model, mean_of, read_note
+from medspeed.common.inference.open_predictor import OpenedPredictor, RepeatingPredictor, open_predictor
 from medspeed.common.inference.predictors import Predictor
 
 _SHARED = ("labelling", "preparation", "window_size", "overlap")
@@ -30,13 +26,13 @@ def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None 
 
     Raises:
         FileNotFoundError: one is no run folder, or has no weights.
-        ValueError: one is damaged or given twice, or models differ in labels, preparation, channels or windows; says.
+        ValueError: one is damaged or given twice, or models differ in labels, preparation, channels or windows.
     """
     models = [load_model(run, app, find, network) for run in runs]
     if len(models) == 1:
         return models[0]
     members: list[Member] = []
-    first = next((number for number, each in enumerate(models) if each.modality), 0)  # older runs do not name channels
+    first = next((number for number, each in enumerate(models) if each.modality), 0)  # imported ones name no channels
     for run, model in zip(runs, models, strict=True):
         _check_shared(run, model, runs[first], models[first])
         weights = run / "best.safetensors"
@@ -47,15 +43,14 @@ def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None 
             raise ValueError(f"{run}: its weights are given twice; name each model once")
         members.append(Member(run.resolve().name, digest, model.network, model.arguments))
     say(printable(f"mean of {len(members)} models: {', '.join(map(str, runs))}"))
-    precision, postprocessing = models[0].precision, models[0].postprocessing
-    if any(model.precision != precision for model in models):
-        precision = "fp32"
-    if any(model.postprocessing != postprocessing for model in models):
-        postprocessing = ()
-        say("no post-processing, since the models' own differ: choose with --largest-component or --smallest-ml")
-    shared = replace(models[0], modality=models[first].modality, members=tuple(members))
     batch = min(model.window_batch for model in models)  # an engine takes no more windows than it was built for
-    return replace(shared, precision=precision, postprocessing=postprocessing, window_batch=batch)
+    shared = replace(models[0], modality=models[first].modality, members=tuple(members), window_batch=batch)
+    if any(model.precision != shared.precision for model in models):
+        shared = replace(shared, precision="fp32")
+    if any(model.postprocessing != shared.postprocessing for model in models):
+        say("no post-processing, since the models' own differ: choose with --largest-component or --smallest-ml")
+        return replace(shared, postprocessing=())
+    return shared
 
 
 def _check_shared(run: Path, model: VolumeModel, first_run: Path, first: VolumeModel) -> None:
@@ -74,41 +69,53 @@ def _check_shared(run: Path, model: VolumeModel, first_run: Path, first: VolumeM
 def open_models(
     runs: Sequence[Path],
     model: VolumeModel,
-    *,
     backend: Literal["auto", Backend] = "auto",
     precision: Literal["auto", AnyPrecision] = "auto",
+    *,
     device: torch.device,
+    pairs: list[torch.Tensor] | None = None,
 ) -> OpenedPredictor:
     """Open a run as `open_predictor` does; of several each, with one backend, as the mean of their logits.
 
-    Where "auto" would choose not the same for all, since one has no engine or export, PyTorch runs them.
+    Where "auto" would choose not the same for all, since one has no engine or export, PyTorch runs them. On a GPU
+    PyTorch's windows are repeated as CUDA graphs.
 
     Args:
         runs: their folders.
         model: what `load_models` returned for them.
-        backend: see `open_predictor`, as for the others and the errors.
-        precision: "auto" is that of the training, and fp32 where the runs' differ.
+        backend: see `open_predictor`, as for what follows and the errors.
+        precision: "auto" is fp32 where the runs' differ.
         device: where the windows lie.
+        pairs: receives how well several agree in their windows (see `pair_counts`).
     """
-    if len(runs) == 1:
-        return open_predictor(runs[0], model, backend=backend, precision=precision, device=device)
-    trained = [replace(model, network=each.network, arguments=each.arguments, members=()) for each in model.members]
+    parts = [replace(model, network=each.network, arguments=each.arguments, members=()) for each in model.members]
+    parts = parts if len(runs) > 1 else [model]
 
     def opened(backend: Literal["auto", Backend]) -> list[OpenedPredictor]:
         one = partial(open_predictor, backend=backend, precision=precision, device=device)
-        return [one(*each) for each in zip(runs, trained, strict=True)]
+        return [one(*each) for each in zip(runs, parts, strict=True)]
 
     found = opened(backend)
     if len({(each.backend, each.precision) for each in found}) > 1:
         found = [replace(each, reason="the models have not the same exports") for each in opened("torch")]
-    members, others = tuple(each.predict for each in found), tuple(each.file for each in found[1:])
-    return replace(found[0], predict=partial(mean_of, members), others=others, members=members)
+    members = [each.predict for each in found]
+    if found[0].backend == "torch" and device.type == "cuda":
+        line = partial(say, kind="detail")
+        names = (f"{_networks(part)} in {found[0].precision}" for part in parts)
+        members = [RepeatingPredictor(each, name, line) for each, name in zip(members, names, strict=True)]
+    together = partial(compared_mean, members, model.labelling, [] if pairs is None else pairs)
+    files = tuple(file for each in found for file in each.files)
+    return replace(found[0], predict=members[0] if len(runs) == 1 else together, files=files)
+
+
+def _networks(model: VolumeModel) -> str:
+    return " + ".join(f"{each.network.__name__} {each.arguments}" for each in model.members or (model,))
 
 
 def compared_mean(
     members: Sequence[Predictor], scheme: LabelScheme, pairs: list[torch.Tensor], windows: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mean logits of predictors as `mean_of` does; `pairs` receives how well they agree (`pair_counts`)."""
+    """Return what `mean_of` does; `pairs` receives how well the predictors agree (see `pair_counts`)."""
     labels: list[torch.Tensor] = []
 
     def noted(member: Predictor, windows: torch.Tensor) -> torch.Tensor:
@@ -121,13 +128,10 @@ def compared_mean(
     return mean
 
 
-def digest_of(opened: OpenedPredictor) -> str:
-    """Return the SHA-256 of the numbers that are computed with: of our weights what was checked as they were opened.
-
-    Of several models it is that of their digests, in their order.
-    """
+def digest_of(files: Sequence[Path]) -> str:
+    """Return the SHA-256 of the numbers in a file, of our weights as checked when opened; of several, of all theirs."""
     digests = []
-    for file in (opened.file, *opened.others):
+    for file in files:
         checked = read_note(file).get("sha256") if file.suffix == ".safetensors" else None
         digests.append(checked or sha256_of(file))
     return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()

@@ -12,6 +12,7 @@ from medspeed.common.data.threads import map_in_threads, usable_cores
 from medspeed.common.data.volumes import read_header, read_volume
 from medspeed.common.files import plural, printable, read_object
 from medspeed.common.host_memory import free_memory
+from medspeed.common.inference import TOLERANCE
 from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.folder_job import BAD_INPUT
 from medspeed.common.inference.labels import LabelScheme
@@ -27,7 +28,7 @@ _MEAN, _SHOWN = "{mean:.3f} [{low:.3f}, {high:.3f}]", ("dice", "nsd", "hd95_mm",
 
 
 def evaluate_folders(
-    predictions: Path, references: Path, labels: Labels | None = None, *, tolerance: float = 2.0
+    predictions: Path, references: Path, labels: Labels | None = None, *, tolerance: float = TOLERANCE
 ) -> Evaluation:
     """Compare the label maps of two folders, matched by name; the NSD has a tolerance in mm.
 
@@ -35,7 +36,7 @@ def evaluate_folders(
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: no case can be compared, or two files have one name; says which.
+        ValueError: no case can be compared, or two files have one name.
     """
     found, true = map(_label_maps, (predictions, references))
     pairs = {name: (found.get(name, predictions / name), file) for name, file in true.items()}
@@ -90,7 +91,7 @@ def run_evaluation(
 ) -> Evaluation:
     """Evaluate two folders, or a run of an app whose network `find` finds; write the tables, and print the means.
 
-    `labelling` makes structures of the labels of the dataset whose folder holds the references.
+    The dataset's labels, where the references lie in one, are made structures by `labelling`.
     """
     given = (each.rpartition("=") for each in config.labels)
     labels: Labels = {name: [*map(int, numbers.split("+"))] for name, _, numbers in given}

@@ -1,7 +1,7 @@
 """One resumable job over the items of a folder: read, compute and write overlap, and each finished item has a record.
 
-The record of an item is written twice: before its first output, so that outputs can be told from foreign files, and,
-whole, after its last one. It vouches for the outputs of its own weights, options and input files, and for no others.
+The record is written before the item's first output, so that outputs can be told from foreign files, and, whole, after
+the last one. It vouches for the outputs of its own weights, options and input files, and for no others.
 """
 
 import errno
@@ -9,7 +9,7 @@ import json
 import os
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ import torch
 from tqdm import tqdm
 
 from medspeed.common.console import Kind, hides_bar, say, wants_traceback
-from medspeed.common.files import locked, part_ending, plural, printable, read_object, write_json
-from medspeed.common.inference.predictions import Prediction, Predictions, Record
+from medspeed.common.files import locked, part_ending, plural, printable, write_json
 from medspeed.common.ranks import torchrun_place
 from medspeed.common.run import wait_for_all
 
+Record = dict[str, Any]
 Source = TypeVar("Source")
 Read = TypeVar("Read")
 Computed = TypeVar("Computed")
@@ -34,15 +34,43 @@ _VERSION = 3  # raise when outputs or records change for the same input, weights
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """Result of one scan or slide: the files written (the label map or map of probability first), and its record.
+
+    The record holds measurements or detections, the seconds of each stage, and whatever else is in its JSON file.
+    """
+
+    files: tuple[Path, ...]
+    record: Record
+
+    @property
+    def volumes_ml(self) -> dict[str, float]:
+        """Volume of each structure in ml; empty for a slide."""
+        return {each["structure"]: each["volume_ml"] for each in self.record.get("measures", ())}
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Results of the scans or slides of this process by name, earlier ones included, and the errors of the others."""
+
+    done: dict[str, Prediction]
+    failed: dict[str, str]
+
+    @property
+    def status(self) -> int:
+        """Exit status of a command: 1 if a scan failed, otherwise 0."""
+        return 1 if self.failed else 0
+
+
+@dataclass(frozen=True)
 class Item(Generic[Source]):
     """One input of a job, and where what comes out of it lies.
 
     Args:
-        name: what it is called in lines and tables.
+        name: in lines and tables.
         source: what it is read from: a path, a series.
-        files: the input's files; when one of them changes, the item is done anew.
-        outputs: the files that a finished item has.
-        record: its record, which is no output.
+        files: those of the input; when one of them changes, the item is done anew.
+        outputs: the files that a finished item has, besides its record.
         optional: outputs that runs with other options may have left.
     """
 
@@ -59,11 +87,7 @@ class Item(Generic[Source]):
         return (*self.outputs, *self.optional, self.record)
 
     def stamp(self) -> list[int]:
-        """Return numbers that change when its files do: their count, bytes, and the latest change in ns.
-
-        Raises:
-            ValueError: a file is gone.
-        """
+        """Return count, bytes and latest change in ns of its files; a ValueError says that one is gone."""
         try:
             found = [file.stat() for file in self.files]
         except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
@@ -76,16 +100,15 @@ class FolderJob(Generic[Source, Read, Computed]):
     """What is done with the items of a folder; it can be killed at any moment and started again.
 
     Args:
-        kind: what an item is called in lines, "scan" or "slide".
-        folder: where the outputs go.
+        kind: "scan" or "slide", for the lines.
+        folder: of the outputs.
         items: those of all processes; under torchrun each process takes its share.
-        identity: all but the item that decides what comes out: weights, model, options. JSON must take it.
+        identity: all but the item that decides what comes out, as JSON: weights, model, options.
         read: from an item to what is computed on; in one of the threads.
         compute: from that to what is written; in the calling thread, in the items' order.
         write: writes the outputs and returns what the record is to hold; in one of the threads.
-        line: from a record to the line that is printed about it; a warning where the record has something "uncertain".
-        tables: told, at the end, the records of all finished items by name, those of other processes among them; no
-            processes are in it at once, and the last one finds all.
+        line: from a record to the line about it, which is a warning where the record has something "uncertain".
+        tables: told, at the end, the records of all finished items by name, one process after the other.
         table_files: what `tables` writes.
         threads: those that read, and as many that write.
         need: the bytes that an item takes from when it is read until it is written.
@@ -124,12 +147,10 @@ class FolderJob(Generic[Source, Read, Computed]):
             OSError: the output folder cannot be written.
         """
         share, lock = self.share(), self.folder / ".lock"
+        tables = [path for path in self.table_files if path.exists()]
+        if not lock.exists():  # which every run into this folder leaves
+            _refuse(tables)
         with locked(lock):  # a folder that cannot be written is told now
-            ours = set(lock.read_text(encoding="utf-8").split())
-            for path in self.table_files:
-                if path.name not in ours and path.exists():
-                    raise _foreign(path)
-            lock.write_text(" ".join(ours | {path.name for path in self.table_files}), encoding="utf-8")
             left = [item for item in share if self.finished(item) is None]
         if kept := len(share) - len(left):
             say(f"{plural(kept, self.kind)} already finished with the same weights and options: kept")
@@ -139,7 +160,7 @@ class FolderJob(Generic[Source, Read, Computed]):
         """Do the items anew, then the tables; wait for the other processes, and return what became of this one's items.
 
         Raises:
-            FileExistsError: an output is there that no record tells of: it is not this program's.
+            FileExistsError: an output is there without a record.
         """
         _clear(items)
         try:
@@ -158,9 +179,7 @@ class FolderJob(Generic[Source, Read, Computed]):
     def work(self, items: Sequence[Item[Source]]) -> dict[str, str]:
         """Do the items, computed in order; return why some could not be done, by name.
 
-        Those in memory are bounded in number and bytes, whichever stage is slow. An error costs its item alone. Only an
-        OSError of writing is raised, as of a full disk (but not a name that is too long); what was written until then
-        is whole, and nothing more is read.
+        An error costs its item alone. Only an OSError of writing is raised, but not that of a name that is too long.
         """
         failed: dict[str, str] = {}
         left = deque((item, self.need(item)) for item in items)
@@ -170,7 +189,7 @@ class FolderJob(Generic[Source, Read, Computed]):
         with bar, _pool(self.threads, "read") as readers, _pool(self.threads, "write") as writers:
             while left or coming or writing:
                 held = [*(need for *_, need in coming), *writing.values()]
-                if left and self._has_room(held, left[0][1]):
+                if left and (not held or (len(held) < self.in_flight and sum(held) + left[0][1] <= self.room)):
                     item, need = left.popleft()
                     coming.append((item, readers.submit(self._read, item), need))
                 elif coming and coming[0][1].done():
@@ -185,10 +204,6 @@ class FolderJob(Generic[Source, Read, Computed]):
                     done.result()
                     bar.update()
         return {item.name: failed[item.name] for item in items if item.name in failed}
-
-    def _has_room(self, held: Sequence[int], need: int) -> bool:
-        """Return whether one more item may be read, beside those that are held."""
-        return not held or (len(held) < self.in_flight and sum(held) + need <= self.room)
 
     def finished(self, item: Item[Source]) -> Record | None:
         """Return the record of an item that is finished as it is now, with all its outputs; else None."""
@@ -217,35 +232,30 @@ class FolderJob(Generic[Source, Read, Computed]):
             return error
 
     def _write(self, item: Item[Source], computed: tuple[Record, Computed] | Exception, failed: dict[str, str]) -> None:
-        record = computed if isinstance(computed, Exception) else self._written(item, *computed)
-        if isinstance(record, Exception):
-            failed[item.name] = _why(item.name, record)
+        record: Record = {"name": item.name, "outputs": [path.name for path in item.outputs]}
+        try:
+            if isinstance(computed, Exception):
+                raise computed
+            write_json(item.record, {**record, "begun": True})
+            record |= {**self.write(item, computed[1]), "mark": computed[0]}
+            write_json(item.record, record)
+        except Exception as error:
+            if error is not computed and isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+                raise
+            failed[item.name] = _why(item.name, error)
             say(f"failed: {failed[item.name]}", "warning")
         else:
             kind: Kind = "warning" if record.get("uncertain") else "note"
             say(f"{printable(item.name)}: {self.line(record)}", kind)
 
-    def _written(self, item: Item[Source], mark: Record, computed: Computed) -> Record | Exception:
-        begun = {"name": item.name, "outputs": [path.name for path in item.outputs]}
-        try:
-            write_json(item.record, {**begun, "begun": True})
-            record = {**begun, **self.write(item, computed), "mark": mark}
-            write_json(item.record, record)
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
-                raise
-            return error
-        return record
-
 
 @contextmanager
 def _pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
-    """Yield so many threads, in which torch computes on one core each; on an error what has not begun is dropped."""
+    """Yield threads in which torch computes on one core each; on an error what has not begun is dropped."""
     torch_threads = torch.get_num_threads()  # this thread has its number now, and keeps it (see `map_in_threads`)
     pool = ThreadPoolExecutor(threads, name, initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield pool
-        pool.shutdown()
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(torch_threads)
@@ -260,33 +270,19 @@ def _why(name: str, error: Exception) -> str:
     return printable(said if name in said else f"{name}: {said}")
 
 
-def _made(item: Item[Any]) -> set[str]:
-    """Return the names of the outputs that an item's record tells of, begun or finished; all where it is damaged."""
-    try:
-        names = read_object(item.record).get("outputs")
-    except OSError:
-        return set()
-    except ValueError:
-        names = None
-    return set(map(str, names)) if isinstance(names, list) else {path.name for path in item.leavings}
-
-
 def _clear(items: Sequence[Item[Source]]) -> None:
     """Remove what earlier runs left of items that are done anew: no old output may pass for a new one."""
-    made = [_made(item) for item in items]
-    for item, ours in zip(items, made, strict=True):
-        for path in item.outputs:
-            if path.name not in ours and os.path.lexists(path):
-                raise _foreign(path)
+    there = [(item, [path for path in item.leavings if os.path.lexists(path)]) for item in items]
+    _refuse(path for item, paths in there for path in paths if item.record not in paths and path in item.outputs)
     own = {path.with_name(part_ending(path.name)) for item in items for path in item.leavings}
     for part in [part for folder in {path.parent for path in own} for part in folder.glob(".part-*")]:
         if part.with_name(part.name.split("-", 2)[-1]) in own:  # .part-RANDOM-NAME, of a process that was killed
             part.unlink(missing_ok=True)
-    for item, ours in zip(items, made, strict=True):
-        for path in item.leavings:  # the record last: until then it says whose the others are
-            if path.name in ours or (ours and path == item.record):
-                path.unlink(missing_ok=True)
+    for path in [path for item, paths in there if item.record in paths for path in paths]:
+        path.unlink()  # the record last: until then the others are ours
 
 
-def _foreign(path: Path) -> FileExistsError:
-    return FileExistsError(f"{path}: already exists, not written by a run into this folder: choose another --output")
+def _refuse(foreign: Iterable[Path]) -> None:
+    for path in foreign:
+        why = "already exists, not written by a run into this folder: choose another --output"
+        raise FileExistsError(f"{path}: {why}")

@@ -1,7 +1,4 @@
-"""What the channels of logits stand for: classes that exclude each other, or regions that overlap; and their Dice.
-
-Dice is made of counts that stay on the device until they are read.
-"""
+"""What the channels of logits stand for: classes that exclude each other, or regions that overlap; and their Dice."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,12 +10,9 @@ import torch
 
 @dataclass(frozen=True)
 class Region:
-    """A structure that quality is measured on, made of one label or of several.
+    """A structure that quality is measured on, such as "WT", made of the labels of some numbers.
 
-    Args:
-        name: what it is called, "spleen" or "WT".
-        members: label numbers that make it up.
-        value: label number that a voxel of this region gets, unless it also lies in a region of fewer members.
+    A voxel in it gets the label `value`, unless it also lies in a region of fewer members.
     """
 
     name: str
@@ -49,11 +43,7 @@ class LabelScheme:
     exclusive: bool
 
     def __post_init__(self) -> None:
-        """Check that each region has a name of its own and label numbers that there are.
-
-        Raises:
-            ValueError: one has not.
-        """
+        """Raise a ValueError unless each region has a name of its own and label numbers that there are."""
         numbers, names = range(min(len(self.labels), 256)), [region.name for region in self.regions]
         known = all(region.members and {*region.members, region.value} <= {*numbers} for region in self.regions)
         if not known or len(set(names)) < len(names):
@@ -70,13 +60,9 @@ class LabelScheme:
         return tuple(number for number, name in enumerate(self.labels) if name)
 
     def labels_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the label of each voxel.
+        """Return the label of each voxel, uint8 [X, Y, Z] on the same device; where logits are equal, the lower one.
 
-        Args:
-            logits: [K, X, Y, Z]; K == 1 of two exclusive classes is their difference foreground - background.
-
-        Returns:
-            uint8 [X, Y, Z] on the same device; where logits are equal, the lower label.
+        The logits are [K, X, Y, Z]; K == 1 of two exclusive classes is their difference foreground - background.
         """
         if not self.exclusive:
             return painted(self.regions, logits.__getitem__)
@@ -97,16 +83,10 @@ def painting_order(regions: Sequence[Region]) -> list[int]:
 
 
 def painted(regions: Sequence[Region], logits_of: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """Return the labels that regions paint where their logits are above 0, each over those before it.
+    """Return the labels, uint8 [X, Y, Z], that regions paint where their logits are above 0, each over those before it.
 
-    Regions of equally many members are rivals: of them the highest logit wins, of equal ones the first.
-
-    Args:
-        regions: at least one.
-        logits_of: gives the logits [X, Y, Z] of a region by its number; asked once for each, in `painting_order`.
-
-    Returns:
-        uint8 [X, Y, Z] on the logits' device.
+    Regions of equally many members are rivals: of them the highest logit wins, of equal ones the first. `logits_of`
+    gives the logits [X, Y, Z] of a region by its number; it is asked once for each, in `painting_order`.
     """
     labels = torch.empty(0)
     for _, group in groupby(painting_order(regions), key=lambda number: len(regions[number].members)):
@@ -123,26 +103,17 @@ def painted(regions: Sequence[Region], logits_of: Callable[[int], torch.Tensor])
 
 
 def dice_counts(prediction: torch.Tensor, truth: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
-    """Count, for each region, the voxels that Dice is made of; the host does not wait for the device.
-
-    Counts of parts of one case may be added up; counts of several cases are stacked and read together at the end.
+    """Count, for each of R regions, the voxels that Dice is made of; the host does not wait for the device.
 
     Args:
-        prediction: labels [X, Y, Z] (or any one shape), integers.
+        prediction: labels of any shape, integers.
         truth: labels of the same shape, on the same device.
-        regions: R structures, each of one label or of several.
+        regions: the structures.
 
     Returns:
         int64 [R, 2] on the device: voxels in both masks; voxels in the one plus voxels in the other.
-
-    Raises:
-        ValueError: the shapes differ.
     """
-    if prediction.shape != truth.shape:
-        raise ValueError(
-            f"the prediction {tuple(prediction.shape)} and the truth {tuple(truth.shape)} must have one shape: "
-            "restore the prediction to the grid of the truth first"
-        )
+    assert prediction.shape == truth.shape, (prediction.shape, truth.shape)
     masks = [(region.mask(prediction), region.mask(truth)) for region in regions]
     counts = [(torch.count_nonzero(a & b), torch.count_nonzero(a) + torch.count_nonzero(b)) for a, b in masks]
     return torch.stack([torch.stack(each) for each in counts])
@@ -163,18 +134,11 @@ def dice_of_counts(counts: torch.Tensor) -> torch.Tensor:
 
 
 def mean_dice(counts: Sequence[torch.Tensor]) -> float:
-    """Return the mean over cases of the mean over regions; waits for the device, once.
+    """Return the mean over cases of the mean over regions, of counts [R, 2] of each case; waits for the device, once.
 
-    Args:
-        counts: of each case, as `dice_counts` gives them, [R, 2].
-
-    Returns:
-        The mean Dice in [0, 1]; regions and cases without a Dice are left out, NaN where nothing is left.
+    Regions and cases without a Dice are left out; it is NaN where nothing is left.
     """
-    if not counts:
-        return float("nan")
-    cases = dice_of_counts(torch.stack(tuple(counts))).nanmean(dim=1)
-    return float(cases.nanmean())
+    return float(dice_of_counts(torch.stack(tuple(counts))).nanmean(dim=1).nanmean()) if counts else math.nan
 
 
 def case_dice(counts: torch.Tensor) -> float:
@@ -184,3 +148,8 @@ def case_dice(counts: torch.Tensor) -> float:
     """
     mean = float(dice_of_counts(counts).nanmean())
     return 1.0 if math.isnan(mean) else mean
+
+
+def learned_nothing(name: object, quality: object) -> bool:
+    """Return whether a quality of this name is luck: an AUC below 0.55, a Dice below 0.01."""
+    return isinstance(quality, (int, float)) and quality < (0.55 if "AUC" in str(name) else 0.01)

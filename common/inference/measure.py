@@ -1,11 +1,7 @@
 """Measurements of the structures of label maps."""
 
-import csv
-import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import nibabel
 import numpy as np
@@ -13,7 +9,6 @@ from scipy.ndimage import find_objects
 from scipy.spatial import ConvexHull
 from scipy.spatial.distance import pdist, squareform
 
-from medspeed.common.files import printable, write_text
 from medspeed.common.inference.labels import Region
 from medspeed.common.inference.postprocessing import connected_components, foreground
 
@@ -25,9 +20,7 @@ class Measures:
     """Measurements of one structure in one scan.
 
     Attributes:
-        structure: its name.
-        voxels: number of voxels.
-        volume_ml: volume in ml.
+        structure: its name; its voxels and volume follow.
         parts: number of connected components (26-connected).
         longest_axial_mm: longest diameter in any axial slice, from pixel edge to pixel edge; 0 for an empty structure.
         short_axial_mm: extent perpendicular to it in the same slice.
@@ -49,33 +42,9 @@ class Measures:
 
 
 def measure(labels: np.ndarray, affine: np.ndarray, regions: Sequence[Region]) -> tuple[Measures, ...]:
-    """Measure each structure of a label map.
-
-    Args:
-        labels: [X, Y, Z] uint8 on the grid of the scan.
-        affine: [4, 4] voxel index to RAS mm; may be sheared.
-        regions: the structures.
-    """
+    """Measure each structure of a label map [X, Y, Z] uint8; the affine [4, 4], to RAS mm, may be sheared."""
     labels = labels[foreground(labels)]  # not looked at again: a scan has a hundred times its voxels
     return tuple(_measure(region.name, np.isin(labels, region.members), affine) for region in regions)
-
-
-def write_measures(path: Path, scans: Mapping[str, Sequence[Mapping[str, Any]]], key: str = "scan") -> None:
-    """Write a CSV with a row for each structure of each scan, atomically; the structures are `Measures` as JSON."""
-    text = io.StringIO()
-    columns = next((list(each) for found in scans.values() for each in found), [each.name for each in fields(Measures)])
-    writer = csv.DictWriter(text, [key, *columns], lineterminator="\n")
-    writer.writeheader()
-    for scan, found in scans.items():
-        writer.writerows({name: _cell(value) for name, value in {key: scan, **each}.items()} for each in found)
-    write_text(path, text.getvalue())
-
-
-def _cell(value: object) -> object:
-    """Return a value as a spreadsheet will not compute it; of a text, control characters are escaped too."""
-    if not isinstance(value, str):
-        return value
-    return ("'" if value.lstrip()[:1] in {*"=+-@\uff1d\uff0b\uff0d\uff20"} else "") + printable(value)
 
 
 def _measure(name: str, mask: np.ndarray, affine: np.ndarray) -> Measures:
@@ -94,11 +63,9 @@ def _measure(name: str, mask: np.ndarray, affine: np.ndarray) -> Measures:
 
 
 def _axial_diameters(mask: np.ndarray, plane: np.ndarray) -> tuple[float, float]:
-    """Return the longest diameter in any slice of [R, A, S], and the extent across it in that slice, in mm.
+    """Return the longest diameter in any slice of a mask [R, A, S], and the extent across it in that slice, in mm.
 
-    Args:
-        mask: bool, its first two axes in the slices.
-        plane: [3, 2] mm that a step along each of them makes.
+    A step along each of the first two axes makes `plane` [3, 2] mm.
     """
     # In the plane itself, so that a tilted slice is measured as it lies.
     flat = np.linalg.qr(plane)[1]

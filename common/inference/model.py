@@ -3,7 +3,7 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,9 +16,8 @@ from torch import nn
 
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.files import atomic_path, from_json, read_object, sha256_of, write_json
+from medspeed.common.inference import Precision
 from medspeed.common.inference.labels import LabelScheme
-from medspeed.common.inference.members import Ensemble, Member
-from medspeed.common.inference.options import Precision
 from medspeed.common.inference.postprocessing import Steps
 
 Model = TypeVar("Model")
@@ -34,7 +33,7 @@ Find = Callable[..., Callable[..., nn.Module]]  # `medspeed.models.find_network`
 
 
 class Trained(Protocol):
-    """Description of a trained network without its weights: the content of a run's `model.json`."""
+    """Description of a trained network, the content of a run's `model.json`: of volumes, or an app's own."""
 
     @property
     def precision(self) -> Precision:
@@ -42,6 +41,37 @@ class Trained(Protocol):
 
     def build(self, weights: Path | None = None) -> nn.Module:
         """Return the network on the CPU, with the weights of a file."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A network of an ensemble (see `VolumeModel`), the name of the run it is from, and the SHA-256 of its weights."""
+
+    run: str
+    sha256: str
+    network: Callable[..., nn.Module]
+    arguments: Mapping[str, Any]
+
+
+class Ensemble(nn.Module):
+    """The mean of the logits of several networks that take the same windows."""
+
+    def __init__(self, members: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Return the mean logits [B, K, X, Y, Z] float32 of windows [B, C, X, Y, Z]."""
+        return mean_of(self.members, image)
+
+
+def mean_of(members: Iterable[Callable[[torch.Tensor], torch.Tensor]], image: torch.Tensor) -> torch.Tensor:
+    """Return the mean of what some networks or predictors make of an image, added up in float32, one at a time."""
+    first, *others = members
+    total = first(image).float()
+    for each in others:
+        total = total + each(image).float()
+    return total / (1 + len(others))
 
 
 @dataclass(frozen=True)
@@ -53,11 +83,11 @@ class VolumeModel:
         arguments: further arguments of that function, by name.
         labelling: meaning of the logits.
         preparation: how a scan is turned into the network's input.
-        window_size: sliding window X, Y, Z in voxels of the working grid.
-        window_batch: number of windows computed at once.
-        overlap: fraction of a window that is shared with its neighbour.
+        window_size: X, Y, Z in voxels of the working grid.
+        window_batch: windows computed at once.
+        overlap: fraction of a window that its neighbour shares.
         precision: used in training, and for inference in PyTorch.
-        postprocessing: steps, as chosen on validation cases; none in files that do not name it.
+        postprocessing: steps, as chosen on validation cases.
         members: networks of an ensemble, whose logits are averaged; the first is `network`. Empty for a single one.
         modality: name of each channel, as in dataset.json; nothing in files that do not name them.
     """
@@ -75,19 +105,12 @@ class VolumeModel:
     modality: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check each value against its bound.
-
-        Raises:
-            ValueError: names the field, the value and the bound.
-        """
+        """Raise a ValueError that names the field, the value and the bound, where a value is out of it."""
         parts: tuple[VolumeModel | Member, ...] = (self, *self.members)
-        sizes = [
-            side
-            for part in parts
-            for each in part.arguments.values()
-            for side in (each if isinstance(each, (list, tuple)) else [each])
-        ]
+        given = [each for part in parts for each in part.arguments.values()]
+        sizes = [side for each in given for side in (each if isinstance(each, (list, tuple)) else [each])]
         small = all(abs(size) <= _MOST for size in sizes if isinstance(size, (int, float)))
+        spacing = self.preparation.spacing
         names = {region.name for region in self.labelling.regions}
         unknown = {name for step in self.postprocessing for name in step.structures} - names
         for name, value, holds, bound in (
@@ -96,12 +119,7 @@ class VolumeModel:
             ("window_size", self.window_size, all(1 <= side <= _MOST for side in self.window_size), f"1 to {_MOST}"),
             ("window_batch", self.window_batch, 1 <= self.window_batch <= _MOST, f"1 to {_MOST}"),
             ("overlap", self.overlap, 0 <= self.overlap < 1, "in [0, 1)"),
-            (
-                "spacing",
-                self.preparation.spacing,
-                all(0.01 <= side <= 100 for side in self.preparation.spacing),
-                "0.01 to 100 mm",
-            ),
+            ("spacing", spacing, all(0.01 <= side <= 100 for side in spacing), "0.01 to 100 mm"),
         ):
             if not holds:
                 raise ValueError(f"{name} {value}: must be {bound}")
@@ -178,11 +196,9 @@ def load_model(run: Path, app: str, find: Find, network: str | None = None) -> V
 
 
 def save_weights(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a state dict as one safetensors file, atomically; equal tensors and metadata give equal bytes.
-
-    The file includes a digest, which `load_weights` verifies.
-    """
-    tensors = contiguous(weights)
+    """Write a state dict, with a digest, as one safetensors file, atomically; equal input gives equal bytes."""
+    # As safetensors wants them: on the CPU, dense, row-major, without shared memory.
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
     note = json.dumps(metadata | {"sha256": _digest(tensors)}, sort_keys=True)
     with atomic_path(path) as part:
         part.write_bytes(save(tensors, {_NOTE: note}))  # one entry: safetensors writes several in any order
@@ -199,13 +215,8 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def contiguous(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors as safetensors requires them: on the CPU, dense, row-major, without shared memory."""
-    return {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -228,10 +239,8 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except UNREADABLE as error:
-        raise ValueError(
-            f"{path}: cannot be loaded safely as a state dict ({first_line(error)}); "
-            "use a .safetensors file, or a .pt file that holds only tensors"
-        ) from error
+        use = "use a .safetensors file, or a .pt file that holds only tensors"
+        raise ValueError(f"{path}: cannot be loaded safely as a state dict ({first_line(error)}); {use}") from error
     content = content.get("model", content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise ValueError(f"{path}: expected a state dict of tensors, found {type(content).__name__}")
@@ -249,16 +258,10 @@ def initialise(
     rename: Callable[[str], str] = lambda name: name,
     made_of: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Initialize a network with weights; names (after `rename`) and shapes must match.
-
-    Args:
-        network: receives the weights.
-        path: see `load_weights`.
-        rename: maps names in the file to names in the network.
-        made_of: arguments of the network, for the error message.
+    """Initialize a network, made of some arguments, with the weights of a file (see `load_weights`).
 
     Raises:
-        ValueError: names the first entries that are missing, unexpected, or of another shape.
+        ValueError: names (after `rename`) or shapes differ; says which, and what the network is `made_of`.
     """
     weights = {rename(name): value for name, value in load_weights(path).items()}
     own, given = ({name: tuple(each.shape) for name, each in some.items()} for some in (network.state_dict(), weights))
@@ -275,19 +278,11 @@ def initialise(
 def import_weights(
     run: Path, app: str, model: Trained, weights: Path, rename: Callable[[str], str] = lambda name: name
 ) -> None:
-    """Create a run folder with only weights and model, so that they can be used for inference and export.
-
-    Args:
-        run: folder to create; it must be empty or not exist.
-        app: whose run it is.
-        model: description of the network; every name and shape must match.
-        weights: a .safetensors file, or a .pt or .pth state dict; reading it never executes code.
-        rename: maps names in the file to names in the network.
+    """Create a run folder of an app with only weights and model, so that they can be used for inference and export.
 
     Raises:
         FileExistsError: the folder is not empty.
-        FileNotFoundError: the weights file does not exist.
-        ValueError: the weights are damaged or do not fit; nothing is left behind.
+        FileNotFoundError, ValueError: as `load_weights` and `initialise` of the weights; nothing is left behind.
     """
     if run.exists() and any(run.iterdir()):
         raise FileExistsError(f"{run}: not empty; --init creates a new run, so --model must be a new folder")

@@ -7,19 +7,19 @@ import copy
 import os
 import stat
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from medspeed.common.files import check_digest, sha256_of
-from medspeed.common.inference.members import Ensemble
-from medspeed.common.inference.model import Trained
-from medspeed.common.inference.options import AnyPrecision, Backend
+from medspeed.common.inference import AnyPrecision, Backend, ModelPrecision, Precision
+from medspeed.common.inference.model import Ensemble, Trained
 from medspeed.common.inference.predictors import (
     Predictor,
     computes_bf16,
@@ -34,6 +34,7 @@ from medspeed.common.inference.tensorrt_runtime import (
     manifest_path,
     read_manifest,
 )
+from medspeed.common.kernels import trust
 
 _NORMS = (nn.BatchNorm2d, nn.BatchNorm3d)
 _TRANSPOSED = (nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -42,22 +43,20 @@ _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _TAPS = ((0, 0, 1), (1, 0, 2), (1, 1, 0))
 # More channels do not pay: on two cores 32 to 2 takes 0.4 of the time, to 3 0.65, to 4 0.75; 64 to 16 takes 2.1.
 _MOST_CHANNELS = 4
+_STORE = Path("~/.cache/medspeed")  # of verdicts, as of `--store`
+_MOST_SHAPES = 2  # that are captured: each holds the memory of a call of its own
+_TOLERANCE = 0.01  # of the logits: some kernels add in another order each time
 
 
 @dataclass(frozen=True)
 class OpenedPredictor:
-    """A predictor, what runs it in which precision, in one line why, and the file whose numbers it computes with.
-
-    Of an ensemble of several runs, `others` are the files of all members but the first, `members` what runs each.
-    """
+    """A predictor, what runs it in which precision, in one line why, and the files whose numbers it computes with."""
 
     predict: Predictor
     backend: Backend
     precision: AnyPrecision
     reason: str
-    file: Path
-    others: tuple[Path, ...] = ()
-    members: tuple[Predictor, ...] = ()
+    files: tuple[Path, ...]
 
 
 def open_predictor(
@@ -74,11 +73,10 @@ def open_predictor(
     the training's bf16 in hardware, else ONNX Runtime; what cannot be loaded is passed over, and the line says why.
 
     Args:
-        folder: the run's folder.
+        folder: the run's.
         trained: builds the network where torch runs it.
         backend: what runs the model.
-        precision: exports exist in "fp32" and "fp16", and in "int8" where `export.py` made them; "bf16" is torch's
-            alone; "auto" is that of the training with torch, else "fp32".
+        precision: "bf16" is torch's alone, "int8" that of exports; "auto" is the training's with torch, else "fp32".
         device: where the windows lie; ONNX Runtime works on the CPU in any case.
 
     Raises:
@@ -86,70 +84,64 @@ def open_predictor(
         ValueError: what is to run is damaged, does not fit this host, or is not there in this precision.
     """
     exact: AnyPrecision = "fp32" if precision == "auto" else precision
+    computed: Any = trained.precision if precision == "auto" else precision
     weights, exports = folder / "best.safetensors", folder / "exports"
     plan, onnx = exports / f"model_{exact}.plan", exports / f"model_{exact}.onnx"
-    _check_precision(backend, exact)
+    takes = get_args(Precision if backend == "torch" else ModelPrecision)
+    if backend != "auto" and exact not in takes:
+        raise ValueError(f"precision {exact}: backend {backend} takes {', '.join(takes)}")
     stale = _unfit(onnx, weights)
     if stale and (backend in ("tensorrt", "onnxruntime") or exact == "int8"):
         raise ValueError(stale)
-    computed: Any = trained.precision if precision == "auto" else precision
-    if backend == "auto":
-        problem = stale or (_engine_problem(plan, device) if plan.is_file() else "no engine in this run")
-        quicker = computed == "bf16" and computes_bf16(device)
-        on_cpu = exact == "int8" or (device.type == "cpu" and onnx.is_file() and not quicker and not stale)
-        takes: dict[Backend, bool] = {"tensorrt": problem is None, "onnxruntime": on_cpu, "torch": exact != "int8"}
-        order = [name for name, taken in takes.items() if taken]
-        why = problem or "there is an engine for this GPU"
-        return _open_first(order, why, folder=folder, trained=trained, precision=precision, device=device)
-    reason = "as asked"
-    if backend == "tensorrt":
-        return OpenedPredictor(EnginePredictor(plan, device), backend, exact, reason, plan)
-    if backend == "onnxruntime":
-        check_digest(folder, onnx)
-        return OpenedPredictor(onnxruntime_predictor(onnx), backend, exact, reason, onnx)
-    network = trained.build(weights).to(device).eval()
-    # Other networks may not trace, may read what we replace, or their operators may not keep the channels last.
-    members = network.members if isinstance(network, Ensemble) else [network]
-    inner = all(type(each).__module__.startswith("medspeed.models") for each in members)
-    if inner:
-        network = use_subpixel_upsampling(folded(network))
-        # On a GPU torch's group normalisation gives contiguous memory back: all that follows would be turned.
-        inner = device.type == "cpu" or not any(isinstance(each, nn.GroupNorm) for each in network.modules())
-    return OpenedPredictor(torch_predictor(network, computed, channels_last=inner), backend, computed, reason, weights)
 
+    def opened(by: Backend, reason: str) -> OpenedPredictor:
+        if by == "tensorrt":
+            return OpenedPredictor(EnginePredictor(plan, device), by, exact, reason, (plan,))
+        if by == "onnxruntime":
+            check_digest(folder, onnx)
+            return OpenedPredictor(onnxruntime_predictor(onnx), by, exact, reason, (onnx,))
+        network = trained.build(weights).to(device).eval()
+        return OpenedPredictor(_quick_in_torch(network, computed), by, computed, reason, (weights,))
 
-def _open_first(order: Sequence[Backend], reason: str, **given: Any) -> OpenedPredictor:  # noqa: ANN401
-    """Open with the first of some backends that can load its file; the reason says what it was with those before."""
-    for backend in order:
+    if backend != "auto":
+        return opened(backend, "as asked")
+    problem = stale or (_engine_problem(plan, device) if plan.is_file() else "no engine in this run")
+    quicker = computed == "bf16" and computes_bf16(device)
+    on_cpu = exact == "int8" or (device.type == "cpu" and onnx.is_file() and not quicker and not stale)
+    able: dict[Backend, bool] = {"tensorrt": problem is None, "onnxruntime": on_cpu, "torch": exact != "int8"}
+    *others, last = (name for name, taken in able.items() if taken)
+    reason = problem or "there is an engine for this GPU"
+    for by in others:
         try:
-            opened: OpenedPredictor = replace(open_predictor(backend=backend, **given), reason=reason)
-        except (EngineError, ValueError) as error:
-            damaged = backend == "tensorrt" and not isinstance(error, EngineError)  # or changed: never passed over
-            if damaged or backend == order[-1]:
+            return opened(by, reason)
+        except ValueError as error:
+            if by == "tensorrt" and not isinstance(error, EngineError):  # damaged or changed: never passed over
                 raise
             reason = " ".join(str(error).split())
-        else:
-            break
-    return opened
+    return opened(last, reason)
 
 
-def _check_precision(backend: str, precision: AnyPrecision) -> None:
-    if backend in ("tensorrt", "onnxruntime") and precision == "bf16":
-        raise ValueError(f"precision bf16: backend {backend} takes fp32 or fp16")
-    if backend == "torch" and precision == "int8":
-        raise ValueError("precision int8: backend torch takes fp32, bf16 or fp16; int8 is exported only")
+def _quick_in_torch(network: nn.Module, precision: Precision) -> Predictor:
+    """Return what runs a network; ours is rewritten, others may not trace, or may read what we replace."""
+    members = network.members if isinstance(network, Ensemble) else [network]
+    ours = all(type(each).__module__.startswith("medspeed.models") for each in members)
+    if ours:
+        network = use_subpixel_upsampling(folded(network))
+        # On a GPU torch's group normalisation gives contiguous memory back: all that follows would be turned.
+        on_cpu = next(network.parameters()).device.type == "cpu"
+        ours = on_cpu or not any(isinstance(each, nn.GroupNorm) for each in network.modules())
+    return torch_predictor(network, precision, channels_last=ours)
 
 
 def _unfit(onnx: Path, weights: Path) -> str | None:
-    """Return a line on an ONNX model that cannot be read, or says that it was made of other weights than its run's."""
+    """Return a line on an ONNX model that cannot be read, or was made of other weights than its run's."""
     if not (onnx.is_file() and weights.is_file()):
         return None
     try:
-        recorded = read_onnx_metadata(onnx).get("weights_sha256")
+        if read_onnx_metadata(onnx).get("weights_sha256") in (None, sha256_of(weights)):
+            return None
     except ValueError as error:
         return str(error)
-    if recorded in (None, sha256_of(weights)):
-        return None
     return f"{onnx}: exported from other weights than best.safetensors beside it: export the run again"
 
 
@@ -165,12 +157,10 @@ def _engine_problem(plan: Path, device: torch.device) -> str | None:
 
 
 def folded(network: nn.Module) -> nn.Module:
-    """Return a network whose batch normalisations are part of the convolutions right before them.
+    """Return a network, in evaluation mode, whose batch normalisations are part of the convolutions right before them.
 
     The logits change by rounding only. A network without batch normalisation is returned as it is, others as a copy.
-
-    Args:
-        network: in evaluation mode; what it computes does not depend on values, so that torch.fx can trace it.
+    What it computes must not depend on values, so that torch.fx can trace it.
 
     Source:
         Jacob et al., "Quantization and training of neural networks", CVPR 2018, 3.2; as torch.fx's tutorial does it.
@@ -185,10 +175,9 @@ def folded(network: nn.Module) -> nn.Module:
         before = node.args[0] if node.args else None
         if not (isinstance(before, fx.Node) and node.op == before.op == "call_module"):
             continue
-        if len(before.users) > 1 or calls[str(before.target)] > 1:
-            continue  # what is read or called elsewhere too must stay as it is
         convolution, norm = modules[str(before.target)], modules[str(node.target)]
-        if isinstance(norm, _NORMS) and isinstance(convolution, _CONVOLUTIONS):
+        alone = len(before.users) == calls[str(before.target)] == 1  # what is read or called elsewhere stays as it is
+        if alone and isinstance(norm, _NORMS) and isinstance(convolution, _CONVOLUTIONS):
             fused = fuse_conv_bn_eval(convolution, norm, transpose=isinstance(convolution, _TRANSPOSED))
             traced.set_submodule(str(before.target), fused)
             node.replace_all_uses_with(before)
@@ -204,9 +193,6 @@ class SubpixelUpsampling(nn.Module):
     The eight fine voxels of a coarse one are channels of one convolution with a kernel of 2, and are then put into
     their places. oneDNN's transposed convolutions are slow where the channels are few.
 
-    Args:
-        transposed: whose weights are copied.
-
     Source:
         Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016.
     """
@@ -217,10 +203,8 @@ class SubpixelUpsampling(nn.Module):
         weight, bias = transposed.weight.detach(), transposed.bias
         coarse, fine = weight.shape[:2]
         kernel = weight.new_zeros(2, 2, 2, fine, coarse, 2, 2, 2)
-        for a, x, i in _TAPS:
-            for b, y, j in _TAPS:
-                for c, z, k in _TAPS:
-                    kernel[a, b, c, :, :, x, y, z] = weight[:, :, i, j, k].T
+        for (a, x, i), (b, y, j), (c, z, k) in product(_TAPS, repeat=3):
+            kernel[a, b, c, :, :, x, y, z] = weight[:, :, i, j, k].T
         self.convolution = nn.Conv3d(coarse, 8 * fine, 2, padding=1, bias=bias is not None)
         self.convolution.weight.data = kernel.flatten(0, 3)
         if self.convolution.bias is not None and bias is not None:
@@ -250,3 +234,52 @@ def use_subpixel_upsampling(network: nn.Module) -> nn.Module:
         if isinstance(module, nn.ConvTranspose3d) and fits(module) and module.weight.device.type == "cpu":
             network.set_submodule(name, SubpixelUpsampling(module))
     return network
+
+
+class RepeatingPredictor:
+    """A predictor on a GPU that repeats a CUDA graph, a captured call of another one, where that is equal and faster.
+
+    The first windows of a shape decide; windows of more than two shapes go to the other predictor. Every call returns
+    memory of its own.
+
+    Args:
+        predict: what launches its work operator by operator, and reads nothing from the host.
+        about: network and precision, for which the verdict holds.
+        say: gets a line for each decision.
+    """
+
+    def __init__(self, predict: Predictor, about: str, say: Callable[[str], None]) -> None:
+        self._predict, self._about, self._say = predict, about, say
+        self._calls: dict[tuple[int, ...], Predictor] = {}
+
+    def __call__(self, windows: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, K, *sides] float32 for windows [B, C, *sides] float32 on the GPU."""
+        shape = tuple(windows.shape)
+        if shape not in self._calls and len(self._calls) < _MOST_SHAPES:
+            self._calls[shape] = self._decided(windows)
+        return self._calls.get(shape, self._predict)(windows)
+
+    def _decided(self, windows: torch.Tensor) -> Predictor:
+        """Return what is to be called for windows of this shape; the graph is tried on others, too."""
+        held, logits, replay = torch.empty_like(windows), [windows], list[Callable[[], object]]()
+
+        def work() -> None:
+            logits[0] = self._predict(held)
+
+        def repeated(windows: torch.Tensor) -> torch.Tensor:
+            held.copy_(windows)
+            if not replay:  # the first call captures the work
+                replay.append(trust.record(work))
+            replay[0]()
+            return logits[0].clone()
+
+        some = windows, -windows.flip(-1)
+        graph, eager = (lambda call=call: [call(each) for each in some] for call in (repeated, self._predict))
+        trial = trust.Trial("windows in a graph", graph, eager, _TOLERANCE, f"{self._about}, {list(windows.shape)}")
+        try:
+            if trust.choose([trial], "auto", _STORE.expanduser(), self._say):
+                repeated(windows)  # a verdict of an earlier run has captured nothing
+                return repeated
+        except RuntimeError as error:
+            self._say(f"windows: no CUDA graph, capture failed: {str(error).splitlines()[0]}")
+        return self._predict

@@ -1,21 +1,12 @@
-"""What the inference script of each app is told; it loads no torch, so that --help answers at once."""
+"""What the inference and evaluation scripts of each app are told; without torch, so that --help answers at once."""
 
-import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from medspeed.common.files import atomic_path
+from medspeed.common.inference import TOLERANCE, AnyPrecision, Backend, model_folders
 
-Precision = Literal["fp32", "bf16", "fp16"]
-"""What torch trains and computes in."""
-ModelPrecision = Literal["fp32", "fp16", "int8"]
-"""What an ONNX model or an engine may be in: INT8 is made from the export in fp32."""
-AnyPrecision = Literal[Precision, ModelPrecision]
-Backend = Literal["tensorrt", "onnxruntime", "torch"]
 DEFINITIONS = """
 All is measured on the grid of the files, in mm by their affine. Dice: 2 |A and B| / (|A| + |B|). A surface is the
 voxels of a mask with a face towards a voxel outside it or the edge of the image; distances go from every surface voxel
@@ -34,49 +25,6 @@ A scan is UNCERTAIN, in its line and in measurements.csv, if its label map is em
 voxel spacing or the field of view is outside the range of the training cases by more than a factor of 1.5; if
 percentile 5, 50 or 95 of its intensities is outside by more than a quarter of their span; if the Dice between flips, or
 between models, is below 0.7."""
-
-
-def model_folder(model: Path) -> Path:
-    """Return the folder of a run; for "demo", unless there is such a folder, a copy of the demo weights.
-
-    The copy is ~/.cache/medspeed/demo, so that exports and engines can be written beside the weights.
-    """
-    folder = Path(os.path.expanduser(model))  # noqa: PTH111 - of an unknown user it raises nothing
-    if model == Path("demo") and not model.exists():
-        folder = Path("~/.cache/medspeed/demo").expanduser()
-        for shipped in (files("medspeed") / "demo").iterdir():
-            content, copy = shipped.read_bytes(), folder / shipped.name
-            if not copy.is_file() or copy.read_bytes() != content:
-                with atomic_path(copy) as part:
-                    part.write_bytes(content)
-    return folder
-
-
-def model_folders(models: Path | Sequence[Path]) -> tuple[Path, ...]:
-    """Return the folders of runs, given one or several; a folder of folds (fold-0, fold-1, ...) means all its folds.
-
-    Raises:
-        ValueError: none is given, or a fold is not finished.
-    """
-    found: list[Path] = []
-    for folder in map(model_folder, [models] if isinstance(models, Path) else models):
-        folds = [] if (folder / "model.json").exists() else _folds(folder)
-        for fold in folds:
-            if not (fold / "summary.json").is_file():
-                raise ValueError(f"model {fold}: not finished; repeat `medspeed folds`, or name the folds to use")
-        found += folds or [folder]
-    if not found:
-        raise ValueError("model: needs a run folder, or several")
-    return tuple(found)
-
-
-def _folds(folder: Path) -> list[Path]:
-    """Return the runs of a cross-validation, also those that are still missing; none of another folder."""
-    config = folder / "config.yaml"  # as `medspeed folds` wrote it
-    given = re.search(r"^folds: (\d{1,3})$", config.read_text(encoding="utf-8"), re.M) if config.is_file() else None
-    if given:
-        return [folder / f"fold-{number}" for number in range(int(given[1]))]
-    return sorted(folder.glob("fold-[0-9]*"), key=lambda fold: (len(fold.name), fold.name))
 
 
 @dataclass(frozen=True)
@@ -157,7 +105,7 @@ class EvaluateConfig:
     data: Path | None = None
     labels: tuple[str, ...] = ()
     output: Path | None = None
-    tolerance: float = 2.0
+    tolerance: float = TOLERANCE
     network: str | None = None
 
     def __post_init__(self) -> None:

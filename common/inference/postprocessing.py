@@ -25,7 +25,7 @@ class Postprocessing:
     Args:
         structures: names; a connected component (26 neighbors) is made of all of them together.
         largest: keep only the largest component; of equally large ones the first by slice, row and column.
-        smallest_ml: remove components smaller than this volume in ml.
+        smallest_ml: remove smaller components.
         threshold: probability that their voxels must exceed (of exclusive labels against the background).
     """
 
@@ -66,13 +66,10 @@ Steps = tuple[Postprocessing, ...]
 
 
 class CaseParts(NamedTuple):
-    """What the Dice of a validation case after any cleaning follows from.
+    """What the Dice of a validation case after any cleaning follows from: `dice_counts` [R, 2], and the components.
 
-    Attributes:
-        counts: of the whole label map, [R, 2] (see `dice_counts`).
-        voxel_ml: volume of a voxel.
-        tables: for each of `cleaned_together`, int64 [N + 1, 1 + 2 regions]: voxels of each component, and of each
-            region those that are true and those that there are.
+    For each of `cleaned_together` a table has, int64 [N + 1, 1 + 2 regions], the voxels of each component, and of each
+    region those that are true and those that there are.
     """
 
     counts: torch.Tensor
@@ -83,8 +80,7 @@ class CaseParts(NamedTuple):
 def cleaned_together(labelling: LabelScheme) -> list[tuple[Region, ...]]:
     """Return the regions in groups whose components are those of all of them together.
 
-    Exclusive labels are cleaned one by one, overlapping regions, such as those of a tumor, as one: otherwise an inner
-    region could lose a component that the outer one keeps.
+    Overlapping regions, such as those of a tumor, are one: an inner one must not lose what the outer one keeps.
     """
     return [(region,) for region in labelling.regions] if labelling.exclusive else [labelling.regions]
 
@@ -106,7 +102,7 @@ def logit_bars(labelling: LabelScheme, steps: Steps) -> list[float]:
 
 
 def clean_labels(labels: np.ndarray, labelling: LabelScheme, voxel_ml: float, steps: Steps) -> np.ndarray:
-    """Return a label map [X, Y, Z] uint8 in which unwanted components are background; the given one is not modified."""
+    """Return a label map [X, Y, Z] uint8 in which unwanted components are background; the given one stays."""
     steps = tuple(step for step in steps if step.largest or step.smallest_ml)
     cleaned = labels.copy(order="K") if steps else labels
     inside = cleaned[foreground(labels)]
@@ -117,10 +113,9 @@ def clean_labels(labels: np.ndarray, labelling: LabelScheme, voxel_ml: float, st
 
 
 def connected_components(mask: np.ndarray) -> np.ndarray:
-    """Return the number, from 1, of the component that each voxel of a mask [X, Y, Z] lies in, 0 outside.
+    """Return the number, from 1, of the component (26 neighbors) of each voxel of a mask [X, Y, Z], 0 outside.
 
-    They are numbered by their first voxel, in the order of slices, rows and columns; voxels that share a corner belong
-    together.
+    They are numbered by their first voxel, in the order of slices, rows and columns.
     """
     import cc3d  # here: most trainings measure nothing
 
@@ -155,11 +150,8 @@ def choose(cases: Sequence[Mapping[Steps, CaseParts]], labelling: LabelScheme) -
     """Return what gains most Dice on validation cases, and the Dice of each case after it.
 
     That is the threshold of one structure, and then for each of `cleaned_together` the largest component or a smallest
-    volume; each only where it gains more than `BOUND`.
-
-    Args:
-        cases: the parts of each, under () those as it is and, where they were tried, under each of `thresholds`.
-        labelling: meaning of the labels.
+    volume; each only where it gains more than `BOUND`. Of each case there are the parts as it is, under (), and, where
+    they were tried, under each of `thresholds`.
     """
     before = [case_dice(case[()].counts) for case in cases]
     gains = {each: robust_gain(before, [case_dice(case[each].counts) for case in cases]) for each in cases[0]}

@@ -1,7 +1,6 @@
 """From prepared cases to label maps: sliding-window logits, mapped back to the grid of the scan's file."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import combinations, product
 
 import numpy as np
@@ -44,53 +43,25 @@ def predict_logits(
     window = fitted_window(image.shape[1:], model.window_size, model.overlap) if fit else model.window_size
 
     def logits_of(some: torch.Tensor) -> torch.Tensor:
-        return sliding_windows(
-            some,
-            predictor,
-            window,
-            overlap=model.overlap,
-            batch_size=model.window_batch,
-            difference=model.labelling.exclusive,
-        )
+        overlap, batch, difference = model.overlap, model.window_batch, model.labelling.exclusive
+        return sliding_windows(some, predictor, window, overlap=overlap, batch_size=batch, difference=difference)
 
     axes = ["xyz".index(letter) + 1 for letter in flips]
     total = logits_of(image)
-    labels = [model.labelling.labels_of(total)] if flips and pairs is not None else []
+    labels = [model.labelling.labels_of(total)] if flips else []
     for mirror in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:
         logits = logits_of(image.flip(mirror)).flip(mirror)
-        labels += [model.labelling.labels_of(logits)] if labels else []
+        labels.append(model.labelling.labels_of(logits))
         total += logits
-    if labels and pairs is not None:
+    if flips and pairs is not None:
         pairs.append(pair_counts(labels, model.labelling.regions))
     return total.div_(2 ** len(axes)) if flips else total
 
 
-def predict_labels(
-    case: PreparedCase,
-    predictor: Predictor,
-    model: VolumeModel,
-    device: torch.device,
-    stage: Callable[[str], AbstractContextManager[object]] = nullcontext,
-    flips: str = "",
-    fit: bool = False,
-    pairs: list[torch.Tensor] | None = None,
-) -> np.ndarray:
-    """Return the label map of a prepared case on the grid of its file, uint8 [X, Y, Z].
-
-    Args:
-        case: prepared.
-        predictor: maps windows to logits, on the device.
-        model: description of the network.
-        device: where windows are computed.
-        stage: context manager that times a block, "windows" or "restore".
-        flips: see `predict_logits`.
-        fit: see `predict_logits`.
-        pairs: see `predict_logits`.
-    """
-    with stage("windows"):
-        logits = predict_logits(case.image.to(device, torch.float32), predictor, model, flips, fit, pairs)
-    with stage("restore"):
-        return thresholded(logits, case.grid, model.labelling, model.postprocessing)
+def predict_labels(case: PreparedCase, predictor: Predictor, model: VolumeModel, device: torch.device) -> np.ndarray:
+    """Return the label map of a prepared case on the grid of its file, uint8 [X, Y, Z], computed on a device."""
+    logits = predict_logits(case.image.to(device, torch.float32), predictor, model)
+    return thresholded(logits, case.grid, model.labelling, model.postprocessing)
 
 
 def thresholded(logits: torch.Tensor, grid: WorkingGrid, labelling: LabelScheme, steps: Steps = ()) -> np.ndarray:
@@ -103,16 +74,9 @@ def thresholded(logits: torch.Tensor, grid: WorkingGrid, labelling: LabelScheme,
 def working_counts(
     cases: Sequence[PreparedCase], network: nn.Module, model: VolumeModel, check: Callable[[], None]
 ) -> list[torch.Tensor]:
-    """Return, for each labelled case, the voxel counts that its Dice on the working grid is computed from.
+    """Return, for each labelled case, the counts [R, 2] of its Dice on the working grid (see `dice_counts`).
 
-    Args:
-        cases: prepared, with labels.
-        network: on the device where windows are computed.
-        model: the network's.
-        check: called before each case; raises if the run should stop.
-
-    Returns:
-        [R, 2] int64 for each case, on the device (see `dice_counts`), without synchronizing the host.
+    They stay on the network's device. Before each case `check` is called, which raises if the run should stop.
     """
     device = next(network.parameters()).device
     predictor = torch_predictor(network.eval(), model.precision, tf32=True)
@@ -127,11 +91,7 @@ def working_counts(
 
 
 def read_truth(case: Case) -> torch.Tensor:
-    """Read the label map of a labelled case, uint8 [X, Y, Z] on the grid of its file.
-
-    Raises:
-        FileNotFoundError, ValueError: it cannot be read.
-    """
+    """Read the label map of a labelled case, uint8 [X, Y, Z] on the grid of its file; see `read_volume`."""
     assert case.label is not None, case
     return torch.from_numpy(read_volume(case.label).voxels.astype(np.uint8))
 
@@ -158,11 +118,11 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Re
     Args:
         logits: [K, X, Y, Z] on the crop of the grid, any float dtype, any device; K >= 2 classes, or K == 1: the
             difference foreground - background; with `regions` one for each of them.
-        grid: As returned by the preparation.
-        regions: Structures that may overlap (see `LabelScheme`); None for classes, which do not.
+        grid: as the preparation returns it.
+        regions: structures that may overlap; None for classes, which do not.
 
     Returns:
-        [X, Y, Z] uint8 in the file's axes, Fortran order; class numbers.
+        Labels [X, Y, Z] uint8 in the file's axes, Fortran order.
     """
     assert tuple(logits.shape[1:]) == grid.crop_shape, (tuple(logits.shape), grid.crop_shape)
     labels = np.zeros(grid.native_shape, np.uint8, order="F")
@@ -200,11 +160,9 @@ def _positive_box(logits: torch.Tensor, grid: WorkingGrid, over_zero: bool) -> B
 def _with_neighbours(
     logits: torch.Tensor, grid: WorkingGrid, box: Box
 ) -> tuple[torch.Tensor, list[int], tuple[int, ...]]:
-    """Cut out the box and one voxel around it.
+    """Return the box and one voxel around it, as a view of what lies inside the crop.
 
-    Returns:
-        The part of it inside the crop, a view; the zeros to pad it with for what lies outside, as `F.pad` wants them;
-        where the padded part starts in the whole grid.
+    Also the zeros to pad it with, as `F.pad` wants them, and where the padded part starts in the whole grid.
     """
     start: list[int] = []
     padding: list[int] = []

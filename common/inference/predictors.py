@@ -10,7 +10,7 @@ import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from torch import nn
 
-from medspeed.common.inference.options import Precision
+from medspeed.common.inference import Precision
 
 Predictor = Callable[[torch.Tensor], torch.Tensor]
 """From windows [B, C, *sides] float32 to logits [B, K, *sides] float32 on their device; sides: X, Y, Z or Y, X."""
@@ -61,8 +61,6 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 def ieee_fp32() -> Iterator[None]:
     """Compute what is in float32 with its 23 bits inside, on CUDA too, where convolutions take TensorFloat-32's 10.
 
-    Inside, torch refuses to tell `torch.backends.cudnn.allow_tf32`, the older name of one of these settings.
-
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
     settings: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
@@ -79,12 +77,12 @@ def ieee_fp32() -> Iterator[None]:
 def torch_predictor(
     network: nn.Module, precision: Precision = "fp32", channels_last: bool = False, tf32: bool = False
 ) -> Predictor:
-    """Return a predictor that runs a network in torch on the network's device, without gradients.
+    """Return a predictor that runs a network, in evaluation mode, in torch on its device, without gradients.
 
     Args:
-        network: in evaluation mode.
+        network: its own weights are laid out anew where `channels_last` is set, as windows are.
         precision: "bf16" and "fp16" run under autocast.
-        channels_last: lay windows, and the network's own weights, out with the channels last.
+        channels_last: compute with the channels innermost.
         tf32: in "fp32" on CUDA, let convolutions round to TensorFloat-32, as training does.
     """
     assert not network.training, "a predictor needs network.eval()"
@@ -106,13 +104,11 @@ def torch_predictor(
 
 @contextmanager
 def onnx_errors(path: Path) -> Iterator[None]:
-    """Raise what onnx and ONNX Runtime say of a model as a ValueError of one line, which names the file.
-
-    Their errors have no class in common but Exception, and those of onnx' C++ parts are RuntimeErrors.
-    """
+    """Raise what onnx and ONNX Runtime say of a model as a ValueError of one line, which names the file."""
     try:
         yield
     except Exception as error:
+        # They have no class in common, and those of onnx' C++ parts are RuntimeErrors.
         if not isinstance(error, (DecodeError, RuntimeError)) and not type(error).__module__.startswith("onnx"):
             raise
         said = " ".join(str(error).split())[:300]
@@ -121,9 +117,6 @@ def onnx_errors(path: Path) -> Iterator[None]:
 
 def onnxruntime_predictor(path: Path) -> Predictor:
     """Return a predictor that runs an ONNX model on the CPU; windows and logits may lie on another device.
-
-    Args:
-        path: the model, with one input and one output.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -143,12 +136,8 @@ def onnxruntime_predictor(path: Path) -> Predictor:
     image = session.get_inputs()[0]
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
-        # Free sides have names.
-        fits = len(windows.shape) == len(image.shape) and all(
-            side == due or not isinstance(due, int)
-            for side, due in zip(windows.shape[1:], image.shape[1:], strict=True)
-        )
-        if not fits:
+        sides = zip(windows.shape[1:], image.shape[1:], strict=False)  # free ones have names
+        if windows.ndim != len(image.shape) or any(isinstance(due, int) and side != due for side, due in sides):
             raise ValueError(f"windows {tuple(windows.shape)}: {path} takes windows of shape {tuple(image.shape[1:])}")
         with onnx_errors(path):
             logits = session.run(None, {image.name: windows.float().contiguous().cpu().numpy()})[0]
@@ -171,11 +160,7 @@ def computes_bf16(device: torch.device) -> bool:
 
 
 def read_onnx_metadata(path: Path) -> dict[str, str]:
-    """Return the `metadata_props` of an ONNX model.
-
-    Raises:
-        ValueError: the file is no ONNX model.
-    """
+    """Return the `metadata_props` of an ONNX model; a ValueError says that the file is none."""
     import onnx  # here: a second that a run which has no exports need not wait
 
     with onnx_errors(path):
@@ -184,14 +169,11 @@ def read_onnx_metadata(path: Path) -> dict[str, str]:
 
 
 def with_exact_norms(path: Path) -> bytes:
-    """Return an ONNX model whose group and instance normalisations are means over one axis after the other.
+    """Return a model of `export_onnx` whose group and instance normalisations are means over one axis after the other.
 
     ONNX Runtime adds up the voxels of a group one by one in float32: for two channels of 160^3 voxels its mean is off
     by 0.2 percent of the deviation, in every layer. Means of means are exact to 1e-6. The file itself keeps the
     operators, for which TensorRT has kernels.
-
-    Args:
-        path: a model that `export_onnx` wrote.
     """
     import onnx.inliner  # here, as in the export: inference with torch or TensorRT has no need of it
     import onnx.parser

@@ -1,23 +1,37 @@
-"""The scans of an input: volumes in files, or DICOM series; found, and read."""
+"""The scans of an input: volumes in files, or DICOM series; found, read, and the memory that they take."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from medspeed.common.console import say
 from medspeed.common.data import dataset
-from medspeed.common.data.dicom import find_series, group_channels, read_series
-from medspeed.common.data.volumes import Volume, read_volume
+from medspeed.common.data.dicom import DicomSeries, find_series, group_channels, read_series
+from medspeed.common.data.volumes import Volume, read_header, read_volume
 from medspeed.common.files import plural, printable
-from medspeed.common.inference.scan_memory import Scan
+from medspeed.common.host_memory import free_memory
+from medspeed.common.inference.folder_job import BAD_INPUT
+from medspeed.common.inference.model import VolumeModel
+
+Scan = Path | DicomSeries
+
+# Of the memory that a scan takes, in bytes:
+_DECODED = 8  # a voxel and channel of the file: as float32, and the file's own numbers that it is made from
+_NATIVE = 20  # a voxel of the file: labels, masks and numbered parts, interpolated logits
+_STRUCTURE = 2  # a voxel of the file and structure: the masks of a DICOM-SEG
+_WORKING = 12  # a voxel and channel of the working grid: resampled, normalised, padded
+_LOGITS = 8  # a voxel and channel of the output: the sum over windows, and what is interpolated from it
 
 
 def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list[Scan]:
     """Return a file; or those of a folder: its NIfTI, NRRD and MetaImage files, or the DICOM series in and below it.
 
-    For a model of several channels, whose names are given, the series of a study become one scan.
-
-    What lies beside the volumes of a DICOM study (scouts, single images, screen captures) is left out with a word.
+    For a model of several channels, whose names are given, the series of a study become one scan. What lies beside the
+    volumes (scouts, single images, screen captures) is left out with a word.
 
     Raises:
         FileNotFoundError: there is none.
@@ -70,3 +84,45 @@ def read_scan(scan: Scan, channels: int) -> Volume:
         return read_series(scan)
     except OSError as error:  # its message would hold the path, and with it perhaps the patient's name
         raise ValueError(f"{scan.name}: a file cannot be read ({error.strerror}): copy it again") from None
+
+
+def say_plan(scans: Sequence[Scan], model: VolumeModel, device: torch.device, in_flight: int, room: int) -> None:
+    """Say how much memory the scans will take at most; warn where there is less. For the rest see `most_bytes`."""
+    host, working = most_bytes(scans, model, in_flight, room)
+    gpu = device.type == "cuda"
+    needs = {"host": (host if gpu else host + working, free_memory())}
+    if gpu:
+        needs[str(device)] = working, torch.cuda.mem_get_info(device)[0]
+    words = [f"{need / 2**30:.1f} of {free / 2**30:.1f} GiB free on the {name}" for name, (need, free) in needs.items()]
+    say(f"memory: at most {in_flight} scans at a time, {', '.join(words)}, plus a batch of windows")
+    if any(need > free for need, free in needs.values()):
+        text = "WARNING: that may exceed the free memory; segment the largest scans one at a time, or on another host"
+        say(text, "warning")
+
+
+def most_bytes(scans: Sequence[Scan], model: VolumeModel, in_flight: int, room: int) -> tuple[int, int]:
+    """Return the bytes on the host of the scans in memory at once, and those on the device of one, at most.
+
+    In memory are so many at most, of so many bytes (`room`); one scan may take more.
+    """
+    host, working = zip(*(scan_bytes(scan, model) for scan in scans), strict=True) if scans else ((0,), (0,))
+    return max(max(host), min(room, sum(sorted(host)[-in_flight:]))), max(working)
+
+
+def scan_bytes(scan: Scan, model: VolumeModel) -> tuple[int, int]:
+    """Return the bytes that a scan takes on the host, and those on the device while it is computed.
+
+    They are upper bounds from the header, without a batch of windows. A scan that cannot be read counts as nothing.
+    """
+    try:
+        if isinstance(scan, DicomSeries):
+            shape, voxel = [*scan.shape, max(1, len(scan.channels))], scan.voxel
+        else:
+            sides, affine = read_header(scan)
+            shape, voxel = list(sides), abs(float(np.linalg.det(affine[:3, :3])))
+        voxels, channels = math.prod(shape[:3]), math.prod(shape[3:])
+        fine = max(int(voxels * voxel / math.prod(model.preparation.spacing)), math.prod(model.window_size))
+    except (*BAD_INPUT, ArithmeticError):
+        return 0, 0
+    host = voxels * (_DECODED * channels + _NATIVE + _STRUCTURE * len(model.labelling.regions))
+    return host, fine * (_WORKING * channels + _LOGITS * model.labelling.channels)

@@ -1,9 +1,8 @@
 """Segment scans: files or DICOM in, label maps on the input's own grid out, streamed, measured, and resumed."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
-from pathlib import Path
+from dataclasses import asdict
+from functools import partial
 from threading import current_thread
 from zlib import crc32
 
@@ -12,26 +11,23 @@ import torch
 
 from medspeed.common.console import say
 from medspeed.common.data.dicom import DicomSeries
-from medspeed.common.data.fingerprint import CaseFigures, scan_figures
+from medspeed.common.data.fingerprint import scan_figures
 from medspeed.common.data.label_files import write_label
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.threads import usable_cores
 from medspeed.common.data.volumes import Volume
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
-from medspeed.common.inference.ensemble import compared_mean, digest_of, open_models
-from medspeed.common.inference.folder_job import FolderJob, Item
+from medspeed.common.inference.ensemble import digest_of, open_models
+from medspeed.common.inference.folder_job import FolderJob, Item, Predictions, Record
 from medspeed.common.inference.labels import dice_of_counts
-from medspeed.common.inference.measure import measure, write_measures
+from medspeed.common.inference.measure import measure
 from medspeed.common.inference.model import VolumeModel, model_content
-from medspeed.common.inference.open_predictor import OpenedPredictor
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Steps, clean_by_hand, clean_labels
-from medspeed.common.inference.predict import predict_labels
-from medspeed.common.inference.predictions import Predictions, Record
-from medspeed.common.inference.repeated_windows import RepeatingPredictor
-from medspeed.common.inference.scan_files import find_scans, read_scan, stem_of
-from medspeed.common.inference.scan_memory import Scan, say_plan, scan_bytes
+from medspeed.common.inference.predict import predict_logits, thresholded
+from medspeed.common.inference.scan_files import Scan, find_scans, read_scan, say_plan, scan_bytes, stem_of
+from medspeed.common.inference.scores import write_measures
 from medspeed.common.inference.uncertain import read_figures, warn_of_training, with_doubts
 from medspeed.common.observe.overlays import draw_overlay
 from medspeed.common.observe.timeline import Timeline, draw_timeline
@@ -42,6 +38,7 @@ Found = tuple[Volume, np.ndarray, list[float]]
 ScanJob = FolderJob[Scan, Volume, Found]
 
 _PER_THREAD = 2**27  # bytes of room for each thread that reads or writes
+_OWN_TABLES = ("timings{}.json", "timeline{}.png")  # of a process: its seconds, and a picture of them
 _OPTIONS = ("flips", "fit_windows", "overlays", "keep_patient")  # they change what comes out
 
 
@@ -57,7 +54,7 @@ def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | N
         OSError: the output folder cannot be written.
     """
     scans = find_scans(config.input, model.preparation.channels, model.modality) if scans is None else scans
-    segmenter = open_segmenter(config, model)
+    segmenter = Segmenter(config, model)
     job = segmenter.job(scans)
     opened, share = segmenter.opened, job.share()
     say(f"{plural(len(share), 'scan')}, {opened.backend} {opened.precision} on {segmenter.device}: {opened.reason}")
@@ -71,32 +68,24 @@ def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | N
     return job.run(left)
 
 
-@dataclass(frozen=True)
 class Segmenter:
-    """What all scans are segmented with.
+    """A model, opened on a device to segment scans; for the errors see `segment_scans`."""
 
-    Args:
-        config: what the user asked for.
-        model: the network's.
-        opened: what runs it.
-        device: where windows are computed.
-        cases: figures of the training cases.
-        timeline: who did what when.
-        pairs: how well the predictions of the scan that is computed agree (see `pair_counts`).
-    """
-
-    config: InferConfig
-    model: VolumeModel
-    opened: OpenedPredictor
-    device: torch.device
-    cases: tuple[CaseFigures, ...] = ()
-    timeline: Timeline = field(default_factory=Timeline)
-    pairs: list[torch.Tensor] = field(default_factory=list)
-
-    @cached_property
-    def weights(self) -> str:
-        """SHA-256 of the numbers that are computed with."""
-        return digest_of(self.opened)
+    def __init__(self, config: InferConfig, model: VolumeModel) -> None:
+        self.config, self.model, self.timeline = config, model, Timeline()
+        self.device = choose_device(config.device, torchrun_place()[2])
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self.pairs: list[torch.Tensor] = []  # how well the predictions of the scan that is computed agree
+        wanted = config.backend, config.precision
+        self.opened = open_models(config.model, model, *wanted, device=self.device, pairs=self.pairs)
+        if config.fit_windows and self.opened.backend != "torch":
+            needs = f"{self.opened.backend} needs windows of one size"
+            raise ValueError(f"fit_windows: {needs}; drop it, or use --backend torch")
+        self.weights, self.cases = digest_of(self.opened.files), read_figures(*config.model)
+        rank, ranks, _ = torchrun_place()
+        names = ("measurements.csv", *(each.format("" if ranks == 1 else f"-{rank}") for each in _OWN_TABLES))
+        self.tables = [config.output / name for name in names]
 
     @property
     def cleaning(self) -> Steps:
@@ -112,7 +101,7 @@ class Segmenter:
         options["cleaning"] = [asdict(step) for step in self.cleaning]
         room = free_memory() // 2 // torchrun_place()[1]  # the rest is for windows, and files in the system's cache
         identity = {
-            "weights": {self.opened.file.name: self.weights},
+            "weights": {self.opened.files[0].name: self.weights},
             "model": model_content(self.model),
             "cases": crc32(repr(self.cases).encode()),
             "options": {**options, "backend": self.opened.backend, "precision": self.opened.precision},
@@ -127,29 +116,20 @@ class Segmenter:
             self.write,
             _line,
             self.write_tables,
-            [self.config.output / name for name in ("measurements.csv", *self.own_tables)],
+            self.tables,
             threads=max(1, min(max(2, usable_cores() - 2), room // _PER_THREAD)),
             need=lambda item: scan_bytes(item.source, self.model)[0],
             room=room,
         )
 
-    @property
-    def own_tables(self) -> tuple[str, str]:
-        """Names of this process' seconds, and of the picture of them."""
-        rank, ranks, _ = torchrun_place()
-        process = "" if ranks == 1 else f"-{rank}"
-        return f"timings{process}.json", f"timeline{process}.png"
-
     def item(self, scan: Scan) -> ScanItem:
         """Return a scan with the files that come out of it: its label map, DICOM-SEG and picture."""
         name, output = scan.name, self.config.output
         picture = (output / f"{stem_of(scan)}.png",)
-        outputs: tuple[Path, ...] = (output / name,)
-        if isinstance(scan, DicomSeries):
-            outputs = (output / f"{name}.nii.gz", output / f"{name}.dcm")
+        names = (f"{name}.nii.gz", f"{name}.dcm") if isinstance(scan, DicomSeries) else (name,)
+        outputs = (*(output / each for each in names), *(picture if self.config.overlays else ()))
         files = scan.all_files if isinstance(scan, DicomSeries) else (scan,)
-        pictures = picture if self.config.overlays else ()
-        return Item(name, scan, files, (*outputs, *pictures), output / "records" / f"{name}.json", picture)
+        return Item(name, scan, files, outputs, output / "records" / f"{name}.json", picture)
 
     def read(self, item: ScanItem) -> Volume:
         """Read a scan, if it is of the kind that the model was trained on."""
@@ -163,12 +143,15 @@ class Segmenter:
 
     def compute(self, item: ScanItem, volume: Volume) -> Found:
         """Return a scan, its labels [X, Y, Z] uint8 on its own grid, and the agreement (see `with_doubts`)."""
-        stage, config, model = partial(self.timeline.stage, item.name, "compute", waits=True), self.config, self.model
+        stage, model = partial(self.timeline.stage, item.name, "compute", waits=True), self.model
         self.pairs.clear()
         with stage("prepare"):
             case = prepare_volume(item.name, volume, model.preparation, self.device, torch.float32)
-        options = config.flips, config.fit_windows, self.pairs
-        labels = predict_labels(case, self.opened.predict, model, self.device, stage, *options)
+        options = self.config.flips, self.config.fit_windows, self.pairs
+        with stage("windows"):
+            logits = predict_logits(case.image.to(self.device, torch.float32), self.opened.predict, model, *options)
+        with stage("restore"):
+            labels = thresholded(logits, case.grid, model.labelling, model.postprocessing)
         return volume, labels, dice_of_counts(torch.stack(self.pairs).sum(dim=0)).tolist() if self.pairs else []
 
     def write(self, item: ScanItem, found: Found) -> Record:
@@ -203,12 +186,12 @@ class Segmenter:
 
     def write_tables(self, records: dict[str, Record]) -> None:
         """Write `measurements.csv` and the seconds of all finished scans, and the picture of what this process did."""
-        (timings, picture), spans, output = self.own_tables, list(self.timeline.spans), self.config.output
+        (table, timings, picture), spans = self.tables, list(self.timeline.spans)
         tag = {"model": " ".join(f"{each.run}:{each.sha256[:12]}" for each in self.model.members) or self.weights[:12]}
         rows = {name: [{**each, **tag} for each in record["measures"]] for name, record in records.items()}
-        write_measures(output / "measurements.csv", rows)
+        write_measures(table, rows)
         write_json(
-            output / timings,
+            timings,
             {
                 "backend": self.opened.backend,
                 "precision": self.opened.precision,
@@ -220,7 +203,7 @@ class Segmenter:
             },
         )
         if len({span.case for span in spans}) > 1:
-            draw_timeline(output / picture, spans)
+            draw_timeline(picture, spans)
 
 
 def _lane() -> str:
@@ -231,22 +214,3 @@ def _line(record: Record) -> str:
     seconds = (f"{name} {seconds:.3f} s" for name, seconds in record["seconds"].items())
     doubts = "; ".join(record["uncertain"])
     return ", ".join([*([f"UNCERTAIN: {doubts}"] if doubts else []), *seconds])
-
-
-def open_segmenter(config: InferConfig, model: VolumeModel) -> Segmenter:
-    """Open the model on the device; for the errors see `segment_scans`."""
-    device = choose_device(config.device, torchrun_place()[2])
-    if device.type == "cpu":
-        keep_freed_memory()
-    opened = open_models(config.model, model, backend=config.backend, precision=config.precision, device=device)
-    if config.fit_windows and opened.backend != "torch":
-        raise ValueError(f"fit_windows: {opened.backend} needs windows of one size; drop it, or use --backend torch")
-    members, pairs = opened.members or (opened.predict,), list[torch.Tensor]()
-    if opened.backend == "torch" and device.type == "cuda":
-        names = [f"{each.network.__name__} {each.arguments}" for each in model.members or (model,)]
-        about = zip(members, names if opened.members else [" + ".join(names)], strict=True)
-        line = partial(say, kind="detail")
-        members = tuple(RepeatingPredictor(each, f"{name} in {opened.precision}", line) for each, name in about)
-    predict = partial(compared_mean, members, model.labelling, pairs) if opened.members else members[0]
-    opened = replace(opened, predict=predict)
-    return Segmenter(config, model, opened, device, read_figures(*config.model), pairs=pairs)

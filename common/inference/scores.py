@@ -1,5 +1,7 @@
 """How well label maps agree with references: overlap, surface distances, volumes and components; means and tables."""
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -14,9 +16,8 @@ from scipy.spatial import KDTree
 from medspeed.common.data.geometry import box_above
 from medspeed.common.data.preparation import label_map
 from medspeed.common.data.volumes import Volume, check_same_grid
-from medspeed.common.files import write_json
+from medspeed.common.files import printable, write_json, write_text
 from medspeed.common.inference.labels import LabelScheme
-from medspeed.common.inference.measure import write_measures
 from medspeed.common.inference.postprocessing import connected_components
 
 Labels = Mapping[str, Sequence[int]]
@@ -33,14 +34,10 @@ _INTERVAL = "95 percent, percentile bootstrap of the mean, 2000 resamples of the
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Label maps compared with their references.
+    """Label maps compared with their references: metrics of each structure, by case.
 
-    Attributes:
-        tolerance_mm: of the NSD.
-        cases: metrics of each structure, by case.
-        missing: references without a prediction.
-        refused: why a case could not be compared, by name.
-        extra: predictions without a reference.
+    Besides the cases, those that are `missing` (without a prediction), `refused` (why they could not be compared) and
+    `extra` (without a reference); `tolerance_mm` is that of the NSD.
     """
 
     tolerance_mm: float
@@ -68,6 +65,24 @@ class Evaluation:
         """Write `evaluation.csv`, a row for each case and structure, and `evaluation.json`, with the summary."""
         write_measures(folder / "evaluation.csv", self.cases, "case")
         write_json(folder / "evaluation.json", {"interval": _INTERVAL, "summary": self.summary, **asdict(self)})
+
+
+def write_measures(path: Path, scans: Mapping[str, Sequence[Mapping[str, Any]]], key: str = "scan") -> None:
+    """Write a CSV with a row for each structure of each scan, atomically; all have the same columns."""
+    text = io.StringIO()
+    columns = next((list(each) for found in scans.values() for each in found), [])
+    writer = csv.DictWriter(text, [key, *columns], lineterminator="\n")
+    writer.writeheader()
+    for scan, found in scans.items():
+        writer.writerows({name: _cell(value) for name, value in {key: scan, **each}.items()} for each in found)
+    write_text(path, text.getvalue())
+
+
+def _cell(value: object) -> object:
+    """Return a value as a spreadsheet will not compute it; of a text, control characters are escaped too."""
+    if not isinstance(value, str):
+        return value
+    return ("'" if value.lstrip()[:1] in {*"=+-@\uff1d\uff0b\uff0d\uff20"} else "") + printable(value)
 
 
 def structures(scheme: LabelScheme) -> Labels:
@@ -102,7 +117,7 @@ def score(prediction: Volume, reference: Volume, labels: Labels | None, toleranc
 
 
 def completed(cases: Mapping[str, list[Scores]], tolerance: float) -> dict[str, list[Scores]]:
-    """Return the rows of cases with one for every structure of any case, as of empty masks where a case has none."""
+    """Return the rows of cases with one for every structure of any case, as of empty masks where it has none."""
     names = dict.fromkeys(row["label"] for rows in cases.values() for row in rows)
     empty = np.zeros((1, 1, 1), bool)
     nothing = _score(empty, empty, np.eye(3), 0.0, tolerance)
@@ -162,10 +177,5 @@ def _statistics(values: Sequence[float | None]) -> dict[str, float]:
         return {"cases": 0}
     draws = np.random.default_rng(0).integers(len(found), size=(2000, len(found)))
     low, high = np.percentile(found[draws].mean(axis=1), [2.5, 97.5]).tolist()
-    return {
-        "cases": len(found),
-        "mean": found.mean().item(),
-        "low": low,
-        "high": high,
-        "median": np.median(found).item(),
-    }
+    mean, median = found.mean().item(), np.median(found).item()
+    return {"cases": len(found), "mean": mean, "low": low, "high": high, "median": median}

@@ -7,10 +7,9 @@
 import functools
 import hashlib
 import importlib
-import math
 import shlex
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from medspeed.common.files import read_as, sha256_of
-from medspeed.common.inference.options import ModelPrecision
+from medspeed.common.inference import ModelPrecision
 
 Flavour = Literal["tensorrt", "tensorrt_rtx"]
 INSTALL: dict[Flavour, str] = {"tensorrt": "pip install -e '.[trt]'", "tensorrt_rtx": "pip install -e '.[rtx]'"}
@@ -40,15 +39,12 @@ class EngineManifest:
     """What lies beside a plan as `PLAN.json`: what the plan was built from, by what, and for which GPUs.
 
     Attributes:
-        onnx: file name of the ONNX model, in the plan's folder.
-        onnx_sha256: its digest.
-        plan_sha256: digest of the plan.
+        onnx: file name of the ONNX model, in the plan's folder; its digest and the plan's follow.
         flavour: the Python module that built it and must run it.
         version: that module's version; another version cannot read the plan.
         targets: compute capabilities of the GPUs that it runs on, such as "8.9".
-        precision: "fp32", "fp16" or "int8", as in the ONNX model.
-        window: shape (C, *sides) of one window, the largest where its sides are free.
-        smallest: shape of the smallest window.
+        precision: as in the ONNX model.
+        window: shape (C, *sides) of the largest window; `smallest` that of the smallest, where sides are free.
         batch: windows in one call: the fewest, the number that the engine is tuned for, the most.
         torch: version of torch at the build.
     """
@@ -83,10 +79,7 @@ def tensorrt_module(flavour: Flavour) -> ModuleType | None:
 
 @functools.cache
 def message_log(trt: ModuleType) -> Any:  # noqa: ANN401 - a class of an untyped module
-    """Return the logger of a TensorRT module; it keeps the latest warnings and errors in `messages`.
-
-    One for the process: TensorRT keeps the first logger that it is given and ignores all later ones.
-    """
+    """Return the logger of a TensorRT module, which keeps the first that it is given; it has the latest `messages`."""
 
     class Log(trt.ILogger):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -112,12 +105,7 @@ def manifest_path(plan: Path) -> Path:
 
 
 def read_manifest(plan: Path) -> EngineManifest:
-    """Read the manifest of a plan.
-
-    Raises:
-        FileNotFoundError: there is no plan, or no manifest beside it.
-        ValueError: the manifest is damaged.
-    """
+    """Read the manifest of a plan; a FileNotFoundError or ValueError says that one is missing or damaged."""
     path, anew = manifest_path(plan), f"rebuild it with: {_rebuild_command(plan)}"
     for needed in (plan, path):
         if not needed.is_file():
@@ -129,11 +117,7 @@ def read_manifest(plan: Path) -> EngineManifest:
 
 
 def verify_onnx(plan: Path, manifest: EngineManifest) -> None:
-    """Check that the ONNX model beside a plan, where there is one, is the one that the plan was built from.
-
-    Raises:
-        ValueError: it is another one.
-    """
+    """Raise a ValueError if the ONNX model beside a plan is not the one that the plan was built from."""
     onnx = plan.parent / manifest.onnx
     if onnx.is_file() and (found := sha256_of(onnx)) != manifest.onnx_sha256:
         raise ValueError(
@@ -143,10 +127,7 @@ def verify_onnx(plan: Path, manifest: EngineManifest) -> None:
 
 
 def host_problem(plan: Path, manifest: EngineManifest, device: torch.device | None = None) -> str | None:
-    """Return one line on why an engine cannot run on a GPU of this host, with the remedy, or None where it should.
-
-    The plan is not loaded for it.
-    """
+    """Return one line on why an engine cannot run on a GPU of this host, with the remedy; None where it should."""
     gpu = host_gpu(device)
     if gpu is None:
         return "no CUDA device in use"
@@ -162,11 +143,7 @@ def host_problem(plan: Path, manifest: EngineManifest, device: torch.device | No
 
 
 def deserialize(trt: ModuleType, content: bytes, plan: Path) -> tuple[Any, Any]:
-    """Return the runtime and the engine made of a plan; the runtime must live as long as the engine.
-
-    Raises:
-        EngineError: TensorRT refuses the plan, or finds no driver or no GPU.
-    """
+    """Return the runtime and the engine made of a plan, or raise an EngineError; the runtime must live as long."""
     log = message_log(trt)
     log.messages.clear()
     runtime = trt.Runtime(log)
@@ -181,30 +158,22 @@ class EnginePredictor:
 
     Every call returns memory of its own. Its work is queued, not awaited: the current stream is made to wait for it.
 
-    Args:
-        plan: the engine; its manifest lies beside it.
-        device: the GPU, by default the current one.
-
     Raises:
-        FileNotFoundError: the plan or its manifest is missing.
+        FileNotFoundError: the plan, or the manifest beside it, is missing.
         ValueError: a digest does not fit; nothing was loaded then.
         EngineUnavailableError: the engine was built for another GPU, flavour or version; the line holds the remedy.
         EngineError: TensorRT refuses the plan.
     """
 
-    def __init__(self, plan: Path, device: torch.device | None = None) -> None:
+    def __init__(self, plan: Path, device: torch.device) -> None:
         self.manifest = read_manifest(plan)
         content = _verified(plan, self.manifest)
         if (problem := host_problem(plan, self.manifest, device)) is not None:
             raise EngineUnavailableError(f"{plan}: {problem}")
         trt = tensorrt_module(self.manifest.flavour)
         assert trt is not None  # else there was a problem
-        self.device = device or torch.device("cuda")
-        cuda = self.device.type == "cuda"
-        unnamed = cuda and self.device.index is None
-        if unnamed:  # tensors name their device "cuda:0"
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self._trt, self._plan = trt, plan
+        self._trt, self._plan, cuda = trt, plan, device.type == "cuda"  # else, in tests, the library is a stand-in
+        self.device = torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
         current: AbstractContextManager[object] = torch.cuda.device(self.device) if cuda else nullcontext()
         with current:
             # The runtime and the engine are kept, since the context lives on them.
@@ -226,12 +195,12 @@ class EnginePredictor:
         """
         self._check(windows)
         if not windows.is_contiguous() or windows.data_ptr() % _ALIGNMENT:  # a part of an image
-            windows = _empty(windows.shape, windows.device).copy_(windows)
+            windows = windows.clone(memory_format=torch.contiguous_format)
         context, log = self._context, message_log(self._trt)
         log.messages.clear()
         with _queue(self._stream) as stream:
             accepted = [context.set_input_shape(self._input, tuple(windows.shape))]
-            logits = _empty(tuple(context.get_tensor_shape(self._output)), self.device)
+            logits = torch.empty(tuple(context.get_tensor_shape(self._output)), device=self.device)
             for name, tensor in ((self._input, windows), (self._output, logits)):
                 accepted.append(context.set_tensor_address(name, tensor.data_ptr()))
             if not (all(accepted) and context.execute_async_v3(stream)):
@@ -242,20 +211,11 @@ class EnginePredictor:
         fewest, _, most = self.manifest.batch
         smallest, largest = (fewest, *self.manifest.smallest), (most, *self.manifest.window)
         shape = tuple(windows.shape)
-        fits = len(shape) == len(largest) and all(
-            least <= side <= bound for least, side, bound in zip(smallest, shape, largest, strict=True)
-        )
-        if not fits:
+        sides = zip(smallest, shape, largest, strict=False)
+        if len(shape) != len(largest) or not all(least <= side <= bound for least, side, bound in sides):
             raise ValueError(f"windows {shape}: {self._plan} accepts shapes from {smallest} to {largest}")
         if windows.device != self.device or windows.dtype != torch.float32:
             raise ValueError(f"windows on {windows.device} in {windows.dtype}: expected float32 on {self.device}")
-
-
-def _empty(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return float32 memory of a shape at an address as TensorRT wants it; torch's own is so on a GPU alone."""
-    space = torch.empty(math.prod(shape) + _ALIGNMENT // 4, device=device)
-    first = -space.data_ptr() % _ALIGNMENT // 4
-    return space[first : first + math.prod(shape)].view(*shape)
 
 
 def _rebuild_command(plan: Path) -> str:
@@ -265,8 +225,7 @@ def _rebuild_command(plan: Path) -> str:
 def _verified(plan: Path, manifest: EngineManifest) -> bytes:
     """Return the bytes of a plan that fits its manifest; a plan is native code and is never loaded otherwise.
 
-    This shows that the plan is whole and belongs to the model beside it. It does not show who made them: run only
-    models of people you trust.
+    This does not show who made it: run only models of people you trust.
     """
     content = plan.read_bytes()
     found = hashlib.sha256(content).hexdigest()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from medspeed.common.console import say
 from medspeed.common.data.fingerprint import CaseFigures, Fingerprint
 from medspeed.common.files import read_as, read_object
-from medspeed.common.inference.labels import Region
+from medspeed.common.inference.labels import Region, learned_nothing
 
 if TYPE_CHECKING:  # a training's start need not wait for SciPy
     from medspeed.common.inference.measure import Measures
@@ -37,17 +37,8 @@ def warn_of_training(*runs: Path) -> None:
         say(f"WARNING: this model {each}", "warning")
 
 
-def learned_nothing(name: object, quality: object) -> bool:
-    """Return whether a quality of this name is luck: an AUC below 0.55, a Dice below 0.01."""
-    return isinstance(quality, (int, float)) and quality < (0.55 if "AUC" in str(name) else 0.01)
-
-
 def read_figures(*runs: Path) -> tuple[CaseFigures, ...]:
-    """Return the figures of runs' training cases; say it where there are none, as in a run of an older version.
-
-    Raises:
-        ValueError: `fingerprint.json` is damaged.
-    """
+    """Return the figures of runs' training cases; say it where there are none. A damaged file is a ValueError."""
     cases: list[CaseFigures] = []
     for run in runs:
         path = run / "fingerprint.json"
@@ -72,7 +63,7 @@ def with_doubts(
         regions: the structures.
         scan: its figures.
         cases: those of the training cases; if there are none, nothing is compared with them.
-        agreement: Dice of several predictions with each other, by region; NaN where none has it, empty for one.
+        agreement: Dice of several predictions with each other, by region; empty where there is one alone.
     """
     rows = [*zip(*([*each.spacing, *each.size, *each.intensity] for each in (scan, *cases)), strict=True)]
     spare = _SPREAD * (max(rows[-1][1:], default=0) - min(rows[-3][1:], default=0))

@@ -28,21 +28,19 @@ def sliding_windows(
 
     Every call of the predictor gets exactly `batch_size` contiguous windows, since an engine has a fixed profile: the
     last batch is filled up with its last window. Where a call runs out of memory, the batch is halved with a warning
-    and the work goes on from there. The predictor must neither write into its input nor keep it. The host waits for
-    the device once, at the end.
+    and the work goes on from there. The host waits for the device once, at the end.
 
     Args:
         image: [C, X, Y, Z], any float dtype. An axis shorter than the window is padded with zeros on both sides.
-        predictor: from windows [B, C, *roi] float32 to logits [B, K, *roi], on the image's device.
+        predictor: on the image's device; it must neither write into its input nor keep it.
         roi: window shape in voxels.
         overlap: part of a window that its neighbour also covers, in [0, 1).
         batch_size: windows in one call of the predictor.
         difference: of two classes, sum only the difference foreground - background, which halves memory and all
-            later work; the foreground is where it is > 0, and its sigmoid is the softmax of the two.
+            later work; the foreground is where it is > 0.
 
     Returns:
-        Logits [K, X, Y, Z] float32 on the image's device; K == 1 where the network has two classes and `difference`
-        is set, else the network's own K.
+        Logits [K, X, Y, Z] float32 on the image's device; K == 1 for the difference of two classes.
 
     Raises:
         ValueError: window or overlap is out of its bounds, or the logits are not finite.
@@ -56,17 +54,15 @@ def sliding_windows(
     assert image.is_floating_point(), image.dtype
     if len(roi) != 3 or min(roi) < 1 or not 0 <= overlap < 1:
         raise ValueError(f"window {roi}, overlap {overlap}: expected sides of 1 or more and an overlap in [0, 1)")
-    padding: list[int] = []  # voxels of zeros before and after each axis, Z first, as F.pad wants them
-    for length, side in zip(reversed(image.shape[1:]), reversed(roi), strict=True):
-        missing = max(side - length, 0)
-        padding += [missing // 2, missing - missing // 2]
+    missing = [max(side - length, 0) for length, side in zip(image.shape[1:], roi, strict=True)]
+    padding = [voxels for each in reversed(missing) for voxels in (each // 2, each - each // 2)]  # Z first, for F.pad
     padded = F.pad(image, padding) if any(padding) else image
     starts, scales = window_plan((padded.shape[1], padded.shape[2], padded.shape[3]), roi, overlap, image.device)
     total = _sum_windows(padded, predictor, roi, starts, batch_size, difference)
     for scale in scales:
         total *= scale
     _check_finite(total, image)
-    return total[_box(padding[-2::-2], image.shape[1:])]
+    return total[_box([each // 2 for each in missing], image.shape[1:])]
 
 
 @lru_cache(maxsize=4)
@@ -75,21 +71,19 @@ def window_plan(
 ) -> tuple[tuple[Shape, ...], tuple[torch.Tensor, ...]]:
     """Return where the windows lie in an image that is no smaller than one; kept and shared, so change nothing in it.
 
-    Returns:
-        The first voxel of each window, X slowest; and float32 factors [X, 1, 1] and [Y, Z] whose product turns a sum
-        over windows into their mean, 1 / (windows that cover a voxel); () for one window.
+    That is the first voxel of each, X slowest; and float32 factors [X, 1, 1] and [Y, Z] whose product turns a sum over
+    windows into their mean, 1 / (windows that cover a voxel); () for one window.
     """
     along = [window_starts(length, side, overlap) for length, side in zip(shape, roi, strict=True)]
     starts = tuple((x, y, z) for x, y, z in product(*along))
     if len(starts) == 1:
         return starts, ()
-    inverse = []
-    for length, firsts, side in zip(shape, along, roi, strict=True):
-        count = torch.zeros(length)
+    counts = [torch.zeros(length) for length in shape]
+    for count, firsts, side in zip(counts, along, roi, strict=True):
         for first in firsts:
             count[first : first + side] += 1
-        inverse.append(1 / count)
-    return starts, (inverse[0][:, None, None].to(device), (inverse[1][:, None] * inverse[2]).to(device))
+    x, y, z = (1 / count for count in counts)
+    return starts, (x[:, None, None].to(device), (y[:, None] * z).to(device))
 
 
 def window_starts(length: int, side: int, overlap: float) -> tuple[int, ...]:
@@ -104,11 +98,6 @@ def fitted_window(shape: Sequence[int], most: Shape, overlap: float) -> Shape:
 
     Per axis there are as few windows as with `most`, and they are as short as they can be. For a network that takes any
     sides which divide as those of `most` do (by the power of two that they have in common).
-
-    Args:
-        shape: X, Y, Z of the image.
-        most: the largest window.
-        overlap: part of a window that its neighbour also covers.
     """
     divisor = math.gcd(*most) & -math.gcd(*most)
     sides = []
@@ -128,8 +117,7 @@ def _sum_windows(
     image: torch.Tensor, predictor: Predictor, roi: Shape, starts: Sequence[Shape], batch_size: int, difference: bool
 ) -> torch.Tensor:
     """Return the sum over all windows of their logits, [K, X, Y, Z] float32 on the padded image's grid."""
-    total = torch.empty(0)
-    done = 0
+    total, done = torch.empty(0), 0
     windows = torch.empty((batch_size, image.shape[0], *roi), dtype=torch.float32, device=image.device)
     while done < len(starts):
         batch = starts[done : done + len(windows)]
@@ -167,16 +155,11 @@ def _cut(image: torch.Tensor, starts: Sequence[Shape], windows: torch.Tensor) ->
 
 def _halved(batch_size: int, roi: Shape, error: torch.OutOfMemoryError) -> int:
     if batch_size == 1:
-        raise torch.OutOfMemoryError(
-            f"one window of {roi} voxels (batch_size 1) does not fit into the device's memory: "
-            "lower the window size (roi), use half precision, or free device memory"
-        ) from error
+        said = f"one window of {roi} voxels (batch_size 1) does not fit into the device's memory: lower the window size"
+        raise torch.OutOfMemoryError(f"{said} (roi), use half precision, or free device memory") from error
     half = batch_size // 2
-    warnings.warn(
-        f"a batch of {batch_size} windows of {roi} voxels does not fit into the device's memory: trying {half}; "
-        f"batch_size={half} avoids this",
-        stacklevel=5,
-    )
+    said = f"a batch of {batch_size} windows of {roi} voxels does not fit into the device's memory: trying {half}"
+    warnings.warn(f"{said}; batch_size={half} avoids this", stacklevel=5)
     return half
 
 
@@ -184,8 +167,7 @@ def _check_finite(total: torch.Tensor, image: torch.Tensor) -> None:
     # The extremes carry NaN and infinity along; they take one pass and no memory, isfinite().all() 40 times as long.
     if bool(torch.stack(total.aminmax()).isfinite().all()):
         return
-    bad = int((~total.isfinite()).any(dim=0).sum())
-    bad_input = int((~image.isfinite()).sum())
+    bad, bad_input = int((~total.isfinite()).any(dim=0).sum()), int((~image.isfinite()).sum())
     raise ValueError(
         f"{bad} of {total[0].numel()} voxels have non-finite logits, {bad_input} voxels of the image are not finite. "
         "Where the image is finite, the network overflows: use bfloat16 or float32, or check its weights"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Self, TypeVar
 
 from medspeed.common.config import flat, parse_config
-from medspeed.common.inference.options import Precision
+from medspeed.common.inference import Precision
 
 C = TypeVar("C", bound="TrainingConfig")
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from medspeed.common.data.dataset import Case, Split
 from medspeed.common.data.volumes import Volume, read_volume
 from medspeed.common.export.export import GATE_CASES, ExportRecord, export_volumes, judge_training
 from medspeed.common.files import plural, printable, write_json
-from medspeed.common.inference.labels import case_dice, dice_of_counts
+from medspeed.common.inference import TOLERANCE
+from medspeed.common.inference.labels import case_dice, dice_of_counts, learned_nothing
 from medspeed.common.inference.model import Trained, VolumeModel, write_model
-from medspeed.common.inference.options import EvaluateConfig
 from medspeed.common.inference.postprocessing import (
     BOUND,
     FEWEST_CASES,
@@ -28,7 +28,6 @@ from medspeed.common.inference.postprocessing import (
 )  # fmt: skip
 from medspeed.common.inference.predict import predict_logits, read_truth, thresholded
 from medspeed.common.inference.predictors import torch_predictor
-from medspeed.common.inference.uncertain import learned_nothing
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.fit import Fitted
@@ -96,7 +95,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
             labels, truth = thresholded(logits, voxels.grid, model.labelling), read_truth(case).numpy()
             found, true = (Volume(each, np.array(voxels.grid.native_affine), case.image) for each in (labels, truth))
             try:
-                scores.append(measured.score(found, true, regions, EvaluateConfig.tolerance))
+                scores.append(measured.score(found, true, regions, TOLERANCE))
             except MemoryError:  # the run must not end before its export
                 scores.append(measured.OUT_OF_MEMORY)
             tried: dict[Steps, CaseParts] = {(): case_parts(labels, truth, model.labelling, true.voxel_ml)}
@@ -118,7 +117,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     by_name = dict(zip(dice, scores, strict=True))
     refused = {name: each for name, each in by_name.items() if isinstance(each, str)}
     rows = {name: each for name, each in by_name.items() if not isinstance(each, str)}
-    evaluation = measured.Evaluation(EvaluateConfig.tolerance, rows, refused=refused)
+    evaluation = measured.Evaluation(TOLERANCE, rows, refused=refused)
     for name, why in refused.items():
         run.say(f"{printable(name)}: not in evaluation.csv: {why}", "warning")
     shown = ", ".join(f"{name} {value:.4f}" for name, value in by_region.items() if value is not None)

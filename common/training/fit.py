@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from medspeed.common.clock import StepTimer, span, spans_to
 from medspeed.common.data.batches import Batch, Batches
+from medspeed.common.inference import Precision
 from medspeed.common.inference.model import load_weights
-from medspeed.common.inference.options import Precision
 from medspeed.common.observe.roofline import distance_to_limit
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig, decided

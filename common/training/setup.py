@@ -20,9 +20,9 @@ from medspeed.common.data.dataset import Split
 from medspeed.common.files import release
 from medspeed.common.flags import flag_of
 from medspeed.common.host_memory import keep_freed_memory
+from medspeed.common.inference import Precision
 from medspeed.common.inference.labels import mean_dice
 from medspeed.common.inference.model import VolumeModel
-from medspeed.common.inference.options import Precision
 from medspeed.common.inference.predictors import computes_bf16, torch_predictor
 from medspeed.common.kernels import moments, norms, trust
 from medspeed.common.ranks import Ranks

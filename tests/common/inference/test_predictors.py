@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from medspeed.common.export.onnx_model import export_onnx
-from medspeed.common.inference.options import Precision
+from medspeed.common.inference import Precision
 from medspeed.common.inference.predictors import computes_bf16, onnxruntime_predictor, torch_predictor, with_exact_norms
 from medspeed.common.training.setup import choose_precision
 from medspeed.models.segresnet3d import segresnet3d

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from medspeed.common.inference import repeated_windows
+from medspeed.common.inference import open_predictor
+from medspeed.common.inference.open_predictor import RepeatingPredictor
 from medspeed.common.inference.predictors import torch_predictor
-from medspeed.common.inference.repeated_windows import RepeatingPredictor
 from medspeed.common.inference.windows import sliding_windows
 from medspeed.common.kernels import trust
 from medspeed.models.segresnet3d import segresnet3d
@@ -30,7 +30,7 @@ class Counted:
 
 @pytest.fixture
 def emulated(monkeypatch):
-    monkeypatch.setattr(repeated_windows, "record", emulated_graph.record)
+    monkeypatch.setattr(trust, "record", emulated_graph.record)
     monkeypatch.setattr(trust, "choose", emulated_graph.tried)
 
 
@@ -86,7 +86,7 @@ def test_a_capture_that_fails_is_said_and_costs_nothing_else(monkeypatch, known)
     def fails(body):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(repeated_windows, "record", fails)
+    monkeypatch.setattr(trust, "record", fails)
     monkeypatch.setattr(trust, "choose", (lambda trials, *_: [trials[0].name]) if known else emulated_graph.tried)
     counted, repeating, said = predictors(unet3d(1, 2, (4, 8)))
     for _ in range(2):
@@ -111,7 +111,7 @@ def test_the_work_on_windows_reads_nothing_from_the_host_and_is_the_same_for_all
 
 @pytest.mark.gpu
 def test_a_graph_on_a_gpu_gives_what_eager_calls_give(tmp_path, monkeypatch):
-    monkeypatch.setattr(repeated_windows, "_STORE", tmp_path)
+    monkeypatch.setattr(open_predictor, "_STORE", tmp_path)
     monkeypatch.setattr(trust, "_FASTER", 1e9)  # whatever it is worth here
     for name, precision in (("unet", "fp32"), ("segresnet", "bf16")):
         counted, repeating, _ = predictors(NETWORKS[name]().cuda(), precision)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from medspeed.common.clock import Clock
 from medspeed.common.data.batches import Batch, crop_batches
+from medspeed.common.inference import Precision
 from medspeed.common.inference.labels import Region
 from medspeed.common.inference.model import load_weights
-from medspeed.common.inference.options import Precision
 from medspeed.common.kernels import trust
 from medspeed.common.ranks import SINGLE, Ranks
 from medspeed.common.run import Run

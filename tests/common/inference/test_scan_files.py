@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from medspeed.common.inference.scan_files import find_scans
-from medspeed.common.inference.scan_memory import most_bytes, say_plan, scan_bytes
+from medspeed.common.inference.scan_files import find_scans, most_bytes, say_plan, scan_bytes
 from tests.common.data.dicom_files import write_slices
 from tests.support import unet_model
 
@@ -56,7 +55,7 @@ def test_a_plan_that_cannot_fit_is_told(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "memory: at most 5 scans at a time, 0.0 of" in said
     assert "WARNING" not in said
-    monkeypatch.setattr("medspeed.common.inference.scan_memory.free_memory", lambda: 2**20)
+    monkeypatch.setattr("medspeed.common.inference.scan_files.free_memory", lambda: 2**20)
     say_plan(scans, FINE, torch.device("cpu"), 5, 2**19)
     assert "WARNING: that may exceed the free memory" in capsys.readouterr().out
 
@@ -75,9 +74,8 @@ def test_a_folder_takes_no_more_than_its_plan(tmp_path):
 import torch
 from pathlib import Path
 from medspeed.common.inference.options import InferConfig
-from medspeed.common.inference.open_predictor import OpenedPredictor
-from medspeed.common.inference.predictors import torch_predictor
-from medspeed.common.inference.scan_memory import most_bytes
+from medspeed.common.inference.model import save_weights
+from medspeed.common.inference.scan_files import most_bytes
 from medspeed.common.inference.scan_files import find_scans
 from medspeed.common.inference.scans import Segmenter
 from medspeed.common.host_memory import peak_memory
@@ -85,11 +83,11 @@ from tests.support import unet_model
 model = unet_model((2.0, 2.0, 2.0), (4, 8), (64, 64, 32))
 torch.manual_seed(0)
 folder = Path({str(tmp_path)!r})
-opened = OpenedPredictor(torch_predictor(model.build().eval()), "torch", "fp32", "", Path("LICENSE"))
+save_weights(folder / "best.safetensors", model.build().state_dict(), dict())
 scans = find_scans(folder / "scans")
 def segment(inputs, output):
-    config = InferConfig(folder, folder / inputs, folder / output, overlays=False)
-    job = Segmenter(config, model, opened, torch.device("cpu")).job(find_scans(folder / inputs))
+    config = InferConfig(folder, folder / inputs, folder / output, backend="torch", device="cpu", overlays=False)
+    job = Segmenter(config, model).job(find_scans(folder / inputs))
     assert not job.work(job.items)
     return job
 segment("small", "warm")
