@@ -96,15 +96,9 @@ def write_seg(
     ]
     masks = np.stack([np.isin(labels.T, region.members) for region in structures], axis=-1)  # [Z, Y, X, S]
     try:
-        image = Segmentation(
-            source_images=sources,
-            pixel_array=masks,
-            segment_descriptions=segments,
-            series_instance_uid=generate_uid(),
-            sop_instance_uid=generate_uid(),
-            software_versions=version,
-            **_ATTRIBUTES,
-        )
+        given: dict[str, Any] = {"source_images": sources, "pixel_array": masks, "segment_descriptions": segments}
+        uids = {"series_instance_uid": generate_uid(), "sop_instance_uid": generate_uid()}
+        image = Segmentation(**given, **uids, software_versions=version, **_ATTRIBUTES)
     except (AttributeError, TypeError, ValueError):  # highdicom's, of what a header lacks or holds
         raise refusal from None
     _set_distance(image, sources)
