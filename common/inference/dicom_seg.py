@@ -97,7 +97,7 @@ def write_seg(
     masks = np.stack([np.isin(labels.T, region.members) for region in structures], axis=-1)  # [Z, Y, X, S]
     try:
         given: dict[str, Any] = {"source_images": sources, "pixel_array": masks, "segment_descriptions": segments}
-        uids = {"series_instance_uid": generate_uid(), "sop_instance_uid": generate_uid()}
+        uids: dict[str, Any] = {name: generate_uid() for name in ("series_instance_uid", "sop_instance_uid")}
         image = Segmentation(**given, **uids, software_versions=version, **_ATTRIBUTES)
     except (AttributeError, TypeError, ValueError):  # highdicom's, of what a header lacks or holds
         raise refusal from None
