@@ -36,7 +36,7 @@ from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run, one_line_errors
 from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.fit import fit
-from medspeed.common.training.setup import choose_precision, nan_as_zero, start_run
+from medspeed.common.training.setup import choose_precision, start_run
 from medspeed.common.training.volume_config import SegmentationConfig
 
 _STEPS = 24  # of the short training, at least; its first epoch does not count
@@ -105,7 +105,7 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
             per_epoch = setup.batches.steps_per_epoch
             epochs = max(2, 1 + -(-_STEPS // per_epoch))
             few = replace(whole, epochs=epochs, validate_every=epochs)
-            fit(replace(setup, validate=nan_as_zero(setup.validate)), few, run)
+            fit(replace(setup, validate=lambda *given: max(0.0, setup.validate(*given))), few, run)  # 0 for a NaN
             deepest: list[int] = []
             if isinstance(whole, SegmentationConfig) and (levels := whole.halvings()) is not None:
                 deepest = [side // 2**levels for side in decided(whole.crop_size)]

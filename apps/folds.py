@@ -21,8 +21,7 @@ def parse(arguments: Sequence[str]) -> TrainingConfig:
     """Parse the app and the flags of its training."""
     parser = Parser(description=__doc__, usage="%(prog)s APP --run FOLDER [--FLAG VALUE ...]")
     parser.add_argument("app", choices=APPS, help="whose `train --help` lists the flags")
-    app = parser.parse_args(arguments[:1]).app
-    recipes = import_module(f"medspeed.apps.{app}.config").RECIPES
+    recipes = import_module(f"medspeed.apps.{parser.parse_args(arguments[:1]).app}.config").RECIPES
     folds = {name: replace(recipe, fold=0, folds=5) for name, recipe in recipes.items()}
     about, _, again = (__doc__ or "").split("\n\n")
     config: TrainingConfig = parse_config(type(recipes["fast"]), folds, arguments[1:], f"{about} {again}")
@@ -95,7 +94,8 @@ def _train(app: str, fold: int, run: Path) -> None:
     words = ["--config", f"{run.parent}/config.yaml", "--fold", str(fold), "--resume" if begun else "--run", str(run)]
     program = [sys.executable, "-P", "-m", f"medspeed.apps.{app}.train", *words]
     program += {"--quiet", "--verbose"} & {*sys.argv}
-    process = Popen(program, start_new_session=True, preexec_fn=_end_with_parent)
+    ends_with_parent = (lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM)) if sys.platform == "linux" else None
+    process = Popen(program, start_new_session=True, preexec_fn=ends_with_parent)  # 1: PR_SET_PDEATHSIG
     with take_signals((signal.SIGINT, *STOP_SIGNALS), lambda number, _: process.send_signal(number)):
         status = process.wait()
     if status:
@@ -103,17 +103,8 @@ def _train(app: str, fold: int, run: Path) -> None:
         raise SystemExit(status if status > 0 else 128 - status)
 
 
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
-
-
 def tabulate(runs: Sequence[Path]) -> Evaluation:
-    """Print and write the means of each fold and of all cases; return the evaluation (of patches a fold is a case).
-
-    Raises:
-        ValueError: the folds do not divide the same cases.
-    """
+    """Print and write the means of each fold and of all cases; return the evaluation (of patches a fold is a case)."""
     root, found = runs[0].parent, [_evaluated(run) for run in runs]
     splits = [read_typed(run / "split.json", _Split) for run in runs]
     fold_of = splits[0]["fold_of"]

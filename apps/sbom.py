@@ -16,23 +16,14 @@ def sbom() -> dict[str, Any]:
     for package in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", package.metadata["Name"]).lower()
         url = f"pkg:pypi/{name}@{quote(package.version, safe='.')}"
-        part: dict[str, Any] = {
-            "type": "library",
-            "bom-ref": url,
-            "purl": url,
-            "name": name,
-            "version": package.version,
-        }
+        part: dict[str, Any] = {"type": "library", "bom-ref": url, "purl": url, "name": name}
+        part["version"] = package.version
         if "License-Expression" in package.metadata:
             part["licenses"] = [{"expression": package.metadata["License-Expression"]}]
         parts[name] = part
-    return {
-        "bomFormat": "CycloneDX",
-        "specVersion": "1.6",
-        "version": 1,
-        "metadata": {"component": {**parts.pop("medspeed", {"name": "medspeed"}), "type": "application"}},
-        "components": [parts[name] for name in sorted(parts)],
-    }
+    whole = {**parts.pop("medspeed", {"name": "medspeed"}), "type": "application"}
+    form = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1}
+    return {**form, "metadata": {"component": whole}, "components": [parts[name] for name in sorted(parts)]}
 
 
 if __name__ == "__main__":

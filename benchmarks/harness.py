@@ -31,7 +31,7 @@ from medspeed.common.inference.predictors import computes_bf16
 from medspeed.common.training.fit import train_step
 from medspeed.common.training.losses import Loss
 from medspeed.common.training.optimizers import build_optimizer
-from medspeed.common.training.setup import choose_precision, lr_factor
+from medspeed.common.training.setup import SCHEDULES, choose_precision
 
 Sides = Mapping[str, Callable[[], object]]
 Maker = Callable[..., Sides]
@@ -133,7 +133,7 @@ def save_start(
     if options.both:
         with closing(endless(batches())) as drawn:
             for number in tqdm(range(steps), desc="training before inference", leave=False):
-                step(next(drawn), RATE * lr_factor("cosine", number, steps))
+                step(next(drawn), RATE * SCHEDULES["cosine"](number / steps))
     save_weights(options.weights, network.state_dict(), {})
 
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from medspeed.common.training.config import Check, parse_training
+from medspeed.common.config import parse_config
+from medspeed.common.training.config import Check
 from medspeed.common.training.volume_config import Crops, Network, SegmentationConfig, Windows
 from medspeed.models import check_name
 
@@ -76,4 +77,4 @@ RECIPES = {"fast": BratsConfig(), "guide": GUIDE, "baseline": BASELINE}
 
 def parse(arguments: Sequence[str] | None = None) -> BratsConfig:
     """Parse the command line of `apps/brats/train.py`; with --resume, take the run's own configuration."""
-    return parse_training(BratsConfig, RECIPES, _DESCRIPTION, arguments)
+    return parse_config(BratsConfig, RECIPES, arguments, _DESCRIPTION, BratsConfig.RESUMABLE)

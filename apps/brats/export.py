@@ -59,20 +59,12 @@ def main(config: BratsExport) -> Path:
 
 def imported_model(config: BratsExport) -> VolumeModel:
     """Return what the weights of --init belong to: regions TC, WT, ET painted with the numbers of MSD's labels."""
-    preparation = Preparation(config.spacing, "zscore", None, channels=4)
-    named = Dataset(Path(), "imported", ("",) * 4, _MSD_LABELS, (), (), synthetic=False)
-    labelling = choose_labelling(named, "names")
     network = find_network(config.network or BratsConfig.NETWORK)
-    return VolumeModel(
-        network=network,
-        arguments=arguments_of(network, {"filters": config.filters, "blocks_down": config.blocks_down}),
-        labelling=labelling,
-        preparation=preparation,
-        window_size=config.window_size,
-        window_batch=1,
-        overlap=config.overlap,
-        precision="fp32",
-    )
+    arguments = arguments_of(network, {"filters": config.filters, "blocks_down": config.blocks_down})
+    named = Dataset(Path(), "imported", ("",) * 4, _MSD_LABELS, (), (), synthetic=False)
+    preparation = Preparation(config.spacing, "zscore", None, channels=4)
+    scheme = choose_labelling(named, "names")
+    return VolumeModel(network, arguments, scheme, preparation, config.window_size, 1, config.overlap, "fp32")
 
 
 if __name__ == "__main__":

@@ -4,15 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from monai.transforms import (
-    EnsureTyped,
-    Lambdad,
-    RandFlipd,
-    RandScaleIntensityd,
-    RandShiftIntensityd,
-    RandSpatialCropd,
-    SpatialPadd,
-)
+from monai import transforms as monai
 
 from medspeed.apps.brats.config import BratsConfig
 from medspeed.common.data.monai_batches import KEYS, normalise_transforms, read_transforms
@@ -42,7 +34,7 @@ def deterministic_transforms(preparation: Preparation, device: torch.device | No
 def normalisation(preparation: Preparation) -> Chain:
     """Return the normalisation, which the guide does after the crop, in every step, and in validation on the whole."""
     scaled = normalise_transforms(preparation)
-    return scaled if preparation.window else [*scaled, EnsureTyped(KEYS, track_meta=False)]
+    return scaled if preparation.window else [*scaled, monai.EnsureTyped(KEYS, track_meta=False)]
 
 
 def random_transforms(
@@ -50,11 +42,11 @@ def random_transforms(
 ) -> Chain:
     """Return the guide's random transforms; volumes smaller than a crop are padded first (our addition)."""
     return [
-        SpatialPadd(KEYS, crop_size),
-        RandSpatialCropd(KEYS, roi_size=crop_size, random_size=False),
-        Lambdad("image", torch.clone),  # the crop is a view of the cache, and the normalisation writes into it
-        *(RandFlipd(KEYS, prob=_PROBABILITY, spatial_axis="xyz".index(axis)) for axis in flip_axes),
+        monai.SpatialPadd(KEYS, crop_size),
+        monai.RandSpatialCropd(KEYS, roi_size=crop_size, random_size=False),
+        monai.Lambdad("image", torch.clone),  # the crop is a view of the cache, and the normalisation writes into it
+        *(monai.RandFlipd(KEYS, prob=_PROBABILITY, spatial_axis="xyz".index(axis)) for axis in flip_axes),
         *normalisation(preparation),
-        RandScaleIntensityd("image", factors=intensity, prob=_PROBABILITY),
-        RandShiftIntensityd("image", offsets=intensity, prob=_PROBABILITY),
+        monai.RandScaleIntensityd("image", factors=intensity, prob=_PROBABILITY),
+        monai.RandShiftIntensityd("image", offsets=intensity, prob=_PROBABILITY),
     ]

@@ -29,11 +29,7 @@ TISSUES: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 # The challenge's own regions (Menze et al., "The multimodal brain tumor image segmentation benchmark", TMI 2015).
-_REGIONS = {
-    "TC": ("core", "enhancing"),
-    "WT": ("edema", "core", "enhancing"),
-    "ET": ("enhancing",),
-}
+_REGIONS = {"TC": ("core", "enhancing"), "WT": ("edema", "core", "enhancing"), "ET": ("enhancing",)}
 # Label names by number of the challenges' own files, for a dataset.json that does not name them.
 NUMBERINGS: dict[str, dict[int, str]] = {
     "brats2013": {1: "necrosis", 2: "edema", 3: "non-enhancing tumour", 4: "enhancing tumour"},
@@ -45,10 +41,8 @@ NUMBERINGS: dict[str, dict[int, str]] = {
 def choose_labelling(dataset: Dataset, regions: Regions) -> LabelScheme:
     """Return the regions that a network learns, each with a sigmoid of its own, in the order TC, WT, ET.
 
-    Args:
-        dataset: names its labels.
-        regions: "names" finds the tissues by the labels' names; "labels" makes each label a region, whatever it is;
-            "brats2013", "brats2018" (2018 to 2021) and "brats2023" go by the challenges' numbers, whatever the names.
+    "names" finds the tissues by the labels' names; "labels" makes each label a region, whatever it is; "brats2013",
+    "brats2018" (2018 to 2021) and "brats2023" go by the challenges' numbers, whatever the names.
 
     Raises:
         ValueError: a name is not known, a tissue is missing, or the numbers are not those of the challenge.
@@ -60,12 +54,11 @@ def choose_labelling(dataset: Dataset, regions: Regions) -> LabelScheme:
     if regions != "names":
         labels = _renamed(dataset, regions)
     tissues = _tissues(dataset, labels)
-    members = {
-        name: tuple(sorted(number for tissue in parts for number in tissues[tissue]))
-        for name, parts in _REGIONS.items()
-    }
-    paints = {"TC": min(tissues["core"]), "WT": min(tissues["edema"]), "ET": min(tissues["enhancing"])}
-    return LabelScheme(labels, tuple(Region(name, members[name], paints[name]) for name in _REGIONS), exclusive=False)
+    found = []
+    for name, parts in _REGIONS.items():  # each paints what is of its first tissue
+        members = tuple(sorted(number for tissue in parts for number in tissues[tissue]))
+        found.append(Region(name, members, min(tissues[parts[0]])))
+    return LabelScheme(labels, tuple(found), exclusive=False)
 
 
 def _renamed(dataset: Dataset, regions: str) -> tuple[str, ...]:
@@ -73,26 +66,18 @@ def _renamed(dataset: Dataset, regions: str) -> tuple[str, ...]:
     numbering = NUMBERINGS[regions]
     listed = {number for number, name in enumerate(dataset.labels) if number and name}
     if listed != set(numbering):
-        raise ValueError(
-            f"regions {regions}: expects the labels {sorted(numbering)}, but {dataset.folder / 'dataset.json'} lists "
-            f"{sorted(listed)}; choose another numbering, or correct dataset.json"
-        )
+        said = f"regions {regions}: expects the labels {sorted(numbering)}, but {dataset.folder / 'dataset.json'} lists"
+        raise ValueError(f"{said} {sorted(listed)}; choose another numbering, or correct dataset.json")
     return tuple(numbering.get(number, dataset.labels[0] if not number else "") for number in range(max(numbering) + 1))
 
 
 def _tissues(dataset: Dataset, labels: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Return the label numbers of each tissue."""
     by_name = {name: tissue for tissue, names in TISSUES.items() for name in names}
-    found: dict[str, list[int]] = {tissue: [] for tissue in TISSUES}
-    unknown = []
-    for number, name in enumerate(labels):
-        if not number or not name:
-            continue
-        tissue = by_name.get(re.sub(r"[^a-z0-9]+", " ", name.lower()).strip())
-        if tissue is None:
-            unknown.append(f"{number} {name!r}")
-        else:
-            found[tissue].append(number)
+    plain = {number: re.sub(r"[^a-z0-9]+", " ", name.lower()).strip() for number, name in enumerate(labels) if number}
+    named = {number: by_name.get(name) for number, name in plain.items() if labels[number]}
+    found = {tissue: tuple(number for number, each in named.items() if each == tissue) for tissue in TISSUES}
+    unknown = [f"{number} {labels[number]!r}" for number, tissue in named.items() if tissue is None]
     missing = [tissue for tissue, numbers in found.items() if not numbers]
     if unknown or missing:
         problem = f"does not know the labels {', '.join(unknown)}" if unknown else f"finds no label for {missing[0]}"
@@ -101,4 +86,4 @@ def _tissues(dataset: Dataset, labels: tuple[str, ...]) -> dict[str, tuple[int, 
             f"{dataset.folder / 'dataset.json'}: regions names {problem}; known are {known}. For one region per label "
             f"take --regions labels; for a challenge's numbers --regions {', '.join(NUMBERINGS)}"
         )
-    return {tissue: tuple(numbers) for tissue, numbers in found.items()}
+    return found

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from medspeed.common.config import parse_config
 from medspeed.common.inference import AnyPrecision, Backend
-from medspeed.common.training.config import Check, TrainingConfig, parse_training
+from medspeed.common.training.config import Check, TrainingConfig
 
 _DESCRIPTION = "Train a detector of metastases on patches of whole-slide images, to a checked TensorRT engine."
 _STRIDE = 32  # of the ResNet-18's last features, in pixels
@@ -118,21 +119,15 @@ GUIDE = PathologyConfig(
     validate_every=1,
 )
 
-BASELINE = replace(
-    # The same script with --baseline.
-    GUIDE,
-    recipe="baseline",
-    optimizer="sgd",
-    schedule="constant",
-    precision="fp32",
-)
+# The same script with --baseline.
+BASELINE = replace(GUIDE, recipe="baseline", optimizer="sgd", schedule="constant", precision="fp32")
 
 RECIPES = {"fast": PathologyConfig(), "guide": GUIDE, "baseline": BASELINE}
 
 
 def parse(arguments: Sequence[str] | None = None) -> PathologyConfig:
     """Parse the command line of `apps/pathology/train.py`; with --resume, take the run's own configuration."""
-    return parse_training(PathologyConfig, RECIPES, _DESCRIPTION, arguments)
+    return parse_config(PathologyConfig, RECIPES, arguments, _DESCRIPTION, PathologyConfig.RESUMABLE)
 
 
 @dataclass(frozen=True)

@@ -59,17 +59,9 @@ def main(config: SpleenExport) -> Path:
 def imported_model(config: SpleenExport) -> VolumeModel:
     """Return the model description for the weights of --init."""
     network = find_network(config.network or SpleenConfig.NETWORK)
+    arguments, scheme = arguments_of(network, {"channels": config.channels}), one_region_per_label(config.labels)
     preparation = Preparation(config.spacing, "window", config.window)
-    return VolumeModel(
-        network=network,
-        arguments=arguments_of(network, {"channels": config.channels}),
-        labelling=one_region_per_label(config.labels),
-        preparation=preparation,
-        window_size=config.window_size,
-        window_batch=1,
-        overlap=config.overlap,
-        precision="fp32",
-    )
+    return VolumeModel(network, arguments, scheme, preparation, config.window_size, 1, config.overlap, "fp32")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from medspeed.apps.brats.choose import faster_channels_last
 from medspeed.apps.brats.regions import choose_labelling
+from medspeed.apps.brats.train import faster_channels_last
 from medspeed.benchmarks import volumes
 from medspeed.benchmarks.peers import brats_guide as peer
 from medspeed.common.data.dataset import Case, Dataset

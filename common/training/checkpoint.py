@@ -26,8 +26,8 @@ def save_checkpoint(
     Args:
         folder: of the run's checkpoints.
         position: the epoch, and the steps done in it.
-        weights: state dict of the network, kept as safetensors, with a digest, as the state has one beside it.
-        state: step, optimizer, loss scale, record so far: tensors and plain containers only.
+        weights: state dict of the network.
+        state: all else, in tensors and plain containers only.
 
     Raises:
         OSError: the disk is full or read-only; names the folder; the earlier checkpoint is then still there.
@@ -60,14 +60,10 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-    """Return weights and state of the newest whole checkpoint below `folder`, or None where there is none.
-
-    What a killed process left half-written is removed. Nothing stored is executed: the weights are safetensors, and
-    the state is read with `weights_only=True`.
+    """Return weights and state of the newest whole checkpoint below `folder`, or None; remove what is half-written.
 
     Raises:
-        ValueError: the checkpoint cannot be read, for instance a pickle that asks to run code, or its bytes have
-            changed.
+        ValueError: it cannot be read, for instance a pickle that asks to run code, or its bytes have changed.
     """
     for left in folder.glob(".part-*"):
         # A link that was about to become `last` is a folder too, when asked.

@@ -3,21 +3,20 @@
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Self, TypeVar
 
-from medspeed.common.config import flat, parse_config
+from medspeed.common.config import flat
 from medspeed.common.inference import Precision
 
-C = TypeVar("C", bound="TrainingConfig")
 T = TypeVar("T")
 Check = tuple[str, bool, str]  # field, whether it holds, its bound in words
 
 
 def decided(value: T | None) -> T:
-    """Return the value of a field in a configuration that leaves nothing open any more."""
+    """Return the value of a field of a decided configuration."""
     if value is None:  # as in a plan.json that somebody changed: see `medspeed.common.training.resolve`
         raise ValueError("a field of this run's plan.json is empty; restore the file, or start a new run")
     return value
@@ -121,11 +120,7 @@ class TrainingConfig:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Check each value against its bound.
-
-        Raises:
-            ValueError: names the field, the value and the bound.
-        """
+        """Check each value against its bound; a ValueError names the field, the value and the bound."""
         object.__setattr__(self, "store", Path(os.path.expanduser(self.store)))  # noqa: PTH111 - nor raise
         values = flat(self)
         counts = [(name, values[name] is None or values[name] >= 1, "at least 1") for name in self.COUNTS]
@@ -145,11 +140,7 @@ class TrainingConfig:
         )
 
     def target(self) -> float | None:
-        """Return the value that `until` asks for; None where it asks for none.
-
-        Raises:
-            ValueError: it is not "METRIC=VALUE" with the app's metric and a value above 0, 1 at most.
-        """
+        """Return the value that `until` asks for; raise a ValueError where it is no METRIC=VALUE of this app."""
         if self.until is None:
             return None
         name, _, text = self.until.partition("=")
@@ -165,13 +156,7 @@ class TrainingConfig:
         return replace(self, optimizer=name, learning_rate=self.learning_rate or (0.05 if name == "muon" else 0.01))
 
     def plan_epochs(self, steps: int, per_epoch: int, validations: int) -> tuple[int, int]:
-        """Return the epochs of the run, and those between two validations.
-
-        Args:
-            steps: of a run that is not told its epochs, at least.
-            per_epoch: steps of an epoch.
-            validations: of a run that is not told when to validate, about.
-        """
+        """Return the epochs of the run, of as many steps as usual, and those between two of as many validations."""
         if self.fast_dev_run:
             return 2, 1  # each of one step and validated
         epochs = self.epochs or -(-steps // per_epoch)
@@ -182,8 +167,27 @@ class TrainingConfig:
         return True
 
 
-def parse_training(
-    kind: type[C], recipes: Mapping[str, C], description: str, arguments: Sequence[str] | None = None
-) -> C:
-    """Parse the command line of a `train.py`; with --resume, take the run's own configuration."""
-    return parse_config(kind, recipes, arguments, description, kind.RESUMABLE)
+def check_partitions(config: TrainingConfig, ranks: int) -> None:
+    """Check that so many ranks can share the partitions of a decided configuration, and that its batch divides.
+
+    Raises:
+        ValueError: names the numbers that do not divide each other, and what would.
+    """
+    partitions, batch_size = decided(config.parallel.partitions), decided(config.batch_size)
+    accumulate = config.parallel.accumulate
+    if not config.alike() and partitions != ranks:
+        raise ValueError(
+            f"parallel.partitions {partitions}: {ranks} ranks would not compute the same with MONAI's sources or "
+            f"losses, which work per rank, so the run cannot resume exactly; use {partitions} ranks, or start a new run"
+        )
+    if partitions % ranks:
+        fitting = ", ".join(str(n) for n in range(1, partitions + 1) if partitions % n == 0)
+        raise ValueError(
+            f"parallel.partitions {partitions}: {ranks} ranks cannot share them evenly, so this run cannot resume "
+            f"exactly; use {fitting} ranks, or start a new run with --parallel.partitions {ranks}"
+        )
+    if batch_size % (partitions * accumulate):
+        raise ValueError(
+            f"batch_size {batch_size}: must be a multiple of {partitions * accumulate} ({partitions} partitions, each "
+            f"split into {accumulate} micro-batches)"
+        )

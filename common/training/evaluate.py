@@ -11,21 +11,15 @@ import torch
 from torch import nn
 
 from medspeed.common.data.dataset import Case, Split
+from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.volumes import Volume, read_volume
 from medspeed.common.export.export import GATE_CASES, ExportRecord, export_volumes, judge_training
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.inference import TOLERANCE
-from medspeed.common.inference.labels import case_dice, dice_of_counts, learned_nothing
+from medspeed.common.inference import postprocessing as post
+from medspeed.common.inference.labels import Region, case_dice, dice_of_counts, learned_nothing
 from medspeed.common.inference.model import Trained, VolumeModel, write_model
-from medspeed.common.inference.postprocessing import (
-    BOUND,
-    FEWEST_CASES,
-    CaseParts,
-    Steps,
-    case_parts,
-    choose,
-    thresholds,
-)  # fmt: skip
+from medspeed.common.inference.postprocessing import CaseParts, Steps, case_parts
 from medspeed.common.inference.predict import predict_logits, read_truth, thresholded
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.run import Run
@@ -39,31 +33,23 @@ from medspeed.common.training.volume_config import SegmentationConfig
 
 @dataclass(frozen=True)
 class Quality:
-    """Result of the evaluation of a run.
+    """Result of the evaluation of a run."""
 
-    Args:
-        name: the metric and the grid it is computed on.
-        value: mean over the cases.
-        per_case: value by case name.
-        selected_on: the cases on which the best weights were chosen.
-        per_region: mean Dice of each region; null for a region absent from all cases.
-        metrics: of each region, surface metrics among them: see `Evaluation.summary`.
-        postprocessing: what was chosen, and the mean Dice before and after it; all else here is before it.
-        without_learning: "value" of simple rules on the same cases, and "how"; empty where the store lacks cases.
-    """
-
-    name: str
-    value: float
+    name: str  # the metric and the grid it is computed on
+    value: float  # mean over the cases
     per_case: dict[str, float]
-    selected_on: str
-    per_region: dict[str, float | None]
-    metrics: dict[str, Any] = field(default_factory=dict)
-    postprocessing: dict[str, Any] = field(default_factory=dict)
-    without_learning: dict[str, Any] = field(default_factory=dict)
+    selected_on: str  # the cases on which the best weights were chosen
+    per_region: dict[str, float | None]  # mean Dice; null for a region absent from all cases
+    metrics: dict[str, Any] = field(default_factory=dict)  # of each region: see `Evaluation.summary`
+    postprocessing: dict[str, Any] = field(default_factory=dict)  # what was chosen, and the Dice before and after it
+    without_learning: dict[str, Any] = field(default_factory=dict)  # "value" of simple rules on the cases, and "how"
 
 
 _TRACKED = ("summary.json", "report.html", "best.safetensors", "model.json", "config.yaml", "plan.json")  # by trackers
 RunSummary = dict[str, Any]  # the content of summary.json
+_RULE_CASES = 16  # of the training that simple rules are made from
+_SIDE = 40  # voxels of a case that are looked at, along each axis, evenly spread
+_LEVELS = 64  # of intensities, and of the share of cases
 
 
 def best_network(model: Trained, fitted: Fitted, run: Run) -> nn.Module:
@@ -99,7 +85,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
             except MemoryError:  # the run must not end before its export
                 scores.append(measured.OUT_OF_MEMORY)
             tried: dict[Steps, CaseParts] = {(): case_parts(labels, truth, model.labelling, true.voxel_ml)}
-            for steps in thresholds(model.labelling) if not refusal else []:
+            for steps in post.thresholds(model.labelling) if not refusal else []:
                 other = thresholded(logits, voxels.grid, model.labelling, steps)
                 tried[steps] = case_parts(other, truth, model.labelling, true.voxel_ml)
             parts.append(tried)
@@ -110,10 +96,8 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     dice = {case.name: case_dice(each) for case, each in zip(split.validation, counts, strict=True)}
     mean = sum(dice.values()) / len(dice)
     means = dice_of_counts(torch.stack(counts)).nanmean(dim=0).tolist()
-    by_region = {
-        region.name: None if math.isnan(value) else value
-        for region, value in zip(model.labelling.regions, means, strict=True)
-    }
+    names = [region.name for region in model.labelling.regions]
+    by_region = {name: None if math.isnan(value) else value for name, value in zip(names, means, strict=True)}
     by_name = dict(zip(dice, scores, strict=True))
     refused = {name: each for name, each in by_name.items() if isinstance(each, str)}
     rows = {name: each for name, each in by_name.items() if not isinstance(each, str)}
@@ -129,8 +113,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         run.say(doubt, "warning")
     chosen = choose_postprocessing(parts, refusal, model, config, run)
     trivial = _without_learning(model, data, config, run) if run.leader else {}
-    selected = "validation" if split.held_out else "training"
-    name = "foreground Dice, native grid, best weights"
+    name, selected = "foreground Dice, native grid, best weights", "validation" if split.held_out else "training"
     return Quality(name, mean, dice, selected, by_region, evaluation.summary, chosen, trivial)
 
 
@@ -138,11 +121,9 @@ def _without_learning(model: VolumeModel, data: Data, config: SegmentationConfig
     """Return the Dice of simple rules on the validation cases, and say it; nothing where no cases are in the store."""
     if config.caching().mode in ("none", "monai", "uncached"):
         return {}
-    from medspeed.common.training.trivial import MOST_CASES, without_learning  # here: training needs none of it
-
     found: dict[str, Any] = {}
     with _said(run, "not known what simple rules reach"), run.clock.stage("validate"):
-        some = data.split.training[:: -(-len(data.split.training) // MOST_CASES)]
+        some = data.split.training[:: -(-len(data.split.training) // _RULE_CASES)]
         training, judged = (stored_cases(each, model, config, run) for each in (some, data.split.validation))
         found = without_learning(training, judged, model.labelling.regions)
         run.say(f"without learning: Dice {found['value']:.4f} ({found['how']})")
@@ -155,8 +136,8 @@ def no_choice(config: SegmentationConfig, split: Split) -> str:
         return "this is a fast dev run"
     if not split.held_out:
         return "the validation cases were trained on"
-    count = len(split.validation)
-    return "" if count >= FEWEST_CASES else f"{plural(count, 'validation case')}; a choice needs {FEWEST_CASES}"
+    said = f"{plural(len(split.validation), 'validation case')}; a choice needs {post.FEWEST_CASES}"
+    return said if len(split.validation) < post.FEWEST_CASES else ""
 
 
 def choose_postprocessing(
@@ -164,9 +145,9 @@ def choose_postprocessing(
 ) -> dict[str, Any]:
     """Choose what gains Dice on validation cases; write it into `model.json`, say it, and return it for the summary."""
     before = [case_dice(case[()].counts) for case in cases]
-    steps, after = ((), before) if refusal else choose(cases, model.labelling)
+    steps, after = ((), before) if refusal else post.choose(cases, model.labelling)
     means = {"before": sum(before) / len(before), "after": sum(after) / len(after)}
-    words = f"none: {refusal or f'nothing gains more than {BOUND} Dice without the case that gains most'}"
+    words = f"none: {refusal or f'nothing gains more than {post.BOUND} Dice without the case that gains most'}"
     if steps:
         run.ranks.once(lambda: write_model(run.directory, config.APP, replace(model, postprocessing=steps)))
         dice = "Dice {before:.4f} before, {after:.4f} after, on the validation cases".format(**means)
@@ -178,9 +159,8 @@ def choose_postprocessing(
 def doubts(value: float, held_out: bool, name: str = "Dice") -> list[str]:
     """Return warnings about a quality on the validation cases; `held_out` tells that none of them was trained on."""
     found = [] if held_out else ["NOT HELD OUT: trained on these cases; their Dice does not show how good the model is"]
-    nothing = f"NOTHING LEARNED: the {name} is that of chance"
     remedy = "train longer (--epochs), try another --seed, check the labels"
-    return [*found, *([f"{nothing}; {remedy}"] if learned_nothing(name, value) else [])]
+    return found + [f"NOTHING LEARNED: the {name} is that of chance; {remedy}"] * learned_nothing(name, value)
 
 
 def _draw(dice: float, case: Case, found: np.ndarray, truth: np.ndarray, model: VolumeModel, run: Run, of: int) -> None:
@@ -188,18 +168,13 @@ def _draw(dice: float, case: Case, found: np.ndarray, truth: np.ndarray, model: 
     from medspeed.common.observe.overlays import draw_overlay  # here: the start of a run need not wait for what draws
     from medspeed.common.observe.report import write_report_case
 
-    (image, affine), path = _image(case, model), run.directory / "overlays" / f"{case.name}.png"
+    channels, path = model.preparation.channels, run.directory / "overlays" / f"{case.name}.png"
+    volume = read_volume(case.image, channels, first_only=channels > 1)
+    image, affine = volume.voxels.reshape(volume.voxels.shape[:3], order="F"), volume.affine
     shown: dict[str, Any] = {"names": model.labelling.labels, "window": model.preparation.window}
     draw_overlay(path, image, found, affine, truth=truth, title=f"{case.name}: Dice {dice:.3f}", **shown)
     with _said(run, f"{printable(case.name)} is missing in the report's viewer"):
         write_report_case(run.directory, case.name, image, found, truth, affine, of=of, **shown)
-
-
-def _image(case: Case, model: VolumeModel) -> tuple[np.ndarray, np.ndarray]:
-    """Return the image [X, Y, Z], of several channels the first, and its affine."""
-    channels = model.preparation.channels
-    volume = read_volume(case.image, channels, first_only=channels > 1)
-    return volume.voxels.reshape(volume.voxels.shape[:3], order="F"), volume.affine
 
 
 def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: SegmentationConfig, run: Run) -> ExportRecord:
@@ -216,14 +191,7 @@ def finish(
 ) -> RunSummary:
     """Write `summary.json` and the report, and print where they are.
 
-    Args:
-        config: decided.
-        about: under "data" the folder and name of the dataset and whether it is synthetic; under "cases" the number
-            of training and validation cases.
-        fitted: result of the training.
-        quality: result of the evaluation.
-        exported: exported models and engines.
-        run: where the files are written.
+    About the data, "data" says folder, name and whether they are synthetic, and "cases" how many train and validate.
     """
     summary: RunSummary = {
         "app": config.APP,
@@ -248,9 +216,9 @@ def finish(
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds"].items())
     run.say(f"seconds: {seconds}")
     run.say(f"summary: {run.directory / 'summary.json'}", "result")
-    with _said(run, "no report"):
-        from medspeed.common.observe.report import write_report
+    from medspeed.common.observe.report import write_report  # here: a training needs none of it
 
+    with _said(run, "no report"):
         run.say(f"report: {write_report(run.directory)}", "result")
     run.trackers.scalars({"quality": quality.value}, fitted.steps)
     run.trackers.files([run.directory / name for name in _TRACKED])
@@ -271,17 +239,58 @@ def _target(config: TrainingConfig, fitted: Fitted, quality: Quality, run: Run) 
     wanted = config.target()
     if wanted is None:
         return None
-    found = {
-        "until": config.until,
-        "held": fitted.held,
-        "validations_held": VALIDATIONS_HELD,
-        "quality_holds": quality.value >= wanted,
-        "seconds": fitted.seconds,
-    }
+    holds = quality.value >= wanted
     how = f"held for {VALIDATIONS_HELD} consecutive validations" if fitted.held else "NOT reached"
-    run.say(
-        f"target {config.until}: {how} after {fitted.steps} steps, {fitted.seconds:.1f} s after the start; "
-        f"{quality.name}: {quality.value:.4f}, {'holds' if found['quality_holds'] else 'BELOW it'}",
-        "result",
+    when, judged = f"{fitted.steps} steps, {fitted.seconds:.1f} s after the start", "holds" if holds else "BELOW it"
+    run.say(f"target {config.until}: {how} after {when}; {quality.name}: {quality.value:.4f}, {judged}", "result")
+    found = {"until": config.until, "held": fitted.held, "validations_held": VALIDATIONS_HELD}
+    return found | {"quality_holds": holds, "seconds": fitted.seconds}
+
+
+def without_learning(
+    training: Sequence[PreparedCase], validation: Sequence[PreparedCase], regions: Sequence[Region]
+) -> dict[str, Any]:
+    """Return under "value" the mean Dice of simple rules on the validation cases, on their working grid; and "how".
+
+    By its rule, a region is where one channel lies in a range of intensities, or where a share in a range of the other
+    training cases have it (the box of each case being a unit cube): what has the highest Dice on the training cases.
+    """
+    count, sampled = len(training), [_sampled(case, regions) for case in (*training, *validation)]
+    image, mask = (torch.stack(part) for part in zip(*sampled, strict=True))  # [N, C, V] and [N, R, V]
+    low, high = image[:count].amin((0, 2))[:, None], image[:count].amax((0, 2))[:, None]
+    share = mask[:count].float().mean(0).expand(mask.shape).clone()
+    share[:count] = (count * share[:count] - mask[:count].float()) / max(count - 1, 1)  # of the others
+    features = torch.cat([(image - low) / (high - low).clamp(min=1e-6), share], dim=1)
+    levels = (features * _LEVELS).clamp(0, _LEVELS - 1).byte()
+    found, how = torch.zeros_like(mask[count:]), []
+    for number, region in enumerate(regions):
+        rows = [*range(image.shape[1]), image.shape[1] + number]
+        row, first, last = _best_range(levels[:count, rows], mask[:count, number])
+        found[:, number] = (levels[count:, rows[row]] >= first) & (levels[count:, rows[row]] <= last)
+        how.append(f"{region.name} by {'position' if rows[row] == rows[-1] else 'intensity'}")
+    true = mask[count:]
+    counts = torch.stack([(found & true).sum(2), found.sum(2) + true.sum(2)], dim=2)
+    return {"value": sum(map(case_dice, counts)) / len(counts), "how": ", ".join(how)}
+
+
+def _sampled(case: PreparedCase, regions: Sequence[Region]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return voxels of a case, image [C, V] float32 and masks [R, V] bool, at the same places of every case's box."""
+    assert case.label is not None
+    x, y, z = ((torch.arange(_SIDE) * side + side // 2) // _SIDE for side in case.label.shape)
+    places = x[:, None, None], y[:, None], z
+    label, image = case.label[places].flatten(), case.image[:, *places].flatten(1)
+    return image.float(), torch.stack([region.mask(label) for region in regions])
+
+
+def _best_range(levels: torch.Tensor, mask: torch.Tensor) -> tuple[int, int, int]:
+    """Return the row of levels [N, F, V] uint8, and the first and last level, where the Dice with [N, V] is highest."""
+    rows = levels.transpose(0, 1)
+    inside, size = (
+        torch.stack([torch.bincount(each.flatten(), minlength=_LEVELS) for each in part]).cumsum(1)
+        for part in ([row[mask] for row in rows], rows)
     )
-    return found
+    # Of all [F, first, last]; a cumulative sum starts with the counts of level 0.
+    hits, sizes = (each[:, None] - torch.nn.functional.pad(each, (1, 0))[:, :-1, None] for each in (inside, size))
+    dice = (2 * hits / (sizes + mask.sum()).clamp(min=1)).triu()
+    row, place = divmod(int(dice.argmax()), _LEVELS**2)
+    return row, *divmod(place, _LEVELS)

@@ -1,13 +1,17 @@
 """The only training loop."""
 
 import os
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
@@ -17,95 +21,65 @@ from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.inference import Precision
 from medspeed.common.inference.model import load_weights
 from medspeed.common.observe.roofline import distance_to_limit
-from medspeed.common.run import Run
+from medspeed.common.ranks import Ranks
+from medspeed.common.run import STOP_SIGNALS, Run, take_signals
 from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.log import Log
-from medspeed.common.training.setup import autocast, learning_rates, nan_as_zero, one_step
+from medspeed.common.training.losses import Loss
+from medspeed.common.training.setup import autocast, learning_rates
 from medspeed.common.training.state import TrainingState
 from medspeed.common.training.steps import Steps, choose_steps
-from medspeed.common.training.stopping import GracefulStop
-
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# From the network, and a function to call between cases (it raises when the run is to stop), to the metric.
-Validate = Callable[[nn.Module, Callable[[], None]], float]
 
 _CHECKPOINT_SECONDS = 30.0  # at least between two checkpoints; a variable sets it for tests and benchmarks
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What training leaves.
+    """What training leaves."""
 
-    Args:
-        weights: of the validation with the highest metric.
-        best: that metric; for segmentation the Dice on the working grid.
-        best_epoch: epochs done then.
-        last: metric of the last validation.
-        steps: steps done in all.
-        held: whether the target that was asked for was reached and held; None where none was.
-        seconds: since the run's start, when the training ended.
-        limit: how far its steps are from what the device can do (see `distance_to_limit`); None where none was done.
-    """
-
-    weights: dict[str, torch.Tensor]
-    best: float
-    best_epoch: int
-    last: float
-    steps: int
-    held: bool | None
-    seconds: float
-    limit: dict[str, Any] | None
+    weights: dict[str, torch.Tensor]  # of the best validation
+    best: float  # its metric; for segmentation the Dice on the working grid
+    best_epoch: int  # epochs done then
+    last: float  # metric of the last validation
+    steps: int  # done in all
+    held: bool | None  # whether the target was reached and held; None where there was none
+    seconds: float  # from the run's start to the end of the training
+    limit: dict[str, Any] | None  # what `distance_to_limit` says of its steps
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and how.
+    """What is trained, and how."""
 
-    Args:
-        network: on the run's device, in the state to start from.
-        batches: this rank's part of each batch.
-        loss_function: from logits and labels to a scalar that is the same on all ranks (see `Ranks.sum`).
-        optimizer: of the network's parameters.
-        precision: of the forward pass.
-        validate: see `Validate`; every rank calls it, so it may share the cases out (`Ranks.shard`, `Ranks.gather`).
-            The higher what it returns the better; the configuration's METRIC names it.
-    """
-
-    network: nn.Module
-    batches: Batches
-    loss_function: Loss
-    optimizer: torch.optim.Optimizer
-    precision: Precision
-    validate: Validate
+    network: nn.Module  # on the run's device, in the state to start from
+    batches: Batches  # this rank's part of each batch
+    loss_function: Loss  # from logits and labels to a scalar that is the same on all ranks (see `Ranks.sum`)
+    optimizer: torch.optim.Optimizer  # of the network's parameters
+    precision: Precision  # of the forward pass
+    # From the network, and a function to call between cases (it raises when the run is to stop), to the configuration's
+    # METRIC, the higher the better. Every rank calls it, so it may share the cases out.
+    validate: Callable[[nn.Module, Callable[[], None]], float]
 
 
 def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     """Train, validate, keep the best and the last weights; a resumed run goes on where its checkpoint stands.
 
-    Nothing in a step waits for the device: the losses of an epoch stay there, are read at its end, and are checked
-    before every checkpoint. Several ranks run this together, each on its own part of every batch: the gradients are
-    averaged, the leader alone writes, all stop at the same step, and the metric that counts is the leader's.
-
-    Args:
-        setup: what is trained, and how.
-        config: decided (see `keep_plan`): epochs, and those between two validations (the last epoch always has one);
-            learning rate and its schedule; `accumulate`, micro-batches per step, each a
-            part of the batch, whose gradients are averaged (a loss over the batch as a whole, such as batch Dice, then
-            is the mean of the micro-batches' losses, which is another loss); `until`, a target that ends the training
-            when it has held; what is recorded.
-        run: where to write, the device, and the processes that train together.
+    The configuration is decided (see `keep_plan`). Nothing in a step waits for the device: the losses of an epoch stay
+    there, are read at its end, and are checked before every checkpoint. Several ranks run this together, each on its
+    own part of every batch: the gradients are averaged, the leader alone writes, all stop at the same step, and the
+    metric that counts is the leader's. The last epoch is always validated.
 
     Raises:
         ValueError: a batch does not divide into the micro-batches.
         FloatingPointError: a loss is not finite; names step and cases; the last checkpoint is from before.
         SystemExit: SIGTERM (143), SIGINT (130), SIGHUP (129) or SIGUSR1 (138) came; the step was finished and saved.
     """
-    batches = one_step(setup.batches) if config.fast_dev_run else setup.batches
-    network, optimizer, precision = setup.network, setup.optimizer, setup.precision
+    batches, network, optimizer, precision = setup.batches, setup.network, setup.optimizer, setup.precision
     epochs, validate_every = decided(config.epochs), decided(config.validate_every)
     parts, ranks, target, metric = config.parallel.accumulate, run.ranks, config.target(), config.METRIC.lower()
     save_every = float(os.environ.get("MEDSPEED_CHECKPOINT_SECONDS", _CHECKPOINT_SECONDS))
-    per_epoch, total = batches.steps_per_epoch, epochs * batches.steps_per_epoch
+    per_epoch = 1 if config.fast_dev_run else batches.steps_per_epoch
+    total = epochs * per_epoch
     scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16")
     state, timer = TrainingState(run, network, optimizer, scaler, per_epoch), StepTimer(run.device)
     state.restore()
@@ -118,13 +92,14 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     log = Log(run, config, total, state) if ranks.leader else None
     marked = spans_to("nvtx") if config.profile == "nvtx" else nullcontext()
     shown = closing(log) if log else nullcontext()
-    with closing(state.best_weights), GracefulStop(ranks, state.save) as stop, marked, shown:
+    with closing(state), closing(GracefulStop(ranks, state.save)) as stop, marked, shown:
         for epoch in range(state.epoch, epochs):
             if state.holds(target):
                 break
             began, first_step = time.perf_counter(), state.step
             parallel.train()
-            for step, batch in enumerate(timer.waited(batches.epoch(epoch, first_step)), first_step):
+            left = per_epoch - first_step if config.fast_dev_run else None
+            for step, batch in enumerate(timer.waited(islice(batches.epoch(epoch, first_step), left)), first_step):
                 ranks.at_step(epoch * per_epoch + step + 1)  # the batch is there
                 with timer.computing():
                     steps(batch)
@@ -161,22 +136,6 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     return Fitted(best, state.best, state.best_epoch, state.last, state.steps_done, held, total_seconds, limit)
 
 
-def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop: GracefulStop, run: Run) -> float:
-    """Validate after an epoch, keep the weights if they are the best so far, and return the metric."""
-    ranks = run.ranks
-    if ranks.world > 1:  # nothing stops their validation, and torchrun may not wait
-        state.save()
-    with run.clock.stage("validate"), span("validate"):
-        ranks.average_buffers(setup.network)
-        validate = nan_as_zero(setup.validate) if config.fast_dev_run else setup.validate
-        value = ranks.from_leader(validate(setup.network, stop.check))
-    epoch = state.epoch + 1
-    if state.note_validation(value, epoch) and ranks.leader:
-        note = {config.METRIC.lower(): str(value), "epoch": str(epoch)}
-        state.best_weights.keep(setup.network.state_dict(), note)
-    return value
-
-
 def train_step(
     network: nn.Module,
     batch: Batch,
@@ -188,19 +147,23 @@ def train_step(
     accumulate: int = 1,
     one: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Do one step; return the loss, a scalar that stays on the device: the mean over the micro-batches.
+    """Do one step; return the loss, a scalar that stays on the device: the mean over `accumulate` micro-batches.
 
     With fp16 the loss is scaled, and a step with non-finite gradients is skipped, inside the optimizer. The ranks
     exchange their gradients once, in the last micro-batch. Our Novograd reads a learning rate on the device there; a
     scalar `one` there saves a kernel.
 
     Raises:
-        ValueError: the batch does not divide into `accumulate` micro-batches.
+        ValueError: the batch does not divide into micro-batches.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     losses = []
-    for number, (image, label) in enumerate(_micro_batches(batch, accumulate), 1):
+    if len(batch.image) % accumulate:
+        crops = f"the {len(batch.image)} crops of a batch on each rank"
+        raise ValueError(f"accumulate {accumulate}: must divide {crops}; change either")
+    pairs = zip(batch.image.chunk(accumulate), batch.label.chunk(accumulate), strict=True)
+    for number, (image, label) in enumerate(pairs, 1):
         last = number == accumulate
         with nullcontext() if last or not isinstance(network, DistributedDataParallel) else network.no_sync():
             with autocast(precision, image.device):
@@ -222,8 +185,76 @@ def train_step(
     return losses[0] if accumulate == 1 else torch.stack(losses).sum()
 
 
-def _micro_batches(batch: Batch, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    size = len(batch.image)
-    if size % count:
-        raise ValueError(f"accumulate {count}: must divide the {size} crops of a batch on each rank; change either")
-    return zip(batch.image.chunk(count), batch.label.chunk(count), strict=True)
+class GracefulStop:
+    """Until it is closed, the first stop signal is a wish to stop after the step, and the second acts as usual.
+
+    With several ranks the signal reaches each at another step, or only one of them. They then agree: what one was told
+    counts for all at the step after, and further signals change nothing, so that the leader can save in peace
+    (torchrun kills what has not ended 30 seconds later). `save` is done before a validation is broken off.
+    """
+
+    def __init__(self, ranks: Ranks, save: Callable[[], None]) -> None:
+        self._ranks, self._save = ranks, save
+        self._number, self._agreed = 0, 0  # the signal that came to this process, and the one that counts for all
+        self._asked: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._taken = take_signals((*STOP_SIGNALS, signal.SIGINT), self._note)
+
+    def close(self) -> None:
+        """Give the signals back."""
+        self._taken.close()
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come; with several ranks, whether all know of it."""
+        return bool(self._number if self._ranks.world == 1 else self._agreed)
+
+    def after_step(self) -> None:
+        """Hear what the ranks knew a step ago, and tell them what this one knows now: that travels during a step."""
+        if self._ranks.world > 1:
+            self._hear()
+            known = torch.tensor(self._number, dtype=torch.int32)
+            self._asked = known, dist.all_reduce(known, dist.ReduceOp.MAX, group=self._ranks.control, async_op=True)
+
+    def agree(self) -> None:
+        """Hear what the ranks know now; waits for them."""
+        self.after_step()
+        self._hear()
+
+    def exit_if_requested(self) -> None:
+        """End the program, if a signal has come, with the status that says which: 143 for SIGTERM."""
+        if self.requested:
+            self._ranks.leave()
+            raise SystemExit(128 + (self._agreed or self._number))
+
+    def check(self) -> None:
+        """Save and end the program, if a signal has come, in the midst of work: a rank that is alone may."""
+        if self.requested and self._ranks.world == 1:
+            self._save()
+            self.exit_if_requested()
+
+    def _hear(self) -> None:
+        if self._asked is not None:
+            known, work = self._asked
+            assert work is not None
+            work.wait()
+            self._agreed, self._asked = max(self._agreed, int(known)), None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._number = self._number or number
+        if self._ranks.world == 1:
+            self.close()
+
+
+def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop: GracefulStop, run: Run) -> float:
+    """Validate after an epoch, keep the weights if they are the best so far, and return the metric."""
+    ranks = run.ranks
+    if ranks.world > 1:  # nothing stops their validation, and torchrun may not wait
+        state.save()
+    with run.clock.stage("validate"), span("validate"):
+        ranks.average_buffers(setup.network)
+        value = ranks.from_leader(setup.validate(setup.network, stop.check))
+        value = max(0.0, value) if config.fast_dev_run else value  # a few cases may well hold nothing to find: NaN
+    epoch = state.epoch + 1
+    if state.note_validation(value, epoch) and ranks.leader:
+        state.keep_best({config.METRIC.lower(): str(value), "epoch": str(epoch)})
+    return value

@@ -27,11 +27,7 @@ _PLAIN = (bool, int, float, str, type(None))
 class Log:
     """What the user sees while training: the bar, `metrics.jsonl`, the trackers, `progress.png` and the machine's load.
 
-    Args:
-        run: whose folder gets them.
-        config: names the metric, and what is recorded.
-        total: steps of the whole training.
-        state: where the run stands; the records of epochs that it does again are dropped.
+    `total` is the steps of the whole training. The records of epochs that a run does again are dropped.
     """
 
     def __init__(self, run: Run, config: TrainingConfig, total: int, state: TrainingState) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from medspeed.common.kernels.trust import trusts
 from medspeed.common.ranks import SINGLE, Ranks
 from medspeed.common.run import Run
 
-LossName = Literal["dice_ce", "dice_focal", "dice_focal_per_sample", "monai_dice_ce", "monai_dice_focal", "monai_dice"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 FUSED = "loss"  # the name that `trusts` knows the kernels by
@@ -104,18 +103,18 @@ def binary_cross_entropy(smoothing: float = 0.0) -> Loss:
 
 
 # MONAI's own, by class and arguments as the guides use them; computed in float32 whatever the network's precision.
-_MONAI_CLASSES: dict[LossName, tuple[str, dict[str, Any]]] = {
+_MONAI_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "monai_dice_ce": ("DiceCELoss", {"to_onehot_y": True, "softmax": True, "squared_pred": True, "batch": True}),
     "monai_dice_focal": ("DiceFocalLoss", {"to_onehot_y": True, "softmax": True, "squared_pred": True, "batch": True}),
     "monai_dice": ("DiceLoss", {"to_onehot_y": True, "softmax": True}),
 }
-_MONAI_REGIONS: dict[LossName, tuple[str, dict[str, Any]]] = {
+_MONAI_REGIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "monai_dice_focal": ("DiceFocalLoss", {"sigmoid": True, "squared_pred": True, "batch": True}),
     "monai_dice": ("DiceLoss", {"sigmoid": True, "squared_pred": True, "smooth_nr": 0, "smooth_dr": _SMOOTH}),
 }
 
 
-def build_loss(name: LossName, ranks: Ranks = SINGLE, regions: Sequence[Region] = ()) -> Loss:
+def build_loss(name: str, ranks: Ranks = SINGLE, regions: Sequence[Region] = ()) -> Loss:
     """Return a loss that is the same number on all ranks; MONAI's are the mean of what each rank has by itself.
 
     With `regions` it is for a network with a sigmoid for each of these structures, else with a softmax over classes.
@@ -142,10 +141,9 @@ def say_inexact(name: str, ranks: Ranks, accumulate: int, run: Run) -> None:
     parts = [f"{accumulate} accumulated parts"] if accumulate > 1 else []
     parts += [f"{ranks.world} ranks"] if ranks.world > 1 and name.startswith("monai_") else []
     if over_batch and parts:
-        run.say(
-            f"loss {name}: Dice is computed over a batch, but {' and '.join(parts)} each compute it over their part; "
-            "the mean of the parts differs from the loss of the whole batch (a per-sample loss has no such difference)"
-        )
+        said = f"Dice is computed over a batch, but {' and '.join(parts)} each compute it over their part"
+        differs = "the mean of the parts differs from the loss of the whole batch (that of a per-sample loss does not)"
+        run.say(f"loss {name}: {said}; {differs}")
 
 
 def _fits(logits: Tensor, label: Tensor) -> bool:
@@ -179,28 +177,21 @@ def _over_batch(each: _Sums, ranks: Ranks) -> _Sums:
 
 def _class_sums(logits: Tensor, label: Tensor) -> _Sums:
     """Sum over the voxels of each sample, [B, K], for any number of classes."""
-    log_probability = torch.log_softmax(logits, 1, dtype=_working_dtype(logits))
+    log_probability = torch.log_softmax(logits, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
     numbers = torch.arange(logits.shape[1], dtype=torch.uint8, device=logits.device)
     y = (label == numbers.view(1, -1, 1, 1, 1)).to(log_probability.dtype)
     error = log_probability.exp() - y
-    return _Sums(
-        penalty=-_sum_voxels(log_probability * y),
-        missed=-_sum_voxels(error * y),
-        squared=_sum_voxels(error.square()),
-        voxels=_sum_voxels(y),
-    )
+    right, missed, squared, voxels = map(_sum_voxels, (log_probability * y, error * y, error.square(), y))
+    return _Sums(-right, -missed, squared, voxels)
 
 
 def _two_class_sums(logits: Tensor, label: Tensor) -> _Sums:
     """Sum over the voxels of each sample, [B, 2], for two classes, whose probabilities are p and 1 - p."""
     sums: Tensor = _ErrorSums.apply(logits, label, None)  # type: ignore[no-untyped-call]
     penalty, missed, extra, squared, voxels = sums.unbind(-1)
-    return _Sums(
-        penalty=penalty.expand(-1, 2) / 2,  # one penalty a voxel, shared by both classes
-        missed=torch.cat([extra, missed], 1),  # what the foreground has too much, the background misses
-        squared=squared.expand(-1, 2),
-        voxels=torch.cat([label[0].numel() - voxels, voxels], 1),
-    )
+    # One penalty a voxel is shared by both classes; what the foreground has too much, the background misses.
+    both = torch.cat([extra, missed], 1), squared.expand(-1, 2), torch.cat([label[0].numel() - voxels, voxels], 1)
+    return _Sums(penalty.expand(-1, 2) / 2, *both)
 
 
 class _ErrorSums(torch.autograd.Function):
@@ -213,7 +204,8 @@ class _ErrorSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, regions: Sequence[Region] | None) -> Tensor:  # noqa: ANN401
         shape = (len(logits), 1 if regions is None else len(regions), *logits.shape[2:])
-        error = torch.empty(shape, dtype=_working_dtype(logits), device=logits.device)
+        working = torch.promote_types(logits.dtype, torch.float32)
+        error = torch.empty(shape, dtype=working, device=logits.device)
         ctx.samples = 1 if logits.device.type == "cpu" else len(logits)  # on a CPU what stays in its cache
         parts = zip(*(torch.split(each, ctx.samples) for each in (logits, label, error)), strict=True)
         sums = [_forward_part(some, numbers, regions, wrong) for some, numbers, wrong in parts]
@@ -260,8 +252,8 @@ def _backward_part(error: Tensor, weights: Tensor, focal: bool) -> Tensor:
     """Return the gradient of the regions' logits, [B, R, X, Y, Z], from the weights of the sums, [B, R, 5].
 
     With x the logit: de/dx = u (1 - u); d(cross entropy)/dx = e; d(focal)/dx = e u (u - 2 (1 - u) log(1 - u)); of the
-    other sums u (1 - u) (w_extra where e > 0, -w_missed where e < 0, + 2 e w_squared). The step function of e times u
-    is written as a sum of e and u: a `where` between scalars is slow on the CPU.
+    other sums u (1 - u) (w_extra where e > 0, -w_missed where e < 0, + 2 e w_squared), written without a `where`
+    between scalars, which is slow on the CPU.
     """
     penalty, missed, extra, squared, _ = weights[..., None, None, None].unbind(2)
     wrong = error.abs()
@@ -271,10 +263,6 @@ def _backward_part(error: Tensor, weights: Tensor, focal: bool) -> Tensor:
     right = 1 - wrong
     steep = right.clamp(min=_LEAST).log_().mul_(right).mul_(-2).add_(wrong).mul_(wrong).mul_(error)
     return slope.mul_(right).addcmul_(steep, penalty)
-
-
-def _working_dtype(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _sum_voxels(values: Tensor) -> Tensor:

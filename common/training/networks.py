@@ -70,9 +70,7 @@ def choose_divisor(config: SegmentationConfig, build: Build, channels: int) -> t
         with suppress(*([ValueError] if divisor < _DIVISORS[-1] else [])):
             coarsest_planes(network, channels, (_ODD * divisor,) * 3, f"network {build.__name__}: an image of")
             break
-    for name, size in (("crop_size", config.crop_size), ("windows.size", config.windows.size)):
-        if size is not None and any(side < 1 or side % divisor for side in size):
-            raise ValueError(f"{name} {size}: sides must be multiples of {divisor} for the network {build.__name__}")
+    config.check_sides(divisor, f"for the network {build.__name__}")
     return divisor, network
 
 
@@ -80,8 +78,7 @@ def coarsest_planes(network: nn.Module, channels: int, size: Size, told: str = "
     """Return the fewest voxels along X that a convolution of a network on "meta" reads from images of a size X, Y, Z.
 
     Raises:
-        ValueError: the network does not take them, does not return logits of their size, or does not use a weight; it
-            begins with what was `told` and the size.
+        ValueError: the network does not take them, does not return logits of their size, or does not use a weight.
     """
     planes = [size[0]]
     kernels = (each for each in network.modules() if isinstance(each, nn.Conv3d) and max(each.kernel_size) > 1)

@@ -1,8 +1,10 @@
 """What a run decides before it starts: its cases, and every field that its configuration left open."""
 
+import json
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,13 +16,14 @@ from medspeed.common.data.folds import split_fold
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.data.store import store_folder
 from medspeed.common.files import plural, read_as, read_object, write_json
+from medspeed.common.flags import flag_of
 from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.model import VolumeModel, write_model
 from medspeed.common.run import Run, point_latest
-from medspeed.common.training.config import TrainingConfig, decided
+from medspeed.common.training.config import TrainingConfig, check_partitions, decided
 from medspeed.common.training.networks import Build, choose_divisor, choose_sizes, coarsest_planes, network_arguments
-from medspeed.common.training.setup import check_partitions, choose_precision, few_cases, say_defaults
+from medspeed.common.training.setup import DEV_RUN, choose_precision
 from medspeed.common.training.volume_config import SegmentationConfig, Size
 
 C = TypeVar("C", bound=TrainingConfig)
@@ -31,48 +34,31 @@ _PHANTOM_CASES = 20  # the default data: 16 train, 4 validate
 
 @dataclass(frozen=True)
 class Data:
-    """The scans of a run.
+    """The scans of a run."""
 
-    Args:
-        dataset: all there are.
-        split: which of them train, and which validate.
-        figures: fingerprint of those that train; of a fold, of all.
-        known: preparation that the app knows for this dataset.
-    """
-
-    dataset: Dataset
-    split: Split
-    figures: Fingerprint
-    known: Preparation | None = None
+    dataset: Dataset  # all there are
+    split: Split  # which of them train, and which validate
+    figures: Fingerprint  # of those that train; of a fold, of all
+    known: Preparation | None = None  # that the app knows for this dataset
 
     def about(self) -> dict[str, Any]:
         """Return what the summary of a run says of its data, and how many cases trained and validated it."""
-        known, split = self.dataset, self.split
-        data = {"folder": str(known.folder), "name": known.name, "synthetic": known.synthetic}
-        return {"data": data, "cases": {"training": len(split.training), "validation": len(split.validation)}}
+        data = {"folder": str(self.dataset.folder), "name": self.dataset.name, "synthetic": self.dataset.synthetic}
+        counts = {"training": len(self.split.training), "validation": len(self.split.validation)}
+        return {"data": data, "cases": counts}
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What an app takes on one kind of device where the user says nothing.
+    """What an app takes on one kind of device where the user says nothing."""
 
-    Args:
-        fields: values by the names of `medspeed.common.config.flat`.
-        crop: largest crop X, Y, Z in voxels.
-        window: largest window.
-        window_batch: windows computed at once.
-        batch_size: crops in one step.
-        steps: of the whole training, about. (Steps, not epochs, so that small and large datasets train equally long.)
-        validations: in it, about.
-    """
-
-    fields: Mapping[str, Any]
-    crop: Size
-    window: Size
-    window_batch: int
+    fields: Mapping[str, Any]  # values by the names of `medspeed.common.config.flat`
+    crop: Size  # the largest
+    window: Size  # the largest
+    window_batch: int  # windows computed at once
     batch_size: int
-    steps: int
-    validations: int = 10
+    steps: int  # of the whole training, about, so that small and large datasets train equally long
+    validations: int = 10  # in it, about
 
 
 def read_volumes(
@@ -82,19 +68,16 @@ def read_volumes(
     real: str = "",
     known: Mapping[str, Preparation] | None = None,
 ) -> Data:
-    """Read the dataset of --data, split it and take its fingerprint; say all of it and keep it in the run's folder.
+    """Read the dataset of --data, or small phantoms, which it says loudly; split it and take its fingerprint.
 
-    Without --data the small phantom set is made once, and it is said loudly that it is synthetic. The leader decides
-    for all ranks. A resumed run finds the split and the fingerprint of its first start.
+    The leader decides for all ranks. A resumed run finds the split and the fingerprint of its first start.
 
     Args:
         config: of the run.
-        run: where it is written.
-        phantoms: kind, size and version of those of `data_scripts/make_phantoms.py`: "ct-small-2";
-            None for an app that has none.
+        run: whose folder keeps them.
+        phantoms: kind, size and version of those of `data_scripts/make_phantoms.py`: "ct-small-2"; None without any.
         real: name of the folder of the real scans that `fetch_msd.py` downloads.
-        known: preparations of datasets that the app knows, by the name that a dataset gives itself, for CT. They spare
-            reading its voxels.
+        known: preparations of CT datasets by the name that a dataset gives itself, which spare reading its voxels.
 
     Raises:
         FileNotFoundError, ValueError: the dataset or the split cannot be used.
@@ -109,12 +92,9 @@ def read_volumes(
         dataset = read_dataset(folder)
         run.say(f"data: {dataset.folder} ({dataset.name}, {plural(len(dataset.cases), 'labelled case')})")
         if dataset.synthetic:
-            run.say(
-                "SYNTHETIC DATA: these are phantoms; a Dice on them says nothing about patients. For real "
-                f"scans:\n  medspeed data fetch-msd {config.APP} --to data && "
-                f"medspeed train {config.APP} --data data/{real}",
-                "warning",
-            )
+            remedy = f"medspeed data fetch-msd {config.APP} --to data && medspeed train {config.APP} --data data/{real}"
+            said = "SYNTHETIC DATA: these are phantoms; a Dice on them says nothing about patients. For real scans:"
+            run.say(f"{said}\n  {remedy}", "warning")
         preparation = (known or {}).get(dataset.name) if is_ct(dataset) else None
         split, figures = run.ranks.once(lambda: _divided(dataset, preparation, config, run))
     return Data(dataset, split, figures, preparation)
@@ -130,7 +110,10 @@ def _divided(
     if config.fold is not None:
         split = split_fold(dataset, config.fold, decided(config.folds), config.groups, config.seed, config.workers)
     if config.fast_dev_run:
-        split = few_cases(split, config.parallel.partitions or run.ranks.world, run)
+        parts = config.parallel.partitions or run.ranks.world
+        run.say(DEV_RUN, "warning")
+        training, validation = split.training[: max(2, parts)], split.validation[:parts]
+        split = replace(split, training=training, validation=validation, description=f"{split.description}; shortened")
     store = store_folder(config.store / "fingerprints", dataset.folder)
     cases = split.training if config.fold is None or config.fast_dev_run else dataset.cases  # folds prepare alike
     figures = fingerprint(cases, dataset, store, known=known, workers=config.workers)
@@ -141,16 +124,10 @@ def _divided(
 
 
 def keep_plan(config: C, choose: Callable[[], C], run: Run, told: Sequence[str] = ("spacing", "window")) -> C:
-    """Return the configuration with every field decided, each choice said with its flag and kept as `plan.json`.
+    """Return the configuration with every field decided by `choose`, each choice said with its flag.
 
-    The leader decides for all ranks. A resumed run finds the decisions of its first start, whatever has changed around
-    it since, but for the fields that may differ.
-
-    Args:
-        config: as the user gave it.
-        choose: returns it with every field decided.
-        run: where it is written.
-        told: fields whose choice `choose` has said itself.
+    The leader decides for all ranks, and keeps it as `plan.json`. A resumed run finds the decisions of its first start,
+    but for the fields that may differ. The choice of fields that are `told` is not said again.
     """
     path = run.directory / "plan.json"
 
@@ -163,8 +140,13 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run, told: Sequence[str] 
             return replaced(stored, {name: given[name] for name in config.RESUMABLE})
         chosen = choose()
         before = flat(config)
-        made = {name: value for name, value in flat(chosen).items() if value != before[name] and name not in told}
-        say_defaults(made, run)
+        device = "CPU" if run.device.type == "cpu" else "GPU"
+        made = [each for each in flat(chosen).items() if each[1] != before[each[0]] and each[0] not in told]
+        for name, value in made:
+            run.say(f"default for this {device}: {_as_flag(name, value)}", "detail")
+        if made:
+            flags = " ".join(_as_flag(name, value) for name, value in made)
+            run.say(f"defaults for this {device} (override any with its flag): {flags}")
         write_json(path, config_content(chosen))
         if config.run is None:
             point_latest(run.directory)  # a run that got no further leaves the link as it was
@@ -173,6 +155,12 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run, told: Sequence[str] 
     plan = run.ranks.once(make)
     check_partitions(plan, run.ranks.world)  # also of a resumed run: these ranks must be able to share it
     return plan
+
+
+def _as_flag(name: str, value: object) -> str:
+    words = value if isinstance(value, tuple) else (value,)
+    typed = (word if isinstance(word, str) else json.dumps(word) for word in words)
+    return shlex.join([flag_of(name), *typed])
 
 
 def choose_volumes(
@@ -185,14 +173,8 @@ def choose_volumes(
 ) -> S:
     """Decide what the configuration of a segmentation leaves open; what the user gave always wins.
 
-    Args:
-        config: as the user gave it.
-        data: its modality decides the normalisation; its sizes those of crops and windows.
-        usual: of this kind of device.
-        build: function of the network.
-        run: says how the scans are prepared, and why.
-        window_sides: from the median shape X, Y, Z and the median extent of the heads, in voxels of the working grid,
-            to what a window covers, before it is cut to the largest.
+    From the median shape X, Y, Z and the median extent of the heads, in voxels of the working grid, `window_sides` says
+    what a window covers, before it is cut to the largest.
 
     Raises:
         ValueError: what was asked for does not fit the data or the device.
@@ -203,9 +185,8 @@ def choose_volumes(
     preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, window, data.known)
     for line in lines:
         run.say(line)
-    config = replaced(config, {"spacing": preparation.spacing})
-    if hasattr(config, "window"):
-        config = replaced(config, {"window": preparation.window})
+    prepared = {"spacing": preparation.spacing, "window": preparation.window}
+    config = replaced(config, {name: value for name, value in prepared.items() if hasattr(config, name)})
     channels = len(data.dataset.modality)
     divisor, network = choose_divisor(config, build, channels)
     shape, extent = (_working(size, data.figures, preparation) for size in (data.figures.shape, data.figures.extent))
@@ -235,23 +216,9 @@ def choose_volumes(
 
 
 def volume_model(
-    config: SegmentationConfig,
-    data: Data,
-    network: Build,
-    labelling: LabelScheme,
-    window_batch: int,
-    run: Run,
+    config: SegmentationConfig, data: Data, network: Build, labelling: LabelScheme, window_batch: int, run: Run
 ) -> VolumeModel:
-    """Return what a decided configuration trains, and keep it as `model.json`.
-
-    Args:
-        config: decided.
-        data: its modality decides how scans are prepared.
-        network: its function.
-        labelling: what the logits stand for.
-        window_batch: windows computed at once.
-        run: where it is written.
-    """
+    """Return what a decided configuration trains, and keep it as `model.json`; `window_batch` windows go at once."""
     window = getattr(config, "window", None)
     assert config.precision != "auto", "the configuration is not decided"
     preparation, _ = plan_preparation(data.dataset, data.figures, config.spacing, window, data.known)
@@ -271,21 +238,15 @@ def volume_model(
 
 
 def _check_memory(config: SegmentationConfig, channels: int, run: Run) -> None:
-    """Check, before anything is allocated, that what goes into the network fits into the memory that is free.
-
-    Raises:
-        ValueError: names the field, what it would take, and what there is.
-    """
+    """Check, before anything is allocated, that what goes into the network fits into the memory that is free."""
     crop, window, batch = decided(config.crop_size), decided(config.windows.size), decided(config.batch_size)
     parts = run.ranks.world * config.parallel.accumulate
     free = torch.cuda.mem_get_info(run.device)[0] if run.device.type == "cuda" else free_memory()
     wishes = ("crop_size", crop, math.prod(crop)), ("windows.size", window, math.prod(window))
     for name, value, voxels in (*wishes, ("batch_size", batch, math.prod(crop) * batch // parts)):
         if 4 * channels * voxels > free:
-            raise ValueError(
-                f"{name} {value}: takes {4 * channels * voxels / 2**30:.1f} GiB for the network's input alone; only "
-                f"{free / 2**30:.1f} GiB are free; choose a smaller value"
-            )
+            said = f"{name} {value}: takes {4 * channels * voxels / 2**30:.1f} GiB for the network's input alone"
+            raise ValueError(f"{said}; only {free / 2**30:.1f} GiB are free; choose a smaller value")
 
 
 def _working(size: Sequence[int], figures: Fingerprint, preparation: Preparation) -> list[int]:
@@ -294,6 +255,6 @@ def _working(size: Sequence[int], figures: Fingerprint, preparation: Preparation
 
 
 def _within(shape: Sequence[int], limit: Sequence[int], divisor: int) -> Size:
-    """Return, per axis, the smaller of the shape and the limit, rounded up to what the network's levels divide."""
+    """Return, per axis, the smaller of the two, rounded up to what the network's levels divide."""
     x, y, z = (-(-min(side, most) // divisor) * divisor for side, most in zip(shape, limit, strict=True))
     return x, y, z

@@ -1,42 +1,37 @@
-"""What stands before the first step: the run, precision and schedule, a compiled network, and the fast dev run."""
+"""What stands before the first step: the run, precision and schedule, trusted kernels, a compiled network."""
 
-import json
 import math
-import shlex
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
-from itertools import islice
+from functools import cache, partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medspeed.common.config import config_to_yaml
-from medspeed.common.data.batches import Batch, Batches
-from medspeed.common.data.dataset import Split
+from medspeed.common.data import crops
+from medspeed.common.data.batches import Batches
 from medspeed.common.files import release
-from medspeed.common.flags import flag_of
 from medspeed.common.host_memory import keep_freed_memory
 from medspeed.common.inference import Precision
-from medspeed.common.inference.labels import mean_dice
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predictors import computes_bf16, torch_predictor
 from medspeed.common.kernels import moments, norms, trust
-from medspeed.common.ranks import Ranks
 from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on, join_ranks, open_run, take_signals
 from medspeed.common.trackers import Trackers, check_installed
+from medspeed.common.training import losses
 from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.volume_config import SegmentationConfig
 
 DEV_RUN = "FAST DEV RUN: two steps on a few cases; the results of this run are meaningless"
-_DEV_TRAINING, _DEV_VALIDATION = 2, 1  # cases, or as many as there are parts to deal them to
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-ScheduleName = Literal["constant", "linear", "cosine"]
-SCHEDULES: dict[ScheduleName, Callable[[float], float]] = {  # from the part of the run that is done, 0 to 1
+SCHEDULES: dict[str, Callable[[float], float]] = {  # from the part of the run that is done to a factor, both 0 to 1
     "constant": lambda done: 1.0,
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
@@ -88,35 +83,19 @@ def wake(device: torch.device) -> None:
         torch.mm(kernel[0, 0, 0], kernel[0, 0, 0])
 
 
-def lr_factor(schedule: ScheduleName, step: int, total_steps: int) -> float:
-    """Return what the base learning rate is multiplied by at a step of a run of `total_steps` steps.
-
-    Args:
-        schedule: "constant" stays 1; "linear" and "cosine" fall from 1 at step 0 to 0 after the last step.
-        step: steps done before this one, 0 to `total_steps`.
-        total_steps: steps in the whole run, at least 1.
-    """
-    assert 0 <= step <= total_steps, f"step {step} of {total_steps}"
-    return SCHEDULES[schedule](step / total_steps)
-
-
 def learning_rates(config: TrainingConfig, total_steps: int) -> list[float]:
-    """Return the learning rate of each step of a run."""
-    rate = decided(config.learning_rate)
-    return [rate * lr_factor(config.schedule, step, total_steps) for step in range(total_steps)]
+    """Return the learning rate of each step of a run; it would be 0 after the last one, but for "constant"."""
+    rate, factor = decided(config.learning_rate), SCHEDULES[config.schedule]
+    return [rate * factor(step / total_steps) for step in range(total_steps)]
 
 
 def choose_precision(wish: Literal["auto", Precision], device: torch.device, deepest: Sequence[int] = ()) -> Precision:
     """Return the precision to train in; "auto" is bf16 where the device computes it in hardware, and rightly.
 
-    Args:
-        wish: what was asked for.
-        device: where the network trains.
-        deepest: sides X, Y, Z of a training crop at the coarsest level of a network of volumes; X alone will do.
+    `deepest` are the sides X, Y, Z of a crop at the coarsest level of a network of volumes; X alone will do.
 
     Raises:
-        ValueError: fp16 on a CPU, whose convolutions have no half-precision gradients; or bf16 on a CPU with crops of
-            which the network leaves two planes.
+        ValueError: fp16 on a CPU, whose convolutions have no half-precision gradients; or bf16 there, of two planes.
     """
     if wish == "fp16" and device.type == "cpu":
         raise ValueError("precision fp16: needs a CUDA device; use bf16 or fp32 on this CPU")
@@ -124,41 +103,11 @@ def choose_precision(wish: Literal["auto", Precision], device: torch.device, dee
     # first axis has exactly two planes, whatever the others; tests/common/training/test_setup.py has the check.
     wrong = device.type == "cpu" and any(side <= 2 for side in deepest[:1])
     if wish == "bf16" and wrong:
-        raise ValueError(
-            f"precision bf16: the network reduces a crop to {deepest[0]} planes, with wrong bf16 gradients on a CPU; "
-            "use fp32, or crops that are longer along the first axis"
-        )
+        said = f"precision bf16: the network reduces a crop to {deepest[0]} planes, with wrong bf16 gradients on a CPU"
+        raise ValueError(f"{said}; use fp32, or crops that are longer along the first axis")
     if wish != "auto":
         return wish
-    if computes_bf16(device) and not wrong:
-        return "bf16"
-    return "fp16" if device.type == "cuda" else "fp32"
-
-
-def check_partitions(config: TrainingConfig, ranks: int) -> None:
-    """Check that the partitions of a decided configuration can be shared by so many ranks, and its batch divided.
-
-    Raises:
-        ValueError: names the numbers that do not divide each other, and what would.
-    """
-    partitions, batch_size = decided(config.parallel.partitions), decided(config.batch_size)
-    accumulate = config.parallel.accumulate
-    if not config.alike() and partitions != ranks:
-        raise ValueError(
-            f"parallel.partitions {partitions}: {ranks} ranks would not compute the same with MONAI's sources or "
-            f"losses, which work per rank, so the run cannot resume exactly; use {partitions} ranks, or start a new run"
-        )
-    if partitions % ranks:
-        fitting = ", ".join(str(n) for n in range(1, partitions + 1) if partitions % n == 0)
-        raise ValueError(
-            f"parallel.partitions {partitions}: {ranks} ranks cannot share them evenly, so this run cannot resume "
-            f"exactly; use {fitting} ranks, or start a new run with --parallel.partitions {ranks}"
-        )
-    if batch_size % (partitions * accumulate):
-        raise ValueError(
-            f"batch_size {batch_size}: must be a multiple of {partitions * accumulate} ({partitions} partitions, each "
-            f"split into {accumulate} micro-batches)"
-        )
+    return "bf16" if computes_bf16(device) and not wrong else "fp16" if device.type == "cuda" else "fp32"
 
 
 def dtype_of(precision: Literal["auto", Precision]) -> torch.dtype:
@@ -171,22 +120,57 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, dtype=_DTYPES.get(precision, torch.bfloat16), enabled=precision != "fp32")
 
 
-def volume_network(config: SegmentationConfig, model: VolumeModel, run: Run) -> nn.Module:
-    """Return the network of a decided run as it starts: on its device, laid out as the config says.
-
-    With the weights of --init, unless a checkpoint is there, whose weights `fit` takes.
-    """
-    trained = (run.directory / "checkpoints" / "last").exists()
-    network = model.build(None if trained else config.init).to(run.device)
-    if config.channels_last:
-        network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    trust_kernels(network_trials(network, config, run), config, run)
-    return network
-
-
 def network_trials(network: nn.Module, config: TrainingConfig, run: Run) -> list[trust.Trial]:
     """Return the trials of the fused kernels that a network and its optimizer have."""
     return [*norms.trials(network, dtype_of(config.precision), run.device), moments.trial(run.device)]
+
+
+def volume_trials(
+    config: SegmentationConfig, model: VolumeModel, batches: Batches, ranks: int, device: torch.device
+) -> list[trust.Trial]:
+    """Return the trials of a decided run: of its loss, and of what makes its batches where they lie on the device."""
+    dtype, scheme = dtype_of(config.precision), model.labelling
+    layout = torch.channels_last_3d if config.channels_last else torch.contiguous_format
+    each, *sides = shape = [decided(config.batch_size) // ranks, scheme.channels, *decided(config.crop_size)]
+    about = f"{each} x {scheme.channels} x {sides[1:]}, {config.loss}, {dtype}, {layout}"
+    loss = losses.build_loss(config.loss, regions=() if scheme.exclusive else scheme.regions)
+
+    @cache
+    def example() -> tuple[Tensor, Tensor]:
+        generator = torch.Generator(device).manual_seed(0)
+        logits = torch.randn(shape, generator=generator, device=device).to(dtype)
+        label = torch.randint(len(scheme.labels), (each, 1, *sides[1:]), generator=generator, device=device)
+        return logits.contiguous(memory_format=layout).requires_grad_(), label.to(torch.uint8)
+
+    def work() -> list[Tensor]:
+        logits, label = example()
+        value = loss(logits, label)
+        (gradient,) = torch.autograd.grad(value * label.numel(), logits)  # in fp16 else too small to be compared
+        return [value.detach(), gradient]
+
+    found = [] if config.loss.startswith("monai_") else [trust.trial_of(losses.FUSED, work, _tolerance(dtype), about)]
+    return [*found, *batch_trials(crops.FUSED, batches, dtype, about)]
+
+
+def batch_trials(name: str, batches: Batches, dtype: torch.dtype, about: str) -> list[trust.Trial]:
+    """Return the trial of a kernel that makes batches of this dtype, if all they need is on the device."""
+    if not batches.made_on_device:
+        return []
+    streams = [chain.from_iterable(map(batches.epoch, count())) for _ in range(2)]
+
+    def made(stream: int) -> list[Tensor]:
+        batch = next(streams[stream])
+        return [batch.image.to(dtype), batch.label]
+
+    def fused() -> list[Tensor]:
+        with trust.trusting(name):
+            return made(0)
+
+    return [trust.Trial(name, fused, partial(made, 1), _tolerance(dtype), about)]
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return max(1e-4, 2 * torch.finfo(dtype).eps)
 
 
 def trust_kernels(trials: Sequence[trust.Trial], config: TrainingConfig, run: Run) -> frozenset[str]:
@@ -201,17 +185,9 @@ def trust_kernels(trials: Sequence[trust.Trial], config: TrainingConfig, run: Ru
 def compile_if_asked(
     network: nn.Module, batches: Batches, windows: Sequence[int], config: TrainingConfig, run: Run
 ) -> None:
-    """Compile a network in place, if a decided config says so: once to train, and once to validate.
+    """Compile a network in place, if a decided config says so: for its first batch, and to validate.
 
-    This pays for torch.compile before the clock of training starts; the network's state is left as it is. It is
-    compiled for what it will get: dtypes and strides are those of the first batch.
-
-    Args:
-        network: in training mode on the run's device.
-        batches: that it trains on.
-        windows: shape [B, C, *sides] of what a validation gives it at once.
-        config: says so, and in how many parts a batch comes.
-        run: whose clock has a stage for it.
+    The network, in training mode on the run's device, keeps its state; a validation gives it `windows` [B, C, *sides].
     """
     with run.clock.stage("compile"):
         if not config.compile:
@@ -227,57 +203,3 @@ def compile_if_asked(
         network.zero_grad(set_to_none=True)
         torch_predictor(network.eval(), config.precision)(torch.zeros(*windows, device=run.device))
         network.train().load_state_dict(before)
-
-
-def one_step(batches: Batches) -> Batches:
-    """Return the first batch of each epoch alone, for a fast dev run; what prepares the others ends then."""
-
-    def first(number: int, first_step: int) -> Generator[Batch, None, None]:
-        with closing(batches.epoch(number, first_step)) as made:
-            yield from islice(made, 1 - first_step)
-
-    return replace(batches, open=first, steps_per_epoch=1)
-
-
-def shared_validation(
-    counts: Callable[..., list[torch.Tensor]], ranks: Ranks
-) -> Callable[[nn.Module, Callable[[], None]], float]:
-    """Return the validation whose cases are shared by the ranks: counted on the device, read once."""
-
-    def validate(network: nn.Module, check: Callable[[], None]) -> float:
-        mine = counts(network=network, check=check)
-        return mean_dice(ranks.gather(torch.stack(mine).cpu().unbind() if mine else []))
-
-    return validate
-
-
-def nan_as_zero(validate: Callable[[nn.Module, Callable[[], None]], float]) -> Callable[..., float]:
-    """Return a validation that gives 0 where there is nothing to find: a few cases may well hold nothing."""
-
-    def value(network: nn.Module, check: Callable[[], None]) -> float:
-        found = validate(network, check)
-        return 0.0 if math.isnan(found) else found
-
-    return value
-
-
-def few_cases(split: Split, parts: int, run: Run) -> Split:
-    """Return the split with a few of its cases, and say that no figure means anything."""
-    run.say(DEV_RUN, "warning")
-    training, validation = split.training[: max(_DEV_TRAINING, parts)], split.validation[: max(_DEV_VALIDATION, parts)]
-    return replace(split, training=training, validation=validation, description=f"{split.description}; shortened")
-
-
-def say_defaults(made: Mapping[str, object], run: Run) -> None:
-    """Say what was chosen for this device, by field, as flags in one line; with `--verbose` line by line."""
-    device, flags = "CPU" if run.device.type == "cpu" else "GPU", [_as_flag(*each) for each in made.items()]
-    for flag in flags:
-        run.say(f"default for this {device}: {flag}", "detail")
-    if flags:
-        run.say(f"defaults for this {device} (override any with its flag): {' '.join(flags)}")
-
-
-def _as_flag(name: str, value: object) -> str:
-    words = value if isinstance(value, tuple) else (value,)
-    typed = (word if isinstance(word, str) else json.dumps(word) for word in words)
-    return shlex.join([flag_of(name), *typed])

@@ -1,8 +1,8 @@
 """Where the batches and the validation of a run on volumes come from: our store and caches, or MONAI's datasets.
 
 `our_source` and `monai_source` give the same two things, and nothing else in an app knows which one runs: training
-batches of this rank, image [B, C, X, Y, Z] and label [B, 1, X, Y, Z] on the run's device; and the validation, from a
-network to the mean foreground Dice on the working grid of the validation cases of all ranks.
+batches of this rank, image [B, C, X, Y, Z] and label [B, 1, X, Y, Z] on the run's device; and what counts, of this
+rank's validation cases, the voxels that the Dice on the working grid is computed from, [R, 2] of each.
 """
 
 import os
@@ -12,36 +12,35 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
 
+from medspeed.common.data import cache as tiers
 from medspeed.common.data.batches import Batches, crop_batches, partition_cases
-from medspeed.common.data.cache import (
-    CacheMode,
-    CachePlan,
-    CaseCache,
-    fill_cache,
-    hold_cases,
-    measure_budgets,
-    plan_cache,
-    smart_indices,
-)
+from medspeed.common.data.cache import CacheMode, CachePlan, CaseCache, smart_indices
 from medspeed.common.data.crops import CachedCase, Tier, place_cases
 from medspeed.common.data.dataset import Case
-from medspeed.common.data.preparation import PreparedCase, prepare_case
+from medspeed.common.data.preparation import PreparedCase, label_map, prepare_case
 from medspeed.common.data.store import prepared_bytes, prepared_cases, store_folder
+from medspeed.common.data.threads import map_in_threads
+from medspeed.common.data.volumes import check_same_grid, read_volume
 from medspeed.common.files import read_object, write_json
+from medspeed.common.inference.labels import dice_counts, mean_dice
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predict import working_counts
+from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
-from medspeed.common.training.fit import Setup, Validate
-from medspeed.common.training.losses import LossName, build_loss, say_inexact
+from medspeed.common.training.fit import Setup
+from medspeed.common.training.losses import build_loss, say_inexact
 from medspeed.common.training.optimizers import build_optimizer
 from medspeed.common.training.resolve import Data
-from medspeed.common.training.setup import compile_if_asked, dtype_of, shared_validation, trust_kernels, volume_network
-from medspeed.common.training.trials import volume_trials
+from medspeed.common.training.setup import compile_if_asked, dtype_of, network_trials, trust_kernels, volume_trials
 from medspeed.common.training.volume_config import SegmentationConfig
 
 Transforms = Sequence[Callable[[Any], Any]]
+Counts = Callable[..., list[torch.Tensor]]
 
 _RECENT = 8  # cases that the cache "none" keeps since they were used last
 _SLOWEST_LAST: list[Tier] = ["gpu", "ram", "disk", "none"]
@@ -52,6 +51,8 @@ def volume_setup(
 ) -> Setup:
     """Build the network of a decided run, the source of its batches, the loss and the optimizer.
 
+    The network starts with the weights of --init, unless there is a checkpoint, whose weights `fit` takes.
+
     Args:
         config: decided.
         data: the cases.
@@ -59,27 +60,30 @@ def volume_setup(
         chains: MONAI's transforms of training and of validation; None for batches from our store and caches.
         run: where all of it lies.
     """
-    network = volume_network(config, model, run)
-    if chains is None:
-        batches, validate = our_source(data, model, config, run)
-    else:
-        from medspeed.common.training.monai_source import (
-            monai_source,  # here: MONAI takes longer to load than all the rest
-        )
-
-        batches, validate = monai_source(chains, data, model, config, run)
+    resumed = (run.directory / "checkpoints" / "last").exists()
+    network = model.build(None if resumed else config.init).to(run.device)
+    if config.channels_last:
+        network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    trust_kernels(network_trials(network, config, run), config, run)
+    source = our_source if chains is None else partial(monai_source, chains)
+    batches, counts = source(data, model, config, run)
     with run.clock.stage("compile"):
         trust_kernels(volume_trials(config, model, batches, run.ranks.world, run.device), config, run)
     windows = (model.window_batch, model.preparation.channels, *model.window_size)
     compile_if_asked(network, batches, windows, config, run)
     say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
     scheme = model.labelling
-    loss = build_loss(cast(LossName, config.loss), run.ranks, () if scheme.exclusive else scheme.regions)
+    loss = build_loss(config.loss, run.ranks, () if scheme.exclusive else scheme.regions)
     optimizer = build_optimizer(decided(config.optimizer), network.parameters(), decided(config.learning_rate))
+
+    def validate(network: nn.Module, check: Callable[[], None]) -> float:
+        mine = counts(network=network, check=check)
+        return mean_dice(run.ranks.gather(torch.stack(mine).cpu().unbind() if mine else []))
+
     return Setup(network, batches, loss, optimizer, model.precision, validate)
 
 
-def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: Run) -> tuple[Batches, Validate]:
+def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: Run) -> tuple[Batches, Counts]:
     """Recipe fast: prepared cases from the store, held as near the device as they fit, crops cut and augmented there.
 
     Each rank holds the cases of its own partitions only.
@@ -94,31 +98,100 @@ def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: 
         ahead = cache.mode not in ("none", "smart")  # those prepare a case when it is needed
         prepared = stored_cases(mine, model, config, run) if ahead else []
         validation = stored_cases(ranks.shard(data.split.validation), model, config, run)
-    _say_shares(mine, len(cases), run)
+    if ranks.world > 1:
+        names = ", ".join(case.name for case in mine)
+        for share in ranks.gather([f"rank {ranks.rank} holds {len(mine)} of {len(cases)} cases: {names}"]):
+            run.say(share)
     caches: list[CaseCache] = []
     place = 0
     with run.clock.stage("cache"):
         for number, part in zip(local, parts, strict=True):
             rows = slice(place, place := place + len(part))
             if ahead and cache.reshuffle is None:
-                caches.append(fill_cache(prepared[rows], plan.tiers[rows], size, run.device, part))
+                caches.append(tiers.fill_cache(prepared[rows], plan.tiers[rows], size, run.device, part))
             else:
                 caches.append(_changing(number, part, data, model, config, plan, run))
-        held = hold_cases(validation, plan.free, run.device)
+        held = tiers.hold_cases(validation, plan.free, run.device)
     if run.device.type == "cuda":
         run.say(f"validation: {sum(case.image.is_cuda for case in held)} of {len(held)} cases kept in GPU memory")
-    batches = crop_batches(
-        caches,
-        decided(config.crops.per_case),
-        decided(config.batch_size),
-        plan.held * partitions if cache.mode == "smart" else len(cases),
-        partitions,
-        config.crops.flips or "",
-        config.crops.intensity,
-        config.seed,
-        (dtype_of(config.precision), bool(config.channels_last)),
-    )
-    return batches, shared_validation(partial(working_counts, held, model=model), ranks)
+    count = plan.held * partitions if cache.mode == "smart" else len(cases)
+    sizes = decided(config.crops.per_case), decided(config.batch_size), count, partitions
+    changes = config.crops.flips or "", config.crops.intensity, config.seed
+    form = dtype_of(config.precision), bool(config.channels_last)
+    batches = crop_batches(caches, *sizes, *changes, form)
+    return batches, partial(working_counts, held, model=model)
+
+
+def monai_source(
+    transforms: tuple[Transforms, Transforms], data: Data, model: VolumeModel, config: SegmentationConfig, run: Run
+) -> tuple[Batches, Counts]:
+    """Recipes baseline and guide: MONAI's transforms, of training and of validation, and its loaders.
+
+    With the cache "monai" both sets are filled here. MONAI says little about a bad file, so each is read and checked
+    first. Each rank has a part of the cases; the last ones begin anew with the first cases, so that all are equally
+    long, as in the guide.
+    """
+    from monai import data as monai  # here: MONAI takes longer to load than all the rest
+    from monai.transforms import Compose
+
+    from medspeed.common.data.monai_batches import monai_crops, monai_items
+
+    cases, ranks = data.split.training, run.ranks
+    cached = config.cache == "monai"
+    even = -(-len(cases) // ranks.world) * ranks.world
+    mine = ranks.shard([cases[index % len(cases)] for index in range(even)])
+    judged = ranks.shard(data.split.validation)
+    with run.clock.stage("prepare"):
+        check = partial(check_case, model=model)
+        map_in_threads(check, list(dict.fromkeys([*mine, *judged])), "checking cases", config.workers, run.leader)
+    with run.clock.stage("cache"):
+        batches = monai_crops(
+            mine,
+            transforms[0],
+            cached=cached,
+            crops_per_case=decided(config.crops.per_case),
+            batch_size=decided(config.batch_size) // ranks.world,
+            workers=config.workers,
+            seed=config.seed * ranks.world + ranks.rank,
+            device=run.device,
+        )
+        chain, items = Compose(list(transforms[1])), monai_items(judged)
+        keep = partial(monai.CacheDataset, num_workers=config.workers) if cached else monai.Dataset
+        return batches, partial(_monai_counts, keep(items, chain), model, run.device)
+
+
+def _monai_counts(
+    dataset: Dataset[Any], model: VolumeModel, device: torch.device, network: nn.Module, check: Callable[[], None]
+) -> list[torch.Tensor]:
+    """Return [R, 2] of each case (see `dice_counts`), by MONAI's sliding windows; `check` is called before each."""
+    from monai.inferers import sliding_window_inference
+
+    from medspeed.common.data.monai_batches import plain
+
+    predictor = torch_predictor(network.eval(), model.precision, tf32=True)
+    counts = []
+    windows = model.window_size, model.window_batch, predictor, model.overlap
+    for index in range(len(dataset)):  # type: ignore[arg-type]  # MONAI's
+        check()
+        item = dataset[index]
+        image = plain(item["image"]).to(device, torch.float32)[None]
+        with torch.no_grad():
+            logits = sliding_window_inference(image, *windows)
+        truth = plain(item["label"]).to(device, torch.uint8)[0]
+        counts.append(dice_counts(model.labelling.labels_of(logits[0]), truth, model.labelling.regions))
+    return counts
+
+
+def check_case(case: Case, model: VolumeModel) -> None:
+    """Read image and label of a case.
+
+    Raises:
+        ValueError: one is damaged, they do not fit each other, or a label is not listed; the file is named.
+    """
+    assert case.label is not None
+    image, label = read_volume(case.image, model.preparation.channels), read_volume(case.label)
+    check_same_grid(image, label)
+    label_map(label, model.labelling.numbers)
 
 
 def stored_cases(cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig, run: Run) -> list[PreparedCase]:
@@ -138,15 +211,9 @@ def _kept_in(cases: Sequence[Case], model: VolumeModel, config: SegmentationConf
 def _cache_plan(
     mine: Sequence[Case], parts: int, smallest: int, model: VolumeModel, config: SegmentationConfig, run: Run
 ) -> CachePlan:
-    """Decide where this rank's cases lie, before anything is prepared, and say it.
+    """Decide where the cases of this rank's `parts` partitions lie, before anything is prepared, and say it.
 
-    Args:
-        mine: the cases of this rank, those of one partition after the other.
-        parts: its partitions.
-        smallest: cases of the smallest partition of all. A smart cache rotates within each partition, all alike.
-        model: its preparation decides the sizes.
-        config: what was asked for.
-        run: says it; its ranks take the same numbers.
+    A smart cache rotates within each partition, all alike: by the number of cases of the `smallest` of all.
     """
     cache, ranks = config.caching(), run.ranks
     mode, smart = cast(CacheMode, cache.mode), cache.mode == "smart"
@@ -154,19 +221,19 @@ def _cache_plan(
     sizes = {case: prepared_bytes(case, model.preparation) for case in mine}
     some = sorted(mine, key=lambda case: -sizes[case])[:smallest] if smart else mine
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    budgets = measure_budgets(run.device, _kept_in(mine, model, config), here * (parts if smart else 1))
+    budgets = tiers.measure_budgets(run.device, _kept_in(mine, model, config), here * (parts if smart else 1))
     if smart and "gpu" in budgets:
         budgets["gpu"] //= parts
-    bytes_each = {case.name: sizes[case] for case in some}
-    if smart:
-        kept = run.directory / "smart_cache.json"  # what an earlier start of the run held at a time
-        asked = ranks.once(lambda: read_object(kept)["cases"] if kept.is_file() else asked)
-    plan = plan_cache(bytes_each, mode, budgets, asked, cache.share)
-    if smart:  # the number decides what is trained on, so that every rank and every later start takes the same
-        held = ranks.once(lambda: plan.held)
-        if held != plan.held:
-            plan = plan_cache(bytes_each, mode, budgets, held, cache.share)
-        ranks.once(lambda: write_json(kept, {"cases": held}))
+    plan_of = partial(tiers.plan_cache, {case.name: sizes[case] for case in some}, mode, budgets, share=cache.share)
+
+    def held() -> int:
+        """Return the number that decides what is trained on, which every rank and every later start takes."""
+        kept = run.directory / "smart_cache.json"
+        number: int = read_object(kept)["cases"] if kept.is_file() else plan_of(smart_cases=asked).held
+        write_json(kept, {"cases": number})
+        return number
+
+    plan = plan_of(smart_cases=ranks.once(held) if smart else asked)
     run.say("\n".join(plan.lines))
     if cache.reshuffle is not None:
         tier = max(plan.tiers, key=_SLOWEST_LAST.index)
@@ -204,12 +271,3 @@ def _changing(
         return CaseCache(cases_of, size, run.device, True, recent)
     ahead = plan.replaced or int(cache.reshuffle is None)
     return CaseCache(cases_of, size, run.device, tier != "gpu", load, ahead, decided(config.epochs))
-
-
-def _say_shares(mine: Sequence[Case], count: int, run: Run) -> None:
-    """Say which rank holds which of so many cases."""
-    if run.ranks.world == 1:
-        return
-    names = ", ".join(case.name for case in mine)
-    for share in run.ranks.gather([f"rank {run.ranks.rank} holds {len(mine)} of {count} cases: {names}"]):
-        run.say(share)

@@ -1,23 +1,23 @@
-"""Where a training run stands: checkpoints that are whole or absent."""
+"""Where a training run stands, its best weights, and its checkpoints."""
 
 import math
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from medspeed.common.files import from_json, printable
-from medspeed.common.inference.model import UNREADABLE, first_line
+from medspeed.common.inference.model import UNREADABLE, first_line, save_weights
 from medspeed.common.run import Run
-from medspeed.common.training.best import BestWeights
 from medspeed.common.training.checkpoint import load_checkpoint, save_checkpoint
 from medspeed.common.training.optimizers import Novograd
 
-VALIDATIONS_HELD = 3
-"""Validations in a row that must reach a target: one may be luck."""
+VALIDATIONS_HELD = 3  # validations in a row that must reach a target: one may be luck
 _KEPT = ("epoch", "step", "best", "best_epoch", "last", "recent")  # attributes that a checkpoint holds as they are
 
 
@@ -41,37 +41,20 @@ class _Saved:
 
 
 class TrainingState:
-    """Epoch, step, losses and best validation of a run, with the network and the optimizer they belong to.
-
-    Attributes:
-        epoch: epochs done.
-        step: steps done in the present epoch; equal to `per_epoch` when only its validation is missing.
-        best: highest validation metric so far, after `best_epoch` epochs.
-        last: metric of the last validation.
-        recent: the metrics of the last validations, `VALIDATIONS_HELD` at most.
-        losses: [steps per epoch] float32 on the device, of the present epoch; what does the steps writes them.
-        optimizer: of the network's parameters.
-        best_weights: of the best validation; a checkpoint waits until they are written.
-    """
+    """Epoch, step, losses and best validation of a run, with the network and the optimizer they belong to."""
 
     def __init__(
-        self,
-        run: Run,
-        network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        per_epoch: int,
+        self, run: Run, network: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler, per_epoch: int
     ) -> None:
-        """Start at the first step of the first epoch."""
-        self.epoch, self.step = 0, 0
-        self.best, self.best_epoch, self.last = -math.inf, 0, math.nan
-        self.recent: list[float] = []
+        self.epoch, self.step = 0, 0  # done; of the present epoch all steps when only its validation is missing
+        self.best, self.best_epoch, self.last = -math.inf, 0, math.nan  # metrics of the validations
+        self.recent: list[float] = []  # of the last `VALIDATIONS_HELD` at most
         self._run, self._folder = run, run.directory / "checkpoints"
         self._network, self.optimizer, self._scaler = network, optimizer, scaler
-        self.losses = torch.zeros(per_epoch, device=run.device)
+        self.losses = torch.zeros(per_epoch, device=run.device)  # of the present epoch; `Steps` writes them
         self._cases: dict[int, tuple[str, ...]] = {}
         self._saved = time.monotonic()
-        self.best_weights = BestWeights(run.directory / "best.safetensors")
+        self._writing: Future[None] | None = None
 
     @property
     def steps_done(self) -> int:
@@ -93,11 +76,7 @@ class TrainingState:
         self.step = step + 1
 
     def note_validation(self, value: float, epoch: int) -> bool:
-        """Keep the metric of a validation; return whether it is the best so far.
-
-        Raises:
-            ValueError: it is not a number: the validation cases hold nothing to find.
-        """
+        """Keep the metric of a validation; return whether it is the best so far; raise a ValueError if it is a NaN."""
         if math.isnan(value):
             raise ValueError("no validation case has any foreground, so there is no metric: choose another --split")
         self.last = value
@@ -120,21 +99,39 @@ class TrainingState:
         weights = [each for each in self._network.state_dict().values() if each.numel() and each.is_floating_point()]
         sound = torch.stack(torch._foreach_norm(weights, math.inf)).isfinite().all()  # NaN where one is
         *losses, finite = torch.cat([self.losses[: self.step], sound[None]]).tolist()
-        for step, loss in enumerate(losses):
-            if not math.isfinite(loss):
-                number = self.epoch * len(self.losses) + step + 1
-                cases = printable(", ".join(sorted(set(self._cases.get(step, ("unknown",))))))
-                raise FloatingPointError(
-                    f"loss {loss} at step {number} (epoch {self.epoch + 1}), cases {cases}; the last checkpoint in "
-                    f"{self._folder} is from before this step; check these cases, lower the learning rate, or use fp32"
-                )
+        step = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        before = f"the last checkpoint in {self._folder} is from before"
+        if step is not None:
+            number = self.epoch * len(self.losses) + step + 1
+            cases = printable(", ".join(sorted(set(self._cases.get(step, ("unknown",))))))
+            said = f"loss {losses[step]} at step {number} (epoch {self.epoch + 1}), cases {cases}; {before} this step; "
+            raise FloatingPointError(f"{said}check these cases, lower the learning rate, or use fp32")
         if not finite:
-            raise FloatingPointError(
-                f"non-finite weights after step {self.steps_done} (epoch {self.epoch + 1}), but finite losses: "
-                f"a gradient was not; the last checkpoint in {self._folder} is from before; lower the learning "
-                "rate, or use fp32"
-            )
+            said = f"non-finite weights after step {self.steps_done} (epoch {self.epoch + 1}), but finite losses: "
+            raise FloatingPointError(f"{said}a gradient was not; {before}; lower the learning rate, or use fp32")
         return losses
+
+    def keep_best(self, note: dict[str, str]) -> None:
+        """Copy the weights, and write them with a note in a thread, while the training goes on; raises as `close`.
+
+        A checkpoint that knows of a validation is no older than its weights: it waits for them.
+        """
+        self.close()
+        path = self._run.directory / "best.safetensors"
+        copies = {name: value.detach().to("cpu", copy=True) for name, value in self._network.state_dict().items()}
+        pool = ThreadPoolExecutor(1, "best weights")
+        self._writing = pool.submit(save_weights, path, copies, note)
+        pool.shutdown(wait=False)  # the thread ends with the file
+
+    def close(self) -> None:
+        """Wait until the best weights are in their file.
+
+        Raises:
+            OSError: the disk is full or read-only.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def seconds_since_save(self) -> float:
         """Return the seconds since the last checkpoint of this process."""
@@ -144,26 +141,24 @@ class TrainingState:
         """Write a checkpoint, after a look at the losses; only the leader does, and the others need not be told."""
         if self._run.leader:
             self._run.ranks.at_step(0)  # it may take long
-            state = _Saved(
-                **{name: getattr(self, name) for name in _KEPT},
-                per_epoch=len(self.losses),
-                losses=self.checked(),
-                optimizer=self.optimizer.state_dict(),
-                scaler=self._scaler.state_dict(),
-                random=torch.get_rng_state(),
-                seconds=self._run.clock.seconds(),
-                random_on_device=torch.cuda.get_rng_state(self._run.device) if self._on_cuda else None,
-            )
-            self.best_weights.wait()
-            save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), vars(state))
+            state = {name: getattr(self, name) for name in _KEPT} | {
+                "per_epoch": len(self.losses),
+                "losses": self.checked(),
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self._scaler.state_dict(),
+                "random": torch.get_rng_state(),
+                "seconds": self._run.clock.seconds(),
+                "random_on_device": torch.cuda.get_rng_state(self._run.device) if self._on_cuda else None,
+            }
+            self.close()
+            save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), state)
         self._saved = time.monotonic()
 
     def restore(self) -> None:
         """Take over the newest checkpoint, where there is one; the leader reads it and hands it to the others.
 
         Raises:
-            ValueError: the checkpoint belongs to another number of steps per epoch: other cases or another batch size;
-                or it is of another network, or not one that this program wrote.
+            ValueError: it has other steps per epoch, is of another network, or not one that this program wrote.
         """
         found = self._run.ranks.once(lambda: load_checkpoint(self._folder))
         if found is None:
@@ -181,10 +176,8 @@ class TrainingState:
     def _take_over(self, weights: dict[str, torch.Tensor], content: Mapping[str, Any]) -> None:
         state, per_epoch = from_json(_Saved, content), len(self.losses)
         if state.per_epoch != per_epoch:
-            raise ValueError(
-                f"the checkpoint has {state.per_epoch} steps per epoch, this run has {per_epoch}; the training cases "
-                "or the batch size have changed, so the run cannot resume exactly"
-            )
+            said = f"the checkpoint has {state.per_epoch} steps per epoch, this run has {per_epoch}; "
+            raise ValueError(f"{said}the training cases or the batch size have changed: it cannot resume exactly")
         if state.epoch < 0 or not 0 <= state.step == len(state.losses) <= per_epoch:
             raise ValueError(f"epoch {state.epoch}, step {state.step} with {len(state.losses)} losses")
         self._network.load_state_dict(weights)

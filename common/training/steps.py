@@ -63,7 +63,7 @@ class Steps:
         self._done += 1
 
     def hold(self, sample: Batch) -> None:
-        """Take a batch as all will be, to try steps with: one that is a draft is made in each step, also captured."""
+        """Take a batch as all will be, to try steps with: a draft is made in each step, also captured."""
         self._sample, device = sample, self._losses.device
         self._slots = [torch.empty_like(part, device=device).copy_(part) for part in _parts(sample)]
 
@@ -159,8 +159,8 @@ def _tried(steps: Steps, sample: Batch, config: TrainingConfig, run: Run) -> str
     """Capture the steps where a trial, or an earlier one of the same code, says so; return why not."""
     steps.hold(sample)
     code = crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
-    batch = f"{type(sample).__name__} of {list(sample.image.shape)} {sample.image.dtype}"
-    batch += f", {sum(each.numel() for each in steps.state.tensors())} numbers"  # two networks hardly ever have as many
+    size = sum(each.numel() for each in steps.state.tensors())  # which two networks hardly ever share
+    batch = f"{type(sample).__name__} of {list(sample.image.shape)} {sample.image.dtype}, {size} numbers"
     about = f"{config.APP}, {batch}, {config.precision}, by {config.parallel.accumulate}, code {code:08x}"
     trial = trust.Trial("captured step", steps.captured, steps.eager, _TOLERANCE, about)
     try:
@@ -176,11 +176,9 @@ def _tried(steps: Steps, sample: Batch, config: TrainingConfig, run: Run) -> str
 
 def _parts(batch: Batch) -> list[Tensor]:
     """Return what differs between batches of a kind; of drafts on the host, where the copy need not be waited for."""
-    return (
-        [pinned(table, batch.device) for table in batch.tables]
-        if isinstance(batch, Draft)
-        else [batch.image, batch.label]
-    )
+    if isinstance(batch, Draft):
+        return [pinned(table, batch.device) for table in batch.tables]
+    return [batch.image, batch.label]
 
 
 def _kind(batch: Batch) -> tuple[object, ...]:

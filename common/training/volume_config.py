@@ -9,10 +9,8 @@ from medspeed.common.training.config import Check, TrainingConfig
 
 Size = tuple[int, int, int]
 
-_CACHE = re.compile(
-    r"(none|monai|uncached)|(auto|gpu|ram|disk)(?::([1-9]\d*))?"
-    r"|(smart)(?::([1-9]\d*)(?::(0?\.\d*[1-9]\d*|1(?:\.0*)?))?)?"
-)
+_CACHE = r"(none|monai|uncached)|(auto|gpu|ram|disk)(?::([1-9]\d*))?"
+_CACHE += r"|(smart)(?::([1-9]\d*)(?::(0?\.\d*[1-9]\d*|1(?:\.0*)?))?)?"
 
 
 @dataclass(frozen=True)
@@ -61,19 +59,12 @@ class Network:
 
 
 class Cache(NamedTuple):
-    """Where the training cases lie, as `--cache` says it.
-
-    Args:
-        mode: auto, gpu, ram, disk, smart, none; or MONAI's: monai, uncached.
-        cases: of each partition that "smart" holds at a time; None takes what fits.
-        share: of them that "smart" replaces after each epoch.
-        reshuffle: epochs after which the cases are dealt to the partitions anew; None never does.
-    """
+    """Where the training cases lie, as `--cache` says it."""
 
     mode: str
-    cases: int | None = None
-    share: float = 0.2
-    reshuffle: int | None = None
+    cases: int | None = None  # of each partition that "smart" holds at a time; None takes what fits
+    share: float = 0.2  # of them that "smart" replaces after each epoch
+    reshuffle: int | None = None  # epochs after which the cases are dealt to the partitions anew
 
 
 @dataclass(frozen=True)
@@ -113,16 +104,19 @@ class SegmentationConfig(TrainingConfig):
         """Check each value against its bound, and that the network can halve crops and windows; raise a ValueError."""
         self.caching()
         super().__post_init__()
-        levels = self.halvings()
+        if (levels := self.halvings()) is not None:
+            self.check_sides(2**levels, f"({levels} stride-2 levels)")
+
+    def check_sides(self, divisor: int, why: str) -> None:
+        """Check that the sides of crops and windows are multiples; a ValueError says `why`."""
         for name, size in (("crop_size", self.crop_size), ("windows.size", self.windows.size)):
-            if size is not None and levels is not None and any(side < 1 or side % 2**levels for side in size):
-                raise ValueError(f"{name} {size}: sides must be multiples of {2**levels} ({levels} stride-2 levels)")
+            if size is not None and any(side < 1 or side % divisor for side in size):
+                raise ValueError(f"{name} {size}: sides must be multiples of {divisor} {why}")
 
     def checks(self) -> Sequence[Check]:
         """Return the checks of single fields; an app adds its own."""
-        blocks, widths = (
-            each is None or (len(each) > 1 and min(each) > 0) for each in (self.network.blocks_down, self.channels)
-        )
+        levels = (self.network.blocks_down, self.channels)
+        blocks, widths = (each is None or (len(each) > 1 and min(each) > 0) for each in levels)
         fits = self.network_name != "segresnet3d" or (self.network.filters or 0) % 8 == 0
         return (
             *super().checks(),
@@ -138,12 +132,8 @@ class SegmentationConfig(TrainingConfig):
         )
 
     def caching(self) -> Cache:
-        """Return what `cache` says.
-
-        Raises:
-            ValueError: it says nothing that there is.
-        """
-        found = _CACHE.fullmatch(self.cache)
+        """Return what `cache` says; raise a ValueError where that is nothing that there is."""
+        found = re.fullmatch(_CACHE, self.cache)
         if found is None:
             raise ValueError(
                 f"cache {self.cache}: must be auto, gpu, ram or disk (each also with :EPOCHS, at least 1), "

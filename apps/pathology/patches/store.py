@@ -29,8 +29,7 @@ from medspeed.common.files import atomic_path, read_object, write_json
 from medspeed.common.kernels.trust import trusts
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
-from medspeed.common.training.setup import dtype_of, trust_kernels
-from medspeed.common.training.trials import batch_trials
+from medspeed.common.training.setup import batch_trials, dtype_of, trust_kernels
 
 _VERSION = 1
 _AT_ONCE = 256  # patches that a thread gathers

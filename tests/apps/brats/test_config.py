@@ -2,8 +2,8 @@
 
 import pytest
 
-from medspeed.apps.brats.choose import window_side
 from medspeed.apps.brats.config import RECIPES, BratsConfig, parse
+from medspeed.apps.brats.train import window_side
 from medspeed.common.config import config_to_yaml, replaced
 from medspeed.common.inference.windows import window_starts
 from medspeed.common.training.volume_config import Network

@@ -14,8 +14,7 @@ from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.kernels import crops_triton, dice_triton, trust
 from medspeed.common.kernels.trust import choose, trusting
 from medspeed.common.training import losses
-from medspeed.common.training.setup import dtype_of
-from medspeed.common.training.trials import volume_trials
+from medspeed.common.training.setup import dtype_of, volume_trials
 from tests.support import unet_model
 
 CPU = torch.device("cpu")

@@ -16,9 +16,8 @@ from medspeed.common.data.preparation import Preparation
 from medspeed.common.files import write_text
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run
-from medspeed.common.training.config import Parallel, TrainingConfig, decided
+from medspeed.common.training.config import Parallel, TrainingConfig, check_partitions, decided
 from medspeed.common.training.resolve import Defaults, choose_volumes, keep_plan, read_volumes
-from medspeed.common.training.setup import check_partitions
 from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
 from medspeed.models.unet3d import unet3d
 
@@ -146,6 +145,15 @@ def test_a_resumed_run_is_checked_against_its_ranks(run):
     monai = replace(PLAIN, parallel=replace(PLAIN.parallel, accumulate=4))
     with pytest.raises(ValueError, match="must be a multiple of 8"):
         keep_plan(monai, lambda: pytest.fail("it is decided"), later)
+
+
+@pytest.mark.parametrize(("parts", "kept"), [(1, (2, 1)), (2, (2, 2)), (99, (3, 3))])
+def test_of_a_fast_dev_run_a_few_cases_are_left_or_one_for_each_part(scans, tmp_path, run, capsys, parts, kept):
+    fields = {"fast_dev_run": True, "split": "all", "parallel": Parallel(partitions=parts)}
+    split = read(scans, tmp_path, run, **fields)[1].split
+    assert (len(split.training), len(split.validation)) == kept
+    assert split.description.endswith("; shortened")
+    assert "the results of this run are meaningless" in "".join(capsys.readouterr())
 
 
 def test_an_app_without_phantoms_asks_for_data(tmp_path, run):

@@ -17,9 +17,7 @@ import torch
 
 from medspeed.common.clock import Clock
 from medspeed.common.data.batches import Batch
-from medspeed.common.data.dataset import Case, Split
 from medspeed.common.kernels import trust
-from medspeed.common.ranks import SINGLE
 from medspeed.common.run import Run
 from medspeed.common.training import setup
 from medspeed.common.training.config import TrainingConfig
@@ -27,9 +25,7 @@ from medspeed.common.training.setup import (
     autocast,
     choose_precision,
     compile_if_asked,
-    few_cases,
-    lr_factor,
-    one_step,
+    learning_rates,
     start_run,
     trust_kernels,
     wake,
@@ -183,18 +179,14 @@ def test_a_run_that_fails_after_its_plan_is_kept(tmp_path):
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        ("constant", [1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [1.0, 0.75, 0.5, 0.25, 0.0]),
-        ("cosine", [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0]),
+        ("constant", [1.0, 1.0, 1.0, 1.0]),
+        ("linear", [1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]),
     ],
 )
 def test_schedules_by_hand(schedule, expected):
-    assert [lr_factor(schedule, step, 4) for step in range(5)] == pytest.approx(expected)
-
-
-def test_a_step_outside_the_run_is_a_programmers_error():
-    with pytest.raises(AssertionError, match="step 5 of 4"):
-        lr_factor("linear", 5, 4)
+    config = TrainingConfig(learning_rate=2.0, schedule=schedule)
+    assert learning_rates(config, 4) == pytest.approx([2 * each for each in expected])
 
 
 def iter_of(batch: Batch) -> Iterator[Batch]:
@@ -242,53 +234,25 @@ def test_kernels_are_tried_on_a_gpu_only(device, wish, taken, tmp_path):
     assert bool(asked) == bool(taken)
 
 
-class Said(list[str]):
-    def say(self, line, kind="note"):
-        self.append(line)
-
-
-def split_of(training, validation):
-    names = [
-        [Case(f"{kind}{n}", Path("i"), Path("l")) for n in range(count)]
-        for kind, count in (("t", training), ("v", validation))
-    ]
-    return Split(tuple(names[0]), tuple(names[1]), True, "20 percent")
-
-
-@pytest.mark.parametrize(("parts", "kept"), [(1, (2, 1)), (4, (4, 4)), (99, (10, 6))])
-def test_a_few_cases_are_left_or_one_for_each_part(parts, kept):
-    said = Said()
-    found = few_cases(split_of(10, 6), parts, said)  # type: ignore[arg-type]
-    assert (len(found.training), len(found.validation)) == kept
-    assert found.training == split_of(10, 6).training[: kept[0]]
-    assert found.description == "20 percent; shortened"
-    assert "the results of this run are meaningless" in said[0]
-
-
-def test_an_epoch_is_its_first_batch_and_ends_what_made_the_others():
+def test_a_run_takes_two_steps_validates_each_and_ends_what_made_the_others(tmp_path, monkeypatch):
     made, ended = [], []
 
-    five = tiny_batches(SINGLE, 5)
+    def noted(*given):
+        batches = tiny_batches(*given)
 
-    def epoch(number, first_step):
-        try:
-            for batch in five.epoch(number, first_step):
-                made.append(number)
-                yield batch
-        finally:
-            ended.append(number)
+        def epoch(number, first_step):
+            try:
+                for batch in batches.epoch(number, first_step):
+                    made.append(number)
+                    yield batch
+            finally:
+                ended.append(number)
 
-    batches = replace(five, open=epoch)
-    short = one_step(batches)
-    assert (short.steps_per_epoch, short.resumes_within_epoch) == (1, True)
-    assert len(list(short.epoch(3))) == 1
-    assert (made, ended) == ([3], [3])
-    assert not list(short.epoch(3, 1))
-    assert not one_step(replace(batches, resumes_within_epoch=False)).resumes_within_epoch
+        return replace(batches, open=epoch)
 
-
-def test_a_run_takes_two_steps_and_validates_each(tmp_path):
+    monkeypatch.setattr("tests.common.training.fit_worker.tiny_batches", noted)
     fitted = train({"run": str(tmp_path), "fast_dev_run": True, "epochs": 2, "steps": 50})
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert fitted.steps == 2
     assert [(record["step"], len(record["losses"]), record["dice"]) for record in records] == [(1, 1, 0.5), (2, 1, 0.5)]
+    assert (made, ended) == ([0, 1], [0, 1])

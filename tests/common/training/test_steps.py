@@ -97,7 +97,7 @@ def make(
     torch.manual_seed(0)
     build, loss, batch = APPS[app]
     network = build().train().to(device)
-    built = build_optimizer(optimizer, network.parameters(), 0.01)  # type: ignore[arg-type]
+    built = build_optimizer(optimizer, network.parameters(), 0.01)
     scaled = scale is not None or precision == "fp16"
     scaler = torch.amp.GradScaler(device.type, init_scale=scale or 1.0, growth_interval=4, enabled=scaled)
     state = TrainingState(Run(Path(), device, Clock(), False), network, built, scaler, COUNT)

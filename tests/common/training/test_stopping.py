@@ -1,10 +1,11 @@
 import os
 import signal
+from contextlib import closing
 
 import pytest
 
 from medspeed.common.ranks import SINGLE
-from medspeed.common.training.stopping import GracefulStop
+from medspeed.common.training.fit import GracefulStop
 
 
 @pytest.mark.parametrize(
@@ -12,7 +13,7 @@ from medspeed.common.training.stopping import GracefulStop
 )
 def test_the_first_signal_is_noted_and_names_the_exit_status(number, status):
     saved: list[int] = []
-    with GracefulStop(SINGLE, lambda: saved.append(1)) as stop:
+    with closing(GracefulStop(SINGLE, lambda: saved.append(1))) as stop:
         stop.check()
         stop.exit_if_requested()
         os.kill(os.getpid(), number)
@@ -25,7 +26,7 @@ def test_the_first_signal_is_noted_and_names_the_exit_status(number, status):
 
 
 def test_the_second_signal_acts_as_usual():
-    with GracefulStop(SINGLE, lambda: None):
+    with closing(GracefulStop(SINGLE, lambda: None)):
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -33,7 +34,7 @@ def test_the_second_signal_acts_as_usual():
 
 def test_the_handlers_come_back():
     before = signal.getsignal(signal.SIGTERM)
-    with GracefulStop(SINGLE, lambda: None):
+    with closing(GracefulStop(SINGLE, lambda: None)):
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -41,7 +42,7 @@ def test_the_handlers_come_back():
 def test_under_nohup_a_closed_terminal_stops_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with GracefulStop(SINGLE, lambda: None) as stop:
+        with closing(GracefulStop(SINGLE, lambda: None)) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not stop.requested
     finally:
@@ -70,7 +71,7 @@ class Pair:
 
 def test_what_another_rank_was_told_counts_one_step_later(monkeypatch):
     pair = Pair(monkeypatch)
-    with GracefulStop(pair, list) as stop:  # type: ignore[arg-type]
+    with closing(GracefulStop(pair, list)) as stop:  # type: ignore[arg-type]
         stop.after_step()
         pair.told = signal.SIGTERM
         known = []
@@ -86,7 +87,7 @@ def test_what_another_rank_was_told_counts_one_step_later(monkeypatch):
 
 
 def test_among_several_the_own_signal_counts_only_when_all_know_and_a_second_changes_nothing(monkeypatch):
-    with GracefulStop(Pair(monkeypatch), list) as stop:  # type: ignore[arg-type]
+    with closing(GracefulStop(Pair(monkeypatch), list)) as stop:  # type: ignore[arg-type]
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert not stop.requested

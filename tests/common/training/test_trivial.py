@@ -5,7 +5,7 @@ import torch
 
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.inference.labels import Region
-from medspeed.common.training.trivial import without_learning
+from medspeed.common.training.evaluate import without_learning
 
 SIDE = 40
 SPLEEN, WHOLE = Region("spleen", (1,), 1), Region("WT", (1, 2), 1)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from medspeed.common import files
 from medspeed.common.inference.model import load_weights, read_note, save_weights
-from medspeed.common.training import best, checkpoint, log
-from medspeed.common.training.best import BestWeights
+from medspeed.common.training import checkpoint, log, state
 from tests.common.training.fit_worker import train
+from tests.common.training.test_fit import state_of
 
 METRIC = [0.5, 0.7, 0.6]
 
@@ -25,46 +26,56 @@ def writing(monkeypatch):
         assert may_write.wait(60)
         save_weights(*arguments)
 
-    monkeypatch.setattr(best, "save_weights", wait_and_save)
+    monkeypatch.setattr(state, "save_weights", wait_and_save)
     return may_write
 
 
+def kept_in(folder):
+    return load_weights(folder / "best.safetensors")["weight"]
+
+
+def fill(kept, value):
+    nn.init.constant_(kept._network.weight, value)
+
+
 def test_steps_go_on_while_the_weights_of_before_are_written(tmp_path, writing):
-    kept, weight = BestWeights(tmp_path / "best.safetensors"), torch.ones(3, 2)
-    kept.keep({"a": weight}, {"epoch": "1"})
-    weight.fill_(7.0)  # the next step
+    kept = state_of(tmp_path, 1)
+    fill(kept, 1.0)
+    kept.keep_best({"epoch": "1"})
+    fill(kept, 7.0)  # the next step
     assert not (tmp_path / "best.safetensors").exists()
     writing.set()
-    kept.wait()
-    assert torch.equal(load_weights(tmp_path / "best.safetensors")["a"], torch.ones(3, 2))
+    kept.close()
+    assert torch.equal(kept_in(tmp_path), torch.ones(2, 2))
 
 
 def test_the_last_kept_are_those_in_the_file(tmp_path):
-    kept = BestWeights(tmp_path / "best.safetensors")
+    kept = state_of(tmp_path, 1)
     for number in range(1, 6):
-        kept.keep({"a": torch.full((1000,), float(number))}, {"epoch": str(number)})
+        fill(kept, number)
+        kept.keep_best({"epoch": str(number)})
     kept.close()
     assert read_note(tmp_path / "best.safetensors")["epoch"] == "5"
-    assert float(load_weights(tmp_path / "best.safetensors")["a"][0]) == 5.0
+    assert float(kept_in(tmp_path)[0, 0]) == 5.0
 
 
 def test_a_full_disk_is_said_once_by_whoever_waits(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(best, "save_weights", full)
-    kept = BestWeights(tmp_path / "best.safetensors")
-    kept.keep({"a": torch.ones(1)}, {})
+    monkeypatch.setattr(state, "save_weights", full)
+    kept = state_of(tmp_path, 1)
+    kept.keep_best({})
     with pytest.raises(OSError, match="No space left"):
-        kept.wait()
-    kept.wait()
+        kept.close()
+    kept.close()
 
 
 def test_a_failure_to_write_ends_the_run(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(best, "save_weights", full)
+    monkeypatch.setattr(state, "save_weights", full)
     with pytest.raises(OSError, match="No space left"):
         train({"run": str(tmp_path / "run"), "epochs": 1, "steps": 1})
     assert not (tmp_path / "run" / "checkpoints" / "last").exists()
