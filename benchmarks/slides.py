@@ -28,9 +28,10 @@ from medspeed.apps.pathology.scan.outputs import find_detections, write_detectio
 from medspeed.apps.pathology.scan.scan import ProbabilityMap, choose_view, scan_slide
 from medspeed.apps.pathology.slides.camelyon import SlideEntry, SlideSet, read_slide_set
 from medspeed.apps.pathology.slides.masks import tissue_mask
-from medspeed.apps.pathology.slides.reader import SlidePool, open_slide
+from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.benchmarks.harness import Options, Row, Sides, Values, fast_step, row, save_start, step_rows, timed
 from medspeed.common.config import replaced
+from medspeed.common.console import say
 from medspeed.common.data.batches import Batches
 from medspeed.common.files import read_object, write_json
 from medspeed.common.inference import Precision
@@ -71,7 +72,7 @@ def open_task(options: Options, data: Path, most: int) -> Task:
     slides, own = read_slide_set(data), options.own
     slides = replace(slides, training=some(slides.training, most), testing=some(slides.testing, max(2, most // 2)))
     slide = open_slide(slides.training[0].path)
-    config = choose(PathologyConfig(), own.PATCH, slide.mpp, own.LOADED[0], None, options.device)
+    config = choose(replace(_FAST, patch_size=own.PATCH, mpp=slide.mpp), own.LOADED[0], options.device)
     return Task(**vars(options), slides=slides, model=model_of(config, options.device), reader=slide.reader)
 
 
@@ -88,7 +89,8 @@ def draw_patches(entries: Sequence[SlideEntry], wanted: int, size: int) -> Patch
     Raises:
         ValueError: there is no room for so many.
     """
-    table = sample_patches(entries, -(-2 * wanted // len(entries)), size, 0, SlidePool())
+    config = replace(_FAST, patch_size=size, patches_per_slide=-(-2 * wanted // len(entries)))
+    table = sample_patches(entries, config)
     if len(table) < wanted:
         raise ValueError(f"{len(entries)} slides have room for {len(table)} patches of {size} pixels, not for {wanted}")
     return table.take(np.linspace(0, len(table) - 1, wanted).astype(np.int64))
@@ -129,7 +131,7 @@ def fast_preparation(task: Task, table: PatchTable, batch: int) -> Sides:
 
 def held(task: Task, table: PatchTable, batch: int) -> Batches:
     """Return batches of decoded patches, from where a run on this device holds them."""
-    patches = stored_patches(table, task.folder / "patches", SlidePool(), None, progress=False)
+    patches = stored_patches(table, task.folder / "patches", _FAST, progress=False, tell=say)
     if task.device.type == "cuda":
         patches = patches.on_device(np.arange(len(table)), task.device)
     config = replaced(_FAST, {"batch_size": batch, "parallel.partitions": 1})

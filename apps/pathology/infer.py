@@ -25,7 +25,7 @@ from medspeed.apps.pathology.scan.outputs import (
 from medspeed.apps.pathology.scan.scan import ProbabilityMap, View, choose_view, scan_slide
 from medspeed.apps.pathology.slides.camelyon import find_slides, is_slide
 from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask
-from medspeed.apps.pathology.slides.reader import SlidePool
+from medspeed.apps.pathology.slides.reader import Slide, open_slide
 from medspeed.common.console import hides_bar, say
 from medspeed.common.files import plural, sha256_of
 from medspeed.common.host_memory import keep_freed_memory, peak_memory
@@ -45,7 +45,7 @@ class Scanner:
     """The network of a run, opened on a device to scan slides or to score patches."""
 
     def __init__(self, config: ScanConfig) -> None:
-        self.config, self.pool, self.timeline = config, SlidePool(config.reader), Timeline()
+        self.config, self.timeline = config, Timeline()
         self.model, self.device = load_model(config.model), choose_device(config.device, torchrun_place()[2])
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -66,7 +66,7 @@ class Scanner:
         table = table_of_images(files, [0] * len(files), self.model.patch_size)  # their labels are not known
         at_once = self.model.tile_batch if self.opened.backend == "tensorrt" else _AT_ONCE
         found: dict[str, list[dict[str, str]]] = {}
-        for rows, pixels in tqdm(decode(table, self.pool, None), disable=hides_bar()):
+        for rows, pixels in tqdm(decode(table), disable=hides_bar()):
             calls = (normalised(call.to(self.device)) for call in torch.split(torch.from_numpy(pixels), at_once))
             scores = torch.cat([torch.sigmoid(self.opened.predict(call)).flatten() for call in calls])
             for row, score in zip(rows, scores.tolist(), strict=True):
@@ -95,33 +95,32 @@ class Scanner:
         }
         return {"weights": {file.name: sha256_of(file)}, "model": asdict(self.model), "options": options}
 
-    def read(self, item: Item[Path]) -> tuple[View, SlideMask]:
-        """Return how the network sees a slide, and where it holds tissue."""
+    def read(self, item: Item[Path]) -> tuple[Slide, View, SlideMask]:
+        """Return a slide, how the network sees it, and where it holds tissue."""
         with self.timeline.stage(item.name, "read", "tissue"):
-            slide = self.pool.open(item.source)
+            slide = open_slide(item.source, self.config.reader)
             view, base = choose_view(slide, self.model.mpp), slide.levels[0]
             if max(base.width, base.height) <= view.span(self.model.patch_size) * view.downsample:
                 raise ValueError(
                     f"{item.source}: {base.width} x {base.height} pixels is a patch, not a slide: pass the "
                     "slide it was cut from"
                 )
-            return view, tissue_mask(slide, assumed_mpp=view.base_mpp)
+            return slide, view, tissue_mask(slide, assumed_mpp=view.base_mpp)
 
-    def scan(self, item: Item[Path], given: tuple[View, SlideMask]) -> tuple[View, ProbabilityMap]:
+    def scan(self, item: Item[Path], given: tuple[Slide, View, SlideMask]) -> tuple[Slide, View, ProbabilityMap]:
         """Run the network on the tissue of a slide."""
-        (view, tissue), slide, batch = given, self.pool.open(item.source), self.model.tile_batch
+        (slide, view, tissue), batch = given, self.model.tile_batch
         if self.stride and self.opened.backend != "tensorrt":
             # As many pixels as a batch of tiles has; an engine takes no more images than it was built for.
             batch *= (self.model.tile_size // self.model.patch_size) ** 2
         with self.timeline.stage(item.name, "compute", "scan", waits=True):
             predict = self.opened.predict
-            return view, scan_slide(slide, self.model, predict, self.device, tissue, view, self.stride, batch)
+            return slide, view, scan_slide(slide, self.model, predict, self.device, tissue, view, self.stride, batch)
 
-    def write(self, item: Item[Path], scanned: tuple[View, ProbabilityMap]) -> Record:
+    def write(self, item: Item[Path], scanned: tuple[Slide, View, ProbabilityMap]) -> Record:
         """Write what was found in a slide, and return what its record is to hold."""
-        (view, found), stage = scanned, partial(self.timeline.stage, item.name, "write")
+        (slide, view, found), stage = scanned, partial(self.timeline.stage, item.name, "write")
         tif, csv, geojson, *picture = item.outputs
-        slide = self.pool.open(item.source)
         size = slide.levels[0].width, slide.levels[0].height
         with stage("write"):
             detections = find_detections(found, view.base_mpp)
@@ -131,7 +130,7 @@ class Scanner:
         for path in picture:
             with stage("overlay"):
                 draw_heatmap(path, slide, found)
-        mpp, damaged = self.model.mpp, self.pool.damaged.get(item.source, ())
+        mpp, damaged = self.model.mpp, sorted(slide.damaged)
         doubts = {
             "NO TISSUE found": not found.scanned.any(),
             f"{len(damaged)} DAMAGED TILES treated as white": damaged,

@@ -1,13 +1,12 @@
 """What inference must know of a trained patch classifier, how a run decides it, and how the network is built."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from medspeed.apps.pathology.config import DEFAULTS, PathologyConfig
-from medspeed.common.config import replaced
 from medspeed.common.inference import Precision
 from medspeed.common.inference.model import initialise, load_weights, read_model
 from medspeed.common.training.config import decided
@@ -27,8 +26,7 @@ class PathologyModel:
     Args:
         patch_size: side of the patches that the network was trained on, in pixels.
         mpp: um per pixel of those patches; None where the data did not say.
-        tile_size: side of the tiles of a dense scan in pixels, halo included; a multiple of 32.
-        tile_batch: tiles in one call.
+        tile_size: side of the tiles of a dense scan in pixels, halo included; `tile_batch` are in one call.
         precision: of the training steps.
     """
 
@@ -61,32 +59,20 @@ def normalised(patches: torch.Tensor) -> torch.Tensor:
     return patches.float().div_(127.5).sub_(1.0)
 
 
-def choose(
-    config: PathologyConfig,
-    patch_size: int,
-    mpp: float | None,
-    count: int,
-    per_slide: int | None,
-    device: torch.device,
-    ranks: int = 1,
-) -> PathologyConfig:
-    """Return the configuration with every field decided; what the user gave always wins.
+def choose(config: PathologyConfig, count: int, device: torch.device, ranks: int = 1) -> PathologyConfig:
+    """Return a configuration whose patches are decided with every field decided; what the user gave always wins.
 
-    There are `count` training patches with sides of `patch_size` pixels of `mpp` um (None where the data do not say),
-    `per_slide` of each slide (None where they are listed). A CPU gets smaller batches and tiles.
+    There are `count` patches to train on. A CPU gets smaller batches and tiles.
 
     Raises:
         ValueError: what was asked for does not fit the data or the device.
     """
-    usual = DEFAULTS[device.type]
-    if patch_size % STRIDE:
-        raise ValueError(f"patches of {patch_size} pixels: sides must be multiples of {STRIDE}, the network's stride")
-    margin = _margin(patch_size)
+    usual, margin = DEFAULTS[device.type], _margin(decided(config.patch_size))
     tile_size = config.tile_size or usual["core"] + margin
     if tile_size <= margin:
         raise ValueError(
-            f"tile_size {tile_size}: must be above {margin} for patches of {patch_size} pixels; the network sees "
-            f"{HALO} pixels around each of them, whose logits are discarded"
+            f"tile_size {tile_size}: must be above {margin} for patches of {config.patch_size} pixels; the network "
+            f"sees {HALO} pixels around each of them, whose logits are discarded"
         )
     partitions = config.parallel.partitions or ranks
     batch_size = config.batch_size or max(1, min(usual["batch_size"], count) // partitions) * partitions
@@ -94,19 +80,14 @@ def choose(
     precision = config.precision
     if config.recipe == "guide" and precision == "auto":
         precision = "fp16" if device.type == "cuda" else "fp32"  # the guide's autocast("cuda")
-    return replaced(
+    return replace(
         config.optimized(),
-        {
-            "patch_size": patch_size,
-            "mpp": mpp,
-            "patches_per_slide": per_slide,
-            "tile_size": tile_size,
-            "parallel.partitions": partitions,
-            "batch_size": batch_size,
-            "epochs": epochs,
-            "validate_every": validate_every,
-            "precision": choose_precision(precision, device),
-        },
+        tile_size=tile_size,
+        parallel=replace(config.parallel, partitions=partitions),
+        batch_size=batch_size,
+        epochs=epochs,
+        validate_every=validate_every,
+        precision=choose_precision(precision, device),
     )
 
 
@@ -121,11 +102,7 @@ def initialise_from(network: nn.Module, path: Path) -> str:
     """Load weights into a `resnet18_fcn`, in place, and say in a line which.
 
     They are a .safetensors of ours, which must fit whole, or a .pth of TorchVision's ResNet-18, whose last layer has no
-    place here. ImageNet's weights are for research: its licence forbids commercial use.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: names and shapes are not those of a ResNet-18.
+    place here; a ValueError says that they are others.
     """
     if path.suffix == ".safetensors":
         initialise(network, path)

@@ -55,36 +55,28 @@ def validation_auc(patches: Patches, precision: Precision, run: Run, network: nn
     return auc(patches.table.label, all_scores(patches, network, precision, run))
 
 
-def evaluate(
-    best: nn.Module,
-    validation: Patches,
-    testing: Patches | None,
-    precision: Precision,
-    run: Run,
-    training: Patches | None = None,
-) -> Quality:
+def evaluate(parts: dict[str, Patches], best: nn.Module, precision: Precision, run: Run) -> Quality:
     """Return the patch AUC of the best weights in the run's precision: on those for testing where there are some.
 
-    With the training patches, it is told what their colours alone would reach.
+    With training patches it is told what colours alone would reach.
     """
     found: dict[str, float] = {}
     with run.clock.stage("validate"):
-        for name, patches in (("validation", validation), ("testing", testing)):
-            if patches is not None:
-                label, scores = patches.table.label, all_scores(patches, best, precision, run)
-                found[f"{name} AUC"] = auc(label, scores)
-                found[f"{name} accuracy"] = float(np.mean((scores >= 0.5) == label.astype(bool)))
-    judged = "validation" if testing is None else "testing"
+        for part in (each for each in ("validation", "testing") if each in parts):
+            label, scores = parts[part].table.label, all_scores(parts[part], best, precision, run)
+            found[f"{part} AUC"] = auc(label, scores)
+            found[f"{part} accuracy"] = float(np.mean((scores >= 0.5) == label.astype(bool)))
+    judged = "testing" if "testing" in parts else "validation"
     run.say("patches: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()), "result")
     for doubt in doubts(found[f"{judged} AUC"], True, "AUC"):
         run.say(doubt, "warning")
-    name = f"patch AUC, {judged} patches, best weights"
     trivial: dict[str, Any] = {}
-    if training is not None and run.leader:
-        value = colour_auc(training, validation if testing is None else testing)
+    if "training" in parts and run.leader:
+        value = colour_auc(parts["training"], parts[judged])
         trivial = {"value": value, "how": "logistic regression on color histograms"}
         run.say(f"without learning: AUC {value:.4f} ({trivial['how']})")
-    return Quality(name, found[f"{judged} AUC"], found, "validation", per_region={}, without_learning=trivial)
+    figure = f"patch AUC, {judged} patches, best weights"
+    return Quality(figure, found[f"{judged} AUC"], found, "validation", per_region={}, without_learning=trivial)
 
 
 def judge_on(validation: Patches, model: PathologyModel, run: Run, name: str) -> Judge:
@@ -102,23 +94,12 @@ def judge_on(validation: Patches, model: PathologyModel, run: Run, name: str) ->
 
 
 def export_patches(
-    best: nn.Module,
-    model: PathologyModel,
-    judge: Judge,
-    engine: EngineChoice,
-    run: Run,
-    quantise: Quantise | None = None,
+    best: nn.Module, model: PathologyModel, judge: Judge, engine: EngineChoice, run: Run, int8: Quantise | None = None
 ) -> ExportRecord:
     """Export the best weights behind the gate; the models take images of any size from a patch to a tile."""
+    about, smallest = {"name": "medspeed pathology", "labels": "normal tumour"}, (3, model.patch_size, model.patch_size)
     return export(
-        best,
-        judge,
-        run,
-        batch=model.tile_batch,
-        metadata={"name": "medspeed pathology", "labels": "normal tumour"},
-        engine=engine,
-        smallest=(3, model.patch_size, model.patch_size),
-        quantise=quantise,
+        best, judge, run, batch=model.tile_batch, metadata=about, engine=engine, smallest=smallest, quantise=int8
     )
 
 

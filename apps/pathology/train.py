@@ -5,6 +5,7 @@ from medspeed.apps.pathology.config import PathologyConfig, parse
 if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,13 +32,14 @@ def main(config: PathologyConfig) -> RunSummary | None:
         data = read_data(config, run)  # which patches train, validate and test
         config, model = resolve(config, data, run)  # every open field decided, said, and kept as plan.json
         fitted = fit(setup(config, data, model, run), config, run)
-        best, validation = best_network(model, fitted, run), decoded(data.validation, config, run)
-        testing = decoded(data.testing, config, run) if data.testing is not None else None
-        training = decoded(data.training, config, run) if config.source == "resident" else None
-        quality = evaluate(best, validation, testing, model.precision, run, training)  # AUC of the patches
+        best, tables = best_network(model, fitted, run), data.parts()
+        if config.source != "resident":
+            del tables["training"]  # which MONAI's loaders read patch by patch
+        parts = {name: decoded(table, config, run) for name, table in tables.items()}
+        quality = evaluate(parts, best, model.precision, run)  # AUC of the patches
         if not run.leader:
             return None
-        judge = judge_on(validation, model, run, data.name)
+        judge = judge_on(parts["validation"], model, run, data.name)
         exported = export_patches(best, model, judge, config.engine, run)  # ONNX, the gate, TensorRT
         return finish(config, data.about(), fitted, quality, exported, run)
 
@@ -51,12 +53,9 @@ def read_data(config: PathologyConfig, run: Run) -> Tables:
 
 def resolve(config: PathologyConfig, data: Tables, run: Run) -> tuple[PathologyConfig, PathologyModel]:
     """Decide what the configuration leaves open, and what it trains."""
-    table, world = data.training, run.ranks.world
-
-    def decide() -> PathologyConfig:
-        return choose(config, table.size, data.mpp, len(table), data.per_slide, run.device, world)
-
-    config = keep_plan(config, decide, run, told=("patch_size", "mpp"))  # the data's line says these
+    known = replace(config, patch_size=data.training.size, mpp=data.mpp, patches_per_slide=data.per_slide)
+    count, told = len(data.training), ("patch_size", "mpp")  # the data's line says these
+    config = keep_plan(config, lambda: choose(known, count, run.device, run.ranks.world), run, told)
     model = model_of(config, run.device)
     run.ranks.once(lambda: write_model(run.directory, config.APP, model))
     return config, model
@@ -76,11 +75,9 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
     if config.source == "resident":
         batches: Batches = resident_batches(data.training, config, run)
     else:
-        from medspeed.apps.pathology.patches.guide import (
-            monai_patches,  # here: MONAI takes longer to load than all the rest
-        )
+        from medspeed.apps.pathology.patches import guide  # here: MONAI takes longer to load than all the rest
 
-        batches = monai_patches(data.training, config, run)
+        batches = guide.monai_patches(data.training, config, run)
     patches = call_size(len(rank_rows(validation, run)))
     compile_if_asked(network, batches, (patches, 3, model.patch_size, model.patch_size), config, run)
     if run.ranks.world > 1 or config.parallel.accumulate > 1:

@@ -3,15 +3,18 @@
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
+from medspeed.apps.pathology.config import PathologyConfig
 from medspeed.apps.pathology.patches.table import PatchTable
 from medspeed.apps.pathology.scan.scan import ASSUMED_MPP
 from medspeed.apps.pathology.slides.camelyon import SlideEntry
 from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask, tumour_mask
-from medspeed.apps.pathology.slides.reader import Slide, SlidePool
+from medspeed.apps.pathology.slides.reader import Slide, open_slide
 from medspeed.common.data.threads import map_in_threads
+from medspeed.common.training.config import decided
 
 TUMOUR_SHARE = 0.5  # of a tumour patch's area, at least: its label is then beyond doubt
 _PIXELS_PER_PATCH = 8  # along a side of a patch, at least, of the mask that is looked at
@@ -19,33 +22,23 @@ _MASK_PIXELS = 2**26  # that a mask has at most: a coarser one is taken of large
 _PLACES = 2**21  # pixels of a mask that patches are drawn from at most, evenly spread
 
 
-def sample_patches(
-    entries: Sequence[SlideEntry],
-    per_slide: int,
-    size: int,
-    seed: int,
-    pool: SlidePool,
-    workers: int | None = None,
-    progress: bool = False,
-) -> PatchTable:
+def sample_patches(entries: Sequence[SlideEntry], config: PathologyConfig, progress: bool = False) -> PatchTable:
     """Draw patches from annotated slides: half of those of a slide with tumour show tumour, the others normal tissue.
 
     A tumour patch has its centre in the tumour, and tumour covers half of it at least. A normal patch has its centre
     in tissue, and there is no tumour in it nor within a patch's side around it; shares are counted to a pixel of the
     mask, an eighth of a patch or less. No patch is drawn twice, none leaves the slide; of slides that are marked in
     part only tumour is drawn. What is drawn depends on the seed and the slide's name alone; where a slide has less
-    room it gives fewer. Each of the `workers`, by default one per core, takes up to 1 GiB.
+    room it gives fewer patches than `config` (size and patches per slide decided) says.
 
     Raises:
         FileNotFoundError: a slide, its mask or its annotation is missing.
         ValueError: one is damaged, a slide with tumour has neither, or there is no room for a single patch.
     """
-    ordered = sorted(entries, key=lambda entry: entry.name)
-
-    def draw(entry: SlideEntry) -> tuple[np.ndarray, np.ndarray]:
-        return _draw(entry, pool.open(entry.path), per_slide, size, seed)
-
-    parts = [each for pair in map_in_threads(draw, ordered, "drawing patches", workers, progress) for each in pair]
+    ordered, size = sorted(entries, key=lambda entry: entry.name), decided(config.patch_size)
+    draw = partial(_draw, config=config, per_slide=decided(config.patches_per_slide), size=size)
+    pairs = map_in_threads(draw, ordered, "drawing patches", config.workers, progress)
+    parts = [corners for pair in pairs for corners in pair]
     place = np.repeat(np.arange(len(parts)), [len(corners) for corners in parts])
     if not len(place):
         raise ValueError(f"{len(entries)} slides: no room for a patch of {size} pixels; choose a smaller --patch-size")
@@ -58,10 +51,10 @@ def sample_patches(
     )
 
 
-def _draw(entry: SlideEntry, slide: Slide, per_slide: int, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _draw(entry: SlideEntry, config: PathologyConfig, per_slide: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the corners of a slide's tumour and of its normal patches, each [M, 2] int64."""
-    named = int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:8])
-    generator = np.random.default_rng([seed, named])
+    slide, named = open_slide(entry.path, config.reader), hashlib.sha256(entry.name.encode()).digest()[:8]
+    generator = np.random.default_rng([config.seed, int.from_bytes(named)])
     base, wanted = slide.levels[0], per_slide // 2 if entry.tumour else 0
     positive = negative = np.empty((0, 2), np.int64)
     if entry.tumour:

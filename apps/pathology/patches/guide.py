@@ -61,10 +61,7 @@ def cpu_transforms(augmentation: Augmentation) -> list[Any]:
 def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batches:
     """Return this rank's batches of a decided configuration, each patch read and augmented by MONAI in each epoch.
 
-    The guide's are augmented on the GPU where cuCIM can.
-
-    Raises:
-        ValueError: there are fewer patches than a batch has.
+    The guide's are augmented on the GPU where cuCIM can. A ValueError says that the patches fill no batch.
     """
     rank, world = run.ranks.rank, run.ranks.world
     table = table.take(np.arange(rank, len(table) // world * world, world))
@@ -84,14 +81,9 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
         )
         return Batch(on_device(image), label.flatten(), tuple(items["name"]))
 
-    loader = DataLoader(
-        monai_dataset(table, on_cpu, reader),
-        num_workers=config.workers or 0,
-        batch_size=batch_size,
-        shuffle=True,
-        drop_last=True,
-        generator=torch.Generator(),
-    )
+    how_many = {"batch_size": batch_size, "drop_last": True, "num_workers": config.workers or 0}
+    dataset, generator = monai_dataset(table, on_cpu, reader), torch.Generator()
+    loader = DataLoader(dataset, shuffle=True, generator=generator, **how_many)
     return monai_batches(loader, to_batch, config.seed * world + rank)
 
 
@@ -103,19 +95,10 @@ def monai_dataset(table: PatchTable, transforms: Sequence[Any], reader: str) -> 
         load = mt.LoadImaged("image", reader="PILReader", ensure_channel_first=True, reverse_indexing=False)
         return Dataset(items, mt.Compose([load, *transforms]))
     regions = [{"image": str(file), "location": [y, x], "label": float(label)} for file, (x, y), label in rows]
-    chain = _Chain([_named, *transforms])
-    return PatchWSIDataset(regions, table.size, 0, reader=reader, transform=chain, center_location=False)
-
-
-class _Chain(mt.Compose):  # type: ignore[misc]
-    """A Compose that is true without being counted.
-
-    PatchWSIDataset asks for each patch whether it has a transform; MONAI 1.6's Compose counts itself to answer, for
-    which it makes a flat copy, which seeds all of the transforms anew from the clock.
-    """
-
-    def __bool__(self) -> bool:
-        return True
+    # The transforms are not PatchWSIDataset's own: it counts them for each patch, for which MONAI 1.6 copies them, and
+    # seeds them anew from the clock.
+    patches = PatchWSIDataset(regions, table.size, 0, reader=reader, center_location=False)
+    return Dataset(patches, mt.Compose([_named, *transforms]))
 
 
 def _named(item: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +120,7 @@ def why_not_cucim(device: torch.device) -> str | None:
 def cucim_transform(augmentation: Augmentation) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the script's transforms of a batch on a GPU, drawn from cuCIM's generators, which nobody can seed.
 
-    They make images [B, 3, Y, X] in [0, 255] float32 in [-1, 1].
+    From [B, 3, Y, X] in [0, 255] they make float32 in [-1, 1].
     """
     jitter = dict(zip(("brightness", "contrast", "saturation", "hue"), augmentation.jitter, strict=True))
     on_bytes = (

@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from medspeed.apps.pathology.config import PathologyConfig
 from medspeed.apps.pathology.patches.augment import FUSED, augment_rows, augmented_by, draw_patches, draw_table
-from medspeed.apps.pathology.patches.table import PatchTable, decode
-from medspeed.apps.pathology.slides.reader import SlidePool
+from medspeed.apps.pathology.patches.table import PatchTable, Tell, decode
 from medspeed.common.clock import synchronise
 from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches, Draft, Take, keyed_batches, keyed_uniforms, partition_cases
@@ -31,7 +30,6 @@ from medspeed.common.run import Run
 from medspeed.common.training.config import decided
 from medspeed.common.training.setup import batch_trials, dtype_of, trust_kernels
 
-_VERSION = 1
 _AT_ONCE = 256  # patches that a thread gathers
 _CHECKED_AT_ONCE = 2**24  # bytes
 _SENT_AT_ONCE = 2**28  # bytes of patches that are gathered, and sent to the device, in one go
@@ -43,9 +41,8 @@ class Patches:
     """The patches of a table, decoded.
 
     Args:
-        table: all of them.
         pixels: [M, 3, S, S] uint8, red, green, blue: pages of a file, read when touched, or a tensor on the device.
-        rows: [M] int64, ascending, whose pixels these are; those of the whole table by default.
+        rows: [M] int64, ascending, of the table, whose pixels these are; None of all.
     """
 
     table: PatchTable
@@ -81,30 +78,29 @@ def send_rows(pixels: np.ndarray, rows: np.ndarray, device: torch.device) -> tor
     for number, first in enumerate(range(0, len(rows), at_once)):
         some = rows[first : first + at_once]
         buffer = buffers[number % 2][: len(some)]
-        parts = [slice(start, start + _AT_ONCE) for start in range(0, len(some), _AT_ONCE)]
-        map_in_threads(partial(_gather, pixels, some, buffer.numpy()), parts, "patches", progress=False)
+        gather = partial(_gather, pixels, some, buffer.numpy())
+        map_in_threads(gather, range(0, len(some), _AT_ONCE), "patches", progress=False)
         synchronise()  # the other buffer has arrived, and can be filled next
         sent[first : first + at_once].copy_(buffer, non_blocking=True)
     synchronise()
     return sent
 
 
-def _gather(pixels: np.ndarray, rows: np.ndarray, target: np.ndarray, part: slice) -> None:
+def _gather(pixels: np.ndarray, rows: np.ndarray, target: np.ndarray, start: int) -> None:
+    part = slice(start, start + _AT_ONCE)
     np.take(pixels, rows[part], axis=0, out=target[part], mode="clip")  # "raise" would write a copy first
 
 
 def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
     """Return patches from the store, decoded now where it lacks them; the leader decodes, the others wait."""
-    folder, pool = store_folder(config.store / "patches", table.files[0].parent), SlidePool(config.reader)
+    folder = store_folder(config.store / "patches", table.files[0].parent)
     found: list[Patches] = []
     with run.clock.stage("prepare"):
-        run.ranks.once(lambda: found.append(stored_patches(table, folder, pool, config.workers, run.leader)))
-        for path, tiles in pool.damaged.items():
-            run.say(f"{path.name}: {len(tiles)} DAMAGED TILES treated as white", "warning")
-        return found[0] if found else stored_patches(table, folder, pool, config.workers, False)
+        run.ranks.once(lambda: found.append(stored_patches(table, folder, config, run.leader, run.say)))
+        return found[0] if found else stored_patches(table, folder, config, False, run.say)
 
 
-def stored_patches(table: PatchTable, folder: Path, pool: SlidePool, workers: int | None, progress: bool) -> Patches:
+def stored_patches(table: PatchTable, folder: Path, config: PathologyConfig, progress: bool, tell: Tell) -> Patches:
     """Return the patches of a table from the folder where they lie there and are sound, else decoded now and kept.
 
     Raises:
@@ -125,23 +121,22 @@ def stored_patches(table: PatchTable, folder: Path, pool: SlidePool, workers: in
         with atomic_path(path) as part:
             pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
             with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not progress)) as bar:
-                for rows, read in decode(table, pool, workers):
+                for rows, read in decode(table, config.reader, config.workers, tell):
                     pixels[rows] = read
                     bar.update(len(rows))
             pixels.flush()
             crc = _crc32(pixels, progress=False)
-        write_json(note, {"version": _VERSION, "table": digest, "crc32": crc})
+        write_json(note, {"table": digest, "crc32": crc})
     return Patches(table, np.load(path, mmap_mode="r"))
 
 
 def _is_sound(path: Path, note: Path, shape: tuple[int, ...], progress: bool) -> bool:
-    """Return whether the file is what was written, every byte of it; its name and note say for which table."""
+    """Return whether the file is what was written, every byte of it; its name says for which table."""
     try:
         kept, pixels = read_object(note), np.load(path, mmap_mode="r")
     except (FileNotFoundError, ValueError, EOFError):
         return False
-    fits = (kept.get("version"), pixels.shape) == (_VERSION, shape)
-    return fits and bool(kept.get("crc32") == _crc32(pixels, progress))
+    return pixels.shape == shape and bool(kept.get("crc32") == _crc32(pixels, progress))
 
 
 def _crc32(pixels: np.ndarray, progress: bool) -> int:

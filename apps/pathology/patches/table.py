@@ -1,7 +1,7 @@
 """Which patches there are: tables of them, those that labels.csv, NCRF or MONAI list, and their pixels, decoded."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -9,8 +9,10 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from PIL import Image
 
+from medspeed.apps.pathology.config import Reader
 from medspeed.apps.pathology.slides.camelyon import is_slide, slide_name
-from medspeed.apps.pathology.slides.reader import SlidePool
+from medspeed.apps.pathology.slides.reader import open_slide
+from medspeed.common.console import Kind, say
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.files import read_object, read_rows
 
@@ -24,6 +26,7 @@ _LONGEST = 4096  # pixels of a patch's side
 REGION, GRID, PATCH_SIZE = 768, 3, 224
 # What Pillow raises for files that are no images; they may say more pixels than it decodes.
 BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+Tell = Callable[[str, Kind], None]
 _Region = tuple[str, int, int, list[int]]
 """A slide, x and y of a region's centre at level 0, and the labels of its patches row by row."""
 
@@ -121,20 +124,24 @@ def _labelled_image(row: dict[str, str], folder: Path, where: str) -> tuple[Path
     return image, _PARTS[split.lower()] if "split" in row else "training", _LABELS[label]
 
 
-def decode(table: PatchTable, pool: SlidePool, workers: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield rows, of one slide or of several images, and their patches [M, 3, S, S] uint8, in the files' order."""
-    order = np.argsort(table.file, kind="stable")
+def decode(
+    table: PatchTable, reader: Reader = "auto", workers: int | None = None, tell: Tell = say
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield rows, of one slide or of several images, and their patches [M, 3, S, S] uint8; tell of damaged tiles."""
+    order, size = np.argsort(table.file, kind="stable"), table.size
     images = table.files[0].suffix.lower() in IMAGES  # then all are
-    groups = [order] if images else np.split(order, np.flatnonzero(np.diff(table.file[order])) + 1)
-    for rows in (part for group in groups for part in np.split(group, range(_AT_ONCE, len(group), _AT_ONCE))):
-        files = [table.files[file] for file in table.file[rows]]
-        if images:
-            read = partial(_read_image, size=table.size)
-            pixels = np.stack(map_in_threads(read, files, "images", workers, progress=False))
-        else:
-            corners, size = table.corner[rows].astype(np.int64), (table.size, table.size)
-            pixels = pool.open(files[0]).read_many(corners, size, workers=workers)
-        yield rows, pixels.transpose(0, 3, 1, 2)
+    for group in [order] if images else np.split(order, np.flatnonzero(np.diff(table.file[order])) + 1):
+        slide = None if images else open_slide(table.files[table.file[group[0]]], reader)
+        for rows in np.split(group, range(_AT_ONCE, len(group), _AT_ONCE)):
+            if slide is None:
+                files = [table.files[file] for file in table.file[rows]]
+                read = map_in_threads(partial(_read_image, size=size), files, "images", workers, progress=False)
+                pixels = np.stack(read)
+            else:
+                pixels = slide.read_many(table.corner[rows].astype(np.int64), (size, size), workers=workers)
+            yield rows, pixels.transpose(0, 3, 1, 2)
+        if slide is not None and slide.damaged:
+            tell(f"{slide.path.name}: {len(slide.damaged)} DAMAGED TILES treated as white", "warning")
 
 
 def _read_image(file: Path, size: int) -> np.ndarray:

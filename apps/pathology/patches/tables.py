@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from medspeed.apps.pathology.config import DEFAULTS, PathologyConfig
+from medspeed.apps.pathology.config import DEFAULTS, PathologyConfig, Reader
 from medspeed.apps.pathology.patches.draw import sample_patches
 from medspeed.apps.pathology.patches.table import PatchTable, read_coordinates, read_patch_folder
 from medspeed.apps.pathology.scan.scan import ASSUMED_MPP, MPP_TOLERANCE
 from medspeed.apps.pathology.slides.camelyon import SlideEntry, read_slide_set
-from medspeed.apps.pathology.slides.reader import SlidePool
+from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.common.data.dataset import make_synthetic
 from medspeed.common.data.folds import deal_folds
 from medspeed.common.files import read_object, write_json
@@ -58,10 +58,8 @@ class Tables:
 
 def find_tables(config: PathologyConfig, run: Run) -> Tables:
     """Return the patches of --data; without it, make synthetic slides once and say loudly that they are."""
-    folder = config.data
-    if folder is None:
-        made = config.store / "phantoms" / _SYNTHETIC
-        folder = run.ranks.once(lambda: make_synthetic(made, "make_slides"))
+    made = config.store / "phantoms" / _SYNTHETIC
+    folder = config.data or run.ranks.once(lambda: make_synthetic(made, "make_slides"))
     tables = run.ranks.once(lambda: _of_both_kinds(_read(config, folder, run), run))
     tables = replace(tables, mpp=config.mpp or tables.mpp)
     if config.fast_dev_run:
@@ -114,7 +112,7 @@ def hold_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: in
 
 
 def _held(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, run: Run) -> np.ndarray:
-    """Return which slides or patches validate, [N] bool: a share that is drawn, or a fold, kept as `split.json`."""
+    """Return which validate, as `hold_out` does, or those of a fold, kept as `split.json`."""
     if config.fold is None:
         return hold_out(labels, names, config.held_out, config.seed)
     contents = {name: (["tumour" if label else "normal"], 0) for name, label in zip(names, labels, strict=True)}
@@ -128,27 +126,24 @@ def _held(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, run
 def _read(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     if config.lists is None and (folder / "labels.csv").is_file():
         return _labelled(config, folder, run)
-    pool = SlidePool(config.reader)
     if config.lists is None:
-        return _sampled(config, folder, run, pool)
+        return _sampled(config, folder, run)
     training, validation = map(read_coordinates, config.lists, (folder, folder), ("training", "validation"))
     for table in (training, validation):
-        _require_within(table, pool)
-    mpp = _pixel_size(sorted({*training.files, *validation.files}), run, pool)
+        _require_within(table, config.reader)
+    mpp = _pixel_size(sorted({*training.files, *validation.files}), config.reader, run)
     return Tables(folder, config.lists[0].stem, False, mpp, training, validation, None)
 
 
-def _require_within(table: PatchTable, pool: SlidePool) -> None:
+def _require_within(table: PatchTable, reader: Reader) -> None:
     """Raise a ValueError where a patch lies beyond its slide: it would be white, whatever its label says."""
     for number, file in enumerate(table.files):
-        level = pool.open(file).levels[0]
-        sides = level.width, level.height
-        corners = table.corner[table.file == number]
-        beyond = ((corners >= sides) | (corners <= -table.size)).any(1)
-        if beyond.any():
+        level, corners = open_slide(file, reader).levels[0], table.corner[table.file == number]
+        beyond = corners[((corners >= (level.width, level.height)) | (corners <= -table.size)).any(1)]
+        if len(beyond):
             raise ValueError(
-                f"{file}: a patch is listed at {tuple(corners[beyond][0].tolist())}, but the slide has {sides[0]} x "
-                f"{sides[1]} pixels: does the list belong to another slide?"
+                f"{file}: a patch is listed at {tuple(beyond[0].tolist())}, but the slide has {level.width} x "
+                f"{level.height} pixels: does the list belong to another slide?"
             )
 
 
@@ -162,8 +157,8 @@ def _of_both_kinds(tables: Tables, run: Run) -> Tables:
             return replace(tables, testing=None)
         kind = "tumour" if table.label.min() == 0 else "normal"
         raise ValueError(
-            f"{tables.folder}: no {kind} patch among the {len(table)} for {name}, so there is no AUC; add "
-            f"some, or choose another --held-out or --seed"
+            f"{tables.folder}: no {kind} patch among the {len(table)} for {name}, so there is no AUC; add some, or "
+            "choose another --held-out or --seed"
         )
     return tables
 
@@ -182,42 +177,36 @@ def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     return Tables(folder, folder.name, False, None, training, validation, parts.get("testing"))
 
 
-def _sampled(config: PathologyConfig, folder: Path, run: Run, pool: SlidePool) -> Tables:
+def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     usual = DEFAULTS[run.device.type]
-    size = config.patch_size or usual["patch_size"]
     per_slide = config.patches_per_slide or usual["patches_per_slide"]
+    config = replace(config, patch_size=config.patch_size or usual["patch_size"], patches_per_slide=per_slide)
     slides = read_slide_set(folder)
     labels = np.array([entry.tumour for entry in slides.training])
     held = _held(labels, [entry.name for entry in slides.training], config, run)
-    training, validation = (
-        [entry for entry, out in zip(slides.training, held, strict=True) if out == side] for side in (False, True)
-    )
+    rows = [np.flatnonzero(held == side) for side in (False, True)]
     testing = [entry for entry in slides.testing if not entry.tumour or entry.annotation or entry.mask]
     if config.fast_dev_run:  # the first slide with and the first without tumour
-        training, validation = (
-            [part[place] for place in _of_each_kind(np.array([entry.tumour for entry in part]), 1)]
-            for part in (training, validation)
-        )
-        testing = []
+        rows, testing = [part[_of_each_kind(labels[part], 1)] for part in rows], []
+    training, validation = ([slides.training[row] for row in part] for part in rows)
 
     def drawn(entries: Sequence[SlideEntry]) -> PatchTable:
-        table = sample_patches(entries, per_slide, size, config.seed, pool, config.workers, run.leader)
+        table = sample_patches(entries, config, run.leader)
         given = zip(table.files, np.bincount(table.file, minlength=len(table.files)), strict=True)
         if lacking := [f"{path.stem} {per_slide - count}" for path, count in given if count < per_slide]:
             run.say(f"some slides have room for fewer than {per_slide} patches; missing: {', '.join(lacking)}")
         return table
 
     tables = drawn(training), drawn(validation), drawn(testing) if testing else None
-    mpp = _pixel_size([entry.path for entry in (*training, *validation)], run, pool)
+    mpp = _pixel_size([entry.path for entry in (*training, *validation)], config.reader, run)
     return Tables(slides.folder, slides.name, slides.synthetic, mpp, *tables, per_slide=per_slide)
 
 
-def _pixel_size(files: Sequence[Path], run: Run, pool: SlidePool) -> float | None:
+def _pixel_size(files: Sequence[Path], reader: Reader, run: Run) -> float | None:
     """Return um per pixel of the slides, and say what reads them and whether their pixels differ."""
-    found = [(slide.mpp, slide.reader) for slide in map(pool.open, files)]
+    found = [(slide.mpp, slide.reader) for slide in (open_slide(file, reader) for file in files)]
     sizes, readers = zip(*found, strict=True)
-    known = sorted(size for size in sizes if size is not None)
-    text = f"slides: read by {', '.join(sorted(set(readers)))}"
+    known, text = sorted(filter(None, sizes)), f"slides: read by {', '.join(sorted(set(readers)))}"
     if len(known) < len(sizes):
         text += f"; {len(sizes) - len(known)} have no pixel size; tissue detection assumes {ASSUMED_MPP} um"
     if known and known[-1] > (1 + MPP_TOLERANCE) * known[0]:
@@ -230,5 +219,5 @@ def _pixel_size(files: Sequence[Path], run: Run, pool: SlidePool) -> float | Non
 
 
 def _of_each_kind(labels: np.ndarray, count: int) -> np.ndarray:
-    """Return the places of the first `count` of each label, in order."""
+    """Return the places of the first `count` of each label (0, 1), in order."""
     return np.sort(np.concatenate([np.flatnonzero(labels == label)[:count] for label in (0, 1)]))

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,6 @@ from medspeed.apps.pathology.slides.layout import (
 )
 
 WHITE = 255  # what lies outside a slide, was never scanned or cannot be decoded
-_MOST_OPEN = 16  # slides in a pool: each holds two or three file descriptors, with OpenSlide a cache of 32 MiB too
 # TIFF's Compression tag: raw, LZW, JPEG, deflate (two numbers), Aperio's JPEG 2000 (two). cuCIM opens others too, and
 # fails at every tile.
 _CUCIM_COMPRESSIONS = {1, 5, 7, 8, 32946, 33003, 33005}
@@ -271,22 +269,3 @@ def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
     with path.open("rb") as file:
         start = "" if layout.levels else f" is not a TIFF (it begins with {file.read(4)!r}) and"
     raise ValueError(f"{path}{start} cannot be read ({'; '.join(refused)}): copy it again, or convert it to tiled TIFF")
-
-
-class SlidePool:
-    """Slides that stay open between reads, also of several threads; of more than 16, the last used are kept open."""
-
-    def __init__(self, reader: Reader = "auto") -> None:
-        self._open = lru_cache(_MOST_OPEN)(partial(open_slide, reader=reader))
-        self._damaged: dict[Path, set[Tile]] = {}  # of slides closed since, too
-
-    def open(self, path: Path) -> Slide:
-        """Return the slide, opened where it is not yet; raises what `open_slide` does."""
-        slide = self._open(path)
-        slide.damaged = self._damaged.setdefault(path, slide.damaged)
-        return slide
-
-    @property
-    def damaged(self) -> dict[Path, tuple[Tile, ...]]:
-        """Return the tiles that could not be decoded so far, by slide; slides without any are left out."""
-        return {path: tuple(sorted(tiles)) for path, tiles in self._damaged.copy().items() if tiles}

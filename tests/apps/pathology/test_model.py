@@ -14,7 +14,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def chosen(config: PathologyConfig, count: int = 3200, ranks: int = 1, patch_size: int = 96) -> PathologyConfig:
-    return choose(config, patch_size, 0.5, count, 400, CPU, ranks)
+    return choose(replace(config, patch_size=patch_size, mpp=0.5, patches_per_slide=400), count, CPU, ranks)
 
 
 def test_small_and_large_sets_train_equally_long():
@@ -45,13 +45,13 @@ def test_a_tile_keeps_whole_cells_inside_its_halo():
 
 
 def test_patches_that_the_stride_does_not_divide_are_refused():
-    with pytest.raises(ValueError, match="patches of 100 pixels: sides must be multiples of 32"):
+    with pytest.raises(ValueError, match="patch_size 100: must be a multiple of 32"):
         chosen(PathologyConfig(), patch_size=100)
 
 
 def test_the_guide_has_its_own_precision():
     assert chosen(GUIDE).precision == "fp32"
-    assert choose(GUIDE, 224, None, 5000, None, CUDA).precision == "fp16"
+    assert choose(replace(GUIDE, patch_size=224), 5000, CUDA).precision == "fp16"
 
 
 def test_ranks_that_do_not_divide_the_batch_are_refused():

@@ -55,7 +55,7 @@ def test_validation_and_test_scores_are_computed_in_the_runs_precision(
 ):
     network = Bright()
     assert validation_auc(patches, precision, run, network, None) == 1.0
-    found = evaluate(network, patches, patches, precision, run, patches)
+    found = evaluate(dict.fromkeys(("training", "validation", "testing"), patches), network, precision, run)
     assert found.per_case["validation AUC"] == found.per_case["testing AUC"] == 1.0
     assert network.seen == [dtype] * 3
     assert found.without_learning == {"value": 1.0, "how": "logistic regression on color histograms"}

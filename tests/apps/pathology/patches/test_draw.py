@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import tifffile
 
+from medspeed.apps.pathology.config import PathologyConfig
 from medspeed.apps.pathology.patches import draw as patch_sampling
 from medspeed.apps.pathology.patches.draw import sample_patches
 from medspeed.apps.pathology.patches.table import PatchTable
 from medspeed.apps.pathology.slides.camelyon import SlideEntry
-from medspeed.apps.pathology.slides.reader import SlidePool
 
 SIDE, SIZE = 1024, 64
 GLASS, EOSIN = (243, 242, 244), (222, 150, 190)
@@ -56,7 +56,9 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> list[SlideEntry]:
 
 
 def sample(entries: list[SlideEntry], per_slide: int = 200, size: int = SIZE, seed: int = 0) -> PatchTable:
-    return sample_patches(entries, per_slide, size, seed, SlidePool(reader="tifffile"))
+    config = PathologyConfig(patches_per_slide=per_slide, seed=seed, reader="tifffile")
+    object.__setattr__(config, "patch_size", size)  # also one that no network takes
+    return sample_patches(entries, config)
 
 
 def corners_of(table: PatchTable, name: str) -> np.ndarray:

@@ -23,8 +23,8 @@ from medspeed.apps.pathology.patches.store import (
 )
 from medspeed.apps.pathology.patches.table import PatchTable
 from medspeed.apps.pathology.patches.table import decode as decode_patches
-from medspeed.apps.pathology.slides.reader import SlidePool
 from medspeed.common.clock import Clock
+from medspeed.common.console import say
 from medspeed.common.data.batches import Batches
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run
@@ -60,7 +60,7 @@ def squares(tmp_path: Path) -> PatchTable:
 
 
 def stored(table: PatchTable, folder: Path) -> np.ndarray:
-    return np.array(stored_patches(table, folder, SlidePool(reader="tifffile"), 1, False).pixels)
+    return np.array(stored_patches(table, folder, PathologyConfig(reader="tifffile", workers=1), False, say).pixels)
 
 
 def test_patches_are_those_of_their_files_in_the_tables_order(tmp_path: Path, images: PatchTable, squares: PatchTable):

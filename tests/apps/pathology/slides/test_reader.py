@@ -12,7 +12,7 @@ import pytest
 
 from medspeed.apps.pathology.config import Reader
 from medspeed.apps.pathology.slides.layout import Box
-from medspeed.apps.pathology.slides.reader import SlidePool, open_slide
+from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.data_scripts.make_slides import write_pyramid as write_slide_pyramid
 from medspeed.data_scripts.slides_paint import draw_slide
 from tests.apps.pathology.slides.slide_files import TILE, overwrite_tile, write_pyramid
@@ -195,43 +195,30 @@ def test_readers_are_imported_when_first_asked_for():
     assert done.returncode == 0
 
 
-def test_a_pool_keeps_few_slides_open_and_none_in_use_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr("medspeed.apps.pathology.slides.reader._MOST_OPEN", 2)
-    paths = [tmp_path / f"{number}.tif" for number in range(4)]
-    for path in paths:
-        write_pyramid(path, factors=(1,), compression="deflate")
-    overwrite_tile(paths[0], column=0, row=0)
-    pool = SlidePool(reader="tifffile")
-    first = pool.open(paths[0])
-    for path in paths[1:]:
-        pool.open(path)
-    assert first.read(0, 0, 8, 8).shape == (8, 8, 3)
-    reopened = pool.open(paths[0])
-    assert reopened is not first
-    again = pool.open(paths[0])
-    assert again is reopened
-    assert pool.damaged == {paths[0]: ((0, 0, 0),)}
-    closed = weakref.ref(again)
-    del first, reopened, again
-    assert closed() is not None
-    del pool
-    assert closed() is None
+def test_a_slide_is_closed_when_it_is_let_go(pyramid):
+    for reader in READERS:
+        slide = open_slide(pyramid[0], reader)
+        closed, descriptor = weakref.ref(slide), slide._file
+        os.fstat(descriptor)
+        del slide
+        assert closed() is None
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
-def test_ten_thousand_reads_leave_handles_and_memory_flat(tmp_path, reader, monkeypatch):
-    monkeypatch.setattr("medspeed.apps.pathology.slides.reader._MOST_OPEN", 3)
+def test_ten_thousand_reads_leave_handles_and_memory_flat(tmp_path, reader):
     paths = [tmp_path / f"{number}.tif" for number in range(5)]
     for path in paths:
         write_pyramid(path, **JPEG)
     overwrite_tile(paths[4], column=1, row=1)
-    pool = SlidePool(reader=reader)
     rng = np.random.default_rng(0)
 
     def read(count: int) -> tuple[int, int]:
         for index in range(count):
-            slide = pool.open(paths[index // 10 % 5])
+            if index % 10 == 0:
+                slide = open_slide(paths[index // 10 % 5], reader)
             x, y = rng.integers(-50, 300, 2)
             slide.read(int(x), int(y), 64, 64, index % 2)
         gc.collect()
