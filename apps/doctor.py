@@ -58,14 +58,14 @@ def switches(config: TrainingConfig) -> dict[Bound, str]:
     if config.ours if isinstance(config, SegmentationConfig) else getattr(config, "source", "resident") == "resident":
         elsewhere = "use --cache auto, which keeps in memory what fits"
         return {**found, "disk": elsewhere, "preparation": elsewhere} if volumes else found
-    ours = "--cache auto" if volumes else "--source resident"
-    resident: dict[Bound, str] = {
-        "disk": "which reads each file once",
-        "decode": "which decodes each file once",
-        "preparation": "which prepares each case once and keeps it",
-        "augmentation": "which cuts and augments whole batches on the device",
+    ours = "use --cache auto, which" if volumes else "use --source resident, which"
+    return {
+        **found,
+        "disk": f"{ours} reads each file once",
+        "decode": f"{ours} decodes each file once",
+        "preparation": f"{ours} prepares each case once and keeps it",
+        "augmentation": f"{ours} cuts and augments whole batches on the device",
     }
-    return {**found, **{bound: f"use {ours}, {why}" for bound, why in resident.items()}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,12 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]]:
-    """Train a little and diagnose; the run's folder is a temporary one, its prepared cases stay in the store.
+    """Train a little, and return the verdict, what it rests on, and the seconds that the whole run is likely to take.
 
-    Volumes of a large dataset are cut to a few, so where all of them would lie is not judged: a run prints that.
-
-    Returns:
-        The verdict, what it rests on, and the seconds that the whole run is likely to take, by stage.
+    The run's folder is a temporary one, its prepared cases stay in the store. Volumes of a large dataset are cut to a
+    few, so where all of them would lie is not judged: a run prints that.
     """
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         short, training, validation = cut_short(config, Path(folder))
@@ -121,12 +119,9 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
 
 
 def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, float, float]:
-    """Return a configuration of a few of the cases, and how many times as many there are to train and to validate on.
-
-    What is no segmentation of `data` is small already. The file of the split goes to `folder`.
-    """
+    """Return a configuration of a few of the cases, and how many times as many there are to train and validate on."""
     if not isinstance(config, SegmentationConfig) or config.data is None:
-        return config, 1.0, 1.0
+        return config, 1.0, 1.0  # it is small already
     whole = split_cases(read_dataset(config.data), config.split)
     some = replace(whole, training=whole.training[:_TRAINING], validation=whole.validation[:_VALIDATION])
     write_json(folder / "split.json", some.to_json())
@@ -142,14 +137,14 @@ def _times(run: Run, steps: float, validations: float) -> dict[str, float]:
     """
     records = read_json_lines(run.directory / "metrics.jsonl")[1:]
     done = sum(len(record["losses"]) for record in records)
-    times = {"computed": 0.0, "waited": 0.0, "saved": 0.0, "logged": 0.0}
+    hideable = ("waited", "saved", "logged")
+    times = dict.fromkeys(("computed", *hideable), 0.0)
     for record in records:
-        host = sum(record[name] for name in ("waited", "saved", "logged"))
+        host = sum(record[name] for name in hideable)
         idle = max(0.0, record["seconds"] + record["logged"] - record["computed"])
         shown = 1.0 if run.device.type == "cpu" or not host else min(1.0, idle / host)
-        times["computed"] += record["computed"] * steps / done
-        for name in ("waited", "saved", "logged"):
-            times[name] += shown * record[name] * steps / done
+        for name in times:
+            times[name] += (shown if name in hideable else 1.0) * record[name] * steps / done
     return times | {"validated": run.clock.seconds().get("validate", 0.0) * validations}
 
 

@@ -1,5 +1,6 @@
 """What of a machine makes training slow, wrong or impossible: looked at before a user has to find out."""
 
+import math
 import os
 import shutil
 import tempfile
@@ -24,35 +25,24 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Check(NamedTuple):
-    """One look at the machine.
-
-    Attributes:
-        name: of what was looked at.
-        state: "good"; "note", good to know; "warning", slower than need be; "error", a run would fail or be wrong.
-        text: what was found, and the remedy where one is due.
-    """
+    """One look at the machine: what was found, and the remedy where one is due."""
 
     name: str
-    state: Literal["good", "note", "warning", "error"]
+    state: Literal["good", "note", "warning", "error"]  # slower than need be; a run would fail, or be wrong
     text: str
+
+
+def _judged(name: str, found: str, bad: bool, remedy: str, state: Literal["warning", "error"] = "warning") -> Check:
+    return Check(name, state, found + remedy) if bad else Check(name, "good", found)
 
 
 def check_machine(folder: Path, device: torch.device) -> list[Check]:
     """Look at all that a run depends on, for a few seconds; `folder`, for prepared data, need not exist."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     kind = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPU only"
-    return [
-        Check("torch", "good", f"{torch.__version__}, built {kind}"),
-        _gpu(device),
-        _bf16(device),
-        _cores(),
-        _memory(),
-        _space(existing),
-        _disk(existing),
-        _slides(),
-        _engines(device),
-        _shared_memory(),
-    ]
+    made = Check("torch", "good", f"{torch.__version__}, built {kind}")
+    of_device = [made, _gpu(device), _bf16(device), _cores(), _memory()]
+    return [*of_device, _space(existing), _disk(existing), _slides(), _engines(device), _shared_memory()]
 
 
 def _gpu(device: torch.device) -> Check:
@@ -60,12 +50,11 @@ def _gpu(device: torch.device) -> Check:
         if any(Path(path).exists() for path in ("/dev/nvidia0", "/dev/nvidiactl")):
             return Check("GPU", "warning", "found, but torch cannot use it: install a torch built for CUDA")
         return Check("GPU", "note", "none found: computing on the CPU")
-    name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)
-    text = f"{name}, {memory[0] / _GIB:.0f} of {memory[1] / _GIB:.0f} GiB free"
+    free, total = torch.cuda.mem_get_info(device)
     version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    if version is not None and version < _CUDNN:
-        return Check("GPU", "warning", f"{text}; cuDNN {version} is slow or wrong in bf16: use {_CUDNN} or newer")
-    return Check("GPU", "good", f"{text}, cuDNN {version}")
+    text = f"{torch.cuda.get_device_name(device)}, {free / _GIB:.0f} of {total / _GIB:.0f} GiB free, cuDNN {version}"
+    remedy = f" is slow or wrong in bf16: use {_CUDNN} or newer"
+    return _judged("GPU", text, version is not None and version < _CUDNN, remedy)
 
 
 def _bf16(device: torch.device) -> Check:
@@ -80,21 +69,18 @@ def _bf16(device: torch.device) -> Check:
         gradients += torch.autograd.grad(output.float().square().mean(), layer.weight)
     difference = float((gradients[1] - gradients[0]).abs().max() / gradients[0].abs().max())
     text = f"conv3d gradients differ from float32 by {difference:.2g} of the largest gradient"
-    if not difference <= _WRONG:
-        return Check("bf16", "error", f"{text} (bound {_WRONG}): use --precision fp32, or another torch or cuDNN")
-    return Check("bf16", "good", text)
+    remedy = f" (bound {_WRONG}): use --precision fp32, or another torch or cuDNN"
+    return _judged("bf16", text, not difference <= _WRONG, remedy, "error")
 
 
 def _cores() -> Check:
     text = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable, threads in torch: {torch.get_num_threads()}"
     limit = _CGROUP / "cpu.max"
     allowed, _, period = (limit.read_text(encoding="utf-8") if limit.is_file() else "max").strip().partition(" ")
-    if allowed.isdigit() and period.isdigit():
-        quota = int(allowed) / int(period)
-        if max(1.0, quota) < torch.get_num_threads():
-            remedy = f"set OMP_NUM_THREADS={max(1, int(quota))}"
-            return Check("cores", "warning", f"{text}; the container is limited to {quota:.1f}: {remedy}")
-    return Check("cores", "good", text)
+    quota = int(allowed) / int(period) if allowed.isdigit() and period.isdigit() else math.inf
+    threads = max(1, math.floor(min(quota, torch.get_num_threads())))
+    remedy = f"; the container is limited to {quota:.1f}: set OMP_NUM_THREADS={threads}"
+    return _judged("cores", text, max(1.0, quota) < torch.get_num_threads(), remedy)
 
 
 def _memory() -> Check:
@@ -103,20 +89,15 @@ def _memory() -> Check:
     text = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
     if free < memory.available:
         text += f"; the container may use {free / _GIB:.1f} GiB more"
-    if free < _LEAST_MEMORY:
-        return Check("memory", "warning", f"{text}: low; use --cache disk and fewer --workers")
-    return Check("memory", "good", text)
+    return _judged("memory", text, free < _LEAST_MEMORY, ": low; use --cache disk and fewer --workers")
 
 
 def _space(folder: Path) -> Check:
-    free = shutil.disk_usage(folder).free
-    text = f"{free / _GIB:.0f} GiB free at {folder}"
     if not os.access(folder, os.W_OK):
         return Check("disk", "error", f"{folder} cannot be written: choose another --store")
-    if free < _LEAST_FREE:
-        little = "low (prepared MSD brain data need 36 GiB); choose another --store"
-        return Check("disk", "warning", f"{text}: {little}")
-    return Check("disk", "good", text)
+    free = shutil.disk_usage(folder).free
+    little = ": low (prepared MSD brain data need 36 GiB); choose another --store"
+    return _judged("disk", f"{free / _GIB:.0f} GiB free at {folder}", free < _LEAST_FREE, little)
 
 
 def _disk(folder: Path) -> Check:
@@ -140,27 +121,23 @@ def _disk(folder: Path) -> Check:
         return Check("disk speed", "error", f"{folder}: {error.strerror}: choose another --store")
     speeds = [_PROBE * _MIB / seconds / 1e6 for seconds in (written, read)]
     text = f"write {speeds[0]:.0f} MB/s, read {speeds[1]:.0f} MB/s"
-    if min(speeds) < _SLOW_DISK:
-        return Check("disk speed", "warning", f"{text}: slow; put --store on a local disk")
-    return Check("disk speed", "good", text)
+    return _judged("disk speed", text, min(speeds) < _SLOW_DISK, ": slow; put --store on a local disk")
 
 
 def _slides() -> Check:
-    readers = [name for name in ("cucim", "openslide", "tifffile") if util.find_spec(name) is not None]
-    if not readers:
-        return Check("slides", "warning", "no slide reader: pip install openslide-python openslide-bin tifffile")
+    readers = ", ".join(name for name in ("cucim", "openslide", "tifffile") if util.find_spec(name) is not None)
     cupy = "cuPy installed" if util.find_spec("cupy") else "no cuPy: the color jitter of recipe guide runs on the CPU"
-    return Check("slides", "good", f"readers: {', '.join(readers)}; {cupy}")
+    remedy = "; no slide reader: pip install openslide-python openslide-bin tifffile"
+    return _judged("slides", f"readers: {readers or 'none'}; {cupy}", not readers, remedy)
 
 
 def _engines(device: torch.device) -> Check:
     packages = {distribution.name: distribution.version for distribution in metadata.distributions()}
     wanted = ("tensorrt", "tensorrt-rtx", "onnxruntime", "onnxruntime-gpu")
-    there = [f"{name} {packages[name]}" for name in wanted if name in packages]
-    text = ", ".join(there) or "none"
-    if device.type == "cuda" and not any(name.startswith("tensorrt") for name in there):
-        return Check("engines", "warning", f"{text}: no TensorRT; pip install -e '.[trt]'")
-    return Check("engines", "good" if there else "warning", text)
+    text = ", ".join(f"{name} {packages[name]}" for name in wanted if name in packages) or "none"
+    lacks = device.type == "cuda" and "tensorrt" not in text
+    remedy = ": no TensorRT; pip install -e '.[trt]'" if lacks else ""
+    return _judged("engines", text, lacks or text == "none", remedy)
 
 
 def _shared_memory() -> Check:
@@ -168,7 +145,5 @@ def _shared_memory() -> Check:
     if not folder.is_dir():
         return Check("shared memory", "note", "none: loader processes may be slow")
     size = shutil.disk_usage(folder).total
-    text = f"{size / _GIB:.1f} GiB at {folder}"
-    if size < _GIB:
-        return Check("shared memory", "warning", f"{text}: loader processes may crash; docker run --shm-size 8g")
-    return Check("shared memory", "good", text)
+    remedy = ": loader processes may crash; docker run --shm-size 8g"
+    return _judged("shared memory", f"{size / _GIB:.1f} GiB at {folder}", size < _GIB, remedy)

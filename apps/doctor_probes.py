@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,7 @@ def batch_parts(batches: Batches, cache: str) -> tuple[dict[Bound, float], int |
     """Return the seconds of each part of making a batch, by one thread, and how many workers make batches.
 
     MONAI's datasets are taken apart transform by transform; ours, and MONAI's of regions of slides, are drawn as a
-    whole, and `cache` says what that is: cutting and augmenting crops of what memory holds, reading it from the disk,
-    or preparing it anew. Workers are None where their number is not the user's to choose.
+    whole, and `cache` says what that is. Workers are None where their number is not the user's to choose.
     """
     loader = getattr(batches, "loader", None)  # MONAI's
     if loader is None:
@@ -49,21 +48,14 @@ def batch_parts(batches: Batches, cache: str) -> tuple[dict[Bound, float], int |
 
 
 def step_times(setup: Setup, auto: Precision) -> tuple[float, float | None, dict[str, float]]:
-    """Return the seconds of a step, of one with twice the batch (None where memory ends), and with other settings.
-
-    `auto` is the precision that "auto" stands for.
-    """
+    """Return the seconds of a step, of one with twice the batch (None where memory ends), and with other settings."""
     with closing(setup.batches.epoch(0)) as batches:
         batch = next(batches)
-    now = _step(setup, batch, setup.precision)
-    twice = Batch(batch.image.repeat_interleave(2, 0), batch.label.repeat_interleave(2, 0), batch.cases * 2)
-    try:
+    now, doubled = _step(setup, batch, setup.precision), None
+    with suppress(torch.OutOfMemoryError):
+        twice = Batch(batch.image.repeat_interleave(2, 0), batch.label.repeat_interleave(2, 0), batch.cases * 2)
         doubled = _step(setup, twice, setup.precision)
-    except torch.OutOfMemoryError:
-        doubled = None
-    others: dict[str, float] = {}
-    if setup.precision != auto:
-        others[f"--precision {auto}"] = _step(setup, batch, auto)
+    others = {f"--precision {auto}": _step(setup, batch, auto)} if setup.precision != auto else {}
     inner = torch.channels_last_3d if batch.image.dim() == 5 else torch.channels_last
     weight = next(each for each in setup.network.parameters() if each.dim() == batch.image.dim() and each.shape[1] > 1)
     is_inner = weight.is_contiguous(memory_format=inner) and not weight.is_contiguous()
@@ -78,11 +70,8 @@ def _step(setup: Setup, batch: Batch, precision: Precision, layout: torch.memory
         network = network.to(memory_format=layout)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)  # whichever it is, it is the same on all sides
     scaler = torch.amp.GradScaler(batch.image.device.type, enabled=precision == "fp16")
-
-    def step() -> None:
-        train_step(network, batch, setup.loss_function, optimizer, scaler, precision, 0.0)
-
-    return statistics.median(repeated(step, _ROUNDS))
+    given = network, batch, setup.loss_function, optimizer, scaler, precision, 0.0
+    return statistics.median(repeated(lambda: train_step(*given), _ROUNDS))
 
 
 def _parts_of(item: Mapping[str, Any], transforms: Any) -> dict[str, float]:  # noqa: ANN401 - MONAI's

@@ -14,12 +14,13 @@ _WORTH, _GAIN = 0.15, 1.15
 # Twice the batch for less than this many times the time: the step is bound by what does not grow with it.
 _HIDDEN = 1.4
 _OWN_BOUND: dict[str, Bound] = {"saved": "checkpointing", "logged": "logging", "validated": "validation"}
+_LATE = "training waits for batches"
 _TEXTS: dict[Bound, str] = {
-    "disk": "training waits for batches, limited by the disk",
-    "decode": "training waits for batches, limited by file decoding",
-    "preparation": "training waits for batches, limited by deterministic transforms",
-    "augmentation": "training waits for batches, limited by random transforms",
-    "workers": "training waits for batches: too few workers",
+    "disk": f"{_LATE}, limited by the disk",
+    "decode": f"{_LATE}, limited by file decoding",
+    "preparation": f"{_LATE}, limited by deterministic transforms",
+    "augmentation": f"{_LATE}, limited by random transforms",
+    "workers": f"{_LATE}: too few workers",
     "validation": "validation dominates",
     "checkpointing": "writing checkpoints dominates",
     "logging": "logging dominates",
@@ -30,48 +31,29 @@ _TEXTS: dict[Bound, str] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """A training's times; all in seconds.
+    """A training's times, in seconds."""
 
-    Args:
-        times: of the whole training, estimated from a short one: "waited" for batches, "computed", "saved",
-            "logged", "validated".
-        batch: of making one batch, all by itself: "disk" (reading the files), "decode", "preparation" (what is the same
-            in every epoch), "augmentation" (what is not); what does not apply is left out.
-        step: computing one step.
-        workers: that make batches side by side; None where their number is not the user's to choose.
-        cores: that they could use.
-        doubled: the step with twice the batch, where that could be measured.
-        alternatives: the step with another setting, by the flag that sets it.
-        switches: what to turn for each bound, in words; a bound without has none here.
-    """
-
+    # of the whole training, by a short one: "waited" for batches, "computed", "saved", "logged", "validated"
     times: Mapping[str, float]
+    # of making a batch alone: reading files, decoding, what is the same in every epoch, what is not; if it applies
     batch: Mapping[Bound, float]
-    step: float
-    workers: int | None
-    cores: int
-    doubled: float | None = None
-    alternatives: Mapping[str, float] = field(default_factory=dict)
-    switches: Mapping[Bound, str] = field(default_factory=dict)
+    step: float  # computing one step
+    workers: int | None  # that make batches side by side; None where their number is not the user's to choose
+    cores: int  # that they could use
+    doubled: float | None = None  # the step with twice the batch, where that could be measured
+    alternatives: Mapping[str, float] = field(default_factory=dict)  # the step with another setting, by its flag
+    switches: Mapping[Bound, str] = field(default_factory=dict)  # what to turn for each bound, where there is something
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What bounds a training.
-
-    Args:
-        bound: its name.
-        share: of the training's time that it takes.
-        gain: how many times as fast the training would be without it, at best.
-        text: the verdict in words.
-        shares: of the training's time, by name.
-    """
+    """What bounds a training."""
 
     bound: Bound
-    share: float
-    gain: float
+    share: float  # of the training's time that it takes
+    gain: float  # how many times as fast the training would be without it, at best
     text: str
-    shares: dict[str, float]
+    shares: dict[str, float]  # of the training's time, by name
 
 
 def diagnose(measured: Measured) -> Verdict:
@@ -85,20 +67,18 @@ def diagnose(measured: Measured) -> Verdict:
     shares = {name: seconds / total for name, seconds in measured.times.items()}
     computed, largest = shares["computed"], max((name for name in shares if name != "computed"), key=shares.__getitem__)
     fastest = min(measured.alternatives, key=lambda flag: measured.alternatives[flag], default="")
-    bound: Bound
+    bound: Bound = "compute"
+    share = computed
     if shares[largest] >= _WORTH:
         bound = _behind_waiting(measured) if largest == "waited" else _OWN_BOUND[largest]
         share = saved = shares[largest]
-        switch = measured.switches.get(bound)
     elif measured.doubled is not None and measured.doubled < _HIDDEN * step:
-        bound, share, saved = "kernel launch", computed, computed * (1 - measured.doubled / 2 / step)
-        switch = measured.switches.get(bound)
+        bound, saved = "kernel launch", computed * (1 - measured.doubled / 2 / step)
     elif fastest and step >= _GAIN * measured.alternatives[fastest]:
-        bound, share, saved = "compute", computed, computed * (1 - measured.alternatives[fastest] / step)
-        switch = f"use {fastest}"
+        saved = computed * (1 - measured.alternatives[fastest] / step)
     else:
         return Verdict("nothing", computed, 1.0, f"healthy: the device computes {computed:.0%} of the time", shares)
-    gain = 1 / (1 - saved)
+    gain, switch = 1 / (1 - saved), f"use {fastest}" if bound == "compute" else measured.switches.get(bound)
     text = f"{bound}: {_TEXTS[bound]} ({share:.0%}; up to {gain:.1f}x faster)" + (f"; {switch}" if switch else "")
     return Verdict(bound, share, gain, text, shares)
 

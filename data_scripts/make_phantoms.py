@@ -23,7 +23,6 @@ from medspeed.data_scripts.set_folder import fill
 CT_VERSION = 2  # raised when the same parameters give other scans
 MRI_VERSION = 2  # likewise
 _MOST_AT_ONCE = 16  # a case of MSD's size takes about half a gigabyte while it is made
-_REFERENCE = "medspeed, data_scripts/make_phantoms.py"
 _KINDS = {
     "ct": (read_anatomy("abdomen.yaml"), phantoms.draw_abdomen, CT_VERSION),
     "mri": (read_anatomy("head.yaml"), phantoms.draw_head, MRI_VERSION),
@@ -70,17 +69,10 @@ def make_mri_phantoms(folder: Path, cases: int, size: Size = "small", seed: int 
 
 
 def _drawn(kind: str, folder: Path, cases: int, size: Size, seed: int) -> Path:
-    about, draw, version = _KINDS[kind]
-    listing = {
-        "name": about["name"],
-        "description": f"Synthetic phantoms: {about['what']}; no patient was scanned",
-        "reference": _REFERENCE,
-        "licence": "Apache-2.0, as the program that drew them; not for clinical use",
-        **{key: about[key] for key in ("modality", "labels")},
-    }
+    anatomy, draw, version = _KINDS[kind]
     parameters = {"kind": kind, "version": version, "cases": cases, "size": size, "seed": seed}
     scans = {f"phantom_{index:03d}": partial(draw, size) for index in range(cases)}
-    return _write_set(folder, scans, listing, parameters)
+    return _write_set(folder, scans, anatomy["about"], parameters)
 
 
 def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int) -> Path:
@@ -100,13 +92,12 @@ def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int) -> 
     given = read_object(own, "fix it or remove it") if own.is_file() else {}
     if "labels" not in given:
         highest = max((int(_read_label(path)[0].max()) for path in files), default=1)
-        numbered = {str(number): f"label_{number}" for number in range(2, highest + 1)}
-        given["labels"] = {"0": "background", "1": "spleen"} | numbered
+        given["labels"] = {0: "background", 1: "spleen"} | {n: f"label_{n}" for n in range(2, highest + 1)}
     name = given.get("name", labels.name)
     about = {
         "name": name,
         "description": f"Synthetic CT drawn around real labels; no patient was scanned, results are none of {name}",
-        "reference": f"labels: {given.get('reference', labels.name)}; images: {_REFERENCE}",
+        "reference": f"labels: {given.get('reference', labels.name)}; images: medspeed, data_scripts/make_phantoms.py",
         "licence": f"that of the labels ({given.get('licence', 'see their source')}); not for clinical use",
         "modality": {"0": "CT"},
         "labels": given["labels"],
@@ -159,12 +150,12 @@ def make_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(description=__doc__, epilog=_EXAMPLES)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    for kind, (about, *_) in _KINDS.items():
-        text = f"Make {about['what']}. Same seed, same bytes."
-        add = kinds.add_parser(kind, help=about["what"], description=text, epilog=_EXAMPLES).add_argument
+    for kind, (anatomy, *_) in _KINDS.items():
+        text = f"Make {anatomy['what']}. Same seed, same bytes."
+        add = kinds.add_parser(kind, help=anatomy["what"], description=text, epilog=_EXAMPLES).add_argument
         add("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the dataset")
         add("--cases", type=int, required=kind == "mri", metavar="N", help="number of scans")
-        sizes = f"small: {about['small']} (default); msd: {about['msd']}"
+        sizes = f"small: {anatomy['small']} (default); msd: {anatomy['msd']}"
         add("--size", choices=get_args(Size), help=sizes)
         add("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
         if kind == "ct":

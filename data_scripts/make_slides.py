@@ -14,7 +14,7 @@ from medspeed.common.files import atomic_path, write_text
 from medspeed.common.flags import Parser
 from medspeed.data_scripts import run_program
 from medspeed.data_scripts.set_folder import fill
-from medspeed.data_scripts.slides_paint import draw_slide
+from medspeed.data_scripts.slides_paint import TABLES, draw_slide
 from medspeed.data_scripts.slides_tissue import ISLAND, MACRO_UM, MPP, Bytes, Lesions, long_axis
 
 SLIDES_VERSION = 2  # raised when the same parameters give other slides
@@ -50,13 +50,6 @@ def entries(training: int, testing: int) -> list[tuple[str, int, bool]]:
     return [*normal, *tumour, *(("test", number, number % 2 == 1) for number in range(1, testing + 1))]
 
 
-def _files(folder: Path, group: str, number: int, tumour: bool) -> list[Path]:
-    """Return the files of a slide: its image and, where it has tumour, its annotation and its mask."""
-    half, stem = folder / ("testing" if group == "test" else "training"), f"{group}_{number:03d}"
-    truth = [half / "annotations" / f"{stem}.xml", half / "masks" / f"{stem}_mask.tif"]
-    return [half / "images" / f"{stem}.tif", *(truth if tumour else [])]
-
-
 def make_slides(folder: Path, training: int = 8, testing: int = 6, size: int = DEFAULT_SIZE, seed: int = 0) -> Path:
     """Make a set of synthetic slides of lymph nodes in the layout of Camelyon16; return its folder.
 
@@ -74,8 +67,11 @@ def make_slides(folder: Path, training: int = 8, testing: int = 6, size: int = D
             raise ValueError(f"--{name} {number}: must be at least 2, with tumour and without, and at most {MOST}")
     if not SMALLEST <= size <= LARGEST:
         raise ValueError(f"--size {size}: must be {SMALLEST} to {LARGEST} px")
-    slides = entries(training, testing)
-    files = [_files(folder, *slide) for slide in slides]
+    slides, files = entries(training, testing), []
+    for group, number, tumour in slides:
+        half, stem = folder / ("testing" if group == "test" else "training"), f"{group}_{number:03d}"
+        truth = [half / "annotations" / f"{stem}.xml", half / "masks" / f"{stem}_mask.tif"]
+        files.append([half / "images" / f"{stem}.tif", *(truth if tumour else [])])
 
     def make(index: int) -> None:
         """Draw a slide, the same whatever else is drawn; every third image is compressed without loss."""
@@ -90,14 +86,7 @@ def make_slides(folder: Path, training: int = 8, testing: int = 6, size: int = D
     def listing() -> dict[str, Any]:
         write_text(folder / "testing" / "reference.csv", "".join(_reference(*paths) for paths in files[training:]))
         stems = [paths[0].stem for paths in files]
-        return {
-            "name": "LymphNodePhantoms",
-            "description": "Synthetic slides of lymph nodes with outlined metastases; no patient was biopsied",
-            "reference": "medspeed, data_scripts/make_slides.py",
-            "licence": "Apache-2.0, as the program that drew them; synthetic, not for clinical use",
-            "training": stems[:training],
-            "testing": stems[training:],
-        }
+        return {**TABLES["about"], "training": stems[:training], "testing": stems[training:]}
 
     numbers = {"training": training, "testing": testing, "size": size, "seed": seed}
     parameters = {"kind": "slides", "version": SLIDES_VERSION, **numbers}
@@ -137,6 +126,7 @@ def write_pyramid(path: Path, base: Bytes, compression: Literal["jpeg", "deflate
     at half the resolution, as scanners write them.
     """
     jpeg = compression == "jpeg"
+    fixed: dict[str, Any] = {"software": "medspeed", "description": None, "metadata": None, "maxworkers": 1}
     with atomic_path(path) as part, tifffile.TiffWriter(part, bigtiff=base.nbytes * 4 // 3 > _CLASSIC_TIFF) as file:
         for number, level in enumerate(pyramid(base)):
             file.write(
@@ -148,10 +138,7 @@ def write_pyramid(path: Path, base: Bytes, compression: Literal["jpeg", "deflate
                 subfiletype=1 if number else 0,
                 resolution=(1e4 / (MPP * 2**number),) * 2,
                 resolutionunit="CENTIMETER",
-                software="medspeed",
-                description=None,
-                metadata=None,
-                maxworkers=1,
+                **fixed,
             )
 
 

@@ -23,9 +23,9 @@ _TEXTURE = 1024  # px, side of the periodic noise that cytoplasm takes its grain
 _TRIES = 40  # tissues drawn until one has room for a lesion
 
 
-_TABLES = yaml.safe_load(Path(__file__).with_name("slides.yaml").read_text(encoding="utf-8"))
-LOOKS = {kind: SimpleNamespace(**row) for kind, row in _TABLES["looks"].items()}  # how cells of a kind look and lie
-INKS: dict[str, list[float]] = _TABLES["inks"]
+TABLES = yaml.safe_load(Path(__file__).with_name("slides.yaml").read_text(encoding="utf-8"))
+LOOKS = {kind: SimpleNamespace(**row) for kind, row in TABLES["looks"].items()}  # how cells of a kind look and lie
+INKS: dict[str, list[float]] = TABLES["inks"]
 
 
 class Cells(NamedTuple):
@@ -107,7 +107,7 @@ def draw_stain(rng: np.random.Generator) -> Stain:
     """Draw the stain of a slide: hue and strength of both dyes, the lamp, focus and noise differ as between labs."""
 
     def dye(name: str, strength: float) -> Floats:
-        hue = np.asarray(_TABLES[name]) + rng.normal(0, 0.045, 3)
+        hue = np.asarray(TABLES[name]) + rng.normal(0, 0.045, 3)
         return (strength * hue / np.linalg.norm(hue)).astype(np.float32)
 
     return Stain(
