@@ -109,8 +109,7 @@ def augment_kernel(pixels, table, sums, images, size, parts, channel, pixel, wid
 def _along(place, size, resized, first):
     """Return from which pixel along a side each place comes, and the next one's share of it."""
     pixel = tl.minimum(tl.maximum(place + first, 0), resized - 1)
-    source = (pixel + 0.5) * (size / resized) - 0.5
-    source = tl.minimum(tl.maximum(source, 0.0), (size - 1).to(tl.float32))
+    source = tl.clamp((pixel + 0.5) * (size / resized) - 0.5, 0.0, (size - 1).to(tl.float32))
     lower = tl.floor(source)
     return lower.to(tl.int32), source - lower
 
@@ -131,9 +130,9 @@ def _jittered(pixels, row, place, size, mean, steps, inside):
         else:
             grey = _grey(red, green, blue)
             other = (1 - factor) * tl.where(kind == _SATURATION, grey, tl.where(kind == _CONTRAST, mean, 0.0))
-            red = _clamped(red * factor + other)
-            green = _clamped(green * factor + other)
-            blue = _clamped(blue * factor + other)
+            red = tl.clamp(red * factor + other, 0.0, 1.0)
+            green = tl.clamp(green * factor + other, 0.0, 1.0)
+            blue = tl.clamp(blue * factor + other, 0.0, 1.0)
     return red, green, blue
 
 
@@ -147,20 +146,10 @@ def _turned(red, green, blue, turn):
     hue = tl.abs(lean) + (high - red) * scale * (3 - 2 * tl.abs(lean))
     hue = tl.where(lean < 0, -hue, hue) + turn
     hue -= 6 * tl.floor(hue / 6)
-    red = _clamped(high - 2 * chroma + chroma * _ramp(hue - 3))
-    green = _clamped(high + chroma - chroma * _ramp(hue - 2))
-    blue = _clamped(high + chroma - chroma * _ramp(hue - 4))
+    red = tl.clamp(high - 2 * chroma + chroma * tl.clamp(tl.abs(hue - 3), 1.0, 2.0), 0.0, 1.0)
+    green = tl.clamp(high + chroma - chroma * tl.clamp(tl.abs(hue - 2), 1.0, 2.0), 0.0, 1.0)
+    blue = tl.clamp(high + chroma - chroma * tl.clamp(tl.abs(hue - 4), 1.0, 2.0), 0.0, 1.0)
     return red, green, blue
-
-
-@triton.jit
-def _ramp(distance):
-    return tl.minimum(tl.maximum(tl.abs(distance), 1.0), 2.0)
-
-
-@triton.jit
-def _clamped(value):
-    return tl.minimum(tl.maximum(value, 0.0), 1.0)
 
 
 @triton.jit
