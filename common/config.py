@@ -174,8 +174,12 @@ def _complete(
         group, _, inner = name.partition(".")
         content |= {group: content.get(group, {}) | {inner: value}} if inner else {name: value}
     config = from_json(kind, content)
-    if resumed:
-        _check_resumed(flat(config), start, resumable)
+    for name, value in flat(config).items() if resumed else ():
+        if name not in resumable and value != start[name]:
+            raise ValueError(
+                f"{flag_of(name)} {value}: a resumed run keeps its own {name} ({start[name]}); "
+                "drop the flag, or start a new run from its weights with --init"
+            )
     return config
 
 
@@ -212,12 +216,3 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: is no configuration; it has lines such as `epochs: 5`")
     return content
-
-
-def _check_resumed(given: Mapping[str, Any], stored: Mapping[str, Any], resumable: Sequence[str]) -> None:
-    for name, value in given.items():
-        if name not in resumable and value != stored[name]:
-            raise ValueError(
-                f"{flag_of(name)} {value}: a resumed run keeps its own {name} ({stored[name]}); "
-                "drop the flag, or start a new run from its weights with --init"
-            )

@@ -227,30 +227,30 @@ def one_line_errors() -> Iterator[None]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return what a number of this run depends on: hardware, versions, command, git revision."""
+    """Return what a number of this run depends on: hardware, versions, command, and the git revision of the code.
+
+    It has "+changes" where files differ from it, and is None outside a repository.
+    """
     installed = {package: metadata.distributions(name=package) for package in _PACKAGES}
+    info, command = Path("/proc/cpuinfo"), ["git", "describe", "--always", "--exclude=*", "--abbrev=40"]
+    model = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
+    here, quiet, revision = Path(__file__).parent, subprocess.DEVNULL, None
+    with suppress(OSError, subprocess.SubprocessError):
+        command += ["--dirty=+changes"]
+        revision = subprocess.check_output(command, cwd=here, stderr=quiet, text=True, timeout=10).strip()
     return {
         "command": sys.argv,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": model[1].strip() if model else platform.processor(),
         "cores": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
         "versions": {package: each.version for package, found in installed.items() for each in found},
-        "git": git_revision(),
+        "git": revision,
     }
-
-
-def git_revision() -> str | None:
-    """Return the commit of the code, with "+changes" where files differ from it, or None outside a repository."""
-    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
-    here, quiet = Path(__file__).parent, subprocess.DEVNULL
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(command, cwd=here, stderr=quiet, text=True, timeout=10).strip()
-    return None
 
 
 def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path:
@@ -267,9 +267,3 @@ def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path
         raise FileExistsError(f"{directory}: the run folder is not empty; choose another, or --resume {directory}")
     directory.mkdir(parents=True, exist_ok=True)
     return directory
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
-    return found[1].strip() if found else platform.processor()

@@ -38,8 +38,7 @@ def norm_sums(image: Tensor, groups: int, samples: int) -> Tensor:
     """Return means and squared deviations [samples x programs, 2, channels] of each program's rows."""
     from medspeed.common.kernels.norms_triton import sums_kernel
 
-    grid, rows, tiles, constants = geometry(image, groups, samples)
-    sums = _sums(image, groups, samples, 2)
+    (grid, rows, tiles, constants), sums = geometry(image, groups, samples), _sums(image, groups, samples, 2)
     sums_kernel[grid](image, sums, rows, tiles, **constants)
     return sums
 
@@ -147,6 +146,5 @@ def _stride(rows: Tensor | None) -> int:
     return 0 if rows is None else rows.stride(0)
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return what a kernel is given for a tensor that it will not look at, where there is none."""
-    return other if tensor is None else tensor
+def _or(tensor: Tensor | None, unread: Tensor) -> Tensor:
+    return unread if tensor is None else tensor

@@ -35,14 +35,13 @@ class GroupNormReLU(nn.GroupNorm):
         """Return what `forward` does, and the image for a shortcut around what follows: its gradients meet here."""
         if trusts(GROUP, image) and channels_innermost(image):
             return fused_norm(image, self.weight, self.bias, self.num_groups, len(image), self.eps)
-        return self._twin(image), image
-
-    def _twin(self, image: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        bias: Tensor = self.bias
         if not (image.is_cuda and torch.is_autocast_enabled("cuda")):
-            return F.relu(F.group_norm(image, self.num_groups, self.weight, self.bias, self.eps), inplace=True)
+            return F.relu(F.group_norm(image, self.num_groups, weight, bias, self.eps), inplace=True), image
         with torch.autocast("cuda", enabled=False):  # which would take float32, and all that follows with it
-            weight, bias = self.weight.to(image.dtype), self.bias.to(image.dtype)
-            return F.relu(F.group_norm(image, self.num_groups, weight, bias, self.eps), inplace=True)
+            weight, bias = weight.to(image.dtype), bias.to(image.dtype)
+            return F.relu(F.group_norm(image, self.num_groups, weight, bias, self.eps), inplace=True), image
 
 
 class BatchNormPReLU(nn.Module):
@@ -54,13 +53,11 @@ class BatchNormPReLU(nn.Module):
         self.A = nn.PReLU()
 
     def forward(self, image: Tensor, *given: Tensor | None) -> Tensor:
-        """Return what has the shape of the image.
+        """Return what has the shape of the image [B, C, X, Y, Z].
 
-        Args:
-            image: [B, C, X, Y, Z].
-            given: up to three: the shift [C], in training only, what the image lacks of each channel (normalisation
-                takes it out anyway; the running mean must have it); a residual, as the image, which is added at the
-                end; and a bias [C] that is added to that.
+        Given are up to three: the shift [C], in training only, what the image lacks of each channel (normalisation
+        takes it out anyway; the running mean must have it); a residual, as the image, which is added at the end; and a
+        bias [C] that is added to that.
         """
         shift, residual, residual_bias = (*given, None, None, None)[:3]
         fused = _fused_batch_norm(self.N, image, "prelu", self.A.weight, residual, residual_bias, shift)
@@ -168,14 +165,12 @@ class _Norm(torch.autograd.Function):
 def fork(image: Tensor) -> tuple[Tensor, Tensor]:
     """Return an image for each of two uses; a fused norm that it comes from adds up their gradients in its kernels."""
     node: Any = None if torch.compiler.is_compiling() else image.grad_fn
-    if not isinstance(node, torch.autograd.function.BackwardCFunction):
-        return image, image
-    norm = getattr(node, "norm", None if image.output_nr else node)  # through another fork
-    if type(norm).__name__ != "_NormBackward":
-        return image, image
-    apply: Any = _Fork.apply
-    both: tuple[Tensor, Tensor] = apply(image, norm)
-    return both
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        norm = getattr(node, "norm", None if image.output_nr else node)  # through another fork
+        if type(norm).__name__ == "_NormBackward":
+            apply: Any = _Fork.apply
+            return tuple(apply(image, norm))
+    return image, image
 
 
 class _Fork(torch.autograd.Function):
@@ -199,12 +194,13 @@ def trials(network: nn.Module, dtype: torch.dtype, device: torch.device) -> list
     Of each kind it is that of the first, whose images are the largest.
     """
     found = []
-    for kind, name, sides in ((GroupNormReLU, GROUP, 3), (BatchNormPReLU, BATCH, 3), (nn.BatchNorm2d, RELU, 2)):
+    for kind, name in ((GroupNormReLU, GROUP), (BatchNormPReLU, BATCH), (nn.BatchNorm2d, RELU)):
         first: Any = next((module for module in network.modules() if isinstance(module, kind)), None)
         if first is not None:
-            channels = next(each.numel() for each in first.parameters())
-            tried = _InBlock(channels) if sides == 2 else first
-            shape = (_SHAPE[0] * _SHAPE[1], channels, *_SHAPE[2:]) if sides == 2 else (_SHAPE[0], channels, *_SHAPE[1:])
+            channels, (batch, *sides) = next(each.numel() for each in first.parameters()), _SHAPE
+            shape, tried = (batch, channels, *sides), first
+            if name == RELU:
+                shape, tried = (batch * sides[0], channels, *sides[1:]), _InBlock(channels)
             found.append(_trial(name, tried, shape, dtype, device))
     return found
 

@@ -128,17 +128,13 @@ def _verdict(trial: Trial, path: Path, machine: str) -> tuple[str, float]:
         case [str(problem), float(speed)]:
             return problem, speed
     _keep(path, key, ("the program ended during its trial", 0.0))
-    found = _try(trial)
-    _keep(path, key, found)
-    return found
-
-
-def _try(trial: Trial) -> tuple[str, float]:
     try:
         problem = difference(trial.fused(), trial.twin(), trial.tolerance)
-        return problem, 0.0 if problem else _seconds(trial.twin) / max(_seconds(trial.fused), 1e-9)
+        found = problem, 0.0 if problem else _seconds(trial.twin) / max(_seconds(trial.fused), 1e-9)
     except Exception as error:  # whatever it is, the twin is there
-        return " ".join(f"{type(error).__name__} {error}".split())[:200], 0.0
+        found = " ".join(f"{type(error).__name__} {error}".split())[:200], 0.0
+    _keep(path, key, found)
+    return found
 
 
 def _seconds(work: Work) -> float:

@@ -4,7 +4,6 @@ On a CUDA device two Triton kernels do what here takes some 270 launches. What d
 for them, a row for each, so that every batch of a size launches the same, with one small upload.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,7 +28,8 @@ _NEUTRAL = np.array([1, 1, 1, 0], np.float32)  # factors that change nothing
 _JITTER, _MOVES = 1, 2  # what sets the draws of colours and of places apart for the same sample
 # Red, green and blue at hue h, in sextants, are high + start * chroma + sign * chroma * clamp(|h - centre|, 1, 2).
 _HEXCONE = ((3, -2, 1), (2, 1, -1), (4, 1, -1))
-# A CPU works on so many pixels at a time, so that they stay in its caches: 3 patches of 224 or 21 of 96.
+# A CPU works on so many pixels at a time, so that they stay in its caches: 3 patches of 224 or 21 of 96, of which most
+# have their hue turned in one place.
 _CHUNK_PIXELS = 3 * 2**16
 
 
@@ -84,7 +84,9 @@ def augment(patches: torch.Tensor, draw: PatchDraw) -> torch.Tensor:
     """
     elements = 4 * draw.flips + draw.turns
     result = torch.empty(patches.shape, device=patches.device)
-    for rows in _chunks(_hue_places(draw.factors, draw.order), patches):
+    ordered = np.argsort(_hue_places(draw.factors, draw.order), kind="stable")
+    size = len(ordered) if patches.is_cuda else max(1, _CHUNK_PIXELS // patches[0, 0].numel())
+    for rows in (ordered[start : start + size] for start in range(0, len(ordered), size)):
         images = _oriented(patches, rows, elements[rows])
         jitter_(images, draw.factors[rows], draw.order[rows])
         _zoom_some_(images, draw.zooms[rows])
@@ -233,14 +235,6 @@ def _turn_hue_(images: torch.Tensor, turns: torch.Tensor) -> None:
     images.clamp_(0, 1)
 
 
-def _chunks(places: np.ndarray, patches: torch.Tensor) -> Iterator[np.ndarray]:
-    """Yield the rows of what is worked on at a time: all, or on a CPU a few whose hue is turned in one place."""
-    rows = np.argsort(places, kind="stable")
-    size = len(rows) if patches.is_cuda else max(1, _CHUNK_PIXELS // patches[0, 0].numel())
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
-
-
 def _oriented(patches: torch.Tensor, rows: np.ndarray, elements: np.ndarray) -> torch.Tensor:
     """Return some of the patches flipped and turned, [M, 3, S, S] float32 in [0, 1]."""
     images = torch.empty((len(rows), *patches.shape[1:]), device=patches.device)
@@ -255,10 +249,7 @@ def _oriented(patches: torch.Tensor, rows: np.ndarray, elements: np.ndarray) -> 
 
 
 def zoomed_sides(zooms: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return what side each zoom resamples `size` pixels to, and the first pixel of it that is kept, [N] float64.
-
-    That one is negative where the edge is repeated.
-    """
+    """Return what side each zoom resamples `size` pixels to, and its first pixel that is kept, < 0 beyond the edge."""
     resized = np.floor(size * zooms)
     return resized, np.where(resized > size, resized // 2 - size // 2, -((size - resized) // 2))
 
