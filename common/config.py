@@ -89,12 +89,7 @@ def config_content(config: object) -> dict[str, Any]:
 
 
 def config_from_yaml(kind: type[Config], path: Path) -> Config:
-    """Read what `config_to_yaml` wrote.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file holds another set of fields, or values out of bounds.
-    """
+    """Read what `config_to_yaml` wrote; errors name the file."""
     values = _typed(f"{path}: ", read_yaml(path), _leaves(kind))
     try:
         return _complete(kind, {}, values)

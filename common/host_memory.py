@@ -21,11 +21,10 @@ _CGROUPS = (
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory instead of giving it back; return whether it could.
+    """Let the GNU C library keep freed memory instead of giving it back; return whether it could.
 
-    By default each large tensor is mapped anew from the operating system, which fills it with zeros page by page when
-    it is first touched: a fifth to a third of a SegResNet's training step on two CPU cores. With this, a process never
-    shrinks below its peak. Only the GNU C library knows it.
+    Else each large tensor is mapped anew, and filled with zeros page by page when it is first touched: a fifth to a
+    third of a SegResNet's training step on two CPU cores. A process then never shrinks below its peak.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

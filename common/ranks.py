@@ -116,9 +116,9 @@ class Ranks:
     """Where this process stands among those that train together; `SINGLE` stands alone.
 
     Args:
-        rank: number of this process, 0 to world - 1; 0 is the leader, which alone writes files and speaks.
+        rank: 0 to world - 1; 0 is the leader, which alone writes files and speaks.
         world: number of processes.
-        local_rank: number of this process among those of its host; the number of its CUDA device.
+        local_rank: place among those of its host; the number of its CUDA device.
         control: group for objects and decisions; it never touches a GPU.
         watch: tells the others that this process lives, and ends it when they do not.
     """
@@ -235,9 +235,7 @@ def torchrun_place() -> tuple[int, int, int | None]:
 
 
 def choose_device(name: str, local_rank: int | None = None) -> torch.device:
-    """Return the torch device of a name: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
-
-    Of several processes on a host, each gets the CUDA device of its `local_rank`.
+    """Return the device of a name: "auto" (CUDA where there is one), "cpu", "cuda" (that of a local rank) or "cuda:N".
 
     Raises:
         ValueError: the name is no device, or the device is not there.

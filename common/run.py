@@ -79,8 +79,7 @@ class Run:
 def join_ranks(device: str) -> Iterator[Ranks]:
     """Join the processes that torchrun started, for as long as the block runs; without torchrun there is one.
 
-    On CUDA ("cuda", or "auto" where there is a GPU), rank n of a host computes on the device cuda:n and talks over
-    NCCL; on the CPU all is gloo.
+    On CUDA, rank n of a host computes on the device cuda:n and talks over NCCL; on the CPU all is gloo.
 
     Raises:
         ValueError: the device is not there, or a numbered one was asked for.
@@ -144,20 +143,18 @@ def open_run(
         FileNotFoundError: the run to resume does not exist.
         BlockingIOError: another process trains in it.
         ValueError: the device is not there.
-        SystemExit: one of these came to the leader, and this process is another.
     """
     chosen = choose_device(device, ranks.local_rank if ranks.world > 1 else None)
 
     def make() -> Path:
         folder = _run_folder(root, directory, resume)
         hold(folder / ".lock")
-        try:
+        with ExitStack() as failed:
+            failed.callback(release, folder / ".lock")
             if resume is None:
                 write_text(folder / "config.yaml", config)
             write_json(folder / "environment.json", environment(chosen))
-        except BaseException:
-            release(folder / ".lock")
-            raise
+            failed.pop_all()
         return folder
 
     folder = ranks.once(make)

@@ -186,11 +186,7 @@ class Trackers:
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Check that the packages of trackers are installed.
-
-    Raises:
-        ValueError: names the first that is not, and how to install it.
-    """
+    """Raise a ValueError that says how to install the first tracker whose package is missing."""
     for name in names:
         if find_spec(name) is None:
             raise ValueError(f"--log {name}: the package {name} is not installed; run: pip install {name}")

@@ -91,11 +91,8 @@ loss_gradient.register_fake(lambda logits, *_: torch.empty_like(logits))
 def loss_of_parts(parts: Tensor, batch: bool, share: float, smooth: float) -> tuple[Tensor, Tensor]:
     """Return the loss of `FusedLoss`, a scalar, and its derivative by each of the sums, [4, N, K].
 
-    Args:
-        parts: [4, B, P, K] float32, contiguous; for the `batch` as one added up (N is 1), else with P of 1 (N is B).
-        batch: see `FusedLoss`, also for share.
-        share: of the penalties.
-        smooth: added to numerator and denominator of Dice.
+    Parts are [4, B, P, K] float32, contiguous; for the `batch` as one added up (N is 1), else with P of 1 (N is B).
+    `smooth` is added to numerator and denominator of Dice.
     """
     loss, slopes = _loss_like(parts, batch, share, smooth)
     count, wide = slopes[0].numel(), triton.next_power_of_2(slopes[0].numel())

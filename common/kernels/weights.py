@@ -15,12 +15,8 @@ def half_weights(network: nn.Module, device: str = "cuda", join: bool = False) -
     """Give a network's convolutions, inside, the weights that autocast would; gradients reach the float32 ones.
 
     The numbers are autocast's to the bit, with one kernel forward and one backward instead of two for each weight.
-    Outside of autocast, in evaluation, and for a compiler, which does it by itself, nothing is changed.
-
-    Args:
-        network: whose forward runs inside.
-        device: where it lies, and autocast works.
-        join: give modules that name two weights as `alike` the channels of both in place of the first.
+    Outside of autocast, in evaluation, and for a compiler, which does it by itself, nothing is changed. To `join` is to
+    give modules that name two weights as `alike` the channels of both in place of the first.
     """
     if torch.compiler.is_compiling() or not (network.training and torch.is_autocast_enabled(device)):
         return nullcontext()

@@ -75,12 +75,7 @@ def augment(patches: torch.Tensor, draw: PatchDraw) -> torch.Tensor:
     A zoom by z is MONAI's Zoom(z, mode="bilinear"): it resamples all S pixels of a side to T = floor(S z), without
     smoothing, then crops S of them from T // 2 - S // 2 on, or repeats the edge.
 
-    Args:
-        patches: [N, 3, S, S] uint8, red, green, blue.
-        draw: of the N patches.
-
-    Returns:
-        [N, 3, S, S] float32, contiguous; 0 to 255 lie at -1 to 1.
+    Patches are [N, 3, S, S] uint8, red, green, blue; the result is float32, contiguous, with 0 to 255 at -1 to 1.
     """
     elements = 4 * draw.flips + draw.turns
     result = torch.empty(patches.shape, device=patches.device)
@@ -103,11 +98,8 @@ def augment_rows(
         pixels: [M, 3, S, S] uint8, red, green, blue.
         places: [N] int, of the patches among them; None where they are all.
         draw: of the N patches.
-        dtype: that the kernels give them in.
+        dtype: that the kernels give them in; `augment` gives float32.
         channels_last: layout that the kernels give them in.
-
-    Returns:
-        [N, 3, S, S]; by `augment` float32 and contiguous.
     """
     if not trusts(FUSED, pixels):
         return augment(pixels if places is None else pixels.index_select(0, upload(places, pixels.device)), draw)

@@ -22,9 +22,7 @@ _RED, _GREEN, _BLUE = tl.constexpr(GREY[0]), tl.constexpr(GREY[1]), tl.constexpr
 def grey_sums(pixels: Tensor, table: Tensor) -> Tensor:
     """Return parts of each patch's sum of grey, as it is when its contrast is changed, [N, P] float32.
 
-    Args:
-        pixels: [M, 3, S, S] uint8, contiguous.
-        table: [N, 16] int32 of `draw_table`.
+    Pixels are [M, 3, S, S] uint8, contiguous; the table, [N, 16] int32, is that of `draw_table`.
     """
     sums: Tensor = _sums_like(pixels, table)
     grey_kernel[sums.shape](pixels, table, sums, pixels.shape[2], block=_BLOCK, steps=_STEPS)
@@ -39,14 +37,9 @@ def _sums_like(pixels, table):
 
 @torch.library.custom_op("medspeed::augmented", mutates_args=())
 def augmented(pixels: Tensor, table: Tensor, greys: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
-    """Return the patches of a table's rows, augmented, [N, 3, S, S] of a floating dtype.
+    """Return the patches of a table's rows, augmented, [N, 3, S, S] of a floating dtype, to which float32 is rounded.
 
-    Args:
-        pixels: [M, 3, S, S] uint8, contiguous.
-        table: [N, 16] int32 of `draw_table`.
-        greys: [N, P] of `grey_sums`.
-        dtype: of the result, to which float32 is rounded.
-        channels_last: layout of the result.
+    The greys are those of `grey_sums`, as are pixels and table.
     """
     images: Tensor = _images_like(pixels, table, greys, dtype, channels_last)
     size, parts = pixels.shape[2], greys.shape[1]
