@@ -7,11 +7,11 @@ import json
 import os
 import socket
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, TypeVar, get_origin
 
 import msgspec
@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 _MAX_JSON = 2**28  # bytes
 _HELD: dict[Path, int] = {}  # descriptors of locked files
-_UMASK = os.umask(0)  # once, before there are threads: to read it is to set it, for all of them
-os.umask(_UMASK)
 
 
 @contextmanager
@@ -50,15 +48,13 @@ def atomic_path(path: Path, flush: bool = True) -> Iterator[Path]:
         OSError: the folder, which it names, cannot be written or the disk is full; `path` is then as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=".part-", suffix="-" + part_ending(path.name), dir=path.parent)
-    os.close(descriptor)
-    part = Path(name)
+    part = path.with_name(f".part-{token_hex(4)}-{part_ending(path.name)}")
+    part.touch(exist_ok=False)
     try:
         with names_folder(path.parent):
             yield part
         if flush:
             flush_to_disk(part)
-        part.chmod(0o666 & ~_UMASK)
         part.replace(path)
         if flush:
             flush_to_disk(path.parent)

@@ -88,13 +88,6 @@ def _statistics(
 
 
 @triton.jit
-def _move(running, now, momentum, there):
-    """Move running figures a little towards those of now."""
-    before = tl.load(running, mask=there)
-    tl.store(running, before + momentum * (now - before), mask=there)
-
-
-@triton.jit
 def apply_kernel(
     x, partial, weight, bias, slope, residual, residual_bias, y, statistics, running_mean, running_var, steps_seen,
     shift, rows, tiles, parts, part_rows, epsilon, momentum,
@@ -117,8 +110,11 @@ def apply_kernel(
         tl.store(statistics + (sample * 2 + 1) * (C // GS) + group, inverse, mask=first_of_group)
         if RUNNING:
             lacking = tl.load(shift + channel, mask=there & SHIFT, other=0.0)
-            _move(running_mean + channel, mean + lacking, momentum, there)
-            _move(running_var + channel, variance * (rows / tl.maximum(rows - 1.0, 1.0)), momentum, there)
+            unbiased = variance * (rows / tl.maximum(rows - 1.0, 1.0))
+            before = tl.load(running_mean + channel, mask=there)
+            spread = tl.load(running_var + channel, mask=there)
+            tl.store(running_mean + channel, before + momentum * (mean + lacking - before), mask=there)
+            tl.store(running_var + channel, spread + momentum * (unbiased - spread), mask=there)
             tl.store(steps_seen, tl.load(steps_seen) + 1)
     scale = inverse * tl.load(weight + channel, mask=there, other=0.0).to(tl.float32)
     offset = tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)

@@ -4,7 +4,6 @@ On a CUDA device two Triton kernels do what here takes some 270 launches. What d
 for them, a row for each, so that every batch of a size launches the same, with one small upload.
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -18,11 +17,19 @@ from medspeed.common.kernels.trust import trusts
 
 FUSED = "augmentation"
 """The name that `trusts` knows the kernels by."""
-ROW, ORDER, FACTORS = 16, 7, 11
-"""Numbers of 32 bits in a row of their table; places in it of the four operations in order, and of the factors."""
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 # The shares of red, green and blue in a grey. Source: torchvision's rgb_to_grayscale (ITU-R BT.601, rounded).
 GREY = (0.2989, 0.587, 0.114)
+DRAW = np.dtype([  # what is done to a patch, in 16 numbers of 32 bits, as the kernels read it
+    ("place", "i4"),  # of the patch among those on the device
+    ("moves", "i4", 3),  # the pixel that comes to the upper left, and how far from each the next down and right lie
+    ("side", "i4"),  # pixels that a side is resampled to
+    ("first", "i4"),  # the first of them that is kept, negative where the edge is repeated
+    ("before", "i4"),  # operations before the contrast
+    ("order", "i4", 4),  # operations (places in `factors`), the first one first
+    ("factors", "f4", 4),  # brightness, contrast, saturation (1 changes nothing); turns of the hue (0 changes nothing)
+    ("element", "i4"),  # quarter turns from the first axis to the second, as of numpy.rot90, plus 4 if mirrored before
+])  # fmt: skip
 FLIP_SHARE = ZOOM_SHARE = 0.5  # of the patches. Source: MONAI tutorials, pathology/tumor_detection
 _NEUTRAL = np.array([1, 1, 1, 0], np.float32)  # factors that change nothing
 _JITTER, _MOVES = 1, 2  # what sets the draws of colours and of places apart for the same sample
@@ -33,43 +40,32 @@ _HEXCONE = ((3, -2, 1), (2, 1, -1), (4, 1, -1))
 _CHUNK_PIXELS = 3 * 2**16
 
 
-@dataclass(frozen=True)
-class PatchDraw:
-    """What is done to each of N patches.
+def draw_patches(augmentation: Augmentation, seed: int, epoch: int, samples: np.ndarray, size: int) -> np.ndarray:
+    """Draw what is done to each sample ([N] int) of so many pixels a side, [N] `DRAW`.
 
-    Args:
-        factors: [N, 4] float32 of brightness, contrast, saturation (each >= 0; 1 changes nothing) and hue (turns of
-            the colour circle, -0.5 to 0.5; 0 changes nothing).
-        order: [N, 4] int8, the operations (places in `factors`), the first one first.
-        flips: [N] bool, whether the patch is mirrored, left to right.
-        turns: [N] int8, 0 to 3, quarter turns from the first axis towards the second (numpy.rot90's k is the same).
-        zooms: [N] float64, how much larger things become; 1 where there is no zoom.
+    It is a pure function of seed, epoch and the sample's number.
     """
-
-    factors: np.ndarray
-    order: np.ndarray
-    flips: np.ndarray
-    turns: np.ndarray
-    zooms: np.ndarray
-
-
-def draw_patches(augmentation: Augmentation, seed: int, epoch: int, samples: np.ndarray) -> PatchDraw:
-    """Draw what is done to each sample ([N] int): a pure function of seed, epoch and the sample's number."""
-    spread, zoom = np.array(augmentation.jitter), augmentation.zoom
+    draw, spread, zoom = np.zeros(len(samples), DRAW), np.array(augmentation.jitter), augmentation.zoom
     colours = keyed_uniforms(seed, epoch, samples, np.full(len(samples), _JITTER), 8)
     low, high = np.maximum(_NEUTRAL - spread, [0, 0, 0, -0.5]), _NEUTRAL + spread
     moves = keyed_uniforms(seed, epoch, samples, np.full(len(samples), _MOVES), 4)
-    zooms = zoom[0] + moves[:, 3] * (zoom[1] - zoom[0])
-    return PatchDraw(
-        factors=(low + colours[:, :4] * (high - low)).astype(np.float32),
-        order=np.argsort(colours[:, 4:], axis=1, kind="stable").astype(np.int8),
-        flips=moves[:, 0] < FLIP_SHARE,
-        turns=(moves[:, 1] * 4).astype(np.int8),
-        zooms=np.where(moves[:, 2] < ZOOM_SHARE, zooms, 1.0),
-    )
+    draw["factors"] = low + colours[:, :4] * (high - low)
+    draw["order"] = np.argsort(colours[:, 4:], axis=1, kind="stable")
+    draw["before"] = np.argmax(draw["order"] == CONTRAST, axis=1)
+    draw["element"] = 4 * (moves[:, 0] < FLIP_SHARE) + (moves[:, 1] * 4).astype(int)
+    draw["moves"] = _moves(size)[draw["element"]]
+    set_zooms(draw, np.where(moves[:, 2] < ZOOM_SHARE, zoom[0] + moves[:, 3] * (zoom[1] - zoom[0]), 1.0), size)
+    return draw
 
 
-def augment(patches: torch.Tensor, draw: PatchDraw) -> torch.Tensor:
+def set_zooms(draw: np.ndarray, zooms: np.ndarray, size: int) -> None:
+    """Let a draw say how much larger ([N] float) things become in patches of so many pixels a side."""
+    side = np.floor(size * zooms)
+    draw["side"] = side
+    draw["first"] = np.where(side > size, side // 2 - size // 2, -((size - side) // 2))
+
+
+def augment(patches: torch.Tensor, draw: np.ndarray) -> torch.Tensor:
     """Return patches as drawn for each: jittered, flipped, turned and zoomed, in this order; the host does not wait.
 
     A zoom by z is MONAI's Zoom(z, mode="bilinear"): it resamples all S pixels of a side to T = floor(S z), without
@@ -77,34 +73,34 @@ def augment(patches: torch.Tensor, draw: PatchDraw) -> torch.Tensor:
 
     Patches are [N, 3, S, S] uint8, red, green, blue; the result is float32, contiguous, with 0 to 255 at -1 to 1.
     """
-    elements = 4 * draw.flips + draw.turns
     result = torch.empty(patches.shape, device=patches.device)
-    ordered = np.argsort(_hue_places(draw.factors, draw.order), kind="stable")
+    ordered = np.argsort(_hue_places(draw["factors"], draw["order"]), kind="stable")
     size = len(ordered) if patches.is_cuda else max(1, _CHUNK_PIXELS // patches[0, 0].numel())
     for rows in (ordered[start : start + size] for start in range(0, len(ordered), size)):
-        images = _oriented(patches, rows, elements[rows])
-        jitter_(images, draw.factors[rows], draw.order[rows])
-        _zoom_some_(images, draw.zooms[rows])
+        some = draw[rows]
+        images = _oriented(patches, rows, some["element"])
+        jitter_(images, some["factors"], some["order"])
+        _zoom_some_(images, some["side"], some["first"])
         result.index_copy_(0, upload(rows, patches.device), images.mul_(2).sub_(1))
     return result
 
 
 def augment_rows(
-    pixels: torch.Tensor, places: np.ndarray | None, draw: PatchDraw, dtype: torch.dtype, channels_last: bool
+    pixels: torch.Tensor, places: np.ndarray | None, draw: np.ndarray, dtype: torch.dtype, channels_last: bool
 ) -> torch.Tensor:
     """Return patches as drawn for each, by the kernels where they are trusted, else by `augment`.
 
     Args:
         pixels: [M, 3, S, S] uint8, red, green, blue.
         places: [N] int, of the patches among them; None where they are all.
-        draw: of the N patches.
+        draw: [N] `DRAW`.
         dtype: that the kernels give them in; `augment` gives float32.
         channels_last: layout that the kernels give them in.
     """
     if not trusts(FUSED, pixels):
         return augment(pixels if places is None else pixels.index_select(0, upload(places, pixels.device)), draw)
     rows = np.arange(len(pixels)) if places is None else places
-    return augmented_by(upload(draw_table(draw, rows, pixels.shape[2]), pixels.device), pixels, dtype, channels_last)
+    return augmented_by(upload(draw_table(draw, rows), pixels.device), pixels, dtype, channels_last)
 
 
 def augmented_by(table: torch.Tensor, pixels: torch.Tensor, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
@@ -115,20 +111,10 @@ def augmented_by(table: torch.Tensor, pixels: torch.Tensor, dtype: torch.dtype, 
     return images
 
 
-def draw_table(draw: PatchDraw, places: np.ndarray, size: int) -> np.ndarray:
-    """Return what the kernels read of a draw of N patches of so many pixels a side, [N, 16] int32.
-
-    A row: place ([N] int, of the patch among those on the device); the pixel that comes to the upper left, and how many
-    further the next ones down and to the right lie; the side that is resampled to, and its first pixel; operations
-    before the contrast; their order; their factors, the bits of float32.
-    """
-    resized, first = zoomed_sides(draw.zooms, size)
-    before = np.argmax(draw.order == CONTRAST, axis=1)
-    moves = _moves(size)[4 * draw.flips + draw.turns]
-    table = np.zeros((len(places), ROW), np.int32)
-    table[:, :FACTORS] = np.column_stack([places, moves, resized, first, before, draw.order])
-    table[:, FACTORS : FACTORS + 4] = draw.factors.view(np.int32)
-    return table
+def draw_table(draw: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return a draw of N patches at places [N] as the kernels read it, [N, 16] int32."""
+    draw["place"] = places
+    return draw.view(np.int32).reshape(len(draw), -1)
 
 
 @cache
@@ -149,8 +135,8 @@ def jitter_(images: torch.Tensor, factors: np.ndarray, order: np.ndarray) -> Non
 
     Args:
         images: [N, 3, H, W] float32 in [0, 1], red, green, blue; contiguous.
-        factors: [N, 4] float32, as of `PatchDraw`.
-        order: [N, 4] int8, likewise.
+        factors: [N, 4] float32, as of `DRAW`.
+        order: [N, 4] int, likewise.
     """
     places = _hue_places(factors, order)
     blends = order[order != HUE].reshape(-1, 3)
@@ -240,16 +226,9 @@ def _oriented(patches: torch.Tensor, rows: np.ndarray, elements: np.ndarray) -> 
     return images.mul_(1 / 255)
 
 
-def zoomed_sides(zooms: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return what side each zoom resamples `size` pixels to, and its first pixel that is kept, < 0 beyond the edge."""
-    resized = np.floor(size * zooms)
-    return resized, np.where(resized > size, resized // 2 - size // 2, -((size - resized) // 2))
-
-
-def _zoom_some_(images: torch.Tensor, zooms: np.ndarray) -> None:
+def _zoom_some_(images: torch.Tensor, sides: np.ndarray, firsts: np.ndarray) -> None:
     """Zoom, in place, those images whose size a zoom changes by a pixel or more."""
     size = images.shape[2]
-    sides, firsts = zoomed_sides(zooms, size)
     rows = np.flatnonzero(sides != size)
     if not len(rows):
         return

@@ -4,16 +4,20 @@
 Colours are jittered where they are read: of a zoomed patch four times, which costs no memory.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from medspeed.apps.pathology.patches.augment import CONTRAST, FACTORS, GREY, HUE, ORDER, ROW, SATURATION
+from medspeed.apps.pathology.patches.augment import CONTRAST, DRAW, GREY, HUE, SATURATION
 
 _BLOCK = 512  # pixels that a program works on at a time
 _STEPS = 8  # blocks whose grey one program sums
-_ROW, _ORDER, _FACTORS = tl.constexpr(ROW), tl.constexpr(ORDER), tl.constexpr(FACTORS)
+_FIELDS: Any = DRAW.fields  # and in bytes, where each begins
+_ROW = tl.constexpr(DRAW.itemsize // 4)
+_ORDER, _FACTORS = (tl.constexpr(_FIELDS[name][1] // 4) for name in ("order", "factors"))
 _CONTRAST, _SATURATION, _HUE = tl.constexpr(CONTRAST), tl.constexpr(SATURATION), tl.constexpr(HUE)
 _RED, _GREEN, _BLUE = tl.constexpr(GREY[0]), tl.constexpr(GREY[1]), tl.constexpr(GREY[2])
 
@@ -22,7 +26,7 @@ _RED, _GREEN, _BLUE = tl.constexpr(GREY[0]), tl.constexpr(GREY[1]), tl.constexpr
 def grey_sums(pixels: Tensor, table: Tensor) -> Tensor:
     """Return parts of each patch's sum of grey, as it is when its contrast is changed, [N, P] float32.
 
-    Pixels are [M, 3, S, S] uint8, contiguous; the table, [N, 16] int32, is that of `draw_table`.
+    Pixels are [M, 3, S, S] uint8, contiguous; the table is [N, 16] int32, of `draw_table`.
     """
     sums: Tensor = _sums_like(pixels, table)
     grey_kernel[sums.shape](pixels, table, sums, pixels.shape[2], block=_BLOCK, steps=_STEPS)

@@ -208,12 +208,12 @@ def _shuffled(
 
     def take(part: slice) -> Batch:
         some = order[part]
-        draw = draw_patches(config.augmentation, config.seed, epoch, some)
+        draw = draw_patches(config.augmentation, config.seed, epoch, some, table.size)
         (pixels, places), form = patches.find(some, device), (dtype_of(config.precision), config.channels_last)
         label, names = table.label[some].astype(np.float32), tuple(table.files[file].stem for file in table.file[some])
         if places is not None and trusts(FUSED, pixels):
             make = lambda rows, label: (augmented_by(rows, pixels, *form), label)  # noqa: E731
-            return Draft(device, [draw_table(draw, places, pixels.shape[2]), label], make, id(pixels), names)
+            return Draft(device, [draw_table(draw, places), label], make, id(pixels), names)
         return Batch(augment_rows(pixels, places, draw, *form), upload(label, device), names)
 
     yield take

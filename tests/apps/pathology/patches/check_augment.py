@@ -1,7 +1,5 @@
 """The kernels of the augmentation against their twin; run by `test_augment_triton.py` with Triton's interpreter."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -34,8 +32,9 @@ def both(monkeypatch, draw, pixels, places, dtype=torch.float32, channels_last=T
 @pytest.mark.parametrize("size", [24, 33])
 def test_patches_are_those_of_the_twin(size, steps, monkeypatch):
     monkeypatch.setattr(augment_triton, "_STEPS", steps)  # the grey of a patch in one part, and in several
-    draw, places = draw_patches(STRONG, 1, 0, np.arange(24)), np.arange(24)[::-1].copy()
-    draw = replace(draw, flips=np.arange(24) % 8 < 4, turns=(np.arange(24) % 4).astype(np.int8))
+    draw, places = draw_patches(STRONG, 1, 0, np.arange(24), size), np.arange(24)[::-1].copy()
+    draw["element"] = np.arange(24) % 8
+    draw["moves"] = augment._moves(size)[draw["element"]]
     found, expected = both(monkeypatch, draw, pool(40, size), places)
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert (found - expected).abs().max() < 1e-4
@@ -44,7 +43,7 @@ def test_patches_are_those_of_the_twin(size, steps, monkeypatch):
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_patches_in_half_precision(dtype, channels_last, monkeypatch):
-    pixels, draw = pool(4, 15), draw_patches(STRONG, 2, 0, np.arange(4))
+    pixels, draw = pool(4, 15), draw_patches(STRONG, 2, 0, np.arange(4), 15)
     found, expected = both(monkeypatch, draw, pixels, None, dtype, channels_last)
     assert found.dtype == dtype
     assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
@@ -52,21 +51,22 @@ def test_patches_in_half_precision(dtype, channels_last, monkeypatch):
 
 
 def test_without_jitter_and_zoom_pixels_are_only_moved(monkeypatch):
-    draw = draw_patches(Augmentation((0, 0, 0, 0), (1, 1)), 0, 0, np.arange(16))
+    draw = draw_patches(Augmentation((0, 0, 0, 0), (1, 1)), 0, 0, np.arange(16), 9)
     found, expected = both(monkeypatch, draw, pool(16, 9), None)
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("zoom", [0.5, 0.93, 1.08, 2.0])
 def test_each_zoom_alone(zoom, monkeypatch):
-    draw = draw_patches(Augmentation((0, 0, 0, 0), (1, 1)), 0, 0, np.arange(4))
-    found, expected = both(monkeypatch, replace(draw, zooms=np.full(4, zoom)), pool(4, 21), None)
+    draw = draw_patches(Augmentation((0, 0, 0, 0), (1, 1)), 0, 0, np.arange(4), 21)
+    augment.set_zooms(draw, np.full(4, zoom), 21)
+    found, expected = both(monkeypatch, draw, pool(4, 21), None)
     assert (found - expected).abs().max() < 1e-4
 
 
 def test_the_operators_are_what_they_tell_the_compiler():
-    pixels, draw = pool(3, 24), draw_patches(STRONG, 1, 0, np.arange(2))
-    table = torch.from_numpy(draw_table(draw, np.array([2, 0]), 24))
+    pixels, draw = pool(3, 24), draw_patches(STRONG, 1, 0, np.arange(2), 24)
+    table = torch.from_numpy(draw_table(draw, np.array([2, 0])))
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(grey_sums, (pixels, table), test_utils=checks)
     for channels_last in (False, True):

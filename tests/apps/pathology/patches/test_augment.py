@@ -1,5 +1,4 @@
 import colorsys
-from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -16,10 +15,10 @@ from medspeed.apps.pathology.patches.augment import (
     CONTRAST,
     HUE,
     SATURATION,
-    PatchDraw,
     augment,
     draw_patches,
     jitter_,
+    set_zooms,
 )
 from tests.support import refuse_host_sync
 
@@ -93,7 +92,7 @@ def test_hue_equals_colorsys(turn):
 def test_all_orders_equal_the_operations_one_after_the_other():
     orders = np.array(list(permutations(range(4))), np.int8)
     images = pictures(24)
-    factors = draw_patches(Augmentation((0.8, 0.75, 0.9, 0.5), (1, 1)), 0, 0, np.arange(24)).factors
+    factors = draw_patches(Augmentation((0.8, 0.75, 0.9, 0.5), (1, 1)), 0, 0, np.arange(24), 12)["factors"]
     changed = jitter(as_tensor(images), factors, orders).permute(0, 2, 3, 1).numpy()
     for image, factor, order, ours in zip(images, factors, orders, changed, strict=True):
         expected = image / 255
@@ -105,34 +104,35 @@ def test_all_orders_equal_the_operations_one_after_the_other():
 
 
 def test_orders_are_uniform_and_factors_in_their_ranges():
-    draw = draw_patches(Augmentation((0.25, 1.5, 0.25, 0.04), (1, 1)), 7, 1, np.arange(4800))
-    _, counts = np.unique(draw.order @ [64, 16, 4, 1], return_counts=True)
+    draw = draw_patches(Augmentation((0.25, 1.5, 0.25, 0.04), (1, 1)), 7, 1, np.arange(4800), 24)
+    _, counts = np.unique(draw["order"] @ [64, 16, 4, 1], return_counts=True)
     assert len(counts) == 24
     assert chisquare(counts).pvalue > 0.01
-    assert np.allclose(draw.factors.min(axis=0), [0.75, 0, 0.75, -0.04], atol=0.01)
-    assert np.allclose(draw.factors.max(axis=0), [1.25, 2.5, 1.25, 0.04], atol=0.01)
+    assert np.allclose(draw["factors"].min(axis=0), [0.75, 0, 0.75, -0.04], atol=0.01)
+    assert np.allclose(draw["factors"].max(axis=0), [1.25, 2.5, 1.25, 0.04], atol=0.01)
 
 
 def test_a_sample_is_jittered_alike_in_any_batch():
     images = as_tensor(pictures(24))
-    whole, some = draw_patches(PATHOLOGY, 3, 2, np.arange(24)), draw_patches(PATHOLOGY, 3, 2, np.array([20, 5, 11]))
-    assert np.array_equal(whole.factors[[20, 5, 11]], some.factors)
-    assert np.array_equal(whole.order[[20, 5, 11]], some.order)
-    first = jitter(images, whole.factors, whole.order)
-    assert torch.equal(first, jitter(images, whole.factors, whole.order))
-    assert torch.allclose(first[[20, 5, 11]], jitter(images[[20, 5, 11]], some.factors, some.order), atol=1e-6)
-    assert not np.array_equal(draw_patches(PATHOLOGY, 3, 3, np.arange(24)).factors, whole.factors)
-    assert not np.array_equal(draw_patches(PATHOLOGY, 4, 2, np.arange(24)).factors, whole.factors)
+    whole, some = (draw_patches(PATHOLOGY, 3, 2, rows, 12) for rows in (np.arange(24), np.array([20, 5, 11])))
+    assert np.array_equal(whole["factors"][[20, 5, 11]], some["factors"])
+    assert np.array_equal(whole["order"][[20, 5, 11]], some["order"])
+    first = jitter(images, whole["factors"], whole["order"])
+    assert torch.equal(first, jitter(images, whole["factors"], whole["order"]))
+    assert torch.allclose(first[[20, 5, 11]], jitter(images[[20, 5, 11]], some["factors"], some["order"]), atol=1e-6)
+    assert not np.array_equal(draw_patches(PATHOLOGY, 3, 3, np.arange(24), 12)["factors"], whole["factors"])
+    assert not np.array_equal(draw_patches(PATHOLOGY, 4, 2, np.arange(24), 12)["factors"], whole["factors"])
 
 
 def test_a_jitter_of_nothing_leaves_images_exactly_as_they_are():
-    images, draw = as_tensor(pictures(64)), draw_patches(MOVES, 0, 0, np.arange(64))
-    assert torch.equal(jitter(images, draw.factors, draw.order), images)
+    images, draw = as_tensor(pictures(64)), draw_patches(MOVES, 0, 0, np.arange(64), 12)
+    assert torch.equal(jitter(images, draw["factors"], draw["order"]), images)
 
 
-def still(draw: PatchDraw) -> PatchDraw:
-    """Return a draw that moves pixels, but neither jitters nor zooms."""
-    return replace(draw, zooms=np.ones(len(draw.zooms)))
+def still(draw):
+    """Return a draw that moves pixels of 24 a side, but neither jitters nor zooms."""
+    set_zooms(draw, np.ones(len(draw)), 24)
+    return draw
 
 
 def patches(number=16, size=24, seed=0):
@@ -146,12 +146,12 @@ def scaled(images):
 
 def test_without_a_zoom_pixels_are_only_moved():
     images = patches(32)
-    draw = still(draw_patches(MOVES, 0, 0, np.arange(32)))
+    draw = still(draw_patches(MOVES, 0, 0, np.arange(32), 24))
     moved = [
         np.rot90(image[:, :, ::-1] if flip else image, turns, (1, 2))
-        for image, flip, turns in zip(images.numpy(), draw.flips, draw.turns, strict=True)
+        for image, flip, turns in zip(images.numpy(), *divmod(draw["element"], 4), strict=True)
     ]
-    assert len({(bool(flip), int(turns)) for flip, turns in zip(draw.flips, draw.turns, strict=True)}) == 8
+    assert len({(bool(flip), int(turns)) for flip, turns in zip(*divmod(draw["element"], 4), strict=True)}) == 8
     result = augment(images, draw)
     assert np.array_equal(np.rint((result.numpy() + 1) * 127.5), np.stack(moved))
     assert np.abs(result.numpy() - scaled(np.stack(moved))).max() < 1e-6
@@ -160,48 +160,49 @@ def test_without_a_zoom_pixels_are_only_moved():
 @pytest.mark.parametrize("size", [24, 25, 96])
 def test_a_zoom_is_monais(size):
     images = patches(8, size)
-    draw = draw_patches(MOVES, 0, 0, np.arange(8))
-    draw = replace(draw, turns=np.zeros(8, np.int8), flips=np.zeros(8, bool), zooms=np.linspace(0.7, 1.5, 8))
+    draw, zooms = draw_patches(MOVES, 0, 0, np.arange(8), size), np.linspace(0.7, 1.5, 8)
+    draw["element"] = 0
+    set_zooms(draw, zooms, size)
     result = augment(images, draw)
-    for image, zoom, ours in zip(scaled(images.numpy()), draw.zooms, result.numpy(), strict=True):
+    for image, zoom, ours in zip(scaled(images.numpy()), zooms, result.numpy(), strict=True):
         expected = Zoom(float(zoom), mode="bilinear", padding_mode="edge")(image)
         assert np.abs(ours - expected.numpy()).max() < 2e-4
 
 
 def test_colours_are_jittered_before_the_patch_is_moved_and_zoomed():
     images = patches(24)
-    draw = draw_patches(PATHOLOGY, 1, 0, np.arange(24))
-    coloured = jitter(images.float() / 255, draw.factors, draw.order)
+    draw = draw_patches(PATHOLOGY, 1, 0, np.arange(24), 24)
+    coloured = jitter(images.float() / 255, draw["factors"], draw["order"])
+    flips, turns = divmod(draw["element"], 4)
     for place in range(24):
-        moved = torch.rot90(
-            coloured[place].flip(2) if draw.flips[place] else coloured[place], draw.turns[place], (1, 2)
-        )
-        zoomed = Zoom(float(draw.zooms[place]), mode="bilinear", padding_mode="edge")(moved)
+        moved = torch.rot90(coloured[place].flip(2) if flips[place] else coloured[place], turns[place], (1, 2))
+        zoomed = Zoom(float(draw["side"][place] + 0.01) / 24, mode="bilinear", padding_mode="edge")(moved)
         ours = augment(images, draw)[place]
         assert (ours - (2 * zoomed.as_tensor() - 1)).abs().max() < 2e-4
 
 
 def test_draws_have_their_shares_and_ranges():
-    draw = draw_patches(PATHOLOGY, 0, 0, np.arange(4000))
-    assert abs(draw.flips.mean() - 0.5) < 0.03
-    assert np.abs(np.bincount(draw.turns, minlength=4) / 4000 - 0.25).max() < 0.03
-    zoomed = draw.zooms[draw.zooms != 1]
+    draw = draw_patches(PATHOLOGY, 0, 0, np.arange(4000), 1000)
+    flips, turns = divmod(draw["element"], 4)
+    assert abs(flips.mean() - 0.5) < 0.03
+    assert np.abs(np.bincount(turns, minlength=4) / 4000 - 0.25).max() < 0.03
+    zoomed = draw["side"][draw["side"] != 1000] / 1000
     assert abs(len(zoomed) / 4000 - 0.5) < 0.03
     assert (round(zoomed.min(), 2), round(zoomed.max(), 2)) == (0.9, 1.1)
-    assert abs(np.corrcoef(draw.factors[:, 0], draw.flips)[0, 1]) < 0.05
+    assert abs(np.corrcoef(draw["factors"][:, 0], flips)[0, 1]) < 0.05
 
 
 @pytest.mark.parametrize("chunk", [1, 3 * 24 * 24, 2**20])
 def test_a_patch_does_not_depend_on_its_batch_or_chunk(chunk, monkeypatch):
     images = patches(16)
-    whole = augment(images, draw_patches(PATHOLOGY, 5, 1, np.arange(16)))
+    whole = augment(images, draw_patches(PATHOLOGY, 5, 1, np.arange(16), 24))
     monkeypatch.setattr(module, "_CHUNK_PIXELS", chunk)
     rows = np.array([9, 2, 14, 7])
-    some = augment(images[rows], draw_patches(PATHOLOGY, 5, 1, rows))
+    some = augment(images[rows], draw_patches(PATHOLOGY, 5, 1, rows, 24))
     assert torch.allclose(some, whole[rows], atol=1e-5)
 
 
 def test_the_host_does_not_wait():
-    images, draw = patches(24), draw_patches(PATHOLOGY, 0, 0, np.arange(24))
+    images, draw = patches(24), draw_patches(PATHOLOGY, 0, 0, np.arange(24), 24)
     with refuse_host_sync():
         augment(images, draw)

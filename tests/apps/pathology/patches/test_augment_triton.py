@@ -19,20 +19,20 @@ def test_the_kernels_compile_without_spilling():
 
 
 def test_the_table_moves_pixels_as_numpy_does():
-    draw = draw_patches(Augmentation(), 0, 0, np.arange(64))
+    draw = draw_patches(Augmentation(), 0, 0, np.arange(64), 35)
     pixels, y, x = np.arange(35.0 * 35).reshape(35, 35), *np.divmod(np.arange(35 * 35), 35)
-    for row, flip, turns in zip(draw_table(draw, np.arange(64), 35), draw.flips, draw.turns, strict=True):
+    for row, flip, turns in zip(draw_table(draw, np.arange(64)), *divmod(draw["element"], 4), strict=True):
         found = pixels.ravel()[row[1] + y * row[2] + x * row[3]].reshape(35, 35)
         assert np.array_equal(found, np.rot90(pixels[:, ::-1] if flip else pixels, turns))
 
 
 def test_the_table_has_the_draw_of_each_patch_and_its_place():
-    draw = draw_patches(Augmentation(), 0, 0, np.arange(64))
-    table = draw_table(draw, np.arange(64)[::-1], 32)
+    draw = draw_patches(Augmentation(), 0, 0, np.arange(64), 32)
+    table = draw_table(draw, np.arange(64)[::-1])
     assert np.array_equal(table[:, 0], np.arange(64)[::-1])
-    assert np.array_equal(np.take_along_axis(draw.order, table[:, 6:7].astype(np.int64), axis=1), np.ones((64, 1)))
-    assert np.array_equal(table[:, 7:11], draw.order)
-    assert np.array_equal(table[:, 11:15].copy().view(np.float32), draw.factors)
+    assert np.array_equal(np.take_along_axis(draw["order"], table[:, 6:7].astype(np.int64), axis=1), np.ones((64, 1)))
+    assert np.array_equal(table[:, 7:11], draw["order"])
+    assert np.array_equal(table[:, 11:15].copy().view(np.float32), draw["factors"])
 
 
 @pytest.mark.gpu
@@ -40,7 +40,7 @@ def test_the_table_has_the_draw_of_each_patch_and_its_place():
 def test_on_a_gpu_the_kernels_equal_their_twin(dtype):
     generator = torch.Generator("cuda").manual_seed(0)
     pixels = torch.randint(256, (80, 3, 224, 224), generator=generator, device="cuda", dtype=torch.uint8)
-    draw, places = draw_patches(Augmentation(), 0, 0, np.arange(64)), np.arange(64) + 9
+    draw, places = draw_patches(Augmentation(), 0, 0, np.arange(64), 224), np.arange(64) + 9
     expected = augment_rows(pixels, places, draw, dtype, channels_last=True)
     with trusting("augmentation"):
         found = augment_rows(pixels, places, draw, dtype, channels_last=True)
