@@ -30,9 +30,9 @@ from medspeed.common.console import hides_bar, say
 from medspeed.common.files import plural, sha256_of
 from medspeed.common.host_memory import keep_freed_memory, peak_memory
 from medspeed.common.inference.folder_job import FolderJob, Item, Prediction, Predictions, Record
+from medspeed.common.inference.measure import warn_of_training
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.scores import write_measures
-from medspeed.common.inference.uncertain import warn_of_training
 from medspeed.common.observe.timeline import Timeline
 from medspeed.common.ranks import choose_device, torchrun_place
 from medspeed.common.run import one_line_errors

@@ -28,10 +28,10 @@ from medspeed.common.export.model_card import model_card, read_if_there
 from medspeed.common.export.tensorrt_engine import EngineChoice
 from medspeed.common.export.triton import write_triton
 from medspeed.common.files import check_digest, read_as, sha256_of, write_json
+from medspeed.common.inference.measure import read_figures
 from medspeed.common.inference.model import Ensemble, VolumeModel, initialise, save_weights, write_model
 from medspeed.common.inference.predict import sample_windows
 from medspeed.common.inference.predictors import onnxruntime_predictor, read_onnx_metadata
-from medspeed.common.inference.uncertain import read_figures
 from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run
 

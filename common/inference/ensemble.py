@@ -80,13 +80,8 @@ def open_models(
     Where "auto" would choose not the same for all, since one has no engine or export, PyTorch runs them. On a GPU
     PyTorch's windows are repeated as CUDA graphs.
 
-    Args:
-        runs: their folders.
-        model: what `load_models` returned for them.
-        backend: see `open_predictor`, as for what follows and the errors.
-        precision: "auto" is fp32 where the runs' differ.
-        device: where the windows lie.
-        pairs: receives how well several agree in their windows (see `pair_counts`).
+    The model is what `load_models` returned for the runs; `pairs` receives how well several agree in their windows (see
+    `pair_counts`).
     """
     parts = [replace(model, network=each.network, arguments=each.arguments, members=()) for each in model.members]
     parts = parts if len(runs) > 1 else [model]
@@ -100,16 +95,13 @@ def open_models(
         found = [replace(each, reason="the models have not the same exports") for each in opened("torch")]
     members = [each.predict for each in found]
     if found[0].backend == "torch" and device.type == "cuda":
-        line = partial(say, kind="detail")
-        names = (f"{_networks(part)} in {found[0].precision}" for part in parts)
-        members = [RepeatingPredictor(each, name, line) for each, name in zip(members, names, strict=True)]
+        for number, part in enumerate(parts):
+            about = " + ".join(f"{each.network.__name__} {each.arguments}" for each in part.members or (part,))
+            about, line = f"{about} in {found[0].precision}", partial(say, kind="detail")
+            members[number] = RepeatingPredictor(members[number], about, line)
     together = partial(compared_mean, members, model.labelling, [] if pairs is None else pairs)
     files = tuple(file for each in found for file in each.files)
     return replace(found[0], predict=members[0] if len(runs) == 1 else together, files=files)
-
-
-def _networks(model: VolumeModel) -> str:
-    return " + ".join(f"{each.network.__name__} {each.arguments}" for each in model.members or (model,))
 
 
 def compared_mean(
@@ -130,8 +122,6 @@ def compared_mean(
 
 def digest_of(files: Sequence[Path]) -> str:
     """Return the SHA-256 of the numbers in a file, of our weights as checked when opened; of several, of all theirs."""
-    digests = []
-    for file in files:
-        checked = read_note(file).get("sha256") if file.suffix == ".safetensors" else None
-        digests.append(checked or sha256_of(file))
+    notes = [read_note(file) if file.suffix == ".safetensors" else {} for file in files]
+    digests = [note.get("sha256") or sha256_of(file) for note, file in zip(notes, files, strict=True)]
     return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()

@@ -20,7 +20,7 @@ from medspeed.common.inference.model import Find, VolumeModel
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.inference.scan_files import stem_of
 from medspeed.common.inference.scans import segment_scans
-from medspeed.common.inference.scores import OUT_OF_MEMORY, Labels, Scores, completed, score, structures
+from medspeed.common.inference.scores import OUT_OF_MEMORY, Labels, Scores, completed, score
 from medspeed.common.inference.scores import Evaluation as Evaluation
 
 _VOXEL = 18  # bytes to compare one, at most: two files of float64
@@ -101,13 +101,13 @@ def run_evaluation(
         model = load_models(config.model, app, find, config.network)
         output = config.output or config.model[0] / "evaluation"
         pairs = _segmented(config.model, config.data, output, model)
-        found = evaluate_files(pairs, labels or structures(model.labelling), config.tolerance)
+        found = evaluate_files(pairs, labels or model.labelling.structures, config.tolerance)
     else:
         predictions, references = config.predictions or Path(), config.references or Path()
         output = config.output or predictions
         if not labels and (references.parent / "dataset.json").is_file():  # otherwise every number is a structure
             try:
-                labels = structures(labelling(read_dataset(references.parent)))
+                labels = labelling(read_dataset(references.parent)).structures
             except BAD_INPUT as error:
                 raise ValueError(f"{error}; or name the structures, such as --labels liver=1") from error
         found = evaluate_folders(predictions, references, labels or None, tolerance=config.tolerance)

@@ -59,6 +59,11 @@ class LabelScheme:
         """Label numbers that a file may hold."""
         return tuple(number for number, name in enumerate(self.labels) if name)
 
+    @property
+    def structures(self) -> dict[str, tuple[int, ...]]:
+        """Label numbers of each region, by its name."""
+        return {region.name: region.members for region in self.regions}
+
     def labels_of(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the label of each voxel, uint8 [X, Y, Z] on the same device; where logits are equal, the lower one.
 
@@ -127,8 +132,7 @@ def pair_counts(labels: Sequence[torch.Tensor], regions: Sequence[Region]) -> to
 def dice_of_counts(counts: torch.Tensor) -> torch.Tensor:
     """Return Dice = 2 |A and B| / (|A| + |B|) of counts [..., 2] as float64 [...], NaN where both masks are empty.
 
-    A region that is predicted but not in the truth has Dice 0 (`monai.metrics.DiceMetric` leaves such cases out at its
-    defaults, which hides false findings); else this equals `DiceMetric(include_background=False)`.
+    As `monai.metrics.DiceMetric`, but 0 for a region that the truth has not: left out, false findings would be hidden.
     """
     return 2 * counts[..., 0].double() / counts[..., 1].double()
 
@@ -142,10 +146,7 @@ def mean_dice(counts: Sequence[torch.Tensor]) -> float:
 
 
 def case_dice(counts: torch.Tensor) -> float:
-    """Return a case's mean Dice over its regions, from [R, 2].
-
-    A case whose label and prediction are both empty has Dice 1: nothing is there, and nothing was found.
-    """
+    """Return a case's mean Dice over its regions, from [R, 2]; 1 where nothing is there, and nothing was found."""
     mean = float(dice_of_counts(counts).nanmean())
     return 1.0 if math.isnan(mean) else mean
 

@@ -8,16 +8,11 @@ from typing import Literal
 from medspeed.common.inference import TOLERANCE, AnyPrecision, Backend, model_folders
 
 DEFINITIONS = """
-All is measured on the grid of the files, in mm by their affine. Dice: 2 |A and B| / (|A| + |B|). A surface is the
-voxels of a mask with a face towards a voxel outside it or the edge of the image; distances go from every surface voxel
-of either mask to the nearest one of the other. NSD (surface Dice): the share of them within --tolerance. HD95: the
-larger of the two 95th percentiles. ASSD: the mean of them all. Beyond a million surface voxels every nth is
-measured. Volume error: prediction minus reference. A connected component (26 neighbors) of the reference is found if
-10 percent of its voxels are predicted, one of the prediction is true if 10 percent of its voxels lie in the reference;
-sensitivity: found / all of the reference, precision: true / all of the prediction, F1: (found + true) / all of both.
-Empty masks: if both are, Dice and distances are undefined and the means leave the case out, as nnU-Net does; if one is,
-Dice and NSD are 0, HD95 and ASSD the diagonal of the image, as in BraTS. A missing prediction is listed, left out of
-the means, and ends the program with status 1; a prediction without a reference is listed."""
+All is measured on the grid of the files, in mm by their affine: Dice, NSD (surface Dice at --tolerance), HD95, ASSD,
+volumes, and connected components (26 neighbors), which are found if 10 percent of their voxels are. If both masks are
+empty, Dice and distances are undefined and left out of the means; if one is, Dice and NSD are 0, HD95 and ASSD the
+diagonal of the image. A missing prediction is listed, left out of the means, and ends the program with status 1; a
+prediction without a reference is listed. docs/evaluate.md defines each metric."""
 """The metrics of an evaluation, as the help shows them; surfaces, distances and percentiles are MONAI's."""
 
 DOUBTS = """
@@ -68,11 +63,7 @@ class InferConfig:
     network: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the folders and bounds.
-
-        Raises:
-            ValueError: the output would overwrite the input; another field is out of its bounds.
-        """
+        """Raise a ValueError where the output would overwrite the input, or another field is out of its bounds."""
         object.__setattr__(self, "model", model_folders(self.model))
         folder = self.input if self.input.is_dir() else self.input.parent
         if self.output.resolve() == folder.resolve():

@@ -30,8 +30,7 @@ _LOGITS = 8  # a voxel and channel of the output: the sum over windows, and what
 def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list[Scan]:
     """Return a file; or those of a folder: its NIfTI, NRRD and MetaImage files, or the DICOM series in and below it.
 
-    For a model of several channels, whose names are given, the series of a study become one scan. What lies beside the
-    volumes (scouts, single images, screen captures) is left out with a word.
+    For a model of several channels, whose names are given, the series of a study become one scan.
 
     Raises:
         FileNotFoundError: there is none.

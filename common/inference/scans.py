@@ -21,14 +21,13 @@ from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_mem
 from medspeed.common.inference.ensemble import digest_of, open_models
 from medspeed.common.inference.folder_job import FolderJob, Item, Predictions, Record
 from medspeed.common.inference.labels import dice_of_counts
-from medspeed.common.inference.measure import measure
+from medspeed.common.inference.measure import measure, read_figures, warn_of_training, with_doubts
 from medspeed.common.inference.model import VolumeModel, model_content
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Steps, clean_by_hand, clean_labels
 from medspeed.common.inference.predict import predict_logits, thresholded
 from medspeed.common.inference.scan_files import Scan, find_scans, read_scan, say_plan, scan_bytes, stem_of
 from medspeed.common.inference.scores import write_measures
-from medspeed.common.inference.uncertain import read_figures, warn_of_training, with_doubts
 from medspeed.common.observe.overlays import draw_overlay
 from medspeed.common.observe.timeline import Timeline, draw_timeline
 from medspeed.common.ranks import choose_device, torchrun_place

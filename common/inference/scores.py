@@ -17,7 +17,6 @@ from medspeed.common.data.geometry import box_above
 from medspeed.common.data.preparation import label_map
 from medspeed.common.data.volumes import Volume, check_same_grid
 from medspeed.common.files import printable, write_json, write_text
-from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.postprocessing import connected_components
 
 Labels = Mapping[str, Sequence[int]]
@@ -85,17 +84,8 @@ def _cell(value: object) -> object:
     return ("'" if value.lstrip()[:1] in {*"=+-@\uff1d\uff0b\uff0d\uff20"} else "") + printable(value)
 
 
-def structures(scheme: LabelScheme) -> Labels:
-    """Return the structures of a scheme with their label numbers."""
-    return {region.name: region.members for region in scheme.regions}
-
-
 def score(prediction: Volume, reference: Volume, labels: Labels | None, tolerance: float) -> list[Scores]:
-    """Compare two label maps [X, Y, Z] on one grid, structure by structure; see `evaluate_folders`.
-
-    Raises:
-        ValueError: the grids differ, or a value is no label; names the file.
-    """
+    """Compare two label maps [X, Y, Z], structure by structure; other grids, or no labels, are a ValueError."""
     check_same_grid(reference, prediction, "reference")
     occupied = np.logical_or(prediction.voxels.T, reference.voxels.T).view(np.uint8)  # [z, y, x], as a file lies
     z, y, x = (slice(*each) for each in box_above(torch.from_numpy(occupied)[None], 0) or ((0, 0),) * 3)

@@ -67,7 +67,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     """
     from medspeed.common.inference import scores as measured  # here: training needs none of it
 
-    split, ranks, regions = data.split, run.ranks, measured.structures(model.labelling)
+    split, ranks, regions = data.split, run.ranks, model.labelling.structures
     cases = ranks.shard(split.validation)
     with run.clock.stage("prepare"):  # already there, unless MONAI prepared for the training
         prepared = stored_cases(cases, model, config, run)

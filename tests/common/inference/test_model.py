@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from medspeed.common.inference.labels import LabelScheme, Region
+from medspeed.common.inference.measure import warn_of_training
 from medspeed.common.inference.model import (
     import_weights,
     initialise,
@@ -20,7 +21,6 @@ from medspeed.common.inference.model import (
     write_model,
 )
 from medspeed.common.inference.postprocessing import Postprocessing
-from medspeed.common.inference.uncertain import warn_of_training
 from medspeed.models import find_network
 from medspeed.models.segresnet3d import segresnet3d
 from tests.support import unet_model
