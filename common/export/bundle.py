@@ -15,7 +15,6 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +150,7 @@ def painting(labelling: LabelScheme) -> str:
     """
     regions = labelling.regions
     expression = "torch.zeros_like(logits[:1])"
-    for _, group in groupby(painting_order(regions), key=lambda number: len(regions[number].members)):
-        rivals = list(group)
+    for rivals in painting_order(regions):
         paints = [float(regions[number].value) for number in rivals]
         if len(rivals) == 1:
             found, paint = f"logits[{rivals[0]}:{rivals[0] + 1}]", str(paints[0])

@@ -71,8 +71,7 @@ def write_seg(
         series: where the labels were found; the headers of its files are read again.
         structures: a voxel may belong to several.
         version: of what found them, up to 64 characters.
-        keep_patient: copy the attributes of patient, study and equipment; else those are empty, and only the UIDs lead
-            back to the patient.
+        keep_patient: copy the attributes of patient, study and equipment, which are left empty otherwise.
 
     Raises:
         ValueError: a source header cannot be read or lacks what a segmentation must refer to.

@@ -18,7 +18,7 @@ from medspeed.common.inference.folder_job import BAD_INPUT
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.model import Find, VolumeModel
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
-from medspeed.common.inference.scan_files import stem_of
+from medspeed.common.inference.scan_files import volume_files
 from medspeed.common.inference.scans import segment_scans
 from medspeed.common.inference.scores import OUT_OF_MEMORY, Labels, Scores, completed, score
 from medspeed.common.inference.scores import Evaluation as Evaluation
@@ -38,19 +38,13 @@ def evaluate_folders(
         FileNotFoundError: there is no such folder.
         ValueError: no case can be compared, or two files have one name.
     """
-    found, true = map(_label_maps, (predictions, references))
+    for folder in (predictions, references):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder}: no such folder")
+    found, true = volume_files(predictions), volume_files(references)
     pairs = {name: (found.get(name, predictions / name), file) for name, file in true.items()}
     extra = sorted(found.keys() - true.keys())
     return replace(evaluate_files(pairs, labels, tolerance), extra=extra)
-
-
-def _label_maps(folder: Path) -> dict[str, Path]:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder")
-    files = sorted(each for each in folder.glob("[!.]*") if each.name.lower().endswith(SUFFIXES))
-    if len(found := {stem_of(file): file for file in files}) < len(files):
-        raise ValueError(f"{folder}: has a name in two formats, such as .nii and .nii.gz; keep one of them")
-    return found
 
 
 def evaluate_files(pairs: Mapping[str, tuple[Path, Path]], labels: Labels | None, tolerance: float) -> Evaluation:
@@ -89,10 +83,7 @@ def _workers(pairs: Mapping[str, tuple[Path, Path]]) -> int:
 def run_evaluation(
     config: EvaluateConfig, app: str, find: Find, labelling: Callable[[Dataset], LabelScheme]
 ) -> Evaluation:
-    """Evaluate two folders, or a run of an app whose network `find` finds; write the tables, and print the means.
-
-    The dataset's labels, where the references lie in one, are made structures by `labelling`.
-    """
+    """Evaluate two folders, or a run of an app whose network `find` finds; write the tables, and print the means."""
     given = (each.rpartition("=") for each in config.labels)
     labels: Labels = {name: [*map(int, numbers.split("+"))] for name, _, numbers in given}
     if config.model and config.data:
@@ -105,7 +96,7 @@ def run_evaluation(
     else:
         predictions, references = config.predictions or Path(), config.references or Path()
         output = config.output or predictions
-        if not labels and (references.parent / "dataset.json").is_file():  # otherwise every number is a structure
+        if not labels and (references.parent / "dataset.json").is_file():  # else every number is a structure
             try:
                 labels = labelling(read_dataset(references.parent)).structures
             except BAD_INPUT as error:
@@ -113,9 +104,8 @@ def run_evaluation(
         found = evaluate_folders(predictions, references, labels or None, tolerance=config.tolerance)
     for name, why in {**found.refused, **dict.fromkeys(found.missing, "MISSING prediction")}.items():
         say(printable(f"{name}: left out of the means: {why}"), "warning")
-    if found.extra:
-        names = printable(", ".join(found.extra))
-        say(f"{plural(len(found.extra), 'prediction')} without a reference, not evaluated: {names}", "warning")
+    if extra := printable(", ".join(found.extra)):
+        say(f"{plural(len(found.extra), 'prediction')} without a reference, not evaluated: {extra}", "warning")
     say(f"means with 95 percent intervals, nsd at {config.tolerance:g} mm; all of it: {output / 'evaluation.csv'}")
     say_means(found)
     found.write(output)

@@ -64,22 +64,14 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Item(Generic[Source]):
-    """One input of a job, and where what comes out of it lies.
+    """One input of a job, and where what comes out of it lies."""
 
-    Args:
-        name: in lines and tables.
-        source: what it is read from: a path, a series.
-        files: those of the input; when one of them changes, the item is done anew.
-        outputs: the files that a finished item has, besides its record.
-        optional: outputs that runs with other options may have left.
-    """
-
-    name: str
-    source: Source
-    files: tuple[Path, ...]
-    outputs: tuple[Path, ...]
+    name: str  # in lines and tables
+    source: Source  # what it is read from: a path, a series
+    files: tuple[Path, ...]  # those of the input; when one of them changes, the item is done anew
+    outputs: tuple[Path, ...]  # the files that a finished item has, besides its record
     record: Path
-    optional: tuple[Path, ...] = ()
+    optional: tuple[Path, ...] = ()  # outputs that runs with other options may have left
 
     @property
     def leavings(self) -> tuple[Path, ...]:
@@ -97,37 +89,22 @@ class Item(Generic[Source]):
 
 @dataclass(frozen=True)
 class FolderJob(Generic[Source, Read, Computed]):
-    """What is done with the items of a folder; it can be killed at any moment and started again.
+    """What is done with the items of a folder; it can be killed at any moment and started again."""
 
-    Args:
-        kind: "scan" or "slide", for the lines.
-        folder: of the outputs.
-        items: those of all processes; under torchrun each process takes its share.
-        identity: all but the item that decides what comes out, as JSON: weights, model, options.
-        read: from an item to what is computed on; in one of the threads.
-        compute: from that to what is written; in the calling thread, in the items' order.
-        write: writes the outputs and returns what the record is to hold; in one of the threads.
-        line: from a record to the line about it, which is a warning where the record has something "uncertain".
-        tables: told, at the end, the records of all finished items by name, one process after the other.
-        table_files: what `tables` writes.
-        threads: those that read, and as many that write.
-        need: the bytes that an item takes from when it is read until it is written.
-        room: the bytes that the items in memory may take together; one may be there in any case.
-    """
-
-    kind: str
-    folder: Path
-    items: Sequence[Item[Source]]
-    identity: Record
-    read: Callable[[Item[Source]], Read]
-    compute: Callable[[Item[Source], Read], Computed]
-    write: Callable[[Item[Source], Computed], Record]
-    line: Callable[[Record], str]
+    kind: str  # "scan" or "slide", for the lines
+    folder: Path  # of the outputs
+    items: Sequence[Item[Source]]  # those of all processes; under torchrun each process takes its share
+    identity: Record  # all but the item that decides what comes out, as JSON: weights, model, options
+    read: Callable[[Item[Source]], Read]  # what is computed on; in one of the threads
+    compute: Callable[[Item[Source], Read], Computed]  # what is written; in the calling thread, in the items' order
+    write: Callable[[Item[Source], Computed], Record]  # writes the outputs, gives the record's content; in a thread
+    line: Callable[[Record], str]  # about a record; a warning where that has something "uncertain"
+    # told, at the end, the records of all finished items by name, one process after the other
     tables: Callable[[dict[str, Record]], None] | None = None
-    table_files: Sequence[Path] = ()
-    threads: int = 1
-    need: Callable[[Item[Source]], int] = lambda item: 0
-    room: int = 0
+    table_files: Sequence[Path] = ()  # what `tables` writes
+    threads: int = 1  # those that read, and as many that write
+    need: Callable[[Item[Source]], int] = lambda item: 0  # bytes from when an item is read until it is written
+    room: int = 0  # bytes that the items in memory may take together; one may be there in any case
 
     @property
     def in_flight(self) -> int:

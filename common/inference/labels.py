@@ -31,15 +31,14 @@ class Region:
 class LabelScheme:
     """From logits to label maps.
 
-    Args:
-        labels: name of each label number, background first; "" for a number that is not used.
-        regions: the structures; where `exclusive`, one for each label that is used, but the background.
-        exclusive: the logits are [labels, ...], unused numbers included, and the highest wins (softmax); else they are
-            [regions, ...], and each region lies where its own is above 0 (sigmoid).
+    Where labels are exclusive, the logits are [labels, ...], unused numbers included, and the highest wins (softmax);
+    else they are [regions, ...], and each region lies where its own is above 0 (sigmoid).
     """
 
-    labels: tuple[str, ...]
-    regions: tuple[Region, ...]
+    labels: tuple[str, ...]  # name of each label number, background first; "" for a number that is not used
+    regions: tuple[
+        Region, ...
+    ]  # the structures; where `exclusive`, one for each label that is used, but the background
     exclusive: bool
 
     def __post_init__(self) -> None:
@@ -82,9 +81,10 @@ def one_region_per_label(labels: Sequence[str]) -> LabelScheme:
     return LabelScheme(tuple(labels), tuple(regions), exclusive=True)
 
 
-def painting_order(regions: Sequence[Region]) -> list[int]:
-    """Return the numbers of the regions as they are painted: those of many members first."""
-    return sorted(range(len(regions)), key=lambda number: -len(regions[number].members))
+def painting_order(regions: Sequence[Region]) -> list[list[int]]:
+    """Return the numbers of the regions in groups of equally many members, as they are painted: of many first."""
+    order = sorted(range(len(regions)), key=lambda number: -len(regions[number].members))
+    return [[*group] for _, group in groupby(order, key=lambda number: len(regions[number].members))]
 
 
 def painted(regions: Sequence[Region], logits_of: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -94,8 +94,7 @@ def painted(regions: Sequence[Region], logits_of: Callable[[int], torch.Tensor])
     gives the logits [X, Y, Z] of a region by its number; it is asked once for each, in `painting_order`.
     """
     labels = torch.empty(0)
-    for _, group in groupby(painting_order(regions), key=lambda number: len(regions[number].members)):
-        rivals = list(group)
+    for rivals in painting_order(regions):
         best: torch.Tensor | float = 0.0
         for number in rivals:
             logits = logits_of(number)

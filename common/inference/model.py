@@ -125,11 +125,7 @@ class VolumeModel:
                 raise ValueError(f"{name} {value}: must be {bound}")
 
     def build(self, weights: Path | None = None) -> nn.Module:
-        """Return the network with weights from a file if given (see `initialise`), otherwise with random weights.
-
-        Raises:
-            ValueError: the network cannot be built with these arguments, or the weights do not fit.
-        """
+        """Return the network with weights of a file, or random ones; a ValueError says what does not fit."""
         built = []
         for part in self.members or (self,):
             try:

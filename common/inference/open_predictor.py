@@ -72,12 +72,7 @@ def open_predictor(
     Backend "auto" takes the engine where one fits this host and is this user's own, else torch on a GPU or where it has
     the training's bf16 in hardware, else ONNX Runtime; what cannot be loaded is passed over, and the line says why.
 
-    Args:
-        folder: the run's.
-        trained: builds the network where torch runs it.
-        backend: what runs the model.
-        precision: "bf16" is torch's alone, "int8" that of exports; "auto" is the training's with torch, else "fp32".
-        device: where the windows lie; ONNX Runtime works on the CPU in any case.
+    Precision "auto" is that of the training with torch, else "fp32". ONNX Runtime works on the CPU in any case.
 
     Raises:
         FileNotFoundError: the run has no such export.
@@ -242,10 +237,7 @@ class RepeatingPredictor:
     The first windows of a shape decide; windows of more than two shapes go to the other predictor. Every call returns
     memory of its own.
 
-    Args:
-        predict: what launches its work operator by operator, and reads nothing from the host.
-        about: network and precision, for which the verdict holds.
-        say: gets a line for each decision.
+    The other one must read nothing from the host; the verdict holds for what it is `about`, network and precision.
     """
 
     def __init__(self, predict: Predictor, about: str, say: Callable[[str], None]) -> None:

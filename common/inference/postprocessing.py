@@ -20,19 +20,12 @@ _THRESHOLDS, _MOST_TRIED = (0.3, 0.7), 4  # of so many structures
 
 @dataclass(frozen=True)
 class Postprocessing:
-    """A step of post-processing.
+    """A step of post-processing."""
 
-    Args:
-        structures: names; a connected component (26 neighbors) is made of all of them together.
-        largest: keep only the largest component; of equally large ones the first by slice, row and column.
-        smallest_ml: remove smaller components.
-        threshold: probability that their voxels must exceed (of exclusive labels against the background).
-    """
-
-    structures: tuple[str, ...]
-    largest: bool = False
-    smallest_ml: float = 0.0
-    threshold: float = 0.5
+    structures: tuple[str, ...]  # names; a connected component (26 neighbors) is made of all of them together
+    largest: bool = False  # keep only the largest component; of equally large ones the first by slice, row and column
+    smallest_ml: float = 0.0  # remove smaller components
+    threshold: float = 0.5  # probability that their voxels must exceed (of exclusive labels against the background)
 
     def __post_init__(self) -> None:
         """Raise a ValueError for a volume or threshold that is none."""
@@ -66,15 +59,12 @@ Steps = tuple[Postprocessing, ...]
 
 
 class CaseParts(NamedTuple):
-    """What the Dice of a validation case after any cleaning follows from: `dice_counts` [R, 2], and the components.
+    """What the Dice of a validation case after any cleaning follows from."""
 
-    For each of `cleaned_together` a table has, int64 [N + 1, 1 + 2 regions], the voxels of each component, and of each
-    region those that are true and those that there are.
-    """
-
-    counts: torch.Tensor
+    counts: torch.Tensor  # of the whole label map, [R, 2] (see `dice_counts`)
     voxel_ml: float
-    tables: list[np.ndarray]
+    # for each of `cleaned_together`, int64 [N + 1, 1 + 2 regions]: voxels of each component, and of each region those
+    tables: list[np.ndarray]  # that are true and those that there are
 
 
 def cleaned_together(labelling: LabelScheme) -> list[tuple[Region, ...]]:

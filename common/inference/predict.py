@@ -32,13 +32,8 @@ def predict_logits(
 ) -> torch.Tensor:
     """Return the logits [K, X, Y, Z] of a prepared image [C, X, Y, Z]; K == 1 for two exclusive classes.
 
-    Args:
-        image: on the predictor's device.
-        predictor: maps windows to logits.
-        model: description of the network.
-        flips: axes x, y, z for test-time augmentation: logits are averaged over all combinations of flips.
-        fit: use windows fitted to the image (see `fitted_window`); the predictor must accept windows of any size.
-        pairs: receives how well the flips agree (see `pair_counts`).
+    They are averaged over all combinations of flips of some axes ("xyz"); `pairs` receives how well these agree (see
+    `pair_counts`). Windows that `fit` the image (see `fitted_window`) need a predictor that takes any.
     """
     window = fitted_window(image.shape[1:], model.window_size, model.overlap) if fit else model.window_size
 
@@ -117,9 +112,9 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Re
 
     Args:
         logits: [K, X, Y, Z] on the crop of the grid, any float dtype, any device; K >= 2 classes, or K == 1: the
-            difference foreground - background; with `regions` one for each of them.
+            difference foreground - background; with `regions`, which may overlap, one for each of them.
         grid: as the preparation returns it.
-        regions: structures that may overlap; None for classes, which do not.
+        regions: None for classes.
 
     Returns:
         Labels [X, Y, Z] uint8 in the file's axes, Fortran order.

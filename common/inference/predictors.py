@@ -79,11 +79,8 @@ def torch_predictor(
 ) -> Predictor:
     """Return a predictor that runs a network, in evaluation mode, in torch on its device, without gradients.
 
-    Args:
-        network: its own weights are laid out anew where `channels_last` is set, as windows are.
-        precision: "bf16" and "fp16" run under autocast.
-        channels_last: compute with the channels innermost.
-        tf32: in "fp32" on CUDA, let convolutions round to TensorFloat-32, as training does.
+    With `channels_last` its weights are laid out anew, as windows are; `tf32` lets convolutions in "fp32" on CUDA round
+    to TensorFloat-32, as training does.
     """
     assert not network.training, "a predictor needs network.eval()"
     if channels_last:
@@ -120,7 +117,7 @@ def onnxruntime_predictor(path: Path) -> Predictor:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the model is damaged or not one of ours, or windows do not have the shape that it takes.
+        ValueError: the model is damaged, or windows do not have the shape that it takes.
     """
     import onnxruntime  # here, since a run on a GPU has no need of it
 
@@ -131,16 +128,11 @@ def onnxruntime_predictor(path: Path) -> Predictor:
     model = with_exact_norms(path)
     with onnx_errors(path):
         session: Any = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    if (len(session.get_inputs()), len(session.get_outputs())) != (1, 1):
-        raise ValueError(f"{path}: the model must have one input and one output: export the run again")
-    image = session.get_inputs()[0]
+    image = session.get_inputs()[0].name  # our own exports have one of each
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
-        sides = zip(windows.shape[1:], image.shape[1:], strict=False)  # free ones have names
-        if windows.ndim != len(image.shape) or any(isinstance(due, int) and side != due for side, due in sides):
-            raise ValueError(f"windows {tuple(windows.shape)}: {path} takes windows of shape {tuple(image.shape[1:])}")
         with onnx_errors(path):
-            logits = session.run(None, {image.name: windows.float().contiguous().cpu().numpy()})[0]
+            logits = session.run(None, {image: windows.float().contiguous().cpu().numpy()})[0]
         return torch.from_numpy(logits).to(windows.device)
 
     return predict

@@ -38,30 +38,32 @@ def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list
     """
     if path.is_file():
         return [path]
-    named = (file for file in path.glob("[!.]*") if file.name.lower().endswith(dataset.SUFFIXES))
-    files = sorted(filter(Path.is_file, named))
     for header in sorted(file for file in path.glob("[!.]*") if file.suffix.lower() in (".mhd", ".nhdr", ".hdr")):
-        say(
-            printable(f"{header.name}: skipped, its voxels lie in another file: save it as .mha, .nrrd or .nii.gz"),
-            "warning",
-        )
-    stems = Counter(map(stem_of, files))
-    if twice := [file.name for file in files if stems[stem_of(file)] > 1]:
-        raise ValueError(f"{path}: {' and '.join(twice[:4])} would write the same output: rename or remove one")
+        why = "skipped, its voxels lie in another file: save it as .mha, .nrrd or .nii.gz"
+        say(printable(f"{header.name}: {why}"), "warning")
+    files = [*volume_files(path).values()]
     found = find_series(path) if path.is_dir() else ()
     for series in found:
         if not series.is_volume:
             say(printable(f"{series.name}: skipped, not a volume: {series.problem or series.modality}"))
     volumes = [series for series in found if series.is_volume]
     if files and volumes:  # without the path: folders of DICOM studies are often named after patients
-        raise ValueError(
-            f"--input: found {plural(len(files), 'volume file')} and {len(volumes)} DICOM series; expected one kind"
-        )
+        both = f"{plural(len(files), 'volume file')} and {len(volumes)} DICOM series"
+        raise ValueError(f"--input: found {both}; expected one kind")
     if not files and not volumes:
-        raise FileNotFoundError(
-            f"{path}: no such file, or a folder without {', '.join(dataset.SUFFIXES)} files or DICOM series"
-        )
+        suffixes = ", ".join(dataset.SUFFIXES)
+        raise FileNotFoundError(f"{path}: no such file, or a folder without {suffixes} files or DICOM series")
     return [*files, *(group_channels(volumes, names) if volumes and channels > 1 else volumes)]
+
+
+def volume_files(folder: Path) -> dict[str, Path]:
+    """Return the NIfTI, NRRD and MetaImage files of a folder by name without suffix; a ValueError if two have one."""
+    named = (file for file in folder.glob("[!.]*") if file.name.lower().endswith(dataset.SUFFIXES))
+    files = sorted(filter(Path.is_file, named))
+    stems = Counter(map(stem_of, files))
+    if twice := [file.name for file in files if stems[stem_of(file)] > 1]:
+        raise ValueError(f"{folder}: {' and '.join(twice[:4])} have one name but for the suffix: rename or remove one")
+    return {stem_of(file): file for file in files}
 
 
 def stem_of(scan: Scan) -> str:

@@ -162,9 +162,7 @@ class Segmenter:
         with stage("write"):
             write_label(item.outputs[0], labels, volume.affine)
             if isinstance(item.source, DicomSeries):
-                from medspeed.common.inference.dicom_seg import (
-                    write_seg,  # here: few need it, and it takes a second to load
-                )
+                from medspeed.common.inference.dicom_seg import write_seg  # here: it takes a second to load
 
                 version, keep = self.weights[:12], config.keep_patient
                 write_seg(item.outputs[1], labels, item.source, labelling.regions, version=version, keep_patient=keep)
@@ -175,10 +173,8 @@ class Segmenter:
         if config.overlays:
             with stage("overlay"):
                 image = volume.voxels if volume.voxels.ndim == 3 else volume.voxels[..., 0]
-                names, window = labelling.labels, self.model.preparation.window
-                draw_overlay(
-                    item.outputs[-1], image, labels, volume.affine, names=names, window=window, title=item.name
-                )
+                path, names, window = item.outputs[-1], labelling.labels, self.model.preparation.window
+                draw_overlay(path, image, labels, volume.affine, names=names, window=window, title=item.name)
         doubts = [*dict.fromkeys(doubt for each in measured for doubt in each.uncertain.split("; ") if doubt)]
         seconds = self.timeline.seconds(item.name)
         return {"measures": [asdict(each) for each in measured], "uncertain": doubts, "seconds": seconds}

@@ -10,7 +10,7 @@ import importlib
 import shlex
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -36,30 +36,19 @@ class EngineError(ValueError):
 
 @dataclass(frozen=True)
 class EngineManifest:
-    """What lies beside a plan as `PLAN.json`: what the plan was built from, by what, and for which GPUs.
+    """What lies beside a plan as `PLAN.json`: what the plan was built from, by what, and for which GPUs."""
 
-    Attributes:
-        onnx: file name of the ONNX model, in the plan's folder; its digest and the plan's follow.
-        flavour: the Python module that built it and must run it.
-        version: that module's version; another version cannot read the plan.
-        targets: compute capabilities of the GPUs that it runs on, such as "8.9".
-        precision: as in the ONNX model.
-        window: shape (C, *sides) of the largest window; `smallest` that of the smallest, where sides are free.
-        batch: windows in one call: the fewest, the number that the engine is tuned for, the most.
-        torch: version of torch at the build.
-    """
-
-    onnx: str
+    onnx: str  # file name of the ONNX model, in the plan's folder
     onnx_sha256: str
     plan_sha256: str
-    flavour: Flavour
-    version: str
-    targets: tuple[str, ...]
+    flavour: Flavour  # the Python module that built it and must run it
+    version: str  # of that module; another cannot read the plan
+    targets: tuple[str, ...]  # compute capabilities of the GPUs that it runs on, such as "8.9"
     precision: ModelPrecision
-    window: tuple[int, ...]
-    smallest: tuple[int, ...]
-    batch: tuple[int, int, int]
-    torch: str
+    window: tuple[int, ...]  # shape (C, *sides) of one window, the largest where its sides are free
+    smallest: tuple[int, ...]  # that of the smallest
+    batch: tuple[int, int, int]  # windows in one call: the fewest, what the engine is tuned for, the most
+    torch: str  # version of torch at the build
 
 
 def host_gpu(device: torch.device | None = None) -> str | None:
@@ -120,10 +109,9 @@ def verify_onnx(plan: Path, manifest: EngineManifest) -> None:
     """Raise a ValueError if the ONNX model beside a plan is not the one that the plan was built from."""
     onnx = plan.parent / manifest.onnx
     if onnx.is_file() and (found := sha256_of(onnx)) != manifest.onnx_sha256:
-        raise ValueError(
-            f"{onnx}: sha256 {found} does not match the model that {plan.name} was built from "
-            f"({manifest.onnx_sha256}): one of the two was changed or damaged; export the model again"
-        )
+        due = f"the model that {plan.name} was built from ({manifest.onnx_sha256})"
+        why = "one of the two was changed or damaged; export the model again"
+        raise ValueError(f"{onnx}: sha256 {found} does not match {due}: {why}")
 
 
 def host_problem(plan: Path, manifest: EngineManifest, device: torch.device | None = None) -> str | None:
@@ -174,8 +162,7 @@ class EnginePredictor:
         assert trt is not None  # else there was a problem
         self._trt, self._plan, cuda = trt, plan, device.type == "cuda"  # else, in tests, the library is a stand-in
         self.device = torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
-        current: AbstractContextManager[object] = torch.cuda.device(self.device) if cuda else nullcontext()
-        with current:
+        with torch.cuda.device(self.device if cuda else -1):
             # The runtime and the engine are kept, since the context lives on them.
             self._runtime, self._engine = deserialize(trt, content, plan)
             names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
@@ -187,12 +174,7 @@ class EnginePredictor:
             self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
 
     def __call__(self, windows: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, K, *sides] float32 for windows [B, C, *sides] float32 on the engine's GPU.
-
-        Raises:
-            ValueError: shape, dtype or device is not what the engine was built for.
-            EngineError: TensorRT could not queue the work.
-        """
+        """Return logits [B, K, *sides] float32 for windows [B, C, *sides] float32 on the engine's GPU."""
         self._check(windows)
         if not windows.is_contiguous() or windows.data_ptr() % _ALIGNMENT:  # a part of an image
             windows = windows.clone(memory_format=torch.contiguous_format)
@@ -209,8 +191,7 @@ class EnginePredictor:
 
     def _check(self, windows: torch.Tensor) -> None:
         fewest, _, most = self.manifest.batch
-        smallest, largest = (fewest, *self.manifest.smallest), (most, *self.manifest.window)
-        shape = tuple(windows.shape)
+        smallest, largest, shape = (fewest, *self.manifest.smallest), (most, *self.manifest.window), (*windows.shape,)
         sides = zip(smallest, shape, largest, strict=False)
         if len(shape) != len(largest) or not all(least <= side <= bound for least, side, bound in sides):
             raise ValueError(f"windows {shape}: {self._plan} accepts shapes from {smallest} to {largest}")
@@ -230,10 +211,8 @@ def _verified(plan: Path, manifest: EngineManifest) -> bytes:
     content = plan.read_bytes()
     found = hashlib.sha256(content).hexdigest()
     if found != manifest.plan_sha256:
-        raise ValueError(
-            f"{plan}: sha256 {found} does not match its manifest ({manifest.plan_sha256}): the file was changed or "
-            f"damaged and is not loaded; rebuild it with: {_rebuild_command(plan)}"
-        )
+        why = "the file was changed or damaged and is not loaded; rebuild it with: " + _rebuild_command(plan)
+        raise ValueError(f"{plan}: sha256 {found} does not match its manifest ({manifest.plan_sha256}): {why}")
     verify_onnx(plan, manifest)
     return content
 

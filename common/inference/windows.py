@@ -24,23 +24,20 @@ def sliding_windows(
     batch_size: int = 4,
     difference: bool = True,
 ) -> torch.Tensor:
-    """Return the logits of a whole image as the mean of the predictor's logits on overlapping windows.
+    """Return the logits [K, X, Y, Z] float32 of a whole image [C, X, Y, Z], as means over overlapping windows.
 
     Every call of the predictor gets exactly `batch_size` contiguous windows, since an engine has a fixed profile: the
     last batch is filled up with its last window. Where a call runs out of memory, the batch is halved with a warning
     and the work goes on from there. The host waits for the device once, at the end.
 
     Args:
-        image: [C, X, Y, Z], any float dtype. An axis shorter than the window is padded with zeros on both sides.
+        image: any float dtype. An axis shorter than the window is padded with zeros on both sides.
         predictor: on the image's device; it must neither write into its input nor keep it.
         roi: window shape in voxels.
         overlap: part of a window that its neighbour also covers, in [0, 1).
         batch_size: windows in one call of the predictor.
         difference: of two classes, sum only the difference foreground - background, which halves memory and all
-            later work; the foreground is where it is > 0.
-
-    Returns:
-        Logits [K, X, Y, Z] float32 on the image's device; K == 1 for the difference of two classes.
+            later work: K == 1, and the foreground is where it is > 0.
 
     Raises:
         ValueError: window or overlap is out of its bounds, or the logits are not finite.

@@ -374,7 +374,7 @@ def test_other_files_are_passed_over_and_a_name_given_twice_is_refused(folders):
     (true / "a.nii.gz.md5").write_text("0")
     assert sorted(evaluate_folders(found, true).cases) == ["=b", "a"]
     write(true, "a.nii", block((1, 5), (1, 5), (1, 5)))
-    with pytest.raises(ValueError, match="a name in two formats"):
+    with pytest.raises(ValueError, match="have one name but for the suffix"):
         evaluate_folders(found, true)
 
 
