@@ -55,7 +55,7 @@ def test_a_number_that_is_left_out_has_a_channel_but_no_region():
 
 
 def test_nested_regions_are_painted_from_the_whole_to_the_rim():
-    assert [TUMOUR.regions[number].name for number in painting_order(TUMOUR.regions)] == ["WT", "TC", "ET"]
+    assert [TUMOUR.regions[number].name for (number,) in painting_order(TUMOUR.regions)] == ["WT", "TC", "ET"]
     core, whole, rim = (-1.0, -1, 2, 2, 2, -1), (-1.0, 3, 3, 3, -1, -1), (-1.0, -1, -1, 9, -1, 1)
     logits = torch.stack([column(*core), column(*whole), column(*rim)])
     # Outside; whole only; whole and core; all; core where the whole is missed; rim by itself.
