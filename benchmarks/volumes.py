@@ -79,7 +79,8 @@ def open_task(options: Options, data: Path, most: int) -> Task:
     """Return what is measured on at most so many cases of a dataset in MSD layout."""
     dataset = read_dataset(data)
     cases = dataset.cases[:most]
-    return Task(**vars(options), cases=cases, model=options.own.plan(replace(dataset, cases=cases), None))
+    model = options.own.plan(replace(dataset, cases=cases), options.folder / "fingerprint")
+    return Task(**vars(options), cases=cases, model=model)
 
 
 def preparation(task: Task) -> list[Row]:

@@ -41,7 +41,7 @@ def make_data(folder: Path, small: bool) -> Path:
     return make_mri_phantoms(folder, 20) if small else make_mri_phantoms(folder, 8, size="msd")
 
 
-def plan(dataset: Dataset, store: Path | None) -> VolumeModel:
+def plan(dataset: Dataset, store: Path) -> VolumeModel:
     """Return the guide's network at the median spacing of the data (its own 1 mm for MSD's), and our windows.
 
     Raises:

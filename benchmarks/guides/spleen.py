@@ -36,7 +36,7 @@ def make_data(folder: Path, small: bool) -> Path:
     return make_ct_phantoms(folder, 20) if small else make_ct_phantoms(folder, 8, size="msd")
 
 
-def plan(dataset: Dataset, store: Path | None) -> VolumeModel:
+def plan(dataset: Dataset, store: Path) -> VolumeModel:
     """Return the guide's network, preparation and windows."""
     preparation = Preparation(peer.SPACING, "window", peer.WINDOW)
     arguments = {"channels": (16, 32, 64, 128, 256), "residual_units": 2}

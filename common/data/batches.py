@@ -1,6 +1,6 @@
-"""Batches: crops cut from the cached cases, augmented, and never dependent on what ran before or where.
+"""Batches: crops cut from the cached cases and augmented, by random numbers that depend on their keys alone.
 
-Every random number depends on its key alone, so that runs resume, and spread over processes, exactly.
+So runs resume, and spread over processes, exactly.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -132,7 +132,7 @@ def crop_batches(
         batch_size: crops per step, over all partitions, by which it divides.
         cases_per_epoch: over all partitions; by default those of `caches`.
         partitions: in all processes.
-        flip_axes: letters of "xyz", axes that are each flipped with probability 1/2.
+        flip_axes: of "xyz"; each is flipped with probability 1/2.
         intensity: the image becomes image * (1 + s) + t with s and t uniform in [-intensity, intensity].
         seed: of everything random here.
         form: as of `cut`.

@@ -1,8 +1,4 @@
-"""The case cache: prepared cases on the device, in host memory, mapped from the store, or loaded at every use.
-
-Where each case lies is planned before any is read, by upper bounds of their sizes (`store.prepared_bytes`), since the
-foreground crop is not known yet.
-"""
+"""The case cache: prepared cases on the device, in host memory, mapped from the store, or loaded at every use."""
 
 import math
 import shutil
@@ -141,10 +137,8 @@ def measure_budgets(device: torch.device, folder: Path, processes: int = 1) -> d
     """
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     entries = sum(entry.stat().st_size for entry in folder.glob("[!.]*.safetensors"))
-    budgets: dict[Tier, int] = {
-        "ram": int(_SHARE * free_memory()) // processes,
-        "disk": shutil.disk_usage(existing).free + entries,
-    }
+    room = int(_SHARE * free_memory()) // processes
+    budgets: dict[Tier, int] = {"ram": room, "disk": shutil.disk_usage(existing).free + entries}
     if device.type == "cuda":
         budgets["gpu"] = int(_SHARE * torch.cuda.mem_get_info(device)[0])
     return budgets
@@ -153,7 +147,7 @@ def measure_budgets(device: torch.device, folder: Path, processes: int = 1) -> d
 def plan_cache(
     sizes: Mapping[str, int], mode: CacheMode, budgets: Mapping[Tier, int], smart_cases: int | None, share: float
 ) -> CachePlan:
-    """Decide where each case lies, from its bytes, or an upper bound, by its name.
+    """Decide where each case lies, before any is read, from its bytes, or an upper bound, by its name.
 
     Mode "gpu", "ram" or "disk" puts all cases there; "auto" fills GPU memory first, then host memory, and leaves the
     rest on disk; "smart" holds `smart_cases` (None: as many as fit) at a time in the fastest memory, and replaces a
@@ -168,10 +162,8 @@ def plan_cache(
         line = f"{total}; none is cached: each is prepared from its raw file every time it is used"
         return CachePlan(tuple("none" for _ in sizes), 0, 0, (line,), budgets.get("gpu", 0))
     if sum(sizes.values()) > budgets["disk"]:
-        raise ValueError(
-            f"{total} in the prepared store on disk, where only {_amount(budgets['disk'])} is free: free some space, "
-            "choose another --store, or use --cache none"
-        )
+        said = f"{total} in the prepared store on disk, where only {_amount(budgets['disk'])} is free"
+        raise ValueError(f"{said}: free some space, choose another --store, or use --cache none")
     if mode == "smart":
         return _smart(sizes, budgets, smart_cases, share, total)
     if mode == "gpu" and "gpu" not in budgets:

@@ -181,7 +181,6 @@ def _padded(case: PreparedCase, crop_size: Shape) -> np.ndarray:
 
 
 def _foreground(label: torch.Tensor, shape: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the foreground of a `CachedCase` of this shape from its label [X, Y, Z]."""
     numbers = label.numpy()
     found = np.flatnonzero(numbers != 0)  # NumPy finds the true ones of bools several times as fast
     values = numbers.reshape(-1)[found]

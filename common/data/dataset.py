@@ -41,6 +41,11 @@ class Dataset:
     test_cases: tuple[Case, ...]  # the cases without labels, sorted by name; their files need not be there
     synthetic: bool  # the scans are phantoms
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The label numbers."""
+        return tuple(number for number, name in enumerate(self.labels) if name)
+
 
 @dataclass(frozen=True)
 class Split:
@@ -69,8 +74,6 @@ class _Entry(TypedDict):
 
 
 class _Listed(TypedDict):
-    """What is read of `dataset.json`; whatever else it holds does not matter."""
-
     name: str
     modality: dict[str, str]
     labels: dict[str, str]
@@ -88,9 +91,7 @@ class _Names(TypedDict):
 def read_dataset(folder: Path) -> Dataset:
     """Read `dataset.json` and check that every training image and label it lists is there.
 
-    Label numbers may leave some out, as BraTS did until 2021 (0, 1, 2, 4).
-
-    Source: http://medicaldecathlon.com (the optional key "synthetic" is ours).
+    Source: http://medicaldecathlon.com; "synthetic" is ours, and gaps between label numbers are BraTS's (0, 1, 2, 4).
 
     Raises:
         FileNotFoundError: no `dataset.json`, or files that it lists are missing.

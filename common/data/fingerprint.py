@@ -11,10 +11,10 @@ import torch
 
 from medspeed.common.data.dataset import Case, Dataset
 from medspeed.common.data.geometry import Shape, Spacing, box_above
-from medspeed.common.data.preparation import Preparation, label_map
+from medspeed.common.data.preparation import Preparation, read_case
 from medspeed.common.data.store import file_state
 from medspeed.common.data.threads import map_in_threads
-from medspeed.common.data.volumes import Volume, check_same_grid, read_header, read_volume
+from medspeed.common.data.volumes import Volume, read_header
 from medspeed.common.files import from_json, plural, read_object, write_json
 
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
@@ -55,12 +55,7 @@ class Fingerprint:
 
 
 def fingerprint(
-    cases: Sequence[Case],
-    dataset: Dataset,
-    store: Path | None = None,
-    *,
-    known: Preparation | None = None,
-    workers: int | None = None,
+    cases: Sequence[Case], dataset: Dataset, store: Path, known: Preparation | None = None, workers: int | None = None
 ) -> Fingerprint:
     """Measure training cases, which have labels: spacing, shape, foreground intensity.
 
@@ -72,10 +67,8 @@ def fingerprint(
     """
     if known is not None:
         grids = map_in_threads(lambda case: _ras_grid(*read_header(case.image)), cases, "indexing", workers)
-        some = fingerprint(cases[:: -(-len(cases) // _KNOWN_READ)], dataset, store, workers=workers)
+        some = fingerprint(cases[:: -(-len(cases) // _KNOWN_READ)], dataset, store, None, workers)
         return _summary(dataset, [(spacing, shape, shape) for spacing, shape in grids], None, some.scans)
-    if store is None:
-        return _measure(cases, dataset, workers)
     files = [file for case in cases for file in (case.image, case.label) if file is not None]
     sources = [[str(file.absolute()), *file_state(file)] for file in files]
     key = [_FINGERPRINT_VERSION, list(dataset.modality), list(dataset.labels), sources]
@@ -84,9 +77,15 @@ def fingerprint(
         kept = read_object(path)
         if kept.get("key") == key:
             return from_json(Fingerprint, kept["fingerprint"])
-    measured = _measure(cases, dataset, workers)
-    write_json(path, {"key": key, "fingerprint": asdict(measured)}, flush=False)
-    return measured
+    measured = map_in_threads(lambda case: _case_figures(case, dataset), cases, "measuring cases", workers)
+    grids, samples_each, scans = zip(*measured, strict=True)
+    samples = np.concatenate(samples_each)
+    if not len(samples):
+        raise ValueError(f"{dataset.folder}: no voxel of the training cases ({len(cases)}) has a label above 0")
+    low, high = np.percentile(samples, [0.5, 99.5], axis=0)
+    found = _summary(dataset, grids, (float(low.min()), float(high.max())), scans)
+    write_json(path, {"key": key, "fingerprint": asdict(found)}, flush=False)
+    return found
 
 
 def plan_preparation(
@@ -149,16 +148,6 @@ def scan_figures(volume: Volume, ct: bool) -> CaseFigures:
     return CaseFigures((right, anterior, superior), (width, depth, height), (low, middle, high))
 
 
-def _measure(cases: Sequence[Case], dataset: Dataset, workers: int | None) -> Fingerprint:
-    measured = map_in_threads(lambda case: _case_figures(case, dataset), cases, "measuring cases", workers)
-    grids, samples_each, scans = zip(*measured, strict=True)
-    samples = np.concatenate(samples_each)
-    if not len(samples):
-        raise ValueError(f"{dataset.folder}: no voxel of the training cases ({len(cases)}) has a label above 0")
-    low, high = np.percentile(samples, [0.5, 99.5], axis=0)
-    return _summary(dataset, grids, (float(low.min()), float(high.max())), scans)
-
-
 def _summary(
     dataset: Dataset, grids: Sequence[_Grid], foreground: Window | None, scans: tuple[CaseFigures, ...]
 ) -> Fingerprint:
@@ -169,13 +158,9 @@ def _summary(
 
 def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, CaseFigures]:
     """Return a case's grid, intensities [N, C] of some foreground voxels, and its figures."""
-    assert case.label is not None, "training cases have labels"
     # Intensities choose the window of CT alone; of others the box around the first channel is enough.
-    image = read_volume(case.image, len(dataset.modality), first_only=not is_ct(dataset))
-    label = read_volume(case.label)
-    check_same_grid(image, label)
-    # Voxels in the order of the file, so that flattening copies nothing.
-    numbers = label_map(label, [number for number, name in enumerate(dataset.labels) if name]).ravel(order="F")
+    image, labels = read_case(case, len(dataset.modality), dataset.numbers, first_only=not is_ct(dataset))
+    numbers = labels.ravel(order="F")  # as in the file, so that flattening copies nothing
     places = np.flatnonzero(numbers)
     chosen = places[np.linspace(0, len(places) - 1, min(len(places), VOXELS_PER_CASE)).astype(int)]
     spacing, shape = _ras_grid(image.voxels.shape, image.affine)
@@ -187,7 +172,7 @@ def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, Case
 
 
 def _extent(voxels: np.ndarray) -> tuple[int, ...]:
-    """Return the sides of the box around all voxels [X, Y, Z] or [X, Y, Z, C] that are not 0; a voxel if none is."""
+    """Return the sides of the box around all voxels [X, Y, Z] or [X, Y, Z, C] other than 0; 1 if none is."""
     box = box_above(torch.from_numpy((voxels != 0).T.view(np.uint8)).reshape(-1, *voxels.shape[2::-1]), 0)
     return tuple(stop - first for first, stop in reversed(box)) if box is not None else (1, 1, 1)
 

@@ -15,14 +15,14 @@ from medspeed.common.data.threads import map_in_threads
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import plural, read_rows
 
+# What folds are stratified by: the labels in a case (of a slide: tumour or normal), and their volume in mm3.
 Content = tuple[Sequence[str], int]
-"""What folds are stratified by: the labels in a case (of a slide: tumour or normal), and their volume in mm3."""
 
 
 def split_fold(dataset: Dataset, fold: int, folds: int, groups: str | None, seed: int, workers: int | None) -> Split:
     """Hold out one of the folds of a dataset; each label map is read once. For the arguments see `deal_folds`."""
     cases = dataset.cases
-    contents = map_in_threads(lambda case: _content(case, dataset.labels), cases, "reading labels", workers)
+    contents = map_in_threads(lambda case: _content(case, dataset), cases, "reading labels", workers)
     record = deal_folds({case.name: each for case, each in zip(cases, contents, strict=True)}, folds, groups, seed)
     held, rest = (
         tuple(case for case in cases if (record["fold_of"][case.name] == fold) == out) for out in (True, False)
@@ -103,10 +103,10 @@ def _listed_groups(path: Path, column: str, names: Sequence[str]) -> dict[str, s
     return found
 
 
-def _content(case: Case, labels: Sequence[str]) -> Content:
+def _content(case: Case, dataset: Dataset) -> Content:
     assert case.label is not None, "labelled cases have labels"
     volume = read_volume(case.label)
-    numbers = label_map(volume, [number for number, name in enumerate(labels) if name]).ravel(order="K")
-    counts = np.bincount(numbers[numbers > 0], minlength=len(labels)).tolist()
-    found = [label for label, count in zip(labels, counts, strict=True) if count] or ["no label"]
+    numbers = label_map(volume, dataset.numbers).ravel(order="K")
+    counts = np.bincount(numbers[numbers > 0], minlength=len(dataset.labels)).tolist()
+    found = [label for label, count in zip(dataset.labels, counts, strict=True) if count] or ["no label"]
     return found, round(sum(counts) * 1000 * volume.voxel_ml)

@@ -71,7 +71,7 @@ def undamaged(path: Path) -> Iterator[None]:
 
 
 def sides_in_mm(lengths: np.ndarray) -> str:
-    """Return lengths in words, such as "1 x 1 x 2.5 mm"."""
+    """Return lengths in words: "1 x 1 x 2.5 mm"."""
     return " x ".join(f"{length:.4g}" for length in lengths) + " mm"
 
 
@@ -114,7 +114,6 @@ def nifti_header(path: Path) -> Header:
 
 
 def _nifti_affine(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
-    """Return the affine, sform before qform; warn where its sides are not those of pixdim."""
     if header["pixdim"][0] not in (-1, 1):
         header["pixdim"][0] = 1  # the standard: 0 reads as 1
     try:
@@ -126,11 +125,9 @@ def _nifti_affine(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
         raise ValueError(f"{path}: its header has lengths in {unit[0]}, expected mm: {remedy}")
     sides, pixdim = np.linalg.norm(affine[:3, :3], axis=0), header["pixdim"][1:4].astype(np.float64)
     if not np.allclose(sides, pixdim, rtol=_MAX_DISAGREEMENT):
-        _warn_once(
-            f"{path}: voxel size {sides_in_mm(sides)} in its sform, which is used, but {sides_in_mm(pixdim)} in its "
-            "pixdim, which other programs may use: if the sform is right, image.set_qform(image.affine) in nibabel "
-            "corrects the file"
-        )
+        said = f"voxel size {sides_in_mm(sides)} in its sform, which is used, but {sides_in_mm(pixdim)} in its pixdim"
+        remedy = "if the sform is right, image.set_qform(image.affine) in nibabel corrects the file"
+        _warn_once(f"{path}: {said}, which other programs may use: {remedy}")
     return affine
 
 

@@ -58,15 +58,9 @@ def monai_crops(
 ) -> Batches:
     """Return batches of MONAI's random crops on the device, image [B, C, X, Y, Z] float32, label [B, 1, X, Y, Z] uint8.
 
-    Args:
-        cases: labelled training cases of this rank; each rank must have as many.
-        transforms: from a case's files to `crops_per_case` items "image" [C, X, Y, Z] and "label" [1, X, Y, Z].
-        cached: CacheDataset, filled now, and ThreadDataLoader; else Dataset and DataLoader.
-        crops_per_case: see there.
-        batch_size: crops in one step of this rank.
-        workers: loader processes, or threads that fill the cache; None takes MONAI's default.
-        seed: see `monai_batches`.
-        device: see above.
+    The transforms lead from a case's files to `crops_per_case` items "image" [C, X, Y, Z] and "label" [1, X, Y, Z].
+    Each rank must have as many cases; `batch_size` is its own. If cached, CacheDataset, which is filled now, and
+    ThreadDataLoader take `workers` threads; else Dataset and DataLoader take as many processes.
 
     Raises:
         ValueError: the batch is no multiple of the crops per case, which MONAI's loader takes together.

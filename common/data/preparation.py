@@ -30,15 +30,12 @@ _ROUNDING = 1e-6  # a deviation below this share of the mean is float32's own
 class Preparation:
     """All settings of the preparation."""
 
-    spacing: Spacing  # Working spacing along R, A, S, mm
-    # "window" clips to `window` and scales it to [0, 1] (CT); "zscore" subtracts the mean and divides by the standard
-    # deviation of the nonzero voxels of each channel, and keeps zeros (MR)
-    normalisation: Literal["window", "zscore"]
-    window: tuple[float, float] | None  # Lowest and highest intensity in HU; None for "zscore"
-    channels: int = 1  # Images per case: 1 for a 3-D file, more for a 4-D one
+    spacing: Spacing  # of the working grid along R, A, S, mm
+    normalisation: Literal["window", "zscore"]  # as `windowed` (CT) or `standardised` (MR)
+    window: tuple[float, float] | None  # lowest and highest intensity in HU; None for "zscore"
+    channels: int = 1  # images per case: 1 for a 3-D file, more for a 4-D one
 
     def __post_init__(self) -> None:
-        """Refuse figures that cannot be meant."""
         assert (self.window is not None) == (self.normalisation == "window"), self
         if not all(0 < value < math.inf for value in self.spacing):
             raise ValueError(f"spacing {self.spacing}: expected three lengths in mm, each above 0")
@@ -50,26 +47,38 @@ class Preparation:
 class PreparedCase:
     """A case as the network sees it."""
 
-    name: str  # Name of the case
+    name: str
     image: torch.Tensor  # [C, X, Y, Z] float16 (float32 on request) along R, A, S, contiguous; in [0, 1] for "window"
     label: torch.Tensor | None  # [X, Y, Z] uint8, contiguous; None for an unlabelled case
-    grid: WorkingGrid  # Maps results back to the grid of the file
+    grid: WorkingGrid  # leads back to the grid of the file
 
 
 def prepare_case(case: Case, preparation: Preparation, allowed: Collection[int] = ()) -> PreparedCase:
     """Read and prepare one case; its label map, if any, may contain the label numbers `allowed`.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_volume`, `prepare_volume`, `check_same_grid` and `label_map`.
+        FileNotFoundError, ValueError: as `read_case` and `prepare_volume`.
     """
-    volume = read_volume(case.image, preparation.channels)
-    prepared = prepare_volume(case.name, volume, preparation)
     if case.label is None:
-        return prepared
-    label = read_volume(case.label)
-    check_same_grid(volume, label)
-    resampled = to_working(_in_memory_order(label_map(label, allowed)), prepared.grid, nearest=True)
+        return prepare_volume(case.name, read_volume(case.image, preparation.channels), preparation)
+    volume, labels = read_case(case, preparation.channels, allowed)
+    prepared = prepare_volume(case.name, volume, preparation)
+    resampled = to_working(_in_memory_order(labels), prepared.grid, nearest=True)
     return replace(prepared, label=_written(resampled, torch.uint8, lambda plane: plane)[0])
+
+
+def read_case(
+    case: Case, channels: int, allowed: Collection[int], first_only: bool = False
+) -> tuple[Volume, np.ndarray]:
+    """Read the image of a labelled case, and its label values [X, Y, Z] uint8, which lie on the same grid.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_volume`, `check_same_grid` and `label_map`.
+    """
+    assert case.label is not None
+    image, label = read_volume(case.image, channels, first_only), read_volume(case.label)
+    check_same_grid(image, label)
+    return image, label_map(label, allowed)
 
 
 def case_grid(path: Path, shape: Sequence[int], affine: np.ndarray, spacing: Spacing) -> WorkingGrid:
@@ -126,16 +135,12 @@ def _in_memory_order(voxels: np.ndarray) -> torch.Tensor:
 
 def _foreground_box(image: torch.Tensor, preparation: Preparation) -> Box | None:
     """Return the box of the voxels of [C, n0, n1, n2] above the window's lower bound, or other than 0."""
-    if preparation.window:
-        return box_above(image, preparation.window[0])
-    return box_above((image != 0).view(torch.uint8), 0)
+    window = preparation.window
+    return box_above(image, window[0]) if window else box_above((image != 0).view(torch.uint8), 0)
 
 
 def _reachable(grid: WorkingGrid, native_box: Box) -> WorkingGrid:
-    """Crop the whole grid to the voxels that the foreground of the file, its box in the order [z, y, x], can reach.
-
-    Outside, every voxel interpolates between background voxels and is background: the foreground crop will not miss it.
-    """
+    """Crop the whole grid to what the foreground of the file, its box in the order [z, y, x], is interpolated to."""
     if not grid.separable:
         return grid
     start, shape = [], []

@@ -135,7 +135,6 @@ def _in_planes(volume: torch.Tensor, inner: Sequence[_Steps]) -> torch.Tensor:
 
 
 def _along(volume: torch.Tensor, axis: int, steps: _Steps) -> torch.Tensor:
-    """Resample one axis."""
     lower = volume.index_select(axis, steps.lower)
     if steps.weight is None:
         return lower

@@ -1,8 +1,4 @@
-"""Prepared cases on disk: made once, checked and memory-mapped on every later start.
-
-An entry is a safetensors file with a checksum over all that matters, and with a key: the state of its source files, the
-preparation, the version of the code and the allowed labels.
-"""
+"""Prepared cases on disk, made once: safetensors files with a checksum, and with a key of all that decided them."""
 
 import hashlib
 import json
@@ -17,6 +13,7 @@ from pathlib import Path
 import torch
 from isal import isal_zlib
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.geometry import WorkingGrid
@@ -24,9 +21,6 @@ from medspeed.common.data.preparation import PREPARATION_VERSION, Preparation, P
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.data.volumes import read_header
 from medspeed.common.files import atomic_path, from_json, locked
-
-_log = logging.getLogger(__name__)
-_DTYPES = {"image": "F16", "label": "U8"}
 
 
 class UnusableEntryError(ValueError):
@@ -74,18 +68,9 @@ def write_entry(path: Path, case: PreparedCase, key: str) -> None:
     """Write a prepared case atomically, with a key: a JSON object of all that decided the voxels."""
     tensors = {"image": case.image} | ({} if case.label is None else {"label": case.label})
     grid = json.dumps(asdict(case.grid))
-    # Not safetensors.torch.save_file: it takes several times as long and raises its own error for a full disk.
-    header: dict[str, object] = {"__metadata__": {"key": key, "grid": grid, "crc32": _checksum(key, grid, tensors)}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[name], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    with atomic_path(path, flush=False) as part, part.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            stream.write(tensor.numpy().data)
+    with atomic_path(path, flush=False) as part:
+        about = {"key": key, "grid": grid, "crc32": _checksum(key, grid, tensors)}
+        save_file(tensors, part, {"about": json.dumps(about)})  # it writes several texts in any order
 
 
 def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedCase:
@@ -99,12 +84,12 @@ def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedC
     """
     try:
         with safe_open(path, framework="pt") as stored:
-            metadata = stored.metadata() or {}
+            about = json.loads((stored.metadata() or {}).get("about", "{}"))
             tensors = {part: stored.get_tensor(part) for part in stored.keys()}  # noqa: SIM118 - it is no dict
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
         raise UnusableEntryError(f"damaged: {error}") from error
-    found, grid = metadata.get("key", ""), metadata.get("grid", "")
-    if check and _checksum(found, grid, tensors) != metadata.get("crc32"):
+    found, grid = about.get("key", ""), about.get("grid", "")
+    if check and _checksum(found, grid, tensors) != about.get("crc32"):
         raise UnusableEntryError("damaged: CRC-32 mismatch")
     if found != key:
         before, now = json.loads(found), json.loads(key)
@@ -120,7 +105,6 @@ def file_state(file: Path) -> tuple[int, int, int]:
 
 
 def _prepared_case(case: Case, preparation: Preparation, allowed: Collection[int], folder: Path) -> PreparedCase:
-    """Return the entry if it is sound; else prepare the case, unless another process does so at the same time."""
     decisive = {
         "image": file_state(case.image),
         "label": case.label and file_state(case.label),
@@ -137,13 +121,12 @@ def _prepared_case(case: Case, preparation: Preparation, allowed: Collection[int
         except FileNotFoundError:
             pass
         except UnusableEntryError as reason:
-            _log.warning("%s: preparing it again: %s", path, reason)
+            logging.getLogger(__name__).warning("%s: preparing it again: %s", path, reason)
         prepared = prepare_case(case, preparation, allowed)
         try:
             write_entry(path, prepared, key)
-        except OSError as error:
-            said = f"{path}: cannot be written: {error.strerror}; free some space or choose another folder"
-            raise OSError(error.errno, said) from error
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"{path}: cannot be written: {error}; free some space or choose another folder") from error
         # Read back, not passed on: mapped pages are the disk's, so that a set larger than memory can be prepared.
         return read_entry(path, case.name, key, check=False)
 

@@ -53,10 +53,9 @@ def map_in_threads(
 def prefetch(items: Generator[Item, None, None], device: torch.device) -> Generator[Item, None, None]:
     """Yield the items; while one is in use, the next is made in a background thread.
 
-    What goes wrong in the thread is raised here, with the traceback that it had there. However the iterator ends, the
-    item in work is waited for, `items` is closed and the thread has ended. On a GPU the thread uses the default stream,
-    as the reader must: what it has launched is then done before what is launched on its item. The device has its index
-    where there are several: a thread does not inherit the current one.
+    What goes wrong in the thread is raised here. However the iterator ends, the item in work is waited for, `items` is
+    closed and the thread has ended. On a GPU the thread uses the default stream, as the reader must: what it has
+    launched is then done before what is launched on its item. A thread does not inherit the current device.
     """
     known = device.type == "cuda" and device.index is not None
     pool = ThreadPoolExecutor(1, "prefetch", *((torch.cuda.set_device, (device,)) if known else ()))

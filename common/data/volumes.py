@@ -25,8 +25,7 @@ _MAX_RATIO = 1032  # no deflate stream expands further. Source: zlib.net/zlib_te
 class Volume:
     """A file in memory."""
 
-    # [X, Y, Z] or [X, Y, Z, C] in the file's axes and dtype (float32 where the file scales its values), Fortran order
-    # as in the file, native byte order
+    # [X, Y, Z] or [X, Y, Z, C] in the file's axes, order (Fortran) and dtype, but native; scaled ones are float32
     voxels: np.ndarray
     affine: np.ndarray  # [4, 4] float64, voxel index to RAS mm (sform before qform, as nibabel reads it)
     path: Path  # the file
@@ -38,12 +37,9 @@ class Volume:
 
 
 def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volume:
-    """Read a .nii.gz, .nii, .nrrd or .mha file; the suffix may be upper or lower case.
+    """Read a .nii.gz, .nii, .nrrd or .mha file of one channel, or a 4-D one of so many.
 
-    Args:
-        path: the file.
-        channels: 1 for a 3-D file; more for a 4-D file with that many volumes.
-        first_only: give only the first volume of a 4-D file, as [X, Y, Z, 1]; what follows it is not checked.
+    If `first_only`, only the first channel is returned, as [X, Y, Z, 1], and what follows it is not checked.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -75,11 +71,10 @@ def read_header(path: Path) -> tuple[tuple[int, ...], np.ndarray]:
 
 
 def check_affine(affine: np.ndarray, prefix: str = "") -> None:
-    """Reject an affine [4, 4], voxel index to RAS mm, that no scanner produces.
+    """Refuse an affine [4, 4], voxel index to RAS mm, that no scanner produces.
 
     Raises:
-        ValueError: it is singular or not finite, or its voxels are too small, too large or too far away; the message is
-            the prefix, then the values and their bounds.
+        ValueError: it is singular or not finite, or its voxels are too small, too large or too far away.
     """
     sides, origin = np.linalg.norm(affine[:3, :3], axis=0), affine[:3, 3]
     if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) <= 1e-6 * sides.prod():
@@ -134,7 +129,11 @@ def _voxels(header: Header, path: Path, first_only: bool) -> np.ndarray:
         if header.packed == "gzip":
             stream = igzip.IGzipFile(fileobj=file, mode="rb")
         elif header.packed == "zlib":
-            stream = _inflated(file.read(), needed)
+            inflate = isal_zlib.decompressobj()
+            inflated = inflate.decompress(file.read(), needed + MAX_PADDING)
+            if not inflate.eof and len(inflated) < needed + MAX_PADDING:
+                raise EOFError("its zlib stream ends early")
+            stream = io.BytesIO(inflated)
         _fill(stream, np.empty(header.skip, np.uint8))
         if (found := _fill(stream, content)) < needed:
             said = f"{path}: expected {needed} bytes of voxels ({sizes}, {header.dtype}), found {found}"
@@ -159,15 +158,6 @@ def _check_room(header: Header, path: Path) -> None:
         raise ValueError(f"{asked}, the file can hold at most {bound}: truncated, or a wrong header; copy it again")
     if needed > max(free := free_memory(), ALWAYS_TRIED):
         raise ValueError(f"{asked}, {free} bytes of memory are free: crop the scan, or use a machine with more memory")
-
-
-def _inflated(packed: bytes, needed: int) -> io.BytesIO:
-    """Return what a zlib stream holds, not much more than what is needed of it."""
-    inflate = isal_zlib.decompressobj()
-    content = inflate.decompress(packed, needed + MAX_PADDING)
-    if not inflate.eof and len(content) < needed + MAX_PADDING:
-        raise EOFError("its zlib stream ends early")
-    return io.BytesIO(content)
 
 
 def _fill(stream: io.RawIOBase | io.BufferedIOBase, buffer: np.ndarray) -> int:

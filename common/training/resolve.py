@@ -116,7 +116,7 @@ def _divided(
         split = replace(split, training=training, validation=validation, description=f"{split.description}; shortened")
     store = store_folder(config.store / "fingerprints", dataset.folder)
     cases = split.training if config.fold is None or config.fast_dev_run else dataset.cases  # folds prepare alike
-    figures = fingerprint(cases, dataset, store, known=known, workers=config.workers)
+    figures = fingerprint(cases, dataset, store, known, config.workers)
     run.say(split.description)
     write_json(kept, split.to_json())
     write_json(measured, asdict(figures))

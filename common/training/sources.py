@@ -21,10 +21,9 @@ from medspeed.common.data.batches import Batches, crop_batches, partition_cases
 from medspeed.common.data.cache import CacheMode, CachePlan, CaseCache, smart_indices
 from medspeed.common.data.crops import CachedCase, Tier, place_cases
 from medspeed.common.data.dataset import Case
-from medspeed.common.data.preparation import PreparedCase, label_map, prepare_case
+from medspeed.common.data.preparation import PreparedCase, prepare_case, read_case
 from medspeed.common.data.store import prepared_bytes, prepared_cases, store_folder
 from medspeed.common.data.threads import map_in_threads
-from medspeed.common.data.volumes import check_same_grid, read_volume
 from medspeed.common.files import read_object, write_json
 from medspeed.common.inference.labels import dice_counts, mean_dice
 from medspeed.common.inference.model import VolumeModel
@@ -183,15 +182,8 @@ def _monai_counts(
 
 
 def check_case(case: Case, model: VolumeModel) -> None:
-    """Read image and label of a case.
-
-    Raises:
-        ValueError: one is damaged, they do not fit each other, or a label is not listed; the file is named.
-    """
-    assert case.label is not None
-    image, label = read_volume(case.image, model.preparation.channels), read_volume(case.label)
-    check_same_grid(image, label)
-    label_map(label, model.labelling.numbers)
+    """Read image and label of a case, and let go of them; raises what `read_case` does."""
+    read_case(case, model.preparation.channels, model.labelling.numbers)
 
 
 def stored_cases(cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig, run: Run) -> list[PreparedCase]:

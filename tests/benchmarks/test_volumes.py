@@ -111,7 +111,7 @@ def test_regions_other_than_the_guides_are_refused(small_heads, tmp_path):
     labels = {"0": "background", "1": "necrosis", "2": "edema", "3": "enhancing tumour"}  # the numbers of BraTS 2023
     write_json(folder / "dataset.json", {**content, "labels": labels})
     with pytest.raises(ValueError, match="the guide knows those of MSD only"):
-        brats.plan(read_dataset(folder), None)
+        brats.plan(read_dataset(folder), folder)
 
 
 @pytest.mark.slow  # two whole runs, exports and all

@@ -1,14 +1,18 @@
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import nibabel as nib
 import numpy as np
 import pytest
 
 from medspeed.common.data import fingerprint as module
+from medspeed.common.data import preparation
 from medspeed.common.data.dataset import Case, Dataset, read_dataset
-from medspeed.common.data.fingerprint import Fingerprint, fingerprint, plan_preparation
+from medspeed.common.data.fingerprint import Fingerprint, plan_preparation
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.data.volumes import Volume, read_volume
 from medspeed.common.files import from_json
@@ -16,6 +20,12 @@ from medspeed.common.files import from_json
 CT = Dataset(Path("somewhere"), "Organ", ("CT",), ("background", "organ", "lesion"), (), (), False)
 MR = replace(CT, modality=("FLAIR", "T1w"))
 KNOWN = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
+
+
+def fingerprint(cases: Sequence[Case], dataset: Dataset, store: Path | None = None, **more: Any) -> Fingerprint:
+    """Return the fingerprint; without a store, measured anew."""
+    with TemporaryDirectory() as folder:
+        return module.fingerprint(cases, dataset, store or Path(folder), **more)
 
 
 def save(path: Path, voxels: np.ndarray, spacing: tuple[float, float, float] = (1, 1, 1)) -> None:
@@ -129,7 +139,7 @@ def test_of_a_known_dataset_a_part_is_read_for_the_figures_of_scans_alone(three,
     monkeypatch.setattr(module, "_KNOWN_READ", 2)
     found = fingerprint(three, CT, tmp_path / "store", known=KNOWN)
     assert found.scans == fingerprint(three[::2], CT).scans
-    monkeypatch.setattr(module, "read_volume", None)
+    monkeypatch.setattr(preparation, "read_volume", None)
     assert fingerprint(three, CT, tmp_path / "store", known=KNOWN) == found
     assert (found.spacing, found.shape, found.cases) == ((1.0, 2.0, 5.0), (4, 4, 7), 3)
     assert found.foreground is None
@@ -166,7 +176,7 @@ def test_figures_are_kept_until_a_file_or_a_list_changes(three, monkeypatch, tmp
         read.append(path)
         return read_volume(path, channels, first_only)
 
-    monkeypatch.setattr(module, "read_volume", spy)
+    monkeypatch.setattr(preparation, "read_volume", spy)
     first = fingerprint(three, CT, store)
     assert len(read) == 6
     assert fingerprint(three, CT, store) == first
