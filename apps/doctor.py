@@ -25,8 +25,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from medspeed.apps.doctor_machine import check_machine
-from medspeed.apps.doctor_probes import batch_parts, step_times
-from medspeed.apps.doctor_verdict import Bound, Measured, Verdict, diagnose
+from medspeed.apps.doctor_training import Bound, Measured, Verdict, batch_parts, diagnose, step_times
 from medspeed.apps.opening import open_training, parse_flags
 from medspeed.common.config import replaced
 from medspeed.common.console import Kind, say

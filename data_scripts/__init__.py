@@ -1,16 +1,90 @@
-"""Programs that download, convert and draw data. They start at once: none loads torch or MONAI."""
+"""What the programs that download, convert and draw data share. They start at once: none loads torch or MONAI."""
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from medspeed.common.console import hides_bar, say
+from medspeed.common.files import read_object, write_json
+
+MARKER = "unfinished.json"
 
 
-def run_program(name: str, work: Callable[[], int | None], status: int = 2) -> int:
-    """Do a program's work; return its exit status: `status` after one line on what to change, 130 if interrupted."""
+def run_program(name: str, work: Callable[[], str | int], status: int = 2) -> int:
+    """Do a program's work, which returns its last line or exit status; return the status: `status` for an error."""
     try:
-        return work() or 0
+        done = work()
     except (ValueError, OSError) as error:
         print(f"{name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return status
     except KeyboardInterrupt:
         print(f"{name}: interrupted; run the same command again", file=sys.stderr)
         return 130
+    if isinstance(done, int):
+        return done
+    say(done, "result")
+    return 0
+
+
+def fill(
+    whole: Path,
+    parameters: dict[str, Any],
+    items: Sequence[Sequence[Path]],
+    make: Callable[[int], None],
+    listing: Callable[[], dict[str, Any]],
+    most: int,
+) -> Path:
+    """Make the items of a set whose files are missing, on all cores, then its list; return the folder.
+
+    The list is written last, so that a folder that has one is whole. Until then `unfinished.json` holds the parameters:
+    a second run with the same ones goes on where the first one stopped, others are refused.
+
+    Args:
+        whole: the JSON file that a whole set has, in a folder that is new, empty, or holds this very set.
+        parameters: all that decides the set's bytes, a "seed" too; kept in the list under "phantom".
+        items: the files of each item.
+        make: writes the files of the item of an index, the same each time; called from several threads.
+        listing: returns the rest of the list; called when all items are there.
+        most: how many items are made at a time.
+    """
+    if parameters["seed"] < 0:
+        raise ValueError(f"--seed {parameters['seed']}: must be 0 or more")
+    _claim(whole, parameters)
+    todo = [item for item, files in enumerate(items) if not all(path.exists() for path in files)]
+    with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, len(todo), most))) as pool:
+        jobs, title = [pool.submit(make, item) for item in todo], f"drawing phantoms ({parameters['kind']})"
+        try:
+            for job in tqdm(as_completed(jobs), title, len(jobs), unit="case", disable=hides_bar(not todo)):
+                job.result()
+        finally:  # the first failure stops the rest
+            pool.shutdown(cancel_futures=True)
+    if todo or not whole.exists():
+        write_json(whole, {**listing(), "synthetic": True, "phantom": parameters})
+    whole.with_name(MARKER).unlink(missing_ok=True)
+    return whole.parent
+
+
+def _claim(whole: Path, parameters: dict[str, Any]) -> None:
+    """Mark a folder as the place of the set with these parameters; ValueError where it holds something else."""
+    folder, marker = whole.parent, whole.with_name(MARKER)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: pass a folder for the dataset")
+    held: Any = None
+    with suppress(FileNotFoundError, ValueError):  # what is no JSON object is another file
+        held = read_object(whole).get("phantom") if whole.exists() else read_object(marker)
+    if held == parameters:
+        return
+    if isinstance(held, dict) and held:
+        changed = ", ".join(f"{k} {held.get(k)!r} instead of {v!r}" for k, v in parameters.items() if held.get(k) != v)
+        raise ValueError(f"{folder} contains another dataset ({changed}): choose another folder, or delete it")
+    # hidden files are no content: a killed run may leave the part it was writing, a desktop its own notes
+    others = sorted(p.name for p in folder.glob("[!.]*"))
+    if others:
+        raise ValueError(f"{folder} contains other files ({others[0]}): choose a new or empty folder")
+    write_json(marker, parameters)

@@ -8,7 +8,6 @@ digests in checksums.md5, which has none itself) this script knows what others d
 """
 
 import argparse
-import difflib
 import re
 import shlex
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from medspeed.common.console import say
 from medspeed.common.files import locked
-from medspeed.common.flags import Parser
+from medspeed.common.flags import Parser, near
 from medspeed.data_scripts import run_program
 from medspeed.data_scripts.fetch import check_space, download, http_address, read_receipt, size_of
 
@@ -76,8 +75,7 @@ def choose(digests: Mapping[str, str], slides: Sequence[str]) -> dict[str, str]:
     wanted = list(dict.fromkeys(name for slide in slides for name in groups.get(slide, [slide])))
     for name in wanted:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 3) or [known[0], known[-1]]
-            raise ValueError(f"slide {name!r}: no such slide; similar names: {', '.join(near)}")
+            raise ValueError(f"slide {name!r}: no such slide{near(name, known)}; there are {known[0]} to {known[-1]}")
     kinds = ("annotations/{}.xml", "masks/{}_mask.tif", "images/{}.tif")
     paths = [_REFERENCE] if any(name.startswith("test_") for name in wanted) else []
     paths += [kind.format(name) for name in wanted for kind in kinds]
@@ -114,12 +112,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 1 for an error, 130 where the user interrupts."""
     options = parse_options(arguments)
-
-    def work() -> None:
-        folder = fetch(options.slides, options.to, options.base_url)
-        say(f"next: medspeed train pathology --data {shlex.quote(str(folder))}")
-
-    return run_program("fetch_camelyon16", work, status=1)
+    given, train = (options.slides, options.to, options.base_url), "next: medspeed train pathology --data"
+    return run_program("fetch_camelyon16", lambda: f"{train} {shlex.quote(str(fetch(*given)))}", status=1)
 
 
 if __name__ == "__main__":

@@ -97,12 +97,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 1 for an error, 130 where the user interrupts."""
     options = parse_options(arguments)
-
-    def work() -> None:
-        folder = fetch(*ARCHIVES[options.dataset], options.to, options.base_url, options.keep_archive)
-        say(f"next: medspeed train {options.dataset} --data {shlex.quote(str(folder))}")
-
-    return run_program("fetch_msd", work, status=1)
+    given = *ARCHIVES[options.dataset], options.to, options.base_url, options.keep_archive
+    train = f"next: medspeed train {options.dataset} --data"
+    return run_program("fetch_msd", lambda: f"{train} {shlex.quote(str(fetch(*given)))}", status=1)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,12 @@ import nibabel as nib
 import numpy as np
 import numpy.typing as npt
 
-from medspeed.common.console import say
 from medspeed.common.data.label_files import gzipped
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import atomic_path, read_object, sha256_of
 from medspeed.common.flags import Parser
-from medspeed.data_scripts import phantoms, run_program
+from medspeed.data_scripts import fill, phantoms, run_program
 from medspeed.data_scripts.painting import Scan, Size, read_anatomy
-from medspeed.data_scripts.set_folder import fill
 
 CT_VERSION = 2  # raised when the same parameters give other scans
 MRI_VERSION = 2  # likewise
@@ -167,17 +165,16 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     options = make_parser().parse_args(arguments)
-    kind: str = options.kind
     size: Size = options.size or "small"
 
-    def work() -> None:
-        if kind == "mri":
+    def work() -> str:
+        if options.kind == "mri":
             folder = make_mri_phantoms(options.to, options.cases, size, options.seed)
         elif options.size and options.labels:
             raise ValueError(f"--size {size}: with --labels, scans take their size from the labels; drop one")
         else:
             folder = make_ct_phantoms(options.to, options.cases, size, options.labels, options.seed)
-        say(f"{folder}: synthetic {kind.upper()} (MSD layout), seed {options.seed}; not for clinical use", "result")
+        return f"{folder}: synthetic {options.kind.upper()} (MSD layout), seed {options.seed}; not for clinical use"
 
     return run_program("make_phantoms", work)
 

@@ -9,11 +9,9 @@ from typing import Any, Literal
 import numpy as np
 import tifffile
 
-from medspeed.common.console import say
 from medspeed.common.files import atomic_path, write_text
 from medspeed.common.flags import Parser
-from medspeed.data_scripts import run_program
-from medspeed.data_scripts.set_folder import fill
+from medspeed.data_scripts import fill, run_program
 from medspeed.data_scripts.slides_paint import TABLES, draw_slide
 from medspeed.data_scripts.slides_tissue import ISLAND, MACRO_UM, MPP, Bytes, Lesions, long_axis
 
@@ -176,13 +174,9 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     options = make_parser().parse_args(arguments)
-
-    def work() -> None:
-        folder = make_slides(options.to, options.training, options.testing, options.size, options.seed)
-        told = f"synthetic slides in the layout of Camelyon16, seed {options.seed}; not for clinical use"
-        say(f"{folder}: {told}", "result")
-
-    return run_program("make_slides", work)
+    given = options.to, options.training, options.testing, options.size, options.seed
+    told = f"synthetic slides in the layout of Camelyon16, seed {options.seed}; not for clinical use"
+    return run_program("make_slides", lambda: f"{make_slides(*given)}: {told}")
 
 
 if __name__ == "__main__":

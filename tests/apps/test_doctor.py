@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from monai.transforms import RandomizableTransform, Transform
 
-from medspeed.apps import APPS, doctor, doctor_probes
+from medspeed.apps import APPS, doctor, doctor_training
 from medspeed.apps.opening import parse_flags
 from medspeed.apps.spleen import guide
 from medspeed.apps.spleen import train as spleen_train
@@ -124,7 +124,7 @@ def test_a_tiny_batch(fast, monkeypatch):
     """Each step costs 150 ms, whatever its batch, as launches do."""
     monkeypatch.setenv("MEDSPEED_CHECKPOINT_SECONDS", "1000")  # a busy machine is slow enough to save in between
     slowed(monkeypatch, sys.modules["medspeed.common.training.fit"], "train_step", 0.15)
-    slowed(monkeypatch, doctor_probes, "train_step", 0.15)
+    slowed(monkeypatch, doctor_training, "train_step", 0.15)
     tiny = replace(fast, batch_size=1, crop_size=(8, 8, 8), precision="fp32", epochs=500, validate_every=100)
     assert bound(tiny) == "kernel launch"
 
@@ -174,7 +174,7 @@ def test_what_computes_but_could_be_faster(fast, monkeypatch):
     fit = sys.modules["medspeed.common.training.fit"]
     slowly = slow(fit.train_step)
     monkeypatch.setattr(fit, "train_step", slowly)
-    monkeypatch.setattr(doctor_probes, "train_step", slowly)
+    monkeypatch.setattr(doctor_training, "train_step", slowly)
     monkeypatch.setattr("medspeed.apps.doctor.choose_precision", lambda *given: "bf16")
     verdict, measured, _ = doctor.examine(replace(fast, precision="fp32"))
     assert verdict.bound == "compute"

@@ -154,7 +154,7 @@ def test_wrong_checksum_is_refused(tmp_path):
 def test_unknown_slides_are_refused_with_names_like_them(served, tmp_path, capsys):
     server, asked = served
     assert main(["--slides", "tumour_001", "--to", str(tmp_path), "--base-url", server.url]) == 1
-    assert "slide 'tumour_001': no such slide; similar names: tumor_001" in capsys.readouterr().err
+    assert "slide 'tumour_001': no such slide (did you mean tumor_001?)" in capsys.readouterr().err
     assert asked == [CHECKSUMS]
 
 

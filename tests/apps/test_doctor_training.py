@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from medspeed.apps.doctor_verdict import Measured, diagnose
+from medspeed.apps.doctor_training import Measured, diagnose
 
 HEALTHY = Measured(
     times={"waited": 2.0, "computed": 90.0, "saved": 1.0, "logged": 1.0, "validated": 6.0},

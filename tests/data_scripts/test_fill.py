@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from medspeed.data_scripts.set_folder import MARKER, fill
+from medspeed.data_scripts import MARKER, fill
 
 PARAMETERS: dict[str, Any] = {"kind": "blocks", "seed": 0}
 NAMES = ["a", "b", "c", "d"]
