@@ -9,10 +9,7 @@ from medspeed.common.training.config import Check
 from medspeed.common.training.volume_config import Crops, Network, SegmentationConfig, Windows
 from medspeed.models import check_name
 
-_DESCRIPTION = (
-    "Train a segmentation network on multi-channel MRI (MSD Task01, or any dataset in its layout), from raw volumes to "
-    "a TensorRT engine; on one device, or with torchrun on many."
-)
+_DESCRIPTION = "Train a segmentation network on multi-channel MRI in MSD layout, from raw volumes to a TensorRT engine."
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ from medspeed.common.training.config import Check
 from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
 from medspeed.models import check_name
 
-_DESCRIPTION = (
-    "Train a segmentation network on CT (or any dataset in MSD layout), from raw volumes to a TensorRT engine."
-)
+_DESCRIPTION = "Train a segmentation network on CT volumes in MSD layout, from raw volumes to a TensorRT engine."
 
 
 @dataclass(frozen=True)

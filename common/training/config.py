@@ -176,18 +176,16 @@ def check_partitions(config: TrainingConfig, ranks: int) -> None:
     partitions, batch_size = decided(config.parallel.partitions), decided(config.batch_size)
     accumulate = config.parallel.accumulate
     if not config.alike() and partitions != ranks:
-        raise ValueError(
-            f"parallel.partitions {partitions}: {ranks} ranks would not compute the same with MONAI's sources or "
-            f"losses, which work per rank, so the run cannot resume exactly; use {partitions} ranks, or start a new run"
+        said = (
+            "would not compute the same with MONAI's sources or losses, which work per rank, so the run cannot resume"
         )
+        remedy = f"exactly; use {partitions} ranks, or start a new run"
+        raise ValueError(f"parallel.partitions {partitions}: {ranks} ranks {said} {remedy}")
     if partitions % ranks:
         fitting = ", ".join(str(n) for n in range(1, partitions + 1) if partitions % n == 0)
-        raise ValueError(
-            f"parallel.partitions {partitions}: {ranks} ranks cannot share them evenly, so this run cannot resume "
-            f"exactly; use {fitting} ranks, or start a new run with --parallel.partitions {ranks}"
-        )
-    if batch_size % (partitions * accumulate):
-        raise ValueError(
-            f"batch_size {batch_size}: must be a multiple of {partitions * accumulate} ({partitions} partitions, each "
-            f"split into {accumulate} micro-batches)"
-        )
+        remedy = f"use {fitting} ranks, or start a new run with --parallel.partitions {ranks}"
+        said = f"{ranks} ranks cannot share them evenly, so this run cannot resume exactly"
+        raise ValueError(f"parallel.partitions {partitions}: {said}; {remedy}")
+    if batch_size % (divisor := partitions * accumulate):
+        why = f"{partitions} partitions, each split into {accumulate} micro-batches"
+        raise ValueError(f"batch_size {batch_size}: must be a multiple of {divisor} ({why})")

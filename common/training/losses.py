@@ -31,18 +31,15 @@ class _Sums(NamedTuple):
 def dice_ce(logits: Tensor, label: Tensor, *, ranks: Ranks = SINGLE) -> Tensor:
     """Return soft Dice loss plus cross entropy: MONAI's `DiceCELoss(to_onehot_y, softmax, squared_pred, batch)`.
 
-    It never waits for the device. The Dice loss of a class is 1 - (2 sum(p y) + s) / (sum(p^2) + sum(y) + s); here it
-    is computed as sum((p - y)^2) / (the same denominator), which is equal and keeps its precision as it nears 0.
-    Sums are exact to about 1e-7, where MONAI's vector norms in float32 lose up to 1e-3 on the CPU.
+    It never waits for the device. Dice, at most 1, is taken over the whole batch as one volume: for a class it is
+    1 - (2 sum(p y) + s) / (sum(p^2) + sum(y) + s), computed as sum((p - y)^2) / (the same denominator), which keeps its
+    precision near 0. Sums are exact to about 1e-7; MONAI's vector norms in float32 lose up to 1e-3 on the CPU.
 
     Args:
         logits: [B, K, X, Y, Z], K at least 2, any floating dtype (computed in float32, or float64 if given that) and
             any memory format; for K = 2, the case made fast, the gradient has the same format.
         label: [B, 1, X, Y, Z] uint8 class numbers below K; they are not checked here, and others give a wrong loss.
         ranks: those that share a batch; the loss is that of their batches as one, the same on each of them.
-
-    Returns:
-        The loss, a scalar tensor: at least 0, Dice's part at most 1. Dice is taken over the whole batch as one volume.
 
     Source:
         Milletari et al., "V-Net", 3DV 2016 (squared Dice); Isensee et al., "nnU-Net", Nature Methods 2021 (the sum).
@@ -52,8 +49,7 @@ def dice_ce(logits: Tensor, label: Tensor, *, ranks: Ranks = SINGLE) -> Tensor:
     assert label.shape == (len(logits), 1, *logits.shape[2:]), f"logits {logits.shape}, label {label.shape}"
     if _fits(logits, label):
         return _fused(logits, label, (), True, ranks)
-    sums = _over_batch((_two_class_sums if classes == 2 else _class_sums)(logits, label), ranks)
-    return _dice(sums).mean() + sums.penalty.sum() / (label.numel() * ranks.world)
+    return _over_batch((_two_class_sums if classes == 2 else _class_sums)(logits, label), label.numel(), ranks)
 
 
 def dice_focal(
@@ -61,17 +57,12 @@ def dice_focal(
 ) -> Tensor:
     """Return soft Dice loss plus focal loss, equal to MONAI's `DiceFocalLoss(sigmoid=True, squared_pred=True, ...)`.
 
-    The regions' masks are made from the class numbers here, on the device. It never waits for the device.
-
     Args:
         logits: [B, R, X, Y, Z], any floating dtype (computed in float32, or float64 if given that), any memory format.
-        label: [B, 1, X, Y, Z] uint8 class numbers.
+        label: [B, 1, X, Y, Z] uint8 class numbers, of which the regions' masks are made here, on the device.
         regions: R structures.
         batch: take Dice over the whole batch as if it were one volume, else for each sample, then the mean.
         ranks: those that share a batch; the loss is that of their batches as one, the same on each of them.
-
-    Returns:
-        The loss, a scalar tensor: Dice's part in [0, 1], the focal part at least 0.
 
     Source:
         Milletari et al., "V-Net", 3DV 2016 (squared Dice); Lin et al., "Focal loss", ICCV 2017 (gamma 2, no alpha).
@@ -85,12 +76,11 @@ def dice_focal(
     each = _Sums(penalty, missed, squared, voxels)
     if not batch:
         return ranks.sum((_dice(each).mean() + each.penalty.sum() / logits.numel()) / ranks.world)
-    sums = _over_batch(each, ranks)
-    return _dice(sums).mean() + sums.penalty.sum() / (logits.numel() * ranks.world)
+    return _over_batch(each, logits.numel(), ranks)
 
 
 def binary_cross_entropy(smoothing: float = 0.0) -> Loss:
-    """Return the mean over samples of the binary cross-entropy of logits [B, 1, 1, 1] and labels [B] float, 0 or 1.
+    """Return the mean binary cross-entropy of logits [B, 1, 1, 1] and labels [B] float, 0 or 1.
 
     The targets are `smoothing` and 1 - `smoothing`.
     """
@@ -170,9 +160,10 @@ def _dice(sums: _Sums) -> Tensor:
     return sums.squared / (2 * sums.voxels - 2 * sums.missed + sums.squared + _SMOOTH)
 
 
-def _over_batch(each: _Sums, ranks: Ranks) -> _Sums:
-    """Add up the sums of the samples of all ranks, in one message."""
-    return _Sums(*ranks.sum(torch.stack([value.sum(0) for value in each])))
+def _over_batch(each: _Sums, count: int, ranks: Ranks) -> Tensor:
+    """Return the loss of the samples of all ranks as one, whose sums are added up in one message."""
+    sums = _Sums(*ranks.sum(torch.stack([value.sum(0) for value in each])))
+    return _dice(sums).mean() + sums.penalty.sum() / (count * ranks.world)
 
 
 def _class_sums(logits: Tensor, label: Tensor) -> _Sums:
@@ -203,66 +194,51 @@ class _ErrorSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, regions: Sequence[Region] | None) -> Tensor:  # noqa: ANN401
-        shape = (len(logits), 1 if regions is None else len(regions), *logits.shape[2:])
+        """In few passes over memory, reusing what it can."""
         working = torch.promote_types(logits.dtype, torch.float32)
-        error = torch.empty(shape, dtype=working, device=logits.device)
-        ctx.samples = 1 if logits.device.type == "cpu" else len(logits)  # on a CPU what stays in its cache
-        parts = zip(*(torch.split(each, ctx.samples) for each in (logits, label, error)), strict=True)
-        sums = [_forward_part(some, numbers, regions, wrong) for some, numbers, wrong in parts]
-        ctx.save_for_backward(error)
-        ctx.dtype, ctx.shape = logits.dtype, logits.shape
-        ctx.strides = torch.empty_like(logits, device="meta").stride()  # of the gradient, in the same memory format
+        if regions is None:
+            y = label.to(working)
+            margin = logits[:, 1:] - logits[:, :1].to(working)
+        else:
+            y = torch.stack([region.mask(label[:, 0]) for region in regions], 1).to(working)
+            margin = logits.to(working).contiguous()
+        voxels = _sum_voxels(y)
+        sign = y.mul(2).sub_(1)
+        log_right = torch.nn.functional.logsigmoid(margin.mul(sign))
+        wrong = log_right.expm1().neg_()  # u, precise also where it is tiny
+        ctx.save_for_backward(sign.neg_().mul_(wrong))
+        ctx.like = torch.empty_like(logits, device="meta")  # of the gradient: in the same memory format
         ctx.focal = regions is not None
-        return torch.cat(sums)
+        both, missed = _sum_voxels(wrong), _sum_voxels(y.mul_(wrong))
+        square = wrong.square_()
+        penalty = -_sum_voxels(log_right.mul_(square) if ctx.focal else log_right)
+        return torch.stack([penalty, missed, both - missed, _sum_voxels(square), voxels], -1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        """From the weights of the sums, [B, R, 5].
+
+        With x the logit: de/dx = u (1 - u); d(cross entropy)/dx = e; d(focal)/dx = e u (u - 2 (1 - u) log(1 - u)); of
+        the other sums u (1 - u) (w_extra where e > 0, -w_missed where e < 0, + 2 e w_squared), written without a
+        `where` between scalars, which is slow on the CPU.
+        """
         (error,) = ctx.saved_tensors
-        gradient = torch.empty_strided(ctx.shape, ctx.strides, dtype=ctx.dtype, device=error.device)
-        parts = zip(*(torch.split(each, ctx.samples) for each in (error, weights, gradient)), strict=True)
-        for some, weight, result in parts:
-            slope = _backward_part(some, weight, ctx.focal)
-            result[:, -slope.shape[1] :] = slope
-            if slope.shape[1] < result.shape[1]:  # two classes
-                result[:, :1] = slope.neg_()
+        penalty, missed, extra, squared, _ = weights[..., None, None, None].unbind(2)
+        wrong, half = error.abs(), (extra - missed) / 2
+        slope = torch.addcmul((extra + missed) / 2, wrong, 2 * squared).mul_(error).addcmul_(wrong, half)
+        if ctx.focal:
+            right = 1 - wrong
+            steep = right.clamp(min=_LEAST).log_().mul_(right).mul_(-2).add_(wrong).mul_(wrong).mul_(error)
+            slope.mul_(right).addcmul_(steep, penalty)
+        else:
+            slope.addcmul_(slope, wrong, value=-1).addcmul_(error, penalty)
+        like = ctx.like
+        gradient = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=error.device)
+        gradient[:, -slope.shape[1] :] = slope
+        if not ctx.focal:  # two classes
+            gradient[:, :1] = slope.neg_()
         return gradient, None, None
-
-
-def _forward_part(logits: Tensor, label: Tensor, regions: Sequence[Region] | None, error: Tensor) -> Tensor:
-    """Return the sums, [B, R, 5], and fill `error` [B, R, X, Y, Z]; in few passes over memory, reusing what it can."""
-    if regions is None:
-        y = label.to(error.dtype)
-        margin = logits[:, 1:] - logits[:, :1].to(error.dtype)
-    else:
-        y = torch.stack([region.mask(label[:, 0]) for region in regions], 1).to(error.dtype)
-        margin = logits.to(error.dtype).contiguous()
-    voxels = _sum_voxels(y)
-    sign = y.mul(2).sub_(1)
-    log_right = torch.nn.functional.logsigmoid(margin.mul(sign))
-    wrong = log_right.expm1().neg_()  # u, precise also where it is tiny
-    torch.mul(wrong, sign.neg_(), out=error)
-    both, missed = _sum_voxels(wrong), _sum_voxels(y.mul_(wrong))
-    square = wrong.square_()
-    penalty = -_sum_voxels(log_right if regions is None else log_right.mul_(square))
-    return torch.stack([penalty, missed, both - missed, _sum_voxels(square), voxels], -1)
-
-
-def _backward_part(error: Tensor, weights: Tensor, focal: bool) -> Tensor:
-    """Return the gradient of the regions' logits, [B, R, X, Y, Z], from the weights of the sums, [B, R, 5].
-
-    With x the logit: de/dx = u (1 - u); d(cross entropy)/dx = e; d(focal)/dx = e u (u - 2 (1 - u) log(1 - u)); of the
-    other sums u (1 - u) (w_extra where e > 0, -w_missed where e < 0, + 2 e w_squared), written without a `where`
-    between scalars, which is slow on the CPU.
-    """
-    penalty, missed, extra, squared, _ = weights[..., None, None, None].unbind(2)
-    wrong = error.abs()
-    slope = torch.addcmul((extra + missed) / 2, wrong, 2 * squared).mul_(error).addcmul_(wrong, (extra - missed) / 2)
-    if not focal:
-        return slope.addcmul_(slope, wrong, value=-1).addcmul_(error, penalty)
-    right = 1 - wrong
-    steep = right.clamp(min=_LEAST).log_().mul_(right).mul_(-2).add_(wrong).mul_(wrong).mul_(error)
-    return slope.mul_(right).addcmul_(steep, penalty)
 
 
 def _sum_voxels(values: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from medspeed.common.inference.model import load_weights
-from medspeed.common.training.checkpoint import load_checkpoint, save_checkpoint
+from medspeed.common.training.state import load_checkpoint, save_checkpoint
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}
 
@@ -58,7 +58,7 @@ def test_a_write_that_fails_keeps_the_checkpoint_before(tmp_path, monkeypatch, f
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    target = function if function.startswith("torch") else f"medspeed.common.training.checkpoint.{function}"
+    target = function if function.startswith("torch") else f"medspeed.common.training.state.{function}"
     monkeypatch.setattr(target, full)
     with pytest.raises(OSError, match="No space left") as full_disk:
         save_checkpoint(tmp_path, (0, 2), WEIGHTS, {"step": 2})
@@ -73,7 +73,7 @@ def test_a_write_that_fails_keeps_the_checkpoint_before(tmp_path, monkeypatch, f
 def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
     program = (
         "import sys, torch\nfrom pathlib import Path\n"
-        "from medspeed.common.training.checkpoint import save_checkpoint\n"
+        "from medspeed.common.training.state import save_checkpoint\n"
         "n = 0\n"
         "while True:\n"
         "    n += 1\n"

@@ -10,11 +10,10 @@ from medspeed.common.data.cache import fill_cache
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.ranks import SINGLE, Ranks
 from medspeed.common.run import Run
-from medspeed.common.training.checkpoint import load_checkpoint, save_checkpoint
 from medspeed.common.training.fit import train_step
 from medspeed.common.training.losses import dice_ce
 from medspeed.common.training.optimizers import build_optimizer
-from medspeed.common.training.state import TrainingState, random_of_rank
+from medspeed.common.training.state import TrainingState, load_checkpoint, random_of_rank, save_checkpoint
 from medspeed.models.unet3d import unet3d
 from tests.support import count_operators, refuse_host_sync
 

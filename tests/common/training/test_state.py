@@ -10,7 +10,7 @@ from torch import nn
 
 from medspeed.common import files
 from medspeed.common.inference.model import load_weights, read_note, save_weights
-from medspeed.common.training import checkpoint, log, state
+from medspeed.common.training import log, state
 from tests.common.training.fit_worker import train
 from tests.common.training.test_fit import state_of
 
@@ -95,7 +95,7 @@ def test_killed_at_any_moment_a_run_goes_on_to_the_same_best_weights(tmp_path, m
 
     flush = files.flush_to_disk
     with monkeypatch.context() as patch:
-        for module in (files, checkpoint):
+        for module in (files, state):
             patch.setattr(module, "flush_to_disk", snapshot)
         train({"run": str(whole), "metric": METRIC, **wish})
     due = (whole / "best.safetensors").read_bytes()
