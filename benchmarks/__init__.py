@@ -1,6 +1,9 @@
 """Measurements of our recipes against what people use today."""
 
 from pathlib import Path
+from typing import Any
 
-GUIDES = sorted(path.stem for path in Path(__file__).parent.glob("guides/[a-z]*.py"))
-"""The apps that have a guide to be compared with: the modules of `benchmarks/guides`."""
+import yaml
+
+GUIDES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("guides.yaml").read_text(encoding="utf-8"))
+"""What is known of each app that has a guide to be compared with, `benchmarks/peers/APP_guide.py`."""

@@ -1,17 +1,116 @@
 """Estimate a training step on a GPU, without one: how long it would take, and the floor below it."""
 
+from typing import NamedTuple
+
 from medspeed.apps import APPS
 from medspeed.benchmarks.fake_cuda import shim
-from medspeed.benchmarks.fake_cuda.gpus import GPUS
 from medspeed.common.flags import Parser
+
+
+class Gpu(NamedTuple):
+    """What a GPU reaches: products of matrices in bf16, FLOP/s, and a large copy, bytes/s."""
+
+    flops: float
+    bandwidth: float
+
+
+# An H200 was measured once, at 0.80 and 0.90 of its data sheet; the others have those shares of theirs (NVIDIA; dense
+# bf16 that adds up in float32; SXM, and the A100 with 80 GB).
+_DATA_SHEETS = {"h100": (989e12, 3.35e12), "a100": (312e12, 2.04e12), "l40s": (362e12, 0.864e12)}
+_DATA_SHEETS |= {"rtx5090": (209.5e12, 1.79e12)}
+GPUS = {"h200": Gpu(790e12, 4.3e12)} | {name: Gpu(0.8 * a, 0.9 * b) for name, (a, b) in _DATA_SHEETS.items()}
 
 PARSER = Parser(description=__doc__)
 PARSER.add_argument("app", choices=APPS)
 PARSER.add_argument("--gpu", choices=GPUS, default="h200", help="GPU to estimate for")
 
 if __name__ == "__main__":
-    GIVEN = PARSER.parse_args()
+    PARSER.parse_args()
     shim.load()  # before torch is loaded
-    from medspeed.benchmarks.fake_cuda.estimate import main
 
-    main(GIVEN.app, GIVEN.gpu)
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+
+from medspeed.benchmarks.fake_cuda.costs import Kernel, Kind, kernels
+from medspeed.benchmarks.fake_cuda.steps import opened, write_data
+from medspeed.common.observe.roofline import count_work, floor
+
+# Of the bandwidth of a large copy, and of the products of large matrices, what kernels of each kind reach.
+_BANDWIDTH: dict[Kind, float] = {
+    "convolution": 0.75, "layout": 0.45, "norm": 0.65, "reduce": 0.7, "gather": 0.5, "sample": 0.4, "foreach": 0.7,
+    "pointwise": 0.8, "upload": 0.01, "fused": 0.75,
+}  # fmt: skip
+_PRODUCTS = 0.5
+_LEAST = 2.2e-6  # seconds of a kernel
+_HOST, _HOST_CONVOLUTION, _HOST_GRAPH = 9e-6, 20e-6, 20e-6  # seconds to launch an operator, to prepare a convolution
+_ASSUMED = f"""assumed, not measured: kernels reach {_BANDWIDTH["pointwise"]:.0%} of the bandwidth element by element, \
+{_BANDWIDTH["norm"]:.0%} in a normalisation, {_BANDWIDTH["layout"]:.0%} where they turn a layout, \
+{_BANDWIDTH["fused"]:.0%} where they are ours; convolutions the slower of {_PRODUCTS:.0%} of the products and \
+{_BANDWIDTH["convolution"]:.0%} of the bandwidth, which is the least known of all; no kernel takes less than \
+{_LEAST * 1e6:.1f} us. The host takes {_HOST * 1e6:.0f} us an operator, {_HOST_CONVOLUTION * 1e6:.0f} more a \
+convolution; a graph is one launch. Expect 30 percent more or less."""
+
+
+class Estimate(NamedTuple):
+    """A step's estimated cost: kernels, bytes, and seconds of the device and of the host; the slower counts."""
+
+    kernels: int
+    bytes: int
+    device: float
+    host: float
+
+
+def seconds(one: Kernel, gpu: Gpu) -> float:
+    """Return the estimated seconds of a kernel."""
+    moving = one.bytes / (_BANDWIDTH[one.kind] * gpu.bandwidth)
+    return max(_LEAST, moving, one.flops / (_PRODUCTS * gpu.flops))
+
+
+def estimate(launched: Iterable[Sequence[Kernel]], gpu: Gpu, *, graph: bool = False) -> Estimate:
+    """Return the estimate of operators, each by its kernels, launched one by one or as one graph."""
+    groups = [each for each in launched if each]
+    every = [kernel for each in groups for kernel in each]
+    products = sum(kernel.kind == "convolution" for kernel in every)
+    host = _HOST_GRAPH if graph else _HOST * len(groups) + _HOST_CONVOLUTION * products
+    return Estimate(len(every), sum(each.bytes for each in every), sum(seconds(each, gpu) for each in every), host)
+
+
+def main() -> None:
+    """Count a step of an app and print its floor and its estimates on a GPU."""
+    given = PARSER.parse_args()
+    app, gpu, rows = given.app, GPUS[given.gpu], dict[str, Estimate]()
+    with TemporaryDirectory() as folder:
+        data = write_data(app, Path(folder) / "data")
+        for name, flags in (("plain torch", ("--kernels", "torch")), ("our fused kernels", ())):
+            with opened(app, data, flags) as training:
+                launched = [kernels(each) for each in training.steps()[-1]]
+                shape = next(iter(training.setup.batches.epoch(0))).image.shape
+            rows[f"{name}, eager"] = estimate(launched, gpu)
+            rows[f"{name}, in a graph"] = estimate(launched, gpu, graph=True)
+    work = count_work(_without_device(training.setup.network), shape)
+    least, flops = floor(work, 2, *gpu), sum(each.flops for each in work)
+    reached = f"{gpu.flops / 1e12:.0f} TFLOP/s and {gpu.bandwidth / 1e12:.2f} TB/s"
+    print(f"AN ESTIMATE, nothing was run: a training step of {app} in bf16 on one {given.gpu} ({reached})")
+    print(f"floor of its layers, {flops / 1e12:.3f} TFLOP: {1e3 * least:.2f} ms")
+    for name, found in rows.items():
+        times = f"device {1e3 * found.device:6.2f} ms, host {1e3 * found.host:6.2f} ms"
+        share = f"{100 * least / max(found.device, found.host):3.0f} percent of the floor's speed"
+        print(f"{name:30} {found.kernels:4} kernels, {found.bytes / 1e9:6.2f} GB: {times}; {share}")
+    print(_ASSUMED)
+
+
+def _without_device(network: nn.Module) -> nn.Module:
+    """Return a network whose device is gone, moved to where nothing is computed."""
+    for module in network.modules():
+        for name, each in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            bare = torch.empty(each.shape, dtype=each.dtype, device="meta")
+            setattr(module, name, nn.Parameter(bare) if isinstance(each, nn.Parameter) else bare)
+    return network
+
+
+if __name__ == "__main__":
+    main()

@@ -40,6 +40,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -47,8 +48,8 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from medspeed.apps.opening import parse_flags
-from medspeed.benchmarks.harness import guide_of
-from medspeed.benchmarks.ladder_parts import Figures, climb_rung, datasets, in_a_process, loaders, steps
+from medspeed.benchmarks.feeds import FEEDS, feed
+from medspeed.benchmarks.harness import Figures, attempt, in_a_process, make_data, trained
 from medspeed.common.config import flat, replaced
 from medspeed.common.files import write_json, write_text
 from medspeed.common.observe.plots import save_png
@@ -58,7 +59,9 @@ from medspeed.common.training.config import TrainingConfig
 RAM_DISK = Path("/dev/shm")
 _SHORT = 2  # epochs of a single change, of which the second is timed
 _TARGET = 0.9  # of the quality that fast has in the end: what "seconds to" counts to
-_BEFORE = "times as fast as the rung before"
+_THIS = "samples per s, this / fast"
+_BEFORE, _REACHED = "to the rung before", f"seconds to {_TARGET:g} of fast's quality"
+_MEMORY = "peak memory, MiB"
 _COLOURS = {"baseline": "#D55E00", "the guide": "#0072B2", "fast": "#009E73"}  # of the recipes' rungs, by their names
 
 
@@ -66,7 +69,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the command line, and refuse an app that has no ladder."""
     given = PARSER.parse_args(arguments)
     if given.app not in RUNGS or (given.data is None and given.app not in GUIDES):
-        needed = f"a section {given.app} in benchmarks/rungs.yaml, and benchmarks/guides/{given.app}.py or --data"
+        needed = f"a section {given.app} in benchmarks/rungs.yaml, and one in benchmarks/guides.yaml or --data"
         PARSER.error(f"{given.app} has no ladder: it needs {needed} (see CONTRIBUTING.md)")
     return given
 
@@ -80,7 +83,7 @@ def main() -> None:
     about = environment(torch.device(device))  # now: the files may change while it climbs
     with tempfile.TemporaryDirectory(prefix="ladder-") as made:
         folder = Path(made)
-        data = arguments.data or guide_of(app).make_data(folder / "data", small=True)
+        data = arguments.data or make_data(app, "small", folder / "data")
         epochs = arguments.epochs or RUNGS[app]["epochs"]
         record = measure(app, data, device, arguments.seeds, epochs, folder)
     record |= {"environment": about, "seconds in all": round(time.perf_counter() - began, 1)}
@@ -95,32 +98,35 @@ def measure(app: str, data: Path, kind: str, seeds: int, epochs: int, folder: Pa
     rungs = climb(app, kind, data, folder / "store")
     baseline, *_, fast = rungs.values()
     cached = next((config for name, config in rungs.items() if "the guide" in name), baseline)
-    rounds: list[dict[str, Figures | str]] = []
+    rounds: list[Figures] = []
     with ExitStack() as stack:
         ram = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=RAM_DISK))) if RAM_DISK.is_dir() else None
-        singles = beside(app, fast, ram)
-        bar = stack.enter_context(tqdm(total=seeds * len(rungs) + len(singles) + 2, desc=f"ladder {app}", unit="rung"))
+        singles = {"fast itself": fast, **beside(app, fast, ram), "fast again": fast}
+        bar = stack.enter_context(tqdm(total=seeds * len(rungs) + len(singles), desc=f"ladder {app}", unit="rung"))
 
-        def run(config: TrainingConfig, epochs: int = _SHORT, every: int = _SHORT) -> Figures | str:
+        def run(config: TrainingConfig | str, epochs: int = _SHORT, every: int = _SHORT) -> Figures | str:
             bar.update()
-            return attempt(partial(in_a_process, climb_rung, config, epochs, every))
+            if isinstance(config, str):
+                return config
+            return attempt(partial(in_a_process, trained, replace(config, epochs=epochs, validate_every=every)))
 
         for seed in range(seeds):
             own = {name: replace(config, seed=seed, store=folder / f"store-{seed}") for name, config in rungs.items()}
             rounds.append({name: run(config, epochs, 1) for name, config in own.items()})
-        before = run(fast)
-        changed = {name: found if isinstance(found, str) else run(found) for name, found in singles.items()}
-        after = run(fast)
+        changed = {name: run(config) for name, config in singles.items()}
+    feeds: Figures = {
+        f"{data}, {loader}": attempt(
+            partial(in_a_process, feed, baseline if data == "Dataset" else cached, data, loader)
+        )
+        for data, loader in FEEDS
+    }
     return {
         "app": app,
         "epochs": epochs,
-        "climb": {name: climbed(name, rounds, earlier) for name, earlier in zip(rungs, [None, *rungs], strict=False)},
-        "fast, short": after if isinstance(before, str) else before,
-        "fast, short, again": after,
-        "beside": changed,
-        "datasets": attempt(lambda: datasets(baseline, fast)),
-        "loaders": attempt(lambda: loaders(cached, fast)),
-        "networks and steps": attempt(lambda: steps(fast)),
+        "metric": fast.METRIC,
+        "climb": climbed(rounds, fast.METRIC),
+        "beside": {name: _compared(each, changed["fast itself"]) for name, each in changed.items()},
+        "datasets and loaders": {**feeds, "ours": attempt(partial(in_a_process, feed, fast))},
         "absent": (RUNGS["all"]["absent on a cpu"] if kind == "cpu" else {}) | RUNGS["all"]["absent"],
     }
 
@@ -161,94 +167,71 @@ def _tuples(changes: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
 
 
-def attempt(measured: Callable[[], Figures]) -> Figures | str:
-    """Return what is measured, or why it failed: a quarter of an hour of rungs must not be lost for it."""
-    try:
-        return measured()
-    except (RuntimeError, ValueError, OSError, LookupError, ArithmeticError) as error:
-        return f"failed: {type(error).__name__}: {error}"
+def climbed(rounds: Sequence[Figures], metric: str) -> Figures:
+    """Return each rung's medians over the rounds and its ratios to others, of the same round; or why it has none."""
+    found: Figures = {}
+    first, *_, last = rounds[0]
+    ends = [each[last][metric] for each in rounds if isinstance(each[last], dict)]
+    target = _TARGET * (statistics.median(ends) if ends else 1.0)
+    for before, name in pairwise(["", *rounds[0]]):
+        runs: list[Any] = [each[name] for each in rounds]
+        failed = [run for run in runs if isinstance(run, str)]
+        numbers = [] if failed else [key for key, value in runs[0].items() if isinstance(value, int | float)]
+        found[name] = (
+            failed[0]
+            if failed
+            else {
+                **{key: round(statistics.median(run[key] for run in runs), 5) for key in numbers},
+                _BEFORE: _times(rounds, before, name),
+                "to the baseline": _times(rounds, first, name),
+                _REACHED: _reached([run["curve"] for run in runs], target),
+                "curves": [run["curve"] for run in runs],
+                "precision": runs[0]["precision"],
+            }
+        )
+    return found
 
 
-def climbed(name: str, rounds: Sequence[dict[str, Figures | str]], before: str | None) -> Figures | str:
-    """Return a rung's medians over the rounds, and its ratio to the rung before; or why it has none."""
-    runs: list[Any] = [each[name] for each in rounds]
-    if failed := [run for run in runs if isinstance(run, str)]:
-        return str(failed[0])
-    numbers = [key for key, value in runs[0].items() if isinstance(value, int | float)]
-    found = {key: round(statistics.median(run[key] for run in runs), 5) for key in numbers}
-    if before is not None:
-        earlier = [each[before] for each in rounds]
-        pairs = [a["s per step"] / b["s per step"] for a, b in zip(earlier, runs, strict=True) if isinstance(a, dict)]
-        found[_BEFORE] = round(statistics.median(pairs), 2) if pairs else None
-    return found | {"curves": [run["curve"] for run in runs], "precision": runs[0]["precision"]}
+def _times(rounds: Sequence[Figures], before: str, name: str) -> str:
+    pairs = [(each.get(before), each[name]) for each in rounds]
+    ratios = [one["s per step"] / other["s per step"] for one, other in pairs if isinstance(one, dict)]
+    return f"{statistics.median(ratios):.2f}x" if ratios else ""
+
+
+def _reached(curves: Sequence[Any], target: float) -> str:
+    """Return the median second, preparation included, of the first validation that has the target."""
+    seconds = statistics.median(next((end for end, value in curve if value >= target), math.inf) for curve in curves)
+    return f"{seconds:.3g}" if math.isfinite(seconds) else "not reached"
+
+
+def _compared(found: Figures | str, fast: Figures | str) -> Figures | str:
+    """Return a single change with its ratio to fast; by samples, since some make the batch larger."""
+    if isinstance(found, str) or isinstance(fast, str):
+        return found
+    return {**found, _THIS: f"{found['samples per s'] / fast['samples per s']:.2f}x"}
 
 
 def markdown(record: Figures) -> str:
     """Return all tables of a ladder, most important first."""
-    beside = {"fast itself": record["fast, short"], **record["beside"], "fast again": record["fast, short, again"]}
+    costs = ("waited, percent", "prepare and cache, s", "first epoch, s", record["metric"], _REACHED, _MEMORY)
     parts = {
-        f"The climb ({record['app']}, {record['epochs']} epochs)": _climb(record["climb"]),
-        "Single changes of fast (an epoch each, not repeated: differences of a few percent are noise)": {
-            name: _beside(found, record["fast, short"]) for name, found in beside.items()
-        },
-        **{title.capitalize(): record[title] for title in ("datasets", "loaders", "networks and steps")},
-    }
-    tables = [f"## {title}\n\n{_table(part)}" for title, part in parts.items()]
-    return "\n\n".join([*tables, f"## Not here\n\n{_table(record['absent'])}"])
+        f"The climb ({record['app']}, {record['epochs']} epochs)": (
+            record["climb"], ["s per step", _BEFORE, "to the baseline", *costs],
+        ),
+        "Single changes of fast (an epoch each, not repeated: differences of a few percent are noise)": (
+            record["beside"], ["s per step", _THIS, "s per validation", "compile, s", _MEMORY],
+        ),
+        "Datasets and loaders": (record["datasets and loaders"], None),
+        "Not here": (record["absent"], None),
+    }  # fmt: skip
+    return "\n\n".join(f"## {title}\n\n{_table(*part)}" for title, part in parts.items())
 
 
-def _climb(rungs: Figures) -> Figures:
-    """Return what the table has of each rung."""
-    metric, (first, *_, last) = _metric(rungs), rungs.values()
-    target = _TARGET * (1.0 if isinstance(last, str) else last[metric])
-
-    def row(rung: Figures) -> Figures:
-        so_far = None if isinstance(first, str) else first["s per step"] / rung["s per step"]
-        return {
-            "s per step": rung["s per step"],
-            "to the rung before": _times(rung.get(_BEFORE)),
-            "to the baseline": _times(so_far),
-            **{name: rung[name] for name in ("waited, percent", "prepare and cache, s", "first epoch, s", metric)},
-            f"seconds to {target:.2f}": _reached(rung, target),
-            "peak memory, MiB": rung["peak memory, MiB"],
-        }
-
-    return {name: rung if isinstance(rung, str) else row(rung) for name, rung in rungs.items()}
-
-
-def _beside(found: Figures | str, fast: Figures | str) -> Figures | str:
-    """Return what the table has of a single change; by samples, since some make the batch larger."""
-    if isinstance(found, str):
-        return found
-    ratio = None if isinstance(fast, str) else found["samples per s"] / fast["samples per s"]
-    names = ("s per validation", "compile, s", "peak memory, MiB")
-    return {
-        "s per step": found["s per step"],
-        "samples per s, this / fast": _times(ratio),
-        **{name: found[name] for name in names},
-    }
-
-
-def _metric(rungs: Figures) -> str:
-    return "AUC" if any("AUC" in rung for rung in rungs.values() if isinstance(rung, dict)) else "Dice"
-
-
-def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}x"
-
-
-def _reached(rung: Figures, target: float) -> str:
-    """Return the median second, preparation included, of the first validation that has the target."""
-    ends = [next((end for end, value in curve if value >= target), math.inf) for curve in rung["curves"]]
-    seconds = statistics.median(ends)
-    return f"{seconds:.3g}" if math.isfinite(seconds) else "not reached"
-
-
-def _table(part: Figures | str) -> str:
-    """Return rows of named figures, or of the reason why there are none, as a Markdown table."""
+def _table(part: Figures | str, columns: Sequence[str] | None) -> str:
+    """Return some columns of named rows, or the reason why there are none, as a Markdown table."""
     if isinstance(part, str):
         return part
-    names = list(dict.fromkeys(name for each in part.values() if isinstance(each, dict) for name in each))
+    names = columns or list(dict.fromkeys(name for each in part.values() if isinstance(each, dict) for name in each))
     names = names or ["why not"]
     lines = [["", *names], ["---"] * (len(names) + 1)]
     for name, found in part.items():
@@ -272,7 +255,7 @@ def draw_ladder(path: Path, record: Figures) -> None:
         colour, width = (_COLOURS[recipe], 2.5) if recipe else ("0.8", 1)
         axes.plot(seconds, values, marker="o", color=colour, lw=width, ms=2 * width, zorder=1 + width, label=recipe)
     axes.plot([], [], color="0.8", label="intermediate rungs")
-    axes.set(xlim=0, xlabel="seconds of preparation and training", ylabel=f"validation {_metric(rungs)}")
+    axes.set(xlim=0, xlabel="seconds of preparation and training", ylabel=f"validation {record['metric']}")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
     axes.grid(alpha=0.3)
     save_png(path, figure)

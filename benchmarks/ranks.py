@@ -19,15 +19,14 @@ PARSER.add_argument("--output", type=Path, help="JSON file for the results")
 PARSER.answer(__name__)
 
 import tempfile
-from typing import Any
 
 import torch
 
-from medspeed.benchmarks.harness import call, guide_of, median, ratio, tell
+from medspeed.benchmarks.harness import call, make_data, median, ratio, tell
 from medspeed.common.files import read_json_lines
 from medspeed.common.run import environment
 
-_SETTINGS = ["--device", "cpu", "--epochs", "2", "--batch-size", "4", "--engine", "none", "--validate-every", "2"]
+_FLAGS = ["--device", "cpu", "--epochs", "2", "--batch-size", "4", "--engine", "none", "--validate-every", "2"]
 
 
 def main() -> None:
@@ -35,15 +34,29 @@ def main() -> None:
     given = PARSER.parse_args()
     seconds: dict[int, list[float]] = {1: [], given.ranks: []}
     losses: dict[int, list[float]] = {}
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        data = guide_of(given.app).make_data(Path(folder) / "data", small=True)
-        for number in range(given.rounds):
-            for ranks, measured in seconds.items():
-                run = Path(folder) / f"run-{number}-{ranks}"
-                epochs = train(given.app, ranks, given.ranks, data, run)
-                measured.append(1 / epochs[-1]["samples_per_second"])
-                losses[ranks] = [loss for epoch in epochs for loss in epoch["losses"]]
-    one, several = seconds[1], seconds[given.ranks]
+    with tempfile.TemporaryDirectory(prefix="ranks-") as made:
+        folder = Path(made)
+        data = make_data(given.app, "small", folder / "data")
+        for number, ranks in [(number, ranks) for number in range(given.rounds) for ranks in seconds]:
+            run = folder / f"run-{number}-{ranks}"
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--"]
+            own = [
+                f"apps/{given.app}/train.py",
+                *_FLAGS,
+                "--data",
+                data,
+                "--store",
+                folder / "store",
+                "--run",
+                run,
+                "--parallel.partitions",
+                given.ranks,
+            ]
+            call(*launch, *own, OMP_NUM_THREADS="1")
+            epochs = read_json_lines(run / "metrics.jsonl")
+            seconds[ranks].append(1 / epochs[-1]["samples_per_second"])
+            losses[ranks] = [loss for epoch in epochs for loss in epoch["losses"]]
+    one, several = seconds.values()
     record = {
         "environment": environment(torch.device("cpu")),
         "1 rank, samples per second": round(1 / median(one), 3),
@@ -53,14 +66,6 @@ def main() -> None:
         "steps compared": len(losses[1]),
     }
     tell(record, given.output)
-
-
-def train(app: str, ranks: int, partitions: int, data: Path, run: Path) -> list[dict[str, Any]]:
-    """Train with so many ranks of one thread; return the records of the epochs."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--", f"apps/{app}/train.py"]
-    given = ["--data", data, "--store", run.parent / "store", "--run", run, "--parallel.partitions", partitions]
-    call(*launch, *given, *_SETTINGS, OMP_NUM_THREADS="1")
-    return read_json_lines(run / "metrics.jsonl")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import tempfile
 
 import torch
 
-from medspeed.benchmarks.harness import ROOT, Row, guide_of, show
+from medspeed.benchmarks.harness import ROOT, Figures, make_data, show
 from medspeed.common.files import read_object, write_text
 from medspeed.common.inference.predictors import computes_bf16
 
@@ -46,7 +46,7 @@ def main() -> None:
     if (folder / "record.json").exists():
         raise SystemExit(f"{folder} already exists: move it, or pass another --today")
     with tempfile.TemporaryDirectory(prefix="record-") as made:
-        data = given.data or guide_of(given.app).make_data(Path(made) / "data", small=False)
+        data = given.data or make_data(given.app, "large", Path(made) / "data")
         command = [sys.executable, "benchmarks/compare.py", given.app, "--data", str(data)]
         command += ["--rounds", str(given.rounds), "--output", str(folder / "record.json")]
         subprocess.run(command, cwd=ROOT, check=True)
@@ -68,7 +68,7 @@ def results_table(folder: Path) -> str:
     The rows of records from before `compare.py` wrote any lie beside them, in `rows.json`.
     """
     record, made = read_object(folder / "record.json"), folder / "rows.json"
-    rows: list[Row] = record["rows"] if "rows" in record else json.loads(made.read_text(encoding="utf-8"))
+    rows: list[Figures] = record["rows"] if "rows" in record else json.loads(made.read_text(encoding="utf-8"))
     about = record["environment"]
     cores = f"{_NUMERALS.get(about['cores'], about['cores'])} CPU core{'s' * (about['cores'] > 1)}"
     where = cores if about["device"] == "cpu" else about["device"]

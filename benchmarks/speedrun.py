@@ -51,7 +51,6 @@ def parse_options(words: Sequence[str] = ()) -> tuple[Namespace, list[str]]:
 if __name__ == "__main__":
     parse_options()  # now, so that --help does not wait for torch
 
-import csv
 import math
 import shlex
 import statistics
@@ -61,20 +60,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnxruntime
 import torch
-from monai.metrics import compute_dice
 from scipy.stats import mannwhitneyu
 
 from medspeed.apps.pathology.config import PathologyConfig
 from medspeed.apps.pathology.patches.store import decoded
 from medspeed.apps.pathology.patches.tables import find_tables
-from medspeed.benchmarks.harness import call, guide_of
+from medspeed.benchmarks.harness import call, guide_of, make_data, write_lists
+from medspeed.benchmarks.judge import dices
 from medspeed.common.clock import Clock
 from medspeed.common.console import set_verbosity
 from medspeed.common.data.dataset import read_dataset, split_cases
-from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import from_json, read_object, write_json
 from medspeed.common.run import Run, environment
-from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
 
 def main() -> None:
@@ -89,10 +86,11 @@ def main() -> None:
     runs: dict[str, list[Json]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory(prefix="speedrun-") as made:
         folder = Path(made)
-        if given.data is None and "cases" in record:  # around real labels
-            make_ct_phantoms(folder / "data", record["cases"], labels=given.labels)
+        if given.data is None and "cases" in record:
+            words = ("ct", "--cases", record["cases"], "--labels", given.labels.resolve())
+            call("data_scripts/make_phantoms.py", *words, "--to", folder / "data")
         elif given.data is None:
-            guide_of(record["app"]).make_data(folder / "data", small=True)
+            make_data(record["app"], "small", folder / "data")
         course = Course(folder, (given.data or folder / "data").resolve(), record, flags)
         ends = [] if given.target else [course.guide(seed, math.inf)["curve"][-1][-1] for seed in seeds]
         target = given.target or math.floor(1000 * min(ends)) / 1000
@@ -163,20 +161,13 @@ class Course:
         found = {"held": end["held"], "seconds": end["seconds"], "steps": summary["steps"], "stages": stages}
         return self._judged(run, seed, found)
 
-    def _parts(self, seed: int) -> list[object]:
+    def _parts(self, seed: int) -> Sequence[object]:
         """Return the flags of what trains and what validates: names of cases, or the patches that ours draws."""
         if self.task["metric"] == "dice":
             path = self.folder / "split.json"
             write_json(path, split_cases(read_dataset(self.data), "0.2:0").to_json())
             return ["--split", path]
-        tables, words = find_tables(*self._drawing(seed)), list[object]()
-        for part, table in (("training", tables.training), ("validation", tables.validation)):
-            path = self.folder / f"{part}-{seed}.csv"
-            rows = zip(table.file.tolist(), table.corner.tolist(), table.label.tolist(), strict=True)
-            with path.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([table.files[place], *corner, label] for place, corner, label in rows)
-            words += [f"--{part}", path]
-        return words
+        return write_lists(find_tables(*self._drawing(seed)), self.folder)
 
     def _drawing(self, seed: int, run: Path | None = None) -> tuple[PathologyConfig, Run]:
         plan = None if run is None else run / "plan.json"
@@ -189,47 +180,40 @@ class Course:
         value = self._auc(run, seed, found) if self.task["metric"] == "auc" else self._dice(run, found)
         return {**found, "judged anew": round(value, 4)}
 
-    def _network(self, run: Path, found: Json, *arguments: object) -> torch.nn.Module:
-        peer = guide_of(self.task["app"]).peer
-        network = (peer.FullyConvolutional if self.task["metric"] == "auc" else peer.make_network)(
-            *arguments, **found["network"]
-        )
+    def _network(self, run: Path, given: Namespace) -> torch.nn.Module:
+        """Return the guide's network as it was trained."""
+        network: torch.nn.Module = guide_of(self.task["app"]).make_network(**given.network)
         network.load_state_dict(torch.load(run / "best.pt", weights_only=True, map_location="cpu"))
-        return network.eval()  # type: ignore[no-any-return]
+        return network.eval()
 
     def _dice(self, run: Path, found: Json) -> float:
-        peer, app, images, masks = guide_of(self.task["app"]).peer, self.task["app"], run / "judged", run / "masks"
+        guide, images, masks = guide_of(self.task["app"]), run / "judged", run / "masks"
         names = read_object(self.folder / "split.json")["validation"]
         cases = [case for case in read_dataset(self.data).cases if case.name in names]
         images.mkdir()
         for case in cases:
             (images / case.image.name).symlink_to(case.image)
-        if "network" in found:  # the guide's
-            sizes = {name: found[name] for name in ("spacing", "roi")}
-            peer.segment_files(sorted(images.iterdir()), self._network(run, found), masks, torch.device("cpu"), **sizes)
+        if "given" in found:  # the guide's
+            given = Namespace(**{**found["given"], "device": "cpu"})
+            guide.infer(sorted(images.iterdir()), self._network(run, given), masks, given)
         else:
-            call(f"apps/{app}/infer.py", "--model", run, "--input", images, "--output", masks, "--no-overlays")
-        regions, dice = getattr(peer, "REGIONS", {"spleen": (1,)}).values(), []
-        for case in cases:
-            assert case.label is not None
-            pair = (read_volume(path).voxels.astype(np.int64) for path in (masks / case.image.name, case.label))
-            mask, truth = (torch.from_numpy(np.stack([np.isin(each, of) for of in regions])[None]) for each in pair)
-            dice.append(compute_dice(mask, truth, include_background=True).nanmean().item())
-        return statistics.fmean(dice)
+            script = f"apps/{self.task['app']}/infer.py"
+            call(script, "--model", run, "--input", images, "--output", masks, "--no-overlays")
+        labels = [case.label for case in cases if case.label is not None]
+        return float(dices([masks / case.image.name for case in cases], labels, guide.REGIONS).mean())
 
     def _auc(self, run: Path, seed: int, found: Json) -> float:
-        ours = "network" not in found
+        ours = "given" not in found
         config, here = self._drawing(seed, run if ours else None)
         patches = decoded(find_tables(config, here).validation, config, here)
         images = (pixels[None].astype(np.float32) / 127.5 - 1 for pixels in patches.pixels)  # [1, 3, S, S] in [-1, 1]
-        with torch.inference_mode():
-            if ours:
-                session = onnxruntime.InferenceSession(run / "exports" / "model_fp32.onnx")
-                scores = np.array(
-                    [session.run(None, {session.get_inputs()[0].name: image})[0].item() for image in images]
-                )
-            else:
-                network = self._network(run, found, patches.table.size)
+        if ours:
+            session = onnxruntime.InferenceSession(run / "exports" / "model_fp32.onnx")
+            name = session.get_inputs()[0].name
+            scores = np.array([session.run(None, {name: image})[0].item() for image in images])
+        else:
+            network = self._network(run, Namespace(**found["given"]))
+            with torch.inference_mode():
                 scores = np.array([network(torch.from_numpy(image)).item() for image in images])
         tumour = patches.table.label.astype(bool)
         return float(mannwhitneyu(scores[tumour], scores[~tumour]).statistic / (tumour.sum() * (~tumour).sum()))

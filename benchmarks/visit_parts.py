@@ -28,21 +28,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medspeed.apps.opening import open_training, parse_flags
-from medspeed.benchmarks.harness import Options, median
-from medspeed.benchmarks.ladder import attempt
+from medspeed.apps.opening import parse_flags
+from medspeed.benchmarks.harness import Figures, attempt, guide_of, median, opened, trained
+from medspeed.benchmarks.peers import half_of, make_step
 from medspeed.common.clock import repeated
-from medspeed.common.data.batches import Batch
-from medspeed.common.files import read_json_lines, write_json
+from medspeed.common.files import write_json
 from medspeed.common.observe.roofline import measure_ceiling
 from medspeed.common.run import environment
-from medspeed.common.training.fit import fit
-from medspeed.common.training.setup import start_run
 from medspeed.models.resnet18_fcn import resnet18_fcn
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d
-
-Figures = dict[str, Any]
 
 # Each network with the batch of a step: a CPU's, for a rehearsal, and a GPU's.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
@@ -128,27 +123,20 @@ def steps(app: str, flags: Sequence[str], ways: Sequence[str], device: torch.dev
 
 
 def our_steps(app: str, config: Any, device: torch.device) -> Figures:  # noqa: ANN401 - an app's configuration
-    """Train, and return what a step took by the device's clock, and with its batch by the host's."""
-    with start_run(config) as run:
-        decided, setup = open_training(config, run)
-        fitted, seconds = fit(setup, decided, run), run.clock.seconds()
-    epochs = read_json_lines(run.directory / "metrics.jsonl")
-    later = epochs[1:] or epochs
-    whole = median([epoch["seconds"] / len(epoch["losses"]) for epoch in later])
-    figures = {"with its batch, s": whole, "stages, s": seconds, "losses": epochs[-1]["losses"], "limit": fitted.limit}
-    return {"s per step": (fitted.limit or {}).get("seconds_per_step"), **figures}
+    """Train, and return what it took; a step by the device's clock."""
+    found = trained(config)
+    return {**found, "with its batch, s": found["s per step"], "s per step": found["computed, s per step"]}
 
 
 def guide_steps(app: str, config: Any, device: torch.device) -> Figures:  # noqa: ANN401 - an app's configuration
     """Return the seconds of the guide's step, the same batch again and again."""
-    options = Options(app, device, 1, Path(), both=True)
-    with start_run(config) as run:
-        batch: Batch = next(iter(open_training(config, run)[1].batches.epoch(0)))
-    volumes, peer = batch.image.ndim == 5, options.own.peer
-    network = peer.make_network(batch.image.shape[1]) if volumes else peer.FullyConvolutional(batch.image.shape[-1])
-    step = options.guide_step(network, options.usual)
-    given = batch.image, options.own.target(batch.label) if volumes else batch.label
-    return {"s per step": median(repeated(lambda: step(*given), _ROUNDS)), "batch": list(batch.image.shape)}
+    guide = guide_of(app)
+    with opened(config) as (_, setup, _):
+        batch = next(iter(setup.batches.epoch(0)))
+    network = guide.make_network(batch.image.shape[1 if batch.image.ndim == 5 else -1]).to(device)
+    step, _ = make_step(network, 0.01, guide.make_loss(), half_of(str(device)))
+    same = batch.image, guide.target(batch.label)
+    return {"s per step": median(repeated(lambda: step(*same), _ROUNDS)), "batch": list(batch.image.shape)}
 
 
 def main() -> None:

@@ -9,8 +9,42 @@ PARSER.add_argument("apps", nargs="*", choices=[*APPS, []], help="all by default
 PARSER.add_argument("--write", action="store_true", help="make what is counted now the budget")
 
 if __name__ == "__main__":
-    GIVEN = PARSER.parse_args()
+    PARSER.parse_args()
     shim.load()  # before torch is loaded
-    from medspeed.benchmarks.fake_cuda.budget import main
 
-    main(GIVEN.apps or APPS, GIVEN.write)
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from medspeed.benchmarks.fake_cuda.costs import TABLE, total
+from medspeed.benchmarks.fake_cuda.steps import VARIANTS, flags_of, opened, write_data
+from medspeed.common.files import read_object, write_json
+
+
+def main() -> None:
+    """Count, compare with the table, and write it where that is asked for."""
+    given, table = PARSER.parse_args(), read_object(TABLE)
+    for app in given.apps or APPS:
+        before, table[app] = table.get(app, {}), {}
+        with TemporaryDirectory() as folder:
+            data = write_data(app, Path(folder) / "data")
+            for variant in VARIANTS:
+                with opened(app, data, flags_of(app, variant)) as training:
+                    table[app][variant] = total(training.steps()[-1])._asdict()
+                    if variant == "bf16":
+                        table[app]["validation"] = total(training.validation())._asdict()
+        for variant, costs in table[app].items():
+            told = [_change(name, before.get(variant, {}).get(name), now) for name, now in costs.items()]
+            print(f"{app}, {variant}: {', '.join(told)}")
+    if given.write:
+        write_json(TABLE, table)
+
+
+def _change(name: str, before: int | None, now: int) -> str:
+    shown = f"{now / 1e9:,.2f} G" if name in ("bytes", "float32_bytes", "flops") else f"{now}"
+    if before in (None, now):
+        return f"{name} {shown}"
+    return f"{name} {shown} ({100 * now / before - 100:+.1f} percent)" if before else f"{name} {shown} (before 0)"
+
+
+if __name__ == "__main__":
+    main()

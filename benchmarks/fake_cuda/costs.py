@@ -5,11 +5,16 @@ input, that a convolution adds its bias and sums its gradient in passes of their
 layout is not that of the others. What stays in a cache is counted as moved.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from medspeed.benchmarks.fake_cuda.device import Layout, Operator
+
+TABLE = Path(__file__).with_name("budget.json")
+MORE = 1.05
+"""So many times the budget is too much."""
 
 Kind = Literal["convolution", "layout", "norm", "reduce", "gather", "sample", "foreach", "pointwise", "upload", "fused"]
 # Those that allocate or look at what is there, and launch nothing.
@@ -70,7 +75,7 @@ def total(operators: Iterable[Operator]) -> Totals:
     return Totals(
         kernels=len(launched),
         bytes=sum(kernel.bytes for kernel in launched),
-        float32_bytes=sum(_size(each) for each in tensors if _wide(each)),
+        float32_bytes=sum(each.size for each in tensors if _wide(each)),
         layout_copies=sum(kernel.kind == "layout" for kernel in launched),
         uploads=sum("upload" in one.crossing for one in known),
         waits=sum(one.crossing in ("wait", "download") for one in known),
@@ -78,22 +83,29 @@ def total(operators: Iterable[Operator]) -> Totals:
     )
 
 
+def exceeded(costs: Mapping[str, int], budget: Mapping[str, int]) -> Iterator[str]:
+    """Yield in words which costs are above the budget by more than is let pass."""
+    for name in Totals._fields:
+        if costs[name] > MORE * budget[name]:
+            yield f"{name}: {costs[name]:,}, and the budget is {budget[name]:,}"
+
+
 def kernels(one: Operator) -> list[Kernel]:
     """Return the kernels that an operator launches."""
     if one.name in _NOTHING or one.crossing in ("wait", "download"):
         return []
     if "upload" in one.crossing:
-        return [Kernel("upload", sum(map(_size, one.outputs)))]
+        return [Kernel("upload", _bytes(one.outputs))]
     if one.name == "convolution":
         return _convolution(one)
     if one.name == "convolution_backward":
         return _convolution_backward(one)
     if one.name in _NORMS:
-        largest = max(map(_size, (*one.inputs, *one.outputs)))
+        largest = max(each.size for each in (*one.inputs, *one.outputs))
         return [Kernel("norm", count * largest) for count in _NORMS[one.name]]
-    read, written = (sum(_size(each) for each in some if each.device == "cuda") for some in (one.inputs, one.outputs))
+    read, written = (sum(each.size for each in some if each.device == "cuda") for some in (one.inputs, one.outputs))
     if one.name == "medspeed::crops":  # from images and labels of all the cases
-        return [Kernel("gather", 2 * written + sum(map(_size, one.inputs[2:])))]
+        return [Kernel("gather", 2 * written + _bytes(one.inputs[2:]))]
     if "::" in one.name:  # of this project, whose operators launch one kernel each
         return [Kernel("fused", read + written, one.flops)]
     return [_plain(one, read, written)]
@@ -107,13 +119,13 @@ def _plain(one: Operator, read: int, written: int) -> Kernel:
     if base in _COPIES:
         source, target = one.inputs[-1] if base == "copy_" else one.inputs[0], one.outputs[0]
         turned = (_last(target) and _first(source)) or (_first(target) and _last(source))
-        return Kernel("layout" if turned else "pointwise", _size(source) + _size(target))
+        return Kernel("layout" if turned else "pointwise", source.size + target.size)
     if base.startswith(_REDUCTIONS):
         return Kernel("reduce", read + written)
     if base.startswith("index_copy"):
-        return Kernel("gather", 2 * _size(one.inputs[-1]))
+        return Kernel("gather", 2 * one.inputs[-1].size)
     if base.startswith("index") or "gather" in base:
-        return Kernel("gather", 2 * written + sum(map(_size, one.inputs[1:])))
+        return Kernel("gather", 2 * written + _bytes(one.inputs[1:]))
     sampled = "upsample" in base or "grid_sampler" in base or "pool" in base
     return Kernel("sample" if sampled else "pointwise", read + written, one.flops)
 
@@ -121,22 +133,22 @@ def _plain(one: Operator, read: int, written: int) -> Kernel:
 def _convolution(one: Operator) -> list[Kernel]:
     (image, weight, *bias), (result,) = one.inputs, one.outputs
     found = _turned(result, image)
-    found.append(Kernel("convolution", sum(map(_size, (image, weight, result))), one.flops))
-    return [*found, Kernel("pointwise", 2 * _size(result))] if bias else found
+    found.append(Kernel("convolution", _bytes((image, weight, result)), one.flops))
+    return [*found, Kernel("pointwise", 2 * result.size)] if bias else found
 
 
 def _convolution_backward(one: Operator) -> list[Kernel]:
     gradient, image, weight = one.inputs[:3]
     found = [*_turned(image, gradient), *_turned(weight, image), *([] if _last(image) else _turned(weight, gradient))]
-    moved = sum(map(_size, (gradient, image, weight)))
+    moved = _bytes((gradient, image, weight))
     parts = [each for each in one.outputs if len(each.shape) >= 4]  # of the image, where it is wanted, and the weight
     found += [Kernel("convolution", moved, one.flops // len(parts))] * len(parts)
-    return [*found, Kernel("reduce", _size(gradient))] if any(len(each.shape) == 1 for each in one.outputs) else found
+    return [*found, Kernel("reduce", gradient.size)] if any(len(each.shape) == 1 for each in one.outputs) else found
 
 
 def _turned(like: Layout, other: Layout) -> list[Kernel]:
     """Return the kernel that lays a tensor out with its channels last, as another is; none where it is so."""
-    return [Kernel("layout", 2 * _size(other))] if _last(like) and _first(other) else []
+    return [Kernel("layout", 2 * other.size)] if _last(like) and _first(other) else []
 
 
 def _last(one: Layout) -> bool:
@@ -153,5 +165,5 @@ def _wide(one: Layout) -> bool:
     return one.dtype == "float32" and len(one.shape) >= 4
 
 
-def _size(one: Layout) -> int:
-    return one.size
+def _bytes(some: Iterable[Layout]) -> int:
+    return sum(each.size for each in some)

@@ -1,12 +1,10 @@
 """The apps' own batches, training steps and validations, run on the fake device from tiny data made here."""
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, redirect_stdout
+from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,13 +13,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from medspeed.apps.opening import open_training, parse_flags
+from medspeed.apps.opening import parse_flags
+from medspeed.benchmarks import harness
 from medspeed.benchmarks.fake_cuda.device import FakeCuda, Operator, fake_cuda
 from medspeed.common.data.batches import Batch
 from medspeed.common.kernels import trust
 from medspeed.common.run import Run
 from medspeed.common.training.fit import Setup, train_step
-from medspeed.common.training.setup import start_run
 from medspeed.common.training.state import TrainingState
 from medspeed.common.training.steps import Steps
 
@@ -110,10 +108,9 @@ def opened(app: str, data: Path, flags: Sequence[str] = ()) -> Iterator[Opened]:
     if app in _NAMES:
         usual = import_module(f"medspeed.apps.{app}.train").DEFAULTS["cuda"]
         words += ["--crop-size", str(list(usual.crop)), "--windows.size", str(list(usual.window))]
-    with TemporaryDirectory() as folder, redirect_stdout(sys.stderr), fake_cuda() as mode:
-        parsed = parse_flags(app, [*words, "--run", f"{folder}/run", *flags])
-        with start_run(parsed) as run, trust.trusting(), mock.patch.object(trust, "choose", _all):
-            yield Opened(mode, *open_training(parsed, run), run)
+    config, chosen = parse_flags(app, [*words, *flags]), mock.patch.object(trust, "choose", _all)
+    with fake_cuda() as mode, trust.trusting(), chosen, harness.opened(config) as (decided, setup, run):
+        yield Opened(mode, decided, setup, run)
 
 
 def _all(trials: Sequence[trust.Trial], wish: trust.Kernels, *_: object) -> frozenset[str]:

@@ -1,28 +1,65 @@
-"""The guides as plain MONAI scripts that import nothing of ours, and what all of them do: a step, the flags, an end."""
+"""The guides as plain MONAI scripts that import nothing of ours, and what all of them do: flags, a step, a training."""
 
 import argparse
 import copy
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import monai
+import monai.transforms as mt
 import psutil
 import torch
+from monai.data import CacheDataset, DataLoader, Dataset, ThreadDataLoader, decollate_batch
+from monai.inferers import sliding_window_inference
+from monai.metrics import DiceMetric
+from monai.optimizers import Novograd
+from monai.utils import set_determinism
 from torch import nn
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of logits and labels
-Step = Callable[[torch.Tensor, torch.Tensor], float]  # of images and labels; returns the loss
+Given = argparse.Namespace
 Item = dict[str, Any]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of logits and labels
 
 _HELD = 3  # validations in a row that must reach a target
 
 
-def make_step(network: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, amp_dtype: torch.dtype | None) -> Step:
-    """Return what does a step as the guides do, with their read of the loss."""
+def parse(description: str | None, words: Sequence[str] | None, **own: Any) -> Given:  # noqa: ANN401 - defaults
+    """Parse a script's flags, its own with their defaults (or types) and those that all have, and seed everything.
+
+    The learning rate falls over --epochs; the training ends after --most, or once three validations in a row, one each
+    --every epochs, reach --until. The folder --to gets the weights and what the run took.
+    """
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.add_argument("--network", type=json.loads, default={}, help="other arguments of the network, as JSON")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    flags = {"data": Path, "most": int, "until": math.inf, "seed": 0, "to": Path, "device": device, **own}
+    for name, value in flags.items():
+        first = value[0] if isinstance(value, tuple) else value
+        kind, default = (value, None) if isinstance(value, type) else (type(first), value)
+        parser.add_argument(
+            f"--{name}", type=kind, nargs=len(value) if isinstance(value, tuple) else None, default=default
+        )
+    given = parser.parse_args(words)
+    given.most = given.most or given.epochs
+    set_determinism(given.seed)
+    torch.backends.cudnn.deterministic = False  # which nobody asked for
+    return given
+
+
+def half_of(device: str) -> torch.dtype | None:
+    """Return what the guides' autocast computes in, which is for CUDA only."""
+    return torch.float16 if torch.device(device).type == "cuda" else None
+
+
+def make_step(
+    network: nn.Module, rate: float, loss: Loss, amp_dtype: torch.dtype | None
+) -> tuple[Callable[[torch.Tensor, torch.Tensor], float], torch.optim.Optimizer]:
+    """Return what does a step of images and labels as the guides do, with their read of the loss; and its optimizer."""
+    optimizer = Novograd(network.parameters(), rate)
     scaler = torch.amp.GradScaler(enabled=amp_dtype == torch.float16)
 
     def step(image: torch.Tensor, label: torch.Tensor) -> float:
@@ -34,45 +71,94 @@ def make_step(network: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, 
         scaler.update()
         return float(value.item())
 
-    return step
+    return step, optimizer
 
 
-def parse(
-    parser: argparse.ArgumentParser, epochs: int, every: int, **sizes: tuple[float, float, float]
-) -> argparse.Namespace:
-    """Parse the flags of a script, with its sizes and those that all scripts have, and seed everything."""
-    for name, size in sizes.items():
-        parser.add_argument(f"--{name}", type=type(size[0]), nargs=3, default=size, help="mm, or voxels")
-    parser.add_argument("--data", type=Path, required=True, help="dataset folder")
-    parser.add_argument("--epochs", type=int, default=epochs, help="over which the learning rate falls, where it does")
-    parser.add_argument("--most", type=int, help="epochs at most, those after --epochs with the last learning rate")
-    parser.add_argument("--every", type=int, default=every, help="epochs between two validations")
-    parser.add_argument("--until", type=float, default=math.inf, help="end once three validations in a row reach it")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--network", type=json.loads, default={}, help="other arguments of the network, as JSON")
-    parser.add_argument("--to", type=Path, help="folder for best.pt, the weights, and run.json, what the run took")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args()
-    given.most = given.most or given.epochs
-    monai.utils.set_determinism(given.seed)
-    torch.backends.cudnn.deterministic = False  # which nobody asked for
-    return given
+def train(guide: ModuleType, given: Given) -> None:
+    """Train as a guide does, validated every so many epochs, to the last of them or until the target has held."""
+    watch = Watch(given)
+    loader, validate = guide.training_loader(given), guide.make_validation(given)
+    watch.lap("cache")
+    network = guide.make_network(**given.network).to(given.device)
+    step, optimizer = make_step(network, given.rate, guide.make_loss(), half_of(given.device))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=given.epochs)
+    for epoch in range(1, given.most + 1):
+        network.train()
+        for item in loader:
+            step(item["image"].to(given.device), item["label"].to(given.device))
+            watch.steps += 1
+        if guide.FALLS and epoch <= given.epochs:
+            schedule.step()
+        watch.lap("train")
+        if epoch % given.every == 0 or epoch == given.most:
+            value = validate(network.eval())
+            print(f"epoch {epoch}: {guide.METRIC} {value:.4f}")
+            if watch.ends(network, epoch, value):
+                break
 
 
-def read_pairs(data: Path, split: Path | None, held: int) -> tuple[list[Item], list[Item]]:
+def read_pairs(given: Given, held: int) -> tuple[list[Item], list[Item]]:
     """Return the cases of a folder in MSD layout that train, and those that validate: the last ones, or a file's."""
-    listed = json.loads((data / "dataset.json").read_text())["training"]
-    pairs = sorted(({key: str(data / path) for key, path in pair.items()} for pair in listed), key=str)
-    if split is None:
+    listed = json.loads((given.data / "dataset.json").read_text())["training"]
+    pairs = sorted(({key: str(given.data / path) for key, path in pair.items()} for pair in listed), key=str)
+    if given.split is None:
         return pairs[:-held], pairs[-held:]
-    parts, named = json.loads(split.read_text()), {Path(each["image"]).name.split(".")[0]: each for each in pairs}
+    parts, named = json.loads(given.split.read_text()), {Path(each["image"]).name.split(".")[0]: each for each in pairs}
     return [named[name] for name in parts["training"]], [named[name] for name in parts["validation"]]
+
+
+def cached(items: Sequence[Item], transforms: Any, workers: int, batch: int = 1, shuffle: bool = False) -> DataLoader:  # noqa: ANN401
+    """Fill a CacheDataset with so many workers, and return the loader of its batches."""
+    dataset = CacheDataset(items, transforms, num_workers=workers, copy_cache=False, progress=False)
+    return ThreadDataLoader(dataset, num_workers=0, batch_size=batch, shuffle=shuffle)
+
+
+def predict(network: nn.Module, image: torch.Tensor, roi: Sequence[int], at_once: int, overlap: float) -> torch.Tensor:
+    """Return the logits of volumes, by sliding windows."""
+    dtype = half_of(image.device.type)
+    with torch.no_grad(), torch.autocast(image.device.type, dtype=dtype, enabled=dtype is not None):
+        return sliding_window_inference(image, roi, at_once, network, overlap=overlap)  # type: ignore[no-any-return]
+
+
+def mean_dice(network: nn.Module, loader: Any, given: Given, overlap: float, to_masks: Any, to_truth: Any) -> float:  # noqa: ANN401
+    """Return the mean Dice on the working grid, of all channels that masks of logits and labels have."""
+    metric = DiceMetric(reduction="mean_batch")
+    for item in loader:
+        logits = predict(network, item["image"].to(given.device), given.roi, 4, overlap)
+        truth = decollate_batch(item["label"].to(given.device))
+        metric([to_masks(each) for each in decollate_batch(logits)], [to_truth(each) for each in truth])
+    return float(metric.aggregate().mean())
+
+
+def segment(
+    files: Sequence[Path],
+    network: nn.Module,
+    to: Path,
+    given: Given,
+    fixed: Sequence[Any],
+    discrete: Sequence[Any],
+    *how: Any,  # noqa: ANN401 - windows at once, and their overlap
+) -> None:
+    """Segment scans file to file: transforms, windows, Invertd, what makes a label map of "pred", SaveImaged."""
+    chain, saving = mt.Compose(fixed), {"output_dtype": "uint8", "separate_folder": False, "print_log": False}
+    back = mt.Compose(
+        [
+            mt.Invertd("pred", transform=chain, orig_keys="image", nearest_interp=False, to_tensor=True),
+            *discrete,
+            mt.SaveImaged("pred", output_dir=to, output_postfix="", **saving),
+        ]
+    )
+    network.eval()
+    for item in DataLoader(Dataset([{"image": str(file)} for file in files], chain), batch_size=1, num_workers=0):
+        item["pred"] = predict(network, item["image"].to(given.device), given.roi, *how)
+        for case in decollate_batch(item):
+            back(case)
 
 
 class Watch:
     """The clock of a script, from the start of its process: stages, validations, and whether they end the training."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
+    def __init__(self, given: Given) -> None:
         """Start; what the process did until now is the stage "start"."""
         self._given, self._began = given, psutil.Process().create_time()
         self._last, self._seconds = self._began, dict[str, float]()
@@ -97,6 +183,6 @@ class Watch:
             self._given.to.mkdir(parents=True, exist_ok=True)
             torch.save(self._best, self._given.to / "best.pt")
             found = {"held": held, "seconds": self._curve[-1][1], "steps": self.steps, "stages": self._seconds}
-            sizes = {name: value for name, value in vars(self._given).items() if name in ("network", "spacing", "roi")}
-            (self._given.to / "run.json").write_text(json.dumps({**found, **sizes, "curve": self._curve}))
+            content = {**found, "given": vars(self._given), "curve": self._curve}
+            (self._given.to / "run.json").write_text(json.dumps(content, default=str))
         return held

@@ -47,12 +47,13 @@ def small_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def here(make: Any, *arguments: Any, keep_freed: bool) -> Iterator[Sides]:
+def here(make: Any, *arguments: Any) -> Iterator[Sides]:
     """Stand in for `apart`, which has tests of its own: the sides in this process, without its seconds of imports."""
     yield dict(make(*arguments))
 
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Run the sides of comparisons here."""
+    """Run the sides of comparisons here, and what has a process of its own."""
     monkeypatch.setattr(harness, "apart", here)
+    monkeypatch.setattr(harness, "in_a_process", lambda measured, *arguments: measured(*arguments))

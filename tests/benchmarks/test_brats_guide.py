@@ -6,17 +6,18 @@ import nibabel
 import numpy as np
 import pytest
 import torch
-from monai.data import CacheDataset
 from monai.transforms import Compose
 
+from medspeed.benchmarks import peers
 from medspeed.benchmarks.peers import brats_guide
 
-CPU = torch.device("cpu")
 
-
-def items(folder):
-    listed = json.loads((folder / "dataset.json").read_text())["training"]
-    return [{key: str(folder / path) for key, path in pair.items()} for pair in listed]
+def given(folder, *words):
+    """Return the guide's flags for the two heads, both of which train."""
+    split = folder / "split.json"
+    split.write_text(json.dumps({"training": ["head_0", "head_1"], "validation": ["head_0"]}))
+    words = ("--crop", "24", "24", "24", "--roi", "32", "32", "32", "--device", "cpu", *words)
+    return brats_guide.parse_flags(["--data", str(folder), "--split", str(split), *words])
 
 
 def test_the_regions_of_each_label_are_those_of_msd():
@@ -33,16 +34,16 @@ def test_regions_become_the_label_map_they_were_made_of():
 
 
 def test_a_fixed_item_has_the_images_and_the_regions_on_one_grid(small_heads):
-    fixed = Compose(brats_guide.fixed_transforms(("image", "label"), CPU, (2.0, 1.0, 1.0)))
-    item = fixed(items(small_heads)[0])
+    flags = given(small_heads, "--spacing", "2", "1", "1")
+    fixed = Compose(brats_guide.fixed_transforms(("image", "label"), flags))
+    item = fixed(peers.read_pairs(flags, 1)[0][0])
     assert item["image"].shape == (4, 12, 24, 24)
     assert item["label"].shape == (3, 12, 24, 24)
 
 
 def test_the_random_transforms_leave_the_cache_as_it_is(small_heads):
     """MONAI's NormalizeIntensityd writes into what it is given, here a view of the cached volume."""
-    transforms = brats_guide.training_transforms(CPU, (1.0, 1.0, 1.0), (24, 24, 24))
-    dataset = CacheDataset(items(small_heads), transforms, copy_cache=False, progress=False)
+    dataset = brats_guide.training_loader(given(small_heads)).dataset
     before = [dataset._cache[number]["image"].clone() for number in range(2)]
     dataset.transform.set_random_state(0)
     crops = [dataset[number % 2]["image"] for number in range(24)]  # an eighth of them is not flipped at all
@@ -51,8 +52,28 @@ def test_the_random_transforms_leave_the_cache_as_it_is(small_heads):
     assert abs(float(crops[0][crops[0] != 0].mean())) < 1
 
 
-@pytest.mark.parametrize("spacing", [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0)])
-def test_files_are_segmented_onto_their_own_grid(small_heads, tmp_path, spacing, monkeypatch):
+def test_labels_other_than_the_guides_are_refused(small_heads, tmp_path):
+    labels = {"0": "background", "1": "necrosis", "2": "edema", "3": "enhancing tumour"}  # the numbers of BraTS 2023
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": labels, "training": []}))
+    with pytest.raises(ValueError, match="the guide knows those of MSD only"):
+        brats_guide.training_loader(given(tmp_path))
+
+
+def test_its_validation_is_the_mean_dice_of_the_regions(small_heads):
+    """By hand: a network that says yes everywhere has 2 n / (n + N), with n voxels of a region in N."""
+
+    class Everywhere(torch.nn.Module):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return torch.ones_like(image[:, :3])
+
+    label = np.asarray(nibabel.load(small_heads / "labelsTr" / "head_0.nii.gz").dataobj)
+    sizes = [np.isin(label, of).sum() for of in brats_guide.REGIONS.values()]
+    due = np.mean([2 * size / (size + label.size) for size in sizes])
+    assert brats_guide.make_validation(given(small_heads))(Everywhere()) == pytest.approx(due, rel=1e-5)
+
+
+@pytest.mark.parametrize("spacing", ["1", "2"])
+def test_files_are_segmented_onto_their_own_grid(small_heads, tmp_path, spacing):
     """A network that sees enhancing tumour where the normalised FLAIR is bright marks the ball's inside."""
 
     class Threshold(torch.nn.Module):
@@ -60,8 +81,7 @@ def test_files_are_segmented_onto_their_own_grid(small_heads, tmp_path, spacing,
             return (image[:, :1] - 1.5).expand(-1, 3, -1, -1, -1) * 10
 
     file = small_heads / "imagesTr" / "head_0.nii.gz"
-    monkeypatch.setattr(brats_guide, "VALIDATION_ROI", (32, 32, 32))
-    brats_guide.segment_files([file], Threshold(), tmp_path, CPU, spacing)
+    brats_guide.infer([file], Threshold(), tmp_path, given(small_heads, "--spacing", *[spacing] * 3))
     made = nibabel.load(tmp_path / file.name)
     truth = np.asarray(nibabel.load(small_heads / "labelsTr" / file.name).dataobj)
     found = np.asarray(made.dataobj)

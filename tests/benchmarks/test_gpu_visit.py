@@ -189,7 +189,7 @@ def test_inference_and_benchmarks_of_volumes_import_without_what_dicom_and_slide
         "medspeed.benchmarks.compare",
         "medspeed.benchmarks.visit_parts",
     ]
-    wanted += [f"medspeed.benchmarks.guides.{app}", "medspeed.benchmarks.speedrun"]
+    wanted += [f"medspeed.benchmarks.peers.{app}_guide", "medspeed.benchmarks.speedrun"]
     program = f"import importlib, sys\nsys.modules.update(dict.fromkeys({blocked}))\n"
     program += f"for name in {wanted}: importlib.import_module(name)\n"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -7,29 +7,31 @@ from typing import Any
 import pytest
 import torch
 
-from medspeed.benchmarks import harness
-from medspeed.benchmarks.harness import Options, apart, call, row, show, step_rows, timed
+from medspeed.benchmarks import sides
+from medspeed.benchmarks.compare import quickest, step_rows, timed
+from medspeed.benchmarks.harness import apart, call, row, show
+from medspeed.benchmarks.sides import Task
 
 
 def test_a_side_runs_elsewhere_each_time_in_the_same_process():
-    sides: Any
-    with apart(dict, {"number": os.getpid}, keep_freed=True) as sides:
-        assert list(sides) == ["number"]
-        first = sides["number"]()
-        assert first == sides["number"]() != os.getpid()
+    made: Any
+    with apart(dict, {"number": os.getpid}) as made:
+        assert list(made) == ["number"]
+        first = made["number"]()
+        assert first == made["number"]() != os.getpid()
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
 
 
 def test_what_goes_wrong_there_is_raised_here():
-    with pytest.raises(ZeroDivisionError), apart(divmod, 1, 0, keep_freed=False):
+    with pytest.raises(ZeroDivisionError), apart(divmod, 1, 0):
         pass
 
 
 def options(monkeypatch, bf16=True, both=True, device="cpu"):
-    monkeypatch.setattr(harness, "computes_bf16", lambda device: bf16)
-    monkeypatch.setattr(harness, "choose_precision", lambda wish, device: "bf16" if bf16 else "fp32")
-    return Options("brats", torch.device(device), 2, Path(), both)
+    monkeypatch.setattr(sides, "computes_bf16", lambda device: bf16)
+    monkeypatch.setattr(sides, "choose_precision", lambda wish, device: "bf16" if bf16 else "fp32")
+    return Task("brats", Path(), torch.device(device), 2, 8, both, Path())
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -37,25 +39,24 @@ def options(monkeypatch, bf16=True, both=True, device="cpu"):
 def test_sides_run_in_turn_and_leave_what_they_return(monkeypatch, both):
     order: list[str] = []
 
-    def sides(name):
-        def side(start):
+    def maker(name):
+        def side(flags):
             order.append(name)
-            return start + len(order)
+            return f"{flags} {len(order)}"
 
-        return lambda start: {name: lambda: side(start)}
+        return lambda task, flags: {name: lambda: side(flags)}
 
-    seconds, left = timed(options(monkeypatch, both=both), sides("guide"), [sides("a"), sides("b")], 100)
+    seconds, left = timed(options(monkeypatch, both=both), maker("guide"), [maker("a"), maker("b")], "flags")
     names = [*["guide"] * both, "a", "b"]
     assert order == names * 3  # a warm-up and two rounds
     assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys(names, 2)
-    assert left["b"] == 100 + len(order)
+    assert left["b"] == f"flags {len(order)}"
 
 
 @pytest.mark.parametrize(
     ("unit", "guide", "fast", "line"),
     [
         ("s", [6.0, 2.0, 4.0], [2.0, 1.0, 1.0], "| it | 4 s | 1 s | 3.0x |"),  # ratios 3, 2, 4: not that of medians
-        ("/s", [100.0, 200.0], [300.0, 200.0], "| it | 150/s | 250/s | 2.0x |"),
         ("MiB", [3000.0], [1500.0], "| it | 3000 MiB | 1500 MiB | 2.0x |"),
         ("", [0.5, 0.7], [0.7, 0.75], "| it | 0.600 | 0.725 | +0.125 |"),
         ("s", [], [0.25], "| it |  | 0.25 s |  |"),
@@ -89,6 +90,12 @@ def test_what_the_rows_of_a_step_compare_follows_from_the_device(monkeypatch, bf
         f"training step, 1 x 96, {each}" for each in [*labels, "with the making of the batch"]
     ]
     assert {each["ratio"] for each in rows} == {2.0}
+
+
+def test_the_quickest_way_of_the_guide_counts():
+    seconds = {"guide (guide: a)": [3.0, 1.0, 2.0], "guide (guide: b)": [1.0, 1.9, 1.9], "fast": [1.0, 1.0, 1.0]}
+    assert quickest(seconds) == ("guide (guide: b)", [1.0, 1.9, 1.9])
+    assert quickest({"fast": [1.0]}) == ("guide", [])
 
 
 def test_ours_alone_has_a_row_for_each_precision(monkeypatch):

@@ -96,9 +96,9 @@ def three(tmp_path):
 
 
 def test_the_guide_trains_and_validates_on_the_cases_that_ours_does(three, tmp_path):
-    train, held = read_pairs(three, tmp_path / "split.json", 1)
+    train, held = read_pairs(Namespace(data=three, split=tmp_path / "split.json"), 1)
     assert [[Path(pair["image"]).name[0] for pair in part] for part in (train, held)] == [["c"], ["a", "b"]]
-    train, held = read_pairs(three, None, 1)  # its own rule
+    train, held = read_pairs(Namespace(data=three, split=None), 1)  # its own rule
     assert [[Path(pair["label"]).name[0] for pair in part] for part in (train, held)] == [["a", "b"], ["c"]]
 
 
@@ -121,7 +121,7 @@ def test_both_sides_run_and_are_judged(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MEDSPEED_MONITOR_SECONDS", "0")
     monkeypatch.setattr(console, "_verbosity", "normal")  # put back after it: the program silences its process
     network = json.dumps({"channels": [4, 8], "strides": [2]})
-    guide = f"--spacing 8 8 8 --crop 32 32 32 --roi 32 32 32 --cases 1 --network '{network}' --device cpu"
+    guide = f"--spacing 8 8 8 --crop 32 32 32 --roi 32 32 32 --batch 1 --network '{network}' --device cpu"
     tiny = "--spacing=[8,8,8] --crop_size=[32,32,32] --windows.size=[32,32,32] --channels=[4,8] --device cpu"
     settings = {
         "app": "spleen",

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from medspeed.benchmarks.fake_cuda.budget import exceeded
-from medspeed.benchmarks.fake_cuda.costs import kernels, total
+from medspeed.benchmarks.fake_cuda.costs import exceeded, kernels, total
 from medspeed.benchmarks.fake_cuda.device import Operator
 
 Steps = list[list[Operator]]  # of two consecutive steps, at two rates

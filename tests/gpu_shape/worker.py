@@ -8,8 +8,7 @@ from medspeed.benchmarks.fake_cuda import shim
 if __name__ == "__main__":
     shim.load()  # before torch is loaded
 
-from medspeed.benchmarks.fake_cuda.budget import TABLE, exceeded
-from medspeed.benchmarks.fake_cuda.costs import total
+from medspeed.benchmarks.fake_cuda.costs import TABLE, exceeded, total
 from medspeed.benchmarks.fake_cuda.steps import VARIANTS, Opened, flags_of, opened, write_data
 from medspeed.common.files import read_object, write_json
 from tests.gpu_shape.guards import GUARDS, Steps

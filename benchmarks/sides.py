@@ -1,0 +1,213 @@
+"""What the two sides of a comparison run: the guide's script, and the app itself with the guide's network."""
+
+import shlex
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import count, zip_longest
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import medspeed
+from medspeed.apps.opening import parse_flags
+from medspeed.apps.pathology.patches.tables import find_tables
+from medspeed.apps.pathology.slides.camelyon import read_slide_set
+from medspeed.benchmarks import GUIDES
+from medspeed.benchmarks.harness import Sides, guide_of, opened, step_of, write_lists
+from medspeed.benchmarks.peers import Given, make_step
+from medspeed.common.clock import Clock
+from medspeed.common.data.dataset import read_dataset
+from medspeed.common.files import write_json
+from medspeed.common.host_memory import peak_memory
+from medspeed.common.inference import Precision
+from medspeed.common.inference.model import load_weights
+from medspeed.common.inference.predictors import computes_bf16
+from medspeed.common.run import Run
+from medspeed.common.training.setup import choose_precision
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Task:
+    """The comparison of an app's guide with ours, or ours alone; `folder` is for what they make."""
+
+    app: str
+    data: Path
+    device: torch.device
+    rounds: int
+    cases: int
+    both: bool
+    folder: Path
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """What `guides.yaml` has of the app."""
+        return GUIDES[self.app]
+
+    @property
+    def guide(self) -> ModuleType:
+        """The script of `benchmarks/peers`."""
+        return guide_of(self.app)
+
+    @property
+    def half(self) -> str | None:
+        """The guide's half precision; None where the processor would only emulate it."""
+        return "fp16" if self.device.type == "cuda" else "bf16" if computes_bf16(self.device) else None
+
+    @property
+    def usual(self) -> str:
+        """The precision that the guide runs in, whose autocast is for CUDA only."""
+        return "fp16" if self.device.type == "cuda" else "fp32"
+
+    @property
+    def chosen(self) -> Precision:
+        """The precision that fast chooses here."""
+        return choose_precision("auto", self.device)
+
+    @property
+    def precisions(self) -> list[Precision]:
+        """The precisions in which fast is measured: those that the device computes."""
+        bf16: list[Precision] = ["bf16"] if computes_bf16(self.device) else []
+        return list(dict.fromkeys(["fp32", *bf16, self.chosen]))
+
+    def scans(self) -> list[Path]:
+        """Return the scans to infer from, half as many as cases; slides with tumour and without in turn."""
+        if self.app != "pathology":
+            return [case.image for case in read_dataset(self.data).cases[: max(1, self.cases // 2)]]
+        testing = read_slide_set(self.data).testing
+        kinds = [[entry.path for entry in testing if entry.tumour is tumour] for tumour in (True, False)]
+        return [path for pair in zip_longest(*kinds) for path in pair if path][: max(2, self.cases // 2)]
+
+    def config(self, flags: str, precision: Precision | None = None) -> Any:  # noqa: ANN401 - the app's configuration
+        """Return the configuration of ours with further flags; volumes with so many cases."""
+        words = ["--data", self.data, "--store", self.folder / "store", "--device", self.device, "--engine", "none"]
+        if self.app != "pathology":
+            names = [case.name for case in read_dataset(self.data).cases[: self.cases]]
+            split = self.folder / "split.json"
+            words += ["--split", split]
+            write_json(split, {"training": names, "validation": names[:1], "held_out": False})
+        words += ["--precision", precision or self.chosen, *shlex.split(f"{self.known['fast']} {flags}")]
+        return parse_flags(self.app, list(map(str, words)))
+
+    def ways(self, config: Any) -> dict[str, Given]:  # noqa: ANN401 - the app's configuration
+        """Return what the guide's script is told, with our data and batch; by its ways to load, in words for a row."""
+        words = ["--data", str(self.data), "--device", str(self.device), *shlex.split(self.known["guide"])]
+        if self.app != "pathology":
+            words += ["--split", config.split, "--crop", *map(str, config.crop_size)]
+            return {"": self.guide.parse_flags([*words, "--batch", str(config.batch_size // self.known["crops"])])}
+        tables = find_tables(config, Run(self.folder, self.device, Clock(), resumed=False))
+        words += ["--patch", str(config.patch_size)]
+        found = {}
+        for kind, labels in (("patches", 1), ("regions", 9)):
+            lists = [*words, *write_lists(tables, self.folder, labels)]
+            lists += ["--batch", str(config.batch_size // labels)]
+            found[f" (guide: {kind}, workers)"] = self.guide.parse_flags(lists)
+            found[f" (guide: {kind}, thread)"] = self.guide.parse_flags([*lists, "--workers", "0"])
+        return found
+
+
+def done(batches: Iterable[Any], step: Callable[[Any], object] = id) -> int:
+    """Do a step of each batch; return how many."""
+    return len([step(batch) for batch in batches])
+
+
+def guide_starts(task: Task, flags: str) -> Sides:
+    """Return the guide's start with an epoch of batches, by each of its ways to load."""
+
+    def start(given: Given) -> int:
+        return done(task.guide.training_loader(given))
+
+    return {f"guide{way}": partial(start, given) for way, given in task.ways(task.config(flags)).items()}
+
+
+def fast_starts(task: Task, flags: str) -> Sides:
+    """Return our start with an epoch of batches, from nothing and from what is there."""
+
+    def start() -> int:
+        with opened(task.config(flags)) as (_, setup, _):
+            return done(setup.batches.epoch(0))
+
+    return {"deleting": partial(shutil.rmtree, task.folder / "store", True), "cold": start, "warm": start}
+
+
+def guide_step(task: Task, given: Given, precision: str) -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """Return a step of the guide's network, of images and labels."""
+    network = task.guide.make_network(**given.network).to(task.device)
+    return make_step(network, given.rate, task.guide.make_loss(), _DTYPES.get(precision))[0]
+
+
+def guide_steps(task: Task, flags: str) -> Sides:
+    """Return the guide's steps on the batch that ours left."""
+    given = next(iter(task.ways(task.config(flags)).values()))
+    image, label = torch.load(task.folder / "batch.pt", weights_only=True)
+    same, precisions = (image, task.guide.target(label)), dict.fromkeys(["fp32", task.half or "fp32"])
+    return {f"guide {each}": partial(guide_step(task, given, each), *same) for each in precisions}
+
+
+def guide_epochs(task: Task, flags: str) -> Sides:
+    """Return the guide's epoch with a step of each batch, by each of its ways to load."""
+
+    def epoch(loader: Any, step: Callable[..., float]) -> int:  # noqa: ANN401 - MONAI's
+        return done(loader, lambda item: step(item["image"].to(task.device), item["label"].to(task.device)))
+
+    ways = task.ways(task.config(flags))
+    made = {way: (task.guide.training_loader(each), guide_step(task, each, task.usual)) for way, each in ways.items()}
+    return {f"guide{way}": partial(epoch, *each) for way, each in made.items()}
+
+
+def fast_steps(task: Task, flags: str) -> Sides:
+    """Return our steps on one batch, in each precision; the batch is left to the guide."""
+
+    def side(precision: Precision) -> Callable[[], object]:
+        with opened(task.config(flags, precision)) as (_, setup, _):
+            batch = next(iter(setup.batches.epoch(0)))
+        if precision == "fp32":
+            torch.save((batch.image, batch.label), task.folder / "batch.pt")
+        one_step, shape = step_of(setup), list(batch.image.shape)
+        return lambda: (one_step(batch), shape)[1]
+
+    return {f"fast {precision}": side(precision) for precision in task.precisions}
+
+
+def fast_epochs(task: Task, flags: str) -> Sides:
+    """Return our epoch with a step of each batch."""
+    with opened(task.config(flags)) as (_, setup, _):
+        epochs, one_step = count(), step_of(setup)
+    return {"fast": lambda: done(setup.batches.epoch(next(epochs)), one_step)}
+
+
+def train(config: Any) -> Any:  # noqa: ANN401 - an app's configuration, and its summary
+    """Train an app."""
+    return import_module(f"medspeed.apps.{config.APP}.train").main(config)
+
+
+def guide_inference(task: Task, flags: str) -> Sides:
+    """Return the guide's inference; each side tells the process's peak memory, MiB, and its folder."""
+
+    def side(given: Given, to: Path) -> tuple[float, Path]:
+        network = task.guide.make_network(**given.network).to(task.device)
+        network.load_state_dict(load_weights(task.folder / "run" / "best.safetensors"))
+        task.guide.infer(task.scans(), network, to, given)
+        return peak_memory() / 2**20, to
+
+    ways = {way: given for way, given in task.ways(task.config(flags)).items() if "regions" not in way}
+    return {f"guide{way}": partial(side, given, task.folder / f"guide{way}") for way, given in ways.items()}
+
+
+def fast_inference(task: Task, flags: str, way: str) -> Sides:
+    """Return ours, as `infer.py` does it; it tells the process's peak memory, MiB, and its folder."""
+    numbers, how = count(), {"device": str(task.device), "overlays": False, **task.known["ways"][way]}
+
+    def side() -> tuple[float, Path]:
+        to = task.folder / f"{way} {next(numbers)}"
+        found = medspeed.predict(task.folder / "run", task.folder / "scans", to, quiet=True, **how)
+        assert not found.failed, found.failed
+        return peak_memory() / 2**20, to
+
+    return {way: side}

@@ -1,0 +1,202 @@
+"""Each part of `compare.py` runs at a tiny scale, and its rows are of both sides."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+from medspeed.benchmarks import GUIDES, compare, harness, judge, sides
+from medspeed.benchmarks.harness import in_turn
+from medspeed.benchmarks.peers import make_step
+from medspeed.benchmarks.sides import Task
+from medspeed.common.training.fit import train_step
+from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from medspeed.data_scripts.make_slides import make_slides
+
+CPU = torch.device("cpu")
+CROPS = {
+    size: f"--crop-size {size} {size} {size} --batch-size {batch} --windows.size 32 32 32"
+    for size, batch in ((16, 4), (32, 4))
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "spleen": {
+        "fast": "--channels 4 8 --spacing 6 6 6 --crops.per-case 4 --optimizer novograd",
+        "guide": """--network '{"channels": [4, 8], "strides": [2]}' --spacing 6 6 6 --roi 32 32 32""",
+        "steps": [CROPS[32]], "loading": CROPS[32], "warm": f"{CROPS[32]} --epochs 1",
+    },
+    "brats": {
+        "fast": "--network.filters 8 --network.blocks-down 1 1 --network.dropout 0 --spacing 1 1 1 --crops.per-case 1 "
+        "--optimizer novograd",
+        "guide": """--network '{"init_filters": 8, "blocks_down": [1, 1], "blocks_up": [1]}' --roi 32 32 32""",
+        "steps": [CROPS[16].replace("4", "2")], "loading": CROPS[16].replace("4", "2"),
+        "warm": f"{CROPS[16].replace('4', '2')} --epochs 30 --validate-every 30",
+    },
+    "pathology": {
+        "guide": "--mask_level 4",
+        "steps": ["--patch-size 64 --batch-size 9 --patches-per-slide 9"],
+        "loading": "--patch-size 64 --batch-size 9 --patches-per-slide 9",
+        "warm": "--patch-size 64 --batch-size 9 --patches-per-slide 9 --epochs 1 --tile-size 1024",
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Have sizes of seconds, in place of those of `guides.yaml`; and no monitor."""
+    monkeypatch.setenv("MEDSPEED_MONITOR_SECONDS", "0")
+    for app, changes in SMALL.items():
+        monkeypatch.setitem(GUIDES, app, {**GUIDES[app], **changes})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, small_heads):
+    folder = tmp_path_factory.mktemp("data")
+    return {
+        "spleen": make_ct_phantoms(folder / "ct", 2),
+        "brats": small_heads,
+        "pathology": make_slides(folder / "slides", 4, 2, 1024),
+    }
+
+
+@pytest.fixture
+def run(data, tmp_path, monkeypatch, in_this_process):
+    """Run parts of `compare.py` from the command line, one round; return the record, and its rows by what they are."""
+
+    def compared(app: str, *words: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        output = tmp_path / "record.json"
+        line = ["compare.py", app, "--data", data[app], "--rounds", 1, "--device", "cpu", "--output", output, *words]
+        monkeypatch.setattr(sys, "argv", list(map(str, line)))
+        compare.main()
+        record = json.loads(output.read_text())
+        return record, {each["what"].partition(" (guide")[0]: each for each in record["rows"]}
+
+    return compared
+
+
+@pytest.mark.parametrize("app", ["brats", pytest.param("pathology", marks=pytest.mark.slow)])
+def test_preparation_starts_from_nothing_and_from_the_store(run, app, capsys):
+    record, rows = run(app, "--part", "preparation")
+    assert (record["app"], record["cases"]) == (app, 8)
+    assert list(rows) == ["preparation, cold", "preparation, warm"]
+    for each in record["rows"]:
+        assert each["ratio"] == pytest.approx(each["guide"] / each["fast"], rel=0.05, abs=0.02)
+    if app == "pathology":
+        assert " (guide: " in record["rows"][0]["what"]  # which of its four ways was the quickest
+    assert harness.show(record["rows"][0]) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_ours_alone_steps_without_the_guide_and_without_what_is_emulated(run, monkeypatch, capsys, bf16):
+    monkeypatch.setattr(sides, "computes_bf16", lambda device: bf16)
+    monkeypatch.setattr(sides, "choose_precision", lambda *_: "bf16" if bf16 else "fp32")
+    _, rows = run("brats", "--part", "step", "--sides", "fast", "--cases", "2")
+    assert all(each["guide"] is None and each["fast"] > 0 for each in rows.values())
+    assert any("bf16" in name for name in rows) is bf16
+    assert ("only emulates" in capsys.readouterr().out) is not bf16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("app", GUIDES)
+def test_step_has_a_row_for_every_pair_of_sides(run, app):
+    _, rows = run(app, "--part", "step")
+    assert all(each["guide"] > 0 and each["fast"] > 0 for each in rows.values())
+    assert any("both fp32" in what for what in rows)
+    assert any(what.endswith("with the making of the batch") for what in rows)
+
+
+@pytest.mark.parametrize("app", GUIDES)
+def test_both_sides_step_on_the_same_batch(data, tmp_path, monkeypatch, app):
+    """The first losses are equal where the weights are, so image, labels and loss are (patches without smoothing)."""
+    smooth = " --augmentation.label-smoothing 0" * (app == "pathology")
+    task, flags = Task(app, data[app], CPU, 1, 8, True, tmp_path), GUIDES[app]["steps"][0] + smooth
+    losses: dict[str, float] = {}
+
+    def noted(name: str, step: Any) -> Any:
+        return lambda *given: losses.setdefault(name, float(step(*given)))
+
+    def same_weights(network: torch.nn.Module) -> torch.nn.Module:
+        draw = np.random.default_rng(0)
+        for name, value in network.named_parameters():
+            if value.ndim > 1 or name.endswith("bias"):
+                value.data = torch.from_numpy(0.1 * draw.standard_normal(value.shape)).float()
+        return network
+
+    def guide_step(network: torch.nn.Module, *given: Any) -> Any:
+        step, optimizer = make_step(same_weights(network), *given)
+        return noted("guide", step), optimizer
+
+    def fast_step(network: torch.nn.Module, *given: Any) -> Any:
+        return noted("fast", train_step)(same_weights(network), *given)
+
+    monkeypatch.setattr(sides, "make_step", guide_step)
+    monkeypatch.setattr(harness, "train_step", fast_step)
+    fast, guide = sides.fast_steps(task, flags), sides.guide_steps(task, flags)
+    in_turn({"guide": guide["guide fp32"], "fast": fast["fast fp32"]}, 1, warm_up=False)
+    assert losses["fast"] == pytest.approx(losses["guide"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_masks_of_both_sides_are_timed_and_judged(run):
+    _, rows = run("brats", "--part", "inference")
+    scan = rows["file to file, fp32"]
+    assert scan["ratio"] == pytest.approx(scan["guide"] / scan["fast"], rel=0.05, abs=0.02)
+    assert rows["peak memory, fp32"]["guide"] > 0
+    # The heads fill 22 of 24 voxels, which the guide keeps whole and ours crops: no more than rims may differ.
+    assert rows["least Dice of a mask to the guide's, fp32, windows of one size"]["fast"] > 0.9
+    dice = rows["Dice of these masks, fp32, windows of one size"]
+    assert abs(dice["guide"] - dice["fast"]) < 0.05
+
+
+@pytest.mark.slow
+def test_scans_of_slides_are_timed_and_judged(run):
+    _, rows = run("pathology", "--part", "inference")
+    assert rows["file to file, fp32"]["fast"] > 0
+    assert 0 <= rows["FROC of these scans, fp32"]["guide"] <= 1
+    assert 0 <= rows["slide AUC of these scans, fp32"]["fast"] <= 1
+
+
+def test_slides_with_and_without_tumour_are_scanned_in_turn(data, tmp_path):
+    scans = Task("pathology", data["pathology"], CPU, 1, 4, True, tmp_path).scans()
+    assert [path.stem for path in scans] == ["test_002", "test_001"] or len(scans) == 2
+
+
+@pytest.mark.slow  # two whole runs, exports and all
+@pytest.mark.parametrize(
+    ("app", "tiny", "lines"),
+    [
+        (
+            "brats", "--split all --crop-size 16 16 16 --windows.size 32 32 32",
+            ("learning_rate: 0.01", "loss: monai_dice_focal"),
+        ),
+        (
+            "pathology", "--held-out 0.5 --patch-size 64 --patches-per-slide 12 --batch-size 6 --tile-size 1024",
+            ("source: uncached",),
+        ),
+    ],
+)  # fmt: skip
+def test_quality_is_of_equal_runs_of_both_recipes(data, tmp_path, monkeypatch, app, tiny, lines):
+    known = GUIDES[app]["quality"]
+    flags = f"{known['both']} {tiny} --epochs 2 --validate-every 2 --data {data[app]}"
+    monkeypatch.setitem(GUIDES, app, {**GUIDES[app], "quality": {**known, "both": flags}})
+    (found,) = compare.quality(Task(app, data[app], CPU, 1, 8, True, tmp_path))
+    assert found["what"].endswith("1 seeds, equal epochs")
+    assert 0 <= found["guide"] <= 1
+    assert 0 <= found["fast"] <= 1
+    written = {side: (tmp_path / f"{side}-0" / "config.yaml").read_text() for side in ("guide", "fast")}
+    assert all(line in written["guide"] for line in lines)
+    assert all("epochs: 2" in text for text in written.values())
+
+
+def test_the_dice_of_label_maps(tmp_path: Path):
+    """Label 1 in 2 and 1 of 4 voxels, 1 of them common; label 2 in 1 and 1, none common; no label 3 in either."""
+    for name, values in (("one", [1, 1, 2, 0]), ("other", [1, 0, 0, 2])):
+        voxels = np.array(values, np.uint8).reshape(4, 1, 1)
+        nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), tmp_path / f"{name}.nii")
+    regions = {"a": (1,), "b": (2,), "c": (3,), "ab": (1, 2)}  # of either label: voxels 3 and 2, one common
+    found = judge.dices([tmp_path / "one.nii"], [tmp_path / "other.nii"], regions)
+    assert found.tolist() == [pytest.approx([2 / 3, 0.0, 1.0, 0.4])]
