@@ -1,6 +1,7 @@
 """Measurements of the structures of label maps, and what makes them uncertain."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -110,15 +111,15 @@ def warn_of_training(*runs: Path) -> None:
     """Warn if a run was trained on synthetic data or learned nothing: its results on patients are meaningless."""
     said: list[str] = []
     for run in runs:
-        try:
+        with suppress(ValueError, OSError):
             summary = read_object(run / "summary.json")
-        except (ValueError, OSError):
-            continue
-        data, quality = ({**each} if isinstance(each := summary.get(key), dict) else {} for key in ("data", "quality"))
-        if data.get("synthetic") is True:
-            said.append("was trained on SYNTHETIC DATA only: its results on patients are meaningless")
-        if learned_nothing(quality.get("name"), quality.get("value")):
-            said.append("LEARNED NOTHING: its results are meaningless; train it again")
+            data, quality = (
+                found if isinstance(found := summary.get(key), dict) else {} for key in ("data", "quality")
+            )
+            if data.get("synthetic") is True:
+                said.append("was trained on SYNTHETIC DATA only: its results on patients are meaningless")
+            if learned_nothing(quality.get("name"), quality.get("value")):
+                said.append("LEARNED NOTHING: its results are meaningless; train it again")
     for each in dict.fromkeys(said):
         say(f"WARNING: this model {each}", "warning")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,17 +30,7 @@ BROKEN = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeE
 # What torch.load raises for a file that holds no tensors, or one that asks to run code.
 UNREADABLE = (*BROKEN, pickle.UnpicklingError, EOFError)
 Find = Callable[..., Callable[..., nn.Module]]  # `medspeed.models.find_network`
-
-
-class Trained(Protocol):
-    """Description of a trained network, the content of a run's `model.json`: of volumes, or an app's own."""
-
-    @property
-    def precision(self) -> Precision:
-        """What the network was trained in."""
-
-    def build(self, weights: Path | None = None) -> nn.Module:
-        """Return the network on the CPU, with the weights of a file."""
+Trained = Any  # a `VolumeModel`, or an app's own: it has `precision`, and `build(weights)` returns the network
 
 
 @dataclass(frozen=True)

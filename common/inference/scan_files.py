@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from medspeed.common.console import say
-from medspeed.common.data import dataset
+from medspeed.common.data.dataset import SUFFIXES, stem_of
 from medspeed.common.data.dicom import DicomSeries, find_series, group_channels, read_series
 from medspeed.common.data.volumes import Volume, read_header, read_volume
 from medspeed.common.files import plural, printable
@@ -51,24 +51,19 @@ def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list
         both = f"{plural(len(files), 'volume file')} and {len(volumes)} DICOM series"
         raise ValueError(f"--input: found {both}; expected one kind")
     if not files and not volumes:
-        suffixes = ", ".join(dataset.SUFFIXES)
+        suffixes = ", ".join(SUFFIXES)
         raise FileNotFoundError(f"{path}: no such file, or a folder without {suffixes} files or DICOM series")
     return [*files, *(group_channels(volumes, names) if volumes and channels > 1 else volumes)]
 
 
 def volume_files(folder: Path) -> dict[str, Path]:
     """Return the NIfTI, NRRD and MetaImage files of a folder by name without suffix; a ValueError if two have one."""
-    named = (file for file in folder.glob("[!.]*") if file.name.lower().endswith(dataset.SUFFIXES))
+    named = (file for file in folder.glob("[!.]*") if file.name.lower().endswith(SUFFIXES))
     files = sorted(filter(Path.is_file, named))
-    stems = Counter(map(stem_of, files))
-    if twice := [file.name for file in files if stems[stem_of(file)] > 1]:
+    stems = Counter(stem_of(file.name) for file in files)
+    if twice := [file.name for file in files if stems[stem_of(file.name)] > 1]:
         raise ValueError(f"{folder}: {' and '.join(twice[:4])} have one name but for the suffix: rename or remove one")
-    return {stem_of(file): file for file in files}
-
-
-def stem_of(scan: Scan) -> str:
-    """Return the name without the suffix of a file."""
-    return dataset.stem_of(scan.name)
+    return {stem_of(file.name): file for file in files}
 
 
 def read_scan(scan: Scan, channels: int) -> Volume:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from medspeed.common.console import say
+from medspeed.common.data.dataset import stem_of
 from medspeed.common.data.dicom import DicomSeries
 from medspeed.common.data.fingerprint import scan_figures
 from medspeed.common.data.label_files import write_label
@@ -26,7 +27,7 @@ from medspeed.common.inference.model import VolumeModel, model_content
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Steps, clean_by_hand, clean_labels
 from medspeed.common.inference.predict import predict_logits, thresholded
-from medspeed.common.inference.scan_files import Scan, find_scans, read_scan, say_plan, scan_bytes, stem_of
+from medspeed.common.inference.scan_files import Scan, find_scans, read_scan, say_plan, scan_bytes
 from medspeed.common.inference.scores import write_measures
 from medspeed.common.observe.overlays import draw_overlay
 from medspeed.common.observe.timeline import Timeline, draw_timeline
@@ -124,7 +125,7 @@ class Segmenter:
     def item(self, scan: Scan) -> ScanItem:
         """Return a scan with the files that come out of it: its label map, DICOM-SEG and picture."""
         name, output = scan.name, self.config.output
-        picture = (output / f"{stem_of(scan)}.png",)
+        picture = (output / f"{stem_of(scan.name)}.png",)
         names = (f"{name}.nii.gz", f"{name}.dcm") if isinstance(scan, DicomSeries) else (name,)
         outputs = (*(output / each for each in names), *(picture if self.config.overlays else ()))
         files = scan.all_files if isinstance(scan, DicomSeries) else (scan,)

@@ -54,7 +54,7 @@ _LEVELS = 64  # of intensities, and of the share of cases
 
 def best_network(model: Trained, fitted: Fitted, run: Run) -> nn.Module:
     """Return the network with the best weights, on the run's device, in evaluation mode."""
-    best = model.build().to(run.device).eval()
+    best: nn.Module = model.build().to(run.device).eval()
     best.load_state_dict(fitted.weights)
     return best
 

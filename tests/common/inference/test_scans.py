@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from medspeed.common.data.dataset import stem_of
 from medspeed.common.data.dicom import DicomSeries
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.inference.model import import_weights, save_weights
@@ -20,7 +21,7 @@ from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Postprocessing, clean_by_hand, clean_labels
 from medspeed.common.inference.predict import predict_logits
 from medspeed.common.inference.predictors import torch_predictor
-from medspeed.common.inference.scan_files import find_scans, read_scan, stem_of
+from medspeed.common.inference.scan_files import find_scans, read_scan
 from medspeed.common.inference.scans import segment_scans
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from tests.common.data.dicom_files import write_slices
@@ -295,7 +296,7 @@ def test_a_folder_gives_its_nifti_files_in_order_and_nothing_else(tmp_path):
     nifti(tmp_path / "c.nii").rename(tmp_path / "c.NII")  # a scan, too: left out without a word, it would be missed
     found = find_scans(tmp_path)
     assert [scan.name for scan in found] == ["a.nii", "b.nii.gz", "c.NII"]
-    assert [stem_of(scan) for scan in found] == ["a", "b", "c"]
+    assert [stem_of(scan.name) for scan in found] == ["a", "b", "c"]
     (scan,) = find_scans(tmp_path / "a.nii")
     assert read_scan(scan, 1).voxels.shape == (6, 5, 4)
 
@@ -326,7 +327,7 @@ def test_a_folder_without_nifti_gives_its_dicom_series(tmp_path):
 def test_two_files_with_one_name_are_refused(tmp_path):
     for name in ("a.nii.gz", "a.nii", "b.nii"):
         nifti(tmp_path / name)
-    with pytest.raises(ValueError, match=r"a\.nii and a\.nii\.gz would write"):
+    with pytest.raises(ValueError, match=r"a\.nii and a\.nii\.gz have one name"):
         find_scans(tmp_path)
 
 
