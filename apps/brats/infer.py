@@ -6,8 +6,8 @@ from medspeed.common.inference.options import DOUBTS, InferConfig
 if __name__ == "__main__":
     CONFIG = parse_config(InferConfig, {}, description=__doc__ + DOUBTS)  # before torch: --help answers at once
 
-from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.folder_job import Predictions
+from medspeed.common.inference.runs import load_models
 from medspeed.common.inference.scans import segment_scans
 from medspeed.common.run import one_line_errors
 from medspeed.models import find_network

@@ -42,7 +42,7 @@ from medspeed.common.export.gate import Judge
 from medspeed.common.export.int8 import quantiser
 from medspeed.common.export.tensorrt_engine import EngineChoice
 from medspeed.common.files import read_as
-from medspeed.common.inference.model import import_weights
+from medspeed.common.inference.runs import import_weights
 from medspeed.common.run import Run, one_line_errors
 
 TASK = "Classification of patches of whole-slide images as tumour or normal"

@@ -38,9 +38,9 @@ from pathlib import Path
 from medspeed.common.console import say
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.export.deploy import export_run
-from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.labels import one_region_per_label
-from medspeed.common.inference.model import VolumeModel, import_weights
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.runs import import_weights, load_models
 from medspeed.common.run import one_line_errors
 from medspeed.common.training.networks import arguments_of
 from medspeed.models import find_network

@@ -2,7 +2,7 @@
 
 A bundle's configuration is a file of ours that Jinja fills in: `bundle/inference.json` and `bundle/metadata.json` for
 volumes. Our preparation, windows and way back (`common.data.preparation`, `common.inference.windows`,
-`common.inference.restore`) equal MONAI's own transforms and inferer, so that it is all that a bundle needs, and no
+`common.inference.predict`) equal MONAI's own transforms and inferer, so that it is all that a bundle needs, and no
 code. Three of its transforms want a reason. Lambdad after Spacingd: on a plane that both grids share, MONAI's
 resampling takes 1e-15 of the neighbour too, and 0 would be foreground. CropForegroundd stands before
 NormalizeIntensityd, since after it what lies below the mean is negative, and 0 no longer only the background.

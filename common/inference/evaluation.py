@@ -13,11 +13,11 @@ from medspeed.common.data.volumes import read_header, read_volume
 from medspeed.common.files import plural, printable, read_object
 from medspeed.common.host_memory import free_memory
 from medspeed.common.inference import TOLERANCE
-from medspeed.common.inference.ensemble import load_models
 from medspeed.common.inference.folder_job import BAD_INPUT
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.model import Find, VolumeModel
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
+from medspeed.common.inference.runs import load_models
 from medspeed.common.inference.scan_files import volume_files
 from medspeed.common.inference.scans import segment_scans
 from medspeed.common.inference.scores import OUT_OF_MEMORY, Labels, Scores, completed, score

@@ -86,20 +86,15 @@ def _axial_diameters(mask: np.ndarray, plane: np.ndarray) -> tuple[float, float]
     for index in np.argsort(bounds)[::-1]:
         if bounds[index] <= best[0]:
             break  # no slice that is left can be longer
-        best = max(best, _diameters(_edge_points(mask[:, :, index], slices[index]) @ flat.T))
+        best = max(best, _diameters(mask[:, :, index], slices[index], flat))
     return best
 
 
-def _edge_points(mask: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Return the middles of the pixels' edges, [N, 2] in pixels, of those pixels alone that end a row or a column."""
+def _diameters(mask: np.ndarray, pixels: np.ndarray, flat: np.ndarray) -> tuple[float, float]:
+    """Return the largest distance of two points of a slice in mm, and the extent of all across that line."""
     first, last = mask.argmax(axis=1), mask.shape[1] - 1 - mask[:, ::-1].argmax(axis=1)
-    ends = pixels[(pixels[:, 1] == first[pixels[:, 0]]) | (pixels[:, 1] == last[pixels[:, 0]])]
-    points: np.ndarray = (ends[:, None] + _MIDDLES).reshape(-1, 2)
-    return points
-
-
-def _diameters(points: np.ndarray) -> tuple[float, float]:
-    """Return the largest distance of two points of [N, 2], and the extent of all across that line."""
+    ends = pixels[(pixels[:, 1] == first[pixels[:, 0]]) | (pixels[:, 1] == last[pixels[:, 0]])]  # of columns: enough
+    points = (ends[:, None] + _MIDDLES).reshape(-1, 2) @ flat.T
     corners = points[ConvexHull(points).vertices]
     distances = squareform(pdist(corners))
     one, other = np.unravel_index(distances.argmax(), distances.shape)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from medspeed.common.data.preparation import Preparation
-from medspeed.common.files import atomic_path, from_json, read_object, sha256_of, write_json
+from medspeed.common.files import atomic_path, from_json, read_object, write_json
 from medspeed.common.inference import Precision
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.postprocessing import Steps
@@ -165,22 +165,6 @@ def read_model(run: Path, app: str, kind: type[Model], find: Find | None = None)
         raise ValueError(f"{path}: not the model file of a {app} run ({error})") from error
 
 
-def load_model(run: Path, app: str, find: Find, network: str | None = None) -> VolumeModel:
-    """Read the `model.json` of a volume segmentation app, whose network `find` finds; see `read_model`.
-
-    The file may be anybody's: a network of the user's own is imported only if the user names it, too, as `network`.
-    Otherwise what was exported still runs, and `build` is refused with a PermissionError.
-    """
-    given = find(network) if network else None
-
-    def named(stored: str) -> Callable[..., nn.Module]:
-        if given is not None and given.__name__ != stored:
-            raise ValueError(f"its network is {stored}, not {network}: drop --network, or name the run's own")
-        return given or find(stored, trusted=False)
-
-    return read_model(run, app, VolumeModel, named)
-
-
 def save_weights(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write a state dict, with a digest, as one safetensors file, atomically; equal input gives equal bytes."""
     # As safetensors wants them: on the CPU, dense, row-major, without shared memory.
@@ -256,20 +240,3 @@ def initialise(
         remedy = f"; the network was built with {arguments}: use the values of the weights" if made_of else ""
         said = " ".join(str(error).split())[:400]
         raise ValueError(f"{path}: does not fit; {said}{remedy}") from error
-
-
-def import_weights(
-    run: Path, app: str, model: Trained, weights: Path, rename: Callable[[str], str] = lambda name: name
-) -> None:
-    """Create a run folder of an app with only weights and model, so that they can be used for inference and export.
-
-    Raises:
-        FileExistsError: the folder is not empty.
-        FileNotFoundError, ValueError: as `load_weights` and `initialise` of the weights; nothing is left behind.
-    """
-    if run.exists() and any(run.iterdir()):
-        raise FileExistsError(f"{run}: not empty; --init creates a new run, so --model must be a new folder")
-    network = model.build()
-    initialise(network, weights, rename, made_of=getattr(model, "arguments", {}))
-    save_weights(run / "best.safetensors", network.state_dict(), {"imported_sha256": sha256_of(weights)})
-    write_model(run, app, model)

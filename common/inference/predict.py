@@ -122,9 +122,14 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Re
     assert tuple(logits.shape[1:]) == grid.crop_shape, (tuple(logits.shape), grid.crop_shape)
     labels = np.zeros(grid.native_shape, np.uint8, order="F")
     over_zero = len(logits) == 1 or regions is not None  # else over the first class, the background
-    box = _positive_box(logits, grid, over_zero)
+    if over_zero:
+        box = box_above(logits, 0)
+    else:
+        foreground = logits[1] if len(logits) == 2 else logits[1:].amax(dim=0)
+        box = box_above((foreground > logits[0]).view(torch.uint8)[None], 0)
     if box is None:
         return labels
+    box = tuple((start + first, start + stop) for start, (first, stop) in zip(grid.crop_start, box, strict=True))
     source, padding, start = _with_neighbours(logits, grid, box)
     place, carry = (_separable_way if grid.separable else _sheared_way)(grid, box, start)
     if any(stop <= first for first, stop in place):
@@ -138,18 +143,6 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Re
     z, y, x = (slice(first, stop) for first, stop in place)
     labels.T[z, y, x] = painted(regions or classes, carried).cpu().numpy()
     return labels
-
-
-def _positive_box(logits: torch.Tensor, grid: WorkingGrid, over_zero: bool) -> Box | None:
-    """Return the box, in the whole working grid, where any class exceeds background; None where there is none."""
-    if over_zero:
-        box = box_above(logits, 0)
-    else:
-        foreground = logits[1] if len(logits) == 2 else logits[1:].amax(dim=0)
-        box = box_above((foreground > logits[0]).view(torch.uint8)[None], 0)
-    if box is None:
-        return None
-    return tuple((start + first, start + stop) for start, (first, stop) in zip(grid.crop_start, box, strict=True))
 
 
 def _with_neighbours(

@@ -19,7 +19,6 @@ from medspeed.common.data.threads import usable_cores
 from medspeed.common.data.volumes import Volume
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
-from medspeed.common.inference.ensemble import digest_of, open_models
 from medspeed.common.inference.folder_job import FolderJob, Item, Predictions, Record
 from medspeed.common.inference.labels import dice_of_counts
 from medspeed.common.inference.measure import measure, read_figures, warn_of_training, with_doubts
@@ -27,6 +26,7 @@ from medspeed.common.inference.model import VolumeModel, model_content
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Steps, clean_by_hand, clean_labels
 from medspeed.common.inference.predict import predict_logits, thresholded
+from medspeed.common.inference.runs import digest_of, open_models
 from medspeed.common.inference.scan_files import Scan, find_scans, read_scan, say_plan, scan_bytes
 from medspeed.common.inference.scores import write_measures
 from medspeed.common.observe.overlays import draw_overlay
@@ -38,7 +38,6 @@ Found = tuple[Volume, np.ndarray, list[float]]
 ScanJob = FolderJob[Scan, Volume, Found]
 
 _PER_THREAD = 2**27  # bytes of room for each thread that reads or writes
-_OWN_TABLES = ("timings{}.json", "timeline{}.png")  # of a process: its seconds, and a picture of them
 _OPTIONS = ("flips", "fit_windows", "overlays", "keep_patient")  # they change what comes out
 
 
@@ -84,7 +83,8 @@ class Segmenter:
             raise ValueError(f"fit_windows: {needs}; drop it, or use --backend torch")
         self.weights, self.cases = digest_of(self.opened.files), read_figures(*config.model)
         rank, ranks, _ = torchrun_place()
-        names = ("measurements.csv", *(each.format("" if ranks == 1 else f"-{rank}") for each in _OWN_TABLES))
+        process = "" if ranks == 1 else f"-{rank}"
+        names = ("measurements.csv", f"timings{process}.json", f"timeline{process}.png")
         self.tables = [config.output / name for name in names]
 
     @property

@@ -155,7 +155,11 @@ class EnginePredictor:
 
     def __init__(self, plan: Path, device: torch.device) -> None:
         self.manifest = read_manifest(plan)
-        content = _verified(plan, self.manifest)
+        content = plan.read_bytes()  # native code, never loaded unless it fits; which does not show who made it
+        if (found := hashlib.sha256(content).hexdigest()) != self.manifest.plan_sha256:
+            why = "the file was changed or damaged and is not loaded; rebuild it with: " + _rebuild_command(plan)
+            raise ValueError(f"{plan}: sha256 {found} does not match its manifest ({self.manifest.plan_sha256}): {why}")
+        verify_onnx(plan, self.manifest)
         if (problem := host_problem(plan, self.manifest, device)) is not None:
             raise EngineUnavailableError(f"{plan}: {problem}")
         trt = tensorrt_module(self.manifest.flavour)
@@ -201,20 +205,6 @@ class EnginePredictor:
 
 def _rebuild_command(plan: Path) -> str:
     return f"python -m medspeed.common.export.tensorrt_engine {shlex.quote(str(plan))}"
-
-
-def _verified(plan: Path, manifest: EngineManifest) -> bytes:
-    """Return the bytes of a plan that fits its manifest; a plan is native code and is never loaded otherwise.
-
-    This does not show who made it: run only models of people you trust.
-    """
-    content = plan.read_bytes()
-    found = hashlib.sha256(content).hexdigest()
-    if found != manifest.plan_sha256:
-        why = "the file was changed or damaged and is not loaded; rebuild it with: " + _rebuild_command(plan)
-        raise ValueError(f"{plan}: sha256 {found} does not match its manifest ({manifest.plan_sha256}): {why}")
-    verify_onnx(plan, manifest)
-    return content
 
 
 @contextmanager

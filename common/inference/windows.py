@@ -58,7 +58,13 @@ def sliding_windows(
     total = _sum_windows(padded, predictor, roi, starts, batch_size, difference)
     for scale in scales:
         total *= scale
-    _check_finite(total, image)
+    # The extremes carry NaN and infinity along; they take one pass and no memory, isfinite().all() 40 times as long.
+    if not torch.stack(total.aminmax()).isfinite().all():
+        bad, bad_input = int((~total.isfinite()).any(dim=0).sum()), int((~image.isfinite()).sum())
+        raise ValueError(
+            f"{bad} of {total[0].numel()} voxels have non-finite logits, {bad_input} voxels of the image are not "
+            "finite. Where the image is finite, the network overflows: use bfloat16 or float32, or check its weights"
+        )
     return total[_box([each // 2 for each in missing], image.shape[1:])]
 
 
@@ -158,14 +164,3 @@ def _halved(batch_size: int, roi: Shape, error: torch.OutOfMemoryError) -> int:
     said = f"a batch of {batch_size} windows of {roi} voxels does not fit into the device's memory: trying {half}"
     warnings.warn(f"{said}; batch_size={half} avoids this", stacklevel=5)
     return half
-
-
-def _check_finite(total: torch.Tensor, image: torch.Tensor) -> None:
-    # The extremes carry NaN and infinity along; they take one pass and no memory, isfinite().all() 40 times as long.
-    if bool(torch.stack(total.aminmax()).isfinite().all()):
-        return
-    bad, bad_input = int((~total.isfinite()).any(dim=0).sum()), int((~image.isfinite()).sum())
-    raise ValueError(
-        f"{bad} of {total[0].numel()} voxels have non-finite logits, {bad_input} voxels of the image are not finite. "
-        "Where the image is finite, the network overflows: use bfloat16 or float32, or check its weights"
-    )

@@ -21,9 +21,10 @@ from medspeed.apps.spleen.infer import main as infer_spleen
 from medspeed.common.export.deploy import _find_cases
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.files import record_digests, sha256_of
-from medspeed.common.inference.model import import_weights, save_weights
+from medspeed.common.inference.model import save_weights
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.runs import import_weights
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.models.resnet18_fcn import resnet18_fcn
 

@@ -22,7 +22,8 @@ from medspeed.apps.spleen.config import RECIPES, SpleenConfig
 from medspeed.common import console
 from medspeed.common.config import config_from_values
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.inference.model import import_weights, save_weights
+from medspeed.common.inference.model import save_weights
+from medspeed.common.inference.runs import import_weights
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.models.unet3d import UNet3d
 from tests.support import unet_model

@@ -9,8 +9,9 @@ from medspeed.apps.brats.infer import main
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.labels import one_region_per_label
-from medspeed.common.inference.model import VolumeModel, import_weights, load_model, save_weights
+from medspeed.common.inference.model import VolumeModel, save_weights
 from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.runs import import_weights, load_model
 from medspeed.models import find_network
 from medspeed.models.segresnet3d import segresnet3d
 from tests.common.data.dicom_files import write_slices

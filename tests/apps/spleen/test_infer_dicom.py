@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from medspeed.apps.spleen.infer import main
-from medspeed.common.inference.model import import_weights, save_weights
+from medspeed.common.inference.model import save_weights
 from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.runs import import_weights
 from tests.common.data.dicom_files import PATIENT, traces, write_slices
 from tests.support import unet_model
 

@@ -14,13 +14,12 @@ from medspeed.common.export.bundle import write_volume_bundle
 from medspeed.common.export.deploy import write_ensemble
 from medspeed.common.export.model_card import model_card
 from medspeed.common.files import sha256_of, write_json
-from medspeed.common.inference.ensemble import load_models, open_models
-from medspeed.common.inference.model import load_model
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.predictors import read_onnx_metadata
+from medspeed.common.inference.runs import load_model, load_models, open_models
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.models import find_network
-from tests.common.inference.test_ensemble import CPU, MODEL, write_run
+from tests.common.inference.test_runs import CPU, MODEL, write_run
 
 
 @pytest.fixture

@@ -11,16 +11,9 @@ from torch import nn
 
 from medspeed.common.inference.labels import LabelScheme, Region
 from medspeed.common.inference.measure import warn_of_training
-from medspeed.common.inference.model import (
-    import_weights,
-    initialise,
-    load_model,
-    load_weights,
-    read_note,
-    save_weights,
-    write_model,
-)
+from medspeed.common.inference.model import initialise, load_weights, read_note, save_weights, write_model
 from medspeed.common.inference.postprocessing import Postprocessing
+from medspeed.common.inference.runs import import_weights, load_model
 from medspeed.models import find_network
 from medspeed.models.segresnet3d import segresnet3d
 from tests.support import unet_model

@@ -16,11 +16,12 @@ import torch
 from medspeed.common.data.dataset import stem_of
 from medspeed.common.data.dicom import DicomSeries
 from medspeed.common.data.preparation import prepare_volume
-from medspeed.common.inference.model import import_weights, save_weights
+from medspeed.common.inference.model import save_weights
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Postprocessing, clean_by_hand, clean_labels
 from medspeed.common.inference.predict import predict_logits
 from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.inference.runs import import_weights
 from medspeed.common.inference.scan_files import find_scans, read_scan
 from medspeed.common.inference.scans import segment_scans
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms

@@ -10,8 +10,9 @@ import torch
 from medspeed.apps.spleen.config import SpleenConfig
 from medspeed.common.clock import Clock
 from medspeed.common.data.dataset import Case, Split
-from medspeed.common.inference.model import load_model, write_model
+from medspeed.common.inference.model import write_model
 from medspeed.common.inference.postprocessing import CaseParts, Postprocessing, Steps, case_parts
+from medspeed.common.inference.runs import load_model
 from medspeed.common.run import Run
 from medspeed.common.training import evaluate
 from medspeed.common.training.evaluate import choose_postprocessing, doubts, no_choice

@@ -1,24 +1,52 @@
-"""Inference with several trained runs, such as the folds of a cross-validation: the mean of their logits per window."""
+"""Trained runs: read, imported and opened; several, such as folds, as the mean of their logits in each window."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 from medspeed.common.config import flat
 from medspeed.common.console import say
 from medspeed.common.files import printable, sha256_of
 from medspeed.common.inference import AnyPrecision, Backend
 from medspeed.common.inference.labels import LabelScheme, pair_counts
-from medspeed.common.inference.model import Find, Member, VolumeModel, load_model, mean_of, read_note
+from medspeed.common.inference.model import (
+    Find,
+    Member,
+    Trained,
+    VolumeModel,
+    initialise,
+    mean_of,
+    read_model,
+    read_note,
+    save_weights,
+    write_model,
+)
 from medspeed.common.inference.open_predictor import OpenedPredictor, RepeatingPredictor, open_predictor
 from medspeed.common.inference.predictors import Predictor
 
 _SHARED = ("labelling", "preparation", "window_size", "overlap")
+
+
+def load_model(run: Path, app: str, find: Find, network: str | None = None) -> VolumeModel:
+    """Read the `model.json` of a volume segmentation app, whose network `find` finds; see `read_model`.
+
+    The file may be anybody's: a network of the user's own is imported only if the user names it, too, as `network`.
+    Otherwise what was exported still runs, and `build` is refused with a PermissionError.
+    """
+    given = find(network) if network else None
+
+    def named(stored: str) -> Callable[..., nn.Module]:
+        if given is not None and given.__name__ != stored:
+            raise ValueError(f"its network is {stored}, not {network}: drop --network, or name the run's own")
+        return given or find(stored, trusted=False)
+
+    return read_model(run, app, VolumeModel, named)
 
 
 def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None = None) -> VolumeModel:
@@ -125,3 +153,20 @@ def digest_of(files: Sequence[Path]) -> str:
     notes = [read_note(file) if file.suffix == ".safetensors" else {} for file in files]
     digests = [note.get("sha256") or sha256_of(file) for note, file in zip(notes, files, strict=True)]
     return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def import_weights(
+    run: Path, app: str, model: Trained, weights: Path, rename: Callable[[str], str] = lambda name: name
+) -> None:
+    """Create a run folder of an app with only weights and model, so that they can be used for inference and export.
+
+    Raises:
+        FileExistsError: the folder is not empty.
+        FileNotFoundError, ValueError: as `load_weights` and `initialise` of the weights; nothing is left behind.
+    """
+    if run.exists() and any(run.iterdir()):
+        raise FileExistsError(f"{run}: not empty; --init creates a new run, so --model must be a new folder")
+    network = model.build()
+    initialise(network, weights, rename, made_of=getattr(model, "arguments", {}))
+    save_weights(run / "best.safetensors", network.state_dict(), {"imported_sha256": sha256_of(weights)})
+    write_model(run, app, model)

@@ -19,7 +19,6 @@ from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference import model_folders
 from medspeed.common.inference import scans as scans_module
-from medspeed.common.inference.ensemble import compared_mean, load_models, open_models
 from medspeed.common.inference.evaluation import evaluate_folders
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import Ensemble, VolumeModel, load_weights, mean_of, save_weights, write_model
@@ -28,6 +27,7 @@ from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Postprocessing
 from medspeed.common.inference.predict import predict_labels
 from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.inference.runs import compared_mean, load_models, open_models
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.models import find_network
 from tests.support import unet_model
@@ -145,13 +145,13 @@ def test_each_network_on_a_gpu_has_a_verdict_of_its_own(exported, tmp_path, monk
     model = load_models(both, "spleen", find_network)
     found: list[str] = []
     opened = OpenedPredictor(lambda windows: windows, "torch", "fp32", "", both[:1])
-    monkeypatch.setattr("medspeed.common.inference.ensemble.open_predictor", lambda *_, **__: opened)
+    monkeypatch.setattr("medspeed.common.inference.runs.open_predictor", lambda *_, **__: opened)
 
     def repeating(predict, about, _):
         found.append(about)
         return predict
 
-    monkeypatch.setattr("medspeed.common.inference.ensemble.RepeatingPredictor", repeating)
+    monkeypatch.setattr("medspeed.common.inference.runs.RepeatingPredictor", repeating)
     open_models(both[:1] if exported else both, model, device=torch.device("cuda"))
     names = [f"unet3d {member.arguments}" for member in model.members]
     assert names[0] != names[1]
@@ -270,7 +270,7 @@ def test_runs_without_the_same_exports_are_all_run_by_torch(runs, monkeypatch):
         found = open_predictor(run, model, backend="torch", **given)
         return replace(found, backend=next(chosen) if backend == "auto" else backend)
 
-    monkeypatch.setattr("medspeed.common.inference.ensemble.open_predictor", opened)
+    monkeypatch.setattr("medspeed.common.inference.runs.open_predictor", opened)
     found = open_models(runs, load_models(runs, "spleen", find_network), device=CPU)
     assert (found.backend, found.reason) == ("torch", "the models have not the same exports")
     assert next(chosen, None) is None
