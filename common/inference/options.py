@@ -16,10 +16,9 @@ prediction without a reference is listed. docs/evaluate.md defines each metric."
 """The metrics of an evaluation, as the help shows them; surfaces, distances and percentiles are MONAI's."""
 
 DOUBTS = """
-A scan is UNCERTAIN, in its line and in measurements.csv, if its label map is empty; if the volume of a structure, the
-voxel spacing or the field of view is outside the range of the training cases by more than a factor of 1.5; if
-percentile 5, 50 or 95 of its intensities is outside by more than a quarter of their span; if the Dice between flips, or
-between models, is below 0.7."""
+A scan is UNCERTAIN, in its line and in measurements.csv, if its label map is empty; if volume of a structure, voxel
+spacing, field of view or intensities are outside the range of the training cases; if flips or models disagree (a Dice
+below 0.7)."""
 
 
 @dataclass(frozen=True)
