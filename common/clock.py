@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 import torch
@@ -49,13 +49,8 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda, self._typical = device.type == "cuda", list[float]()
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._begin()
-
-    def _begin(self) -> None:
+        self._marks: list[tuple[Any, Any]] = []  # of each step, before and behind it
         self._host: dict[HostTime, float] = dict.fromkeys(_HOST, 0.0)
-        self._computed, self._steps = 0.0, 0
-        self._events.clear()
 
     @contextmanager
     def host(self, name: HostTime) -> Iterator[None]:
@@ -77,26 +72,26 @@ class StepTimer:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Time a block, by the device's clock, in which a step is computed."""
-        self._steps += 1
-        if self._cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            yield
-            end.record()
-            self._events.append((begin, end))
-            return
-        began = time.perf_counter()
+        begin = self._mark()
         yield
-        self._computed += time.perf_counter() - began
+        self._marks.append((begin, self._mark()))
+
+    def _mark(self) -> Any:  # noqa: ANN401 - seconds, or an event
+        if not self._cuda:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def read(self) -> dict[str, float]:
         """Return the seconds since the last call, by name, with "computed"; the device must have finished the steps."""
-        computed = self._computed + sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
-        read = {str(name): round(value, 4) for name, value in self._host.items()} | {"computed": round(computed, 4)}
-        if self._steps:
-            self._typical.append(computed / self._steps)
-        self._begin()
-        return read
+        spent = (begin.elapsed_time(end) / 1000 if self._cuda else end - begin for begin, end in self._marks)
+        computed, read = sum(spent), {str(name): round(value, 4) for name, value in self._host.items()}
+        if self._marks:
+            self._typical.append(computed / len(self._marks))
+        self._marks.clear()
+        self._host = dict.fromkeys(_HOST, 0.0)
+        return read | {"computed": round(computed, 4)}
 
     def typical(self) -> float | None:
         """Return the seconds that a step computes, the median of the epochs; None before the first is read."""
