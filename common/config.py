@@ -46,7 +46,7 @@ def parse_config(
             others) order it.
         recipes: values of `kind` by name, chosen with `--recipe`; empty where the app has none.
         arguments: the words of the command line.
-        description: the first lines of the help.
+        description: begins the help.
         resumable: with `--resume FOLDER` the defaults are those of FOLDER/config.yaml, and only these may differ.
     """
     leaves = _leaves(kind)
@@ -72,7 +72,6 @@ def config_from_values(
     """Return the configuration of values by field, a group's as a mapping; for the arguments see `parse_config`.
 
     Raises:
-        FileNotFoundError: there is no run to resume.
         ValueError: names the field that does not exist, or whose value is of the wrong type or out of its bounds.
     """
     return _complete(kind, recipes, _typed("", values, _leaves(kind)), resumable)

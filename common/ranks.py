@@ -113,21 +113,13 @@ class Watch:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands among those that train together; `SINGLE` stands alone.
+    """Where this process stands among those that train together; `SINGLE` stands alone."""
 
-    Args:
-        rank: 0 to world - 1; 0 is the leader, which alone writes files and speaks.
-        world: number of processes.
-        local_rank: place among those of its host; the number of its CUDA device.
-        control: group for objects and decisions; it never touches a GPU.
-        watch: tells the others that this process lives, and ends it when they do not.
-    """
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    control: dist.ProcessGroup | None = None
-    watch: Watch | None = None
+    rank: int = 0  # 0 is the leader, which alone writes files and speaks
+    world: int = 1  # number of processes
+    local_rank: int = 0  # place among those of its host; the number of its CUDA device
+    control: dist.ProcessGroup | None = None  # group for objects and decisions; it never touches a GPU
+    watch: Watch | None = None  # tells the others that this process lives, and ends it when they do not
 
     @property
     def leader(self) -> bool:

@@ -42,23 +42,14 @@ _PACKAGES = ("torch", "monai", "numpy", "nibabel", "onnx", "onnxruntime", "tenso
 
 @dataclass(frozen=True)
 class Run:
-    """One run: where it writes, what it runs on, and its clock.
+    """One run: where it writes, what it runs on, and its clock."""
 
-    Args:
-        directory: folder that holds all the run writes; that of other ranks than the leader need not exist.
-        device: where the network computes.
-        clock: seconds per stage.
-        resumed: whether the folder existed before as an unfinished run.
-        ranks: the processes that train together; the leader alone writes and speaks.
-        trackers: where its curves and files go besides.
-    """
-
-    directory: Path
-    device: torch.device
+    directory: Path  # holds all the run writes; that of other ranks than the leader need not exist
+    device: torch.device  # where the network computes
     clock: Clock
-    resumed: bool
-    ranks: Ranks = SINGLE
-    trackers: Trackers = field(default_factory=Trackers)
+    resumed: bool  # whether the folder existed before as an unfinished run
+    ranks: Ranks = SINGLE  # the processes that train together
+    trackers: Trackers = field(default_factory=Trackers)  # where curves and files go besides
 
     @property
     def leader(self) -> bool:
@@ -130,11 +121,11 @@ def open_run(
     """Make the folder of a run, or open the one to resume; seed what draws random numbers; note the environment.
 
     Args:
-        root: folder below which an unnamed run gets a folder named by the time; `point_latest` is for when it is sound.
+        root: folder below which an unnamed run gets a folder named by the time.
         directory: folder for a new run; it must be empty or not exist.
         resume: folder of an earlier run to go on with.
         device: see `choose_device`.
-        config: the configuration as YAML, kept as `config.yaml`.
+        config: kept as `config.yaml`.
         seed: for torch's initial weights and whatever a library draws by itself.
         ranks: the leader makes the folder and tells the others its name.
 

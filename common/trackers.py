@@ -145,11 +145,8 @@ class _Line:
 class Trackers:
     """The trackers of a run, each of which may fail without harm; only the leader begins, so only it sends.
 
-    Args:
-        names: keys of `TRACKERS`.
-        app: its runs are a project "medspeed-APP" (in MLflow an experiment).
-        folder: of the run; `trackers.json` there has the ids under which a resumed run goes on.
-        say: says a line of a kind.
+    The runs of an app are a project "medspeed-APP" (in MLflow an experiment). In the folder of the run, `trackers.json`
+    has the ids under which a resumed run goes on.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Normalisation and activation in one module: group norm with ReLU, batch norm with PReLU and a sum.
 
-Each has a twin in plain torch, which is the reference and the CPU's path, and a fused variant for tensors on a GPU with
-the channels innermost (`norm_operators`): two passes over memory forward, two backward.
+Each has a twin in plain torch, and a fused variant for tensors on a GPU with the channels innermost: two passes over
+memory forward, two backward.
 """
 
 import copy

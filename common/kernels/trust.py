@@ -29,21 +29,13 @@ _trusted: set[str] = set()
 
 @dataclass(frozen=True)
 class Trial:
-    """A variant and its twin, each with inputs of its own making that stand for the run's.
+    """A variant and its twin, each with inputs of its own making that stand for the run's."""
 
-    Args:
-        name: of the variant, as `trusts` asks for it.
-        fused: returns what the variant computes: outputs, then gradients where there are any.
-        twin: returns the same from plain torch, in the same order, shapes and dtypes.
-        tolerance: of each tensor: the largest difference over the twin's largest absolute value.
-        about: what the verdict holds for besides the machine: shapes, precision.
-    """
-
-    name: str
-    fused: Work
-    twin: Work
-    tolerance: float
-    about: str = ""
+    name: str  # as `trusts` asks for it
+    fused: Work  # returns what the variant computes: outputs, then gradients where there are any
+    twin: Work  # returns the same from plain torch, in the same order, shapes and dtypes
+    tolerance: float  # of each tensor: the largest difference over the twin's largest absolute value
+    about: str = ""  # what the verdict holds for besides the machine: shapes, precision
 
 
 def trial_of(name: str, work: Work, tolerance: float, about: str = "") -> Trial:
@@ -81,14 +73,8 @@ def take(names: Iterable[str]) -> None:
 def choose(trials: Sequence[Trial], wish: Kernels, store: Path, say: Callable[[str], None]) -> frozenset[str]:
     """Try variants, trust those that are right and pay, say it in a line, and return their names.
 
-    Verdicts are kept in `store`/kernels.json. A trial that brought the program down counts as wrong when the next
-    program finds its mark there.
-
-    Args:
-        trials: none on a CPU, whose path is the twin's.
-        wish: auto takes what is right and faster, fused what is right, torch nothing (and tries nothing).
-        store: the cache folder of the user.
-        say: gets a line for what is used, one for what is not, and one for each variant that failed.
+    Of what is right, "auto" wishes what is faster, "fused" all; "torch" tries nothing. Verdicts are kept in the file
+    kernels.json of `store`; a trial that brought the program down counts as wrong when the next finds its mark there.
     """
     names = {trial.name for trial in trials}
     _trusted.difference_update(names)
