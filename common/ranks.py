@@ -237,13 +237,14 @@ def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     kind, _, number = name.partition(":")
     if kind not in {"cpu", "cuda"} or (number and not number.isdigit()):
         raise ValueError(f"device {name}: must be auto, cpu, cuda or cuda:N")
-    if kind == "cuda" and local_rank is not None:
+    if kind == "cpu":
+        return torch.device(name)
+    if local_rank is not None:
         if number:
             raise ValueError(f"device {name}: each of several ranks uses the GPU of its number; use --device cuda")
         name, number = f"cuda:{local_rank}", str(local_rank)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cuda" and int(number or 0) >= count:
+    if int(number or 0) >= count:
         raise ValueError(f"device {name}: found {count} CUDA devices; use --device cpu, or check the driver")
-    if kind == "cuda":
-        torch.cuda.set_device(int(number or 0))  # what asks for "the" GPU, as a synchronisation does, means this one
+    torch.cuda.set_device(int(number or 0))  # what asks for "the" GPU, as a synchronisation does, means this one
     return torch.device(name)
