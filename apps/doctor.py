@@ -81,7 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdict, measured, estimate = examine(config)
         found |= {"verdict": asdict(verdict), "measured": asdict(measured), "estimate": estimate}
         well = well and verdict.bound == "nothing"
-        _print(verdict, measured, estimate)
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in verdict.shares.items())
+        parts = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in measured.batch.items())
+        say(f"training time: {shares}")
+        say(f"one batch, single-threaded, in ms: {parts}; one step {1000 * measured.step:.1f}")
+        whole = "about {prepare:.0f} s of preparation (unless stored), {train:.0f} s of training, validation"
+        say(f"the whole run: {whole.format(**estimate)}")
+        say(f"VERDICT: {verdict.text}", "result")
     if options.json is not None:
         write_json(options.json, found)
     return 0 if well else 1
@@ -145,16 +151,6 @@ def _times(run: Run, steps: float, validations: float) -> dict[str, float]:
         for name in times:
             times[name] += (shown if name in hideable else 1.0) * record[name] * steps / done
     return times | {"validated": run.clock.seconds().get("validate", 0.0) * validations}
-
-
-def _print(verdict: Verdict, measured: Measured, estimate: dict[str, float]) -> None:
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in verdict.shares.items())
-    parts = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in measured.batch.items())
-    say(f"training time: {shares}")
-    say(f"one batch, single-threaded, in ms: {parts}; one step {1000 * measured.step:.1f}")
-    prepare, train = estimate["prepare"], estimate["train"]
-    say(f"the whole run: about {prepare:.0f} s of preparation (unless stored), {train:.0f} s of training, validation")
-    say(f"VERDICT: {verdict.text}", "result")
 
 
 if __name__ == "__main__":

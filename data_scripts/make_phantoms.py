@@ -16,7 +16,9 @@ from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import atomic_path, read_object, sha256_of
 from medspeed.common.flags import Parser
 from medspeed.data_scripts import fill, phantoms, run_program
-from medspeed.data_scripts.painting import Scan, Size, read_anatomy
+from medspeed.data_scripts.painting import Random, Scan, Size, read_anatomy
+
+Drawing = Callable[[Random], Scan]
 
 CT_VERSION = 2  # raised when the same parameters give other scans
 MRI_VERSION = 2  # likewise
@@ -102,7 +104,7 @@ def _around_labels(folder: Path, cases: int | None, labels: Path, seed: int) -> 
     }
     parameters = {"kind": "ct", "version": CT_VERSION, "cases": cases, "labels_sha256": digest, "seed": seed}
 
-    def draw(path: Path, rng: np.random.Generator) -> Scan:
+    def draw(path: Path, rng: Random) -> Scan:
         return phantoms.scan_around(*_read_label(path), rng)
 
     scans = {path.name.removesuffix(".nii.gz"): partial(draw, path) for path in files}
@@ -118,12 +120,7 @@ def _read_label(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float
     return label, volume.affine
 
 
-def _write_set(
-    folder: Path,
-    scans: Mapping[str, Callable[[np.random.Generator], Scan]],
-    about: dict[str, Any],
-    parameters: dict[str, Any],
-) -> Path:
+def _write_set(folder: Path, scans: Mapping[str, Drawing], about: dict[str, Any], parameters: dict[str, Any]) -> Path:
     """Write the cases that are missing, each as it is drawn, then `dataset.json`."""
     if not scans:
         raise ValueError(f"--cases {parameters['cases']}: must be at least 1")

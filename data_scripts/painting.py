@@ -25,6 +25,7 @@ Labels = npt.NDArray[np.uint8]
 Matrix = npt.NDArray[np.float64]
 Box = tuple[slice, slice, slice]  # voxels, each side with start and stop
 Amount = float | Sequence[float]  # a number, or from and to
+Random = np.random.Generator
 
 FLAT = 1e3  # mm: the radius of what has a flat side in the field of view
 _MIRROR = np.diag([-1.0, 1, 1, 1])
@@ -123,7 +124,7 @@ class Organ:
     carved: Mapping[str, Amount] = field(default_factory=dict)  # former organs that it leaves free, likewise
     gas: float = 0.0  # chance of a bubble in the innermost layer
 
-    def solids(self, rng: np.random.Generator, offset: Sequence[float] = (0, 0, 0)) -> list[Solid]:
+    def solids(self, rng: Random, offset: Sequence[float] = (0, 0, 0)) -> list[Solid]:
         """Return the solids as a patient has them."""
         solids = [ball(row[:3], row[3:], self.turn) for row in self.balls]
         solids += [tube(row[:3], row[3:6], row[6]) for row in self.tubes]
@@ -162,11 +163,7 @@ class Part:
 
 
 def draw(
-    organs: Iterable[Organ],
-    tissues: Mapping[str, tuple[Any, Any]],
-    labels: Mapping[str, int],
-    to_voxels: Matrix,
-    rng: np.random.Generator,
+    organs: Iterable[Organ], tissues: Mapping[str, Any], labels: Mapping[str, int], to_voxels: Matrix, rng: Random
 ) -> list[Part]:
     """Draw one patient's parts from an anatomy, in the order they are painted.
 
@@ -221,9 +218,7 @@ def paint(values: Floats, slab: Box, parts: Iterable[Part], bumps: Floats) -> La
     return labels
 
 
-def value_noise(
-    shape: Sequence[int], spacing: npt.ArrayLike, pitch: float, rng: np.random.Generator
-) -> Callable[[Box], Floats]:
+def value_noise(shape: Sequence[int], spacing: npt.ArrayLike, pitch: float, rng: Random) -> Callable[[Box], Floats]:
     """Return what gives the voxels of a box, [X, Y, Z] float32, smooth random bumps.
 
     They are C1, and of unit standard deviation at their knots, which lie `pitch` mm apart.

@@ -14,7 +14,9 @@ from nibabel.affines import from_matvec
 from scipy import ndimage
 
 from medspeed.data_scripts import painting
-from medspeed.data_scripts.painting import FLAT, Floats, Labels, Matrix, Organ, Part, Scan, Size, paint, rotation, slabs
+from medspeed.data_scripts.painting import FLAT, Floats, Labels, Matrix, Organ, Part, Random, Scan, Size, rotation
+
+_Shapes = list[tuple[float, Floats]]  # organs' HU, and the share [X, Y, Z] that they cover of each voxel
 
 CAVITY = np.array([135.0, 88.0])  # mm: half axes of the reference patient's abdominal cavity
 WALL = 13.0  # mm of muscle and ribs around it
@@ -32,7 +34,7 @@ _NO_RIM, _OPEN_RIM = 0.12, 0.3  # shares of the lesions
 _SITES = ((30, 36, 24), (32, -32, 32), (42, -4, -14), (28, -54, 12), (36, 8, 14))  # frontal, parietal, temporal, ...
 
 
-def abdomen_tissues(rng: np.random.Generator) -> dict[str, tuple[float, float]]:
+def abdomen_tissues(rng: Random) -> dict[str, tuple[float, float]]:
     """Draw the HU of a patient, from and to: liver within 6 of the spleen, kidneys 25 over it, stomach 25 under it."""
     tissues = painting.read_anatomy("abdomen.yaml")["tissues"]
     spleen = rng.uniform(*tissues["spleen"])
@@ -47,7 +49,7 @@ def abdomen(fat: float) -> list[Organ]:
     return [replace(couch, repeat=((0,), (-fat,), (0,))), skin, *organs]
 
 
-def draw_abdomen(size: Size, rng: np.random.Generator) -> Scan:
+def draw_abdomen(size: Size, rng: Random) -> Scan:
     """Draw a patient and a CT: body, organs, contrast, field of view, spacing, shape and orientation all vary.
 
     "small": 80 to 112 voxels of 3 to 4 mm across, 48 to 72 slices of 3 to 4.5 mm. "msd": as in MSD Task09, 512 x 512 of
@@ -73,14 +75,14 @@ def draw_abdomen(size: Size, rng: np.random.Generator) -> Scan:
     affine = from_matvec(np.diag([pixel, pixel, thick]), (x, y, SPLEEN_CENTRE[2] * scale[2] - below))
     to_voxels = np.linalg.inv(affine) @ from_matvec(rotation((0, 0, rng.uniform(-7, 7))) * scale)
     parts = painting.draw(abdomen(fat), abdomen_tissues(rng), {"spleen": 1}, to_voxels, rng)
-    image, label = _computed((nx, ny, nz), affine, parts, [], rng)
-    affine[:3, 3] += rng.uniform(-60, 60, 3)
+    scan = _computed((nx, ny, nz), affine, parts, [], rng)
+    affine[:3, 3] += rng.uniform(-60, 60, 3)  # the scan's
     # scans of MSD size keep slices last, as the real ones do
     codes = ["RAS", "LAS", "LPS", "RPI", "LPI", "PSR", "ASL", "SRA", "IPL"]
-    return Scan(image, label, affine).turned(str(rng.choice(codes[:5] if size == "msd" else codes)))
+    return scan.turned(str(rng.choice(codes[:5] if size == "msd" else codes)))
 
 
-def scan_around(label: npt.NDArray[np.generic], affine: Matrix, rng: np.random.Generator) -> Scan:
+def scan_around(label: npt.NDArray[np.generic], affine: Matrix, rng: Random) -> Scan:
     """Draw a CT around a label volume: its own grid, its foreground as the spleen, the other organs around it.
 
     The side of the spleen is where the label lies, seen along the affine's axes; a label on the patient's right gives
@@ -93,36 +95,27 @@ def scan_around(label: npt.NDArray[np.generic], affine: Matrix, rng: np.random.G
     points = nib.affines.apply_affine(straight, np.argwhere(upright.label))
     tissues, to_voxels = abdomen_tissues(rng), np.linalg.inv(straight) @ _fit(points, rng)
     organs = painting.draw(abdomen(rng.uniform(8, 30))[:-1], tissues, {}, to_voxels, rng)
-    image, _ = _computed(upright.label.shape, straight, organs, _shapes(upright.label, tissues["spleen"][0]), rng)
-    return given._replace(image=upright._replace(image=image).turned("".join(nib.aff2axcodes(affine))).image)
+    drawn = _computed(upright.label.shape, straight, organs, _shapes(upright.label, tissues["spleen"][0]), rng)
+    return given._replace(image=upright._replace(image=drawn.image).turned("".join(nib.aff2axcodes(affine))).image)
 
 
-def _computed(
-    shape: Sequence[int],
-    affine: Matrix,
-    parts: Sequence[Part],
-    given: Sequence[tuple[float, Floats]],
-    rng: np.random.Generator,
-) -> tuple[npt.NDArray[np.int16], Labels]:
-    """Return the noisy CT [X, Y, Z] of a patient's parts, and their labels.
-
-    `given`: organs of given shapes, painted last: HU, and the share [X, Y, Z] that they cover of each voxel.
-    """
+def _computed(shape: Sequence[int], affine: Matrix, parts: Sequence[Part], given: _Shapes, rng: Random) -> Scan:
+    """Return the noisy CT of a patient's parts, and over them of organs of given shapes, which have no label."""
     image, label = np.empty(shape, np.int16), np.empty(shape, np.uint8)
     pitches = _RELIEF_PITCH, _TEXTURE_PITCH
     relief, texture = (painting.value_noise(shape, affine.diagonal()[:3], pitch, rng) for pitch in pitches)
-    for slab in slabs(shape):
+    for slab in painting.slabs(shape):
         values = np.full(image[slab].shape, _AIR, np.float32)
-        label[slab] = paint(values, slab, parts, relief(slab))
+        label[slab] = painting.paint(values, slab, parts, relief(slab))
         for hounsfield, share in given:
             values += share[slab] * (np.float32(hounsfield) - values)
         values += np.float32(_TEXTURE) * texture(slab)
         values += np.float32(_NOISE) * rng.standard_normal(values.shape, dtype=np.float32)
         image[slab] = np.rint(np.clip(values, *_BOUNDS))
-    return image, label
+    return Scan(image, label, affine)
 
 
-def _fit(points: Matrix, rng: np.random.Generator) -> Matrix:
+def _fit(points: Matrix, rng: Random) -> Matrix:
     """Return the affine map [4, 4] that lays the reference patient around a label's points [N, 3] mm, in its cavity."""
     scale, offset = np.array([1.0, rng.uniform(0.92, 1.06), rng.uniform(0.9, 1.1)]), np.zeros(3)
     mirror = 1.0
@@ -136,9 +129,9 @@ def _fit(points: Matrix, rng: np.random.Generator) -> Matrix:
     return np.asarray(from_matvec(np.diag(scale * (mirror, 1, 1)), offset), np.float64)
 
 
-def _shapes(label: Labels, spleen: float) -> list[tuple[float, Floats]]:
+def _shapes(label: Labels, spleen: float) -> _Shapes:
     """Return the foreground of a label as a soft-edged organ of the spleen's HU, and each number above 1 within it."""
-    shapes: list[tuple[float, Floats]] = []
+    shapes: _Shapes = []
     for number in np.unique(label[label > 0]).tolist():
         mask = label == number if shapes else label > 0
         found = np.argwhere(mask)
@@ -150,14 +143,14 @@ def _shapes(label: Labels, spleen: float) -> list[tuple[float, Floats]]:
     return shapes
 
 
-def head_tissues(rng: np.random.Generator) -> dict[str, tuple[Matrix, Matrix]]:
+def head_tissues(rng: Random) -> dict[str, tuple[Matrix, Matrix]]:
     """Draw the signal of a head's tissues per channel [4], from and to: it varies a little, and their order stays."""
     contrast = rng.uniform(0.85, 1.2, _CHANNELS)
     signals = {name: np.array(signal) for name, signal in painting.read_anatomy("head.yaml")["tissues"].items()}
     return {name: ((0.97 * signal) ** contrast, (1.03 * signal) ** contrast) for name, signal in signals.items()}
 
 
-def head(rng: np.random.Generator) -> list[Organ]:
+def head(rng: Random) -> list[Organ]:
     """Return a head's organs in the order they are painted, over grey and white matter; the tumours come last."""
     organs = []
     for _ in range(int(rng.integers(2, 18))):
@@ -176,7 +169,7 @@ def head(rng: np.random.Generator) -> list[Organ]:
     return organs + (_lesion(second, rng.uniform(14, 16), rng) if rng.random() < 0.15 else [])
 
 
-def _lesion(site: Matrix, radius: float, rng: np.random.Generator) -> list[Organ]:
+def _lesion(site: Matrix, radius: float, rng: Random) -> list[Organ]:
     """Edema around a core: dead or non-enhancing inside, with an enhancing rim, an open one, or none."""
     kind, side = rng.random(), rng.choice((-1.0, 1.0))
     centre = site * (side, 1, 1) + rng.uniform(-5, 5, 3)
@@ -237,7 +230,7 @@ def _depth(x: Floats, y: Floats, z: Floats, radii: tuple[float, float, float | F
     return depth
 
 
-def draw_head(size: Size, rng: np.random.Generator) -> Scan:
+def draw_head(size: Size, rng: Random) -> Scan:
     """Draw a head and its MRI [X, Y, Z, 4]: anatomy, tumour, pose, contrast, gain, bias and noise all vary.
 
     "small": about 72 x 88 x 64 voxels of 2.2 to 2.4 mm. "msd": as in MSD Task01, 240 x 240 x 155 voxels of 1 mm. The
@@ -257,13 +250,13 @@ def draw_head(size: Size, rng: np.random.Generator) -> Scan:
     fluid, grey, white = (np.mean(tissues[name], axis=0).astype(np.float32)[:, None, None, None] for name in names)
     grain, gain = rng.uniform(0.025, 0.05, _CHANNELS), np.exp(rng.uniform(5.0, 7.1, _CHANNELS))
     image, label = np.empty((*shape, _CHANNELS), np.int16), np.empty(shape, np.uint8)
-    for slab in slabs(shape):
+    for slab in painting.slabs(shape):
         i, j, k = (line.astype(np.float32) for line in np.ogrid[slab])
         x, y, z = (a * i + b * j + c * k + d for a, b, c, d in np.linalg.inv(to_voxels)[:3].astype(np.float32))
         brain, solid = depths(x, y, z, np.float32(0.7) * (noises[0](slab) + noises[1](slab)))  # of unit deviation
         cover, deep = (np.clip((solid - np.float32(mm)) / np.float32(spacing) + 0.5, 0, 1) for mm in (0, CORTEX))
         values = fluid + cover * (grey - fluid) + deep * (white - grey)
-        label[slab] = paint(values, slab, parts, noises[2](slab))
+        label[slab] = painting.paint(values, slab, parts, noises[2](slab))
         for channel, plane in enumerate(values):
             plane *= 1 + np.float32(_TEXTURED) * texture[channel](slab)
             plane *= np.exp(np.float32(_BIAS) * bias[channel](slab))
