@@ -66,7 +66,8 @@ def fingerprint(
         ValueError: a file is damaged, image and label differ in geometry, a label is not listed, nothing is labelled.
     """
     if known is not None:
-        grids = map_in_threads(lambda case: _ras_grid(*read_header(case.image)), cases, "indexing", workers)
+        headers = map_in_threads(lambda case: read_header(case.image), cases, "indexing", workers)
+        grids = [_ras_grid(header.shape, header.affine) for header in headers]
         some = fingerprint(cases[:: -(-len(cases) // _KNOWN_READ)], dataset, store, None, workers)
         return _summary(dataset, [(spacing, shape, shape) for spacing, shape in grids], None, some.scans)
     files = [file for case in cases for file in (case.image, case.label) if file is not None]

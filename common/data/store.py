@@ -45,16 +45,14 @@ def prepared_cases(
         OSError: the folder cannot be written, or is full; the entries already there are kept.
         FileNotFoundError, ValueError: as `prepare_case`, which gets the `allowed` label numbers.
     """
-    wanted = list(dict.fromkeys(cases))
     one = partial(_prepared_case, preparation=preparation, allowed=allowed, folder=folder)
-    entries = dict(zip(wanted, map_in_threads(one, wanted, "preparing cases", workers, progress), strict=True))
-    return [entries[case] for case in cases]
+    return map_in_threads(one, cases, "preparing cases", workers, progress)
 
 
 def prepared_bytes(case: Case, preparation: Preparation) -> int:
     """Return the most bytes that a case can take once prepared: its working grid, from the header, uncropped."""
-    shape, affine = read_header(case.image)
-    voxels = math.prod(case_grid(case.image, shape[:3], affine, preparation.spacing).shape)
+    header = read_header(case.image)
+    voxels = math.prod(case_grid(case.image, header.shape[:3], header.affine, preparation.spacing).shape)
     return voxels * (2 * preparation.channels + (case.label is not None))  # float16 and uint8
 
 

@@ -46,7 +46,7 @@ def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volu
         ValueError: it is empty, truncated, damaged or no such file; its shape, type, affine or spacing cannot be used;
             it has NaN or infinite voxels. The message names the file, what was expected and what was found.
     """
-    header = _header(path)
+    header = read_header(path)
     if (header.shape[3] if len(header.shape) == 4 else 1) != channels:
         due = "3-D, one channel" if channels == 1 else f"4-D, {channels} channels last"
         said = f"{path}: expected {due}, found {header.shape}"
@@ -60,14 +60,19 @@ def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volu
     return Volume(voxels, header.affine, path)
 
 
-def read_header(path: Path) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return shape ([X, Y, Z] or [X, Y, Z, C]) and affine ([4, 4] float64) of a file without reading its voxels.
+def read_header(path: Path) -> Header:
+    """Return the header of a file that `read_volume` reads.
 
     Raises:
         FileNotFoundError, ValueError: as `read_volume`, for problems visible in the header.
     """
-    header = _header(path)
-    return header.shape, header.affine
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    if not path.name.lower().endswith(SUFFIXES):
+        raise ValueError(f"{path}: expected a file named .nii.gz, .nii, .nrrd or .mha (an .mhd: save it as .mha)")
+    header = (text_header if path.suffix.lower() in (".nrrd", ".mha") else nifti_header)(path)
+    check_affine(header.affine, f"{path}: ")
+    return header
 
 
 def check_affine(affine: np.ndarray, prefix: str = "") -> None:
@@ -104,16 +109,6 @@ def check_same_grid(image: Volume, label: Volume, kind: str = "image") -> None:
         f"{shape}, corners up to {distance:.3g} mm apart (at most {MAX_GRID_DISTANCE * smallest:.3g}); affines "
         f"{label.affine.round(4).tolist()} and {image.affine.round(4).tolist()}; resample the label onto the {kind}"
     )
-
-
-def _header(path: Path) -> Header:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
-    if not path.name.lower().endswith(SUFFIXES):
-        raise ValueError(f"{path}: expected a file named .nii.gz, .nii, .nrrd or .mha (an .mhd: save it as .mha)")
-    header = (text_header if path.suffix.lower() in (".nrrd", ".mha") else nifti_header)(path)
-    check_affine(header.affine, f"{path}: ")
-    return header
 
 
 def _voxels(header: Header, path: Path, first_only: bool) -> np.ndarray:

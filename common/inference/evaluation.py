@@ -76,7 +76,7 @@ def _workers(pairs: Mapping[str, tuple[Path, Path]]) -> int:
     largest = 1
     for _, file in pairs.values():
         with suppress(*BAD_INPUT):  # told when it is read
-            largest = max(largest, prod(read_header(file)[0]))
+            largest = max(largest, prod(read_header(file).shape))
     return max(1, min(usable_cores(), free_memory() // 2 // (_VOXEL * largest)))
 
 

@@ -114,8 +114,8 @@ def scan_bytes(scan: Scan, model: VolumeModel) -> tuple[int, int]:
         if isinstance(scan, DicomSeries):
             shape, voxel = [*scan.shape, max(1, len(scan.channels))], scan.voxel
         else:
-            sides, affine = read_header(scan)
-            shape, voxel = list(sides), abs(float(np.linalg.det(affine[:3, :3])))
+            header = read_header(scan)
+            shape, voxel = list(header.shape), abs(float(np.linalg.det(header.affine[:3, :3])))
         voxels, channels = math.prod(shape[:3]), math.prod(shape[3:])
         fine = max(int(voxels * voxel / math.prod(model.preparation.spacing)), math.prod(model.window_size))
     except (*BAD_INPUT, ArithmeticError):

@@ -68,9 +68,9 @@ def test_a_volume_lies_where_the_header_says(written):
     assert volume.voxels.flags.f_contiguous
     assert volume.voxels.flags.writeable
     assert np.array_equal(volume.affine, AFFINE)
-    shape, affine = read_header(volume.path)
-    assert shape == (4, 3, 2)
-    assert np.array_equal(affine, AFFINE)
+    header = read_header(volume.path)
+    assert header.shape == (4, 3, 2)
+    assert np.array_equal(header.affine, AFFINE)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_field_without_a_value_leaves_the_next_line_alone(tmp_path):
     turned = nrrd(tmp_path / "a.nrrd", big, content="\nendian: BIG", endian=None, x=f"\nx{blank}y")
     assert np.array_equal(read_volume(turned).voxels, VOXELS)
     comment = f"\nTransformMatrix = {META['TransformMatrix']}\nx{blank}y"
-    assert np.array_equal(read_header(meta(tmp_path / "a.mha", TransformMatrix=None, Comment=comment))[1], AFFINE)
+    assert np.array_equal(read_header(meta(tmp_path / "a.mha", TransformMatrix=None, Comment=comment)).affine, AFFINE)
 
 
 def test_an_axis_of_one_channel_is_none(tmp_path):
@@ -105,7 +105,7 @@ def test_an_axis_of_one_channel_is_none(tmp_path):
                 TransformMatrix="1 0 0 0 0 0 1 0 0 -1 0 0 0 0 0 1", Offset="10 20 30 0")  # fmt: skip
     for path in (listed, long):
         assert np.array_equal(read_volume(path).voxels, VOXELS)
-        assert read_header(path)[0] == (4, 3, 2)
+        assert read_header(path).shape == (4, 3, 2)
 
 
 def test_channels_come_last_wherever_they_lie(tmp_path):
