@@ -43,8 +43,7 @@ from typing import TypedDict
 import yaml
 
 from medspeed.common.console import say
-from medspeed.common.data.dataset import read_typed
-from medspeed.common.files import from_json, hold, printable, read_object, write_json, write_text
+from medspeed.common.files import from_json, hold, printable, read_as, read_object, write_json, write_text
 from medspeed.common.inference.evaluation import Evaluation, say_means
 from medspeed.common.inference.scores import Scores, write_measures
 from medspeed.common.run import STOP_SIGNALS, one_line_errors, take_signals
@@ -106,7 +105,7 @@ def _train(app: str, fold: int, run: Path) -> None:
 def tabulate(runs: Sequence[Path]) -> Evaluation:
     """Print and write the means of each fold and of all cases; return the evaluation (of patches a fold is a case)."""
     root, found = runs[0].parent, [_evaluated(run) for run in runs]
-    splits = [read_typed(run / "split.json", _Split) for run in runs]
+    splits = [read_as(run / "split.json", _Split) for run in runs]
     fold_of = splits[0]["fold_of"]
     for fold, split in enumerate(splits):
         if split["fold_of"] != fold_of or {fold_of.get(name) for name in split["validation"]} != {fold}:
@@ -131,7 +130,7 @@ def tabulate(runs: Sequence[Path]) -> Evaluation:
 
 def _evaluated(run: Path) -> Evaluation:
     if (run / "evaluation.json").is_file():
-        return Evaluation(**read_typed(run / "evaluation.json", _Evaluated))
+        return Evaluation(**read_as(run / "evaluation.json", _Evaluated))
     quality = from_json(Quality, read_object(run / "summary.json").get("quality", {}))
     return Evaluation(0.0, {run.name: [{"label": "patches", **quality.per_case}]})
 

@@ -9,7 +9,7 @@ import socket
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, TypeVar, get_origin
@@ -119,9 +119,10 @@ def read_object(path: Path, remedy: str = "fix it") -> dict[str, Any]:
 
 
 def read_as(path: Path, kind: type[T], remedy: str = "fix it") -> T:
-    """Return the dataclass that a JSON file holds; for what it refuses see `read_object` and `from_json`."""
+    """Return the dataclass or `TypedDict` that a JSON file holds; it refuses what `read_object` and `from_json` do."""
     content = read_object(path, remedy)
     try:
+        json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair could not be written anywhere
         return from_json(kind, content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {remedy}") from error
@@ -133,7 +134,7 @@ def from_json(kind: type[T], content: Mapping[str, Any]) -> T:
     Raises:
         ValueError: a field is missing, is not one of the dataclass, or is of another type; it is named.
     """
-    if unknown := content.keys() - {field.name for field in fields(kind)}:  # type: ignore[arg-type]
+    if is_dataclass(kind) and (unknown := content.keys() - {field.name for field in fields(kind)}):
         raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
     try:
         return msgspec.convert(content, kind, dec_hook=_path)

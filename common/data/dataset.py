@@ -1,23 +1,19 @@
 """Which scans there are and which of them train: `dataset.json` in the layout of the Medical Segmentation Decathlon."""
 
 import hashlib
-import json
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NotRequired, TypedDict, TypeVar
-
-import msgspec
+from typing import Any, NotRequired, TypedDict
 
 from medspeed.common.console import hides_bar
-from medspeed.common.files import read_object
+from medspeed.common.files import read_as
 
 SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha")
 _MOST_NAMED = 5
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -101,7 +97,7 @@ def read_dataset(folder: Path) -> Dataset:
     if not path.is_file():
         due = "dataset.json, imagesTr and labelsTr (the layout of the Medical Segmentation Decathlon)"
         raise FileNotFoundError(f"{path}: not found; a dataset folder contains {due}")
-    content = read_typed(path, _Listed)
+    content = read_as(path, _Listed)
     modality, labels = (_by_number(content[key], key, path) for key in ("modality", "labels"))
     if "" in modality or len(labels) < 2:
         raise ValueError(f"{path}: expected names for all channels, found {modality}, and two or more labels, {labels}")
@@ -159,9 +155,7 @@ def split_cases(dataset: Dataset, split: str) -> Split:
     if not 0 < fraction < 1:
         raise ValueError(f"split {fraction:g}: the fraction of validation cases must be above 0 and below 1")
     if total < 2:
-        said = (
-            f"split {fraction:g}: expected at least 2 labelled cases, one to train and one to validate, found {total}"
-        )
+        said = f"split {fraction:g}: expected at least 2 labelled cases to train and to validate, found {total}"
         raise ValueError(f"{said} in {dataset.folder}; use the split 'all' to validate on the training case")
     count = min(max(round(fraction * total), 1), total - 1)
     # Ordered by a digest of seed and name: the same on every platform and version, whatever random generators do.
@@ -180,7 +174,7 @@ def read_split(dataset: Dataset, path: Path) -> Split:
     if not path.is_file():
         due = "a fraction such as 0.2, a fraction and a seed such as 0.2:7, 'all', or a JSON file with the lists"
         raise FileNotFoundError(f"split {str(path)!r}: no such file; expected {due} training and validation")
-    content = read_typed(path, _Names)
+    content = read_as(path, _Names)
     by_name = {case.name: case for case in dataset.cases}
     sides = content["training"], content["validation"]
     for names in sides:
@@ -200,7 +194,7 @@ def read_split(dataset: Dataset, path: Path) -> Split:
 
 def read_names(path: Path) -> Split:
     """Return a split as `read_split` does, but without its dataset: its cases have names only, and are not checked."""
-    content = read_typed(path, _Names)
+    content = read_as(path, _Names)
     training, validation = ([Case(name, Path(), None) for name in content[side]] for side in ("training", "validation"))
     return Split(tuple(training), tuple(validation), content.get("held_out", True), str(path))
 
@@ -217,16 +211,6 @@ def merged_split(splits: Sequence[Split]) -> Split:
     unseen = validation - training if all(split.held_out for split in splits) else set()
     description = f"{len(training)} cases trained at least one of {len(splits)} models, {len(unseen)} none of them"
     return Split(tuple(sorted(training)), tuple(sorted(unseen or validation)), bool(unseen), description)
-
-
-def read_typed(path: Path, kind: type[T]) -> T:
-    """Return what a JSON file holds, such as a `TypedDict`, its types checked; a ValueError names the file."""
-    content = read_object(path)
-    try:
-        json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair could not be written anywhere
-        return msgspec.convert(content, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case, ...]:
