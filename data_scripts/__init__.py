@@ -3,15 +3,16 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tqdm import tqdm
+from tqdm.contrib.concurrent import thread_map
 
 from medspeed.common.console import hides_bar, say
 from medspeed.common.files import read_object, write_json
+
+Item = TypeVar("Item")
 
 MARKER = "unfinished.json"
 
@@ -30,6 +31,12 @@ def run_program(name: str, work: Callable[[], str | int], status: int = 2) -> in
         return done
     say(done, "result")
     return 0
+
+
+def on_each(items: Sequence[Item], work: Callable[[Item], None], title: str, most: int) -> None:
+    """Do some work for each item, on all cores but `most` at a time, under a progress bar; an error stops the rest."""
+    workers, hidden = min(os.cpu_count() or 1, most), hides_bar(not items)
+    thread_map(work, items, desc=title, max_workers=workers, unit="case", disable=hidden)
 
 
 def fill(
@@ -57,13 +64,7 @@ def fill(
         raise ValueError(f"--seed {parameters['seed']}: must be 0 or more")
     _claim(whole, parameters)
     todo = [item for item, files in enumerate(items) if not all(path.exists() for path in files)]
-    with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, len(todo), most))) as pool:
-        jobs, title = [pool.submit(make, item) for item in todo], f"drawing phantoms ({parameters['kind']})"
-        try:
-            for job in tqdm(as_completed(jobs), title, len(jobs), unit="case", disable=hides_bar(not todo)):
-                job.result()
-        finally:  # the first failure stops the rest
-            pool.shutdown(cancel_futures=True)
+    on_each(todo, make, f"drawing phantoms ({parameters['kind']})", most)
     if todo or not whole.exists():
         write_json(whole, {**listing(), "synthetic": True, "phantom": parameters})
     whole.with_name(MARKER).unlink(missing_ok=True)

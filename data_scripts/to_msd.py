@@ -8,21 +8,19 @@ import shlex
 import shutil
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
-from tqdm import tqdm
 
-from medspeed.common.console import hides_bar, say
+from medspeed.common.console import say
 from medspeed.common.data.label_files import gzipped, write_label
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import flush_to_disk, write_json
 from medspeed.common.flags import Parser, flag_of
-from medspeed.data_scripts import raw_sets, run_program
+from medspeed.data_scripts import on_each, raw_sets, run_program
 from medspeed.data_scripts.raw_sets import RawCase, RawSet
 
 _MOST_AT_ONCE = 8  # a case of 512 x 512 x 1000 takes about three gigabytes while it is read
@@ -100,7 +98,8 @@ def _convert(options: argparse.Namespace) -> int:
         name = options.to.resolve().name
         raw = raw_sets.pair_folders(options.images, options.labels, name, options.modality, options.names)
     raw = dataclasses.replace(raw, values=dict(options.values))
-    _on_each([case for case in raw.cases if not case.problems], partial(raw_sets.examine, raw=raw), "checking")
+    whole = [case for case in raw.cases if not case.problems]
+    on_each(whole, partial(raw_sets.examine, raw=raw), "checking", _MOST_AT_ONCE)
     good = [case for case in raw.cases if not case.problems]
     for case in raw.cases:
         for problem in case.problems:
@@ -115,12 +114,6 @@ def _convert(options: argparse.Namespace) -> int:
         _write_set(options.to, raw, good, options.link)
     _report(options.check or options.to, raw, good)
     return 0
-
-
-def _on_each(cases: Sequence[RawCase], work: Callable[[RawCase], None], title: str) -> None:
-    """Do some work for each case, several at a time under a progress bar; the first error is raised."""
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_AT_ONCE)) as pool:
-        list(tqdm(pool.map(work, cases), title, len(cases), unit="case", disable=hides_bar()))
 
 
 def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -> None:
@@ -146,7 +139,7 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
         "left_out": [{"case": c.name, "reason": "; ".join(c.problems)} for c in raw.cases if c.problems],
     }
     try:
-        _on_each(good, partial(_write_case, scratch, raw, link), "writing")
+        on_each(good, partial(_write_case, scratch, raw, link), "writing", _MOST_AT_ONCE)
         write_json(scratch / "dataset.json", listing)
         for path in scratch.rglob("*"):
             flush_to_disk(path)
