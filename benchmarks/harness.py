@@ -107,7 +107,7 @@ def trained(config: Any) -> Figures:  # noqa: ANN401 - an app's configuration
 def write_lists(tables: Tables, folder: Path, labels: int = 1) -> list[str]:
     """Write the guide's lists of patches, or of as many labels each as a region has; return its flags for them."""
     flags = []
-    for part, table in (("training", tables.training), ("validation", tables.validation)):
+    for part, table in ((part, tables.parts[part]) for part in ("training", "validation")):
         path, count = folder / f"{part}-{labels}.csv", len(table) // labels * labels
         rows = zip(table.file, table.corner + table.size // 2, table.label, strict=True)
         with path.open("w", newline="", encoding="utf-8") as file:

@@ -9,8 +9,7 @@ from monai.metrics import compute_dice
 
 import medspeed
 from medspeed.apps.pathology.model import load_model
-from medspeed.apps.pathology.scan.outputs import find_detections, write_detections_csv
-from medspeed.apps.pathology.scan.scan import ProbabilityMap, choose_view
+from medspeed.apps.pathology.scan.scan import ProbabilityMap, choose_view, find_detections, write_detections_csv
 from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.volumes import read_volume

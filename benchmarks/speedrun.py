@@ -205,7 +205,7 @@ class Course:
     def _auc(self, run: Path, seed: int, found: Json) -> float:
         ours = "given" not in found
         config, here = self._drawing(seed, run if ours else None)
-        patches = decoded(find_tables(config, here).validation, config, here)
+        patches = decoded(find_tables(config, here).parts["validation"], config, here)
         images = (pixels[None].astype(np.float32) / 127.5 - 1 for pixels in patches.pixels)  # [1, 3, S, S] in [-1, 1]
         if ours:
             session = onnxruntime.InferenceSession(run / "exports" / "model_fp32.onnx")

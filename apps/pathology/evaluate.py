@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from medspeed.apps.pathology.scan.froc import auc, draw_froc, find_lesions, froc, write_froc_csv
-from medspeed.apps.pathology.scan.outputs import read_detections_csv
+from medspeed.apps.pathology.scan.scan import read_detections_csv
 from medspeed.apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_slide_set
 from medspeed.apps.pathology.slides.layout import MAX_MPP, MIN_MPP
 from medspeed.apps.pathology.slides.masks import tumour_mask
@@ -53,10 +53,9 @@ class SlideScores:
 
     Attributes:
         froc: mean of the sensitivities at Camelyon16's rates of false positives; None, as they are, without lesions.
-        slide_auc: of the slides' probabilities; None unless there are slides with tumor and without.
+        slide_auc: None unless there are slides with tumor and without.
         mask_mpp: um per pixel of the masks in which lesions were found.
-        left_out: why a slide was not judged, by name.
-        refused: of these, the ones whose scan or reference is damaged.
+        left_out: why a slide was not judged, by name; `refused` are those whose scan or reference is damaged.
     """
 
     froc: float | None

@@ -99,9 +99,9 @@ def _export(
     trained = read_as(own, PathologyConfig) if own.is_file() else synthetic
     trained = replace(trained, data=config.data or trained.data, init=None)
     tables = find_tables(trained, run)
-    validation, quantise = decoded(tables.validation, trained, run), None
+    validation, quantise = decoded(tables.parts["validation"], trained, run), None
     if config.makes_int8():
-        quantise = quantiser(tiles(decoded(tables.training, trained, run), model, _CALIBRATION_TILES))
+        quantise = quantiser(tiles(decoded(tables.parts["training"], trained, run), model, _CALIBRATION_TILES))
     best = model.build(run.directory / "best.safetensors").to(run.device).eval()
     judge = judge_on(validation, model, run, tables.name)
     return export_patches(best, model, judge, engine, run, quantise), judge

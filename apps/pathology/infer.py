@@ -15,14 +15,17 @@ from tqdm import tqdm
 
 from medspeed.apps.pathology.model import load_model, normalised
 from medspeed.apps.pathology.patches.table import IMAGES, decode, table_of_images
-from medspeed.apps.pathology.scan.outputs import (
+from medspeed.apps.pathology.scan.scan import (
+    ProbabilityMap,
+    View,
+    choose_view,
     draw_heatmap,
     find_detections,
+    scan_slide,
     write_detections_csv,
     write_geojson,
     write_probability_tif,
 )
-from medspeed.apps.pathology.scan.scan import ProbabilityMap, View, choose_view, scan_slide
 from medspeed.apps.pathology.slides.camelyon import find_slides, is_slide
 from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask
 from medspeed.apps.pathology.slides.reader import Slide, open_slide
@@ -63,7 +66,7 @@ class Scanner:
         """Write `probabilities.csv` (image, probability of tumour) of square images, as large as those in training."""
         self.say_how(f"{len(files)} patches")
         output, given = self.config.output / "probabilities.csv", self.config.input
-        table = table_of_images(files, [0] * len(files), self.model.patch_size)  # their labels are not known
+        table = table_of_images(dict.fromkeys(files, 0), self.model.patch_size)  # their labels are not known
         at_once = self.model.tile_batch if self.opened.backend == "tensorrt" else _AT_ONCE
         found: dict[str, list[dict[str, str]]] = {}
         for rows, pixels in tqdm(decode(table), disable=hides_bar()):

@@ -60,12 +60,9 @@ def normalised(patches: torch.Tensor) -> torch.Tensor:
 
 
 def choose(config: PathologyConfig, count: int, device: torch.device, ranks: int = 1) -> PathologyConfig:
-    """Return a configuration whose patches are decided with every field decided; what the user gave always wins.
+    """Return a configuration with every field decided, of `count` patches of decided size; what the user gave wins.
 
-    There are `count` patches to train on. A CPU gets smaller batches and tiles.
-
-    Raises:
-        ValueError: what was asked for does not fit the data or the device.
+    A ValueError says that what was asked for does not fit the data or the device.
     """
     usual, margin = DEFAULTS[device.type], _margin(decided(config.patch_size))
     tile_size = config.tile_size or usual["core"] + margin

@@ -32,7 +32,7 @@ def main(config: PathologyConfig) -> RunSummary | None:
         data = read_data(config, run)  # which patches train, validate and test
         config, model = resolve(config, data, run)  # every open field decided, said, and kept as plan.json
         fitted = fit(setup(config, data, model, run), config, run)
-        best, tables = best_network(model, fitted, run), data.parts()
+        best, tables = best_network(model, fitted, run), {**data.parts}
         if config.source != "resident":
             del tables["training"]  # which MONAI's loaders read patch by patch
         parts = {name: decoded(table, config, run) for name, table in tables.items()}
@@ -53,8 +53,8 @@ def read_data(config: PathologyConfig, run: Run) -> Tables:
 
 def resolve(config: PathologyConfig, data: Tables, run: Run) -> tuple[PathologyConfig, PathologyModel]:
     """Decide what the configuration leaves open, and what it trains."""
-    known = replace(config, patch_size=data.training.size, mpp=data.mpp, patches_per_slide=data.per_slide)
-    count, told = len(data.training), ("patch_size", "mpp")  # the data's line says these
+    known = replace(config, patch_size=data.parts["training"].size, mpp=data.mpp, patches_per_slide=data.per_slide)
+    count, told = len(data.parts["training"]), ("patch_size", "mpp")  # the data's line says these
     config = keep_plan(config, lambda: choose(known, count, run.device, run.ranks.world), run, told)
     model = model_of(config, run.device)
     run.ranks.once(lambda: write_model(run.directory, config.APP, model))
@@ -63,8 +63,8 @@ def resolve(config: PathologyConfig, data: Tables, run: Run) -> tuple[PathologyC
 
 def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
-    validation = decoded(data.validation, config, run)
-    validation = hold(validation, rank_rows(validation, run), len(data.training) // run.ranks.world, config, run)
+    training, validation = data.parts["training"], decoded(data.parts["validation"], config, run)
+    validation = hold(validation, rank_rows(validation, run), len(training) // run.ranks.world, config, run)
     network = model.build()
     if config.init is not None and not (run.directory / "checkpoints" / "last").exists():
         run.say(initialise_from(network, config.init))
@@ -73,11 +73,11 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     trust_kernels(network_trials(network, config, run), config, run)
     if config.source == "resident":
-        batches: Batches = resident_batches(data.training, config, run)
+        batches: Batches = resident_batches(training, config, run)
     else:
         from medspeed.apps.pathology.patches import guide  # here: MONAI takes longer to load than all the rest
 
-        batches = guide.monai_patches(data.training, config, run)
+        batches = guide.monai_patches(training, config, run)
     patches = call_size(len(rank_rows(validation, run)))
     compile_if_asked(network, batches, (patches, 3, model.patch_size, model.patch_size), config, run)
     if run.ranks.world > 1 or config.parallel.accumulate > 1:

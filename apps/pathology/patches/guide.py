@@ -1,7 +1,5 @@
 """Recipes baseline and guide: MONAI's datasets, loaders and transforms, patch by patch on the CPU, as in its script.
 
-On a GPU the guide's transforms are cuCIM's CUDA kernels, a whole batch at a time, where cupy is there.
-
 Source: MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py, backends numpy, cucim.
 """
 
@@ -25,10 +23,7 @@ from medspeed.common.training.config import decided
 
 
 class ColourJitterd(mt.RandomizableTransform):  # type: ignore[misc]
-    """The colour jitter of one image by itself, as TorchVision's ColorJitter on a tensor in [0, 255].
-
-    `spreads` are the largest changes of brightness, contrast, saturation and hue.
-    """
+    """TorchVision's ColorJitter of one image in [0, 255]: brightness, contrast, saturation and hue, by so much."""
 
     def __init__(self, spreads: tuple[float, float, float, float]) -> None:
         super().__init__(prob=1.0)
@@ -59,10 +54,7 @@ def cpu_transforms(augmentation: Augmentation) -> list[Any]:
 
 
 def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batches:
-    """Return this rank's batches of a decided configuration, each patch read and augmented by MONAI in each epoch.
-
-    The guide's are augmented on the GPU where cuCIM can. A ValueError says that the patches fill no batch.
-    """
+    """Return this rank's batches of a decided configuration, each patch read and augmented by MONAI in each epoch."""
     rank, world = run.ranks.rank, run.ranks.world
     table = table.take(np.arange(rank, len(table) // world * world, world))
     batch_size = decided(config.batch_size) // world
@@ -76,9 +68,8 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
     on_device = cucim_transform(config.augmentation) if not against else plain
 
     def to_batch(items: dict[str, Any]) -> Batch:
-        image, label = (
-            plain(items[name]).to(run.device, torch.float32, non_blocking=True) for name in ("image", "label")
-        )
+        tensors = (plain(items[name]) for name in ("image", "label"))
+        image, label = (tensor.to(run.device, torch.float32, non_blocking=True) for tensor in tensors)
         return Batch(on_device(image), label.flatten(), tuple(items["name"]))
 
     how_many = {"batch_size": batch_size, "drop_last": True, "num_workers": config.workers or 0}
@@ -118,10 +109,7 @@ def why_not_cucim(device: torch.device) -> str | None:
 
 
 def cucim_transform(augmentation: Augmentation) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the script's transforms of a batch on a GPU, drawn from cuCIM's generators, which nobody can seed.
-
-    From [B, 3, Y, X] in [0, 255] they make float32 in [-1, 1].
-    """
+    """Return the script's transforms of batches [B, 3, Y, X] on a GPU, drawn from generators that nobody can seed."""
     jitter = dict(zip(("brightness", "contrast", "saturation", "hue"), augmentation.jitter, strict=True))
     on_bytes = (
         mt.RandCuCIM(name="rand_color_jitter", prob=1.0, **jitter),

@@ -38,11 +38,9 @@ _ORDER = 2**61  # in the place of a stream number, so that the order and the aug
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """The patches of a table, decoded.
+    """The patches of a table, decoded; `rows` [M] int64, ascending, says of which rows, None of all.
 
-    Args:
-        pixels: [M, 3, S, S] uint8, red, green, blue: pages of a file, read when touched, or a tensor on the device.
-        rows: [M] int64, ascending, of the table, whose pixels these are; None of all.
+    Their pixels, [M, 3, S, S] uint8 RGB, are pages of a file, read when touched, or a tensor on the device.
     """
 
     table: PatchTable
@@ -180,10 +178,7 @@ def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig
     """Return batches of a decided configuration, in random order, of the partitions here, whose patches are held.
 
     They are image [B, 3, S, S] in [-1, 1], float32 unless made by fused kernels, and label [B] float32. An epoch leaves
-    out what fills no batch.
-
-    Raises:
-        ValueError: the set is smaller than a batch.
+    out what fills no batch; a ValueError says that there is none.
     """
     count, partitions = len(patches.table), decided(config.parallel.partitions)
     each = decided(config.batch_size) // partitions

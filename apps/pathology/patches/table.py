@@ -1,7 +1,7 @@
 """Which patches there are: tables of them, those that labels.csv, NCRF or MONAI list, and their pixels, decoded."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -78,50 +78,41 @@ def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
         ValueError: a line, which the message names, is at fault; or no image trains, or the first is none.
     """
     path = folder / "labels.csv"
-    listed: dict[Path, tuple[str, int]] = {}
+    parts: dict[str, dict[Path, int]] = {part: {} for part in _PARTS.values()}
     rows = read_rows(path)
     _, header = next(rows, ("", []))
     if missing := {"image", "label"} - set(header):
         raise ValueError(f"{path}: the header lacks {', '.join(sorted(missing))}; expected image,label,split")
     for where, cells in rows:
-        row = dict(zip(header, [*cells, *[""] * len(header)], strict=False))
-        image, part, label = _labelled_image(row, folder, where)
-        if image in listed:
+        row = {name: cell.strip() for name, cell in zip(header, [*cells, *[""] * len(header)], strict=False)}
+        image, split = _labelled_image(row, folder, where), row.get("split", "train").lower()
+        if split not in _PARTS:
+            raise ValueError(f"{where}: split {row['split']!r}: expected one of {', '.join(_PARTS)}")
+        if any(image in images for images in parts.values()):
             raise ValueError(f"{where}: {image.name} is listed twice; list it once")
-        listed[image] = (part, label)
-    parts = {part: [image for image in listed if listed[image][0] == part] for part in dict.fromkeys(_PARTS.values())}
+        parts[_PARTS[split]][image] = _LABELS[row["label"]]
     if not parts["training"]:
         raise ValueError(f"{path}: no training images; expected some with split `train`, or no column `split`")
-    try:
-        with Image.open(parts["training"][0]) as first:
-            width, height = first.size
-    except BAD_IMAGE as error:
-        raise ValueError(f"{parts['training'][0]}: cannot be read as an image ({error}); copy it again") from error
-    if width != height or width > _LONGEST:
-        raise ValueError(f"{parts['training'][0]}: {width} x {height} pixels; expected squares of up to {_LONGEST}")
-
-    labels = {part: [listed[image][1] for image in images] for part, images in parts.items()}
-    return {part: table_of_images(images, labels[part], width) for part, images in parts.items() if images}
+    size = len(_read_image(next(iter(parts["training"]))))
+    return {part: table_of_images(labels, size) for part, labels in parts.items() if labels}
 
 
-def table_of_images(images: Sequence[Path], labels: Sequence[int], size: int) -> PatchTable:
-    """Return the table of image files."""
-    file, corner = np.arange(len(images), dtype=np.int32), np.zeros((len(images), 2), np.int32)
-    return PatchTable(tuple(images), file, corner, np.array(labels, np.uint8), size)
+def table_of_images(labels: Mapping[Path, int], size: int) -> PatchTable:
+    """Return the table of image files and their labels."""
+    file, corner = np.arange(len(labels), dtype=np.int32), np.zeros((len(labels), 2), np.int32)
+    return PatchTable(tuple(labels), file, corner, np.array([*labels.values()], np.uint8), size)
 
 
-def _labelled_image(row: dict[str, str], folder: Path, where: str) -> tuple[Path, str, int]:
-    name, label, split = ((row.get(key) or "").strip() for key in ("image", "label", "split"))
+def _labelled_image(row: dict[str, str], folder: Path, where: str) -> Path:
+    name, label = row["image"], row["label"]
     if label not in _LABELS:
         raise ValueError(f"{where}: label {label!r}: expected 0 or 1 (tumour)")
-    if "split" in row and split.lower() not in _PARTS:
-        raise ValueError(f"{where}: split {split!r}: expected one of {', '.join(_PARTS)}")
     if not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError(f"{where}: image {name!r}: expected a path inside the folder")
-    image = next((path for path in (folder / name, folder / "images" / name) if path.is_file()), None)
-    if image is None:
-        raise FileNotFoundError(f"{where}: {name} is missing in {folder} and in its folder images")
-    return image, _PARTS[split.lower()] if "split" in row else "training", _LABELS[label]
+    for image in (folder / name, folder / "images" / name):
+        if image.is_file():
+            return image
+    raise FileNotFoundError(f"{where}: {name} is missing in {folder} and in its folder images")
 
 
 def decode(
@@ -144,15 +135,16 @@ def decode(
             tell(f"{slide.path.name}: {len(slide.damaged)} DAMAGED TILES treated as white", "warning")
 
 
-def _read_image(file: Path, size: int) -> np.ndarray:
+def _read_image(file: Path, size: int | None = None) -> np.ndarray:
     try:
         with Image.open(file) as image:
-            if image.size == (size, size):
-                return np.asarray(image.convert("RGB"))
             width, height = image.size
+            if width == height == (size or width) <= _LONGEST:
+                return np.asarray(image.convert("RGB"))
     except BAD_IMAGE as error:
         raise ValueError(f"{file}: cannot be read as an image ({error}); copy it again") from error
-    raise ValueError(f"{file}: {width} x {height} pixels, expected {size} x {size} like the network or the first patch")
+    due = f"{size} x {size} like the network or the first patch" if size else f"squares of up to {_LONGEST}"
+    raise ValueError(f"{file}: {width} x {height} pixels, expected {due}")
 
 
 def read_coordinates(path: Path, images: Path, part: str) -> PatchTable:

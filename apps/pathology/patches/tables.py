@@ -1,59 +1,55 @@
-"""Which patches the pathology app trains on, validates on and is judged on."""
+"""Which patches train, validate and judge: those that are listed, or drawn from slides, half of them tumour."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from medspeed.apps.pathology.config import DEFAULTS, PathologyConfig, Reader
-from medspeed.apps.pathology.patches.draw import sample_patches
 from medspeed.apps.pathology.patches.table import PatchTable, read_coordinates, read_patch_folder
-from medspeed.apps.pathology.scan.scan import ASSUMED_MPP, MPP_TOLERANCE
 from medspeed.apps.pathology.slides.camelyon import SlideEntry, read_slide_set
-from medspeed.apps.pathology.slides.reader import open_slide
+from medspeed.apps.pathology.slides.masks import ASSUMED_MPP, MPP_TOLERANCE, SlideMask, tissue_mask, tumour_mask
+from medspeed.apps.pathology.slides.reader import Slide, open_slide
 from medspeed.common.data.dataset import make_synthetic
 from medspeed.common.data.folds import deal_folds
+from medspeed.common.data.threads import map_in_threads
 from medspeed.common.files import read_object, write_json
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
 from medspeed.common.training.setup import DEV_RUN
 
+_NEEDED = ("training", "validation")
 _FEW = 16  # patches of each kind that a fast dev run takes
 _SYNTHETIC = "slides-2"  # kind and version of those of data_scripts/make_slides.py
+TUMOUR_SHARE = 0.5  # of a tumour patch's area, at least: its label is then beyond doubt
+_PIXELS_PER_PATCH = 8  # along a side of a patch, at least, of the mask that is looked at
+_MASK_PIXELS = 2**26  # that a mask has at most: a coarser one is taken of larger slides
+_PLACES = 2**21  # pixels of a mask that patches are drawn from at most, evenly spread
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The patches of a run: to train on, to choose the best weights by and, where there are some, to judge them only.
+    """The patches of a run: parts for training, validation and, where there are some, testing; and where they are from.
 
-    Args:
-        folder: of the data, and their name.
-        synthetic: whether they are drawn, not scanned.
-        mpp: um per pixel; None where the data do not say.
-        per_slide: patches wanted of each slide; None where they are listed.
+    Where the data do not say it, `mpp` (um per pixel) is None, and `per_slide` where patches are listed.
     """
 
     folder: Path
     name: str
     synthetic: bool
     mpp: float | None
-    training: PatchTable
-    validation: PatchTable
-    testing: PatchTable | None
+    parts: dict[str, PatchTable]
     per_slide: int | None = None
 
     def about(self) -> dict[str, Any]:
         """Return what the summary of a run says of its data, and how many patches trained and validated it."""
         data = {"folder": str(self.folder), "name": self.name, "synthetic": self.synthetic}
-        return {"data": data, "cases": {"training": len(self.training), "validation": len(self.validation)}}
-
-    def parts(self) -> dict[str, PatchTable]:
-        """Return the tables that there are, by name."""
-        found = {"training": self.training, "validation": self.validation, "testing": self.testing}
-        return {name: table for name, table in found.items() if table is not None}
+        return {"data": data, "cases": {part: len(self.parts[part]) for part in _NEEDED}}
 
 
 def find_tables(config: PathologyConfig, run: Run) -> Tables:
@@ -61,14 +57,13 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
     made = config.store / "phantoms" / _SYNTHETIC
     folder = config.data or run.ranks.once(lambda: make_synthetic(made, "make_slides"))
     tables = run.ranks.once(lambda: _of_both_kinds(_read(config, folder, run), run))
-    tables = replace(tables, mpp=config.mpp or tables.mpp)
+    tables, parts = replace(tables, mpp=config.mpp or tables.mpp), tables.parts
     if config.fast_dev_run:
         run.say(DEV_RUN, "warning")
         count = max(_FEW, config.batch_size or 0)
-        few = {name: table.take(_of_each_kind(table.label, count)) for name, table in tables.parts().items()}
-        tables = replace(tables, **few)  # type: ignore[arg-type]
-    shown = ", ".join(f"{len(table)} {name}" for name, table in tables.parts().items())
-    size = f"{tables.training.size} pixels" + (f" of {tables.mpp:g} um" if tables.mpp else "")
+        parts |= {name: table.take(_of_each_kind(table.label, count)) for name, table in parts.items()}
+    shown = ", ".join(f"{len(table)} {name}" for name, table in parts.items())
+    size = f"{parts['training'].size} pixels" + (f" of {tables.mpp:g} um" if tables.mpp else "")
     run.say(f"data: {tables.folder} ({tables.name}; patches of {size}: {shown})")
     if tables.synthetic:
         run.say(
@@ -82,8 +77,7 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
 
 def keep_digests(tables: Tables, run: Run) -> None:
     """Keep the digests of the patches of a run; a ValueError says that a resumed run began with others."""
-    path = run.directory / "patches.json"
-    digests = {"training": tables.training.digest(), "validation": tables.validation.digest()}
+    path, digests = run.directory / "patches.json", {part: tables.parts[part].digest() for part in _NEEDED}
     if run.resumed and path.is_file() and read_object(path) != digests:
         raise ValueError(
             f"{path}: the patches in --data have changed since the run began, so it cannot resume; restore the files, "
@@ -95,11 +89,8 @@ def keep_digests(tables: Tables, run: Run) -> None:
 def hold_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
     """Return which slides or patches validate, [N] bool: a share of those with tumour (label 1), and of those without.
 
-    It depends on the seed and on the N names, not on their order. Where there are two or more of a kind, each side
-    gets one at least; a single one trains.
-
-    Raises:
-        ValueError: there are fewer than two of either kind.
+    It depends on the seed and the names, not on their order. Of two or more of a kind, each side gets one at least; a
+    single one trains. A ValueError says that there are fewer than two of either.
     """
     held = np.zeros(len(names), bool)
     keys = [hashlib.sha256(f"{seed}:{name}".encode()).digest() for name in names]
@@ -124,57 +115,56 @@ def _held(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, run
 
 
 def _read(config: PathologyConfig, folder: Path, run: Run) -> Tables:
-    if config.lists is None and (folder / "labels.csv").is_file():
-        return _labelled(config, folder, run)
-    if config.lists is None:
-        return _sampled(config, folder, run)
-    training, validation = map(read_coordinates, config.lists, (folder, folder), ("training", "validation"))
-    for table in (training, validation):
-        _require_within(table, config.reader)
-    mpp = _pixel_size(sorted({*training.files, *validation.files}), config.reader, run)
-    return Tables(folder, config.lists[0].stem, False, mpp, training, validation, None)
+    if config.lists is not None:
+        return _listed(config, config.lists, folder, run)
+    return (_labelled if (folder / "labels.csv").is_file() else _sampled)(config, folder, run)
 
 
-def _require_within(table: PatchTable, reader: Reader) -> None:
-    """Raise a ValueError where a patch lies beyond its slide: it would be white, whatever its label says."""
-    for number, file in enumerate(table.files):
-        level, corners = open_slide(file, reader).levels[0], table.corner[table.file == number]
-        beyond = corners[((corners >= (level.width, level.height)) | (corners <= -table.size)).any(1)]
-        if len(beyond):
-            raise ValueError(
-                f"{file}: a patch is listed at {tuple(beyond[0].tolist())}, but the slide has {level.width} x "
-                f"{level.height} pixels: does the list belong to another slide?"
-            )
+def _listed(config: PathologyConfig, lists: Sequence[Path], folder: Path, run: Run) -> Tables:
+    parts = {part: read_coordinates(path, folder, part) for part, path in zip(_NEEDED, lists, strict=True)}
+    for table in parts.values():
+        for number, file in enumerate(table.files):
+            # Beyond the slide it would be white, whatever its label says.
+            level, corners = open_slide(file, config.reader).levels[0], table.corner[table.file == number]
+            beyond = corners[((corners >= (level.width, level.height)) | (corners <= -table.size)).any(1)]
+            if len(beyond):
+                raise ValueError(
+                    f"{file}: a patch is listed at {tuple(beyond[0].tolist())}, but the slide has {level.width} x "
+                    f"{level.height} pixels: does the list belong to another slide?"
+                )
+    mpp = _pixel_size(sorted({file for table in parts.values() for file in table.files}), config.reader, run)
+    return Tables(folder, lists[0].stem, False, mpp, parts)
 
 
 def _of_both_kinds(tables: Tables, run: Run) -> Tables:
     """Refuse to train on, or to validate by, patches of one kind; leave testing by them out, and say so."""
-    for name, table in tables.parts().items():
+    for name, table in [*tables.parts.items()]:
         if table.label.min() != table.label.max():
             continue
-        if name == "testing":
-            run.say(f"testing: skipped, all {len(table)} patches have the same label, so there is no AUC")
-            return replace(tables, testing=None)
-        kind = "tumour" if table.label.min() == 0 else "normal"
-        raise ValueError(
-            f"{tables.folder}: no {kind} patch among the {len(table)} for {name}, so there is no AUC; add some, or "
-            "choose another --held-out or --seed"
-        )
+        if name in _NEEDED:
+            kind = "tumour" if table.label.min() == 0 else "normal"
+            raise ValueError(
+                f"{tables.folder}: no {kind} patch among the {len(table)} for {name}, so there is no AUC; add some, or "
+                "choose another --held-out or --seed"
+            )
+        run.say(f"testing: skipped, all {len(table)} patches have the same label, so there is no AUC")
+        del tables.parts[name]
     return tables
 
 
 def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     parts = read_patch_folder(folder)
-    training, validation = parts["training"], parts.get("validation")
-    if validation is not None and config.fold is not None:
-        raise ValueError(f"{folder / 'labels.csv'}: has validation images in its column split; --fold needs it without")
-    if validation is None:
+    if "validation" not in parts:
+        training = parts["training"]
         # Patches of one slide may come on both sides, unless --groups tells which slide they are from.
         name = "{0.name}:[0, 0]" if config.fold is None else "{1}"
         names = [name.format(file, file.relative_to(folder).as_posix()) for file in training.files]
         held = _held(training.label, names, config, run)
-        training, validation = training.take(~held), training.take(held)
-    return Tables(folder, folder.name, False, None, training, validation, parts.get("testing"))
+        cut = {"training": training.take(~held), "validation": training.take(held)}
+        parts = cut | {part: table for part, table in parts.items() if part not in cut}
+    elif config.fold is not None:
+        raise ValueError(f"{folder / 'labels.csv'}: has validation images in its column split; --fold needs it without")
+    return Tables(folder, folder.name, False, None, parts)
 
 
 def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
@@ -188,18 +178,15 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     testing = [entry for entry in slides.testing if not entry.tumour or entry.annotation or entry.mask]
     if config.fast_dev_run:  # the first slide with and the first without tumour
         rows, testing = [part[_of_each_kind(labels[part], 1)] for part in rows], []
-    training, validation = ([slides.training[row] for row in part] for part in rows)
-
-    def drawn(entries: Sequence[SlideEntry]) -> PatchTable:
-        table = sample_patches(entries, config, run.leader)
+    entries = {part: [slides.training[row] for row in some] for part, some in zip(_NEEDED, rows, strict=True)}
+    parts = {}
+    for part, some in (entries | ({"testing": testing} if testing else {})).items():
+        table = parts[part] = sample_patches(some, config, run.leader)
         given = zip(table.files, np.bincount(table.file, minlength=len(table.files)), strict=True)
         if lacking := [f"{path.stem} {per_slide - count}" for path, count in given if count < per_slide]:
             run.say(f"some slides have room for fewer than {per_slide} patches; missing: {', '.join(lacking)}")
-        return table
-
-    tables = drawn(training), drawn(validation), drawn(testing) if testing else None
-    mpp = _pixel_size([entry.path for entry in (*training, *validation)], config.reader, run)
-    return Tables(slides.folder, slides.name, slides.synthetic, mpp, *tables, per_slide=per_slide)
+    mpp = _pixel_size([entry.path for part in _NEEDED for entry in entries[part]], config.reader, run)
+    return Tables(slides.folder, slides.name, slides.synthetic, mpp, parts, per_slide)
 
 
 def _pixel_size(files: Sequence[Path], reader: Reader, run: Run) -> float | None:
@@ -210,10 +197,8 @@ def _pixel_size(files: Sequence[Path], reader: Reader, run: Run) -> float | None
     if len(known) < len(sizes):
         text += f"; {len(sizes) - len(known)} have no pixel size; tissue detection assumes {ASSUMED_MPP} um"
     if known and known[-1] > (1 + MPP_TOLERANCE) * known[0]:
-        text += (
-            f"; WARNING: pixel sizes range from {known[0]:g} to {known[-1]:g} um and patches are not rescaled, so the "
-            "network learns several magnifications; train on slides of a single one"
-        )
+        text += f"; WARNING: pixel sizes range from {known[0]:g} to {known[-1]:g} um and patches are not rescaled, so "
+        text += "the network learns several magnifications; train on slides of a single one"
     run.say(text)
     return known[len(known) // 2] if known else None
 
@@ -221,3 +206,95 @@ def _pixel_size(files: Sequence[Path], reader: Reader, run: Run) -> float | None
 def _of_each_kind(labels: np.ndarray, count: int) -> np.ndarray:
     """Return the places of the first `count` of each label (0, 1), in order."""
     return np.sort(np.concatenate([np.flatnonzero(labels == label)[:count] for label in (0, 1)]))
+
+
+def sample_patches(entries: Sequence[SlideEntry], config: PathologyConfig, progress: bool = False) -> PatchTable:
+    """Draw patches from annotated slides: half of those of a slide with tumour show tumour, the others normal tissue.
+
+    A tumour patch has its centre in the tumour, and tumour covers half of it at least. A normal patch has its centre
+    in tissue, and there is no tumour in it nor within a patch's side around it; shares are counted to a pixel of the
+    mask, an eighth of a patch or less. No patch is drawn twice, none leaves the slide; of slides that are marked in
+    part only tumour is drawn. What is drawn depends on the seed and the slide's name alone; where a slide has less
+    room it gives fewer patches than `config` (size and patches per slide decided) says.
+
+    Raises:
+        FileNotFoundError: a slide, its mask or its annotation is missing.
+        ValueError: one is damaged, a slide with tumour has neither, or there is no room for a single patch.
+    """
+    ordered, size = sorted(entries, key=lambda entry: entry.name), decided(config.patch_size)
+    draw = partial(_draw, config=config, per_slide=decided(config.patches_per_slide), size=size)
+    pairs = map_in_threads(draw, ordered, "drawing patches", config.workers, progress)
+    parts = [corners for pair in pairs for corners in pair]
+    place = np.repeat(np.arange(len(parts)), [len(corners) for corners in parts])
+    if not len(place):
+        raise ValueError(f"{len(entries)} slides: no room for a patch of {size} pixels; choose a smaller --patch-size")
+    return PatchTable(
+        files=tuple(entry.path for entry in ordered),
+        file=(place // 2).astype(np.int32),
+        corner=np.concatenate(parts).astype(np.int32),
+        label=(1 - place % 2).astype(np.uint8),
+        size=size,
+    )
+
+
+def _draw(entry: SlideEntry, config: PathologyConfig, per_slide: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the corners of a slide's tumour and of its normal patches, each [M, 2] int64."""
+    slide, named = open_slide(entry.path, config.reader), hashlib.sha256(entry.name.encode()).digest()[:8]
+    generator = np.random.default_rng([config.seed, int.from_bytes(named)])
+    base, wanted = slide.levels[0], per_slide // 2 if entry.tumour else 0
+    positive = negative = np.empty((0, 2), np.int64)
+    if entry.tumour:
+        finest = max(1.0, size / _PIXELS_PER_PATCH, math.sqrt(base.width * base.height / _MASK_PIXELS))
+        tumour = tumour_mask(entry, base.width, base.height, finest)
+        sums = _sums(tumour.mask)
+        centres = _centres(tumour)
+        fitting = centres[_shares(sums, tumour.downsample, centres, size) >= TUMOUR_SHARE]
+        positive = _pick(fitting, tumour.downsample, slide, size, wanted, generator)
+    if not entry.part:
+        tissue = tissue_mask(slide, assumed_mpp=ASSUMED_MPP)
+        centres = _centres(tissue)
+        if entry.tumour:
+            # A patch, a patch's side around it, and the mask pixel within which `_pick` moves the centre.
+            centres = centres[_shares(sums, tumour.downsample, centres, 3 * size + tissue.downsample) == 0]
+        negative = _pick(centres, tissue.downsample, slide, size, per_slide - wanted, generator)
+    return positive, negative
+
+
+def _sums(mask: np.ndarray) -> np.ndarray:
+    """Return how many pixels of a mask lie above and left of each corner, [H + 1, W + 1] int32."""
+    sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int32)
+    np.cumsum(mask, 0, np.int32, out=sums[1:, 1:])
+    np.cumsum(sums[1:, 1:], 1, np.int32, out=sums[1:, 1:])
+    return sums
+
+
+def _shares(sums: np.ndarray, downsample: float, centres: np.ndarray, side: float) -> np.ndarray:
+    """Return which share of each square around centres [N, 2] a mask covers; squares are widened to its pixels."""
+    first = np.floor((centres - side / 2) / downsample).astype(np.int64)
+    behind = np.ceil((centres + side / 2) / downsample).astype(np.int64)
+    most = np.array(sums.shape)[::-1] - 1
+    (left, top), (right, bottom) = np.clip(first, 0, most).T, np.clip(behind, 0, most).T
+    inside = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
+    return np.asarray(inside / (behind - first).prod(1))
+
+
+def _centres(where: SlideMask) -> np.ndarray:
+    """Return the centres of pixels of a mask, evenly spread, [N, 2] float64 (x, y) in pixels of level 0."""
+    places = np.flatnonzero(where.mask)
+    places = places[:: -(-len(places) // _PLACES) or 1]
+    return (np.stack(np.divmod(places, where.mask.shape[1])[::-1], 1) + 0.5) * where.downsample
+
+
+def _pick(
+    centres: np.ndarray, downsample: float, slide: Slide, size: int, count: int, generator: np.random.Generator
+) -> np.ndarray:
+    """Return the corners, [M, 2] int64, of `count` patches (or all) whose centre is in a mask pixel of `centres`."""
+    side = max(1, int(downsample))
+    origins = np.floor(centres - downsample / 2).astype(np.int64) - size // 2
+    most = np.array([slide.levels[0].width, slide.levels[0].height]) - size
+    # Of pixels at an edge all of whose places lie within are taken, so that each number below names another patch.
+    origins = origins[((origins >= 0) & (origins + side - 1 <= most)).all(1)]
+    places = len(origins) * side**2
+    numbers = generator.choice(places, min(count, places), replace=False) if places else np.empty(0, np.int64)
+    pixel, within = np.divmod(numbers, side**2)
+    return np.asarray(origins[pixel] + np.stack(np.divmod(within, side)[::-1], 1))

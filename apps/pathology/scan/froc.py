@@ -23,7 +23,7 @@ _CURVE, _SCORE = "#0072B2", "#D55E00"
 class FrocResult:
     """The free-response curve: one point for each score at which something is gained or lost, then (0, 0).
 
-    They are false positives per slide, falling, and the share of lesions found, both [K] float64; `at_rates` is the
+    It is false positives per slide, falling, against the share of lesions found, both [K] float64; `at_rates` is the
     latter at each of FALSE_POSITIVE_RATES.
     """
 
@@ -43,8 +43,7 @@ def find_lesions(mask: np.ndarray, mpp: float) -> NDArray[np.int32]:
     """Return the lesions of a tumour mask [H, W] (not 0: tumour) of `mpp` micrometres a pixel: [H, W], 0 outside.
 
     Lesions are numbered from 1; isolated tumour cells, neither to be found nor wrong to find, have negative numbers.
-    The tumour grows by half of GROWTH_UM, its holes are filled, and what touches, also corner to corner, is one
-    lesion.
+    The tumour grows by half of GROWTH_UM, holes are filled, and what touches, also corner to corner, is one lesion.
     """
     from scipy.ndimage import binary_fill_holes, distance_transform_edt, label  # here: training has no need of them
     from skimage.measure import regionprops
@@ -62,10 +61,7 @@ def detect(probability: np.ndarray, box: int = DETECTION_BOX) -> np.ndarray:
     """Return the peaks of a probability map [H, W]: the highest, then the highest outside the box around it, and so on.
 
     A peak is a row (probability, column, row) of [D, 3] float64. Equal to MONAI's PathologyProbNMS, also where
-    probabilities are equal, in one sort instead of a search of the whole map for each peak.
-
-    Raises:
-        ValueError: the map is not finite.
+    probabilities are equal, in one sort. A ValueError says that the map is not finite.
     """
     if not np.isfinite(probability).all():
         raise ValueError("the probability map is not finite: scan again in fp32 (--precision fp32)")
@@ -116,10 +112,7 @@ def froc(slides: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> FrocResult |
 
 
 def auc(labels: np.ndarray, scores: np.ndarray) -> float:
-    """Return the share of (positive, negative) pairs that the scores [N] put in order, ties counting half.
-
-    A ValueError says that there is no positive or no negative label [N].
-    """
+    """Return the share of (positive, negative) pairs that the scores [N] put in order, ties counting half."""
     positive, scores = np.asarray(labels, bool), np.asarray(scores, np.float64)
     count, others = int(positive.sum()), int((~positive).sum())
     if not count or not others:

@@ -1,25 +1,42 @@
-"""Slides through the network: a map of tumour probabilities, from overlapping tiles or patch by patch."""
+"""Slides through the network: maps of tumour probabilities, from overlapping tiles or single patches; their files."""
 
+import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tifffile
 import torch
 import torch.nn.functional as F
+from contourpy import FillType, contour_generator
+from matplotlib.cm import ScalarMappable
+from matplotlib.figure import Figure
+from scipy.ndimage import label
+from skimage.measure import regionprops
 from tqdm import tqdm
 
 from medspeed.apps.pathology.model import HALO, PathologyModel, normalised
-from medspeed.apps.pathology.slides.masks import SlideMask
+from medspeed.apps.pathology.scan.froc import DETECTION_BOX, detect
+from medspeed.apps.pathology.slides.masks import ASSUMED_MPP, MPP_TOLERANCE, SlideMask, low_power
 from medspeed.apps.pathology.slides.reader import Slide
 from medspeed.common.console import hides_bar
 from medspeed.common.data.threads import prefetch
+from medspeed.common.files import atomic_path, write_text
 from medspeed.common.inference.predictors import Predictor
+from medspeed.common.observe.images import one_line
+from medspeed.common.observe.plots import save_png
 from medspeed.models.resnet18_fcn import STRIDE
 
-MPP_TOLERANCE = 0.2  # by which a level's pixel may differ from the network's before it is resized
 MOST_COARSE = 4.0  # times the network's pixel that a slide's finest may have: beyond, nuclei are not seen
-ASSUMED_MPP = 0.25  # um, where neither slide nor network knows: an objective of 40x, as most of Camelyon16
+REGION_THRESHOLD = 0.5
+BOX_UM = DETECTION_BOX * 64 * 0.243  # MONAI's box is in pixels of level 6 of Camelyon16's slides of 0.243 um
+_TUMOUR = {"name": "Tumor", "color": [200, 0, 0]}  # QuPath's own colour for the class
+_DPI = 100
+_LONGEST = 1600  # pixels of the slide in the picture, which with title and colour bar stays below 2000
+_LEAST, _MOST = 0.1, 0.85  # opacity at probability 0 and 1: tissue shows through, and where was looked is seen
 
 
 @dataclass(frozen=True)
@@ -27,12 +44,10 @@ class View:
     """How a network sees a slide, and how the square cells of its answer lie on it, from the upper left corner on.
 
     Attributes:
-        level: what is read, an index into `Slide.levels`.
-        size: (width, height) of that level in its pixels.
+        level: what is read, an index into `Slide.levels`, of `size` (width, height).
         downsample: pixels of level 0 per pixel of that level.
         pitch: pixels of that level that become 32 of the network's; 32 where nothing is resized.
-        base_mpp: um per pixel of level 0, known or assumed.
-        reason: in one line, why.
+        base_mpp: um per pixel of level 0, known or assumed; `reason` says in one line why.
     """
 
     level: int
@@ -88,10 +103,7 @@ def choose_view(slide: Slide, mpp: float | None) -> View:
     """Return the level whose pixel is nearest to the network's of `mpp` um, resized where it is over 20 percent off.
 
     The resized side of 32 pixels is a whole number of the level's pixels, so that tiles fit together exactly; the
-    network's own pixel size is met to half a pixel in 32.
-
-    Raises:
-        ValueError: the slide's finest pixels are more than 4 times as large as the network's.
+    network's own pixel size is met to half a pixel in 32. A ValueError says that pixels are over 4 times too large.
     """
     level, pitch = 0, STRIDE
     unknown = [name for name, size in (("slide", slide.mpp), ("network", mpp)) if size is None]
@@ -134,32 +146,139 @@ def scan_slide(
     side, halo, pixels = model.core // STRIDE, HALO // STRIDE, model.tile_size
     if stride is not None:
         side, halo, pixels = 1, 0, model.patch_size
-    scanned = view.on_tissue(tissue, stride or STRIDE)
+    batch, stride = batch or model.tile_batch, stride or STRIDE
+    scanned = view.on_tissue(tissue, stride)
     starts = [np.arange(0, length, side) for length in scanned.shape]
     occupied = np.logical_or.reduceat(np.logical_or.reduceat(scanned, starts[0], 0), starts[1], 1)
     tiles = np.argwhere(occupied) * side
-    corners = view.corners(tiles - halo, model.patch_size, stride or STRIDE)
+    corners = view.corners(tiles - halo, model.patch_size, stride) * view.downsample
+    base = np.ceil(corners).astype(np.int64)  # reading takes the level's pixel to the left
+    size = (view.span(pixels), view.span(pixels))
+    parts = (slice(start, start + batch) for start in range(0, len(tiles), batch))
+    batches = ((tiles[part], slide.read_many(base[part], size, view.level)) for part in parts)
     values = np.zeros(scanned.shape, np.float32)
-    found = _probabilities(slide, view, corners, pixels, predictor, device, batch or model.tile_batch)
-    for (row, column), probabilities in zip(tiles.tolist(), found, strict=True):
-        cells = values[row : row + side, column : column + side]
-        cells[...] = probabilities[halo : halo + cells.shape[0], halo : halo + cells.shape[1]]
-    return ProbabilityMap(values * scanned, view.span(stride or STRIDE) * view.downsample, scanned, len(tiles))
-
-
-def _probabilities(
-    slide: Slide, view: View, corners: np.ndarray, side: int, predictor: Predictor, device: torch.device, batch: int
-) -> Iterator[np.ndarray]:
-    """Yield the probabilities, [h, w] float32, of each region, `side` network pixels wide, at corners of the level."""
-    base = np.ceil(corners * view.downsample).astype(np.int64)  # reading takes the level's pixel to the left
-    size = (view.span(side), view.span(side))
-    starts = range(0, len(base), batch)
-    batches = (slide.read_many(base[start : start + batch], size, view.level) for start in starts)
-    with tqdm(total=len(corners), desc=repr(slide.name), unit="tile", leave=False, disable=hides_bar()) as bar:
-        for pixels in prefetch(batches, device):
-            images = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2)
-            if size[0] != side:  # averaged where they become fewer
-                images = F.interpolate(images.float(), (side, side), mode="bilinear", antialias=True)
+    with tqdm(total=len(tiles), desc=repr(slide.name), unit="tile", leave=False, disable=hides_bar()) as bar:
+        for places, regions in prefetch(batches, device):
+            images = torch.from_numpy(regions).to(device).permute(0, 3, 1, 2)
+            if size[0] != pixels:  # averaged where they become fewer
+                images = F.interpolate(images.float(), (pixels, pixels), mode="bilinear", antialias=True)
                 images = images.round_().clamp_(0, 255).byte()
-            yield from torch.sigmoid(predictor(normalised(images))[:, 0]).cpu().numpy()
-            bar.update(len(pixels))
+            found = torch.sigmoid(predictor(normalised(images))[:, 0]).cpu().numpy()
+            for (row, column), probabilities in zip(places.tolist(), found, strict=True):
+                cells = values[row : row + side, column : column + side]
+                cells[...] = probabilities[halo : halo + cells.shape[0], halo : halo + cells.shape[1]]
+            bar.update(len(places))
+    return ProbabilityMap(values * scanned, view.span(stride) * view.downsample, scanned, len(tiles))
+
+
+def write_probability_tif(path: Path, found: ProbabilityMap, mpp: float | None, slide: str) -> None:
+    """Write the map as a tiled TIFF of uint8 (255: probability 1), one pixel a cell.
+
+    Its resolution tags say the size of a cell, so that QuPath and OpenSlide lay it over the slide; where `mpp`, um per
+    pixel of level 0, is unknown they are left open. Stride, offset and scale stand as JSON in its description.
+    """
+    place = {"slide": slide, "stride_px": found.stride, "offset_px": found.stride / 2, "mpp": mpp}
+    density = None if mpp is None else 1e4 / (mpp * found.stride)
+    with atomic_path(path) as part:
+        tifffile.imwrite(
+            part,
+            np.rint(found.values * 255).astype(np.uint8),
+            tile=(256, 256),
+            photometric="minisblack",
+            compression="zlib",  # deflate by its official number
+            resolution=None if density is None else (density, density),
+            resolutionunit="NONE" if density is None else "CENTIMETER",
+            description=json.dumps({**place, "probability_of_255": 1.0}),
+            software="medspeed",
+            metadata=None,
+        )
+
+
+def find_detections(found: ProbabilityMap, base_mpp: float) -> np.ndarray:
+    """Return the peaks of a map, the surest first: [D, 3] float64 rows (score, x, y) in pixels of level 0.
+
+    A peak suppresses others in a box of 746 um around it (`base_mpp`: um per pixel of level 0), which on Camelyon16's
+    slides scanned every 64 pixels is MONAI's box of 48 cells.
+    """
+    peaks = detect(found.values, max(1, round(BOX_UM / (found.stride * base_mpp))))
+    peaks[:, 1:] = np.floor((peaks[:, 1:] + 0.5) * found.stride)
+    return peaks
+
+
+def write_detections_csv(path: Path, detections: np.ndarray) -> None:
+    """Write detections as Camelyon16 asks for them: rows `score,x,y` in pixels of level 0, no header."""
+    write_text(path, "".join(f"{score:.6f},{x:.0f},{y:.0f}\n" for score, x, y in detections))
+
+
+def read_detections_csv(path: Path) -> np.ndarray:
+    """Read what `write_detections_csv` wrote; a ValueError says that a row is not `score,x,y`."""
+    try:
+        rows = [line.split(",") for line in path.read_text(encoding="utf-8").splitlines()]
+        found = np.array([(float(score), int(x), int(y)) for score, x, y in rows], np.float64).reshape(-1, 3)
+        if not ((found >= 0) & (found <= (1, np.inf, np.inf))).all():
+            raise ValueError("a score outside 0 to 1, or a negative position")
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{path}: rows must be score,x,y ({error}): scan the slide again") from error
+    return found
+
+
+def write_geojson(path: Path, found: ProbabilityMap, size: tuple[int, int]) -> None:
+    """Write the regions of probability 0.5 and more as QuPath's GeoJSON, along the borders of cells in the slide."""
+    features = []
+    for region in regionprops(label(found.values >= REGION_THRESHOLD)[0], found.values):
+        # In pixels of level 0, within the slide, the first point again as the last.
+        closed = ((np.append(ring, ring[:1], 0) + region.bbox[1::-1]) * found.stride for ring in outline(region.image))
+        polygon = {"type": "Polygon", "coordinates": [np.minimum(ring, size).round(2).tolist() for ring in closed]}
+        values = {"max probability": region.intensity_max, "mean probability": region.intensity_mean}
+        measured = {name: round(float(value), 6) for name, value in values.items()}
+        properties = {"objectType": "annotation", "classification": _TUMOUR, "measurements": measured}
+        features.append({"type": "Feature", "geometry": polygon, "properties": properties})
+    write_text(path, json.dumps({"type": "FeatureCollection", "features": features}, allow_nan=False) + "\n")
+
+
+def draw_heatmap(path: Path, slide: Slide, found: ProbabilityMap) -> None:
+    """Draw the slide at low power, the scanned cells over it in the colours of their probability, as a PNG."""
+    level = slide.levels[0]
+    longest = max(level.width, level.height)
+    image, downsample = low_power(slide, max(1.0, longest / _LONGEST))
+    scale = min(1 / downsample, _LONGEST / longest) / _DPI  # a level between may be larger than asked for
+    width, height = max(level.width * scale, 2.0), max(level.height * scale, 2.0)  # inches
+    figure = Figure(figsize=(width + 1.5, height + 0.5), dpi=_DPI, layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(image, extent=(0, image.shape[1] * downsample, image.shape[0] * downsample, 0))
+    rows, columns = found.values.shape
+    drawn = axes.imshow(
+        found.values,
+        extent=(0, columns * found.stride, rows * found.stride, 0),
+        cmap="viridis",
+        vmin=0,
+        vmax=1,
+        alpha=np.where(found.scanned, _LEAST + (_MOST - _LEAST) * found.values, 0),
+        interpolation="nearest",
+    )
+    axes.set(xlim=(0, level.width), ylim=(level.height, 0))
+    axes.set_axis_off()
+    opaque = ScalarMappable(drawn.norm, drawn.cmap)
+    figure.colorbar(opaque, ax=axes, label="probability of tumour", fraction=0.2 / width, pad=0.1 / width, aspect=30)
+    title = f"{one_line(slide.name, 60)}   greatest {found.values.max(initial=0):.3f}"
+    axes.set_title(title, loc="left", fontsize=10, parse_math=False)
+    save_png(path, figure, full_colour=True)
+
+
+def outline(region: np.ndarray) -> list[np.ndarray]:
+    """Return the borders of a region [H, W] bool whose cells hang together: the outer one, then those of its holes.
+
+    Of each its corners [K, 2] (x, y) in cells; along x the inside lies below (y runs down).
+    """
+    # Both sides of a border between cells lie at one place: there a contour can only run along the cells.
+    inside = np.pad(region, 1).repeat(2, 0).repeat(2, 1)[1:-1, 1:-1]
+    y, x = (np.arange(side + 1).repeat(2) for side in region.shape)
+    contours: Any = contour_generator(x, y, inside, fill_type=FillType.OuterOffset)
+    (points,), (ends,) = contours.filled(0.75, np.inf)  # not 0.5: cells that meet corner to corner are apart
+    rings = []
+    for start, end in pairwise(ends):
+        ring = points[start : end - 1].astype(int)
+        ring = ring[(ring != np.roll(ring, 1, 0)).any(1)]
+        along_x = ring[:, 1] == np.roll(ring[:, 1], -1)
+        rings.append(ring[along_x != np.roll(along_x, 1)])
+    return rings

@@ -65,8 +65,7 @@ def find_slides(path: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: two slides have one name, so that their outputs would have one folder; a name is none of a folder;
-            or the folder holds patches.
+        ValueError: outputs of two would have one folder, or a bad one; or the folder holds patches.
     """
     if path.is_file():
         if not path.stem.strip("."):
@@ -128,7 +127,7 @@ def read_slide_set(folder: Path) -> SlideSet:
 def _slides(folder: Path, half: str) -> list[Path]:
     """Return the slides to train on, or to test on: where all lie side by side, the latter are named test_..."""
     found = [path for place in _PLACES[half] for path in (folder / place).glob("*") if is_slide(path)]
-    beside = [path for path in (folder / "images").glob("*") if is_slide(path)]
+    beside = filter(is_slide, (folder / "images").glob("*"))
     found += [path for path in beside if path.stem.lower().startswith("test_") == (half == "testing")]
     return sorted(found, key=lambda path: path.stem)
 

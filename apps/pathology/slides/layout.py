@@ -108,17 +108,14 @@ class Layout:
 
 
 def read_layout(path: Path) -> Layout:
-    """Read and check the directories of a TIFF file; a file that is no TIFF has no levels here.
-
-    Labels, macro images and thumbnails are left out.
+    """Read and check the directories of a TIFF file, without labels and thumbnails; another file has no levels here.
 
     Raises:
         OSError: there is no such file.
-        ValueError: it is empty, damaged or cut short, says more pixels than its bytes hold, has tiles too large for the
+        ValueError: it is empty, damaged or cut short, says more than its bytes hold, has tiles too large for the
             memory or no 8-bit RGB image, or its pixels are not square.
     """
-    size = path.stat().st_size
-    if not size:
+    if not (size := path.stat().st_size):
         raise ValueError(f"{path} is empty (0 bytes): copy it again")
     with path.open("rb") as file:
         if file.read(4) not in TIFF_MAGICS:
@@ -190,10 +187,7 @@ def looks_whole(level: Level, tile: int, file: int) -> bool:
 
 
 def jpeg_frame(read: Callable[[int, int], bytes], offset: int) -> tuple[int, ...]:
-    """Return bits, width, height and samples that a JPEG says; () of one of tables alone, (0,) of what is no JPEG.
-
-    `read(count, offset)` returns its bytes.
-    """
+    """Return bits, width, height and samples of a JPEG that `read(count, offset)` reads; () of tables, (0,) of none."""
     at = offset + len(_JPEG_START)
     for _ in range(_MOST_SEGMENTS if read(2, offset) == _JPEG_START else 0):
         head = read(10, at).ljust(10, b"\0")
@@ -222,19 +216,15 @@ def _jpeg_2000_frame(file: int, offset: int) -> tuple[int, ...]:
 
 def _pyramid(pages: list[Any]) -> list[Any]:
     """Return the largest 8-bit RGB page, and smaller ones (or SubIFDs) of its shape, tiled as it is, largest first."""
-    images = [
-        page
-        for page in pages
-        if page.dtype == np.uint8 and page.shape == (page.imagelength, page.imagewidth, 3) and page.size
-    ]
-    images.sort(key=lambda page: page.size, reverse=True)
+    rgb = [page for page in pages if page.dtype == np.uint8 and page.shape == (page.imagelength, page.imagewidth, 3)]
+    images = sorted((page for page in rgb if page.size), key=lambda page: page.size, reverse=True)
     levels: dict[int, Any] = {}
     for page in images:
-        base = images[0]
-        ratio = page.imagewidth / base.imagewidth * base.imagelength / page.imagelength
-        alike = abs(ratio - 1) <= ASPECT_TOLERANCE + 1.5 / min(page.imagewidth, page.imagelength)
-        if page is base or (page.imagewidth < base.imagewidth and page.is_tiled == base.is_tiled and alike):
-            levels.setdefault(page.imagewidth, page)
+        base, (width, height) = images[0], (page.imagewidth, page.imagelength)
+        ratio = width / base.imagewidth * base.imagelength / height
+        alike = abs(ratio - 1) <= ASPECT_TOLERANCE + 1.5 / min(width, height) and page.is_tiled == base.is_tiled
+        if page is base or (width < base.imagewidth and alike):
+            levels.setdefault(width, page)
     return [levels[width] for width in sorted(levels, reverse=True)]
 
 

@@ -1,9 +1,7 @@
-"""Where a slide holds tissue, and where tumour.
+"""Where a slide holds tissue (saturation at low power, split by Otsu's threshold), and where tumour.
 
-Tissue is saturation at low power, split by Otsu's threshold; ink and specks are left out. Tumour is marked by outlines
-as ASAP saves them, or by a mask, a TIFF pyramid. Source of the groups and of the masks' values: the README of the
-CAMELYON16 data and ASAP's own conversion of outlines to masks: "Tumor", "_0" and "_1" are tumour, "_2" and "Exclusion"
-are no tumour though an outline around them says so.
+Source of the groups and of the masks' values: the README of the CAMELYON16 data and ASAP's own conversion of outlines
+to masks: "Tumor", "_0" and "_1" are tumour, "_2" and "Exclusion" are none though an outline around them says so.
 """
 
 import math
@@ -21,6 +19,8 @@ from medspeed.apps.pathology.slides.reader import Slide
 from medspeed.common.console import hides_bar
 from medspeed.common.host_memory import free_memory
 
+ASSUMED_MPP = 0.25  # um, where neither slide nor network knows: an objective of 40x, as most of Camelyon16
+MPP_TOLERANCE = 0.2  # by which a level's pixel may differ from the network's before it is resized
 MASK_MPP = 8.0  # um: a lymph node section becomes about 2,000 pixels wide, a 224 pixel patch at 0.25 um is 7
 _BLOCK = 2048  # pixels of a level read at a time: 12 MiB
 _BYTES = 32  # that a pixel of the mask takes while tissue is told from glass
@@ -95,8 +95,7 @@ def low_power(slide: Slide, downsample: float) -> tuple[np.ndarray, float]:
 
 def require_memory(what: str, width: int, height: int, each: int = _BYTES) -> None:
     """Raise a ValueError where a mask of so many bytes for each pixel would take more memory than is free."""
-    needed, free = width * height * each, free_memory()
-    if needed > free:
+    if (needed := width * height * each) > (free := free_memory()):
         raise ValueError(
             f"{what} it has {width} x {height} pixels and needs {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are "
             "free: see whether its pixel size is right, or take a machine with more memory"
@@ -104,10 +103,7 @@ def require_memory(what: str, width: int, height: int, each: int = _BYTES) -> No
 
 
 def split(saturation: np.ndarray) -> float | None:
-    """Return Otsu's threshold on saturations (0 to 1, any shape), or None where they do not fall into two classes.
-
-    Source: Otsu 1979, over 256 bins. It is lowered to 0.15 where tissue fills the field.
-    """
+    """Return Otsu's threshold on saturations (0 to 1, any shape), 0.15 at most; None where they are not two classes."""
     from skimage.filters import threshold_otsu  # here, as what follows: with its tables drawn, training has no need
 
     counts = np.bincount(np.rint(saturation.ravel() * 255).astype(np.int64), minlength=256)
@@ -156,9 +152,9 @@ def tumour_mask(entry: SlideEntry, width: int, height: int, most_downsample: flo
             found = _read_mask(entry.mask, width, height, most_downsample)
         elif entry.annotation is not None:
             downsample = 2 ** int(math.log2(most_downsample))
-            wide, high = math.ceil(width / downsample), math.ceil(height / downsample)
-            require_memory(f"{entry.annotation}: for a pixel of {downsample}", wide, high)
-            found = SlideMask(rasterise(entry.annotation, wide, high, downsample), downsample)
+            size = math.ceil(width / downsample), math.ceil(height / downsample)
+            require_memory(f"{entry.annotation}: for a pixel of {downsample}", *size)
+            found = SlideMask(rasterise(entry.annotation, *size, downsample), downsample)
         else:
             raise ValueError("neither a mask nor an annotation shows where the tumour is")
         if not found.mask.any():
@@ -182,10 +178,8 @@ def rasterise(path: Path, width: int, height: int, downsample: float) -> np.ndar
     outside = ((vertices < -1) | (vertices > np.array([width, height]) + 1)).any(1)
     if outside.any():
         x, y = vertices[outside][0].round(1)
-        raise ValueError(
-            f"{path}: a vertex at ({x:g}, {y:g}) is outside the slide, {width} x {height} pixels at the level "
-            "used: does the annotation belong to another slide?"
-        )
+        what = f"a vertex at ({x:g}, {y:g}) is outside the slide, {width} x {height} pixels at the level used"
+        raise ValueError(f"{path}: {what}: does the annotation belong to another slide?")
     for polygon, tumour in sorted(outlines, key=lambda outline: not outline[1]):  # what is excluded, last
         _fill(mask, polygon, tumour)
     return mask
@@ -198,8 +192,7 @@ def read_asap(path: Path) -> list[tuple[np.ndarray, bool]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no XML of ASAP, an outline has fewer than 3 vertices or a coordinate that is no number, or
-            its group is not one of Camelyon16's.
+        ValueError: it is no XML of ASAP, an outline is damaged, or its group is not one of Camelyon16's.
     """
     try:
         root = ElementTree.parse(path).getroot()  # expat refuses entities that expand without end

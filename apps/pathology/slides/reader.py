@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -44,18 +44,12 @@ _CUCIM_COMPRESSIONS = {1, 5, 7, 8, 32946, 33003, 33005}
 _UNREADABLE = (RuntimeError, ValueError, MemoryError)  # what reading damage raises
 
 
-class Handle(NamedTuple):
-    """A file in one of the libraries: what it has of levels and pixel size, and what reads a box within a level.
-
-    Reading returns [height, width, 3] uint8, or raises one of _UNREADABLE.
-    """
-
-    levels: tuple[Level, ...]
-    mpp: float | None
-    read: Callable[[Box, int], np.ndarray]
+# A file in one of the libraries: what it has of levels and pixel size, and what reads a box within a level as
+# [height, width, 3] uint8, or raises one of _UNREADABLE.
+Opened = tuple[tuple[Level, ...], float | None, Callable[[Box, int], np.ndarray]]
 
 
-def _open_cucim(path: Path, layout: Layout) -> Handle:
+def _open_cucim(path: Path, layout: Layout) -> Opened:
     from cucim.clara import CuImage
 
     if not all(level.tiled for level in layout.levels):
@@ -80,10 +74,10 @@ def _open_cucim(path: Path, layout: Layout) -> Handle:
         corner = (math.ceil(side * downsamples[level] + inside) for side in box[:2])
         return np.asarray(image.read_region(tuple(corner), box.size, level))
 
-    return Handle(layout.levels, layout.mpp, read)
+    return layout.levels, layout.mpp, read
 
 
-def _open_openslide(path: Path, layout: Layout) -> Handle:
+def _open_openslide(path: Path, layout: Layout) -> Opened:
     import openslide
 
     try:
@@ -113,10 +107,10 @@ def _open_openslide(path: Path, layout: Layout) -> Handle:
         except openslide.OpenSlideError as error:
             raise RuntimeError(str(error)) from error
 
-    return Handle(levels, layout.mpp or checked_mpp(x, y, path), read)
+    return levels, layout.mpp or checked_mpp(x, y, path), read
 
 
-def _open_tifffile(path: Path, layout: Layout) -> Handle:
+def _open_tifffile(path: Path, layout: Layout) -> Opened:
     import imagecodecs  # noqa: F401 - tifffile decodes with it, and asks for it only at the first tile
 
     file = os.open(path, os.O_RDONLY)
@@ -135,10 +129,10 @@ def _open_tifffile(path: Path, layout: Layout) -> Handle:
         return region
 
     weakref.finalize(read, os.close, file)
-    return Handle(layout.levels, layout.mpp, read)
+    return layout.levels, layout.mpp, read
 
 
-_LIBRARIES: dict[str, tuple[Callable[[Path, Layout], Handle], str]] = {
+_LIBRARIES: dict[str, tuple[Callable[[Path, Layout], Opened], str]] = {
     "cucim": (_open_cucim, "pip install --no-deps cucim-cu13 click lazy-loader"),
     "openslide": (_open_openslide, "pip install openslide-python openslide-bin"),
     "tifffile": (_open_tifffile, "pip install tifffile imagecodecs"),
@@ -149,16 +143,15 @@ class Slide:
     """An open slide, closed when it is let go; threads may read from it at the same time.
 
     Attributes:
-        path: the file; `name` is its name without suffix.
         reader: the library that reads it.
         levels: largest first.
         mpp: um per pixel at level 0; None where the file does not say.
         damaged: the tiles that could not be decoded so far.
     """
 
-    def __init__(self, path: Path, reader: str, handle: Handle) -> None:
+    def __init__(self, path: Path, reader: str, opened: Opened) -> None:
         self.path, self.name, self.reader = path, path.stem, reader
-        self.levels, self.mpp, self._read = handle
+        self.levels, self.mpp, self._read = opened
         self.damaged: set[Tile] = set()
         self._sound = [np.zeros(level.grid, bool) for level in self.levels]  # tiles seen to be
         self._file = os.open(path, os.O_RDONLY)
@@ -240,9 +233,8 @@ def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ModuleNotFoundError: the reader is not installed; the message says how to.
-        ValueError: the file is empty, damaged, cut short or no 8-bit RGB, its pixels are not square, or no
-            reader takes it.
+        ModuleNotFoundError: the reader is not installed.
+        ValueError: `read_layout` refuses the file, or no reader takes it.
     """
     path = Path(path)
     layout = read_layout(path)
@@ -256,10 +248,10 @@ def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
             if name != "openslide" and (not layout.levels or layout.padded):
                 padded = "Philips pads levels to whole tiles by an amount it does not read"
                 raise ValueError(padded if layout.padded else "reads TIFF files only")
-            handle = open_it(path, layout)
-            if reader == "auto" and len(handle.levels) < len(layout.levels):
-                raise ValueError(f"reads {len(handle.levels)} of {len(layout.levels)} levels")
-            return Slide(path, name, handle)
+            slide = Slide(path, name, open_it(path, layout))
+            if reader == "auto" and len(slide.levels) < len(layout.levels):
+                raise ValueError(f"reads {len(slide.levels)} of {len(layout.levels)} levels")
+            return slide
         except ModuleNotFoundError as error:
             refused.append(f"the slide reader {name!r} is not installed ({error}): {remedy}")
             if reader != "auto":

@@ -6,9 +6,9 @@ import pytest
 import tifffile
 
 from medspeed.apps.pathology.config import PathologyConfig
-from medspeed.apps.pathology.patches import draw as patch_sampling
-from medspeed.apps.pathology.patches.draw import sample_patches
+from medspeed.apps.pathology.patches import tables as patch_sampling
 from medspeed.apps.pathology.patches.table import PatchTable
+from medspeed.apps.pathology.patches.tables import sample_patches
 from medspeed.apps.pathology.slides.camelyon import SlideEntry
 
 SIDE, SIZE = 1024, 64

@@ -109,7 +109,7 @@ def test_folders_that_cannot_train(tmp_path):
         read_patch_folder(folder_of(tmp_path, ["image,class", "a.png,1"]))
     with pytest.raises(ValueError, match="no training images"):
         read_patch_folder(folder_of(tmp_path, [ROWS[0], ROWS[3]]))
-    with pytest.raises(ValueError, match=r"a\.png: 96 x 64 pixels; expected squares"):
+    with pytest.raises(ValueError, match=r"a\.png: 96 x 64 pixels, expected squares"):
         read_patch_folder(folder_of(tmp_path, ROWS, side=(96, 64)))
     (tmp_path / "images" / "a.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"a\.png: cannot be read as an image .*copy it again"):

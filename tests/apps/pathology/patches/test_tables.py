@@ -35,8 +35,7 @@ def tables_of(config: PathologyConfig, directory: Path = Path("nowhere")) -> tup
 
 def test_slides_give_three_tables_whose_slides_differ(slides):
     tables, said = tables_of(PathologyConfig(data=slides, patch_size=64, patches_per_slide=10, held_out=0.5))
-    assert tables.testing is not None
-    parts = [{path.stem for path in part.files} for part in (tables.training, tables.validation, tables.testing)]
+    parts = [{path.stem for path in part.files} for part in tables.parts.values()]
     assert [len(part) for part in parts] == [2, 2, 2]
     assert not set.intersection(*parts[:2]) | set.intersection(*parts[1:])
     assert parts[2] == {"test_001", "test_002"}
@@ -50,7 +49,7 @@ def test_slides_give_three_tables_whose_slides_differ(slides):
 def test_room_for_fewer_patches_is_told(slides):
     config = PathologyConfig(data=slides, patch_size=320, patches_per_slide=1_000_000, held_out=0.5)
     tables, said = tables_of(config)
-    assert len(tables.training) < 2_000_000
+    assert len(tables.parts["training"]) < 2_000_000
     assert "some slides have room for fewer than 1000000 patches; missing: " in said
 
 
@@ -66,9 +65,9 @@ def test_lists_of_coordinates_are_taken_as_they_are(slides, tmp_path):
         (tmp_path / f"{name}.csv").write_text(f"{stem},512,512,0,0,0,0,1,0,0,0,0\n")
     config = PathologyConfig(data=slides, lists=(tmp_path / "training.csv", tmp_path / "validation.csv"))
     tables, _ = tables_of(config)
-    assert (len(tables.training), len(tables.validation), tables.testing) == (9, 9, None)
-    assert tables.training.label.sum() == 1
-    assert tables.training.size == 224
+    assert {part: len(table) for part, table in tables.parts.items()} == {"training": 9, "validation": 9}
+    assert tables.parts["training"].label.sum() == 1
+    assert tables.parts["training"].size == 224
 
 
 def test_a_folder_of_patches_without_a_split_is_cut(tmp_path):
@@ -79,9 +78,9 @@ def test_a_folder_of_patches_without_a_split_is_cut(tmp_path):
     (tmp_path / "labels.csv").write_text("\n".join(rows))
     config = PathologyConfig(data=tmp_path, held_out=0.2)
     tables, _ = tables_of(config)
-    assert (len(tables.training), len(tables.validation)) == (16, 4)
+    assert (len(tables.parts["training"]), len(tables.parts["validation"])) == (16, 4)
     other, _ = tables_of(replace(config, seed=1))
-    assert tables.validation.digest() != other.validation.digest()
+    assert tables.parts["validation"].digest() != other.parts["validation"].digest()
     assert tables.mpp is None
 
 
@@ -119,7 +118,7 @@ def test_testing_by_patches_of_one_kind_is_left_out(tmp_path):
     tables, said = tables_of(PathologyConfig(data=tmp_path, mpp=0.97))
     assert tables.mpp == 0.97
     assert "patches of 32 pixels of 0.97 um" in said
-    assert tables.testing is None
+    assert list(tables.parts) == ["training", "validation"]
     assert "testing: skipped, all 4 patches have the same label" in said
 
 
@@ -140,7 +139,7 @@ def test_a_resumed_run_refuses_other_patches(slides, tmp_path):
     run.resumed = True
     keep_digests(tables, run)
     with pytest.raises(ValueError, match="the patches in --data have changed"):
-        keep_digests(replace(tables, validation=tables.training), run)
+        keep_digests(replace(tables, parts={**tables.parts, "validation": tables.parts["training"]}), run)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +169,7 @@ def test_each_slide_is_held_out_by_one_fold(slides, tmp_path):
     found = []
     for fold in (0, 1):
         config = PathologyConfig(data=slides, patch_size=64, patches_per_slide=4, fold=fold, folds=2)
-        validation = tables_of(config, tmp_path)[0].validation
+        validation = tables_of(config, tmp_path)[0].parts["validation"]
         kept = json.loads((tmp_path / "split.json").read_text())
         assert kept["validation"] == [path.stem for path in validation.files]
         assert {kept["fold_of"][name] for name in kept["validation"]} == {fold}
@@ -190,9 +189,7 @@ def test_patches_of_a_slide_stay_on_one_side(tmp_path):
     (tmp_path / "labels.csv").write_text("\n".join(rows))
     config = PathologyConfig(data=tmp_path, fold=2, folds=3, groups=f"{tmp_path / 'labels.csv'}:slide")
     tables, _ = tables_of(config, tmp_path)
-    sides = [
-        {int(table.files[file].stem) // 4 for file in table.file} for table in (tables.training, tables.validation)
-    ]
+    sides = [{int(table.files[file].stem) // 4 for file in table.file} for table in tables.parts.values()]
     assert [len(side) for side in sides] == [2, 1]
     assert not sides[0] & sides[1]
     (tmp_path / "labels.csv").write_text(
