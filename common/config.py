@@ -1,8 +1,7 @@
 """One way to configure: a frozen dataclass, read from flags and a YAML file.
 
-Precedence, lowest first: the defaults of the dataclass, the recipe (or of a resumed run its own configuration), the
-file of `--config`, the flags. A field that is a dataclass itself is a group of flags: `--windows.size`; its
-field `name`, if it has one, has the group's own: `--network`.
+Precedence, lowest first: the dataclass, the recipe (or the run that is resumed), the file of `--config`, the flags. A
+field that is a dataclass is a group of flags: `--windows.size`; its field `name` has the group's own: `--network`.
 """
 
 import inspect

@@ -38,11 +38,8 @@ def atomic_path(path: Path, flush: bool = True) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; on success it is renamed to `path`, on error removed.
 
     A reader sees the old file or the whole new one, never a part, also when the process is killed at any moment.
-    The temporary name keeps the suffixes of `path`, since libraries choose the format by them.
-
-    Args:
-        path: the file to be; its folder is made.
-        flush: False does not wait for the disk, for what is checked when it is read and can be made again.
+    The temporary name keeps the suffixes of `path`, since libraries choose the format by them. Without `flush` nobody
+    waits for the disk: for what is checked when it is read and can be made again.
 
     Raises:
         OSError: the folder, which it names, cannot be written or the disk is full; `path` is then as it was.

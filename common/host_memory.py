@@ -8,10 +8,9 @@ from pathlib import Path
 
 import psutil
 
-# What keeps freed memory, by mallopt's parameters (malloc.h of the GNU C library): no memory maps, no trimming, and
-# growth in large pieces.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_KEEP = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**28))
+# What keeps freed memory, by mallopt's parameters (malloc.h of the GNU C library): M_MMAP_MAX, no memory maps;
+# M_TRIM_THRESHOLD, no trimming; and M_TOP_PAD, growth in large pieces.
+_KEEP = {-4: 0, -1: 2**31 - 1, -2: 2**28}
 
 # Of control groups, version 2 and 1: folder, limit, use, and the part of the use that gives way.
 _CGROUPS = (
@@ -30,7 +29,7 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return all(mallopt(name, value) == 1 for name, value in _KEEP)
+    return all(mallopt(name, value) == 1 for name, value in _KEEP.items())
 
 
 def peak_memory() -> int:

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 T = TypeVar("T")
 
 BEAT_SECONDS = 2.0
-# Without a sign of life. A library may hold Python's lock, and with it the beats, for a while. Not more: torchrun gives
-# the other ranks up to 30 seconds to end, and the whole has to be over in 60.
+# Without a sign of life: a library may hold Python's lock, and with it the beats, for a while. torchrun then gives the
+# other ranks up to 30 seconds to end, and the whole has to be over in 60.
 SILENT_SECONDS = 16.0
 _GONE = f"no contact with the other ranks for {SILENT_SECONDS:.0f} s (network down, or rank 0's host lost)"
 HUNG_SECONDS, HUNG_STEPS = 40.0, 4  # without a move within a step, and so many times the longest step before
@@ -31,10 +31,9 @@ HUNG_SECONDS, HUNG_STEPS = 40.0, 4  # without a move within a step, and so many 
 class Watch:
     """Whether the other ranks live: one that is killed, stopped, cut off or hung in a step ends all within a minute.
 
-    A collective waits for a silent rank as long as its time limit says, and that limit must allow for honest long work.
-    So a thread of each rank tells the others every two seconds that it lives and where it stands, and judges what it
-    hears. It counts by its own beats: a machine that slept has missed none, and clocks need not agree. Its store is a
-    connection of its own, since the main thread may be blocked within another.
+    The time limit of a collective must allow for honest long work. So a thread of each rank tells the others every two
+    seconds that it lives and where it stands, by a connection of its own, and judges what it hears. It counts by its
+    own beats: a machine that slept has missed none, and clocks need not agree.
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
@@ -180,9 +179,8 @@ class Ranks:
     def parallel(self, network: nn.Module) -> nn.Module:
         """Return the network to train: its backward pass averages the gradients over the ranks.
 
-        Buffers, such as the running figures of a batch normalisation, stay each rank's own (see `average_buffers`); a
-        checkpoint holds the leader's. A run of more than two ranks does not go on from it to the bit: DDP rearranges
-        the gradients after the first step of a process, and they are then summed in another order.
+        Buffers stay each rank's own (see `average_buffers`); a checkpoint holds the leader's. More than two ranks go on
+        from it, but not to the bit: after the first step of a process DDP sums the gradients in another order.
         """
         if self.world == 1:
             return network

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Dice loss with cross-entropy or focal loss: sums over voxels, the loss of them, and its gradient, a kernel each.
 
-Logits and labels are read once, and nothing of a voxel is stored but the gradient. Parts are summed in an order of
-their own, without atomic operations, so that a run repeats to the bit.
+Nothing of a voxel is stored but the gradient. Parts are summed in a fixed order, so that a run repeats to the bit.
 """
 
 from collections.abc import Sequence

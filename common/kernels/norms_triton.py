@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Triton kernels of `norms`: tensors lie as rows (voxels) of channels; a tile is BLOCK rows.
 
-A program's tiles follow each other; sums are written per program and added in a fixed order, so that runs repeat to the
-bit. A row is taken as BG groups of BS channels, powers of two, of which G groups of GS channels are there.
+Sums are written per program and added in a fixed order, so that runs repeat to the bit. A row is taken as BG groups of
+BS channels, powers of two, of which G groups of GS channels are there.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """Which fused variants are used: each is compared with its plain twin, and timed, on the device that will run it.
 
-A variant (a kernel, a memory layout, a captured graph) is described by a `Trial`; `choose` tries it once per machine;
-`trusts` then says, wherever it could stand in for its twin, whether it does. Until then, and on a CPU, the twin runs.
+`choose` tries a variant (a kernel, a memory layout, a captured graph) once per machine; `trusts` then says, wherever it
+could stand in for its twin, whether it does. Until then, and on a CPU, the twin runs.
 """
 
 import hashlib

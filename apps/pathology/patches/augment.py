@@ -1,7 +1,7 @@
 """Augmentation of RGB patches, batched on the device: colour jitter, flip, quarter turns, zoom, each patch its own.
 
-On a CUDA device two Triton kernels do what here takes some 270 launches. What differs between patches stands in a table
-for them, a row for each, so that every batch of a size launches the same, with one small upload.
+On a CUDA device two Triton kernels do what here takes some 270 launches; all that differs between patches stands in one
+small table, so that every batch of a size launches the same.
 """
 
 from functools import cache
@@ -94,8 +94,8 @@ def augment_rows(
         pixels: [M, 3, S, S] uint8, red, green, blue.
         places: [N] int, of the patches among them; None where they are all.
         draw: [N] `DRAW`.
-        dtype: that the kernels give them in; `augment` gives float32.
-        channels_last: layout that the kernels give them in.
+        dtype: that the kernels give; `augment` gives float32.
+        channels_last: layout that the kernels give.
     """
     if not trusts(FUSED, pixels):
         return augment(pixels if places is None else pixels.index_select(0, upload(places, pixels.device)), draw)
@@ -133,10 +133,7 @@ def jitter_(images: torch.Tensor, factors: np.ndarray, order: np.ndarray) -> Non
     All images go through three blends of one formula, and before, between or behind them the hue is turned of those
     for which it comes there: so few, large kernels do every order.
 
-    Args:
-        images: [N, 3, H, W] float32 in [0, 1], red, green, blue; contiguous.
-        factors: [N, 4] float32, as of `DRAW`.
-        order: [N, 4] int, likewise.
+    Images are [N, 3, H, W] float32 in [0, 1], red, green, blue, contiguous; factors and order are those of `DRAW`.
     """
     places = _hue_places(factors, order)
     blends = order[order != HUE].reshape(-1, 3)
