@@ -24,7 +24,7 @@ import torch
 from medspeed.apps.opening import parse_flags
 from medspeed.benchmarks.harness import median, opened, step_of, tell
 from medspeed.common.clock import StepTimer, seconds_of, spans_to
-from medspeed.common.observe.monitor import Monitor
+from medspeed.common.observe.monitor import monitored
 from medspeed.common.run import environment
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     for _ in range(given.rounds + 1):
         plain.append(seconds_of(lambda: [step(batch) for _ in range(given.steps)]) / given.steps)
         ranges = spans_to("nvtx") if device.type == "cuda" else nullcontext()
-        with tempfile.TemporaryDirectory(prefix="overhead-") as folder, Monitor(Path(folder), device), ranges:
+        with tempfile.TemporaryDirectory(prefix="overhead-") as folder, monitored(Path(folder), device), ranges:
             watched.append(seconds_of(lambda: [watch() for _ in range(given.steps)]) / given.steps)  # type: ignore[func-returns-value]
     more = statistics.median(b / a - 1 for a, b in list(zip(plain, watched, strict=True))[1:])
     record = {

@@ -29,7 +29,7 @@ from medspeed.common.inference.predict import predict_logits, thresholded
 from medspeed.common.inference.runs import digest_of, open_models
 from medspeed.common.inference.scan_files import Scan, find_scans, read_scan, say_plan, scan_bytes
 from medspeed.common.inference.scores import write_measures
-from medspeed.common.observe.overlays import draw_overlay
+from medspeed.common.observe.overlays import draw_overlay, oriented_scan
 from medspeed.common.observe.timeline import Timeline, draw_timeline
 from medspeed.common.ranks import choose_device, torchrun_place
 
@@ -174,8 +174,8 @@ class Segmenter:
         if config.overlays:
             with stage("overlay"):
                 image = volume.voxels if volume.voxels.ndim == 3 else volume.voxels[..., 0]
-                path, names, window = item.outputs[-1], labelling.labels, self.model.preparation.window
-                draw_overlay(path, image, labels, volume.affine, names=names, window=window, title=item.name)
+                shown = oriented_scan(image, labels, volume.affine, window=self.model.preparation.window)
+                draw_overlay(item.outputs[-1], shown, labelling.labels, item.name)
         doubts = [*dict.fromkeys(doubt for each in measured for doubt in each.uncertain.split("; ") if doubt)]
         seconds = self.timeline.seconds(item.name)
         return {"measures": [asdict(each) for each in measured], "uncertain": doubts, "seconds": seconds}

@@ -10,11 +10,7 @@ from medspeed.common.files import atomic_path
 
 
 def save_image(path: Path, pixels: Image.Image, full_colour: bool = False) -> None:
-    """Write an RGB picture atomically as a PNG: in full colour, or in 192 colours for a quarter of the size.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
-    """
+    """Write an RGB picture atomically as a PNG: in full colour, or in 192 colours for a quarter of the size."""
     if not full_colour:
         # Maximum coverage keeps rare colours (a small structure); the median cut gives nearly all of them to the greys.
         pixels = pixels.quantize(192, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)

@@ -4,11 +4,10 @@ import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import numpy as np
 import psutil
@@ -34,106 +33,86 @@ COLUMNS = (SECONDS, *(name for names in PANELS.values() for name in names))
 _SHORTEST, _JOIN_SECONDS = 0.1, 10.0  # CPU times come in hundredths of a second: none shorter
 
 
-class Monitor:
-    """Samples the machine in a thread while a run trains; to be used as a context around it.
+@contextmanager
+def monitored(folder: Path, device: torch.device, every: float = 1.0) -> Iterator[Callable[[], float]]:
+    """Sample the machine in a thread while a run trains; yield what returns the column of seconds as it would be now.
 
     Each sample, `every` so many seconds, is a row of `monitor.csv` in the folder; a resumed run goes on with the file.
     At the end `monitor.png` is drawn. An error in any of this is logged and ends the sampling; the training goes on.
     """
+    path, stop, zero = folder / "monitor.csv", threading.Event(), [time.perf_counter()]
 
-    def __init__(self, folder: Path, device: torch.device, every: float = 1.0) -> None:
-        self._path, self._picture = folder / "monitor.csv", folder / "monitor.png"
-        self._device, self._every, self._stop = device, every, threading.Event()
-        self._zero = time.perf_counter()  # when the column of seconds has 0
-        self._thread = threading.Thread(target=self._guarded, args=(self._sample,), name="monitor", daemon=True)
-
-    def __enter__(self) -> Self:
-        if self._device.type == "cuda" and importlib.util.find_spec("pynvml") is None:
-            _log.warning("monitor.csv has no GPU utilisation or power; to record them: pip install nvidia-ml-py")
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._stop.set()
-        self._thread.join(_JOIN_SECONDS)
-        if self._path.is_file():
-            self._guarded(lambda: draw_monitor(self._path, self._picture))
-
-    def now(self) -> float:
-        """Return what the column of seconds would say now."""
-        return round(time.perf_counter() - self._zero, 1)
-
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def guarded(work: Callable[..., None], *given: Any) -> None:  # noqa: ANN401 - whatever it takes
         try:
-            work()
+            work(*given)
         except (OSError, ValueError, RuntimeError, psutil.Error) as error:
-            _log.warning(f"{self._path}: monitoring stopped: {type(error).__name__}: {error}")
+            _log.warning(f"{path}: monitoring stopped: {type(error).__name__}: {error}")
 
-    def _sample(self) -> None:
-        lines = _read_lines(self._path) if self._path.is_file() else []
-        write_text(self._path, "".join(f"{line}\n" for line in (",".join(COLUMNS), *lines)))
-        earlier = float(lines[-1].partition(",")[0]) if lines else 0.0
-        host, stopped = _Host(), False
-        self._zero = host.read_at - earlier
-        while not stopped:
-            stopped = self._stop.wait(self._every)
-            if stopped and time.perf_counter() - host.read_at < _SHORTEST:
-                return
-            row = {**host.read(), **_read_gpu(self._device), SECONDS: host.read_at - self._zero}
-            with self._path.open("a", encoding="utf-8") as stream:
-                stream.write(",".join(f"{row[name]:.3f}" if name in row else "" for name in COLUMNS) + "\n")
+    if device.type == "cuda" and importlib.util.find_spec("pynvml") is None:
+        _log.warning("monitor.csv has no GPU utilisation or power; to record them: pip install nvidia-ml-py")
+    work = _sample, path, device, every, stop, zero
+    thread = threading.Thread(target=guarded, args=work, name="monitor", daemon=True)
+    thread.start()
+    try:
+        yield lambda: round(time.perf_counter() - zero[0], 1)
+    finally:
+        stop.set()
+        thread.join(_JOIN_SECONDS)
+        if path.is_file():
+            guarded(draw_monitor, path, path.with_suffix(".png"))
 
 
-class _Host:
-    """Reads what this process with its children took since the last reading, and how busy all cores were.
+def _sample(path: Path, device: torch.device, every: float, stop: threading.Event, zero: list[float]) -> None:
+    """Write rows until it is to stop; `zero` becomes when the column of seconds has 0."""
+    lines = _read_lines(path) if path.is_file() else []
+    write_text(path, "".join(f"{line}\n" for line in (",".join(COLUMNS), *lines)))
+    psutil.cpu_percent()  # each thread's first value is none
+    began, before = time.perf_counter(), used()
+    zero[0] = began - (float(lines[-1].partition(",")[0]) if lines else 0.0)
+    stopped = False
+    while not stopped:
+        stopped = stop.wait(every)
+        if stopped and time.perf_counter() - began < _SHORTEST:
+            return
+        now, after = time.perf_counter(), used()
+        # Not below 0: a child that nobody waited for takes its share of the totals along.
+        cpu, read, written = (np.maximum(after[:3] - before[:3], 0) / (now - began)).tolist()
+        values = now - zero[0], 100 * cpu, psutil.cpu_percent(), after[3] / 2**30, read / 1e6, written / 1e6
+        began, before = now, after
+        with path.open("a", encoding="utf-8") as stream:
+            cells = (*values, *_read_gpu(device))
+            stream.write(",".join("" if value is None else f"{value:.3f}" for value in cells) + "\n")
+
+
+def used() -> NDArray[np.float64]:
+    """Return CPU seconds, bytes read and written since the start, and bytes resident now, of this process and children.
 
     Ended children are in their parent's numbers once it has waited for them, and listed until then. So parents are
     read first, and all again where a child ended meanwhile: else it would be missing now and new the next time.
     """
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        psutil.cpu_percent()  # each thread's first value is none
-        self.read_at, self._totals = time.perf_counter(), self._sum()
-
-    def read(self) -> dict[str, float]:
-        """Return the columns of CPU, memory and disk."""
-        began, before = self.read_at, self._totals
-        self.read_at, self._totals = time.perf_counter(), self._sum()
-        # Not below 0: a child that nobody waited for takes its share of the totals along.
-        cpu, read, written = (np.maximum(self._totals[:3] - before[:3], 0) / (self.read_at - began)).tolist()
-        return {
-            "process_cpu_percent": 100 * cpu,
-            "host_cpu_percent": psutil.cpu_percent(),
-            "process_memory_gib": float(self._totals[3]) / 2**30,
-            "read_mb_per_s": read / 1e6,
-            "written_mb_per_s": written / 1e6,
-        }
-
-    def _sum(self) -> NDArray[np.float64]:
-        """Return CPU seconds, bytes read and written since the start, and bytes resident now, over the processes."""
-        for _ in range(5):
-            total = np.zeros(4)
-            with suppress(psutil.NoSuchProcess):
-                for process in (self._process, *self._process.children(recursive=True)):
-                    with suppress(psutil.AccessDenied), process.oneshot():
-                        cpu, disk = process.cpu_times()[:4], process.io_counters()  # the last two: of ended children
-                        total += (sum(cpu), disk.read_bytes, disk.write_bytes, process.memory_info().rss)
-                break
-        return total
+    own = psutil.Process()
+    for _ in range(5):
+        total = np.zeros(4)
+        with suppress(psutil.NoSuchProcess):
+            for process in (own, *own.children(recursive=True)):
+                with suppress(psutil.AccessDenied), process.oneshot():
+                    cpu, disk = process.cpu_times()[:4], process.io_counters()  # the last two: of ended children
+                    total += (sum(cpu), disk.read_bytes, disk.write_bytes, process.memory_info().rss)
+            break
+    return total
 
 
-def _read_gpu(device: torch.device) -> dict[str, float]:
-    """Return the columns of a CUDA device, as far as torch and NVIDIA's management library know them."""
+def _read_gpu(device: torch.device) -> tuple[float | None, float | None, float | None]:
+    """Return utilisation, memory and power of a CUDA device, as far as torch and NVIDIA's library know them."""
     if device.type != "cuda":
-        return {}
+        return None, None, None
     free, total = torch.cuda.mem_get_info(device)
-    found = {"gpu_memory_gib": (total - free) / 2**30}
+    percent = watts = None
     if importlib.util.find_spec("pynvml") is not None:
         with suppress(importlib.import_module("pynvml").NVMLError):  # a slice of a GPU (MIG) does not tell
-            found["gpu_percent"] = float(torch.cuda.utilization(device))
-            found["gpu_power_w"] = torch.cuda.power_draw(device) / 1000
-    return found
+            percent = float(torch.cuda.utilization(device))
+            watts = torch.cuda.power_draw(device) / 1000
+    return percent, (total - free) / 2**30, watts
 
 
 def draw_monitor(csv_path: Path, png_path: Path) -> None:

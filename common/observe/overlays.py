@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from nibabel.affines import from_matvec, voxel_sizes
+from nibabel.affines import voxel_sizes
 from nibabel.orientations import apply_orientation, inv_ornt_aff, io_orientation
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter, ImageOps
@@ -14,12 +14,12 @@ from PIL import Image, ImageDraw, ImageFilter, ImageOps
 from medspeed.common.observe.images import font, one_line, save_image
 
 Array = NDArray[Any]
+Box = tuple[slice, ...]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; those that show best on grey come first.
 LABEL_COLOURS = ("#E69F00", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00", "#0072B2")
 """Of the labels 1, 2, ..., in turn (Okabe and Ito)."""
-_RGB = np.array([[int(colour[first : first + 2], 16) for first in (1, 3, 5)] for colour in LABEL_COLOURS])
-_OPACITY = 0.45  # of the prediction's fill
+_OPACITY = 115  # of 255, of the prediction's fill
 _PLANES = ("sagittal, x", "coronal, y", "axial, z")  # by the axis they cut
 _EDGES = ("APSI", "RLSI", "RLAP")  # which side of the patient is at the left, right, top and bottom of each
 _EDGE_PLACES = ((0.02, 0.5, "lm"), (0.98, 0.5, "rm"), (0.5, 0.02, "mt"), (0.5, 0.98, "mb"))
@@ -39,89 +39,64 @@ class Scan:
     labels: Array
     truth: Array | None
     affine: NDArray[np.float64]
+    spacing: NDArray[np.float64]  # mm
     window: tuple[float, float]
     extent: tuple[tuple[int, int], ...]  # first and last voxel of the foreground (labels or truth) along each axis
     largest: tuple[int, ...]  # slice with the largest foreground across each axis
 
-    @property
-    def spacing(self) -> NDArray[np.float64]:
-        """Return the voxel's sides in mm."""
-        return np.asarray(voxel_sizes(self.affine), dtype=np.float64)
-
-    def cropped(self, low: Sequence[int], high: Sequence[int]) -> "Scan":
-        """Return the box from `low` up to, and without, `high`; the foreground lies in it."""
-        box = tuple(slice(first, last) for first, last in zip(low, high, strict=True))
-        truth = None if self.truth is None else self.truth[box]
-        affine = self.affine @ from_matvec(np.eye(3), low)
-        extent = tuple((first - start, last - start) for (first, last), start in zip(self.extent, low, strict=True))
-        largest = tuple(place - start for place, start in zip(self.largest, low, strict=True))
-        return Scan(self.image[box], self.labels[box], truth, affine, self.window, extent, largest)
-
-    def size(self, plane: int) -> tuple[float, float]:
-        """Return width and height in mm of a slice across the axis `plane`."""
-        across, up = np.delete(self.image.shape * self.spacing, plane)
+    def size(self, box: Box, plane: int) -> tuple[float, float]:
+        """Return width and height in mm of a slice of a box across the axis `plane`."""
+        across, up = np.delete([side.stop - side.start for side in box] * self.spacing, plane)
         return float(across), float(up)
 
-    def caption(self, plane: int, index: int) -> str:
-        """Name a slice and where it lies: the RAS coordinate of its middle."""
-        voxel = np.array([*((side - 1) / 2 for side in self.image.shape), 1.0])
+    def caption(self, box: Box, plane: int, index: int) -> str:
+        """Name a slice of a box and where it lies: the RAS coordinate of its middle."""
+        voxel = np.array([*((side.start + side.stop - 1) / 2 for side in box), 1.0])
         voxel[plane] = index
         return f"{_PLANES[plane]} = {(self.affine @ voxel)[plane]:.0f} mm"
 
 
-def picture(volume: Array, plane: int, index: int) -> Array:
-    """Return a slice across an axis as rows from the top: R (or A) on the left, A (or S) at the top."""
-    part: Array = np.moveaxis(volume, plane, 0)[index]
+def picture(volume: Array, box: Box, plane: int, index: int) -> Array:
+    """Return a slice of a box across an axis as rows from the top: R (or A) on the left, A (or S) at the top."""
+    part: Array = np.moveaxis(volume, plane, 0)[index][box[:plane] + box[plane + 1 :]]
     return part.T[::-1, ::-1]
 
 
-def draw_overlay(
-    path: Path,
-    image: Array,
-    labels: Array,
-    affine: NDArray[np.float64],
-    *,
-    truth: Array | None = None,
-    names: Sequence[str] = (),
-    window: tuple[float, float] | None = None,
-    title: str = "",
-) -> None:
+def draw_overlay(path: Path, scan: Scan, names: Sequence[str] = (), title: str = "") -> None:
     """Draw a segmentation over its image as a PNG: three orthogonal planes above, axial close-ups below.
 
     The planes cut the foreground where it is largest (else the image's middle), all at one scale. The prediction is
-    filled, the truth outlined. The patient's right is on the left, and anterior or superior is up.
-
-    Args:
-        path: PNG file to write.
-        image: intensities [X, Y, Z], any real dtype.
-        labels: predicted labels [X, Y, Z]; 0 is background.
-        affine: voxel index to RAS mm, [4, 4], any orientation; `np.diag([*spacing, 1])` for arrays in R, A, S.
-        truth: true labels [X, Y, Z], where known.
-        names: name of each label, by its number; drawn as they are, without markup.
-        window: intensities that are drawn black and white; by default the percentiles 0.5 and 99.5 of what is not
-            darkest.
-        title: one line above.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
+    filled, the truth outlined. The patient's right is on the left, and anterior or superior is up. `names` are those of
+    the labels, by number; they and the title are drawn as they are, without markup.
     """
-    assert all(volume.shape == image.shape for volume in (labels, truth) if volume is not None), image.shape
-    scan = oriented_scan(image, labels, truth, affine, window)
-    body, close = body_of(scan), close_up_of(scan)
     # Not the ends of the foreground, where there is next to nothing to see.
-    slices = sorted({round(each) for each in np.linspace(*close.extent[2], _CLOSE_UPS + 2)[1:-1]})
+    slices = sorted({round(each) for each in np.linspace(*scan.extent[2], _CLOSE_UPS + 2)[1:-1]})
+    planes = [(plane, scan.largest[plane]) for plane in (2, 1, 0)]
     page = Image.new("RGB", (_WIDTH, _MOST_HEIGHT), "white")
-    heading = one_line(title, 75) + ("" if labels.any() else "   (no foreground predicted)")
+    heading = one_line(title, 75) + ("" if scan.labels.any() else "   (no foreground predicted)")
     _write(page, (_MARGIN, _TITLE // 2 + 5), heading, 10, bold=True)
-    top = _draw_row(page, body, [(plane, body.largest[plane]) for plane in (2, 1, 0)], _PLANES_HEIGHT, _TITLE)
-    top = _draw_row(page, close, [(2, index) for index in slices], _CLOSE_UPS_HEIGHT, top)
+    top = _draw_row(page, scan, body_of(scan), planes, _PLANES_HEIGHT, _TITLE)
+    top = _draw_row(page, scan, close_up_of(scan), [(2, index) for index in slices], _CLOSE_UPS_HEIGHT, top)
     save_image(path, page.crop((0, 0, _WIDTH, _draw_legend(page, scan, names, top) + _MARGIN)))
 
 
 def oriented_scan(
-    image: Array, labels: Array, truth: Array | None, affine: NDArray[np.float64], window: tuple[float, float] | None
+    image: Array,
+    labels: Array,
+    affine: NDArray[np.float64],
+    truth: Array | None = None,
+    window: tuple[float, float] | None = None,
 ) -> Scan:
-    """Turn the axes to the nearest of R, A, S (views, no copies) and find the foreground; see `draw_overlay`."""
+    """Turn the axes to the nearest of R, A, S (views, no copies) and find the foreground, of labels and truth.
+
+    Args:
+        image: intensities [X, Y, Z], any real dtype.
+        labels: predicted labels [X, Y, Z], integers; 0 is background.
+        affine: voxel index to RAS mm, [4, 4], any orientation; `np.diag([*spacing, 1])` for arrays in R, A, S.
+        truth: true labels [X, Y, Z], where known.
+        window: intensities drawn black and white; by default percentiles 0.5 and 99.5 of what is not darkest.
+    """
+    assert all(volume.shape == image.shape for volume in (labels, truth) if volume is not None), image.shape
     turn = io_orientation(affine)
     affine = affine @ inv_ornt_aff(turn, image.shape)
     image, labels = apply_orientation(image, turn), apply_orientation(labels, turn)
@@ -129,11 +104,12 @@ def oriented_scan(
     foreground = labels != 0 if truth is None else (labels != 0) | (truth != 0)
     extent, largest = [], []
     for axis in range(3):
-        area = np.count_nonzero(foreground, axis=tuple(other for other in range(3) if other != axis))
+        area = np.count_nonzero(foreground, axis=tuple({0, 1, 2} - {axis}))
         filled = np.flatnonzero(area)
         extent.append((int(filled[0]), int(filled[-1])) if len(filled) else (0, len(area) - 1))
         largest.append(int(area.argmax()) if len(filled) else len(area) // 2)
-    return Scan(image, labels, truth, affine, window or _window(image), tuple(extent), tuple(largest))
+    spacing = np.asarray(voxel_sizes(affine), dtype=np.float64)
+    return Scan(image, labels, truth, affine, spacing, window or _window(image), tuple(extent), tuple(largest))
 
 
 def _sampled(image: Array) -> tuple[Array, int]:
@@ -150,27 +126,26 @@ def _window(image: Array) -> tuple[float, float]:
     return float(low), float(high) if high > low else float(low) + 1
 
 
-def body_of(scan: Scan) -> Scan:
+def body_of(scan: Scan) -> Box:
     """Return the box that holds the foreground and whatever is brighter than black: no air around a patient."""
     sample, step = _sampled(scan.image)
-    low, high = [], []
+    box = []
     for axis, (first, last) in enumerate(scan.extent):
-        others = tuple(other for other in range(3) if other != axis)
-        filled = step * np.flatnonzero((sample > scan.window[0]).any(axis=others))
-        low.append(min(first, int(filled.min(initial=first))))
-        high.append(min(max(last, int(filled.max(initial=last)) + step - 1) + 1, scan.image.shape[axis]))
-    return scan.cropped(low, high)
+        filled = step * np.flatnonzero((sample > scan.window[0]).any(axis=tuple({0, 1, 2} - {axis})))
+        end = max(last, int(filled.max(initial=last)) + step - 1) + 1
+        box.append(slice(min(first, int(filled.min(initial=first))), min(end, scan.image.shape[axis])))
+    return tuple(box)
 
 
-def close_up_of(scan: Scan) -> Scan:
+def close_up_of(scan: Scan) -> Box:
     """Return the columns about the foreground, as wide as high."""
     side = max((last + 1 - first) * mm for (first, last), mm in zip(scan.extent[:2], scan.spacing, strict=False))
-    low, high = [0, 0, 0], list(scan.image.shape)
+    box = []
     for axis, (first, last) in enumerate(scan.extent[:2]):
-        voxels = min(high[axis], round((side + 2 * _CLOSE_UP_MARGIN) / scan.spacing[axis]))
-        low[axis] = int(np.clip((first + last + 1) // 2 - voxels // 2, 0, high[axis] - voxels))
-        high[axis] = low[axis] + voxels
-    return scan.cropped(low, high)
+        voxels = min(scan.image.shape[axis], round((side + 2 * _CLOSE_UP_MARGIN) / scan.spacing[axis]))
+        low = int(np.clip((first + last + 1) // 2 - voxels // 2, 0, scan.image.shape[axis] - voxels))
+        box.append(slice(low, low + voxels))
+    return *box, slice(0, scan.image.shape[2])
 
 
 def _write(
@@ -187,16 +162,16 @@ def _write(
     ImageDraw.Draw(page).text(at, text, colour, face, anchor, stroke_width=stroke, stroke_fill="black")
 
 
-def _draw_row(page: Image.Image, scan: Scan, shown: Sequence[tuple[int, int]], tallest: int, top: int) -> int:
+def _draw_row(page: Image.Image, scan: Scan, box: Box, shown: Sequence[tuple[int, int]], tallest: int, top: int) -> int:
     """Draw slices (plane, index) side by side below captions, as large as the page is wide; return where they end."""
-    widths, heights = np.array([scan.size(plane) for plane, _ in shown]).T.tolist()
+    widths, heights = np.array([scan.size(box, plane) for plane, _ in shown]).T.tolist()
     free = _WIDTH - 2 * _MARGIN - _GAP * (len(shown) - 1)
     scale = min(free / sum(widths), tallest / max(heights))  # pixels of a mm
     left, upper = float(_MARGIN), top + _CAPTION
     for number, (plane, index) in enumerate(shown):
         across, up = scale * widths[number], scale * heights[number]
-        page.paste(_slice(scan, plane, index, (max(1, round(across)), max(1, round(up)))), (round(left), upper))
-        _write(page, (left, upper - 4), scan.caption(plane, index), 7.5, "ls")
+        page.paste(_slice(scan, box, plane, index, (max(1, round(across)), max(1, round(up)))), (round(left), upper))
+        _write(page, (left, upper - 4), scan.caption(box, plane, index), 7.5, "ls")
         if number == 0:
             _draw_scale_bar(page, left + 0.97 * across, upper + 0.97 * up, widths[0], scale)
         if number == 0 or plane != 2:
@@ -207,19 +182,17 @@ def _draw_row(page: Image.Image, scan: Scan, shown: Sequence[tuple[int, int]], t
     return int(upper + scale * max(heights)) + _GAP
 
 
-def _slice(scan: Scan, plane: int, index: int, size: tuple[int, int]) -> Image.Image:
+def _slice(scan: Scan, box: Box, plane: int, index: int, size: tuple[int, int]) -> Image.Image:
     """Return one slice in grey, of a size in pixels, the prediction filled and the truth outlined."""
     low, high = scan.window
-    shades = (picture(scan.image, plane, index).astype(np.float32) - low) * (255 / (high - low))
-    grey = Image.fromarray(shades.clip(0, 255).astype(np.uint8)).resize(size, Image.Resampling.BILINEAR)
-    labels = picture(scan.labels, plane, index).astype(int)
-    kinds = Image.fromarray(np.where(labels > 0, (labels - 1) % len(_RGB) + 1, 0).astype(np.uint8))
-    found = np.asarray(kinds.resize(size, Image.Resampling.NEAREST)).astype(int)
-    fill = _OPACITY * (found > 0)[..., None]
-    pixels = (1 - fill) * np.asarray(grey)[..., None] + fill * _RGB[found - 1]
-    drawn = Image.fromarray(pixels.round().astype(np.uint8))
+    shades = (picture(scan.image, box, plane, index).astype(np.float32) - low) * (255 / (high - low))
+    drawn = Image.fromarray(shades.clip(0, 255).astype(np.uint8)).resize(size, Image.Resampling.BILINEAR).convert("RGB")
+    labels = picture(scan.labels, box, plane, index)
+    for label in _labels_in(labels):
+        fill = Image.fromarray(_OPACITY * np.equal(labels, label).astype(np.uint8))
+        drawn.paste(_colour(label), mask=fill.resize(size, Image.Resampling.NEAREST))
     if scan.truth is not None:
-        truth = picture(scan.truth, plane, index)
+        truth = picture(scan.truth, box, plane, index)
         for label in _labels_in(truth):
             drawn.paste(_colour(label), mask=_outline(np.equal(truth, label), size))
     return drawn

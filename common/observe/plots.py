@@ -28,17 +28,14 @@ def save_png(path: Path, figure: Figure, full_colour: bool = False) -> None:
 def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str = "Dice") -> None:
     """Draw loss, validation metric and epoch time over the epochs as a PNG.
 
-    The metric has its own axis, a mark for each validation and a star for the best one. No records give empty axes; a
-    value that is missing or not finite leaves a gap.
+    The metric, in [0, 1], has its own axis, a mark for each validation and a star for the best one. No records give
+    empty axes; a value that is missing or not finite leaves a gap.
 
     Args:
-        path: PNG file to write.
+        path: to write.
         records: one for each epoch, in order: "epoch" (from 1), "loss" (mean over the epoch), "seconds", and the
-            metric in [0, 1], by its name in small letters, where the epoch was validated.
+            metric by its name in small letters, where the epoch was validated.
         metric: name of what the validations measured.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
     """
     epochs, loss, values, seconds = (_column(records, name) for name in ("epoch", "loss", metric.lower(), "seconds"))
     figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")

@@ -1,4 +1,4 @@
-"""A profile of a few training steps: what each stage takes of the wall clock, and which operations take the most."""
+"""A profile of a few training steps: what each of their stages takes, and which operations take the most."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +13,6 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from medspeed.common.clock import span, spans_to, synchronise
 from medspeed.common.files import atomic_path, write_text
 
-# The spans of a training step, in its order; in the last the device computes what is left, on CUDA only.
-STAGES = ("wait for batch", "forward", "loss", "backward", "optimizer", "wait for device")
 SKIPPED, RECORDED = 2, 6  # steps; the profiler itself warms up in the last of the first
 
 
@@ -23,11 +21,8 @@ def profiled_steps(folder: Path, device: torch.device) -> Iterator[Callable[[], 
     """Record six steps of a training, after two, with torch.profiler; yield what is to be called after each step.
 
     Meanwhile spans are ranges of the profiler. At the end, also by an exception, the folder holds `trace.json` (for
-    Perfetto or chrome://tracing) and `operations.txt`: what share of the steps lay in each span, and the operations
-    with the most self time. On CUDA shares are times of the host, which launches what the device computes later.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
+    Perfetto or chrome://tracing) and `operations.txt`: how long the steps and their spans took on the host, which on
+    CUDA launches what the device computes later, and the operations with the most self time.
     """
     on_cuda = device.type == "cuda"
     (folder / "trace.json").unlink(missing_ok=True)  # of an earlier time
@@ -55,32 +50,16 @@ def _write(folder: Path, on_cuda: bool, recording: profile) -> None:
         return
     with atomic_path(folder / "trace.json") as part:
         recording.export_chrome_trace(str(part))
-    # A span also shows on the device, from its first kernel to its last.
-    spans = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in recording.events()  # type: ignore[no-untyped-call]
-        if event.is_user_annotation and event.device_type.name == "CPU"
-    ]
-    steps = sorted((start, end) for name, start, end in spans if name.startswith("ProfilerStep"))
-    steps = steps[: recording.step_num - SKIPPED]  # without one that an exception cut short
-    begin, finish = steps[0][0], steps[-1][1]
-    shares = dict.fromkeys(STAGES if on_cuda else STAGES[:-1], 0.0)
-    for name, start, end in spans:  # those of a step follow one another
-        if name in shares and begin <= start and end <= finish:
-            shares[name] += (end - start) / (finish - begin)
-    shares["other"] = max(0.0, 1 - sum(shares.values()))
-    lines = [
-        f"{len(steps)} steps, not counting the first {SKIPPED}: {(finish - begin) / 1e6:.4g} s wall time, "
-        f"{(finish - begin) / 1e3 / len(steps):.4g} ms each.",
-        "Time on the host by activity:",
-        *(f"  {name:<16}{100 * share:6.1f} %" for name, share in shares.items()),
-        "",
-        f"The operations with the most self time on the {'device' if on_cuda else 'CPU'}:",
-    ]
-    # Spans are no operations; on a device they would even come first, with the time of all that runs in them.
     averages: Any = recording.key_averages()
+    # Spans are no operations: on a device they would even come first, with the time of all that runs in them.
+    spans = [each for each in averages if each.is_user_annotation and each.device_type.name == "CPU"]
     operations: Any = EventList(  # type: ignore[no-untyped-call]
         [each for each in averages if not each.is_user_annotation], use_device="cuda" if on_cuda else None
     )
-    table = operations.table(sort_by=f"self_{'device' if on_cuda else 'cpu'}_time_total", row_limit=25)
-    write_text(folder / "operations.txt", "\n".join([*lines, table]))
+    lines = [
+        f"Time on the host by activity, in the steps after the first {SKIPPED}:",
+        *(f"  {each.key:<16}{each.cpu_time_total / 1e3:10.2f} ms in {each.count}" for each in spans),
+        f"The operations with the most self time on the {'device' if on_cuda else 'CPU'}:",
+        operations.table(sort_by=f"self_{'device' if on_cuda else 'cpu'}_time_total", row_limit=25),
+    ]
+    write_text(folder / "operations.txt", "\n".join(lines))

@@ -14,12 +14,11 @@ import torch
 import yaml
 from markupsafe import Markup
 from nibabel.affines import from_matvec
-from numpy.typing import NDArray
 from torch.nn import functional
 
 from medspeed.common.files import read_json_lines, write_json, write_text
 from medspeed.common.observe.images import one_line
-from medspeed.common.observe.overlays import LABEL_COLOURS, Array, oriented_scan
+from medspeed.common.observe.overlays import LABEL_COLOURS, Array, Scan
 
 Json = dict[str, Any]
 _NEEDED_FOR = {
@@ -45,7 +44,6 @@ def write_report(directory: Path) -> Path:
 
     Raises:
         FileNotFoundError: the folder is none of a run.
-        OSError: it cannot be read or written, or the disk is full.
     """
     if not any((directory / name).is_file() for name in _NEEDED_FOR):
         raise FileNotFoundError(f"{directory}: no run folder (none of {', '.join(_NEEDED_FOR)} is there)")
@@ -90,40 +88,13 @@ def write_report(directory: Path) -> Path:
     return directory / "report.html"
 
 
-def write_report_case(
-    directory: Path,
-    name: str,
-    image: Array,
-    labels: Array,
-    truth: Array,
-    affine: NDArray[np.float64],
-    *,
-    names: Sequence[str],
-    window: tuple[float, float] | None = None,
-    of: int = 1,
-) -> None:
-    """Write `report_cases/NAME.json` into a run folder: a case that its report lets the reader scroll through.
+def write_report_case(directory: Path, name: str, scan: Scan, names: Sequence[str], of: int = 1) -> None:
+    """Write `report_cases/NAME.json` into a run folder: a case, with its truth, that its report lets the reader scroll.
 
-    It is small (as many voxels as a cube of 96 has, fewer where more than nine cases share a report; means of the
-    image, middles of the labels; 8 bits), turned to R, A, S, and in words that the page's script understands: volumes
-    are base64 of gzip of uint8, z running fastest. For the volumes, `affine` and `names` see `draw_overlay`.
-
-    Args:
-        directory: folder of the run.
-        name: of the case.
-        image: [X, Y, Z].
-        labels: predicted.
-        truth: true labels.
-        affine: to RAS mm.
-        names: of the labels.
-        window: intensities that are drawn black and white at first; those up to its width beyond are kept.
-        of: cases that share the report.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
+    It is small (as many voxels as a cube of 96 has, fewer where more than nine cases share a report, `of` so many;
+    means of the image, middles of the labels; 8 bits), and in words that the page's script understands: volumes are
+    base64 of gzip of uint8, z running fastest. Intensities up to the width of the window beyond it are kept.
     """
-    assert image.shape == labels.shape == truth.shape, (image.shape, labels.shape, truth.shape)
-    scan = oriented_scan(image, labels, truth, affine, window)
     assert scan.truth is not None
     sides, (black, white) = np.array(scan.image.shape), map(float, scan.window)
     most = max(_MOST_VOXELS * 9 / max(of, 9), _FEWEST_VOXELS)

@@ -13,14 +13,13 @@ from torch.utils._pytree import tree_leaves
 from medspeed.common.clock import repeated
 from medspeed.common.run import Run
 
-# Sides of the square matrices that the ceiling is measured with: large enough to leave the caches, small enough to take
-# a moment.
-_SIDE = {"cpu": 1024, "cuda": 8192}
-_COPIED = {"cpu": 2**26, "cuda": 2**28}  # elements of one byte, likewise
+# Sides of square matrices, and bytes: large enough to leave the caches, small enough to take a moment.
+_SIDE, _COPIED = {"cpu": 1024, "cuda": 8192}, {"cpu": 2**26, "cuda": 2**28}
 # Passes over its tensor that a normalisation with the activation behind it cannot do without: what it is given, for the
 # statistics and to apply them, and what it gives; backward the same of two tensors, less one.
 _FORWARD, _BACKWARD = 3, 5
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Precision = Literal["fp32", "bf16", "fp16"]
+_DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Work(NamedTuple):
@@ -31,23 +30,13 @@ class Work(NamedTuple):
 
 
 def distance_to_limit(
-    network: nn.Module,
-    shape: Sequence[int],
-    seconds: float | None,
-    precision: Literal["fp32", "bf16", "fp16"],
-    run: Run,
+    network: nn.Module, shape: Sequence[int], seconds: float | None, precision: Precision, run: Run
 ) -> dict[str, Any] | None:
     """Count the work of a training step, measure the device's ceilings, and say what the steps reach of them.
 
-    Args:
-        network: that was trained.
-        shape: of a rank's batch, [B, C, *sides].
-        seconds: of a step; None where none was done, and then there is nothing to say.
-        precision: of the steps and of the ceiling. (On a GPU fp32 convolutions may take TF32, which it does not.)
-        run: whose device it is.
-
-    Returns:
-        What the summary holds; None where it could not be measured, which is said.
+    `shape` is that of a rank's batch, [B, C, *sides]; `seconds` are those of a step, None where none was done. On a GPU
+    convolutions in fp32 may take TF32, which the ceiling does not. Returns what the summary holds; None where it could
+    not be measured, which is said.
     """
     if seconds is None:
         return None

@@ -3,10 +3,12 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from medspeed.common.clock import synchronise
 from medspeed.common.observe.plots import save_png
@@ -57,28 +59,24 @@ class Timeline:
 
 
 def draw_timeline(path: Path, spans: Sequence[Span]) -> None:
-    """Draw as a PNG the lanes of the first 40 cases, each stage in its colour, each case with its number; one at least.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
-    """
+    """Draw as a PNG the lanes of the first 40 cases, each stage in its colour, each case with its number."""
     cases = list(dict.fromkeys(span.case for span in sorted(spans, key=lambda span: span.begin)))[:_MOST_CASES]
     shown = sorted((span for span in spans if span.case in cases), key=lambda span: span.begin)
-    lanes, stages = (list(dict.fromkeys(names)) for names in zip(*((s.lane, s.stage) for s in shown), strict=True))
-    figure = Figure(figsize=(11, 1.4 + 0.55 * len(lanes)), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for number, stage in enumerate(stages):
-        parts = [(lanes.index(s.lane), s.end - s.begin, s.begin) for s in shown if s.stage == stage]
-        rows, widths, lefts = zip(*parts, strict=True)
-        colour = _COLOURS[number % len(_COLOURS)]
-        axes.barh(rows, widths, 0.8, lefts, color=colour, label=stage, edgecolor="white", linewidth=0.4)
-    for case, lane in dict.fromkeys((span.case, span.lane) for span in shown):
-        times = [each for span in shown if (span.case, span.lane) == (case, lane) for each in (span.begin, span.end)]
+    rows = list(dict.fromkeys(span.lane for span in shown))
+    colours = dict(zip(dict.fromkeys(span.stage for span in shown), cycle(_COLOURS)))
+    figure = Figure(figsize=(11, 1.4 + 0.55 * len(rows)), dpi=120, layout="constrained")
+    axes, ends = figure.subplots(), dict[tuple[str, int], list[float]]()
+    for span in shown:
+        row, colour = rows.index(span.lane), colours[span.stage]
+        axes.barh(row, span.end - span.begin, 0.8, span.begin, color=colour, edgecolor="white", linewidth=0.4)
+        ends.setdefault((span.case, row), []).extend((span.begin, span.end))
+    for (case, row), times in ends.items():
         middle = (min(times) + max(times)) / 2
-        axes.text(middle, lanes.index(lane), str(cases.index(case) + 1), ha="center", va="center", fontsize=7)
-    axes.set_yticks(range(len(lanes)), lanes)
+        axes.text(middle, row, str(cases.index(case) + 1), ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_xlim(left=shown[0].begin)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(stages), frameon=False, fontsize=8)
+    keys = [Patch(color=colour, label=stage) for stage, colour in colours.items()]
+    axes.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(keys), frameon=False, fontsize=8)
     save_png(path, figure)

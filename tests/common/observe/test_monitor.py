@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from medspeed.common.observe import monitor, plots
-from medspeed.common.observe.monitor import COLUMNS, Monitor, _Host, draw_monitor
+from medspeed.common.observe.monitor import COLUMNS, draw_monitor, monitored, used
 
 CPU = torch.device("cpu")
 BURN = "import time\nwhile time.process_time() < {seconds}: pass"
@@ -81,7 +81,7 @@ def while_monitored(folder: Path, work: Callable[[], object], name: str) -> floa
 
     Up to the last 0.1 seconds of it are missing, as from any run.
     """
-    with Monitor(folder, CPU, every=0.2):
+    with monitored(folder, CPU, every=0.2):
         wait_for_rows(folder, 1)
         work()
     return float((np.diff(column(folder, "seconds")) * column(folder, name)[1:]).sum())
@@ -94,7 +94,7 @@ def burn(seconds: float) -> None:
 
 
 def test_the_rows_are_sane_and_there_while_the_run_goes_on(tmp_path):
-    with Monitor(tmp_path, CPU, every=0.02):
+    with monitored(tmp_path, CPU, every=0.02):
         wait_for_rows(tmp_path, 3)
         memory = column(tmp_path, "process_memory_gib")[-1]
         everyone = (psutil.Process(), *psutil.Process().children(recursive=True))  # of tests before, too
@@ -125,11 +125,9 @@ def test_a_child_counts_once(tmp_path):
 
 
 def test_a_child_that_ended_since_the_last_sample_counts():
-    host = _Host()
-    begin = host.read_at
+    before = used()[0]
     subprocess.run([sys.executable, "-c", BURN.format(seconds=0.3)], check=True)
-    percent = host.read()["process_cpu_percent"]
-    assert float(percent) / 100 * (host.read_at - begin) > 0.28
+    assert used()[0] - before > 0.28
 
 
 def test_children_that_come_and_go_are_neither_missed_nor_counted_twice():
@@ -141,14 +139,15 @@ def test_children_that_come_and_go_are_neither_missed_nor_counted_twice():
         for _ in range(12):
             subprocess.run([sys.executable, "-S", "-c", BURN.format(seconds=0.05)], check=True)
 
-    host, before, total = _Host(), kernels_count(), 0.0
+    last_count, before, total = used()[0], kernels_count(), 0.0
     thread = threading.Thread(target=work)
     thread.start()
     last = False
     while not last:
         last = not thread.is_alive()
-        began = host.read_at
-        total += float(host.read()["process_cpu_percent"]) / 100 * (host.read_at - began)
+        count = used()[0]
+        total += max(0.0, count - last_count)
+        last_count = count
     assert total == pytest.approx(kernels_count() - before, abs=0.1)  # hundredths of a second at both ends
 
 
@@ -183,27 +182,22 @@ def test_a_child_that_ends_during_a_sample_counts_once(monkeypatch):
     # Its 50 seconds go to its parent after that was read: the second sample is begun again.
     child = FakeProcess([50, None])
     process = FakeProcess([10, 11, 61, 62], [[child], [child], [], []])
-    clock = iter([0.0, 1.0, 3.0])
-    monkeypatch.setattr(monitor, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(psutil, "Process", lambda: process)
-    host = _Host()
-    first, second = host.read(), host.read()
-    assert (first["process_cpu_percent"], second["process_cpu_percent"]) == (100.0, 50.0)  # 60, 61 and 62 seconds
-    assert (first["written_mb_per_s"], second["process_memory_gib"]) == (1.0, 62.0)
+    first, second, third = used(), used(), used()
+    assert [each[0] for each in (first, second, third)] == [60, 61, 62]
+    assert (third[2], third[3]) == (62_000_000, 62 * 2**30)
 
 
 def test_a_child_of_a_child_counts_while_it_runs():
     grandchild = BURN.format(seconds=60)
     program = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {grandchild!r}]).pid); input()"
-    host = _Host()
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         burning = psutil.Process(int(child.stdout.readline()))
-        began = time.process_time()
+        began, before = time.process_time(), used()[0] - burning.cpu_times().user
         while burning.cpu_times().user < 0.5:
             time.sleep(0.02)
-        before = host.read_at
-        seconds = float(host.read()["process_cpu_percent"]) / 100 * (host.read_at - before)
+        seconds = used()[0] - before
         own = time.process_time() - began
         burning.kill()
         child.communicate(b"\n")
@@ -226,7 +220,7 @@ def test_what_is_written_to_the_disk_is_counted(tmp_path):
 
 @pytest.mark.usefixtures("no_picture")
 def test_a_gpu_has_its_columns(tmp_path, gpu):
-    with Monitor(tmp_path, torch.device("cuda"), 0.02):
+    with monitored(tmp_path, torch.device("cuda"), 0.02):
         wait_for_rows(tmp_path, 2)
     assert list(rows_of(tmp_path)[0].values())[-3:] == ["93.000", "1.500", "250.500"]
 
@@ -234,7 +228,7 @@ def test_a_gpu_has_its_columns(tmp_path, gpu):
 @pytest.mark.usefixtures("no_picture")
 def test_a_slice_of_a_gpu_that_does_not_tell_its_power_is_monitored(tmp_path, gpu):
     gpu.append(NVMLError("Not Supported"))
-    with Monitor(tmp_path, torch.device("cuda"), 0.02):
+    with monitored(tmp_path, torch.device("cuda"), 0.02):
         wait_for_rows(tmp_path, 2)
     assert list(rows_of(tmp_path)[0].values())[-3:] == ["93.000", "1.500", ""]
 
@@ -243,7 +237,7 @@ def test_a_slice_of_a_gpu_that_does_not_tell_its_power_is_monitored(tmp_path, gp
 def test_without_nvml_one_line_says_so_and_the_rest_is_monitored(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with Monitor(tmp_path, torch.device("cuda"), every=0.02):
+    with monitored(tmp_path, torch.device("cuda"), every=0.02):
         wait_for_rows(tmp_path, 2)
     assert list(rows_of(tmp_path)[0].values())[-3:] == ["", "1.500", ""]
     assert caplog.messages == ["monitor.csv has no GPU utilisation or power; to record them: pip install nvidia-ml-py"]
@@ -257,7 +251,7 @@ def test_a_resumed_run_goes_on_where_the_last_row_stands(tmp_path):
         "1001.000,1.000,1.000,1.000,1.000,1.000,,,\n"
         "1002.000,1.0"  # cut short by a crash
     )
-    with Monitor(tmp_path, CPU, 0.02):
+    with monitored(tmp_path, CPU, 0.02):
         wait_for_rows(tmp_path, 4)
     seconds = column(tmp_path, "seconds")
     assert seconds[:2].tolist() == [1000.0, 1001.0]
@@ -269,7 +263,7 @@ def test_a_resumed_run_goes_on_where_the_last_row_stands(tmp_path):
 @pytest.mark.usefixtures("no_picture")
 def test_a_file_without_a_whole_line_is_begun_again(tmp_path):
     (tmp_path / "monitor.csv").write_text("secon")
-    with Monitor(tmp_path, CPU, every=0.02):
+    with monitored(tmp_path, CPU, every=0.02):
         wait_for_rows(tmp_path, 1)
     assert list(rows_of(tmp_path)[0]) == list(COLUMNS)
 
@@ -278,7 +272,7 @@ def test_a_file_without_a_whole_line_is_begun_again(tmp_path):
 @pytest.mark.parametrize("error", [OSError("GPU is lost"), RuntimeError("no"), psutil.AccessDenied(7)])
 def test_an_error_in_sampling_is_logged_once_and_harms_nothing(tmp_path, caplog, gpu, error):
     caplog.set_level(logging.WARNING)
-    with Monitor(tmp_path, torch.device("cuda"), 0.02):
+    with monitored(tmp_path, torch.device("cuda"), 0.02):
         wait_for_rows(tmp_path, 1)
         gpu.append(error)
         for thread in monitor_threads():
@@ -289,7 +283,7 @@ def test_an_error_in_sampling_is_logged_once_and_harms_nothing(tmp_path, caplog,
 
 def test_a_picture_that_cannot_be_written_is_logged(tmp_path, caplog):
     (tmp_path / "monitor.png").mkdir()
-    with Monitor(tmp_path, CPU, every=0.02):
+    with monitored(tmp_path, CPU, every=0.02):
         wait_for_rows(tmp_path, 1)
     assert len(caplog.messages) == 1
     assert "monitoring stopped: IsADirectoryError" in caplog.messages[0]
@@ -300,7 +294,7 @@ def test_the_thread_ends_with_the_block_also_by_an_error(tmp_path):
     alive: list[int] = []
 
     def fail() -> None:
-        with Monitor(tmp_path, CPU, every=600):
+        with monitored(tmp_path, CPU, every=600):
             alive.append(len(monitor_threads()))
             raise KeyError
 
@@ -313,7 +307,7 @@ def test_the_thread_ends_with_the_block_also_by_an_error(tmp_path):
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_shorter_than_the_interval_has_a_last_row(tmp_path, monkeypatch):
     monkeypatch.setattr("medspeed.common.observe.monitor._SHORTEST", 0.0)  # however late the thread came to begin
-    with Monitor(tmp_path, CPU, every=600):
+    with monitored(tmp_path, CPU, every=600):
         deadline = time.monotonic() + 60
         while not (tmp_path / "monitor.csv").is_file() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -385,9 +379,9 @@ def test_the_ends_of_validations_are_marked(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("no_picture")
 def test_the_monitor_tells_the_time_of_its_table_also_when_resumed(tmp_path):
     (tmp_path / "monitor.csv").write_text(f"{','.join(COLUMNS)}\n1000.000{',1.0' * 5},,,\n")
-    with Monitor(tmp_path, CPU, 0.02) as watching:
+    with monitored(tmp_path, CPU, 0.02) as now_there:
         wait_for_rows(tmp_path, 3)
-        now = watching.now()
+        now = now_there()
         last = column(tmp_path, "seconds")[-1]
     assert 1000 <= now < last + 1
     assert column(tmp_path, "seconds")[1] <= now + 0.05
@@ -395,7 +389,7 @@ def test_the_monitor_tells_the_time_of_its_table_also_when_resumed(tmp_path):
 
 @pytest.mark.gpu
 def test_a_real_gpu_is_monitored(tmp_path, caplog):
-    with Monitor(tmp_path, torch.device("cuda"), every=0.1):
+    with monitored(tmp_path, torch.device("cuda"), every=0.1):
         matrix = torch.ones(4096, 4096, device="cuda")
         for _ in range(200):
             matrix = matrix @ matrix * 1e-4

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from medspeed.common.files import write_json
+from medspeed.common.observe.overlays import oriented_scan
 from medspeed.common.observe.report import _duration, write_report, write_report_case
 
 IMAGE_NAME = "<img src=x onerror=alert(1)>"
@@ -87,7 +88,7 @@ def add_case(folder: Path, name: str = IMAGE_NAME) -> None:
     found = np.roll(truth, 1, axis=0)
     affine = np.diag([2.0, 3.0, 4.0, 1.0])
     affine[:3, 3] = -20, 10, 5
-    write_report_case(folder, name, image, found, truth, affine, names=("background", LABEL), window=(0, image.max()))
+    write_report_case(folder, name, oriented_scan(image, found, affine, truth, (0, image.max())), ("background", LABEL))
 
 
 class Page(HTMLParser):
@@ -379,7 +380,7 @@ def test_a_large_run_stays_below_the_promised_size_and_says_what_is_left_out(tmp
     (folder / "run.log").write_text("a long line\n" * 100_000)
     image = np.random.default_rng(0).integers(0, 256, (96, 96, 96), np.uint8)
     for number in range(12):  # of noise, which nothing makes smaller
-        write_report_case(folder, f"case {number:02}", image, image, image, np.eye(4), names=(), of=50)
+        write_report_case(folder, f"case {number:02}", oriented_scan(image, image, np.eye(4), image), (), 50)
     path = write_report(folder)
     assert path.read_bytes().count(b"data:image/png;base64,") == 4
     assert b"case 02: the picture is too large" in path.read_bytes()
@@ -417,8 +418,19 @@ def test_each_case_is_in_the_viewer_the_worst_first_and_the_table_leads_there(tm
     assert (links[0][1], links[2][1]) == ("bad", "good")
 
 
-def written_case(folder: Path, name: str, *given: Any, **options: Any) -> dict[str, Any]:
-    write_report_case(folder, name, *given, **options)
+def written_case(
+    folder: Path,
+    name: str,
+    image: Any,
+    found: Any,
+    truth: Any,
+    affine: Any,
+    *,
+    names: Any,
+    window: Any = None,
+    of: int = 1,
+) -> dict[str, Any]:
+    write_report_case(folder, name, oriented_scan(image, found, affine, truth, window), names, of)
     content: dict[str, Any] = json.loads((folder / "report_cases" / f"{name}.json").read_text())
     return content
 
