@@ -26,6 +26,7 @@ if __name__ == "__main__":
     CONFIG = parse_config(PathologyExport, {}, description=__doc__)  # before torch: --help answers at once
 
 import re
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,14 +37,11 @@ from medspeed.apps.pathology.patches.tables import find_tables
 from medspeed.apps.pathology.quality import export_patches, judge_on, tiles
 from medspeed.common.console import say
 from medspeed.common.export.bundle import NetworkConfig, write_bundle
-from medspeed.common.export.deploy import hand_over
-from medspeed.common.export.export import ExportRecord
-from medspeed.common.export.gate import Judge
-from medspeed.common.export.int8 import quantiser
-from medspeed.common.export.tensorrt_engine import EngineChoice
+from medspeed.common.export.deploy import hand_over, lacks_models, open_export, tell
+from medspeed.common.export.int8 import quantise as quantised
 from medspeed.common.files import read_as
 from medspeed.common.inference.runs import import_weights
-from medspeed.common.run import Run, one_line_errors
+from medspeed.common.run import one_line_errors
 
 TASK = "Classification of patches of whole-slide images as tumour or normal"
 _CALIBRATION_TILES = 4
@@ -68,8 +66,11 @@ def main(config: PathologyExport) -> Path:
         model = PathologyModel(config.patch_size, config.mpp, config.tile_size, 1, "fp32")
         import_weights(config.run, PathologyConfig.APP, model, config.init, our_name)
     model = load_model(config.run)
-    bundle = partial(write_patch_bundle, config.destination(), config.run, model)
-    return hand_over(PathologyConfig.APP, TASK, config, bundle, partial(_export, config, model))
+    if config.to == "bundle":
+        return write_patch_bundle(config.destination, config.run, model)
+    if lacks_models(config):
+        _export(config, model)
+    return hand_over(PathologyConfig.APP, TASK, config)
 
 
 def write_patch_bundle(folder: Path, run: Path, model: PathologyModel) -> Path:
@@ -90,21 +91,22 @@ def our_name(name: str) -> str:
     return re.sub(r"^features\.(\d)\.", lambda found: f"features.{_NUMBERED.get(found[1], found[1])}.", name)
 
 
-def _export(
-    config: PathologyExport, model: PathologyModel, run: Run, engine: EngineChoice, scratch: Path
-) -> tuple[ExportRecord, Judge]:
+def _export(config: PathologyExport, model: PathologyModel) -> None:
     """Export behind the gate, on the patches that validated the run, or on synthetic ones."""
+    run, quantise = open_export(config), None
     own = run.directory / "plan.json"
-    synthetic = PathologyConfig(patch_size=model.patch_size, store=scratch)
-    trained = read_as(own, PathologyConfig) if own.is_file() else synthetic
-    trained = replace(trained, data=config.data or trained.data, init=None)
-    tables = find_tables(trained, run)
-    validation, quantise = decoded(tables.parts["validation"], trained, run), None
-    if config.makes_int8():
-        quantise = quantiser(tiles(decoded(tables.parts["training"], trained, run), model, _CALIBRATION_TILES))
-    best = model.build(run.directory / "best.safetensors").to(run.device).eval()
-    judge = judge_on(validation, model, run, tables.name)
-    return export_patches(best, model, judge, engine, run, quantise), judge
+    with tempfile.TemporaryDirectory(prefix="export-") as scratch:
+        synthetic = PathologyConfig(patch_size=model.patch_size, store=Path(scratch))
+        trained = read_as(own, PathologyConfig) if own.is_file() else synthetic
+        trained = replace(trained, data=config.data or trained.data, init=None)
+        tables = find_tables(trained, run)
+        validation = decoded(tables.parts["validation"], trained, run)
+        if config.makes_int8:
+            windows = tiles(decoded(tables.parts["training"], trained, run), model, _CALIBRATION_TILES)
+            quantise = partial(quantised, windows=windows)
+        best = model.build(run.directory / "best.safetensors").to(run.device).eval()
+        judge = judge_on(validation, model, run, tables.name)
+        tell(export_patches(best, model, judge, config.engines, run, quantise), judge, run)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from medspeed.apps.pathology.patches.colours import colour_auc
 from medspeed.apps.pathology.patches.store import Patches, rank_rows
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.threads import prefetch
-from medspeed.common.export.export import ExportRecord, Quantise, export
+from medspeed.common.export.export import Exports, Quantise, export
 from medspeed.common.export.gate import Judge
 from medspeed.common.export.tensorrt_engine import EngineChoice
 from medspeed.common.inference import Precision
@@ -95,7 +95,7 @@ def judge_on(validation: Patches, model: PathologyModel, run: Run, name: str) ->
 
 def export_patches(
     best: nn.Module, model: PathologyModel, judge: Judge, engine: EngineChoice, run: Run, int8: Quantise | None = None
-) -> ExportRecord:
+) -> Exports:
     """Export the best weights behind the gate; the models take images of any size from a patch to a tile."""
     about, smallest = {"name": "medspeed pathology", "labels": "normal tumour"}, (3, model.patch_size, model.patch_size)
     return export(

@@ -45,11 +45,7 @@ class ExportConfig:
     }
 
     def __post_init__(self) -> None:
-        """Check that the fields fit each other.
-
-        Raises:
-            ValueError: names the field and the bound.
-        """
+        """Raise a ValueError where the fields do not fit each other, naming field and bound."""
         object.__setattr__(self, "model", model_folders(self.model))
         several, exports = len(self.model) > 1, self.to in ("onnx", "engine")
         if several and (self.output is None or not exports or self.init is not None):
@@ -69,14 +65,22 @@ class ExportConfig:
         """The run folder that is exported: of an ensemble the new one."""
         return self.model[0] if len(self.model) == 1 or self.output is None else self.output
 
+    @property
+    def engines(self) -> Literal["auto", "tensorrt", "tensorrt_rtx", "none"]:
+        """Which TensorRT builds engines: none unless they are asked for."""
+        return self.engine if self.to == "engine" else "none"
+
+    @property
     def makes_int8(self) -> bool:
-        """Return whether INT8 models are wanted."""
+        """Whether INT8 models are wanted."""
         return self.int8 or self.precision == "int8"
 
+    @property
     def destination(self) -> Path:
-        """Return the folder of the repository or bundle."""
+        """The folder of the repository or bundle."""
         return self.output or self.run / self.to
 
+    @property
     def served(self) -> Path:
-        """Return the ONNX model of a run that a Triton repository serves."""
+        """The ONNX model of a run that a Triton repository serves."""
         return self.run / "exports" / f"model_{self.precision}.onnx"

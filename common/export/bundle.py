@@ -1,12 +1,10 @@
 """MONAI bundles of trained networks: they run with MONAI alone and give the same label maps, or probabilities.
 
-A bundle's configuration is a file of ours that Jinja fills in: `bundle/inference.json` and `bundle/metadata.json` for
-volumes. Our preparation, windows and way back (`common.data.preparation`, `common.inference.windows`,
-`common.inference.predict`) equal MONAI's own transforms and inferer, so that it is all that a bundle needs, and no
-code. Three of its transforms want a reason. Lambdad after Spacingd: on a plane that both grids share, MONAI's
-resampling takes 1e-15 of the neighbour too, and 0 would be foreground. CropForegroundd stands before
-NormalizeIntensityd, since after it what lies below the mean is negative, and 0 no longer only the background.
-Post-processing is done in expressions: of equally large components KeepLargestConnectedComponentd keeps any.
+A bundle is `bundle/`, filled in: our preparation, windows and way back equal MONAI's own transforms and inferer. Three
+of these want a reason. Lambdad after Spacingd: on a plane that both grids share, MONAI's resampling takes 1e-15 of the
+neighbour too, and 0 would be foreground. CropForegroundd before NormalizeIntensityd: after it what lies below the mean
+is negative, and 0 no longer only the background. Post-processing in expressions: of equally large components
+KeepLargestConnectedComponentd keeps any.
 
 Source: MONAI bundle specification (docs.monai.io, mb_specification); configurations of the MONAI model zoo.
 """
@@ -88,17 +86,14 @@ def write_bundle(
 ) -> Path:
     """Write a MONAI bundle and return its folder: configs/, models/model.pt, docs/README.md, LICENSE, SHA256SUMS.
 
-    In it, `python -m monai.bundle run --config_file configs/inference.json --bundle_root . --dataset_dir FOLDER
-    --output_dir RESULTS` computes what torch in float32 computes here.
-
     Args:
-        folder: the bundle's; empty, or to be made.
-        run: folder of the run, with model.json.
-        task: what the network does, in a sentence for the model card.
+        folder: empty, or to be made.
+        run: whose folder has model.json.
+        task: what the network does, for the model card.
         templates: folder of inference.json, metadata.json and usage.md.
-        values: what the two name; "network" is MONAI's own class and arguments.
+        values: what these name; "network" is MONAI's own class and arguments.
         network: ours with the run's weights.
-        shape: [1, C, *sides] of the input on which ours and MONAI's are compared.
+        shape: [1, C, *sides] of the input on which the two are compared.
         weights: the run's, by the names that MONAI's class gives them; by default they are ours.
 
     Raises:
@@ -123,12 +118,7 @@ def write_bundle(
 def _twin_weights(
     ours: nn.Module, named: NetworkConfig, shape: Sequence[int], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the weights as plain tensors, once MONAI's network computes with them what ours does; see `write_bundle`.
-
-    Raises:
-        RuntimeError: the weights do not fit MONAI's.
-        ValueError: it computes something else.
-    """
+    """Return the weights as plain tensors, once MONAI's network computes with them what ours does."""
     from monai.bundle import ConfigParser  # here: it takes a second to load
 
     twin = ConfigParser({"network": dict(named)}).get_parsed_content("network").eval()

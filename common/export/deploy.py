@@ -2,7 +2,7 @@
 
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,17 +15,10 @@ from medspeed.common.data.preparation import PreparedCase, prepare_case
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.export import ExportConfig
 from medspeed.common.export.bundle import served_pipeline, write_volume_bundle
-from medspeed.common.export.export import (
-    GATE_CASES,
-    Exported,
-    ExportRecord,
-    export_volumes,
-    judge_on,
-)
+from medspeed.common.export.export import GATE_CASES, Exported, Exports, export_volumes, judge_on
 from medspeed.common.export.gate import Judge
-from medspeed.common.export.int8 import quantiser
+from medspeed.common.export.int8 import quantise as quantised
 from medspeed.common.export.model_card import model_card, read_if_there
-from medspeed.common.export.tensorrt_engine import EngineChoice
 from medspeed.common.export.triton import write_triton
 from medspeed.common.files import check_digest, read_as, sha256_of, write_json
 from medspeed.common.inference.measure import read_figures
@@ -42,100 +35,80 @@ _TIMED = 3  # windows, after one that sets up
 _SECONDS = "s per window in ONNX Runtime"
 
 
-def hand_over(
-    app: str,
-    task: str,
-    config: ExportConfig,
-    bundle: Callable[[], Path],
-    export: Callable[[Run, EngineChoice, Path], tuple[ExportRecord, Judge]],
-    overlap: float = 0.25,
-    pipeline: str | None = None,
-) -> Path:
-    """Hand a run over in the form that the configuration names; return where it lies.
+def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, phantoms: str) -> Path:
+    """Hand the run of a segmentation over in the form that the configuration names; return where it lies.
 
-    Args:
-        app: its name.
-        task: what its networks do, in a sentence for the model card.
-        config: which run, and what to make of it.
-        bundle: writes the MONAI bundle; returns where it lies.
-        export: exports behind the gate (with engines or without), with a folder for what it needs meanwhile.
-        overlap: of sliding windows.
-        pipeline: what a Triton client segments whole scans with; see `write_triton`.
+    `task` is what its networks do, in a sentence for the model card; `phantoms`, ct or mri, are the synthetic cases for
+    a gate without data.
 
     Raises:
         ParityError: the fp32 export does not compute what torch computes.
         FileNotFoundError, ValueError: the run, the data or the weights cannot be used.
     """
+    if len(config.model) > 1:
+        write_ensemble(config.run, app, model, config.model)
     if config.to == "bundle":
-        return bundle()
-    if config.to != "triton" or config.int8 or not _is_exported(config):
-        run = Run(config.run, choose_device(config.device), Clock(), resumed=True)
+        return write_volume_bundle(config.destination, config.run, task, model)
+    if lacks_models(config):
+        run, quantise = open_export(config), None
+        trained = model.build(config.run / "best.safetensors").to(run.device).eval()
         with tempfile.TemporaryDirectory(prefix="export-") as scratch:
-            _tell(*export(run, config.engine if config.to == "engine" else "none", Path(scratch)), run)
+            cases, others, origin = _find_cases(config, phantoms, Path(scratch) / "phantoms")
+            if config.makes_int8:
+                windows = sample_windows(_prepared(others or cases, model), model, most=_CALIBRATION_CASES)
+                quantise = partial(quantised, windows=windows)
+            judge = judge_on(cases, _prepared(cases, model), model, run, origin)
+            tell(export_volumes(trained, model, judge, app, config.engines, run, quantise), judge, run)
+    return hand_over(app, task, config, model.overlap, served_pipeline(model))
+
+
+def lacks_models(config: ExportConfig) -> bool:
+    """Return whether ONNX models are to be made: always, but for a Triton repository of one that the run has."""
+    if config.to != "triton" or config.int8 or not config.served.is_file():
+        return True
+    check_digest(config.run, config.served)
+    weights = read_onnx_metadata(config.served).get("weights_sha256")
+    return weights != sha256_of(config.run / "best.safetensors")
+
+
+def open_export(config: ExportConfig) -> Run:
+    """Open the run to export on its device."""
+    return Run(config.run, choose_device(config.device), Clock(), resumed=True)
+
+
+def hand_over(app: str, task: str, config: ExportConfig, overlap: float = 0.25, pipeline: str | None = None) -> Path:
+    """Return the folder of the exports, or write a Triton repository of one of them; see `write_triton`."""
     if config.to != "triton":
         return config.run / "exports"
     card = model_card(config.run, task)
-    return write_triton(config.destination(), f"medspeed_{app}", config.served(), card, overlap, pipeline)
+    return write_triton(config.destination, f"medspeed_{app}", config.served, card, overlap, pipeline)
 
 
-def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, phantoms: str) -> Path:
-    """Hand the run of a segmentation over, as `hand_over` does; `phantoms`, ct or mri, judge a gate without data."""
-    if len(config.model) > 1:
-        write_ensemble(config.run, app, model, config.model)
-
-    def export(run: Run, engine: EngineChoice, scratch: Path) -> tuple[ExportRecord, Judge]:
-        trained = model.build(config.run / "best.safetensors").to(run.device).eval()
-        cases, others, origin = _find_cases(config, phantoms, scratch / "phantoms")
-        quantise = None
-        if config.makes_int8():
-            quantise = quantiser(sample_windows(_prepared(others or cases, model), model, most=_CALIBRATION_CASES))
-        judge = judge_on(cases, _prepared(cases, model), model, run, origin)
-        return export_volumes(trained, model, judge, app, engine, run, quantise), judge
-
-    bundle = partial(write_volume_bundle, config.destination(), config.run, task, model)
-    return hand_over(app, task, config, bundle, export, model.overlap, served_pipeline(model))
-
-
-def _is_exported(config: ExportConfig) -> bool:
-    """Return whether the model for Triton is there, of the run's weights; ValueError where it is not as recorded."""
-    if not config.served().is_file():
-        return False
-    check_digest(config.run, config.served())
-    return read_onnx_metadata(config.served()).get("weights_sha256") == sha256_of(config.run / "best.safetensors")
-
-
-def _tell(record: ExportRecord, judge: Judge, run: Run) -> None:
-    """Say size, speed and difference of what was exported as a table, and keep all of it as `exports/exports.json`.
-
-    Each model is timed on one window in ONNX Runtime.
-    """
+def tell(exports: Exports, judge: Judge, run: Run) -> None:
+    """Say size, speed (of a window) and difference of exports as a table; keep all as `exports/exports.json`."""
     seconds = {}
-    for model in record.onnx:
-        if model.path is not None:
-            predict = onnxruntime_predictor(Path(model.path))
-            times = repeated(lambda: predict(judge.windows[:1]), _TIMED)  # noqa: B023 - it is called at once
-            seconds[model.precision] = statistics.median(times)
-    run.say(precision_table(record, seconds), "result")
-    stored = {"gate": judge.origin, "seconds per window in ONNX Runtime": seconds, **asdict(record)}
+    for model in exports:
+        if model.kind == "onnx" and model.path is not None:
+            predict = partial(onnxruntime_predictor(Path(model.path)), judge.windows[:1])
+            seconds[model.precision] = statistics.median(repeated(predict, _TIMED))
+    run.say(precision_table(exports, seconds), "result")
+    rows = {kind: [asdict(each) for each in exports if each.kind == kind] for kind in ("onnx", "engine")}
+    stored = {"gate": judge.origin, "seconds per window in ONNX Runtime": seconds, **rows}
     write_json(run.directory / "exports" / "exports.json", stored)
 
 
-def precision_table(record: ExportRecord, seconds: Mapping[str, float]) -> str:
+def precision_table(exports: Exports, seconds: Mapping[str, float]) -> str:
     """Return a Markdown table with a line for each precision, in MiB, `seconds` and logits; a dash is not known."""
     titles = "precision", "ONNX MiB", "engine MiB", _SECONDS, "largest logit difference", "quality change", "verdict"
-    rows = [titles, ("---", *["---:"] * 5, "---")]
-    engines = {engine.precision: engine for engine in record.engines}
-    for model in record.onnx:
-        engine = engines.get(model.precision, Exported(model.precision))
+    rows: list[Sequence[str]] = [titles, ("---", *["---:"] * 5, "---")]
+    engines = {each.precision: each for each in exports if each.kind == "engine"}
+    for model in [each for each in exports if each.kind == "onnx"]:
+        engine = engines.get(model.precision, Exported("engine"))
         verdict = model.reason or (f"kept; engine: {engine.reason}" if engine.reason else "kept")
-        figures = (
-            (model.bytes and model.bytes / 2**20, ".1f"),
-            (engine.bytes and engine.bytes / 2**20, ".1f"),
-            (seconds.get(model.precision), ".3f"),
-            (model.max_abs_diff, ".2g"),
-            (model.quality_delta, ".4f"),
-        )
-        numbers = ("—" if value is None else format(value, form) for value, form in figures)
+        sizes = (each.bytes and each.bytes / 2**20 for each in (model, engine))
+        values = *sizes, seconds.get(model.precision), model.max_abs_diff, model.quality_delta
+        forms = zip(values, (".1f", ".1f", ".3f", ".2g", ".4f"), strict=True)
+        numbers = ("—" if value is None else format(value, form) for value, form in forms)
         rows.append((model.precision, *numbers, " ".join(verdict.replace("|", "\\|").split())))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -144,14 +117,11 @@ def _find_cases(config: ExportConfig, phantoms: str, scratch: Path) -> tuple[Cas
     """Return the cases for the gate, others to calibrate INT8 on, and what they are in words.
 
     They are those of --data, or the run's own for validation and training, or synthetic ones without labels.
-
-    Raises:
-        FileNotFoundError, ValueError: the dataset cannot be read, or has no labelled case.
     """
     summary, split = (read_if_there(config.run / f"{name}.json") for name in ("summary", "split"))
     known = summary.get("data", {}).get("folder")
-    trained_on = Path(known) if known and split else None
-    folder = config.data or trained_on
+    own = Path(known) if known and split else None
+    folder = config.data or own
     if folder is None or not (folder / "dataset.json").is_file():
         if config.data is not None:
             raise FileNotFoundError(f"{config.data / 'dataset.json'}: no such file; --data takes a dataset folder")
@@ -159,16 +129,14 @@ def _find_cases(config: ExportConfig, phantoms: str, scratch: Path) -> tuple[Cas
         made = tuple(replace(case, label=None) for case in read_dataset(folder).cases)
         origin = "(synthetic scans, because the run's data are not available; pass --data for a Dice)"
         return made[:_SYNTHETIC_CASES], made[_SYNTHETIC_CASES:], origin
-    cases = tuple(case for case in read_dataset(folder).cases if case.label is not None)
-    if not cases:
+    gate = others = tuple(case for case in read_dataset(folder).cases if case.label is not None)
+    if not gate:
         raise ValueError(f"{folder}: no labelled case; the parity gate needs labels to compute Dice")
-    own = trained_on is not None and folder.resolve() == trained_on.resolve()
-    validation, training = (
-        [case for case in cases if own and case.name in split.get(part, ())] for part in ("validation", "training")
-    )
-    gate = tuple(validation or cases)[:GATE_CASES]
-    others = [case for case in (training if own else cases) if case not in gate]
-    return gate, tuple(others[:_CALIBRATION_CASES]), f"of {folder}"
+    if own is not None and folder.resolve() == own.resolve():
+        others = tuple(case for case in gate if case.name in split.get("training", ()))
+        gate = tuple(case for case in gate if case.name in split.get("validation", ())) or gate
+    gate = gate[:GATE_CASES]
+    return gate, tuple(case for case in others if case not in gate)[:_CALIBRATION_CASES], f"of {folder}"
 
 
 def _prepared(cases: Sequence[Case], model: VolumeModel) -> list[PreparedCase]:
@@ -177,13 +145,9 @@ def _prepared(cases: Sequence[Case], model: VolumeModel) -> list[PreparedCase]:
 
 
 def write_ensemble(folder: Path, app: str, model: VolumeModel, runs: Sequence[Path]) -> None:
-    """Write the run folder of an ensemble: model.json, all weights in one file, and what its data were.
+    """Write the run folder of an ensemble, new or empty: model.json, all weights in one file, and what its data were.
 
-    Args:
-        folder: to be made, or empty.
-        app: whose runs they are.
-        model: what `load_models` returned for the runs.
-        runs: their folders.
+    `model` is what `load_models` returned for the runs.
 
     Raises:
         FileExistsError: the folder holds something.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -40,64 +40,40 @@ from medspeed.common.inference.tensorrt_runtime import (
 from medspeed.common.inference.windows import window_starts
 from medspeed.common.run import Run
 
-Quantise = Callable[[Path, Path, torch.Tensor], str]
-"""Writes the INT8 model of an fp32 one, to be judged on windows [N, C, *sides]; returns what it did, in words."""
+Quantise = Callable[[Path, Path], None]
+"""Writes the INT8 model of an fp32 one."""
 GATE_CASES = 8  # the gate runs each export on so many cases,
 _GATE_WINDOWS = 48  # at the end of a training on as many as have so many windows: large scans take a CPU a minute each
 
 
 @dataclass(frozen=True)
 class Exported:
-    """An ONNX model or a TensorRT engine as a run's summary holds it.
+    """An ONNX model or a TensorRT engine as a run's summary holds it; also that there is no engine at all."""
 
-    Attributes:
-        precision: "fp32", "fp16" or "int8".
-        path: the file; None where the gate refused it, as its digest and size are then.
-        sha256: its digest.
-        bytes: its size.
-        max_abs_diff: largest difference of a logit from torch in fp32; None where it did not run.
-        quality_delta: change of the validation quality; None where it did not run.
-        reason: why it was refused, or did not run here; None where all went well.
-        ran: whether it ran here, through the parity gate.
-        note: of INT8, which operators compute in it and which not.
-        flavour: of an engine, `tensorrt` or `tensorrt_rtx`.
-        version: of that module.
-        targets: compute capabilities of the GPUs that the engine runs on.
-    """
-
-    precision: str
-    path: str | None = None
+    kind: Literal["onnx", "engine"]
+    precision: str = ""  # "fp32", "fp16" or "int8"; "" where there is no engine
+    path: str | None = None  # the file; None where the gate refused it
     sha256: str | None = None
     bytes: int | None = None
-    max_abs_diff: float | None = None
-    quality_delta: float | None = None
-    reason: str | None = None
-    ran: bool = False
-    note: str | None = None
-    flavour: str | None = None
-    version: str | None = None
-    targets: tuple[str, ...] = ()
+    max_abs_diff: float | None = None  # largest difference of a logit from torch in fp32; None where it did not run
+    quality_delta: float | None = None  # change of the validation quality; None where it did not run
+    reason: str | None = None  # why it was refused, or did not run here; None where all went well
+    ran: bool = False  # here, through the parity gate
+    flavour: str | None = None  # of an engine, `tensorrt` or `tensorrt_rtx`
+    version: str | None = None  # of that module
+    targets: tuple[str, ...] = ()  # compute capabilities of the GPUs that the engine runs on
 
 
-@dataclass(frozen=True)
-class ExportRecord:
-    """All that was exported.
+Exports = tuple[Exported, ...]
 
-    Attributes:
-        onnx: fp32, then fp16, then int8 where it was wanted.
-        engines: the same for TensorRT, of those models that passed the gate; empty where there is no TensorRT.
-        no_engine: one line saying why there are no engines; None where there are.
-    """
 
-    onnx: tuple[Exported, ...]
-    engines: tuple[Exported, ...]
-    no_engine: str | None
-
-    def summary(self) -> dict[str, Any]:
-        """Return "onnx" and "engine" of a run's summary: the first's fields, the others under their precisions."""
-        kinds = {"onnx": self.onnx, "engine": self.engines or (Exported("", reason=self.no_engine),)}
-        rows = {kind: [asdict(each) for each in records] for kind, records in kinds.items()}
-        return {kind: {**first, **{row["precision"]: row for row in rest}} for kind, (first, *rest) in rows.items()}
+def summary_of(exports: Exports) -> dict[str, Any]:
+    """Return "onnx" and "engine" of a run's summary: the first's fields, the others under their precisions."""
+    found = {}
+    for kind in ("onnx", "engine"):
+        first, *rest = (asdict(each) for each in exports if each.kind == kind)
+        found[kind] = {**first, **{each["precision"]: each for each in rest}}
+    return found
 
 
 def export(
@@ -110,21 +86,21 @@ def export(
     engine: EngineChoice = "auto",
     smallest: Window | None = None,
     quantise: Quantise | None = None,
-) -> ExportRecord:
-    """Export a network to `exports`/model_{fp32,fp16,int8}.{onnx,plan} of a run, and say what came of it.
+) -> Exports:
+    """Export a network to `exports`/model_{fp32,fp16,int8}.{onnx,plan} of a run, and say and return what came of it.
 
-    What the gate refuses is not left there. A refused fp16 or int8 export is recorded, a refused fp32 export an error.
-    Without TensorRT the ONNX models stay and the record says why there is no engine.
+    What the gate refuses is not left there; a refused fp32 export is an error. Of those that passed there are engines;
+    without TensorRT the last record says why there are none.
 
     Args:
         network: the plain module on any device, with the weights of the run's best.safetensors; it is left as it is.
         judge: what the gate judges on.
-        run: where the exports go, and what computes.
+        run: where the exports go.
         batch: windows in one call that an engine is tuned for; it takes 1 to this many, or to 4.
-        metadata: is kept in the ONNX models (name, labels), beside the digest of the weights.
+        metadata: kept in the ONNX models, beside the digest of the weights.
         engine: which TensorRT builds the engines.
-        smallest: shape (C, *sides) of the smallest window, where the sides are to be free.
-        quantise: makes the INT8 model (`medspeed.common.export.int8.quantiser`); None makes none.
+        smallest: the smallest window, where the sides are to be free.
+        quantise: makes the INT8 model; None makes none.
 
     Raises:
         ParityError: the fp32 export does not compute what torch computes.
@@ -135,29 +111,30 @@ def export(
         reference = take_reference(network, judge)
         metadata = {**metadata, "weights_sha256": sha256_of(run.directory / "best.safetensors")}
 
-        def write(path: Path, precision: ModelPrecision) -> str | None:
+        def write(path: Path, precision: ModelPrecision) -> None:
             if precision == "int8":
                 assert quantise is not None  # else there is no such precision
-                return quantise(path.with_stem("model_fp32"), path, judge.windows)
+                return quantise(path.with_stem("model_fp32"), path)
             if precision == "fp16":
                 check_half_range(network, judge.windows)
             export_onnx(network, path, tuple(judge.windows.shape[1:]), precision, metadata, smallest, batch)
-            return None
 
         precisions: list[ModelPrecision] = ["fp32", "fp16"] if quantise is None else ["fp32", "fp16", "int8"]
         folder = run.directory / "exports"
-        models = tuple(_checked_onnx(folder / f"model_{each}.onnx", each, write, reference) for each in precisions)
-        kept = [Path(model.path) for model in models if model.path]
+        exports = [_checked_onnx(folder / f"model_{each}.onnx", each, write, reference) for each in precisions]
+        kept = [Path(model.path) for model in exports if model.path]
         record_digests(run.directory, kept)
-        flavour, no_engine, device = None, None, next(network.parameters()).device
         try:
-            flavour = choose_flavour(engine)
+            flavour, device = choose_flavour(engine), next(network.parameters()).device
         except EngineUnavailableError as error:
-            no_engine = str(error)
-        engines = tuple(_checked_engine(path, reference, flavour, device) for path in kept if flavour)
-    record = ExportRecord(models, engines, no_engine)
-    _say(record, run)
-    return record
+            exports.append(Exported("engine", reason=str(error)))
+        else:
+            exports += [_checked_engine(path, reference, flavour, device) for path in kept]
+    for each in exports:
+        said = each.path or ("refused" if each.precision else "none")
+        line = f"{each.kind} {each.precision}".rstrip() + f": {said}{f' ({each.reason})' if each.reason else ''}"
+        run.say(line, "note" if each.path or not each.precision else "warning")
+    return tuple(exports)
 
 
 def export_volumes(
@@ -168,7 +145,7 @@ def export_volumes(
     engine: EngineChoice,
     run: Run,
     quantise: Quantise | None = None,
-) -> ExportRecord:
+) -> Exports:
     """Export a segmentation network behind the gate; for the arguments and errors see `export`."""
     metadata = {
         "name": f"medspeed {app}",
@@ -183,27 +160,18 @@ def export_volumes(
 
 def judge_training(cases: Sequence[Case], prepared: Sequence[PreparedCase], model: VolumeModel, run: Run) -> Judge:
     """Return what the gate judges on at the end of a training: as many validation cases as take little time."""
-
-    def windows(case: PreparedCase) -> int:
-        sides = zip(case.image.shape[1:], model.window_size, strict=True)
-        return math.prod(len(window_starts(max(have, side), side, model.overlap)) for have, side in sides)
-
-    totals = accumulate(windows(case) for case in prepared[:GATE_CASES])
-    count = max(1, sum(total <= _GATE_WINDOWS for total in totals))
+    sizes = [zip(case.image.shape[1:], model.window_size, strict=True) for case in prepared[:GATE_CASES]]
+    windows = (math.prod(len(window_starts(max(each), each[1], model.overlap)) for each in sides) for sides in sizes)
+    count = max(1, sum(total <= _GATE_WINDOWS for total in accumulate(windows)))
     return judge_on(cases[:count], prepared[:count], model, run, "of the validation set")
 
 
 def judge_on(
     cases: Sequence[Case], prepared: Sequence[PreparedCase], model: VolumeModel, run: Run, origin: str
 ) -> Judge:
-    """Return what the gate judges on: the Dice of labelled cases, or of cases without labels the agreement with torch.
+    """Return what the gate judges on: the Dice of cases that all have labels, or else their agreement with torch.
 
-    Args:
-        cases: all of them have labels, or none has.
-        prepared: the same cases, prepared.
-        model: the network's.
-        run: what computes.
-        origin: what the cases are, in words.
+    `prepared` are the same cases, prepared; `origin` says what they are.
     """
     truths = [read_truth(case) for case in cases if case.label is not None]  # once: each export is judged on them
     quality = "Dice" if truths else "agreement with PyTorch"
@@ -218,25 +186,21 @@ def judge_on(
 
 
 def _checked_onnx(
-    path: Path,
-    precision: ModelPrecision,
-    write: Callable[[Path, ModelPrecision], str | None],
-    reference: Reference,
+    path: Path, precision: ModelPrecision, write: Callable[[Path, ModelPrecision], None], reference: Reference
 ) -> Exported:
-    note = None
     try:
-        note = write(path, precision)
+        write(path, precision)
         difference, change = check_predictor(reference, onnxruntime_predictor(path), precision, str(path))
     except ParityError as refusal:
         _remove(path, path.with_suffix(".plan"))
         if precision == "fp32":
             raise
-        return Exported(precision, reason=str(refusal), note=note)
-    return Exported(precision, str(path), sha256_of(path), path.stat().st_size, difference, change, None, True, note)
+        return Exported("onnx", precision, reason=str(refusal))
+    return Exported("onnx", precision, str(path), sha256_of(path), path.stat().st_size, difference, change, ran=True)
 
 
 def _checked_engine(onnx: Path, reference: Reference, flavour: Flavour, device: torch.device) -> Exported:
-    plan, none = onnx.with_suffix(".plan"), Exported(onnx.stem.removeprefix("model_"), flavour=flavour)
+    plan, none = onnx.with_suffix(".plan"), Exported("engine", onnx.stem.removeprefix("model_"), flavour=flavour)
     try:
         manifest = build_engine(onnx, plan, flavour)
     except EngineError as error:
@@ -264,17 +228,3 @@ def _remove(*refused: Path) -> None:
     for path in refused:
         for each in (path, manifest_path(path)):
             each.unlink(missing_ok=True)
-
-
-def _say(record: ExportRecord, run: Run) -> None:
-    """Say in a line each which models and engines there are, and why others are not."""
-    for model in record.onnx:
-        line = f"onnx {model.precision}: {model.path or 'refused'} {model.reason or ''}".rstrip()
-        run.say(line, "note" if model.path else "warning")
-        if model.note:
-            run.say(f"  {model.note}")
-    for built in record.engines:
-        reason = f" (not run here: {built.reason})" if built.reason else ""
-        run.say(f"engine {built.precision}: {built.path}{reason}")
-    if record.no_engine:
-        run.say(f"no engine: {record.no_engine}")

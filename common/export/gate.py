@@ -28,17 +28,11 @@ class ParityError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Judge:
-    """What exports are judged on.
+    """What exports are judged on."""
 
-    Attributes:
-        windows: [N, C, *sides] float32, N >= 1, real ones of the size to export, on the CPU.
-        evaluate: returns the quality, in [0, 1], of a predictor, which takes windows on the network's device.
-        origin: which quality, and on what, in words: "Dice on 3 validation cases".
-    """
-
-    windows: torch.Tensor
-    evaluate: Callable[[Predictor], float]
-    origin: str
+    windows: torch.Tensor  # [N, C, *sides] float32, N >= 1, real ones of the size to export, on the CPU
+    evaluate: Callable[[Predictor], float]  # quality, in [0, 1], of a predictor of windows on the network's device
+    origin: str  # which quality, and on what, in words: "Dice on 3 validation cases"
 
 
 class Reference(NamedTuple):
@@ -67,18 +61,11 @@ def check_predictor(
 ) -> tuple[float, float]:
     """Return the largest difference of a logit from torch, in batches of each size, and the change of the quality.
 
+    `predict` takes windows on `device`; the precision chooses the bounds: in fp16 and int8 logits need only be finite.
     On the CPU ONNX Runtime computes fp16 models in wider numbers: `check_half_range` is due beside it.
 
-    Args:
-        reference: what torch computes.
-        predict: takes windows on `device`.
-        precision: chooses the bounds; in fp16 and int8 the logits need only be finite, and the quality tells.
-        name: of the export, for the error.
-        batch_sizes: windows in one call.
-        device: where the predictor computes.
-
     Raises:
-        ParityError: a bound does not hold.
+        ParityError: a bound does not hold; it begins with the export's name.
     """
     windows, differences = reference.judge.windows, []
     for size in batch_sizes:

@@ -1,59 +1,25 @@
 """INT8 by explicit QuantizeLinear and DequantizeLinear nodes in the fp32 ONNX model, calibrated on real windows.
 
 Convolutions alone are quantised, at their inputs and weights: they hold nearly all of the arithmetic and of the bytes,
-and TensorRT fuses what follows them as it likes. All else computes in fp32; where it reads the input of a convolution,
-as the sum behind a residual block does, it reads the rounded one. The fp16 model is no better
-start: ONNX Runtime replaces a half-precision scale below 6.1e-5 by 1, which would silence any channel of small weights.
+and TensorRT fuses what follows them as it likes. The fp16 model is no better start: ONNX Runtime replaces a scale in
+half precision below 6.1e-5 by 1, which would silence any channel of small weights.
 """
 
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from medspeed.common.export.export import Quantise
-from medspeed.common.export.gate import ParityError
 from medspeed.common.export.onnx_model import read_metadata
 from medspeed.common.files import atomic_path
 from medspeed.common.inference.predictors import onnx_errors
 
 QUANTISED = ("Conv", "ConvTranspose")
 """Operators computed in INT8; TensorRT-RTX 1.7 takes both, in two and in three dimensions."""
-CLIPPED_BOUND = 0.01
-"""Largest part of the values of the gate's windows that may lie outside the range of the calibration windows."""
 
 
-def quantiser(calibration: torch.Tensor) -> Quantise:
-    """Return what `export` makes INT8 models with, calibrated on windows of training cases [M, C, *sides] float32."""
-
-    def write(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
-        check_calibration(calibration, windows)
-        return quantise(fp32, int8, calibration)
-
-    return write
-
-
-def check_calibration(calibration: torch.Tensor, windows: torch.Tensor) -> float:
-    """Return the part of the values of the gate's windows [N, C, *sides] that calibration windows [M, ...] cut off.
-
-    Raises:
-        ParityError: the calibration windows are not finite, or more than `CLIPPED_BOUND` is cut off.
-    """
-    most = calibration.abs().amax()  # hands NaN on
-    if not most.isfinite():
-        raise ParityError(f"int8: a value of the calibration windows is {most.item()}")
-    clipped = (windows.abs() > most.to(windows.device)).float().mean().item()
-    if clipped > CLIPPED_BOUND:
-        raise ParityError(
-            f"int8: {clipped:.1%} of the values in the gate's windows are outside the calibration range of "
-            f"{most.item():.6g} (bound {CLIPPED_BOUND:.0%}): calibrate on training cases prepared the same way"
-        )
-    return clipped
-
-
-def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
+def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> None:
     """Write an ONNX model that computes its convolutions in INT8, with symmetric scales, per channel for the weights.
 
     Ranges of activations are the least and the largest value over all windows, which go through one at a time: a pair
@@ -65,9 +31,6 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
         int8: is written whole or not at all; the same model and windows give the same bytes.
         windows: [N, C, *sides] float32, N >= 1, real ones as the network is to see them.
 
-    Returns:
-        One line for the user: how many of each operator compute in INT8, and how many in fp32 as before.
-
     Source:
         Placement: TensorRT documentation, "Q/DQ Placement Recommendations" (inputs of weighted operators, not outputs).
     """
@@ -78,7 +41,6 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
     assert metadata["precision"] == "fp32"
     with onnx_errors(fp32):
         model: Any = onnx.load(str(fp32))
-    operators = Counter(node.op_type for node in model.graph.node)
     # The model is simplified, as torch's exporter leaves it; else the quantiser logs an advice.
     onnx.helper.set_model_props(model, {"onnx.quant.pre_process": "onnxruntime.quant"})
     feeds = ({model.graph.input[0].name: window[None].float().cpu().contiguous().numpy()} for window in windows)
@@ -104,9 +66,3 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> str:
         onnx.helper.set_model_props(quantised, {**metadata, "precision": "int8"})
         onnx.save_model(quantised, str(part))
         onnx.checker.check_model(str(part), full_check=True)
-    taken, kept = (
-        ", ".join(f"{count} {name}" for name, count in sorted(operators.items()) if (name in QUANTISED) is chosen)
-        or "none"
-        for chosen in (True, False)
-    )
-    return f"INT8: {taken}; fp32, since only convolutions are quantized: {kept}"

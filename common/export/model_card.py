@@ -33,12 +33,11 @@ _PACKAGES = ("torch", "monai", "numpy", "onnx", "onnxruntime", "tensorrt", "tens
 def model_card(run: Path, task: str) -> str:
     """Return the model card of a run: `model_card.md.j2`, filled in.
 
-    It holds what the run's own files say (model.json, summary.json, split.json, environment.json) and the licence
-    that the dataset states, while the dataset still lies where it was; what is not known is called so. No path, host
-    or user is in it.
+    It holds what the run's own files say and the licence that the dataset states, while that still lies where it was;
+    what is not known is called so. No path, host or user is in it.
 
     Args:
-        run: folder of a run; of a run made from foreign weights, model.json and the weights are enough.
+        run: folder of a run; of one made from foreign weights, model.json and the weights are enough.
         task: what the network does, in a sentence without a full stop.
 
     Raises:

@@ -5,16 +5,18 @@ ONNX model's own. `python -m medspeed.common.export.tensorrt_engine PLAN` builds
 """
 
 import argparse
-import logging
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 
+from medspeed.common.console import say
 from medspeed.common.export.onnx_model import numbers, read_metadata
 from medspeed.common.files import atomic_path, sha256_of, write_json
+from medspeed.common.inference import ModelPrecision
 from medspeed.common.inference.tensorrt_runtime import (
     INSTALL,
     EngineManifest,
@@ -28,8 +30,7 @@ from medspeed.common.inference.tensorrt_runtime import (
     tensorrt_module,
     verify_onnx,
 )
-
-logger = logging.getLogger(__name__)
+from medspeed.common.run import one_line_errors
 
 EngineChoice = Literal["auto", Flavour, "none"]
 RTX_TARGETS = ("8.0", "8.6", "8.9", "12.0", "12.1")
@@ -37,8 +38,7 @@ RTX_TARGETS = ("8.0", "8.6", "8.9", "12.0", "12.1")
 
 Source: TensorRT for RTX documentation, "CPU-Only AOT and TensorRT-RTX Engines", and the 1.5 support matrix.
 """
-RTX_TURING = "7.5"
-"""Served by RTX too, but only by an engine built for it alone (same source)."""
+RTX_TURING = "7.5"  # served by RTX too, but only by an engine built for it alone
 
 
 def choose_flavour(choice: EngineChoice = "auto") -> Flavour:
@@ -62,38 +62,36 @@ def choose_flavour(choice: EngineChoice = "auto") -> Flavour:
 
 
 def build_engine(onnx_path: Path, engine_path: Path, flavour: EngineChoice = "auto") -> EngineManifest:
-    """Build a TensorRT engine, write its manifest beside it (`PLAN.json`), and return that.
+    """Build a TensorRT engine from a model in its folder, write its manifest beside it (`PLAN.json`), and return that.
 
-    Args:
-        onnx_path: a model that `export_onnx` or `quantise` wrote, in the folder of `engine_path`; its metadata say how
-            many windows the engine takes in one call.
-        engine_path: where the plan goes.
-        flavour: "auto" takes full TensorRT where it is installed and there is a GPU.
+    The metadata that `export_onnx` wrote say how many windows it takes in one call.
 
     Raises:
         EngineUnavailableError: there is no TensorRT of this flavour here.
         EngineError: TensorRT cannot build the engine; the message holds its log.
-        ValueError: `onnx_path` is not such a model.
+        ValueError: `export_onnx` did not write the model.
     """
-    chosen, gpu = choose_flavour(flavour), host_gpu()
+    chosen, gpu, metadata = choose_flavour(flavour), host_gpu(), read_metadata(onnx_path)
     trt = cast(ModuleType, tensorrt_module(chosen))
-    metadata = read_metadata(onnx_path)
-    wanted = EngineManifest(
+    window, smallest = numbers(metadata["window"]), numbers(metadata["smallest"])
+    fewest, usual, most = numbers(metadata["batch"])
+    targets = (gpu,) if gpu and (chosen == "tensorrt" or gpu == RTX_TURING) else RTX_TARGETS
+    shapes = (fewest, *smallest), (usual, *window), (most, *window)
+    with atomic_path(engine_path) as part:
+        part.write_bytes(_serialized(trt, onnx_path, shapes, chosen == "tensorrt_rtx" and gpu == RTX_TURING))
+    built = EngineManifest(
         onnx=onnx_path.name,
         onnx_sha256=sha256_of(onnx_path),
-        plan_sha256="",
+        plan_sha256=sha256_of(engine_path),
         flavour=chosen,
         version=trt.__version__,
-        targets=(gpu,) if gpu and (chosen == "tensorrt" or gpu == RTX_TURING) else RTX_TARGETS,
-        precision=cast(Any, metadata["precision"]),
-        window=numbers(metadata["window"]),
-        smallest=numbers(metadata["smallest"]),
-        batch=cast(Any, numbers(metadata["batch"])),
+        targets=targets,
+        precision=cast(ModelPrecision, metadata["precision"]),
+        window=window,
+        smallest=smallest,
+        batch=(fewest, usual, most),
         torch=torch.__version__,
     )
-    with atomic_path(engine_path) as part:
-        part.write_bytes(_serialized(trt, onnx_path, wanted))
-    built = replace(wanted, plan_sha256=sha256_of(engine_path))
     write_json(manifest_path(engine_path), asdict(built))
     return built
 
@@ -102,8 +100,7 @@ def rebuild_engine(engine_path: Path) -> EngineManifest:
     """Build an engine for this host from the ONNX model beside it; the gate, which needs cases, is not repeated.
 
     Raises:
-        FileNotFoundError: there is no ONNX model beside the plan.
-        ValueError: the model is not the one that the plan was built from.
+        FileNotFoundError, ValueError: there is no such model, or another than the plan was built from.
     """
     onnx_path = engine_path.with_suffix(".onnx")
     if not onnx_path.is_file():
@@ -113,7 +110,8 @@ def rebuild_engine(engine_path: Path) -> EngineManifest:
     return build_engine(onnx_path, engine_path)
 
 
-def _serialized(trt: ModuleType, onnx_path: Path, wanted: EngineManifest) -> bytes:
+def _serialized(trt: ModuleType, onnx_path: Path, shapes: Sequence[tuple[int, ...]], turing: bool) -> bytes:
+    """Return the plan for the least, the usual and the most windows, for Turing GPUs alone where that is wanted."""
     log = message_log(trt)
     log.messages.clear()
     builder = trt.Builder(log)
@@ -125,13 +123,10 @@ def _serialized(trt: ModuleType, onnx_path: Path, wanted: EngineManifest) -> byt
     config = builder.create_builder_config()
     # TensorFloat-32 is on by default and would keep 10 bits of fp32's 23: too few for the parity gate.
     config.clear_flag(trt.BuilderFlag.TF32)
-    if wanted.targets == (RTX_TURING,) and wanted.flavour == "tensorrt_rtx":
-        # These names exist in tensorrt_rtx alone; the other GPUs are its default.
+    if turing:  # these names exist in tensorrt_rtx alone; the other GPUs are its default
         config.num_compute_capabilities = 1
         config.set_compute_capability(trt.ComputeCapability.SM75, 0)
     profile = builder.create_optimization_profile()
-    fewest, usual, most = wanted.batch
-    shapes = ((fewest, *wanted.smallest), (usual, *wanted.window), (most, *wanted.window))
     profile.set_shape(network.get_input(0).name, *shapes)
     config.add_optimization_profile(profile)
     plan = builder.build_serialized_network(network, config)
@@ -145,12 +140,9 @@ def main(arguments: list[str] | None = None) -> None:
     command = argparse.ArgumentParser(description="Build an engine for this host from the ONNX model beside it.")
     command.add_argument("plan", type=Path, help="for instance RUN/exports/model_fp16.plan")
     plan: Path = command.parse_args(arguments).plan
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
+    with one_line_errors():
         built = rebuild_engine(plan)
-    except (OSError, ValueError) as error:
-        command.exit(2, f"{error}\n")
-    logger.info("%s: %s %s, compute capability %s", plan, built.flavour, built.version, ", ".join(built.targets))
+        say(f"{plan}: {built.flavour} {built.version}, compute capability {', '.join(built.targets)}", "result")
 
 
 if __name__ == "__main__":

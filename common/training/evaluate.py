@@ -13,7 +13,7 @@ from torch import nn
 from medspeed.common.data.dataset import Case, Split
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.volumes import Volume, read_volume
-from medspeed.common.export.export import GATE_CASES, ExportRecord, export_volumes, judge_training
+from medspeed.common.export.export import GATE_CASES, Exports, export_volumes, judge_training, summary_of
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.inference import TOLERANCE
 from medspeed.common.inference import postprocessing as post
@@ -165,19 +165,19 @@ def doubts(value: float, held_out: bool, name: str = "Dice") -> list[str]:
 
 def _draw(dice: float, case: Case, found: np.ndarray, truth: np.ndarray, model: VolumeModel, run: Run, of: int) -> None:
     """Draw the labels of one `of` so many cases, [X, Y, Z] uint8 on its file's grid; keep it for the viewer."""
-    from medspeed.common.observe.overlays import draw_overlay  # here: the start of a run need not wait for what draws
+    from medspeed.common.observe.overlays import draw_overlay, oriented_scan  # here: the start of a run need not wait
     from medspeed.common.observe.report import write_report_case
 
-    channels, path = model.preparation.channels, run.directory / "overlays" / f"{case.name}.png"
+    channels, names = model.preparation.channels, model.labelling.labels
     volume = read_volume(case.image, channels, first_only=channels > 1)
-    image, affine = volume.voxels.reshape(volume.voxels.shape[:3], order="F"), volume.affine
-    shown: dict[str, Any] = {"names": model.labelling.labels, "window": model.preparation.window}
-    draw_overlay(path, image, found, affine, truth=truth, title=f"{case.name}: Dice {dice:.3f}", **shown)
+    image = volume.voxels.reshape(volume.voxels.shape[:3], order="F")
+    scan = oriented_scan(image, found, volume.affine, truth, model.preparation.window)
+    draw_overlay(run.directory / "overlays" / f"{case.name}.png", scan, names, f"{case.name}: Dice {dice:.3f}")
     with _said(run, f"{printable(case.name)} is missing in the report's viewer"):
-        write_report_case(run.directory, case.name, image, found, truth, affine, of=of, **shown)
+        write_report_case(run.directory, case.name, scan, names, of)
 
 
-def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: SegmentationConfig, run: Run) -> ExportRecord:
+def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: SegmentationConfig, run: Run) -> Exports:
     """Export the best weights behind the gate, on some validation cases; for the arguments see `evaluate`."""
     gate = data.split.validation[:GATE_CASES]
     with run.clock.stage("prepare"):
@@ -187,7 +187,7 @@ def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: Segmenta
 
 
 def finish(
-    config: TrainingConfig, about: dict[str, Any], fitted: Fitted, quality: Quality, exported: ExportRecord, run: Run
+    config: TrainingConfig, about: dict[str, Any], fitted: Fitted, quality: Quality, exported: Exports, run: Run
 ) -> RunSummary:
     """Write `summary.json` and the report, and print where they are.
 
@@ -210,7 +210,7 @@ def finish(
         "quality": asdict(quality),
         "working_grid": {"best": fitted.best, "last": fitted.last, "best_epoch": fitted.best_epoch},
         "seconds": run.clock.seconds(),
-        **exported.summary(),
+        **summary_of(exported),
     }
     write_json(run.directory / "summary.json", summary)
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds"].items())

@@ -3,8 +3,9 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from torch import nn
 
 from medspeed.common.clock import Clock
 from medspeed.common.export.deploy import precision_table
-from medspeed.common.export.export import Exported, ExportRecord
+from medspeed.common.export.export import Exported, summary_of
 from medspeed.common.export.export import export as export_network
 from medspeed.common.export.gate import Judge, ParityError
-from medspeed.common.export.int8 import quantiser
+from medspeed.common.export.int8 import quantise
 from medspeed.common.export.onnx_model import HalfNetwork, export_onnx
 from medspeed.common.files import sha256_of, write_json
 from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor
@@ -24,18 +25,27 @@ from medspeed.common.run import Run
 Dices = Callable[..., Callable[[Predictor], float]]
 
 
+class Record(NamedTuple):
+    onnx: list[Exported]
+    engines: list[Exported]
+    no_engine: str | None
+
+
 def export(
     network: nn.Module,
     folder: Path,
     evaluate: Callable[[Predictor], float],
     engine: Any = "auto",
     calibration: torch.Tensor | None = None,
-) -> ExportRecord:
+) -> Record:
     (folder / "best.safetensors").write_bytes(b"weights")
     run = Run(folder, torch.device("cpu"), Clock(), resumed=True)
     judge = Judge(torch.rand(2, 1, 8, 8, 8), evaluate, "Dice on nothing")
-    quantise = None if calibration is None else quantiser(calibration)
-    return export_network(network, judge, run, batch=2, metadata={"name": "t"}, engine=engine, quantise=quantise)
+    quantised = None if calibration is None else partial(quantise, windows=calibration)
+    found = export_network(network, judge, run, batch=2, metadata={"name": "t"}, engine=engine, quantise=quantised)
+    engines = [each for each in found if each.kind == "engine"]
+    without = engines[0].reason if engines and not engines[0].precision else None
+    return Record([each for each in found if each.kind == "onnx"], [] if without else engines, without)
 
 
 def names(folder: Path) -> set[str]:
@@ -56,7 +66,9 @@ def test_all_is_exported_and_recorded(tmp_path: Path, tiny: nn.Module, dices: Di
     assert names(tmp_path) == {
         f"model_{precision}{suffix}" for precision in ("fp32", "fp16") for suffix in (".onnx", ".plan", ".plan.json")
     }
-    write_json(tmp_path / "record.json", asdict(record))
+    write_json(
+        tmp_path / "record.json", {"onnx": [*map(asdict, record.onnx)], "engines": [*map(asdict, record.engines)]}
+    )
     content = json.loads((tmp_path / "record.json").read_text())
     assert [entry["precision"] for entry in content["onnx"]] == ["fp32", "fp16"]
     for entry in (*content["onnx"], *content["engines"]):
@@ -68,7 +80,7 @@ def test_all_is_exported_and_recorded(tmp_path: Path, tiny: nn.Module, dices: Di
     for entry in content["engines"]:
         assert (entry["flavour"], entry["ran"]) == ("tensorrt_rtx", False)
         assert entry["reason"] == "no CUDA device in use"
-    assert content["no_engine"] is None
+    assert record.no_engine is None
 
 
 def test_without_tensorrt_the_models_stay_and_one_line_says_why(
@@ -79,7 +91,7 @@ def test_without_tensorrt_the_models_stay_and_one_line_says_why(
     record = export(tiny, tmp_path, dices(0.9))
     assert record.no_engine is not None
     assert record.no_engine.startswith("tensorrt_rtx is not installed: pip install -e '.[rtx]'")
-    assert record.engines == ()
+    assert record.engines == []
     assert names(tmp_path) == {"model_fp32.onnx", "model_fp16.onnx"}
 
 
@@ -95,8 +107,6 @@ def test_engines_that_run_pass_the_same_gate(tmp_path: Path, tiny: nn.Module, di
 def test_int8_comes_last_with_its_engine(tmp_path: Path, tiny: nn.Module, dices: Dices, engine_on_cpu: Any):
     record = export(tiny, tmp_path, dices(0.9, 0.9, 0.9, 0.892, 0.9, 0.9, 0.891), calibration=torch.rand(2, 1, 8, 8, 8))
     assert [model.precision for model in record.onnx] == ["fp32", "fp16", "int8"]
-    assert [model.note is None for model in record.onnx] == [True, True, False]
-    assert record.onnx[2].note == "INT8: 2 Conv; fp32, since only convolutions are quantized: 1 PRelu"
     assert record.onnx[2].quality_delta == pytest.approx(0.008)
     engine = record.engines[2]
     assert (engine.precision, engine.ran, engine.reason) == ("int8", True, None)
@@ -136,18 +146,15 @@ def test_int8_engine_that_does_not_run_is_refused_alone(
 
 
 def test_table_of_precisions():
-    record = ExportRecord(
-        (
-            Exported("fp32", "a.onnx", "0", 3 * 2**20, 1.5e-6, 0.0),
-            Exported("fp16", reason="half precision: |x| reaches\n70000"),
-            Exported("int8", "c.onnx", "0", 2**20, 0.5, 0.0012, note="INT8: 2 Conv"),
-        ),
-        (
-            Exported("fp32", "a.plan", "0", 2**21),
-            Exported("int8", reason="no GPU"),
-        ),
-        None,
+    record = (
+        Exported("onnx", "fp32", "a.onnx", "0", 3 * 2**20, 1.5e-6, 0.0),
+        Exported("onnx", "fp16", reason="half precision: |x| reaches\n70000"),
+        Exported("onnx", "int8", "c.onnx", "0", 2**20, 0.5, 0.0012),
+        Exported("engine", "fp32", "a.plan", "0", 2**21),
+        Exported("engine", "int8", reason="no GPU"),
     )
+    assert summary_of(record)["onnx"]["int8"]["path"] == "c.onnx"
+    assert summary_of(record)["engine"] == {**asdict(record[3]), "int8": asdict(record[4])}
     assert precision_table(record, {"fp32": 1.5, "int8": 0.25}).splitlines() == [
         "| precision | ONNX MiB | engine MiB | s per window in ONNX Runtime "
         "| largest logit difference | quality change | verdict |",
