@@ -53,14 +53,12 @@ class PreparedCase:
     grid: WorkingGrid  # leads back to the grid of the file
 
 
-def prepare_case(case: Case, preparation: Preparation, allowed: Collection[int] = ()) -> PreparedCase:
-    """Read and prepare one case; its label map, if any, may contain the label numbers `allowed`.
+def prepare_case(case: Case, preparation: Preparation, allowed: Collection[int]) -> PreparedCase:
+    """Read and prepare a labelled case; its label map may contain the label numbers `allowed`.
 
     Raises:
         FileNotFoundError, ValueError: as `read_case` and `prepare_volume`.
     """
-    if case.label is None:
-        return prepare_volume(case.name, read_volume(case.image, preparation.channels), preparation)
     volume, labels = read_case(case, preparation.channels, allowed)
     prepared = prepare_volume(case.name, volume, preparation)
     resampled = to_working(_in_memory_order(labels), prepared.grid, nearest=True)

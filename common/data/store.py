@@ -53,7 +53,7 @@ def prepared_bytes(case: Case, preparation: Preparation) -> int:
     """Return the most bytes that a case can take once prepared: its working grid, from the header, uncropped."""
     header = read_header(case.image)
     voxels = math.prod(case_grid(case.image, header.shape[:3], header.affine, preparation.spacing).shape)
-    return voxels * (2 * preparation.channels + (case.label is not None))  # float16 and uint8
+    return voxels * (2 * preparation.channels + 1)  # float16 and uint8
 
 
 def store_folder(root: Path, dataset: Path, preparation: Preparation | None = None) -> Path:
@@ -63,9 +63,9 @@ def store_folder(root: Path, dataset: Path, preparation: Preparation | None = No
 
 
 def write_entry(path: Path, case: PreparedCase, key: str) -> None:
-    """Write a prepared case atomically, with a key: a JSON object of all that decided the voxels."""
-    tensors = {"image": case.image} | ({} if case.label is None else {"label": case.label})
-    grid = json.dumps(asdict(case.grid))
+    """Write a prepared, labelled case atomically, with a key: a JSON object of all that decided the voxels."""
+    assert case.label is not None
+    tensors, grid = {"image": case.image, "label": case.label}, json.dumps(asdict(case.grid))
     with atomic_path(path, flush=False) as part:
         about = {"key": key, "grid": grid, "crc32": _checksum(key, grid, tensors)}
         save_file(tensors, part, {"about": json.dumps(about)})  # it writes several texts in any order
@@ -93,7 +93,7 @@ def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedC
         before, now = json.loads(found), json.loads(key)
         changed = [f"{part} {before.get(part)} is now {now[part]}" for part in now if before.get(part) != now[part]]
         raise UnusableEntryError(f"stale: {', '.join(changed)}")
-    return PreparedCase(name, tensors["image"], tensors.get("label"), from_json(WorkingGrid, json.loads(grid)))
+    return PreparedCase(name, tensors["image"], tensors["label"], from_json(WorkingGrid, json.loads(grid)))
 
 
 def file_state(file: Path) -> tuple[int, int, int]:
@@ -103,9 +103,10 @@ def file_state(file: Path) -> tuple[int, int, int]:
 
 
 def _prepared_case(case: Case, preparation: Preparation, allowed: Collection[int], folder: Path) -> PreparedCase:
+    assert case.label is not None
     decisive = {
         "image": file_state(case.image),
-        "label": case.label and file_state(case.label),
+        "label": file_state(case.label),
         "classes": sorted(allowed),
         "version": PREPARATION_VERSION,
         **asdict(preparation),

@@ -36,6 +36,8 @@ KEYS = ("image", "label")
 
 
 def prepare(name: str, image: Path, label: Path | None, preparation: Preparation, classes: int = 3) -> PreparedCase:
+    if label is None:
+        return prepare_volume(name, read_volume(image, preparation.channels), preparation)
     return prepare_case(Case(name, image, label), preparation, range(classes))
 
 

@@ -99,13 +99,6 @@ def test_no_case_needs_no_folder(folder):
     assert not folder.exists()
 
 
-def test_a_case_without_label(cases, folder, made):
-    bare = replace(cases[0], label=None)
-    for _ in range(2):
-        assert get([bare], folder)[0].label is None
-    assert made == ["c"]
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
