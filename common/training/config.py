@@ -168,11 +168,7 @@ class TrainingConfig:
 
 
 def check_partitions(config: TrainingConfig, ranks: int) -> None:
-    """Check that so many ranks can share the partitions of a decided configuration, and that its batch divides.
-
-    Raises:
-        ValueError: names the numbers that do not divide each other, and what would.
-    """
+    """Check that so many ranks can share the partitions, and that the batch divides; a ValueError says what would."""
     partitions, batch_size = decided(config.parallel.partitions), decided(config.batch_size)
     accumulate = config.parallel.accumulate
     if not config.alike() and partitions != ranks:

@@ -60,10 +60,9 @@ def best_network(model: Trained, fitted: Fitted, run: Run) -> nn.Module:
 
 
 def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: SegmentationConfig, run: Run) -> Quality:
-    """Return the Dice of the best weights on the native grid of the validation cases, and draw an overlay of each.
+    """Return the Dice of the best weights on the native grid of the validation cases, and draw each for the report.
 
-    The ranks share the cases, whose prepared forms lie in the store of `config`. Each is kept for the report's viewer.
-    Post-processing that helps on them is written into `model.json`.
+    The ranks share the cases. Post-processing that helps on them is written into `model.json`.
     """
     from medspeed.common.inference import scores as measured  # here: training needs none of it
 
@@ -189,10 +188,7 @@ def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: Segmenta
 def finish(
     config: TrainingConfig, about: dict[str, Any], fitted: Fitted, quality: Quality, exported: Exports, run: Run
 ) -> RunSummary:
-    """Write `summary.json` and the report, and print where they are.
-
-    About the data, "data" says folder, name and whether they are synthetic, and "cases" how many train and validate.
-    """
+    """Write `summary.json` and the report, and print where they are; for `about` see `Data.about`."""
     summary: RunSummary = {
         "app": config.APP,
         "run": str(run.directory),

@@ -25,15 +25,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Log:
-    """What the user sees while training: the bar, `metrics.jsonl`, the trackers, `progress.png` and the machine's load.
-
-    `total` is the steps of the whole training. The records of epochs that a run does again are dropped.
-    """
+    """What is seen of a training of `total` steps: the bar, `metrics.jsonl`, trackers, curves, the machine's load."""
 
     def __init__(self, run: Run, config: TrainingConfig, total: int, state: TrainingState) -> None:
         self._run, self._metric, folder = run, config.METRIC, run.directory
         self._path, self._picture = folder / "metrics.jsonl", folder / "progress.png"
-        if records := read_json_lines(self._path):
+        if records := read_json_lines(self._path):  # those of epochs that are done again are dropped
             kept = [record for record in records if record["epoch"] <= state.epoch]
             write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         plain = {name: each if isinstance(each, _PLAIN) else str(each) for name, each in flat(config).items()}

@@ -80,10 +80,7 @@ def dice_focal(
 
 
 def binary_cross_entropy(smoothing: float = 0.0) -> Loss:
-    """Return the mean binary cross-entropy of logits [B, 1, 1, 1] and labels [B] float, 0 or 1.
-
-    The targets are `smoothing` and 1 - `smoothing`.
-    """
+    """Return the mean binary cross-entropy of logits [B, 1, 1, 1] and labels [B] float, 0 or 1, each smoothed."""
 
     def loss(logits: Tensor, label: Tensor) -> Tensor:
         targets = label * (1 - 2 * smoothing) + smoothing
@@ -105,10 +102,7 @@ _MONAI_REGIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_loss(name: str, ranks: Ranks = SINGLE, regions: Sequence[Region] = ()) -> Loss:
-    """Return a loss that is the same number on all ranks; MONAI's are the mean of what each rank has by itself.
-
-    With `regions` it is for a network with a sigmoid for each of these structures, else with a softmax over classes.
-    """
+    """Return a loss, of regions by sigmoid or of classes by softmax, the same on all ranks; MONAI's are their mean."""
     if name == "dice_ce":
         return partial(dice_ce, ranks=ranks)
     if not name.startswith("monai_"):

@@ -51,9 +51,7 @@ def choose_sizes(config: SegmentationConfig, build: Build, device: str) -> dict[
 
 
 def choose_divisor(config: SegmentationConfig, build: Build, channels: int) -> tuple[int, nn.Module | None]:
-    """Return the power of 2 that must divide the sides of crops and windows; and, if found by trial, the network.
-
-    The trial is on the device "meta", where shapes are computed and no numbers.
+    """Return the power of 2 that must divide the sides of crops and windows; if found by trial, the network on "meta".
 
     Raises:
         ValueError: the network takes no images of `channels`; or a crop or window of the configuration is no multiple.

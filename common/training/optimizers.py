@@ -147,7 +147,6 @@ class Novograd(_Uncompiled):
             for name in views.keys() & state[parameter].keys():
                 views[name].copy_(state[parameter][name])
             state[parameter] = views
-        self._loose: list[int] | None = None
         self._packed = [average, second]
         return self._packed
 
@@ -187,17 +186,16 @@ class Novograd(_Uncompiled):
 
         In axes of length 1, as of a 1 x 1 x 1 kernel, a stride has no meaning, and libraries write what they like.
         """
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        assert len(gradients) == len(self._parameters), "each parameter that is not frozen has a gradient at each step"
-        if self._loose is None:  # known from the first step
-            pairs = list(zip(gradients, self._updates, strict=True))
-            self._loose = [place for place, (one, other) in enumerate(pairs) if one.stride() != other.stride()]
-            squeezed = ((one.squeeze().stride(), other.squeeze().stride()) for one, other in pairs)
-            assert all(one == other for one, other in squeezed), "a gradient is laid out unlike its parameter"
-        for place in self._loose:
-            view = self._updates[place]
-            gradients[place] = gradients[place].as_strided(view.shape, view.stride())
-        return gradients
+        found = []
+        for parameter, view in zip(self._parameters, self._updates, strict=True):
+            gradient = parameter.grad
+            assert gradient is not None, "each parameter that is not frozen has a gradient at each step"
+            if gradient.stride() != view.stride():
+                same = gradient.squeeze().stride() == view.squeeze().stride()
+                assert same, "a gradient is laid out unlike its parameter"
+                gradient = gradient.as_strided(view.shape, view.stride())
+            found.append(gradient)
+        return found
 
 
 def build_optimizer(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:

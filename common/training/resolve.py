@@ -75,7 +75,7 @@ def read_volumes(
     Args:
         config: of the run.
         run: whose folder keeps them.
-        phantoms: kind, size and version of those of `data_scripts/make_phantoms.py`: "ct-small-2"; None without any.
+        phantoms: kind, size and version of those of `make_phantoms.py`: "ct-small-2"; None for an app without any.
         real: name of the folder of the real scans that `fetch_msd.py` downloads.
         known: preparations of CT datasets by the name that a dataset gives itself, which spare reading its voxels.
 
@@ -189,7 +189,8 @@ def choose_volumes(
     config = replaced(config, {name: value for name, value in prepared.items() if hasattr(config, name)})
     channels = len(data.dataset.modality)
     divisor, network = choose_divisor(config, build, channels)
-    shape, extent = (_working(size, data.figures, preparation) for size in (data.figures.shape, data.figures.extent))
+    sizes, both = (data.figures.shape, data.figures.extent), (data.figures.spacing, preparation.spacing)
+    shape, extent = ([round(n * native / mm) for n, native, mm in zip(each, *both, strict=True)] for each in sizes)
     crop = config.crop_size or _within(shape, usual.crop, divisor)
     planes = coarsest_planes(network, channels, crop) if network else crop[0] // divisor
     wish = config.precision
@@ -247,11 +248,6 @@ def _check_memory(config: SegmentationConfig, channels: int, run: Run) -> None:
         if 4 * channels * voxels > free:
             said = f"{name} {value}: takes {4 * channels * voxels / 2**30:.1f} GiB for the network's input alone"
             raise ValueError(f"{said}; only {free / 2**30:.1f} GiB are free; choose a smaller value")
-
-
-def _working(size: Sequence[int], figures: Fingerprint, preparation: Preparation) -> list[int]:
-    """Return a size X, Y, Z of the files in voxels of the working grid."""
-    return [round(n * native / mm) for n, native, mm in zip(size, figures.spacing, preparation.spacing, strict=True)]
 
 
 def _within(shape: Sequence[int], limit: Sequence[int], divisor: int) -> Size:

@@ -50,14 +50,8 @@ def volume_setup(
 ) -> Setup:
     """Build the network of a decided run, the source of its batches, the loss and the optimizer.
 
-    The network starts with the weights of --init, unless there is a checkpoint, whose weights `fit` takes.
-
-    Args:
-        config: decided.
-        data: the cases.
-        model: what is trained.
-        chains: MONAI's transforms of training and of validation; None for batches from our store and caches.
-        run: where all of it lies.
+    The network starts with the weights of --init, unless there is a checkpoint, whose weights `fit` takes. Batches come
+    by MONAI's `chains`, its transforms of training and of validation, or, where they are None, from our store.
     """
     resumed = (run.directory / "checkpoints" / "last").exists()
     network = model.build(None if resumed else config.init).to(run.device)
@@ -83,10 +77,7 @@ def volume_setup(
 
 
 def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: Run) -> tuple[Batches, Counts]:
-    """Recipe fast: prepared cases from the store, held as near the device as they fit, crops cut and augmented there.
-
-    Each rank holds the cases of its own partitions only.
-    """
+    """Recipe fast: each rank holds the prepared cases of its own partitions as near the device as they fit."""
     partitions, size = decided(config.parallel.partitions), decided(config.crop_size)
     cases, cache, ranks = data.split.training, config.caching(), run.ranks
     local = range(ranks.rank, partitions, ranks.world)
@@ -126,9 +117,8 @@ def monai_source(
 ) -> tuple[Batches, Counts]:
     """Recipes baseline and guide: MONAI's transforms, of training and of validation, and its loaders.
 
-    With the cache "monai" both sets are filled here. MONAI says little about a bad file, so each is read and checked
-    first. Each rank has a part of the cases; the last ones begin anew with the first cases, so that all are equally
-    long, as in the guide.
+    MONAI says little about a bad file, so each is read and checked first. Each rank has a part of the cases; the last
+    ones begin anew with the first cases, so that all are equally long, as in the guide.
     """
     from monai import data as monai  # here: MONAI takes longer to load than all the rest
     from monai.transforms import Compose
@@ -140,8 +130,11 @@ def monai_source(
     even = -(-len(cases) // ranks.world) * ranks.world
     mine = ranks.shard([cases[index % len(cases)] for index in range(even)])
     judged = ranks.shard(data.split.validation)
+
+    def check(case: Case) -> None:
+        read_case(case, model.preparation.channels, model.labelling.numbers)
+
     with run.clock.stage("prepare"):
-        check = partial(check_case, model=model)
         map_in_threads(check, list(dict.fromkeys([*mine, *judged])), "checking cases", config.workers, run.leader)
     with run.clock.stage("cache"):
         batches = monai_crops(
@@ -179,11 +172,6 @@ def _monai_counts(
         truth = plain(item["label"]).to(device, torch.uint8)[0]
         counts.append(dice_counts(model.labelling.labels_of(logits[0]), truth, model.labelling.regions))
     return counts
-
-
-def check_case(case: Case, model: VolumeModel) -> None:
-    """Read image and label of a case, and let go of them; raises what `read_case` does."""
-    read_case(case, model.preparation.channels, model.labelling.numbers)
 
 
 def stored_cases(cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig, run: Run) -> list[PreparedCase]:

@@ -96,11 +96,7 @@ class TrainingState:
         return target is not None and len(self.recent) == VALIDATIONS_HELD and min(self.recent) >= target
 
     def checked(self) -> list[float]:
-        """Return the losses of the steps done in this epoch; this reads them from the device, and looks at the weights.
-
-        Raises:
-            FloatingPointError: one is not finite, or a weight is not.
-        """
+        """Read the losses of this epoch's steps; a FloatingPointError says if one or a weight is not finite."""
         weights = [each for each in self._network.state_dict().values() if each.numel() and each.is_floating_point()]
         sound = torch.stack(torch._foreach_norm(weights, math.inf)).isfinite().all()  # NaN where one is
         *losses, finite = torch.cat([self.losses[: self.step], sound[None]]).tolist()
@@ -117,10 +113,7 @@ class TrainingState:
         return losses
 
     def keep_best(self, note: dict[str, str]) -> None:
-        """Copy the weights, and write them with a note in a thread, while the training goes on; raises as `close`.
-
-        A checkpoint that knows of a validation is no older than its weights: it waits for them.
-        """
+        """Copy the weights, and write them in a thread; a checkpoint that knows of the validation waits for them."""
         self.close()
         path = self._run.directory / "best.safetensors"
         copies = {name: value.detach().to("cpu", copy=True) for name, value in self._network.state_dict().items()}
@@ -129,11 +122,7 @@ class TrainingState:
         pool.shutdown(wait=False)  # the thread ends with the file
 
     def close(self) -> None:
-        """Wait until the best weights are in their file.
-
-        Raises:
-            OSError: the disk is full or read-only.
-        """
+        """Wait until the best weights are in their file; raise the OSError of a full disk."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -173,10 +162,9 @@ class TrainingState:
         try:
             self._take_over(*found)
         except (*UNREADABLE, OverflowError) as error:
-            raise ValueError(
-                f"{self._folder / 'last'}: does not fit this run ({first_line(error)}); start a new run, or remove the "
-                "link and the folder it points to, to resume from the checkpoint before it"
-            ) from error
+            remedy = "remove the link and the folder it points to, to resume from the checkpoint before it"
+            said = f"does not fit this run ({first_line(error)}); start a new run, or {remedy}"
+            raise ValueError(f"{self._folder / 'last'}: {said}") from error
 
     def _take_over(self, weights: dict[str, torch.Tensor], content: Mapping[str, Any]) -> None:
         state, per_epoch = from_json(_Saved, content), len(self.losses)
@@ -203,13 +191,9 @@ class TrainingState:
 
     def _spread(self, leaders: torch.Tensor) -> None:
         """Go on drawing as the leader's CUDA generator, but each rank numbers of its own: for dropout."""
-        torch.cuda.set_rng_state(random_of_rank(leaders, self._run.ranks.rank), self._run.device)
-
-
-def random_of_rank(state: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the state of a rank's CUDA generator from the leader's: eight bytes of seed, then eight of offset."""
-    seed, offset = state.view(torch.int64).tolist()
-    return torch.tensor([seed + rank, offset]).view(torch.uint8)
+        seed, offset = leaders.view(torch.int64).tolist()  # eight bytes each
+        own = torch.tensor([seed + self._run.ranks.rank, offset]).view(torch.uint8)
+        torch.cuda.set_rng_state(own, self._run.device)
 
 
 def save_checkpoint(
@@ -220,11 +204,7 @@ def save_checkpoint(
     The folder appears by one rename after all bytes have reached the disk, so a process killed at any moment leaves the
     earlier checkpoint or the new one, each whole.
 
-    Args:
-        folder: of the run's checkpoints.
-        position: the epoch, and the steps done in it.
-        weights: state dict of the network.
-        state: all else, in tensors and plain containers only.
+    The position is the epoch, and the steps done in it; the state has tensors and plain containers only.
 
     Raises:
         OSError: the disk is full or read-only; names the folder; the earlier checkpoint is then still there.

@@ -22,20 +22,15 @@ from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.optimizers import Novograd
 from medspeed.common.training.state import TrainingState
 
-Compute = Callable[[Batch, float | Tensor], Tensor]
-"""One step, from a batch and a learning rate to the loss, a scalar."""
-
+Compute = Callable[[Batch, float | Tensor], Tensor]  # a step, from a batch and a learning rate to the loss, a scalar
 _TRIAL_RATES = (1.0, 0.5, 0.25)  # of the first rate, in the steps that are tried: one that stood still would show
 _TOLERANCE = 0.02  # of each loss and of how far each tensor moved: some kernels add in another order each time
 
 
 class Steps:
-    """Does the steps of a run in turn; each writes its loss into the state's and counts itself, on the device.
+    """Does the steps of a run in turn, from where its state stands, each at its rate.
 
-    Args:
-        compute: one step.
-        rates: learning rate of each step of the run.
-        state: of the run; the steps go on where it stands.
+    Each writes its loss into the state's and counts itself, on the device.
     """
 
     def __init__(self, compute: Compute, rates: Sequence[float], state: TrainingState) -> None:
@@ -72,7 +67,7 @@ class Steps:
         return self._outcome(self._on_sample)
 
     def captured(self) -> list[Tensor]:
-        """Likewise try a few steps that repeat one, which is captured before; from here on the run's are of this kind.
+        """Likewise try steps that repeat one, which is captured before; from here on the run's are of this kind.
 
         Raises:
             RuntimeError: whatever a driver, a library or the memory refuses; the run's steps stay eager.
@@ -142,10 +137,7 @@ def why_eager(batches: Batches, state: TrainingState, config: TrainingConfig, ru
 
 
 def choose_steps(steps: Steps, batches: Batches, epoch: int, config: TrainingConfig, run: Run) -> None:
-    """Capture the steps where `--graph` and the parts of the run allow it, and a trial shows them right and faster.
-
-    The trial compares losses, at rates that fall by half, and how far weights and state move.
-    """
+    """Capture the steps where `--graph` and the run allow it, and a trial shows losses and moves right, and faster."""
     reason = why_eager(batches, steps.state, config, run)
     with run.clock.stage("compile"):
         if reason is None:
