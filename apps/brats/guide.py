@@ -17,36 +17,24 @@ Chain = list[Callable[[Any], Any]]
 
 
 def transforms(config: BratsConfig, preparation: Preparation, device: torch.device) -> tuple[Chain, Chain]:
-    """Return the transforms of training and validation; with the cache "monai" what is cached lies on the device."""
-    fixed = deterministic_transforms(preparation, device if config.cache == "monai" else None)
-    drawn = random_transforms(preparation, decided(config.crop_size), config.crops.flips or "", config.crops.intensity)
-    return [*fixed, *drawn], [*fixed, *normalisation(preparation)]
+    """Return the transforms of training and validation; with the cache "monai" what is cached lies on the device.
 
-
-def deterministic_transforms(preparation: Preparation, device: torch.device | None) -> Chain:
-    """Return the transforms whose result is the same every time, in the guide's order; on `device` if given.
-
-    The guide makes three masks of the label here; we keep the class numbers, and the loss makes the masks.
+    The guide makes three masks of the label first; we keep the class numbers, and the loss makes the masks. It
+    normalises after the crop, in every step, and in validation the whole. Volumes smaller than a crop are padded first
+    (our addition).
     """
-    return read_transforms(preparation, device)
-
-
-def normalisation(preparation: Preparation) -> Chain:
-    """Return the normalisation, which the guide does after the crop, in every step, and in validation on the whole."""
-    scaled = normalise_transforms(preparation)
-    return scaled if preparation.window else [*scaled, monai.EnsureTyped(KEYS, track_meta=False)]
-
-
-def random_transforms(
-    preparation: Preparation, crop_size: tuple[int, int, int], flip_axes: str, intensity: float
-) -> Chain:
-    """Return the guide's random transforms; volumes smaller than a crop are padded first (our addition)."""
-    return [
-        monai.SpatialPadd(KEYS, crop_size),
-        monai.RandSpatialCropd(KEYS, roi_size=crop_size, random_size=False),
+    fixed = read_transforms(preparation, device if config.cache == "monai" else None)
+    size, intensity = decided(config.crop_size), config.crops.intensity
+    normalised = normalise_transforms(preparation)
+    if not preparation.window:
+        normalised.append(monai.EnsureTyped(KEYS, track_meta=False))
+    drawn = [
+        monai.SpatialPadd(KEYS, size),
+        monai.RandSpatialCropd(KEYS, roi_size=size, random_size=False),
         monai.Lambdad("image", torch.clone),  # the crop is a view of the cache, and the normalisation writes into it
-        *(monai.RandFlipd(KEYS, prob=_PROBABILITY, spatial_axis="xyz".index(axis)) for axis in flip_axes),
-        *normalisation(preparation),
+        *(monai.RandFlipd(KEYS, _PROBABILITY, "xyz".index(axis)) for axis in config.crops.flips or ""),
+        *normalised,
         monai.RandScaleIntensityd("image", factors=intensity, prob=_PROBABILITY),
         monai.RandShiftIntensityd("image", offsets=intensity, prob=_PROBABILITY),
     ]
+    return [*fixed, *drawn], [*fixed, *normalised]

@@ -15,31 +15,14 @@ Chain = list[Callable[[Any], Any]]
 
 
 def transforms(config: SpleenConfig, preparation: Preparation, device: torch.device) -> tuple[Chain, Chain]:
-    """Return the transforms of training and validation; with the cache "monai" what is cached lies on the device."""
-    fixed = deterministic_transforms(preparation, device if config.cache == "monai" else None)
-    return [*fixed, *random_crops(decided(config.crop_size), decided(config.crops.per_case))], fixed
+    """Return the transforms of training and validation; with the cache "monai" what is cached lies on the device.
 
-
-def deterministic_transforms(preparation: Preparation, device: torch.device | None) -> Chain:
-    """Return the transforms whose result is the same every time, in the guide's order; cached on `device` if given."""
-    crop = CropForegroundd(KEYS, source_key="image", allow_smaller=True)
-    chain = [*read_transforms(preparation), *normalise_transforms(preparation), crop]
-    return chain if device is None else [*chain, EnsureTyped(KEYS, device=device, track_meta=False)]
-
-
-def random_crops(crop_size: tuple[int, int, int], crops: int) -> Chain:
-    """Return the guide's random transforms; volumes smaller than a crop are padded first (our addition)."""
-    return [
-        SpatialPadd(KEYS, crop_size),
-        FgBgToIndicesd("label", image_key="image"),
-        RandCropByPosNegLabeld(
-            KEYS,
-            label_key="label",
-            spatial_size=crop_size,
-            pos=1,
-            neg=1,
-            num_samples=crops,
-            fg_indices_key="label_fg_indices",
-            bg_indices_key="label_bg_indices",
-        ),
-    ]
+    Volumes smaller than a crop are padded first (our addition).
+    """
+    crop, size = CropForegroundd(KEYS, source_key="image", allow_smaller=True), decided(config.crop_size)
+    fixed = [*read_transforms(preparation), *normalise_transforms(preparation), crop]
+    if config.cache == "monai":
+        fixed.append(EnsureTyped(KEYS, device=device, track_meta=False))
+    keys = {"fg_indices_key": "label_fg_indices", "bg_indices_key": "label_bg_indices"}
+    drawn = RandCropByPosNegLabeld(KEYS, "label", size, num_samples=decided(config.crops.per_case), **keys)
+    return [*fixed, SpatialPadd(KEYS, size), FgBgToIndicesd("label", image_key="image"), drawn], fixed

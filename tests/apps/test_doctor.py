@@ -96,25 +96,33 @@ def test_a_slow_disk(uncached, monkeypatch):
     assert bound(uncached) == "disk"
 
 
+def with_one_more(transform, monkeypatch):
+    """Put a transform behind the deterministic ones."""
+    plain = guide.transforms
+
+    def more(*given):
+        chain, fixed = plain(*given)
+        return [*fixed, transform, *chain[len(fixed) :]], fixed
+
+    monkeypatch.setattr(guide, "transforms", more)
+
+
 @pytest.mark.slow
 def test_a_slow_transform(uncached, monkeypatch):
-    plain = guide.deterministic_transforms
-    monkeypatch.setattr("medspeed.apps.spleen.guide.deterministic_transforms", lambda *given: [*plain(*given), Fixed()])
+    with_one_more(Fixed(), monkeypatch)
     assert bound(uncached) == "preparation"
 
 
 @pytest.mark.slow
 def test_a_slow_random_transform_also_of_cached_cases(uncached, monkeypatch):
-    plain = guide.random_crops
-    monkeypatch.setattr("medspeed.apps.spleen.guide.random_crops", lambda *given: [Random(), *plain(*given)])
+    with_one_more(Random(), monkeypatch)
     assert bound(replace(uncached, cache="monai")) == "augmentation"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12 on what MONAI's loader does
 def test_starved_workers(uncached, monkeypatch):
-    plain = guide.random_crops
-    monkeypatch.setattr("medspeed.apps.spleen.guide.random_crops", lambda *given: [Random(), *plain(*given)])
+    with_one_more(Random(), monkeypatch)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(512)))
     assert bound(replace(uncached, workers=1)) == "workers"
 

@@ -12,7 +12,7 @@ from monai.data import CacheDataset
 
 from medspeed.apps.brats import infer
 from medspeed.apps.brats.config import RECIPES, BratsConfig
-from medspeed.apps.brats.guide import deterministic_transforms, random_transforms
+from medspeed.apps.brats.guide import transforms
 from medspeed.apps.brats.train import main
 from medspeed.common.data import monai_batches
 from medspeed.common.data.dataset import read_dataset
@@ -180,7 +180,8 @@ def test_the_monai_recipes_run(recipe, heads, store, tmp_path):
 def test_the_guides_cache_stays_as_it_was(heads, monkeypatch):
     cases = read_dataset(heads).cases[:2]
     preparation = Preparation((5.0, 5.0, 5.0), "zscore", None, 4)
-    chain = [*deterministic_transforms(preparation, None), *random_transforms(preparation, (8, 8, 8), "", 0.1)]
+    config = BratsConfig(crop_size=(8, 8, 8), crops=Crops(per_case=1, flips="", intensity=0.1))
+    chain, _ = transforms(config, preparation, torch.device("cpu"))
     made: list[CacheDataset] = []
 
     def cache_dataset(*given, **named):
