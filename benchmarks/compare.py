@@ -1,14 +1,14 @@
 """Measure the guide against fast, both sides in turn on one machine, and print median ratios.
 
-Run: python benchmarks/compare.py APP --data FOLDER [--part preparation step inference quality] [--output FILE.json]
+Run: python benchmarks/compare.py APP --data FOLDER [--part step inference quality] [--output FILE.json]
 
 `--data` is a dataset in MSD layout, best of MSD's own size, or for pathology a set of slides; for instance phantoms:
   spleen: python data_scripts/make_phantoms.py ct --to FOLDER --labels Task09_Spleen  (built around real labels)
   brats: python data_scripts/make_phantoms.py mri --to FOLDER --cases 4 --size msd
   pathology: python data_scripts/make_slides.py --to FOLDER
-Ours is the app itself, with the guide's network (benchmarks/guides.yaml); of the guide's ways to load patches the
-quickest counts. `--sides fast` runs ours alone, for a comparison of two versions: python benchmarks/compare.py spleen
---data FOLDER --part step --sides fast --cases 2 --rounds 1 --output FILE.json, in turn in the work tree of each.
+Ours is the app itself, with the guide's network (benchmarks/guides.yaml); of the guide's ways to load regions of nine
+patches the quicker counts. `--sides fast` runs ours alone, to compare two versions: python benchmarks/compare.py
+spleen --data FOLDER --part step --sides fast --cases 2 --rounds 1, in turn in the work tree of each.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from medspeed.common.flags import Parser
 PARSER = Parser(description=__doc__)
 PARSER.add_argument("app", choices=GUIDES)
 PARSER.add_argument("--data", type=Path, required=True, help="dataset folder: MSD layout, or slides")
-_PARTS = ("preparation", "step", "inference", "quality")
+_PARTS = ("step", "inference", "quality")
 PARSER.add_argument("--part", nargs="+", choices=_PARTS, default=_PARTS, help="what to measure")
 PARSER.add_argument("--sides", choices=("both", "fast"), default="both", help="fast: without the guide")
 PARSER.add_argument("--cases", type=int, default=8, help="cases (pathology: all slides); half as many are segmented")
@@ -67,13 +67,6 @@ def quickest(seconds: Values) -> tuple[str, list[float]]:
     ways = {name: values for name, values in seconds.items() if name == "guide" or name.startswith("guide (")}
     best = min(ways, key=lambda name: statistics.median(ways[name]), default="guide")
     return best, ways.get(best, [])
-
-
-def preparation(task: Task) -> list[Figures]:
-    """Time the way from files to the last batch of a first epoch; ours from nothing, and from its store."""
-    seconds, _ = timed(task, sides.guide_starts, [sides.fast_starts], task.known["loading"], warm_up=False)
-    way, guide = quickest(seconds)
-    return [row(f"preparation, {start}{way[5:]}", "s", guide, seconds[start]) for start in ("cold", "warm")]
 
 
 def step(task: Task) -> list[Figures]:

@@ -97,7 +97,8 @@ def line(name, content):
     """Return the figures of a part that the table shows."""
     if name.startswith("steps-") or name == "profile":
         ways = {way: each for way, each in content.items() if way not in ("app", "flags", "damaged")}
-        shown = {way: each if isinstance(each, str) else each["s per step"] for way, each in ways.items()}
+        steps = ("computed, s per step", "s per step")  # by the device's clock, where there is a run
+        shown = {way: each if isinstance(each, str) else next(filter(None, map(each.get, steps)), None) for way, each in ways.items()}
         return "s per step: " + ", ".join(f"{way} {value}"[:100] for way, value in shown.items())
     if name == "survey":
         reached = ", ".join(f"{key} {value:.4g}" for key, value in content.items() if isinstance(value, float))

@@ -58,10 +58,7 @@ def make_data(app: str, size: str, folder: Path) -> Path:
 
 @contextmanager
 def opened(config: Any) -> Iterator[tuple[Any, Setup, Run]]:  # noqa: ANN401 - an app's configuration
-    """Yield a silent training that has not begun, decided, and its run, whose clock knows what its data took.
-
-    Without a folder of its own the run has one as long as the block.
-    """
+    """Yield a silent training that has not begun, decided, and its run; without a folder, it has one for the block."""
     with tempfile.TemporaryDirectory(prefix="part-") as folder, redirect_stdout(io.StringIO()):
         config = replace(config, run=config.run or Path(folder) / "run")
         with start_run(config) as run:
@@ -88,7 +85,7 @@ def trained(config: Any) -> Figures:  # noqa: ANN401 - an app's configuration
     return {
         "first epoch, s": epochs[0]["seconds"],
         "s per step": round(statistics.median(each["seconds"] for each in later) / per_epoch, 5),
-        "computed, s per step": (fitted.limit or {}).get("seconds_per_step"),
+        "computed, s per step": (fitted.limit or {}).get("seconds_per_step"),  # by the device's clock
         "samples per s": statistics.median(each["samples_per_second"] for each in later),
         "waited, percent": round(100 * waited, 1),
         "s per validation": round(stages.get("validate", 0.0) / max(1, len(curve)), 4),
@@ -98,7 +95,6 @@ def trained(config: Any) -> Figures:  # noqa: ANN401 - an app's configuration
         metric: fitted.last,
         "steps": fitted.steps,
         "precision": setup.precision,
-        "losses": epochs[-1]["losses"],
         "limit": fitted.limit,
         "curve": curve,
     }
@@ -121,18 +117,16 @@ def write_lists(tables: Tables, folder: Path, labels: int = 1) -> list[str]:
 def apart(make: Maker, *arguments: object) -> Iterator[Sides]:
     """Make sides in a new process that ends with the block; yield functions that run them there and wait.
 
-    What our runs tell the C library about freed memory holds for a whole process and cannot be taken back: it would
-    help or hinder the guide.
+    What our runs tell the C library about freed memory holds for a whole process: it would help or hinder the guide.
     """
-    context = multiprocessing.get_context("spawn")  # a copy of this process would have its memory, and its threads
-    with ProcessPoolExecutor(1, context) as process:
+    with _process() as process:
         names = process.submit(_start, make, arguments).result()
         yield {name: lambda name=name: process.submit(_run, name).result() for name in names}  # type: ignore[misc]
 
 
 def in_a_process(measured: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what it returns
     """Return what a function measures in a process of its own, whose peak of memory is its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    with _process() as process:
         return process.submit(measured, *arguments).result()
 
 
@@ -142,6 +136,11 @@ def attempt(measured: Callable[[], Figures | str]) -> Figures | str:
         return measured()
     except (RuntimeError, ValueError, OSError, LookupError, ArithmeticError) as error:
         return f"failed: {type(error).__name__}: {error}"
+
+
+def _process() -> ProcessPoolExecutor:
+    """Return a new process; a copy of this one would have its memory, and its threads."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def _start(make: Maker, arguments: tuple[object, ...]) -> list[str]:
@@ -187,44 +186,29 @@ def median(seconds: Sequence[float]) -> float:
 
 
 def row(what: str, unit: str, guide: Sequence[float], fast: Sequence[float]) -> Figures:
-    """Return one comparison as a record keeps it.
+    """Return one comparison as a record keeps it, with how many times better fast is: the median over the rounds.
 
-    Args:
-        what: is compared.
-        unit: "s" or "MiB", of which less is better; or "" for a score, whose mean counts.
-        guide: its values, one of each round (or seed); none where it did not run.
-        fast: ours.
-
-    Returns:
-        Both sides' medians (means), the median over the rounds of how many times better fast is, and the values.
+    The values are one of each round (or seed), the guide's none where it did not run; the unit is "s" or "MiB", of
+    which less is better and the median counts, or "" for a score, whose mean does.
     """
     centre = median if unit else lambda values: round(statistics.fmean(values), 5)
-    return {
-        "what": what,
-        "guide": centre(guide) if guide else None,
-        "fast": centre(fast),
-        "unit": unit,
-        "ratio": ratio(guide, fast) if guide and unit else None,
-        "values": {"guide": list(guide), "fast": list(fast)},
-    }
+    both = {"guide": centre(guide) if guide else None, "fast": centre(fast)}
+    better = ratio(guide, fast) if guide and unit else None
+    return {"what": what, **both, "unit": unit, "ratio": better, "values": {"guide": [*guide], "fast": [*fast]}}
 
 
 def show(row: Figures) -> str:
     """Return a row as a line of a Markdown table; of a score the last cell is the difference."""
     shape = {"s": "{:.3g} s", "/s": "{:.0f}/s", "MiB": "{:.0f} MiB", "": "{:.3f}"}[row["unit"]]
-    guide = "" if row["guide"] is None else shape.format(row["guide"])
-    better = ""
-    if guide:
+    cells = ["", shape.format(row["fast"]), ""]
+    if row["guide"] is not None:
         better = f"{row['ratio']:.1f}x" if row["unit"] else f"{row['fast'] - row['guide']:+.3f}"
-    return f"| {row['what']} | {guide} | {shape.format(row['fast'])} | {better} |"
+        cells = [shape.format(row["guide"]), cells[1], better]
+    return f"| {row['what']} | {' | '.join(cells)} |"
 
 
 def call(*words: object, **environ: str) -> None:
-    """Run a script of this repository, with such variables of the environment, and wait for its end.
-
-    Raises:
-        RuntimeError: it failed; with the end of what it said.
-    """
+    """Run a script of this repository with variables of the environment; a RuntimeError has what a failed one said."""
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, check=False, capture_output=True, text=True)
     if done.returncode:

@@ -10,7 +10,7 @@ ladder.md and time.png; what cannot run here is listed with its reason. With 16 
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from medspeed.apps.opening import parse_flags
-from medspeed.benchmarks.feeds import FEEDS, feed
 from medspeed.benchmarks.harness import Figures, attempt, in_a_process, make_data, trained
 from medspeed.common.config import flat, replaced
 from medspeed.common.files import write_json, write_text
@@ -61,7 +60,7 @@ _SHORT = 2  # epochs of a single change, of which the second is timed
 _TARGET = 0.9  # of the quality that fast has in the end: what "seconds to" counts to
 _THIS = "samples per s, this / fast"
 _BEFORE, _REACHED = "to the rung before", f"seconds to {_TARGET:g} of fast's quality"
-_MEMORY = "peak memory, MiB"
+_BASELINE, _MEMORY = "to the baseline", "peak memory, MiB"
 _COLOURS = {"baseline": "#D55E00", "the guide": "#0072B2", "fast": "#009E73"}  # of the recipes' rungs, by their names
 
 
@@ -94,39 +93,39 @@ def main() -> None:
 
 
 def measure(app: str, data: Path, kind: str, seeds: int, epochs: int, folder: Path) -> Figures:
-    """Run all rungs (`seeds` times so many epochs) and parts on a kind of device; return their figures."""
+    """Run all rungs (`seeds` times so many epochs) and single changes on a kind of device; return their figures."""
     rungs = climb(app, kind, data, folder / "store")
-    baseline, *_, fast = rungs.values()
-    cached = next((config for name, config in rungs.items() if "the guide" in name), baseline)
-    rounds: list[Figures] = []
+    *_, fast = rungs.values()
     with ExitStack() as stack:
         ram = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=RAM_DISK))) if RAM_DISK.is_dir() else None
         singles = {"fast itself": fast, **beside(app, fast, ram), "fast again": fast}
         bar = stack.enter_context(tqdm(total=seeds * len(rungs) + len(singles), desc=f"ladder {app}", unit="rung"))
 
-        def run(config: TrainingConfig | str, epochs: int = _SHORT, every: int = _SHORT) -> Figures | str:
+        def run(config: TrainingConfig | str, **changes: object) -> Figures | str:
             bar.update()
             if isinstance(config, str):
                 return config
-            return attempt(partial(in_a_process, trained, replace(config, epochs=epochs, validate_every=every)))
+            return attempt(partial(in_a_process, trained, replace(config, **changes)))  # type: ignore[arg-type]
 
-        for seed in range(seeds):
-            own = {name: replace(config, seed=seed, store=folder / f"store-{seed}") for name, config in rungs.items()}
-            rounds.append({name: run(config, epochs, 1) for name, config in own.items()})
-        changed = {name: run(config) for name, config in singles.items()}
-    feeds: Figures = {
-        f"{data}, {loader}": attempt(
-            partial(in_a_process, feed, baseline if data == "Dataset" else cached, data, loader)
-        )
-        for data, loader in FEEDS
-    }
+        rounds = [
+            {
+                name: run(each, seed=seed, store=folder / f"store-{seed}", epochs=epochs, validate_every=1)
+                for name, each in rungs.items()
+            }
+            for seed in range(seeds)
+        ]
+        changed = {name: run(each, epochs=_SHORT, validate_every=_SHORT) for name, each in singles.items()}
     return {
         "app": app,
         "epochs": epochs,
         "metric": fast.METRIC,
         "climb": climbed(rounds, fast.METRIC),
-        "beside": {name: _compared(each, changed["fast itself"]) for name, each in changed.items()},
-        "datasets and loaders": {**feeds, "ours": attempt(partial(in_a_process, feed, fast))},
+        "beside": {
+            name: {**each, _THIS: _times([changed], name, "fast itself", "samples per s")}
+            if isinstance(each, dict)
+            else each
+            for name, each in changed.items()
+        },
         "absent": (RUNGS["all"]["absent on a cpu"] if kind == "cpu" else {}) | RUNGS["all"]["absent"],
     }
 
@@ -148,18 +147,12 @@ def climb(app: str, kind: str, data: Path, store: Path) -> dict[str, TrainingCon
 
 def beside(app: str, fast: TrainingConfig, ram: Path | None) -> dict[str, TrainingConfig | str]:
     """Return single changes of fast, or why one cannot run; `ram` is a folder in a RAM disk, if there is one."""
-    special: dict[str, Callable[[Any], Any]] = {
-        "twice": lambda value: 2 * (value or 1),
-        "other": lambda value: not value,
-        "ram": lambda value: ram,
-    }
     rungs: dict[str, TrainingConfig | str] = {}
     for rung, changes in {**RUNGS["all"]["beside"], **RUNGS[app]["beside"]}.items():
-        if "ram" in changes.values() and ram is None:
-            rungs[rung] = f"there is no {RAM_DISK}"
-            continue
-        given = {name: special[value](flat(fast)[name]) for name, value in changes.items() if str(value) in special}
-        rungs[rung] = replaced(fast, _tuples({**changes, **given}))
+        if changes.get("store") == "ram":
+            rungs[rung] = replace(fast, store=ram) if ram else f"there is no {RAM_DISK}"
+        else:
+            rungs[rung] = replaced(fast, _tuples(changes))
     return rungs
 
 
@@ -175,26 +168,22 @@ def climbed(rounds: Sequence[Figures], metric: str) -> Figures:
     target = _TARGET * (statistics.median(ends) if ends else 1.0)
     for before, name in pairwise(["", *rounds[0]]):
         runs: list[Any] = [each[name] for each in rounds]
-        failed = [run for run in runs if isinstance(run, str)]
-        numbers = [] if failed else [key for key, value in runs[0].items() if isinstance(value, int | float)]
-        found[name] = (
-            failed[0]
-            if failed
-            else {
-                **{key: round(statistics.median(run[key] for run in runs), 5) for key in numbers},
-                _BEFORE: _times(rounds, before, name),
-                "to the baseline": _times(rounds, first, name),
-                _REACHED: _reached([run["curve"] for run in runs], target),
-                "curves": [run["curve"] for run in runs],
-                "precision": runs[0]["precision"],
-            }
-        )
+        found[name] = next((run for run in runs if isinstance(run, str)), None)
+        if found[name] is None:
+            curves, numbers = [run["curve"] for run in runs], [key for key in runs[0] if _is_number(runs[0][key])]
+            found[name] = {key: round(statistics.median(run[key] for run in runs), 5) for key in numbers}
+            found[name] |= {_BEFORE: _times(rounds, before, name), _BASELINE: _times(rounds, first, name)}
+            found[name] |= {_REACHED: _reached(curves, target), "curves": curves, "precision": runs[0]["precision"]}
     return found
 
 
-def _times(rounds: Sequence[Figures], before: str, name: str) -> str:
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _times(rounds: Sequence[Figures], before: str, name: str, figure: str = "s per step") -> str:
     pairs = [(each.get(before), each[name]) for each in rounds]
-    ratios = [one["s per step"] / other["s per step"] for one, other in pairs if isinstance(one, dict)]
+    ratios = [one[figure] / other[figure] for one, other in pairs if isinstance(one, dict) and isinstance(other, dict)]
     return f"{statistics.median(ratios):.2f}x" if ratios else ""
 
 
@@ -204,35 +193,21 @@ def _reached(curves: Sequence[Any], target: float) -> str:
     return f"{seconds:.3g}" if math.isfinite(seconds) else "not reached"
 
 
-def _compared(found: Figures | str, fast: Figures | str) -> Figures | str:
-    """Return a single change with its ratio to fast; by samples, since some make the batch larger."""
-    if isinstance(found, str) or isinstance(fast, str):
-        return found
-    return {**found, _THIS: f"{found['samples per s'] / fast['samples per s']:.2f}x"}
-
-
 def markdown(record: Figures) -> str:
     """Return all tables of a ladder, most important first."""
     costs = ("waited, percent", "prepare and cache, s", "first epoch, s", record["metric"], _REACHED, _MEMORY)
     parts = {
-        f"The climb ({record['app']}, {record['epochs']} epochs)": (
-            record["climb"], ["s per step", _BEFORE, "to the baseline", *costs],
-        ),
+        f"The climb ({record['app']}, {record['epochs']} epochs)": ("climb", "s per step", _BEFORE, _BASELINE, *costs),
         "Single changes of fast (an epoch each, not repeated: differences of a few percent are noise)": (
-            record["beside"], ["s per step", _THIS, "s per validation", "compile, s", _MEMORY],
+            "beside", "s per step", _THIS, "s per validation", "compile, s", _MEMORY,
         ),
-        "Datasets and loaders": (record["datasets and loaders"], None),
-        "Not here": (record["absent"], None),
+        "Not here": ("absent", "why not"),
     }  # fmt: skip
-    return "\n\n".join(f"## {title}\n\n{_table(*part)}" for title, part in parts.items())
+    return "\n\n".join(f"## {title}\n\n{_table(record[part], names)}" for title, (part, *names) in parts.items())
 
 
-def _table(part: Figures | str, columns: Sequence[str] | None) -> str:
-    """Return some columns of named rows, or the reason why there are none, as a Markdown table."""
-    if isinstance(part, str):
-        return part
-    names = columns or list(dict.fromkeys(name for each in part.values() if isinstance(each, dict) for name in each))
-    names = names or ["why not"]
+def _table(part: Figures, names: Sequence[str]) -> str:
+    """Return named columns of named rows, or of the reason why one is not there, as a Markdown table."""
     lines = [["", *names], ["---"] * (len(names) + 1)]
     for name, found in part.items():
         cells = {names[0]: found} if isinstance(found, str) else found

@@ -12,9 +12,7 @@ from medspeed.common.flags import Parser
 PARSER = Parser(description=__doc__)
 PARSER.add_argument("--references", type=Path, required=True, help="label maps (.nii.gz), best of MSD's size")
 PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs")
-
-if __name__ == "__main__":
-    PARSER.parse_args()  # before torch is loaded, so that --help answers at once
+PARSER.answer(__name__)
 
 import tempfile
 from functools import partial

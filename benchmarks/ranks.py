@@ -26,7 +26,7 @@ from medspeed.benchmarks.harness import call, make_data, median, ratio, tell
 from medspeed.common.files import read_json_lines
 from medspeed.common.run import environment
 
-_FLAGS = ["--device", "cpu", "--epochs", "2", "--batch-size", "4", "--engine", "none", "--validate-every", "2"]
+_FLAGS = "--device cpu --epochs 2 --batch-size 4 --engine none --validate-every 2"
 
 
 def main() -> None:
@@ -39,20 +39,9 @@ def main() -> None:
         data = make_data(given.app, "small", folder / "data")
         for number, ranks in [(number, ranks) for number in range(given.rounds) for ranks in seconds]:
             run = folder / f"run-{number}-{ranks}"
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--"]
-            own = [
-                f"apps/{given.app}/train.py",
-                *_FLAGS,
-                "--data",
-                data,
-                "--store",
-                folder / "store",
-                "--run",
-                run,
-                "--parallel.partitions",
-                given.ranks,
-            ]
-            call(*launch, *own, OMP_NUM_THREADS="1")
+            launch = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} -- apps/{given.app}/train.py"
+            own = "--data", data, "--store", folder / "store", "--run", run, "--parallel.partitions", given.ranks
+            call(*launch.split(), *_FLAGS.split(), *own, OMP_NUM_THREADS="1")
             epochs = read_json_lines(run / "metrics.jsonl")
             seconds[ranks].append(1 / epochs[-1]["samples_per_second"])
             losses[ranks] = [loss for epoch in epochs for loss in epoch["losses"]]

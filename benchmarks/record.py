@@ -34,6 +34,14 @@ from medspeed.common.inference.predictors import computes_bf16
 
 _NUMERALS = {1: "one", 2: "two", 4: "four", 8: "eight", 16: "sixteen"}
 PAGE = ROOT / "docs" / "benchmarks.md"
+_README = """# {}, guide against fast
+
+```bash
+python benchmarks/record.py {}
+```
+
+Both sides take turns; figures are medians. `record.json` lists machine, versions and commit.
+"""
 
 
 def main() -> None:
@@ -47,17 +55,11 @@ def main() -> None:
         raise SystemExit(f"{folder} already exists: move it, or pass another --today")
     with tempfile.TemporaryDirectory(prefix="record-") as made:
         data = given.data or make_data(given.app, "large", Path(made) / "data")
-        command = [sys.executable, "benchmarks/compare.py", given.app, "--data", str(data)]
-        command += ["--rounds", str(given.rounds), "--output", str(folder / "record.json")]
-        subprocess.run(command, cwd=ROOT, check=True)
-    if not (folder / "README.md").exists():
-        words = [given.app, *(["--data", given.data.name] if given.data else []), "--rounds", str(given.rounds)]
-        write_text(
-            folder / "README.md",
-            f"# {given.app.capitalize()}, guide against fast\n\n"
-            f"```bash\npython benchmarks/record.py {' '.join(words)}\n```\n\n"
-            "Both sides take turns; figures are medians. `record.json` lists machine, versions and commit.\n",
-        )
+        words = ["--data", data, "--rounds", given.rounds, "--output", folder / "record.json"]
+        subprocess.run([sys.executable, "benchmarks/compare.py", given.app, *map(str, words)], cwd=ROOT, check=True)
+    named, readme = f" --data {given.data.name}" if given.data else "", folder / "README.md"
+    if not readme.exists():
+        write_text(readme, _README.format(given.app.capitalize(), f"{given.app}{named} --rounds {given.rounds}"))
     write_text(PAGE, with_record(PAGE.read_text(encoding="utf-8"), given.app, folder))
     print(f"{folder}\n{PAGE}: the table of {given.app} now shows this record")
 
@@ -78,27 +80,22 @@ def results_table(folder: Path) -> str:
 
 def with_record(text: str, app: str, folder: Path) -> str:
     """Return the page with the table of an app's record, and with links to it instead of to the record before."""
-    table, before = _table(text, app), record_of(text, app)
-    text = f"{text[: table.start(1)]}{results_table(folder)}{text[table.end(1) :]}"
-    return text.replace(f"benchmarks/records/{before}", f"benchmarks/records/{folder.name}")
+    place = place_of(text, app)
+    text = f"{text[: place.start(1)]}{results_table(folder)}{text[place.end(1) :]}"
+    return text.replace(f"benchmarks/records/{place[2]}", f"benchmarks/records/{folder.name}")
 
 
-def record_of(text: str, app: str) -> str:
-    """Return the name of the record that an app's table is made of: the first that the page links to below it.
+def place_of(text: str, app: str) -> re.Match[str]:
+    """Return where the page has an app's table (1), and the name of its record (2), which the next link has.
 
     Raises:
         ValueError: the page has no place for the table, or no link to the record it is of.
     """
-    link = re.search(r"benchmarks/records/([\w.-]+)", text[_table(text, app).end() :])
-    if link is None:
-        raise ValueError(f"no link to the record of {app} below its table")
-    return link.group(1)
-
-
-def _table(text: str, app: str) -> re.Match[str]:
-    found = re.search(rf"<!-- record of {app} -->\n\n(.*?)\n\n<!-- end -->", text, re.DOTALL)
+    table = rf"<!-- record of {app} -->\n\n(.*?)\n\n<!-- end -->"
+    found = re.search(rf"{table}.*?benchmarks/records/([\w.-]+)", text, re.DOTALL)
     if found is None:
-        raise ValueError(f"no place for the table of {app}: needs <!-- record of {app} --> and <!-- end -->")
+        needed = f"<!-- record of {app} -->, <!-- end --> and below them a link to the record"
+        raise ValueError(f"no place for the table of {app}: needs {needed}")
     return found
 
 

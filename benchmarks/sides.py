@@ -1,14 +1,12 @@
 """What the two sides of a comparison run: the guide's script, and the app itself with the guide's network."""
 
 import shlex
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import count, zip_longest
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from medspeed.common.inference.predictors import computes_bf16
 from medspeed.common.run import Run
 from medspeed.common.training.setup import choose_precision
 
+_REGION = 9  # patches in each item of the pathology guide's dataset
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -45,30 +44,15 @@ class Task:
     both: bool
     folder: Path
 
-    @property
-    def known(self) -> dict[str, Any]:
-        """What `guides.yaml` has of the app."""
-        return GUIDES[self.app]
-
-    @property
-    def guide(self) -> ModuleType:
-        """The script of `benchmarks/peers`."""
-        return guide_of(self.app)
+    known = property(lambda self: GUIDES[self.app])  # what `guides.yaml` has of the app
+    guide = property(lambda self: guide_of(self.app))  # the script of `benchmarks/peers`
+    chosen = property(lambda self: choose_precision("auto", self.device))  # what fast takes here
+    usual = property(lambda self: "fp16" if self.device.type == "cuda" else "fp32")  # the guide's
 
     @property
     def half(self) -> str | None:
         """The guide's half precision; None where the processor would only emulate it."""
         return "fp16" if self.device.type == "cuda" else "bf16" if computes_bf16(self.device) else None
-
-    @property
-    def usual(self) -> str:
-        """The precision that the guide runs in, whose autocast is for CUDA only."""
-        return "fp16" if self.device.type == "cuda" else "fp32"
-
-    @property
-    def chosen(self) -> Precision:
-        """The precision that fast chooses here."""
-        return choose_precision("auto", self.device)
 
     @property
     def precisions(self) -> list[Precision]:
@@ -102,38 +86,15 @@ class Task:
             words += ["--split", config.split, "--crop", *map(str, config.crop_size)]
             return {"": self.guide.parse_flags([*words, "--batch", str(config.batch_size // self.known["crops"])])}
         tables = find_tables(config, Run(self.folder, self.device, Clock(), resumed=False))
-        words += ["--patch", str(config.patch_size)]
-        found = {}
-        for kind, labels in (("patches", 1), ("regions", 9)):
-            lists = [*words, *write_lists(tables, self.folder, labels)]
-            lists += ["--batch", str(config.batch_size // labels)]
-            found[f" (guide: {kind}, workers)"] = self.guide.parse_flags(lists)
-            found[f" (guide: {kind}, thread)"] = self.guide.parse_flags([*lists, "--workers", "0"])
-        return found
+        words += ["--patch", str(config.patch_size), *write_lists(tables, self.folder, _REGION)]
+        words += ["--batch", str(config.batch_size // _REGION)]
+        ways = {"workers": words, "thread": [*words, "--workers", "0"]}
+        return {f" (guide: {way})": self.guide.parse_flags(given) for way, given in ways.items()}
 
 
 def done(batches: Iterable[Any], step: Callable[[Any], object] = id) -> int:
     """Do a step of each batch; return how many."""
     return len([step(batch) for batch in batches])
-
-
-def guide_starts(task: Task, flags: str) -> Sides:
-    """Return the guide's start with an epoch of batches, by each of its ways to load."""
-
-    def start(given: Given) -> int:
-        return done(task.guide.training_loader(given))
-
-    return {f"guide{way}": partial(start, given) for way, given in task.ways(task.config(flags)).items()}
-
-
-def fast_starts(task: Task, flags: str) -> Sides:
-    """Return our start with an epoch of batches, from nothing and from what is there."""
-
-    def start() -> int:
-        with opened(task.config(flags)) as (_, setup, _):
-            return done(setup.batches.epoch(0))
-
-    return {"deleting": partial(shutil.rmtree, task.folder / "store", True), "cold": start, "warm": start}
 
 
 def guide_step(task: Task, given: Given, precision: str) -> Callable[[torch.Tensor, torch.Tensor], float]:
@@ -196,7 +157,7 @@ def guide_inference(task: Task, flags: str) -> Sides:
         task.guide.infer(task.scans(), network, to, given)
         return peak_memory() / 2**20, to
 
-    ways = {way: given for way, given in task.ways(task.config(flags)).items() if "regions" not in way}
+    ways = task.ways(task.config(flags))
     return {f"guide{way}": partial(side, given, task.folder / f"guide{way}") for way, given in ways.items()}
 
 

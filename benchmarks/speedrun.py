@@ -7,7 +7,7 @@ spacing and crops on both sides), brats or pathology; benchmarks/speedrun.yaml h
 the lowest validation Dice (AUC) of the guide's seeds after its stated epochs. Then both sides run in turn, each a
 process of its own with empty caches, until three validations in a row are at the target; the clock runs from the start
 of the process to the third. What they claim is checked by other code: the saved weights segment the validation cases
-file to file, and MONAI's metric judges the masks (pathology: the ranks of the patches' scores). A seed of ours that
+file to file, and MONAI's metric judges the masks (pathology: the guide's network, the patches). A seed of ours that
 never arrives counts as infinite. The guide gets twice its epochs; where a seed has not arrived then, the ratio is a
 lower bound. With --target none is set first, and with --sides fast the guide does not run.
 """
@@ -55,22 +55,19 @@ import math
 import shlex
 import statistics
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-import onnxruntime
 import torch
-from scipy.stats import mannwhitneyu
 
-from medspeed.apps.pathology.config import PathologyConfig
-from medspeed.apps.pathology.patches.store import decoded
+from medspeed.apps.opening import parse_flags
 from medspeed.apps.pathology.patches.tables import find_tables
 from medspeed.benchmarks.harness import call, guide_of, make_data, write_lists
 from medspeed.benchmarks.judge import dices
 from medspeed.common.clock import Clock
 from medspeed.common.console import set_verbosity
 from medspeed.common.data.dataset import read_dataset, split_cases
-from medspeed.common.files import from_json, read_object, write_json
+from medspeed.common.files import read_object, write_json
+from medspeed.common.inference.model import load_weights
 from medspeed.common.run import Run, environment
 
 
@@ -112,8 +109,7 @@ def summary_of(runs: Mapping[str, Sequence[Json]], target: float) -> Json:
     """Return medians and spreads over the seeds of each side, and the median of how many times as fast as the guide."""
     found, seconds = Json(), dict[str, list[float]]()
     for side, each in runs.items():
-        late = 1 if side == "guide" else math.inf
-        seconds[side] = [run["seconds"] * (1 if run["held"] else late) for run in each]
+        seconds[side] = [run["seconds"] if run["held"] or side == "guide" else math.inf for run in each]
         three = {"median": statistics.median(seconds[side]), "least": min(seconds[side]), "most": max(seconds[side])}
         found[side] = {
             "arrived": f"{sum(run['held'] for run in each)} of {len(each)}",
@@ -167,56 +163,38 @@ class Course:
             path = self.folder / "split.json"
             write_json(path, split_cases(read_dataset(self.data), "0.2:0").to_json())
             return ["--split", path]
-        return write_lists(find_tables(*self._drawing(seed)), self.folder)
-
-    def _drawing(self, seed: int, run: Path | None = None) -> tuple[PathologyConfig, Run]:
-        plan = None if run is None else run / "plan.json"
-        config = from_json(PathologyConfig, read_object(plan)) if plan else PathologyConfig(data=self.data, seed=seed)
-        here = Run(self.folder, torch.device("cpu"), Clock(), resumed=False)
-        return replace(config, store=self.folder / "judged"), here
+        config = parse_flags("pathology", shlex.split(f"--data '{self.data}' --seed {seed} {self.task['fast']}"))
+        return write_lists(find_tables(config, Run(self.folder, torch.device("cpu"), Clock(), False)), self.folder)
 
     def _judged(self, run: Path, seed: int, found: Json) -> Json:
-        """Return what a run took, with the Dice (AUC) of its weights by code that neither side trains with."""
-        value = self._auc(run, seed, found) if self.task["metric"] == "auc" else self._dice(run, found)
+        """Return what a run took, with the Dice of masks from its weights (the AUC by the guide's network)."""
+        guide, patches = guide_of(self.task["app"]), self.task["metric"] == "auc"
+        words = ["--data", self.data, "--device", "cpu", *shlex.split(self.task["guide"])]
+        words += [*self._parts(seed), "--workers", "0"] if patches else []
+        given = guide.parse_flags(list(map(str, words)))
+        value = guide.make_validation(given)(self._network(run, given)) if patches else self._dice(run, given)
         return {**found, "judged anew": round(value, 4)}
 
     def _network(self, run: Path, given: Namespace) -> torch.nn.Module:
-        """Return the guide's network as it was trained."""
+        """Return the guide's network with the weights of a run, the guide's or ours."""
         network: torch.nn.Module = guide_of(self.task["app"]).make_network(**given.network)
-        network.load_state_dict(torch.load(run / "best.pt", weights_only=True, map_location="cpu"))
+        network.load_state_dict(load_weights(next(run.glob("best.*"))))
         return network.eval()
 
-    def _dice(self, run: Path, found: Json) -> float:
+    def _dice(self, run: Path, given: Namespace) -> float:
         guide, images, masks = guide_of(self.task["app"]), run / "judged", run / "masks"
         names = read_object(self.folder / "split.json")["validation"]
         cases = [case for case in read_dataset(self.data).cases if case.name in names]
         images.mkdir()
         for case in cases:
             (images / case.image.name).symlink_to(case.image)
-        if "given" in found:  # the guide's
-            given = Namespace(**{**found["given"], "device": "cpu"})
+        if (run / "best.pt").exists():  # the guide's
             guide.infer(sorted(images.iterdir()), self._network(run, given), masks, given)
         else:
             script = f"apps/{self.task['app']}/infer.py"
             call(script, "--model", run, "--input", images, "--output", masks, "--no-overlays")
         labels = [case.label for case in cases if case.label is not None]
         return float(dices([masks / case.image.name for case in cases], labels, guide.REGIONS).mean())
-
-    def _auc(self, run: Path, seed: int, found: Json) -> float:
-        ours = "given" not in found
-        config, here = self._drawing(seed, run if ours else None)
-        patches = decoded(find_tables(config, here).parts["validation"], config, here)
-        images = (pixels[None].astype(np.float32) / 127.5 - 1 for pixels in patches.pixels)  # [1, 3, S, S] in [-1, 1]
-        if ours:
-            session = onnxruntime.InferenceSession(run / "exports" / "model_fp32.onnx")
-            name = session.get_inputs()[0].name
-            scores = np.array([session.run(None, {name: image})[0].item() for image in images])
-        else:
-            network = self._network(run, Namespace(**found["given"]))
-            with torch.inference_mode():
-                scores = np.array([network(torch.from_numpy(image)).item() for image in images])
-        tumour = patches.table.label.astype(bool)
-        return float(mannwhitneyu(scores[tumour], scores[~tumour]).statistic / (tumour.sum() * (~tumour).sum()))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ _ROUNDS = 10
 class Convolutions(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts those that run within it, by the shapes of image and weight and what else they are told."""
 
-    seen: Counter[tuple[Any, ...]]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: Counter[tuple[Any, ...]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Run an operator."""
@@ -75,8 +77,7 @@ def survey(device: torch.device, to: Path) -> None:
     about: Figures = {"environment": environment(device), "copies, GB/s": copied / 1e9}
     about["products, TFLOP/s"] = measure_ceiling(device, dtype) / 1e12
     for app, (make, *shapes) in NETWORKS.items():
-        with Convolutions() as found:  # type: ignore[no-untyped-call]
-            found.seen = Counter()
+        with Convolutions() as found:
             make().to("meta")(torch.empty(shapes[device.type == "cuda"], device="meta"))
         for (image, weight, stride, *told), count in found.seen.items():
             cases = {"as it is": (weight, stride)}
@@ -100,7 +101,8 @@ def layouts(image: torch.Tensor, weight: torch.Tensor, told: Sequence[Any]) -> F
         backward = partial(torch.ops.aten.convolution_backward, torch.rand_like(forward()), x, w, None, *told)
         with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
             for name, mask in PASSES.items():
-                (seconds,) = repeated(partial(several, partial(backward, mask) if mask else forward), 1)
+                run = partial(backward, mask) if mask else forward
+                (seconds,) = repeated(partial(several, run), 1)
                 found.setdefault(layout, {})[name] = round(1000 * seconds / _ROUNDS, 4)
     return found
 
@@ -112,20 +114,14 @@ def several(call: Callable[[], object]) -> None:
 
 
 def steps(app: str, flags: Sequence[str], ways: Sequence[str], device: torch.device, to: Path) -> None:
-    """Time an app's training steps in each way, from run folders that lie beside the figures and stay."""
+    """Time an app's training steps in each way; the run folders lie beside the figures, and stay."""
     record: Figures = {"app": app, "flags": list(flags)}
     for way in ways:
         choices = [f"--{name}={value}" for name, value in {**OFF, **WAYS[way]}.items()]
         config = parse_flags(app, [*flags, *choices, "--run", str(to.with_suffix("") / way)])
-        record[way] = attempt(partial(guide_steps if way == "guide" else our_steps, app, config, device))
+        record[way] = attempt(partial(guide_steps, app, config, device) if way == "guide" else partial(trained, config))
         print(f"{app} {way}: {record[way]}", flush=True)
         write_json(to, record)
-
-
-def our_steps(app: str, config: Any, device: torch.device) -> Figures:  # noqa: ANN401 - an app's configuration
-    """Train, and return what it took; a step by the device's clock."""
-    found = trained(config)
-    return {**found, "with its batch, s": found["s per step"], "s per step": found["computed, s per step"]}
 
 
 def guide_steps(app: str, config: Any, device: torch.device) -> Figures:  # noqa: ANN401 - an app's configuration
@@ -143,10 +139,10 @@ def main() -> None:
     """Run a part."""
     given = PARSER.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if given.part in APPS:
-        steps(given.part, given.flags, given.ways, device, given.to)
-    else:
+    if given.part == "survey":
         survey(device, given.to)
+    else:
+        steps(given.part, given.flags, given.ways, device, given.to)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,9 @@ _COPIES = {"clone", "_to_copy", "copy_", "contiguous"}
 _REDUCTIONS = ("sum", "mean", "linalg_vector_norm", "amax", "amin", "aminmax", "count_nonzero", "argmax")
 # Passes over the input of each kernel of a normalisation: statistics, then what is applied.
 _NORMS: dict[str, tuple[int, ...]] = {
-    "native_batch_norm": (1, 0, 2),
-    "cudnn_batch_norm": (1, 0, 2),
-    "native_group_norm": (1, 0, 2),
-    "native_batch_norm_backward": (2, 3),
-    "cudnn_batch_norm_backward": (2, 3),
-    "native_group_norm_backward": (2, 0, 0, 3),
-}
+    "batch_norm": (1, 0, 2), "batch_norm_backward": (2, 3),
+    "group_norm": (1, 0, 2), "group_norm_backward": (2, 0, 0, 3),
+}  # fmt: skip
 
 
 class Kernel(NamedTuple):
@@ -45,25 +41,15 @@ class Kernel(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What a step or a validation costs.
-
-    Args:
-        kernels: launched.
-        bytes: moved.
-        float32_bytes: those of them that belong to float32 tensors of four axes or more, outside of lists of weights.
-        layout_copies: kernels that change the order of a tensor's axes in memory, and nothing else.
-        uploads: from the host.
-        waits: of the host for the device.
-        flops: of convolutions and matrix products.
-    """
+    """What a step or a validation costs."""
 
     kernels: int
     bytes: int
-    float32_bytes: int
-    layout_copies: int
+    float32_bytes: int  # of float32 tensors of four axes or more, outside of lists of weights
+    layout_copies: int  # kernels that change the order of a tensor's axes in memory, and nothing else
     uploads: int
-    waits: int
-    flops: int
+    waits: int  # of the host for the device
+    flops: int  # of convolutions and matrix products
 
 
 def total(operators: Iterable[Operator]) -> Totals:
@@ -75,7 +61,7 @@ def total(operators: Iterable[Operator]) -> Totals:
     return Totals(
         kernels=len(launched),
         bytes=sum(kernel.bytes for kernel in launched),
-        float32_bytes=sum(each.size for each in tensors if _wide(each)),
+        float32_bytes=_bytes(each for each in tensors if each.dtype == "float32" and len(each.shape) >= 4),
         layout_copies=sum(kernel.kind == "layout" for kernel in launched),
         uploads=sum("upload" in one.crossing for one in known),
         waits=sum(one.crossing in ("wait", "download") for one in known),
@@ -100,9 +86,9 @@ def kernels(one: Operator) -> list[Kernel]:
         return _convolution(one)
     if one.name == "convolution_backward":
         return _convolution_backward(one)
-    if one.name in _NORMS:
+    if passes := _NORMS.get(one.name.removeprefix("native_").removeprefix("cudnn_")):
         largest = max(each.size for each in (*one.inputs, *one.outputs))
-        return [Kernel("norm", count * largest) for count in _NORMS[one.name]]
+        return [Kernel("norm", count * largest) for count in passes]
     read, written = (sum(each.size for each in some if each.device == "cuda") for some in (one.inputs, one.outputs))
     if one.name == "medspeed::crops":  # from images and labels of all the cases
         return [Kernel("gather", 2 * written + _bytes(one.inputs[2:]))]
@@ -159,10 +145,6 @@ def _last(one: Layout) -> bool:
 def _first(one: Layout) -> bool:
     inner = prod(one.shape[2:])
     return len(one.shape) in (4, 5) and one.shape[1] > 1 and one.strides[-1] == 1 and one.strides[1] == inner > 1
-
-
-def _wide(one: Layout) -> bool:
-    return one.dtype == "float32" and len(one.shape) >= 4
 
 
 def _bytes(some: Iterable[Layout]) -> int:

@@ -42,26 +42,19 @@ class Layout(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """An operator that ran with tensors of the device.
+    """An operator that ran with tensors of the device, and what of it crossed the bus or made the host wait.
 
-    Args:
-        name: in ATen with its overload, "add_.Tensor"; another library's with its namespace.
-        stage: in which it ran.
-        inputs: tensors.
-        outputs: tensors.
-        scalars: numbers among its arguments, which a captured graph would keep.
-        crossing: "" or what crossed the bus or made the host wait: "upload" (from pinned memory, nothing waits),
-            "pageable upload", "host scalar" (a number from a tensor of the CPU), "download" (the host waits) or "wait".
-        flops: floating-point operations of convolutions and matrix products.
+    That is "upload" (from pinned memory, nothing waits), "pageable upload", "host scalar" (a number from a tensor of
+    the CPU), "download" (the host waits), "wait", or "".
     """
 
-    name: str
-    stage: str
+    name: str  # in ATen with its overload, "add_.Tensor"; another library's with its namespace
+    stage: str  # in which it ran
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
-    scalars: tuple[Any, ...]
+    scalars: tuple[Any, ...]  # numbers among its arguments, which a captured graph would keep
     crossing: str
-    flops: int
+    flops: int  # of convolutions and matrix products
 
 
 class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -91,7 +84,8 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             scalars = tuple(each for each in leaves if isinstance(each, Number))
             count = flop_registry.get(func._overloadpacket)
             flops = int(count(*args, **kwargs, out_val=result)) if count else 0
-            self.operators.append(Operator(_name(func), self.stage, known, outputs, scalars, crossing, flops))
+            name = f"{func._schema.name}.{func._overloadname}".removeprefix("aten::").removesuffix(".default")
+            self.operators.append(Operator(name, self.stage, known, outputs, scalars, crossing, flops))
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any, crossing: str) -> Any:  # noqa: ANN401
@@ -105,11 +99,6 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _COPY:
             return args[0].zero_()
         return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-
-
-def _name(func: Any) -> str:  # noqa: ANN401 - an overload of an operator
-    overload = "" if func._overloadname == "default" else f".{func._overloadname}"
-    return str(func._schema.name.removeprefix("aten::")) + overload
 
 
 def _crossing(func: Any, inputs: list[Tensor], to: str | None, non_blocking: bool) -> str:  # noqa: ANN401
@@ -142,8 +131,7 @@ def _is_pinned(tensor: Tensor, *_: Any) -> bool:  # noqa: ANN401
     return hasattr(tensor, "_medspeed_pinned") or hasattr(whole, "_medspeed_pinned")
 
 
-def _take_over(tensor: Tensor, changed: Tensor) -> None:
-    """Give a module's parameter another layout; torch's own way refuses what a fake mode has looked at."""
+def _take_over(tensor: Tensor, changed: Tensor) -> None:  # torch's own way refuses what a fake mode has looked at
     tensor.data = changed.data
 
 
@@ -168,11 +156,12 @@ def fake_cuda() -> Iterator[FakeCuda]:
     """Have the device for as long as the block runs; `shim.load` must have come before torch."""
     import torch.cuda.amp.common as amp
 
-    changes: list[tuple[Any, str, Any]] = [(torch.cuda, name, value) for name, value in _STAND_INS.items()]
-    changes += [(Tensor, "pin_memory", _pin), (Tensor, "is_pinned", _is_pinned)]
-    changes += [(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()), (torch.utils, "swap_tensors", _take_over)]
-    changes += [(amp, "amp_definitely_not_available", lambda: False)]
-    changes += [(FakeTensorMode, "avoid_device_init", property(lambda self: True))]
+    changes: list[tuple[Any, str, Any]] = [
+        *((torch.cuda, name, value) for name, value in _STAND_INS.items()),
+        (Tensor, "pin_memory", _pin), (Tensor, "is_pinned", _is_pinned), (torch.utils, "swap_tensors", _take_over),
+        (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()), (amp, "amp_definitely_not_available", bool),
+        (FakeTensorMode, "avoid_device_init", property(lambda self: True)),
+    ]  # fmt: skip
     torch._C._set_only_lift_cpu_tensors(True)
     try:
         with ExitStack() as stack:

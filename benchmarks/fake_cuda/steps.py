@@ -47,14 +47,7 @@ def flags_of(app: str, variant: str) -> Sequence[str]:
 
 
 class Opened(NamedTuple):
-    """A training on the fake device, at the moment before it begins.
-
-    Args:
-        mode: writes down what runs.
-        config: decided.
-        setup: what is trained.
-        run: of it.
-    """
+    """A training on the fake device, at the moment before it begins; `mode` writes down what runs."""
 
     mode: FakeCuda
     config: Any
@@ -63,17 +56,16 @@ class Opened(NamedTuple):
 
     def steps(self) -> list[list[Operator]]:
         """Return what ran in steps at the `RATES`: the making of a batch (stage "batch"), then the rest ("train")."""
-        setup, found = self.setup, []
+        setup, found, one = self.setup, [], torch.ones((), device="cuda")
         scaler = torch.amp.GradScaler("cuda", enabled=setup.precision == "fp16")
-        network, optimizer, parts = setup.network.train(), setup.optimizer, self.config.parallel.accumulate
-        one = torch.ones((), device="cuda")
+        network, parts = setup.network.train(), self.config.parallel.accumulate
+        given = setup.loss_function, setup.optimizer, scaler, setup.precision
 
         def compute(batch: Batch, rate: float | torch.Tensor) -> torch.Tensor:
-            given = setup.loss_function, optimizer, scaler, setup.precision, rate, parts, one
-            return train_step(network, batch, *given)
+            return train_step(network, batch, *given, rate, parts, one)
 
         rates = (RATES[0], *RATES)
-        steps = Steps(compute, rates, TrainingState(self.run, network, optimizer, scaler, len(rates)))
+        steps = Steps(compute, rates, TrainingState(self.run, network, setup.optimizer, scaler, len(rates)))
         for number in range(len(rates)):
             self.mode.operators, self.mode.stage = [], "batch"
             with closing(setup.batches.epoch(number)) as batches:
@@ -96,20 +88,17 @@ class Opened(NamedTuple):
 def opened(app: str, data: Path, flags: Sequence[str] = ()) -> Iterator[Opened]:
     """Open an app's training by the recipe fast, in bf16 and with the sizes that it takes on a GPU.
 
-    Fused kernels are trusted untried, unless the flags say --kernels torch: here nothing has values.
-
-    Args:
-        app: name of its folder.
-        data: as `write_data` made it; what is prepared of it is kept beside it.
-        flags: of its `train.py`, which win.
+    Fused kernels are trusted untried, unless the flags say --kernels torch: here nothing has values. What is prepared
+    of the data, as `write_data` made them, is kept beside them.
     """
     words = ["--data", str(data), "--store", str(data.with_name("store")), "--device", "cuda", "--precision", "bf16"]
     words += ["--kernels", "fused"]  # as where they are trusted; on zeros they are equal, and no time is judged
     if app in _NAMES:
         usual = import_module(f"medspeed.apps.{app}.train").DEFAULTS["cuda"]
         words += ["--crop-size", str(list(usual.crop)), "--windows.size", str(list(usual.window))]
-    config, chosen = parse_flags(app, [*words, *flags]), mock.patch.object(trust, "choose", _all)
-    with fake_cuda() as mode, trust.trusting(), chosen, harness.opened(config) as (decided, setup, run):
+    config = parse_flags(app, [*words, *flags])
+    every = mock.patch.object(trust, "choose", _all)
+    with fake_cuda() as mode, trust.trusting(), every, harness.opened(config) as (decided, setup, run):
         yield Opened(mode, decided, setup, run)
 
 
@@ -120,10 +109,7 @@ def _all(trials: Sequence[trust.Trial], wish: trust.Kernels, *_: object) -> froz
 def write_data(app: str, folder: Path) -> Path:
     """Write tiny data that an app takes, for batches as large as on a GPU; return the folder."""
     folder.mkdir(parents=True)
-    if app in _NAMES:
-        _write_volumes(folder, *_NAMES[app])
-    else:
-        _write_patches(folder)
+    _write_volumes(folder, *_NAMES[app]) if app in _NAMES else _write_patches(folder)
     return folder
 
 
@@ -136,13 +122,9 @@ def _write_volumes(folder: Path, name: str, modality: Sequence[str], labels: Seq
         (folder / part).mkdir()
         for case in range(_CASES):
             nib.save(nib.Nifti1Image(voxels, np.diag([1.5, 1.5, 2.0, 1.0])), folder / part / f"{case}.nii")
-    content = {
-        "name": name,
-        "modality": dict(enumerate(modality)),
-        "labels": dict(enumerate(labels)),
-        "training": [{"image": f"./imagesTr/{case}.nii", "label": f"./labelsTr/{case}.nii"} for case in range(_CASES)],
-    }
-    (folder / "dataset.json").write_text(json.dumps(content), encoding="utf-8")
+    training = [{"image": f"./imagesTr/{case}.nii", "label": f"./labelsTr/{case}.nii"} for case in range(_CASES)]
+    content = {"name": name, "modality": dict(enumerate(modality)), "labels": dict(enumerate(labels))}
+    (folder / "dataset.json").write_text(json.dumps({**content, "training": training}), encoding="utf-8")
 
 
 def _write_patches(folder: Path) -> None:

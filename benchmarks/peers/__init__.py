@@ -5,7 +5,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,12 +22,14 @@ from torch import nn
 
 Given = argparse.Namespace
 Item = dict[str, Any]
+Transform = Callable[..., Any]
+Chain = Sequence[Transform]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of logits and labels
 
 _HELD = 3  # validations in a row that must reach a target
 
 
-def parse(description: str | None, words: Sequence[str] | None, **own: Any) -> Given:  # noqa: ANN401 - defaults
+def parse(description: str | None, own: Mapping[str, Any], words: Sequence[str] | None) -> Given:
     """Parse a script's flags, its own with their defaults (or types) and those that all have, and seed everything.
 
     The learning rate falls over --epochs; the training ends after --most, or once three validations in a row, one each
@@ -38,11 +40,11 @@ def parse(description: str | None, words: Sequence[str] | None, **own: Any) -> G
     device = "cuda" if torch.cuda.is_available() else "cpu"
     flags = {"data": Path, "most": int, "until": math.inf, "seed": 0, "to": Path, "device": device, **own}
     for name, value in flags.items():
-        first = value[0] if isinstance(value, tuple) else value
-        kind, default = (value, None) if isinstance(value, type) else (type(first), value)
-        parser.add_argument(
-            f"--{name}", type=kind, nargs=len(value) if isinstance(value, tuple) else None, default=default
-        )
+        if isinstance(value, tuple):
+            parser.add_argument(f"--{name}", type=type(value[0]), nargs=len(value), default=value)
+        else:
+            kind, default = (value, None) if isinstance(value, type) else (type(value), value)
+            parser.add_argument(f"--{name}", type=kind, default=default)
     given = parser.parse_args(words)
     given.most = given.most or given.epochs
     set_determinism(given.seed)
@@ -107,37 +109,31 @@ def read_pairs(given: Given, held: int) -> tuple[list[Item], list[Item]]:
     return [named[name] for name in parts["training"]], [named[name] for name in parts["validation"]]
 
 
-def cached(items: Sequence[Item], transforms: Any, workers: int, batch: int = 1, shuffle: bool = False) -> DataLoader:  # noqa: ANN401
+def cached(items: Sequence[Item], chain: Chain, workers: int, batch: int = 1, shuffle: bool = False) -> DataLoader:
     """Fill a CacheDataset with so many workers, and return the loader of its batches."""
-    dataset = CacheDataset(items, transforms, num_workers=workers, copy_cache=False, progress=False)
+    dataset = CacheDataset(items, mt.Compose(chain), num_workers=workers, copy_cache=False, progress=False)
     return ThreadDataLoader(dataset, num_workers=0, batch_size=batch, shuffle=shuffle)
 
 
-def predict(network: nn.Module, image: torch.Tensor, roi: Sequence[int], at_once: int, overlap: float) -> torch.Tensor:
-    """Return the logits of volumes, by sliding windows."""
-    dtype = half_of(image.device.type)
+def predict(network: nn.Module, image: torch.Tensor, given: Given, at_once: int) -> torch.Tensor:
+    """Return the logits of volumes, by so many sliding windows at once."""
+    dtype = half_of(given.device)
     with torch.no_grad(), torch.autocast(image.device.type, dtype=dtype, enabled=dtype is not None):
-        return sliding_window_inference(image, roi, at_once, network, overlap=overlap)  # type: ignore[no-any-return]
+        return sliding_window_inference(image, given.roi, at_once, network, overlap=given.overlap)  # type: ignore[no-any-return]
 
 
-def mean_dice(network: nn.Module, loader: Any, given: Given, overlap: float, to_masks: Any, to_truth: Any) -> float:  # noqa: ANN401
+def mean_dice(network: nn.Module, loader: Any, given: Given, to_masks: Transform, to_truth: Transform) -> float:  # noqa: ANN401
     """Return the mean Dice on the working grid, of all channels that masks of logits and labels have."""
     metric = DiceMetric(reduction="mean_batch")
     for item in loader:
-        logits = predict(network, item["image"].to(given.device), given.roi, 4, overlap)
+        logits = predict(network, item["image"].to(given.device), given, 4)
         truth = decollate_batch(item["label"].to(given.device))
         metric([to_masks(each) for each in decollate_batch(logits)], [to_truth(each) for each in truth])
     return float(metric.aggregate().mean())
 
 
 def segment(
-    files: Sequence[Path],
-    network: nn.Module,
-    to: Path,
-    given: Given,
-    fixed: Sequence[Any],
-    discrete: Sequence[Any],
-    *how: Any,  # noqa: ANN401 - windows at once, and their overlap
+    files: Sequence[Path], network: nn.Module, to: Path, given: Given, fixed: Chain, discrete: Chain, at_once: int
 ) -> None:
     """Segment scans file to file: transforms, windows, Invertd, what makes a label map of "pred", SaveImaged."""
     chain, saving = mt.Compose(fixed), {"output_dtype": "uint8", "separate_folder": False, "print_log": False}
@@ -148,9 +144,8 @@ def segment(
             mt.SaveImaged("pred", output_dir=to, output_postfix="", **saving),
         ]
     )
-    network.eval()
     for item in DataLoader(Dataset([{"image": str(file)} for file in files], chain), batch_size=1, num_workers=0):
-        item["pred"] = predict(network, item["image"].to(given.device), given.roi, *how)
+        item["pred"] = predict(network.eval(), item["image"].to(given.device), given, at_once)
         for case in decollate_batch(item):
             back(case)
 
@@ -183,6 +178,5 @@ class Watch:
             self._given.to.mkdir(parents=True, exist_ok=True)
             torch.save(self._best, self._given.to / "best.pt")
             found = {"held": held, "seconds": self._curve[-1][1], "steps": self.steps, "stages": self._seconds}
-            content = {**found, "given": vars(self._given), "curve": self._curve}
-            (self._given.to / "run.json").write_text(json.dumps(content, default=str))
+            (self._given.to / "run.json").write_text(json.dumps({**found, "curve": self._curve}))
         return held

@@ -25,7 +25,7 @@ from medspeed.benchmarks import peers
 from medspeed.benchmarks.peers import Given
 
 SPACING = (1.0, 1.0, 1.0)
-CROP, ROI, OVERLAP = (224, 224, 144), (240, 240, 160), 0.6  # without effect where a window is as large as a scan
+CROP, ROI = (224, 224, 144), (240, 240, 160)
 AXES = (("L", "R"), ("P", "A"), ("I", "S"))
 # MSD's labels: 1 edema, 2 non-enhancing, 3 enhancing tumour. The tutorial has 2 as the enhancing one, and what it
 # reports as ET is the other (tutorials issue 1355); TC and WT are the same either way.
@@ -34,9 +34,10 @@ REGIONS = {"TC": (2, 3), "WT": (1, 2, 3), "ET": (3,)}
 METRIC, FALLS = "mean Dice of TC, WT and ET", True  # the learning rate
 HELD = 2  # of the sorted cases, the last ones validate
 
-parse_flags = partial(
-    peers.parse, __doc__, epochs=300, every=20, batch=1, rate=1e-4, spacing=SPACING, crop=CROP, roi=ROI, split=Path
-)
+# The overlap is without effect where a window is as large as a scan.
+FLAGS: dict[str, Any] = {"epochs": 300, "every": 20, "batch": 1, "rate": 1e-4, "split": Path}
+FLAGS |= {"spacing": SPACING, "crop": CROP, "roi": ROI, "overlap": 0.6}
+parse_flags = partial(peers.parse, __doc__, FLAGS)
 
 
 def label_to_regions(label: torch.Tensor) -> torch.Tensor:
@@ -97,15 +98,15 @@ def training_loader(given: Given) -> Any:  # noqa: ANN401 - MONAI's
         mt.RandScaleIntensityd("image", factors=0.1, prob=0.5),
         mt.RandShiftIntensityd("image", offsets=0.1, prob=0.5),
     ]
-    return peers.cached(peers.read_pairs(given, HELD)[0], mt.Compose(transforms), 4, given.batch, shuffle=True)
+    return peers.cached(peers.read_pairs(given, HELD)[0], transforms, 4, given.batch, shuffle=True)
 
 
 def make_validation(given: Given) -> Callable[[nn.Module], float]:
     """Fill the cache of the validation cases and return what measures the mean Dice of the regions."""
-    fixed = mt.Compose([*fixed_transforms(("image", "label"), given), normalisation()])
+    fixed = [*fixed_transforms(("image", "label"), given), normalisation()]
     loader = peers.cached(peers.read_pairs(given, HELD)[1], fixed, 4)
     masks = mt.Compose([mt.Activations(sigmoid=True), mt.AsDiscrete(threshold=0.5)])
-    return lambda network: peers.mean_dice(network, loader, given, OVERLAP, masks, mt.Identity())
+    return lambda network: peers.mean_dice(network, loader, given, masks, mt.Identity())
 
 
 def make_network(in_channels: int = 4, **others: Any) -> nn.Module:  # noqa: ANN401 - arguments of MONAI's SegResNet
@@ -128,7 +129,7 @@ def infer(files: Sequence[Path], network: nn.Module, to: Path, given: Given) -> 
         mt.Lambdad("pred", regions_to_label),
     ]
     fixed = [*fixed_transforms(["image"], given), normalisation()]
-    peers.segment(files, network, to, given, fixed, discrete, 4, OVERLAP)
+    peers.segment(files, network, to, given, fixed, discrete, at_once=4)
 
 
 if __name__ == "__main__":

@@ -36,11 +36,14 @@ FORK = "fork"  # how workers start quickly; Linux's own way up to Python 3.13
 CORES = len(os.sched_getaffinity(0))
 
 
+# A scan has a patch for each pixel of the tissue mask at that level: every 64 at level 6.
+FLAGS: dict[str, Any] = {"epochs": 10, "every": 1, "batch": 64, "rate": 1e-3, "training": Path, "validation": Path}
+FLAGS |= {"patch": 224, "reader": "cucim", "workers": CORES, "mask_level": 6, "scan_batch": 64}
+
+
 def parse_flags(words: Sequence[str] | None) -> Given:
-    """Parse the flags; a scan has one patch for each pixel of the tissue mask at --mask_level, every 64 at level 6."""
-    lists: dict[str, Any] = {"training": Path, "validation": Path, "reader": "cucim", "workers": CORES}
-    sizes: dict[str, Any] = {"patch": 224, "batch": 64, "mask_level": 6}
-    given = peers.parse(__doc__, words, epochs=10, every=1, rate=1e-3, **lists, **sizes)
+    """Parse the flags."""
+    given = peers.parse(__doc__, FLAGS, words)
     given.network = {"patch": given.patch}
     return given
 
@@ -178,7 +181,7 @@ def scan_slide(file: Path, network: nn.Module, given: Given) -> np.ndarray:
         return found
     device, amp_dtype = torch.device(given.device), peers.half_of(given.device)
     how = {"num_workers": given.workers, "multiprocessing_context": FORK if given.workers else None}
-    for item in DataLoader(dataset, batch_size=given.batch, **how):
+    for item in DataLoader(dataset, batch_size=given.scan_batch, **how):
         image = item["image"].as_tensor().to(device)
         with torch.no_grad(), torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             probability = torch.sigmoid(network(image)).float().cpu().numpy()

@@ -24,15 +24,15 @@ from medspeed.benchmarks import peers
 from medspeed.benchmarks.peers import Given
 
 SPACING, WINDOW = (1.5, 1.5, 2.0), (-57.0, 164.0)
-CROP, ROI, OVERLAP = (96, 96, 96), (160, 160, 160), 0.25
+CROP, ROI = (96, 96, 96), (160, 160, 160)
 AXES = (("L", "R"), ("P", "A"), ("I", "S"))
 REGIONS = {"spleen": (1,)}
 METRIC, FALLS = "foreground Dice", False  # the learning rate
 HELD = 9  # of the sorted cases, the last ones validate
 
-parse_flags = partial(
-    peers.parse, __doc__, epochs=300, every=1, batch=4, rate=2e-4 * 10, spacing=SPACING, crop=CROP, roi=ROI, split=Path
-)
+FLAGS: dict[str, Any] = {"epochs": 300, "every": 1, "batch": 4, "rate": 2e-4 * 10, "split": Path}
+FLAGS |= {"spacing": SPACING, "crop": CROP, "roi": ROI, "overlap": 0.25}
+parse_flags = partial(peers.parse, __doc__, FLAGS)
 target = torch.Tensor.float  # of labels [B, 1, X, Y, Z]: what the loss takes
 
 
@@ -61,24 +61,17 @@ def training_loader(given: Given) -> Any:  # noqa: ANN401 - MONAI's
             keys, "label", given.crop, pos=1, neg=1, num_samples=4, fg_indices_key="label_fg", bg_indices_key="label_bg"
         ),
     ]
-    return peers.cached(peers.read_pairs(given, HELD)[0], mt.Compose(transforms), 8, given.batch, shuffle=True)
+    return peers.cached(peers.read_pairs(given, HELD)[0], transforms, 8, given.batch, shuffle=True)
 
 
 def make_validation(given: Given) -> Callable[[nn.Module], float]:
     """Fill the cache of the validation cases and return what measures the mean foreground Dice on the working grid."""
     keys = ("image", "label")
     fixed = [*fixed_transforms(keys, given), mt.EnsureTyped(keys, device=given.device, track_meta=False)]
-    loader = peers.cached(peers.read_pairs(given, HELD)[1], mt.Compose(fixed), 5)
+    loader = peers.cached(peers.read_pairs(given, HELD)[1], fixed, 5)
     masks, truth = mt.AsDiscrete(argmax=True, to_onehot=2), mt.AsDiscrete(to_onehot=2)
-    foreground = slice(1, None)
-    return lambda network: peers.mean_dice(
-        network,
-        loader,
-        given,
-        OVERLAP,
-        lambda logits: masks(logits)[foreground],
-        lambda label: truth(label)[foreground],
-    )
+    foreground = [lambda logits: masks(logits)[1:], lambda label: truth(label)[1:]]
+    return lambda network: peers.mean_dice(network, loader, given, *foreground)
 
 
 def make_network(in_channels: int = 1, **others: Any) -> nn.Module:  # noqa: ANN401 - arguments of MONAI's UNet
@@ -95,7 +88,7 @@ def make_loss() -> peers.Loss:
 def infer(files: Sequence[Path], network: nn.Module, to: Path, given: Given) -> None:
     """Segment scans file to file."""
     argmax = mt.AsDiscreted("pred", argmax=True)
-    peers.segment(files, network, to, given, fixed_transforms(["image"], given), [argmax], 1, OVERLAP)
+    peers.segment(files, network, to, given, fixed_transforms(["image"], given), [argmax], at_once=1)
 
 
 if __name__ == "__main__":

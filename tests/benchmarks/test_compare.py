@@ -27,19 +27,18 @@ SMALL: dict[str, dict[str, Any]] = {
     "spleen": {
         "fast": "--channels 4 8 --spacing 6 6 6 --crops.per-case 4 --optimizer novograd",
         "guide": """--network '{"channels": [4, 8], "strides": [2]}' --spacing 6 6 6 --roi 32 32 32""",
-        "steps": [CROPS[32]], "loading": CROPS[32], "warm": f"{CROPS[32]} --epochs 1",
+        "steps": [CROPS[32]], "warm": f"{CROPS[32]} --epochs 1",
     },
     "brats": {
         "fast": "--network.filters 8 --network.blocks-down 1 1 --network.dropout 0 --spacing 1 1 1 --crops.per-case 1 "
         "--optimizer novograd",
         "guide": """--network '{"init_filters": 8, "blocks_down": [1, 1], "blocks_up": [1]}' --roi 32 32 32""",
-        "steps": [CROPS[16].replace("4", "2")], "loading": CROPS[16].replace("4", "2"),
+        "steps": [CROPS[16].replace("4", "2")],
         "warm": f"{CROPS[16].replace('4', '2')} --epochs 30 --validate-every 30",
     },
     "pathology": {
         "guide": "--mask_level 4",
         "steps": ["--patch-size 64 --batch-size 9 --patches-per-slide 9"],
-        "loading": "--patch-size 64 --batch-size 9 --patches-per-slide 9",
         "warm": "--patch-size 64 --batch-size 9 --patches-per-slide 9 --epochs 1 --tile-size 1024",
     },
 }  # fmt: skip
@@ -76,18 +75,6 @@ def run(data, tmp_path, monkeypatch, in_this_process):
         return record, {each["what"].partition(" (guide")[0]: each for each in record["rows"]}
 
     return compared
-
-
-@pytest.mark.parametrize("app", ["brats", pytest.param("pathology", marks=pytest.mark.slow)])
-def test_preparation_starts_from_nothing_and_from_the_store(run, app, capsys):
-    record, rows = run(app, "--part", "preparation")
-    assert (record["app"], record["cases"]) == (app, 8)
-    assert list(rows) == ["preparation, cold", "preparation, warm"]
-    for each in record["rows"]:
-        assert each["ratio"] == pytest.approx(each["guide"] / each["fast"], rel=0.05, abs=0.02)
-    if app == "pathology":
-        assert " (guide: " in record["rows"][0]["what"]  # which of its four ways was the quickest
-    assert harness.show(record["rows"][0]) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("bf16", [True, False])

@@ -162,8 +162,8 @@ def test_folded_convolutions_give_the_same_numbers_in_the_same_places():
 
 
 def test_a_way_that_cannot_run_is_told(tmp_path, monkeypatch):
-    def fails(app: str, config: Any, device: torch.device) -> Any:
-        assert (app, config.graph, config.kernels, config.compile, config.epochs) == (
+    def fails(config: Any) -> Any:
+        assert (config.APP, config.graph, config.kernels, config.compile, config.epochs) == (
             "spleen",
             "auto",
             "fused",
@@ -172,7 +172,7 @@ def test_a_way_that_cannot_run_is_told(tmp_path, monkeypatch):
         )
         raise ValueError("no such kernel")
 
-    monkeypatch.setattr(visit_parts, "our_steps", fails)
+    monkeypatch.setattr(visit_parts, "trained", fails)
     visit_parts.steps("spleen", ["--epochs", "3"], ["fused"], torch.device("cpu"), tmp_path / "steps.json")
     assert json.loads((tmp_path / "steps.json").read_text())["fused"] == "failed: ValueError: no such kernel"
 

@@ -112,7 +112,7 @@ def test_the_validation_cases_alone_are_judged_from_files(three, tmp_path, monke
             mask(Path(output) / path.name, 2)  # right for b; for a twice as much
 
     monkeypatch.setattr(speedrun, "call", infer)
-    found = Course(tmp_path, three, {"app": "spleen", "metric": "dice"}, [])._judged(made, 0, {})
+    found = Course(tmp_path, three, {"app": "spleen", "metric": "dice", "guide": ""}, [])._judged(made, 0, {})
     assert found["judged anew"] == pytest.approx((2 * 16 / 48 + 1) / 2, abs=1e-4)
 
 
