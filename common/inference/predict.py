@@ -93,13 +93,14 @@ def read_truth(case: Case) -> torch.Tensor:
 
 def sample_windows(prepared: Sequence[PreparedCase], model: VolumeModel, most: int = 3) -> torch.Tensor:
     """Return the central windows of some cases, [N, C, *window_size] float32, zero-padded for smaller cases."""
-    windows = torch.zeros(len(prepared[:most]), model.preparation.channels, *model.window_size)
-    for window, case in zip(windows, prepared, strict=False):
-        starts = [max(have - want, 0) // 2 for have, want in zip(case.image.shape[1:], model.window_size, strict=True)]
-        x, y, z = (slice(start, start + want) for start, want in zip(starts, model.window_size, strict=True))
-        middle = case.image[:, x, y, z]
-        window[:, : middle.shape[1], : middle.shape[2], : middle.shape[3]] = middle
-    return windows
+    windows = []
+    for case in prepared[:most]:
+        padding: list[int] = []  # of the last axis first; what is below 0 cuts off
+        for have, want in zip(case.image.shape[1:], model.window_size, strict=True):
+            start = max(have - want, 0) // 2
+            padding = [-start, want - have + start, *padding]
+        windows.append(F.pad(case.image.float(), padding))
+    return torch.stack(windows)
 
 
 def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Region] | None = None) -> np.ndarray:
@@ -130,14 +131,19 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Re
     if box is None:
         return labels
     box = tuple((start + first, start + stop) for start, (first, stop) in zip(grid.crop_start, box, strict=True))
-    source, padding, start = _with_neighbours(logits, grid, box)
+    start, padding = [], list[int]()  # of the box and one voxel around it: of the last axis first; below 0 it cuts off
+    for (first, stop), crop, size, whole in zip(box, grid.crop_start, grid.crop_shape, grid.shape, strict=True):
+        low, high = max(first - 1, 0), min(stop + 1, whole)
+        start.append(low)
+        padding = [crop - low, high - crop - size, *padding]
     place, carry = (_separable_way if grid.separable else _sheared_way)(grid, box, start)
     if any(stop <= first for first, stop in place):
         return labels  # thinner than the file's voxels, and between them
+    background = None if over_zero else F.pad(logits[0], padding).float()
 
     def carried(number: int) -> torch.Tensor:
-        logit = source[number + (not over_zero)].float()
-        return carry(F.pad(logit if over_zero else logit - source[0].float(), padding))
+        logit = F.pad(logits[number + (not over_zero)], padding).float()
+        return carry(logit if background is None else logit - background)
 
     classes = [Region("", (number,), number) for number in range(1, len(logits) + over_zero)]
     z, y, x = (slice(first, stop) for first, stop in place)
@@ -145,26 +151,7 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Re
     return labels
 
 
-def _with_neighbours(
-    logits: torch.Tensor, grid: WorkingGrid, box: Box
-) -> tuple[torch.Tensor, list[int], tuple[int, ...]]:
-    """Return the box and one voxel around it, as a view of what lies inside the crop.
-
-    Also the zeros to pad it with, as `F.pad` wants them, and where the padded part starts in the whole grid.
-    """
-    start: list[int] = []
-    padding: list[int] = []
-    for axis, (first, stop) in enumerate(box):
-        crop, size = grid.crop_start[axis], grid.crop_shape[axis]
-        low, high = max(first - 1, 0) - crop, min(stop + 1, grid.shape[axis]) - crop
-        inside, end = max(low, 0), min(high, size)
-        logits = logits.narrow(axis + 1, inside, end - inside)
-        start.append(low + crop)
-        padding = [inside - low, high - end, *padding]  # F.pad counts from the last axis
-    return logits, padding, tuple(start)
-
-
-def _separable_way(grid: WorkingGrid, box: Box, start: tuple[int, ...]) -> tuple[Box, Carry]:
+def _separable_way(grid: WorkingGrid, box: Box, start: Sequence[int]) -> tuple[Box, Carry]:
     """Return the box in the file that the working `box` reaches, as [z, y, x], and what carries a volume there."""
     place, positions, order = [], [], []
     by_axis = grid.native_positions()
@@ -180,7 +167,7 @@ def _separable_way(grid: WorkingGrid, box: Box, start: tuple[int, ...]) -> tuple
     return tuple(place), lambda volume: resample(volume.permute(order).contiguous(), positions)
 
 
-def _sheared_way(grid: WorkingGrid, box: Box, start: tuple[int, ...]) -> tuple[Box, Carry]:
+def _sheared_way(grid: WorkingGrid, box: Box, start: Sequence[int]) -> tuple[Box, Carry]:
     """As `_separable_way`, where an axis of one grid runs along several of the other."""
     to_working = np.linalg.solve(grid.affine, np.asarray(grid.native_affine))
     corners = np.array([[*corner, 1] for corner in product(*((first - 1, stop) for first, stop in box))])

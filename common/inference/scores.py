@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.ndimage import find_objects
+from scipy.ndimage import binary_erosion, find_objects
 from scipy.spatial import KDTree
 
 from medspeed.common.data.geometry import box_above
@@ -121,7 +121,7 @@ def _score(found: np.ndarray, true: np.ndarray, matrix: np.ndarray, diagonal: fl
     nsd, hd95, assd = (0.0, diagonal, diagonal) if predicted or due else (None,) * 3
     if predicted and due:
         steps = np.linalg.qr(matrix)[1].T  # the same distances whichever way the patient lies
-        points = [np.argwhere(_surface(mask)) @ steps for mask in (found, true)]
+        points = [np.argwhere(mask & ~binary_erosion(mask)) @ steps for mask in (found, true)]
         trees = (KDTree(each, 16, compact_nodes=False, balanced_tree=False) for each in reversed(points))
         cores = torch.get_num_threads()  # 1 where the cases share the cores
         step = -(-max(map(len, points)) // _MOST_POINTS)  # of both, so that they keep their weights
@@ -140,13 +140,6 @@ def _score(found: np.ndarray, true: np.ndarray, matrix: np.ndarray, diagonal: fl
         "sensitivity": _share(hit, parts), "precision": _share(right, claimed),
         "f1": _share(hit + right, parts + claimed),
     }  # fmt: skip
-
-
-def _surface(mask: np.ndarray) -> np.ndarray:
-    """Return the voxels of a mask with a face towards a voxel outside it, with a border of one voxel."""
-    mask = np.pad(mask, 1)
-    inside = np.logical_and.reduce([np.roll(mask, step, axis) for axis in range(3) for step in (-1, 1)])
-    return np.asarray(mask & ~inside)
 
 
 def _detected(mask: np.ndarray, other: np.ndarray) -> tuple[int, int]:
