@@ -20,10 +20,7 @@ TOLERANCE = 2.0
 
 
 def model_folder(model: Path) -> Path:
-    """Return the folder of a run; for "demo", unless there is such a folder, a copy of the demo weights.
-
-    The copy is ~/.cache/medspeed/demo, so that exports and engines can be written beside the weights.
-    """
+    """Return the folder of a run; for "demo", unless it is there, a copy of the demo weights that takes exports."""
     folder = Path(os.path.expanduser(model))  # noqa: PTH111 - of an unknown user it raises nothing
     if model == Path("demo") and not model.exists():
         folder = Path("~/.cache/medspeed/demo").expanduser()
@@ -36,11 +33,7 @@ def model_folder(model: Path) -> Path:
 
 
 def model_folders(models: Path | Sequence[Path]) -> tuple[Path, ...]:
-    """Return the folders of runs, given one or several; a folder of folds (fold-0, fold-1, ...) means all its folds.
-
-    Raises:
-        ValueError: none is given, or a fold is not finished.
-    """
+    """Return the folders of runs; a folder of folds (fold-0, ...) means all. A ValueError names an unfinished one."""
     found: list[Path] = []
     for folder in map(model_folder, [models] if isinstance(models, Path) else models):
         folds = [] if (folder / "model.json").exists() else _folds(folder)

@@ -35,10 +35,7 @@ _VERSION = 3  # raise when outputs or records change for the same input, weights
 
 @dataclass(frozen=True)
 class Prediction:
-    """Result of one scan or slide: the files written (the label map or map of probability first), and its record.
-
-    The record holds measurements or detections, the seconds of each stage, and whatever else is in its JSON file.
-    """
+    """Result of one scan or slide: the files written, and the record of measurements or detections and of seconds."""
 
     files: tuple[Path, ...]
     record: Record
@@ -119,9 +116,7 @@ class FolderJob(Generic[Source, Read, Computed]):
     def unfinished(self) -> list[Item[Source]]:
         """Return the items of this process that are to be done, and say how many are kept.
 
-        Raises:
-            FileExistsError: a table is there that no run into this folder wrote.
-            OSError: the output folder cannot be written.
+        An OSError says that the folder cannot be written, or that a table is there that no run into it wrote.
         """
         share, lock = self.share(), self.folder / ".lock"
         tables = [path for path in self.table_files if path.exists()]
@@ -136,8 +131,7 @@ class FolderJob(Generic[Source, Read, Computed]):
     def run(self, items: Sequence[Item[Source]]) -> Predictions:
         """Do the items anew, then the tables; wait for the other processes, and return what became of this one's items.
 
-        Raises:
-            FileExistsError: an output is there without a record.
+        A FileExistsError names an output that is there without a record.
         """
         _clear(items)
         try:

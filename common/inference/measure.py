@@ -73,11 +73,8 @@ def _measure(name: str, mask: np.ndarray, affine: np.ndarray) -> Measures:
 
 
 def _axial_diameters(mask: np.ndarray, plane: np.ndarray) -> tuple[float, float]:
-    """Return the longest diameter in any slice of a mask [R, A, S], and the extent across it in that slice, in mm.
-
-    A step along each of the first two axes makes `plane` [3, 2] mm.
-    """
-    # In the plane itself, so that a tilted slice is measured as it lies.
+    """Return the longest diameter in any slice of a mask [R, A, S], and the extent across it in that slice, in mm."""
+    # In the plane itself, so that a tilted slice is measured as it lies; a step along an axis makes a column of it.
     flat = np.linalg.qr(plane)[1]
     slices = [np.argwhere(mask[:, :, index]) for index in range(mask.shape[2])]
     bounds = [np.linalg.norm(np.ptp(pixels, axis=0) + 1 if len(pixels) else [0, 0]) for pixels in slices]

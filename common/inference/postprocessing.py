@@ -103,10 +103,7 @@ def clean_labels(labels: np.ndarray, labelling: LabelScheme, voxel_ml: float, st
 
 
 def connected_components(mask: np.ndarray) -> np.ndarray:
-    """Return the number, from 1, of the component (26 neighbors) of each voxel of a mask [X, Y, Z], 0 outside.
-
-    They are numbered by their first voxel, in the order of slices, rows and columns.
-    """
+    """Return the number of the component (26 neighbors) of each voxel of [X, Y, Z], by first voxel; 0 outside."""
     import cc3d  # here: most trainings measure nothing
 
     # With a border of background: without one cc3d fails on some small or thin masks.

@@ -31,13 +31,12 @@ GroupNormalization <num_groups: int, epsilon: float = 1e-5> (image, scale, bias)
     row = ReduceProd (sides)
     split = Concat <axis = 0> (zero, groups, rest, row)
     grouped = Reshape (wide, split)
-    last = Constant <value_ints = [3]> ()
     middle = Constant <value_ints = [2]> ()
-    means = ReduceMean (grouped, last)
+    means = ReduceMean (grouped, rest)
     mean = ReduceMean (means, middle)
     centred = Sub (grouped, mean)
     square = Mul (centred, centred)
-    variances = ReduceMean (square, last)
+    variances = ReduceMean (square, rest)
     variance = ReduceMean (variances, middle)
     small = Constant <value_float: float = @epsilon> ()
     positive = Add (variance, small)
@@ -128,7 +127,9 @@ def onnxruntime_predictor(path: Path) -> Predictor:
     model = with_exact_norms(path)
     with onnx_errors(path):
         session: Any = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    image = session.get_inputs()[0].name  # our own exports have one of each
+    if (len(session.get_inputs()), len(session.get_outputs())) != (1, 1):
+        raise ValueError(f"{path}: the model must have one input and one output: export the run again")
+    image = session.get_inputs()[0].name
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
         with onnx_errors(path):
@@ -139,10 +140,7 @@ def onnxruntime_predictor(path: Path) -> Predictor:
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """Return whether a device computes bfloat16 in hardware, and the kernels on it may use that.
-
-    On a CPU `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` keep oneDNN and ATen from instructions that are there.
-    """
+    """Return whether a device computes bfloat16 in hardware, and oneDNN's and ATen's variables let kernels use that."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()

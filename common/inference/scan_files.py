@@ -67,11 +67,7 @@ def volume_files(folder: Path) -> dict[str, Path]:
 
 
 def read_scan(scan: Scan, channels: int) -> Volume:
-    """Read the voxels of a scan, [X, Y, Z] or, of several channels, [X, Y, Z, C].
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_volume` and `read_series`.
-    """
+    """Read the voxels of a scan, [X, Y, Z] or, of several channels, [X, Y, Z, C]; see `read_volume`, `read_series`."""
     if isinstance(scan, Path):
         return read_volume(scan, channels)
     if channels != max(1, len(scan.channels)) and not scan.problem:

@@ -33,17 +33,13 @@ _INTERVAL = "95 percent, percentile bootstrap of the mean, 2000 resamples of the
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Label maps compared with their references: metrics of each structure, by case.
+    """Label maps compared with their references."""
 
-    Besides the cases, those that are `missing` (without a prediction), `refused` (why they could not be compared) and
-    `extra` (without a reference); `tolerance_mm` is that of the NSD.
-    """
-
-    tolerance_mm: float
-    cases: Mapping[str, Sequence[Scores]]
-    missing: Sequence[str] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    extra: Sequence[str] = ()
+    tolerance_mm: float  # of the NSD
+    cases: Mapping[str, Sequence[Scores]]  # metrics of each structure, by case
+    missing: Sequence[str] = ()  # references without a prediction
+    refused: Mapping[str, str] = field(default_factory=dict)  # why a case could not be compared, by name
+    extra: Sequence[str] = ()  # predictions without a reference
 
     @property
     def status(self) -> int:
