@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from medspeed.apps.pathology.config import PathologyConfig
 from medspeed.apps.pathology.patches.augment import FUSED, augment_rows, augmented_by, draw_patches, draw_table
-from medspeed.apps.pathology.patches.table import PatchTable, Tell, decode
+from medspeed.apps.pathology.patches.table import PatchTable, decode
 from medspeed.common.clock import synchronise
 from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches, Draft, Take, keyed_batches, keyed_uniforms, partition_cases
@@ -90,42 +90,41 @@ def _gather(pixels: np.ndarray, rows: np.ndarray, target: np.ndarray, start: int
 
 
 def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
-    """Return patches from the store, decoded now where it lacks them; the leader decodes, the others wait."""
-    folder = store_folder(config.store / "patches", table.files[0].parent)
-    found: list[Patches] = []
-    with run.clock.stage("prepare"):
-        run.ranks.once(lambda: found.append(stored_patches(table, folder, config, run.leader, run.say)))
-        return found[0] if found else stored_patches(table, folder, config, False, run.say)
-
-
-def stored_patches(table: PatchTable, folder: Path, config: PathologyConfig, progress: bool, tell: Tell) -> Patches:
-    """Return the patches of a table from the folder where they lie there and are sound, else decoded now and kept.
+    """Return patches from the store, decoded now where it lacks them or they are damaged; the leader is the first.
 
     Raises:
-        OSError: the folder cannot be written, or has no room.
+        OSError: the store cannot be written, or has no room.
         ValueError: a file is damaged, or an image is not a square of the table's size.
     """
-    digest, shape = table.digest(), (len(table), 3, table.size, table.size)
-    path = folder / f"patches-{digest[:16]}.npy"
-    note = path.with_suffix(".json")
-    if not _is_sound(path, note, shape, progress):
-        folder.mkdir(parents=True, exist_ok=True)
-        needed, free = math.prod(shape), shutil.disk_usage(folder).free
-        if needed > free:
-            raise OSError(
-                f"{folder}: {len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB but only "
-                f"{free / 2**30:.1f} GiB is free; free some space, choose another --store, or fewer --patches-per-slide"
-            )
-        with atomic_path(path) as part:
-            pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
-            with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not progress)) as bar:
-                for rows, read in decode(table, config.reader, config.workers, tell):
-                    pixels[rows] = read
-                    bar.update(len(rows))
-            pixels.flush()
-            crc = _crc32(pixels, progress=False)
-        write_json(note, {"table": digest, "crc32": crc})
-    return Patches(table, np.load(path, mmap_mode="r"))
+    path = store_folder(config.store / "patches", table.files[0].parent) / f"patches-{table.digest()[:16]}.npy"
+    with run.clock.stage("prepare"):
+        run.ranks.once(lambda: _keep(path, table, config, run))
+        if not run.leader:
+            _keep(path, table, config, run)  # nothing is left to do, but in a store of its own
+        return Patches(table, np.load(path, mmap_mode="r"))
+
+
+def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> None:
+    """Decode patches into a file, and note its checksum beside it, where these are not there and sound."""
+    note, shape = path.with_suffix(".json"), (len(table), 3, table.size, table.size)
+    if _is_sound(path, note, shape, run.leader):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise OSError(
+            f"{path.parent}: {len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB but only "
+            f"{free / 2**30:.1f} GiB is free; free some space, choose another --store, or fewer --patches-per-slide"
+        )
+    with atomic_path(path) as part:
+        pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
+        with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not run.leader)) as bar:
+            for rows, read in decode(table, config.reader, config.workers, run.say):
+                pixels[rows] = read
+                bar.update(len(rows))
+        pixels.flush()
+        crc = _crc32(pixels, progress=False)
+    write_json(note, {"crc32": crc})
 
 
 def _is_sound(path: Path, note: Path, shape: tuple[int, ...], progress: bool) -> bool:

@@ -15,16 +15,15 @@ from medspeed.apps.pathology.config import Augmentation, PathologyConfig
 from medspeed.apps.pathology.patches import store as patch_store
 from medspeed.apps.pathology.patches.store import (
     Patches,
+    decoded,
     hold,
     patch_batches,
     rank_rows,
     send_rows,
-    stored_patches,
 )
 from medspeed.apps.pathology.patches.table import PatchTable
 from medspeed.apps.pathology.patches.table import decode as decode_patches
 from medspeed.common.clock import Clock
-from medspeed.common.console import say
 from medspeed.common.data.batches import Batches
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run
@@ -60,7 +59,8 @@ def squares(tmp_path: Path) -> PatchTable:
 
 
 def stored(table: PatchTable, folder: Path) -> np.ndarray:
-    return np.array(stored_patches(table, folder, PathologyConfig(reader="tifffile", workers=1), False, say).pixels)
+    run = Run(folder, CPU, Clock(), resumed=False, ranks=Ranks())
+    return np.array(decoded(table, PathologyConfig(store=folder, reader="tifffile", workers=1), run).pixels)
 
 
 def test_patches_are_those_of_their_files_in_the_tables_order(tmp_path: Path, images: PatchTable, squares: PatchTable):
@@ -86,7 +86,7 @@ def test_a_sound_store_is_read_and_a_damaged_one_made_anew(
     monkeypatch.setattr(patch_store, "decode", noting)
     stored(squares, tmp_path / "store")
     assert read == []
-    (path,) = (tmp_path / "store").glob("*.npy")
+    (path,) = (tmp_path / "store").rglob("*.npy")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -110,7 +110,7 @@ def test_images_must_be_alike_and_whole(tmp_path: Path, images: PatchTable):
     images.files[1].write_bytes(images.files[0].read_bytes()[:200])
     with pytest.raises(ValueError, match=r"b\.png: cannot be read as an image"):
         stored(images, tmp_path / "store")
-    assert not list((tmp_path / "store").glob("*.npy"))
+    assert not list((tmp_path / "store").rglob("*.npy"))
 
 
 def test_a_full_disk_is_told_before_anything_is_written(
