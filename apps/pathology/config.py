@@ -161,7 +161,6 @@ class ScanConfig:
     overlays: bool = True
 
     def __post_init__(self) -> None:
-        """Raise a ValueError where the stride is no multiple of 32."""
         if not _on_stride(self.stride):
             raise ValueError(f"stride {self.stride}: must be a multiple of {_STRIDE} above 0")
 

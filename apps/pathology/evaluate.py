@@ -40,7 +40,6 @@ class Scan:
     mark: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise a ValueError for numbers that no scan gives."""
         if not 0 <= self.probability <= 1:
             raise ValueError(f"probability {self.probability}: must be between 0 and 1")
         if min(self.size) < 1 or not (self.mpp is None or MIN_MPP <= self.mpp <= MAX_MPP):
@@ -141,7 +140,6 @@ def _read_scans(folder: Path) -> tuple[dict[Path, Scan], dict[str, str]]:
 
 
 def _why_not(entry: SlideEntry | None, scan: Scan) -> str:
-    """Return why a scan cannot be judged, "" where it can."""
     if entry is None:
         return "it is not in the set of slides"
     if entry.name.lower() == DUPLICATE:

@@ -78,9 +78,8 @@ def write_patch_bundle(folder: Path, run: Path, model: PathologyModel) -> Path:
     network = model.build(run / "best.safetensors").eval()
     values = {"network": _TWIN, "patch_size": model.patch_size, "task": "Classification of patches as tumour or normal"}
     templates, shape = Path(__file__).with_name("bundle"), (1, 3, model.patch_size, model.patch_size)
-    weights = {
-        name.removeprefix("features.").replace("head.", "fc."): value for name, value in network.state_dict().items()
-    }
+    ours = network.state_dict()
+    weights = {name.removeprefix("features.").replace("head.", "fc."): value for name, value in ours.items()}
     weights["fc.weight"] = weights["fc.weight"].flatten(1)  # MONAI's last layer is linear
     return write_bundle(folder, run, TASK, templates, values, network, shape, weights)
 

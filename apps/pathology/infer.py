@@ -104,10 +104,8 @@ class Scanner:
             slide = open_slide(item.source, self.config.reader)
             view, base = choose_view(slide, self.model.mpp), slide.levels[0]
             if max(base.width, base.height) <= view.span(self.model.patch_size) * view.downsample:
-                raise ValueError(
-                    f"{item.source}: {base.width} x {base.height} pixels is a patch, not a slide: pass the "
-                    "slide it was cut from"
-                )
+                what = f"{base.width} x {base.height} pixels is a patch, not a slide"
+                raise ValueError(f"{item.source}: {what}: pass the slide it was cut from")
             return slide, view, tissue_mask(slide, assumed_mpp=view.base_mpp)
 
     def scan(self, item: Item[Path], given: tuple[Slide, View, SlideMask]) -> tuple[Slide, View, ProbabilityMap]:
@@ -183,7 +181,6 @@ def find_patches(path: Path) -> list[Path]:
 
 
 def _line(record: Record) -> str:
-    """Return what the record of a slide says."""
     parts = [
         f"{record['reader']}, {record['view']}, probability {record['probability']:.3f}",
         f"{plural(record['detections'], 'detection')}, peak memory {record['peak_memory_mib']} MiB",

@@ -97,10 +97,9 @@ def export_patches(
     best: nn.Module, model: PathologyModel, judge: Judge, engine: EngineChoice, run: Run, int8: Quantise | None = None
 ) -> Exports:
     """Export the best weights behind the gate; the models take images of any size from a patch to a tile."""
-    about, smallest = {"name": "medspeed pathology", "labels": "normal tumour"}, (3, model.patch_size, model.patch_size)
-    return export(
-        best, judge, run, batch=model.tile_batch, metadata=about, engine=engine, smallest=smallest, quantise=int8
-    )
+    about, size = {"name": "medspeed pathology", "labels": "normal tumour"}, (3, model.patch_size, model.patch_size)
+    batch = model.tile_batch
+    return export(best, judge, run, batch=batch, metadata=about, engine=engine, smallest=size, quantise=int8)
 
 
 def tiles(patches: Patches, model: PathologyModel, count: int) -> torch.Tensor:

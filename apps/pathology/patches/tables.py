@@ -204,7 +204,6 @@ def _pixel_size(files: Sequence[Path], reader: Reader, run: Run) -> float | None
 
 
 def _of_each_kind(labels: np.ndarray, count: int) -> np.ndarray:
-    """Return the places of the first `count` of each label (0, 1), in order."""
     return np.sort(np.concatenate([np.flatnonzero(labels == label)[:count] for label in (0, 1)]))
 
 

@@ -148,10 +148,8 @@ def _require_sound(path: Path, size: int, levels: tuple[Level, ...]) -> None:
     for level in levels:
         wide, high, listed = level.tile_width, level.tile_height, len(level.offsets)
         if min(wide, high) < 1 or not listed == len(level.counts) == math.prod(level.grid):
-            found = f"{listed} tiles of {wide} x {high}"
-            raise ValueError(
-                f"{path}: a level of {level.width} x {level.height} lists {found}, which do not fill it: copy it again"
-            )
+            found = f"a level of {level.width} x {level.height} lists {listed} tiles of {wide} x {high}"
+            raise ValueError(f"{path}: {found}, which do not fill it: copy it again")
         if wide * high > _MOST_PIXELS:
             raise ValueError(
                 f"{path}: a tile or strip has {wide} x {high} pixels, and at most {_MOST_PIXELS} are read: "
