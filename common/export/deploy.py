@@ -35,7 +35,7 @@ _TIMED = 3  # windows, after one that sets up
 _SECONDS = "s per window in ONNX Runtime"
 
 
-def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, phantoms: str) -> Path:
+def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, phantoms: str | None) -> Path:
     """Hand the run of a segmentation over in the form that the configuration names; return where it lies.
 
     `task` is what its networks do, in a sentence for the model card; `phantoms`, ct or mri, are the synthetic cases for
@@ -113,7 +113,7 @@ def precision_table(exports: Exports, seconds: Mapping[str, float]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _find_cases(config: ExportConfig, phantoms: str, scratch: Path) -> tuple[Cases, Cases, str]:
+def _find_cases(config: ExportConfig, phantoms: str | None, scratch: Path) -> tuple[Cases, Cases, str]:
     """Return the cases for the gate, others to calibrate INT8 on, and what they are in words.
 
     They are those of --data, or the run's own for validation and training, or synthetic ones without labels.
@@ -125,6 +125,8 @@ def _find_cases(config: ExportConfig, phantoms: str, scratch: Path) -> tuple[Cas
     if folder is None or not (folder / "dataset.json").is_file():
         if config.data is not None:
             raise FileNotFoundError(f"{config.data / 'dataset.json'}: no such file; --data takes a dataset folder")
+        if phantoms is None:
+            raise FileNotFoundError(f"{config.run}: the run's data are not available; pass a dataset with --data")
         folder = make_synthetic(scratch, "make_phantoms", phantoms, "--cases", str(2 * _SYNTHETIC_CASES))
         made = tuple(replace(case, label=None) for case in read_dataset(folder).cases)
         origin = "(synthetic scans, because the run's data are not available; pass --data for a Dice)"
