@@ -45,6 +45,8 @@ def model_card(run: Path, task: str) -> str:
     """
     files = {name: read_if_there(run / f"{name}.json") for name in ("model", "summary", "split", "environment")}
     folder, quality = files["summary"].get("data", {}).get("folder"), files["summary"].get("quality")
+    python, revision, known = (files["environment"].get(name) for name in ("python", "git", "versions"))
+    packages = {name: (known or {}).get(name) for name in _PACKAGES}
     # The digests are those of what is there now, and not of what the summary remembers.
     exports = sorted(file for kind in ("onnx", "plan") for file in (run / "exports").glob(f"model_*.{kind}"))
     found = [file for file in (run / "best.safetensors", *exports) if file.is_file()]
@@ -54,7 +56,7 @@ def model_card(run: Path, task: str) -> str:
         "figures": _figures(quality) if quality else {},
         "dataset": read_if_there(Path(folder) / "dataset.json") if folder else {},
         "digests": {file.relative_to(run).as_posix(): sha256_of(file) for file in found},
-        "packages": _PACKAGES,
+        "versions": {"Python": python, **packages, "medspeed revision": revision},
     }
     return filled(Path(__file__).with_name("model_card.md.j2"), files | values)
 

@@ -86,6 +86,5 @@ def draw_curve(axes: Axes, x: Values, y: Values, **options: Any) -> list[Any]:  
 
 def _column(records: Sequence[Mapping[str, Any]], name: str) -> Values:
     """Return one value of each record as float64; NaN where it is missing, None or not finite."""
-    values = np.array([np.nan if record.get(name) is None else record[name] for record in records], dtype=np.float64)
-    values[~np.isfinite(values)] = np.nan
-    return values
+    values = np.array([record.get(name) for record in records], dtype=np.float64)  # None becomes NaN
+    return np.where(np.isfinite(values), values, np.nan)
