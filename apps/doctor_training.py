@@ -116,7 +116,7 @@ def batch_parts(batches: Batches, cache: str) -> tuple[dict[Bound, float], int |
     MONAI's datasets are taken apart transform by transform; ours, and MONAI's of regions of slides, are drawn as a
     whole, and `cache` says what that is. Workers are None where their number is not the user's to choose.
     """
-    loader = getattr(batches, "loader", None)  # MONAI's
+    loader = batches.loader
     if loader is None:
         kinds: dict[str, Bound] = {"disk": "disk", "none": "preparation", "smart": "preparation"}
         with closing(batches.epoch(0)) as drawn:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,7 @@ class Batches:
     steps_per_epoch: int
     resumes_within_epoch: bool  # whether `epoch` can start at any step; else at the first only
     made_on_device: bool  # whether each batch is made there, and like the others but for its numbers
+    loader: Any = None  # MONAI's, where one makes them
 
     def epoch(self, number: int, first_step: int = 0) -> Generator[Batch, None, None]:
         """Yield the batches of one epoch, from a step on; the same for the same arguments, whatever ran before."""

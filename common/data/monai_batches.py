@@ -42,7 +42,7 @@ def monai_batches(loader: Any, to_batch: Callable[[Any], Batch], seed: int) -> B
         for items in loader:
             yield to_batch(items)
 
-    return Batches(epoch, len(loader), resumes_within_epoch=False, made_on_device=False)
+    return Batches(epoch, len(loader), resumes_within_epoch=False, made_on_device=False, loader=loader)
 
 
 def monai_crops(
