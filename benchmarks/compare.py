@@ -42,7 +42,6 @@ import torch
 from medspeed.apps.opening import parse_flags
 from medspeed.benchmarks import harness, sides
 from medspeed.benchmarks.harness import Figures, Sides, Values, row, show
-from medspeed.benchmarks.judge import judge_maps, judge_masks
 from medspeed.benchmarks.sides import Task
 from medspeed.common.files import write_json
 from medspeed.common.run import environment
@@ -116,15 +115,14 @@ def inference(task: Task) -> list[Figures]:
     seconds, left = timed(
         task, sides.guide_inference, [partial(sides.fast_inference, way=name) for name in ways], warm, warm_up=False
     )
-    side, guide = quickest({name: [value / len(scans) for value in values] for name, values in seconds.items()})
-    rows, (peak, theirs) = [], left.get(side, (None, None))
-    for name in ways:
-        rows.append(row(f"file to file, {name}{side[5:]}", "s", guide, [each / len(scans) for each in seconds[name]]))
-    for name in ways:
-        rows.append(row(f"peak memory, {name}", "MiB", [peak] * task.both, [left[name][0]]))
+    each = {name: [value / len(scans) for value in values] for name, values in seconds.items()}
+    side, guide = quickest(each)
+    peak, theirs = left.get(side, (None, None))
+    rows = [row(f"file to file, {name}{side[5:]}", "s", guide, each[name]) for name in ways]
+    rows += [row(f"peak memory, {name}", "MiB", [peak] * task.both, [left[name][0]]) for name in ways]
     for name in ways * task.both:
-        sides_of = scans, task.data, theirs, left[name][1]
-        scores = judge_maps(run, *sides_of) if task.app == "pathology" else judge_masks(task.guide.REGIONS, *sides_of)
+        judge = sides.judge_maps if task.app == "pathology" else sides.judge_masks
+        scores = judge(task, theirs, left[name][1])
         rows += [row(f"{what}, {name}", "", *pair) for what, pair in scores.items()]
     return rows
 
@@ -148,9 +146,8 @@ def main() -> None:
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows: list[Figures] = []
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
-        task = Task(
-            given.app, given.data.resolve(), device, given.rounds, given.cases, given.sides == "both", Path(folder)
-        )
+        sizes = given.rounds, given.cases, given.sides == "both"
+        task = Task(given.app, given.data.resolve(), device, *sizes, Path(folder))
         if task.half is None:
             print(f"bf16: this processor only emulates it, so no side runs in it; fast chooses {task.chosen}")
         record: dict[str, Any] = {

@@ -49,10 +49,10 @@ def guide_of(app: str) -> ModuleType:
     return import_module(f"medspeed.benchmarks.peers.{app}_guide")
 
 
-def make_data(app: str, size: str, folder: Path) -> Path:
-    """Make the "small" or "large" data of an app with a guide; return their folder."""
+def make_data(app: str, size: str, folder: Path, *more: object) -> Path:
+    """Make the "small" or "large" data of an app with a guide, with more flags if given; return their folder."""
     program, *words = shlex.split(GUIDES[app][size])
-    call(f"data_scripts/{program}", *words, "--to", folder)
+    call(f"data_scripts/{program}", *words, *more, "--to", folder)
     return folder
 
 

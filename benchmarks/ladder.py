@@ -4,8 +4,8 @@ Run: python benchmarks/ladder.py APP [--device cpu] [--seeds 1] [--epochs N] [--
 
 Each rung (benchmarks/rungs.yaml) is a training in a process of its own, on the app's small synthetic data (or --data):
 crop, network, batch and epochs are equal on all rungs of the climb. In each round (seed) the rungs run one after the
-other, so that neighbours are neighbours in time, and a ratio is the median over the rounds. FOLDER gets ladder.json,
-ladder.md and time.png; what cannot run here is listed with its reason. With 16 GiB of memory and two cores it takes
+other, so that neighbours are neighbours in time, and a ratio is the median over the rounds. FOLDER gets ladder.json
+and ladder.md; what cannot run here is listed with its reason. With 16 GiB of memory and two cores it takes
 12 to 22 minutes.
 """
 
@@ -33,7 +33,6 @@ PARSER.answer(__name__)
 
 import math
 import os
-import re
 import statistics
 import tempfile
 import time
@@ -42,26 +41,21 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-import numpy as np
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from medspeed.apps.opening import parse_flags
 from medspeed.benchmarks.harness import Figures, attempt, in_a_process, make_data, trained
 from medspeed.common.config import flat, replaced
 from medspeed.common.files import write_json, write_text
-from medspeed.common.observe.plots import save_png
 from medspeed.common.run import environment
 from medspeed.common.training.config import TrainingConfig
 
 RAM_DISK = Path("/dev/shm")
 _SHORT = 2  # epochs of a single change, of which the second is timed
 _TARGET = 0.9  # of the quality that fast has in the end: what "seconds to" counts to
-_THIS = "samples per s, this / fast"
 _BEFORE, _REACHED = "to the rung before", f"seconds to {_TARGET:g} of fast's quality"
-_BASELINE, _MEMORY = "to the baseline", "peak memory, MiB"
-_COLOURS = {"baseline": "#D55E00", "the guide": "#0072B2", "fast": "#009E73"}  # of the recipes' rungs, by their names
+_FIRST, _MEMORY = "to the first", "peak memory, MiB"
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Namespace:
@@ -88,7 +82,6 @@ def main() -> None:
     record |= {"environment": about, "seconds in all": round(time.perf_counter() - began, 1)}
     write_json(output / "ladder.json", record)
     write_text(output / "ladder.md", markdown(record) + "\n")
-    draw_ladder(output / "time.png", record)
     print(f"{markdown(record)}\n{record['seconds in all']:.0f} s; {output / 'ladder.json'}", flush=True)
 
 
@@ -107,25 +100,17 @@ def measure(app: str, data: Path, kind: str, seeds: int, epochs: int, folder: Pa
                 return config
             return attempt(partial(in_a_process, trained, replace(config, **changes)))  # type: ignore[arg-type]
 
-        rounds = [
-            {
-                name: run(each, seed=seed, store=folder / f"store-{seed}", epochs=epochs, validate_every=1)
-                for name, each in rungs.items()
-            }
-            for seed in range(seeds)
-        ]
+        rounds: list[Figures] = []
+        for seed in range(seeds):
+            own: dict[str, Any] = {"seed": seed, "store": folder / f"store-{seed}", "epochs": epochs}
+            rounds.append({name: run(each, validate_every=1, **own) for name, each in rungs.items()})
         changed = {name: run(each, epochs=_SHORT, validate_every=_SHORT) for name, each in singles.items()}
     return {
         "app": app,
         "epochs": epochs,
         "metric": fast.METRIC,
         "climb": climbed(rounds, fast.METRIC),
-        "beside": {
-            name: {**each, _THIS: _times([changed], name, "fast itself", "samples per s")}
-            if isinstance(each, dict)
-            else each
-            for name, each in changed.items()
-        },
+        "beside": climbed([changed], fast.METRIC),
         "absent": (RUNGS["all"]["absent on a cpu"] if kind == "cpu" else {}) | RUNGS["all"]["absent"],
     }
 
@@ -170,21 +155,20 @@ def climbed(rounds: Sequence[Figures], metric: str) -> Figures:
         runs: list[Any] = [each[name] for each in rounds]
         found[name] = next((run for run in runs if isinstance(run, str)), None)
         if found[name] is None:
-            curves, numbers = [run["curve"] for run in runs], [key for key in runs[0] if _is_number(runs[0][key])]
+            curves, numbers = (
+                [run["curve"] for run in runs],
+                [key for key, each in runs[0].items() if isinstance(each, int | float)],
+            )
             found[name] = {key: round(statistics.median(run[key] for run in runs), 5) for key in numbers}
-            found[name] |= {_BEFORE: _times(rounds, before, name), _BASELINE: _times(rounds, first, name)}
+            found[name] |= {_BEFORE: _times(rounds, before, name), _FIRST: _times(rounds, first, name)}
             found[name] |= {_REACHED: _reached(curves, target), "curves": curves, "precision": runs[0]["precision"]}
     return found
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
-def _times(rounds: Sequence[Figures], before: str, name: str, figure: str = "s per step") -> str:
-    pairs = [(each.get(before), each[name]) for each in rounds]
-    ratios = [one[figure] / other[figure] for one, other in pairs if isinstance(one, dict) and isinstance(other, dict)]
-    return f"{statistics.median(ratios):.2f}x" if ratios else ""
+def _times(rounds: Sequence[Figures], before: str, name: str) -> str:
+    """Return how many times as fast one is as another, by samples, since some make the batch larger."""
+    pairs = [(each[name]["samples per s"], each[before]) for each in rounds if isinstance(each.get(before), dict)]
+    return f"{statistics.median(one / other['samples per s'] for one, other in pairs):.2f}x" if pairs else ""
 
 
 def _reached(curves: Sequence[Any], target: float) -> str:
@@ -197,9 +181,9 @@ def markdown(record: Figures) -> str:
     """Return all tables of a ladder, most important first."""
     costs = ("waited, percent", "prepare and cache, s", "first epoch, s", record["metric"], _REACHED, _MEMORY)
     parts = {
-        f"The climb ({record['app']}, {record['epochs']} epochs)": ("climb", "s per step", _BEFORE, _BASELINE, *costs),
+        f"The climb ({record['app']}, {record['epochs']} epochs)": ("climb", "s per step", _BEFORE, _FIRST, *costs),
         "Single changes of fast (an epoch each, not repeated: differences of a few percent are noise)": (
-            "beside", "s per step", _THIS, "s per validation", "compile, s", _MEMORY,
+            "beside", "s per step", _FIRST, "s per validation", "compile, s", _MEMORY,
         ),
         "Not here": ("absent", "why not"),
     }  # fmt: skip
@@ -217,23 +201,6 @@ def _table(part: Figures, names: Sequence[str]) -> str:
 
 def _cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
-
-
-def draw_ladder(path: Path, record: Figures) -> None:
-    """Draw each rung's quality against time, as far as they did not fail; the recipes in colour, the rest in grey."""
-    rungs = {name: rung for name, rung in record["climb"].items() if isinstance(rung, dict)}
-    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for name, rung in rungs.items():
-        seconds, values = np.array(rung["curves"][0]).T
-        recipe = next((recipe for recipe in _COLOURS if re.search(rf"{recipe}(:| \(|$)", name)), None)
-        colour, width = (_COLOURS[recipe], 2.5) if recipe else ("0.8", 1)
-        axes.plot(seconds, values, marker="o", color=colour, lw=width, ms=2 * width, zorder=1 + width, label=recipe)
-    axes.plot([], [], color="0.8", label="intermediate rungs")
-    axes.set(xlim=0, xlabel="seconds of preparation and training", ylabel=f"validation {record['metric']}")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
-    axes.grid(alpha=0.3)
-    save_png(path, figure)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from medspeed.benchmarks.harness import ROOT, Figures, make_data, show
 from medspeed.common.files import read_object, write_text
 from medspeed.common.inference.predictors import computes_bf16
 
-_NUMERALS = {1: "one", 2: "two", 4: "four", 8: "eight", 16: "sixteen"}
+_NUMERALS = {1: "one", 2: "two", 4: "four", 8: "eight"}
 PAGE = ROOT / "docs" / "benchmarks.md"
 _README = """# {}, guide against fast
 
@@ -47,9 +47,9 @@ Both sides take turns; figures are medians. `record.json` lists machine, version
 def main() -> None:
     """Measure, write the record, and update the page of results."""
     given = PARSER.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name().lower().replace(" ", "-") if device == "cuda" else device
-    name += "-bf16" if device == "cpu" and computes_bf16(torch.device(device)) else ""
+    name = "cpu-bf16" if computes_bf16(torch.device("cpu")) else "cpu"
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name().lower().replace(" ", "-")
     folder = ROOT / "benchmarks" / "records" / f"{given.today}_{name}_{given.app}-guide-against-fast"
     if (folder / "record.json").exists():
         raise SystemExit(f"{folder} already exists: move it, or pass another --today")

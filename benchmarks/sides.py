@@ -1,7 +1,7 @@
-"""What the two sides of a comparison run: the guide's script, and the app itself with the guide's network."""
+"""The two sides of a comparison: the guide's script, and the app itself with the guide's network; what judges both."""
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -9,17 +9,23 @@ from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from monai.metrics import compute_dice
 
 import medspeed
 from medspeed.apps.opening import parse_flags
+from medspeed.apps.pathology.model import load_model
 from medspeed.apps.pathology.patches.tables import find_tables
+from medspeed.apps.pathology.scan.scan import ProbabilityMap, choose_view, find_detections, write_detections_csv
 from medspeed.apps.pathology.slides.camelyon import read_slide_set
+from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.benchmarks import GUIDES
 from medspeed.benchmarks.harness import Sides, guide_of, opened, step_of, write_lists
 from medspeed.benchmarks.peers import Given, make_step
 from medspeed.common.clock import Clock
 from medspeed.common.data.dataset import read_dataset
+from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import write_json
 from medspeed.common.host_memory import peak_memory
 from medspeed.common.inference import Precision
@@ -27,6 +33,8 @@ from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.predictors import computes_bf16
 from medspeed.common.run import Run
 from medspeed.common.training.setup import choose_precision
+
+Scores = dict[str, tuple[list[float], list[float]]]  # of the guide and of fast
 
 _REGION = 9  # patches in each item of the pathology guide's dataset
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -172,3 +180,38 @@ def fast_inference(task: Task, flags: str, way: str) -> Sides:
         return peak_memory() / 2**20, to
 
     return {way: side}
+
+
+def dices(some: Sequence[Path], others: Sequence[Path], regions: Mapping[str, Sequence[int]]) -> np.ndarray:
+    """Return the Dice of each region in each pair of files of label maps, [N, R]; 1 where it is in neither."""
+    found = []
+    for paths in zip(some, others, strict=True):
+        voxels = [read_volume(path).voxels.astype(np.int64) for path in paths]
+        pair = [torch.from_numpy(np.stack([np.isin(each, of) for of in regions.values()])[None]) for each in voxels]
+        found.append(compute_dice(*pair, include_background=True, ignore_empty=False)[0].numpy())
+    return np.stack(found)
+
+
+def judge_masks(task: Task, guide: Path, fast: Path) -> Scores:
+    """Return the mean Dice of both sides' masks, and the least of ours to the guide's."""
+    labels = {case.image: case.label or case.image for case in read_dataset(task.data).cases}
+    theirs, ours = ([folder / file.name for file in task.scans()] for folder in (guide, fast))
+    truth, regions = [labels[file] for file in task.scans()], task.guide.REGIONS
+    means = [float(dices(masks, truth, regions).mean()) for masks in (theirs, ours)]
+    least = float(dices(ours, theirs, regions).min())
+    return {"Dice of these masks": (means[:1], means[1:]), "least Dice of a mask to the guide's": ([], [least])}
+
+
+def judge_maps(task: Task, guide: Path, fast: Path) -> Scores:
+    """Return FROC and slide AUC of both sides' scans; the guide's maps are written as ours are, to be judged alike."""
+    model, to = load_model(task.folder / "run"), guide / "scans"
+    for file in task.scans():
+        values, slide = np.load(guide / f"{file.stem}.npy").astype(np.float32), open_slide(file)
+        level, view = slide.levels[0], choose_view(slide, model.mpp)
+        found = ProbabilityMap(values, round(level.width / values.shape[1]), values > 0, 0)
+        write_detections_csv(to / file.stem / "detections.csv", find_detections(found, view.base_mpp))
+        about = {"name": file.stem, "probability": float(values.max(initial=0)), "mpp": slide.mpp}
+        write_json(to / file.stem / "slide.json", {**about, "size": [level.width, level.height]})
+    theirs, ours = (medspeed.evaluate(each, task.data, app="pathology", quiet=True) for each in (to, fast))
+    scores = {"FROC of these scans": "froc", "slide AUC of these scans": "slide_auc"}
+    return {what: ([getattr(theirs, key)], [getattr(ours, key)]) for what, key in scores.items()}

@@ -62,7 +62,7 @@ import torch
 from medspeed.apps.opening import parse_flags
 from medspeed.apps.pathology.patches.tables import find_tables
 from medspeed.benchmarks.harness import call, guide_of, make_data, write_lists
-from medspeed.benchmarks.judge import dices
+from medspeed.benchmarks.sides import dices
 from medspeed.common.clock import Clock
 from medspeed.common.console import set_verbosity
 from medspeed.common.data.dataset import read_dataset, split_cases
@@ -83,12 +83,10 @@ def main() -> None:
     runs: dict[str, list[Json]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory(prefix="speedrun-") as made:
         folder = Path(made)
-        if given.data is None and "cases" in record:
-            words = ("ct", "--cases", record["cases"], "--labels", given.labels.resolve())
-            call("data_scripts/make_phantoms.py", *words, "--to", folder / "data")
-        elif given.data is None:
-            make_data(record["app"], "small", folder / "data")
-        course = Course(folder, (given.data or folder / "data").resolve(), record, flags)
+        around = "cases" in record and given.labels
+        more = ("--cases", record["cases"], "--labels", given.labels.resolve()) if around else ()
+        data = given.data or make_data(record["app"], "small", folder / "data", *more)
+        course = Course(folder, data.resolve(), record, flags)
         ends = [] if given.target else [course.guide(seed, math.inf)["curve"][-1][-1] for seed in seeds]
         target = given.target or math.floor(1000 * min(ends)) / 1000
         record["target"] = {"value": target, "the guide's seeds": ends}

@@ -26,11 +26,7 @@ def why_not() -> str | None:
 
 
 def load() -> None:
-    """Build the shim, unless it lies in the cache, and load it.
-
-    Raises:
-        RuntimeError: there can be none here (see `why_not`), or the compiler refused.
-    """
+    """Build the shim, unless it lies in the cache, and load it; a RuntimeError says why there can be none."""
     assert "torch" not in sys.modules, "torch looks for CUDA once, when it is loaded"
     if reason := why_not():
         raise RuntimeError(f"fake CUDA: {reason}")
@@ -61,6 +57,5 @@ def _compiler() -> str:
     return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or ""
 
 
-def _torch() -> Path:
-    """Return torch's folder; it is not loaded."""
+def _torch() -> Path:  # its folder; it is not loaded
     return Path(str(distribution("torch").locate_file("torch")))

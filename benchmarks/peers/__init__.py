@@ -40,11 +40,9 @@ def parse(description: str | None, own: Mapping[str, Any], words: Sequence[str] 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     flags = {"data": Path, "most": int, "until": math.inf, "seed": 0, "to": Path, "device": device, **own}
     for name, value in flags.items():
-        if isinstance(value, tuple):
-            parser.add_argument(f"--{name}", type=type(value[0]), nargs=len(value), default=value)
-        else:
-            kind, default = (value, None) if isinstance(value, type) else (type(value), value)
-            parser.add_argument(f"--{name}", type=kind, default=default)
+        kind, default = (value, None) if isinstance(value, type) else (type(value), value)
+        several = {"type": type(value[0]), "nargs": len(value)} if isinstance(value, tuple) else {"type": kind}
+        parser.add_argument(f"--{name}", default=default, **several)
     given = parser.parse_args(words)
     given.most = given.most or given.epochs
     set_determinism(given.seed)

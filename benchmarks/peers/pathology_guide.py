@@ -81,23 +81,15 @@ class ColorJitterd(mt.RandomizableTransform):  # type: ignore[misc] # monai has 
 
 def scaling() -> list[Callable[..., Any]]:
     """Return what validation and inference do: from [0, 255] to [-1, 1]."""
-    return [
-        mt.CastToTyped("image", dtype=np.float32),
-        mt.ScaleIntensityRanged("image", a_min=0.0, a_max=255.0, b_min=-1.0, b_max=1.0),
-    ]
+    return [mt.CastToTyped("image", dtype=np.float32), mt.ScaleIntensityRanged("image", 0.0, 255.0, -1.0, 1.0)]
 
 
 def patch_transforms() -> list[Callable[..., Any]]:
     """Return the random transforms of one patch, with the conversions of the script's numpy backend."""
-    return [
-        ColorJitterd(),
-        mt.RandFlipd("image", spatial_axis=-1, prob=0.5),
-        mt.RandRotate90d("image", prob=0.5),
-        mt.CastToTyped("image", dtype=np.float32),
-        mt.RandZoomd("image", prob=0.5, min_zoom=0.9, max_zoom=1.1),
-        *scaling()[1:],
-        mt.ToTensord("image", track_meta=False),
-    ]
+    drawn = [ColorJitterd(), mt.RandFlipd("image", spatial_axis=-1, prob=0.5), mt.RandRotate90d("image", prob=0.5)]
+    zoom = mt.RandZoomd("image", prob=0.5, min_zoom=0.9, max_zoom=1.1)
+    cast, scale = scaling()
+    return [*drawn, cast, zoom, scale, mt.ToTensord("image", track_meta=False)]
 
 
 def make_dataset(items: Sequence[Item], transforms: Sequence[Callable[..., Any]], given: Given) -> PatchWSIDataset:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from medspeed.benchmarks import GUIDES, compare, harness, judge, sides
+from medspeed.benchmarks import GUIDES, compare, harness, sides
 from medspeed.benchmarks.harness import in_turn
 from medspeed.benchmarks.peers import make_step
 from medspeed.benchmarks.sides import Task
@@ -185,5 +185,5 @@ def test_the_dice_of_label_maps(tmp_path: Path):
         voxels = np.array(values, np.uint8).reshape(4, 1, 1)
         nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), tmp_path / f"{name}.nii")
     regions = {"a": (1,), "b": (2,), "c": (3,), "ab": (1, 2)}  # of either label: voxels 3 and 2, one common
-    found = judge.dices([tmp_path / "one.nii"], [tmp_path / "other.nii"], regions)
+    found = sides.dices([tmp_path / "one.nii"], [tmp_path / "other.nii"], regions)
     assert found.tolist() == [pytest.approx([2 / 3, 0.0, 1.0, 0.4])]
