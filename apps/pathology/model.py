@@ -21,20 +21,13 @@ _TILE_BATCH = {"cuda": 4, "cpu": 1}
 
 @dataclass(frozen=True)
 class PathologyModel:
-    """The content of `model.json`.
+    """The content of `model.json`."""
 
-    Args:
-        patch_size: side of the patches that the network was trained on, in pixels.
-        mpp: um per pixel of those patches; None where the data did not say.
-        tile_size: side of the tiles of a dense scan in pixels, halo included; `tile_batch` are in one call.
-        precision: of the training steps.
-    """
-
-    patch_size: int
-    mpp: float | None
-    tile_size: int
+    patch_size: int  # side of the patches that the network was trained on, in pixels
+    mpp: float | None  # um per pixel of those patches; None where the data did not say
+    tile_size: int  # side of the tiles of a dense scan in pixels, halo included; `tile_batch` are in one call
     tile_batch: int
-    precision: Precision
+    precision: Precision  # of the training steps
 
     def build(self, weights: Path | None = None) -> nn.Module:
         """Return the network, with the weights of a safetensors file where one is given."""

@@ -27,28 +27,21 @@ _INTENSITIES = [f"percentile {percent} of the intensities" for percent in (5, 50
 
 @dataclass(frozen=True)
 class Measures:
-    """Measurements of one structure in one scan.
+    """Measurements of one structure in one scan."""
 
-    Attributes:
-        structure: its name; its voxels and volume follow.
-        parts: number of connected components (26-connected).
-        longest_axial_mm: longest diameter in any axial slice, from pixel edge to pixel edge; 0 for an empty structure.
-        short_axial_mm: extent perpendicular to it in the same slice.
-        extent_rl_mm: distance between the outer edges of the rightmost and leftmost voxels; likewise posterior to
-            anterior and inferior to superior. Measured along the axes of the file, which may be oblique.
-        uncertain: what makes it so; empty where nothing does.
-    """
-
-    structure: str
+    structure: str  # its name; its voxels and volume follow
     voxels: int
     volume_ml: float
-    parts: int
+    parts: int  # number of connected components (26-connected)
+    # longest diameter in any axial slice, from pixel edge to pixel edge; 0 for an empty structure
     longest_axial_mm: float
-    short_axial_mm: float
+    short_axial_mm: float  # extent perpendicular to it in the same slice
+    # distance between the outer edges of the rightmost and leftmost voxels; likewise posterior to anterior and inferior
+    # to superior. Measured along the axes of the file, which may be oblique
     extent_rl_mm: float
     extent_pa_mm: float
     extent_is_mm: float
-    uncertain: str = field(default="", kw_only=True)
+    uncertain: str = field(default="", kw_only=True)  # what makes it so; empty where nothing does
 
 
 def measure(labels: np.ndarray, affine: np.ndarray, regions: Sequence[Region]) -> tuple[Measures, ...]:

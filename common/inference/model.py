@@ -66,33 +66,20 @@ def mean_of(members: Iterable[Callable[[torch.Tensor], torch.Tensor]], image: to
 
 @dataclass(frozen=True)
 class VolumeModel:
-    """Everything inference needs to know about a volume segmentation network: the content of `model.json`.
+    """Everything inference needs to know about a volume segmentation network: the content of `model.json`."""
 
-    Args:
-        network: function that builds it from the channels of image and logits; stored by name.
-        arguments: further arguments of that function, by name.
-        labelling: meaning of the logits.
-        preparation: how a scan is turned into the network's input.
-        window_size: X, Y, Z in voxels of the working grid.
-        window_batch: windows computed at once.
-        overlap: fraction of a window that its neighbour shares.
-        precision: used in training, and for inference in PyTorch.
-        postprocessing: steps, as chosen on validation cases.
-        members: networks of an ensemble, whose logits are averaged; the first is `network`. Empty for a single one.
-        modality: name of each channel, as in dataset.json; nothing in files that do not name them.
-    """
-
-    network: Callable[..., nn.Module]
-    arguments: Mapping[str, Any]
-    labelling: LabelScheme
-    preparation: Preparation
-    window_size: tuple[int, int, int]
-    window_batch: int
-    overlap: float
-    precision: Precision
-    postprocessing: Steps = ()
+    network: Callable[..., nn.Module]  # function that builds it from the channels of image and logits; stored by name
+    arguments: Mapping[str, Any]  # further arguments of that function, by name
+    labelling: LabelScheme  # meaning of the logits
+    preparation: Preparation  # how a scan is turned into the network's input
+    window_size: tuple[int, int, int]  # X, Y, Z in voxels of the working grid
+    window_batch: int  # windows computed at once
+    overlap: float  # fraction of a window that its neighbour shares
+    precision: Precision  # used in training, and for inference in PyTorch
+    postprocessing: Steps = ()  # steps, as chosen on validation cases
+    # networks of an ensemble, whose logits are averaged; the first is `network`. Empty for a single one
     members: tuple[Member, ...] = ()
-    modality: tuple[str, ...] = ()
+    modality: tuple[str, ...] = ()  # name of each channel, as in dataset.json; nothing in files that do not name them
 
     def __post_init__(self) -> None:
         """Raise a ValueError that names the field, the value and the bound, where a value is out of it."""

@@ -33,20 +33,13 @@ _Region = tuple[str, int, int, list[int]]
 
 @dataclass(frozen=True, eq=False)
 class PatchTable:
-    """Squares of slides, or image files of one patch each.
-
-    Attributes:
-        file: [N] int32, index into `files`.
-        corner: [N, 2] int32, (x, y) of the upper left corner in pixels of level 0; (0, 0) of image files.
-        label: [N] uint8, 1 for tumour.
-        size: side of a patch in pixels.
-    """
+    """Squares of slides, or image files of one patch each."""
 
     files: tuple[Path, ...]
-    file: np.ndarray
-    corner: np.ndarray
-    label: np.ndarray
-    size: int
+    file: np.ndarray  # [N] int32, index into `files`
+    corner: np.ndarray  # [N, 2] int32, (x, y) of the upper left corner in pixels of level 0; (0, 0) of image files
+    label: np.ndarray  # [N] uint8, 1 for tumour
+    size: int  # side of a patch in pixels
 
     def __len__(self) -> int:
         return len(self.file)

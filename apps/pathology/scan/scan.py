@@ -41,20 +41,13 @@ _LEAST, _MOST = 0.1, 0.85  # opacity at probability 0 and 1: tissue shows throug
 
 @dataclass(frozen=True)
 class View:
-    """How a network sees a slide, and how the square cells of its answer lie on it, from the upper left corner on.
+    """How a network sees a slide, and how the square cells of its answer lie on it, from the upper left corner on."""
 
-    Attributes:
-        level: what is read, an index into `Slide.levels`, of `size` (width, height).
-        downsample: pixels of level 0 per pixel of that level.
-        pitch: pixels of that level that become 32 of the network's; 32 where nothing is resized.
-        base_mpp: um per pixel of level 0, known or assumed; `reason` says in one line why.
-    """
-
-    level: int
+    level: int  # what is read, an index into `Slide.levels`, of `size` (width, height)
     size: tuple[int, int]
-    downsample: float
-    pitch: int
-    base_mpp: float
+    downsample: float  # pixels of level 0 per pixel of that level
+    pitch: int  # pixels of that level that become 32 of the network's; 32 where nothing is resized
+    base_mpp: float  # um per pixel of level 0, known or assumed; `reason` says in one line why
     reason: str
 
     @property
@@ -85,18 +78,13 @@ class View:
 
 @dataclass(frozen=True)
 class ProbabilityMap:
-    """Probabilities of tumour over a whole slide, cell by cell from its upper left corner on.
+    """Probabilities of tumour over a whole slide, cell by cell from its upper left corner on."""
 
-    Attributes:
-        values: [H, W] float32 in [0, 1], of the patch around each cell's centre; 0 where not scanned ([H, W] bool).
-        stride: side of a cell in pixels of level 0, need not be whole.
-        tiles: regions of the slide that the network was given.
-    """
-
+    # [H, W] float32 in [0, 1], of the patch around each cell's centre; 0 where not scanned ([H, W] bool)
     values: np.ndarray
-    stride: float
+    stride: float  # side of a cell in pixels of level 0, need not be whole
     scanned: np.ndarray
-    tiles: int
+    tiles: int  # regions of the slide that the network was given
 
 
 def choose_view(slide: Slide, mpp: float | None) -> View:
