@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from medspeed.apps.pathology.model import PathologyModel
+from medspeed.apps.pathology.slides.camelyon import read_slide_set
 from medspeed.benchmarks import GUIDES, compare, harness, sides
 from medspeed.benchmarks.harness import in_turn
 from medspeed.benchmarks.peers import make_step
 from medspeed.benchmarks.sides import Task
+from medspeed.common.inference.model import write_model
 from medspeed.common.training.fit import train_step
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.data_scripts.make_slides import make_slides
@@ -147,9 +150,25 @@ def test_scans_of_slides_are_timed_and_judged(run):
     assert 0 <= rows["slide AUC of these scans, fp32"]["fast"] <= 1
 
 
+def test_the_guides_maps_are_judged_as_scans_of_ours_are(data, tmp_path):
+    """A map that is sure of every tumour slide, and of nothing on the others, tells the slides apart."""
+    task = Task("pathology", data["pathology"], CPU, 1, 4, True, tmp_path)
+    write_model(tmp_path / "run", "pathology", PathologyModel(64, None, 1024, 1, "fp32"))
+    tumour = {entry.path for entry in read_slide_set(data["pathology"]).testing if entry.tumour}
+    (tmp_path / "guide").mkdir()
+    for file in task.scans():
+        np.save(tmp_path / "guide" / f"{file.stem}.npy", np.full((16, 16), 0.9 * (file in tumour)))
+    found = sides.judge_maps(task, tmp_path / "guide", tmp_path / "guide" / "scans")
+    assert found["slide AUC of these scans"] == ([1.0], [1.0])
+    froc, again = found["FROC of these scans"]
+    assert froc == again
+    assert 0 <= froc[0] <= 1
+
+
 def test_slides_with_and_without_tumour_are_scanned_in_turn(data, tmp_path):
+    tumour = {entry.path: entry.tumour for entry in read_slide_set(data["pathology"]).testing}
     scans = Task("pathology", data["pathology"], CPU, 1, 4, True, tmp_path).scans()
-    assert [path.stem for path in scans] == ["test_002", "test_001"] or len(scans) == 2
+    assert [tumour[path] for path in scans] == [True, False]
 
 
 @pytest.mark.slow  # two whole runs, exports and all
