@@ -37,11 +37,11 @@ from medspeed.apps.pathology.patches.tables import find_tables
 from medspeed.apps.pathology.quality import export_patches, judge_on, tiles
 from medspeed.common.console import say
 from medspeed.common.export.bundle import NetworkConfig, write_bundle
-from medspeed.common.export.deploy import hand_over, lacks_models, open_export, tell
+from medspeed.common.export.deploy import hand_over, run_to_export, tell
 from medspeed.common.export.int8 import quantise as quantised
 from medspeed.common.files import read_as
 from medspeed.common.inference.runs import import_weights
-from medspeed.common.run import one_line_errors
+from medspeed.common.run import Run, one_line_errors
 
 TASK = "Classification of patches of whole-slide images as tumour or normal"
 _CALIBRATION_TILES = 4
@@ -68,8 +68,9 @@ def main(config: PathologyExport) -> Path:
     model = load_model(config.run)
     if config.to == "bundle":
         return write_patch_bundle(config.destination, config.run, model)
-    if lacks_models(config):
-        _export(config, model)
+    run = run_to_export(config)
+    if run is not None:
+        _export(config, model, run)
     return hand_over(PathologyConfig.APP, TASK, config)
 
 
@@ -90,10 +91,9 @@ def our_name(name: str) -> str:
     return re.sub(r"^features\.(\d)\.", lambda found: f"features.{_NUMBERED.get(found[1], found[1])}.", name)
 
 
-def _export(config: PathologyExport, model: PathologyModel) -> None:
+def _export(config: PathologyExport, model: PathologyModel, run: Run) -> None:
     """Export behind the gate, on the patches that validated the run, or on synthetic ones."""
-    run, quantise = open_export(config), None
-    own = run.directory / "plan.json"
+    own, quantise = run.directory / "plan.json", None
     with tempfile.TemporaryDirectory(prefix="export-") as scratch:
         synthetic = PathologyConfig(patch_size=model.patch_size, store=Path(scratch))
         trained = read_as(own, PathologyConfig) if own.is_file() else synthetic

@@ -49,8 +49,8 @@ def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, ph
         write_ensemble(config.run, app, model, config.model)
     if config.to == "bundle":
         return write_volume_bundle(config.destination, config.run, task, model)
-    if lacks_models(config):
-        run, quantise = open_export(config), None
+    run, quantise = run_to_export(config), None
+    if run is not None:
         trained = model.build(config.run / "best.safetensors").to(run.device).eval()
         with tempfile.TemporaryDirectory(prefix="export-") as scratch:
             cases, others, origin = _find_cases(config, phantoms, Path(scratch) / "phantoms")
@@ -62,17 +62,13 @@ def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, ph
     return hand_over(app, task, config, model.overlap, served_pipeline(model))
 
 
-def lacks_models(config: ExportConfig) -> bool:
-    """Return whether ONNX models are to be made: always, but for a Triton repository of one that the run has."""
-    if config.to != "triton" or config.int8 or not config.served.is_file():
-        return True
-    check_digest(config.run, config.served)
-    weights = read_onnx_metadata(config.served).get("weights_sha256")
-    return weights != sha256_of(config.run / "best.safetensors")
-
-
-def open_export(config: ExportConfig) -> Run:
-    """Open the run to export on its device."""
+def run_to_export(config: ExportConfig) -> Run | None:
+    """Open the run on its device; None where nothing is to be made: a Triton repository of a model that is there."""
+    if config.to == "triton" and not config.int8 and config.served.is_file():
+        check_digest(config.run, config.served)
+        weights = read_onnx_metadata(config.served).get("weights_sha256")
+        if weights == sha256_of(config.run / "best.safetensors"):
+            return None
     return Run(config.run, choose_device(config.device), Clock(), resumed=True)
 
 
