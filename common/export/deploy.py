@@ -11,8 +11,9 @@ from typing import Any
 from medspeed.common.clock import Clock, repeated
 from medspeed.common.data.dataset import Case, make_synthetic, merged_split, read_dataset, read_names
 from medspeed.common.data.fingerprint import Fingerprint
-from medspeed.common.data.preparation import PreparedCase, prepare_case
+from medspeed.common.data.preparation import PreparedCase, prepare_case, prepare_volume
 from medspeed.common.data.threads import map_in_threads
+from medspeed.common.data.volumes import read_volume
 from medspeed.common.export import ExportConfig
 from medspeed.common.export.bundle import served_pipeline, write_volume_bundle
 from medspeed.common.export.export import GATE_CASES, Exported, Exports, export_volumes, judge_on
@@ -138,7 +139,11 @@ def _find_cases(config: ExportConfig, phantoms: str | None, scratch: Path) -> tu
 
 
 def _prepared(cases: Sequence[Case], model: VolumeModel) -> list[PreparedCase]:
-    prepare = partial(prepare_case, preparation=model.preparation, allowed=model.labelling.numbers)
+    def prepare(case: Case) -> PreparedCase:
+        if case.label is None:
+            return prepare_volume(case.name, read_volume(case.image, model.preparation.channels), model.preparation)
+        return prepare_case(case, model.preparation, model.labelling.numbers)
+
     return map_in_threads(prepare, cases, "preparing cases for the gate")
 
 
