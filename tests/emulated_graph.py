@@ -67,10 +67,10 @@ def tried(trials: Sequence[Trial], *_: Any) -> list[str]:
 
 
 @contextmanager
-def emulated(monkeypatch: Any) -> Iterator[None]:
-    """Let `fit` capture its steps on a CPU."""
+def emulated(monkeypatch: Any) -> Iterator[Any]:
+    """Let `fit` capture its steps on a CPU; yield what may patch more until then."""
     with monkeypatch.context() as patch:
         patch.setattr(steps, "why_eager", lambda *_: None)
         patch.setattr(steps, "record", record)
         patch.setattr(trust, "choose", tried)
-        yield
+        yield patch

@@ -200,9 +200,9 @@ def test_a_capture_that_fails_leaves_eager_steps_and_all_as_it_was(known, monkey
 
     made = make("brats")
     before = changed(made)
-    with emulated(monkeypatch):
-        monkeypatch.setattr(module, "record", refuse)
-        monkeypatch.setattr(trust, "choose", (lambda *_: ["captured step"]) if known else CHOOSE)
+    with emulated(monkeypatch) as patch:
+        patch.setattr(module, "record", refuse)
+        patch.setattr(trust, "choose", (lambda *_: ["captured step"]) if known else CHOOSE)
         said = choose(made, tmp_path)
     reason = "operation not permitted when stream is capturing"
     assert f"steps: eager (capture failed: {reason})" in said if known else f"failed: RuntimeError {reason}" in said
@@ -214,9 +214,9 @@ def test_a_capture_that_fails_leaves_eager_steps_and_all_as_it_was(known, monkey
 def test_the_faster_is_taken_and_a_trial_changes_nothing(faster, monkeypatch, tmp_path):
     made, rounds = make("brats"), iter([2.0, 1.0] if faster else [1.0, 2.0])  # the eager steps are timed first
     before = changed(made)
-    with emulated(monkeypatch):
-        monkeypatch.setattr(trust, "choose", CHOOSE)
-        monkeypatch.setattr(trust, "_seconds", lambda work: next(rounds))
+    with emulated(monkeypatch) as patch:
+        patch.setattr(trust, "choose", CHOOSE)
+        patch.setattr(trust, "_seconds", lambda work: next(rounds))
         said = choose(made, tmp_path)
     assert (
         "captured step (2.00 times as fast)\nsteps: one CUDA graph" in said
