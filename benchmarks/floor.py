@@ -32,11 +32,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from medspeed.benchmarks.fake_cuda.costs import Kernel, Kind, kernels
-from medspeed.benchmarks.fake_cuda.steps import opened, write_data
+import torch
+from torch import nn
 
-# Of the bandwidth of a large copy, and of the products of large matrices, what kernels of each kind reach. That of
-# convolutions is the least known of all.
+from medspeed.benchmarks.fake_cuda.costs import Kernel, Kind, kernels
+from medspeed.benchmarks.fake_cuda.device import Layout, Operator
+from medspeed.benchmarks.fake_cuda.steps import opened, write_data
+from medspeed.common.observe.roofline import count_work, floor
+
+# Of the bandwidth of a large copy, and of the products of large matrices, what kernels of each kind reach.
 _BANDWIDTH: dict[Kind, float] = {
     "convolution": 0.75, "layout": 0.45, "norm": 0.65, "reduce": 0.7, "gather": 0.5, "sample": 0.4, "foreach": 0.7,
     "pointwise": 0.8, "upload": 0.01, "fused": 0.75,
@@ -44,7 +48,12 @@ _BANDWIDTH: dict[Kind, float] = {
 _PRODUCTS = 0.5
 _LEAST = 2.2e-6  # seconds of a kernel
 _HOST, _HOST_CONVOLUTION, _HOST_GRAPH = 9e-6, 20e-6, 20e-6  # seconds to launch an operator, to prepare a convolution
-_ASSUMED = "assumed, not measured: what kernels reach (see benchmarks/floor.py); expect 30 percent more or less"
+_ASSUMED = f"""assumed, not measured: kernels reach {_BANDWIDTH["pointwise"]:.0%} of the bandwidth element by element, \
+{_BANDWIDTH["norm"]:.0%} in a normalisation, {_BANDWIDTH["layout"]:.0%} where they turn a layout, \
+{_BANDWIDTH["fused"]:.0%} where they are ours; convolutions the slower of {_PRODUCTS:.0%} of the products and \
+{_BANDWIDTH["convolution"]:.0%} of the bandwidth, which is the least known of all; no kernel takes less than \
+{_LEAST * 1e6:.1f} us. The host takes {_HOST * 1e6:.0f} us an operator, {_HOST_CONVOLUTION * 1e6:.0f} more a \
+convolution; a graph is one launch. Expect 30 percent more or less."""
 
 
 class Estimate(NamedTuple):
@@ -71,6 +80,28 @@ def estimate(launched: Iterable[Sequence[Kernel]], gpu: Gpu, *, graph: bool = Fa
     return Estimate(len(every), sum(each.bytes for each in every), sum(seconds(each, gpu) for each in every), host)
 
 
+def compiled(operators: Sequence[Operator]) -> list[list[Kernel]]:
+    """Return the kernels that a compiler would leave of operators.
+
+    One that works element by element, or adds up, does so in the kernel of the one before it whose result it takes, if
+    that is element-wise or a normalisation: its launch and one read are saved. (That result is still written: most are
+    needed backward.)
+    """
+    found: list[list[Kernel]] = []
+    before: Layout | None = None  # what the last kernel gave, where another may join it
+    for each in operators:
+        launched = kernels(each)
+        if not launched:
+            continue
+        kind = launched[-1].kind
+        if before in each.inputs and len(launched) == 1 and kind in ("pointwise", "reduce"):
+            last = found[-1].pop()
+            launched = [last._replace(bytes=last.bytes + max(0, launched[0].bytes - before.size))]
+        found.append(launched)
+        before = each.outputs[0] if each.outputs and kind in ("pointwise", "norm") else None
+    return found
+
+
 def main() -> None:
     """Count a step of an app and print its floor and its estimates on a GPU."""
     given = PARSER.parse_args()
@@ -79,20 +110,32 @@ def main() -> None:
         data = write_data(app, Path(folder) / "data")
         for name, flags in (("plain torch", ("--kernels", "torch")), ("our fused kernels", ())):
             with opened(app, data, flags) as training:
-                launched = [kernels(each) for each in training.steps()[-1]]
+                operators = training.steps()[-1]
+                shape = next(iter(training.setup.batches.epoch(0))).image.shape
+            launched = [kernels(each) for each in operators]
             rows[f"{name}, eager"] = estimate(launched, gpu)
+            if flags:
+                rows[f"{name}, compiled"] = estimate(compiled(operators), gpu)
             rows[f"{name}, in a graph"] = estimate(launched, gpu, graph=True)
-    products = [each for some in launched for each in some if each.flops]
-    least = sum(max(each.bytes / gpu.bandwidth, each.flops / gpu.flops) for each in products)
-    flops = sum(each.flops for each in products)
+    work = count_work(_without_device(training.setup.network), shape)
+    least, flops = floor(work, 2, *gpu), sum(each.flops for each in work)
     reached = f"{gpu.flops / 1e12:.0f} TFLOP/s and {gpu.bandwidth / 1e12:.2f} TB/s"
     print(f"AN ESTIMATE, nothing was run: a training step of {app} in bf16 on one {given.gpu} ({reached})")
-    print(f"floor of its convolutions and products, {flops / 1e12:.3f} TFLOP: {1e3 * least:.2f} ms")
+    print(f"floor of its layers, {flops / 1e12:.3f} TFLOP: {1e3 * least:.2f} ms")
     for name, found in rows.items():
         times = f"device {1e3 * found.device:6.2f} ms, host {1e3 * found.host:6.2f} ms"
         share = f"{100 * least / max(found.device, found.host):3.0f} percent of the floor's speed"
         print(f"{name:30} {found.kernels:4} kernels, {found.bytes / 1e9:6.2f} GB: {times}; {share}")
     print(_ASSUMED)
+
+
+def _without_device(network: nn.Module) -> nn.Module:
+    """Return a network whose device is gone, moved to where nothing is computed."""
+    for module in network.modules():
+        for name, each in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            bare = torch.empty(each.shape, dtype=each.dtype, device="meta")
+            setattr(module, name, nn.Parameter(bare) if isinstance(each, nn.Parameter) else bare)
+    return network
 
 
 if __name__ == "__main__":
