@@ -208,7 +208,7 @@ def hold(path: Path) -> None:
 
 def release(path: Path) -> None:
     """Unlock a file, where this process holds it."""
-    if descriptor := _HELD.pop(path.resolve(), None):
+    if (descriptor := _HELD.pop(path.resolve(), None)) is not None:
         os.close(descriptor)
 
 

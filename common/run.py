@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -236,7 +237,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
-        "versions": {package: each.version for package, found in installed.items() for each in found},
+        "versions": {package: each.version for package, found in installed.items() for each in islice(found, 1)},
         "git": revision,
     }
 

@@ -66,7 +66,8 @@ def unpack(archive: Path, folder: Path) -> None:
     where the archive is damaged, holds what would leave its folder, or is no whole data set: then nothing of it stays.
     """
     scratch = folder.with_name(f".{folder.name}.unpacking")
-    shutil.rmtree(scratch, ignore_errors=True)
+    if scratch.exists():  # of a run that was killed
+        shutil.rmtree(scratch)
     scratch.mkdir()
     try:
         with tarfile.open(archive, "r:") as tar:

@@ -124,7 +124,8 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
     ones to another file system).
     """
     scratch = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(scratch, ignore_errors=True)
+    if scratch.exists():  # of a run that was killed
+        shutil.rmtree(scratch)
     cases, tests = (sorted(case.name for case in good if bool(case.label) == labelled) for labelled in (True, False))
     listing = {
         "name": raw.name,

@@ -124,7 +124,7 @@ def _nifti_affine(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
         remedy = f'with nibabel, multiply the first three rows of its affine by {unit[1]} and set_xyzt_units("mm")'
         raise ValueError(f"{path}: its header has lengths in {unit[0]}, expected mm: {remedy}")
     sides, pixdim = np.linalg.norm(affine[:3, :3], axis=0), header["pixdim"][1:4].astype(np.float64)
-    if not np.allclose(sides, pixdim, rtol=_MAX_DISAGREEMENT):
+    if np.isfinite(affine).all() and not np.allclose(sides, pixdim, rtol=_MAX_DISAGREEMENT):
         said = f"voxel size {sides_in_mm(sides)} in its sform, which is used, but {sides_in_mm(pixdim)} in its pixdim"
         remedy = "if the sform is right, image.set_qform(image.affine) in nibabel corrects the file"
         _warn_once(f"{path}: {said}, which other programs may use: {remedy}")

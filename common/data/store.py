@@ -68,7 +68,9 @@ def write_entry(path: Path, case: PreparedCase, key: str) -> None:
     tensors, grid = {"image": case.image, "label": case.label}, json.dumps(asdict(case.grid))
     with atomic_path(path, flush=False) as part:
         about = {"key": key, "grid": grid, "crc32": _checksum(key, grid, tensors)}
+        mode = part.stat().st_mode  # as the umask says; safetensors puts a file for its owner alone in its place
         save_file(tensors, part, {"about": json.dumps(about)})  # it writes several texts in any order
+        part.chmod(mode)
 
 
 def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedCase:
@@ -86,6 +88,8 @@ def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedC
             tensors = {part: stored.get_tensor(part) for part in stored.keys()}  # noqa: SIM118 - it is no dict
     except (SafetensorError, ValueError) as error:
         raise UnusableEntryError(f"damaged: {error}") from error
+    if not about:
+        raise UnusableEntryError("of another version")
     found, grid = about.get("key", ""), about.get("grid", "")
     if check and _checksum(found, grid, tensors) != about.get("crc32"):
         raise UnusableEntryError("damaged: CRC-32 mismatch")

@@ -4,6 +4,7 @@ import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from isal import igzip, isal_zlib
@@ -124,11 +125,7 @@ def _voxels(header: Header, path: Path, first_only: bool) -> np.ndarray:
         if header.packed == "gzip":
             stream = igzip.IGzipFile(fileobj=file, mode="rb")
         elif header.packed == "zlib":
-            inflate = isal_zlib.decompressobj()
-            inflated = inflate.decompress(file.read(), needed + MAX_PADDING)
-            if not inflate.eof and len(inflated) < needed + MAX_PADDING:
-                raise EOFError("its zlib stream ends early")
-            stream = io.BytesIO(inflated)
+            stream = _Inflated(file)
         _fill(stream, np.empty(header.skip, np.uint8))
         if (found := _fill(stream, content)) < needed:
             said = f"{path}: expected {needed} bytes of voxels ({sizes}, {header.dtype}), found {found}"
@@ -142,6 +139,24 @@ def _voxels(header: Header, path: Path, first_only: bool) -> np.ndarray:
     if header.channels is not None:
         voxels = np.moveaxis(voxels, header.channels, 3)[..., : 1 if first_only else None]
     return np.asfortranarray(voxels)
+
+
+class _Inflated(io.RawIOBase):
+    """What a zlib stream in a file holds."""
+
+    def __init__(self, file: io.RawIOBase) -> None:
+        self._file, self._inflate = file, isal_zlib.decompressobj()
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - as RawIOBase has it
+        """Fill a buffer as far as the next piece goes; 0 at the end, where the checksum fits."""
+        while not self._inflate.eof:
+            packed = self._inflate.unconsumed_tail or self._file.read(_READ_BLOCK)
+            if not packed:
+                raise EOFError("its zlib stream ends early")
+            if found := self._inflate.decompress(packed, len(buffer)):
+                buffer[: len(found)] = found
+                return len(found)
+        return 0
 
 
 def _check_room(header: Header, path: Path) -> None:

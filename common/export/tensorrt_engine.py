@@ -30,7 +30,6 @@ from medspeed.common.inference.tensorrt_runtime import (
     tensorrt_module,
     verify_onnx,
 )
-from medspeed.common.run import one_line_errors
 
 EngineChoice = Literal["auto", Flavour, "none"]
 RTX_TARGETS = ("8.0", "8.6", "8.9", "12.0", "12.1")
@@ -140,8 +139,11 @@ def main(arguments: list[str] | None = None) -> None:
     command = argparse.ArgumentParser(description="Build an engine for this host from the ONNX model beside it.")
     command.add_argument("plan", type=Path, help="for instance RUN/exports/model_fp16.plan")
     plan: Path = command.parse_args(arguments).plan
-    with one_line_errors():
+    try:
         built = rebuild_engine(plan)
+    except (OSError, ValueError) as error:
+        command.exit(2, f"{error}\n")
+    else:
         say(f"{plan}: {built.flavour} {built.version}, compute capability {', '.join(built.targets)}", "result")
 
 

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from medspeed.common.console import Kind, hides_bar, say, wants_traceback
-from medspeed.common.files import locked, part_ending, plural, printable, write_json
+from medspeed.common.files import locked, part_ending, plural, printable, read_object, write_json
 from medspeed.common.ranks import torchrun_place
 from medspeed.common.run import wait_for_all
 
@@ -119,10 +119,10 @@ class FolderJob(Generic[Source, Read, Computed]):
         An OSError says that the folder cannot be written, or that a table is there that no run into it wrote.
         """
         share, lock = self.share(), self.folder / ".lock"
-        tables = [path for path in self.table_files if path.exists()]
-        if not lock.exists():  # which every run into this folder leaves
-            _refuse(tables)
         with locked(lock):  # a folder that cannot be written is told now
+            ours = set(lock.read_text(encoding="utf-8").split())
+            _refuse(path for path in self.table_files if path.name not in ours and path.exists())
+            lock.write_text(" ".join(ours | {path.name for path in self.table_files}), encoding="utf-8")
             left = [item for item in share if self.finished(item) is None]
         if kept := len(share) - len(left):
             say(f"{plural(kept, self.kind)} already finished with the same weights and options: kept")
@@ -241,16 +241,28 @@ def _why(name: str, error: Exception) -> str:
     return printable(said if name in said else f"{name}: {said}")
 
 
+def _made(item: Item[Any]) -> set[str]:
+    """Return the names of what an item's record tells of, and its own; of all leavings where it is damaged."""
+    try:
+        names = read_object(item.record).get("outputs")
+    except OSError:
+        return set()
+    except ValueError:
+        names = None
+    return {item.record.name, *map(str, names)} if isinstance(names, list) else {path.name for path in item.leavings}
+
+
 def _clear(items: Sequence[Item[Source]]) -> None:
     """Remove what earlier runs left of items that are done anew: no old output may pass for a new one."""
-    there = [(item, [path for path in item.leavings if os.path.lexists(path)]) for item in items]
-    _refuse(path for item, paths in there for path in paths if item.record not in paths and path in item.outputs)
+    pairs = [(item, path, _made(item)) for item in items for path in dict.fromkeys(item.leavings)]
+    there = [(item, path, path.name in made) for item, path, made in pairs if os.path.lexists(path)]
+    _refuse(path for item, path, ours in there if not ours and path in item.outputs)
     own = {path.with_name(part_ending(path.name)) for item in items for path in item.leavings}
     for part in [part for folder in {path.parent for path in own} for part in folder.glob(".part-*")]:
         if part.with_name(part.name.split("-", 2)[-1]) in own:  # .part-RANDOM-NAME, of a process that was killed
             part.unlink(missing_ok=True)
-    for path in [path for item, paths in there if item.record in paths for path in paths]:
-        path.unlink()  # the record last: until then the others are ours
+    for path in [path for _, path, ours in there if ours]:
+        path.unlink(missing_ok=True)  # the record last: until then it says whose the others are
 
 
 def _refuse(foreign: Iterable[Path]) -> None:

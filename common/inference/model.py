@@ -220,10 +220,13 @@ def initialise(
     Raises:
         ValueError: names (after `rename`) or shapes differ; says which, and what the network is `made_of`.
     """
-    try:
-        network.load_state_dict({rename(name): value for name, value in load_weights(path).items()})
-    except RuntimeError as error:
+    weights = {rename(name): value for name, value in load_weights(path).items()}
+    own, given = ({name: tuple(each.shape) for name, each in some.items()} for some in (network.state_dict(), weights))
+    if own != given:
+        missing, extra = sorted(own.keys() - given.keys())[:3], sorted(given.keys() - own.keys())[:3]
+        shared = sorted(name for name in own.keys() & given.keys() if own[name] != given[name])
+        shapes = [f"{name} {given[name]} instead of {own[name]}" for name in shared[:3]]
         arguments = ", ".join(f"{name} {value}" for name, value in made_of.items())
         remedy = f"; the network was built with {arguments}: use the values of the weights" if made_of else ""
-        said = " ".join(str(error).split())[:400]
-        raise ValueError(f"{path}: does not fit; {said}{remedy}") from error
+        raise ValueError(f"{path}: does not fit; missing {missing}, unexpected {extra}, wrong shape {shapes}{remedy}")
+    network.load_state_dict(weights)

@@ -1,7 +1,7 @@
 """Segment scans: files or DICOM in, label maps on the input's own grid out, streamed, measured, and resumed."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from threading import current_thread
 from zlib import crc32
@@ -21,7 +21,7 @@ from medspeed.common.files import plural, printable, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
 from medspeed.common.inference.folder_job import FolderJob, Item, Predictions, Record
 from medspeed.common.inference.labels import dice_of_counts
-from medspeed.common.inference.measure import measure, read_figures, warn_of_training, with_doubts
+from medspeed.common.inference.measure import Measures, measure, read_figures, warn_of_training, with_doubts
 from medspeed.common.inference.model import VolumeModel, model_content
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Steps, clean_by_hand, clean_labels
@@ -185,7 +185,7 @@ class Segmenter:
         (table, timings, picture), spans = self.tables, list(self.timeline.spans)
         tag = {"model": " ".join(f"{each.run}:{each.sha256[:12]}" for each in self.model.members) or self.weights[:12]}
         rows = {name: [{**each, **tag} for each in record["measures"]] for name, record in records.items()}
-        write_measures(table, rows)
+        write_measures(table, rows, columns=[*(each.name for each in fields(Measures)), "model"])
         write_json(
             timings,
             {

@@ -62,10 +62,15 @@ class Evaluation:
         write_json(folder / "evaluation.json", {"interval": _INTERVAL, "summary": self.summary, **asdict(self)})
 
 
-def write_measures(path: Path, scans: Mapping[str, Sequence[Mapping[str, Any]]], key: str = "scan") -> None:
-    """Write a CSV with a row for each structure of each scan, atomically; all have the same columns."""
+def write_measures(
+    path: Path, scans: Mapping[str, Sequence[Mapping[str, Any]]], key: str = "scan", columns: Sequence[str] = ()
+) -> None:
+    """Write a CSV with a row for each structure of each scan, atomically; all have the same columns.
+
+    Without a row, the header names those given.
+    """
     text = io.StringIO()
-    columns = next((list(each) for found in scans.values() for each in found), [])
+    columns = next((list(each) for found in scans.values() for each in found), columns)
     writer = csv.DictWriter(text, [key, *columns], lineterminator="\n")
     writer.writeheader()
     for scan, found in scans.items():

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from types import FrameType
@@ -197,6 +197,7 @@ class GracefulStop:
         self._ranks, self._save = ranks, save
         self._number, self._agreed = 0, 0  # the signal that came to this process, and the one that counts for all
         self._asked: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._taken = ExitStack()  # a signal may come before the next line has ended
         self._taken = take_signals((*STOP_SIGNALS, signal.SIGINT), self._note)
 
     def close(self) -> None:

@@ -163,6 +163,7 @@ class Novograd(_Uncompiled):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # no closure: nothing here needs the loss twice
         """Update every parameter that is not frozen."""
+        assert len(self.param_groups) == 1, "one group of parameters"
         moment, second = self.pack()
         lr = self.param_groups[0]["lr"]
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)

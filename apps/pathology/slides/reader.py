@@ -41,7 +41,7 @@ WHITE = 255  # what lies outside a slide, was never scanned or cannot be decoded
 # TIFF's Compression tag: raw, LZW, JPEG, deflate (two numbers), Aperio's JPEG 2000 (two). cuCIM opens others too, and
 # fails at every tile.
 _CUCIM_COMPRESSIONS = {1, 5, 7, 8, 32946, 33003, 33005}
-_UNREADABLE = (RuntimeError, ValueError, MemoryError)  # what reading damage raises
+_UNREADABLE = (RuntimeError, ValueError)  # what reading damage raises
 
 
 # A file in one of the libraries: what it has of levels and pixel size, and what reads a box within a level as
@@ -122,7 +122,10 @@ def _open_tifffile(path: Path, layout: Layout) -> Opened:
         for column, row, part in place.parts(box):
             number = row * place.grid[1] + column
             stored = os.pread(file, int(place.counts[number]), int(place.offsets[number]))
-            decoded, _, shape = place.decode(stored, number)
+            try:
+                decoded, _, shape = place.decode(stored, number)
+            except MemoryError as error:  # of a tile that says to be huge
+                raise RuntimeError(str(error)) from error
             tile = np.asarray(decoded).reshape(shape[1:])  # the last strip is shorter
             here = part.within(column * place.tile_width, row * place.tile_height)
             region[part.within(box.left, box.top)] = tile[here]

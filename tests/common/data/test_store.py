@@ -86,6 +86,15 @@ def test_cold_then_warm(cases, folder, made, caplog):
     assert leftovers(folder) == []
 
 
+def test_entries_are_as_readable_as_the_umask_allows(cases, folder, made):
+    before = os.umask(0o027)
+    try:
+        get(cases, folder)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in folder.rglob("*.safetensors")} == {0o640}
+
+
 def test_only_new_cases_are_prepared(cases, folder, made):
     get(cases[:1], folder)
     made.clear()

@@ -1,5 +1,6 @@
 import gzip
 import io
+import math
 import os
 import subprocess
 import zlib
@@ -389,3 +390,9 @@ def test_the_first_volume_alone_is_read_without_looking_at_the_rest(tmp_path):
     assert np.array_equal(volume.affine, AFFINE)
     three = write(tmp_path / "c.nii.gz", voxels[..., 0])
     assert np.array_equal(read_volume(three, first_only=True).voxels, voxels[..., 0])
+
+
+def test_an_affine_that_is_not_finite_is_told_alone(tmp_path, caplog):
+    with pytest.raises(ValueError, match="singular or not finite"):
+        read_header(write(tmp_path / "a.nii", voxels_of(), srow_x=[math.nan, 0, 0, 0]))
+    assert caplog.records == []

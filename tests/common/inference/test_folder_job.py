@@ -265,6 +265,35 @@ def test_an_output_of_others_is_not_replaced(folder):
     assert [path.name for path in (folder / "out").glob("*.txt")] == ["b.txt"]
 
 
+def test_an_output_that_no_record_tells_of_is_not_replaced(folder):
+    """The first run made no picture: one that lies there now is the user's."""
+    do(doubling(folder))
+    (folder / "out" / "a").write_text("theirs")
+    with pytest.raises(FileExistsError, match=r"/a: already exists"):
+        do(doubling(folder, "y", items=[with_picture(item) for item in doubling(folder).items]))
+    do(doubling(folder, "y"))
+    assert (folder / "out" / "a").read_text() == "theirs"
+
+
+def test_an_item_with_its_picture_is_done_anew(folder):
+    def with_pictures(identity):
+        return doubling(folder, identity, items=[with_picture(item) for item in doubling(folder).items])
+
+    do(with_pictures("x"))
+    (folder / "out" / "a").write_text("an old picture")
+    assert do(with_pictures("y")) == (["a", "b", "c"], 0)
+    assert not (folder / "out" / "a").exists()
+
+
+def test_a_table_beside_the_lock_of_another_job_is_not_replaced(folder):
+    (folder / "out").mkdir(exist_ok=True)
+    (folder / "out" / ".lock").touch()
+    (folder / "out" / "table.csv").write_text("theirs")
+    job = replace(doubling(folder), tables=lambda records: None, table_files=[folder / "out" / "table.csv"])
+    with pytest.raises(FileExistsError, match=r"table\.csv: already exists"):
+        do(job)
+
+
 def test_an_output_without_a_record_is_not_replaced_in_a_folder_of_ours_either(folder):
     do(doubling(folder))
     (folder / "in" / "d").write_text("d")

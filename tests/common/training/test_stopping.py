@@ -1,10 +1,11 @@
 import os
 import signal
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
 from medspeed.common.ranks import SINGLE
+from medspeed.common.training import fit
 from medspeed.common.training.fit import GracefulStop
 
 
@@ -23,6 +24,15 @@ def test_the_first_signal_is_noted_and_names_the_exit_status(number, status):
                 leave()
             assert end.value.code == status
     assert saved == [1]
+
+
+def test_a_signal_while_the_handlers_are_set_is_noted(monkeypatch):
+    def interrupted(numbers, handler):
+        handler(signal.SIGTERM, None)
+        return ExitStack()
+
+    monkeypatch.setattr(fit, "take_signals", interrupted)
+    assert GracefulStop(SINGLE, lambda: None).requested
 
 
 def test_the_second_signal_acts_as_usual():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from medspeed.apps.doctor_training import batch_parts
 from medspeed.apps.pathology.config import Augmentation, PathologyConfig
 from medspeed.apps.pathology.patches import guide
 from medspeed.apps.pathology.patches.guide import cucim_transform, monai_dataset, monai_patches, why_not_cucim
@@ -44,6 +45,12 @@ def test_pixels_are_the_slides(table):
     for item, (x, y), label in zip(dataset, table.corner, table.label, strict=True):
         assert np.array_equal(item["image"].numpy(), slide[y : y + 64, x : x + 64].transpose(2, 0, 1))
         assert (item["label"], item["name"]) == (label, "a")
+
+
+def test_the_doctor_calls_the_reading_of_regions_decoding(table):
+    parts, workers = batch_parts(batches_of(table), "none")
+    assert set(parts) == {"decode"}
+    assert workers
 
 
 def test_ranks_read_different_patches(table, monkeypatch):
