@@ -70,5 +70,5 @@ def test_infer_gives_the_same_mask_in_the_format_of_the_scan_and_evaluate_reads_
 def test_a_name_in_two_formats_is_refused(tmp_path):
     for ending in ENDINGS[1:]:
         write_label(tmp_path / f"a{ending}", np.ones((4, 4, 4), np.uint8), np.eye(4))
-    with pytest.raises(ValueError, match=r"a\.mha and a\.nrrd would write the same output"):
+    with pytest.raises(ValueError, match=r"a\.mha and a\.nrrd have one name but for the suffix"):
         predict("demo", tmp_path, Path(tmp_path / "out"), quiet=True, device="cpu")
