@@ -138,6 +138,10 @@ finish() {
   [ -z "$making" ] || [ -e "$work/made" ] || kill -- "-$making"
   cp "$work"/*.json "$parts" 2>/dev/null
   for way in eager fused; do cp "$work/profile/$way/profile/operations.txt" "$parts/operations-$way.txt" 2>/dev/null; done
+  for log in "$work"/*/*/run.log; do  # which kernels and graphs a way took, and why not others
+    way=${log%/run.log}
+    [ ! -e "$log" ] || cp "$log" "$logs/$(basename "${way%/*}")-$(basename "$way").log"
+  done
   cp "$work/masks/timings.json" "$parts/files.json" 2>/dev/null
   summary
   tar -czf "$output.tar.gz" -C "$(dirname "$output")" "$(basename "$output")" && echo "$output.tar.gz"

@@ -96,6 +96,8 @@ def trained(config: Any) -> Figures:  # noqa: ANN401 - an app's configuration
         "steps": fitted.steps,
         "precision": setup.precision,
         "limit": fitted.limit,
+        "losses": epochs[-1]["losses"],
+        "stages, s": stages,
         "curve": curve,
     }
 
@@ -107,7 +109,7 @@ def write_lists(tables: Tables, folder: Path, labels: int = 1) -> list[str]:
         path, count = folder / f"{part}-{labels}.csv", len(table) // labels * labels
         rows = zip(table.file, table.corner + table.size // 2, table.label, strict=True)
         with path.open("w", newline="", encoding="utf-8") as file:
-            found = [[table.files[place].stem, *corner, *[label] * labels] for place, corner, label in rows]
+            found = [[table.files[place].resolve(), *corner, *[label] * labels] for place, corner, label in rows]
             csv.writer(file).writerows(found[:count:labels])
         flags += [f"--{part}", str(path)]
     return flags

@@ -32,7 +32,9 @@ def main() -> None:
     """Time both sides and print what watching adds to a step; the start and the picture of a monitor do not count."""
     given, device = PARSER.parse_args(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plain, watched = list[float](), list[float]()
-    with opened(parse_flags("spleen", ["--device", device.type, "--crop-size", "48", "48", "32"])) as (_, setup, _):
+    flags = ["--device", device.type, "--crop-size", "48", "48", "32", "--optimizer", "novograd"]
+    with tempfile.TemporaryDirectory() as store, opened(parse_flags("spleen", [*flags, "--store", store])) as found:
+        setup = found[1]
         batch, step, timer = next(iter(setup.batches.epoch(0))), step_of(setup), StepTimer(device)
 
     def watch() -> None:

@@ -45,7 +45,7 @@ def main() -> None:
             epochs = read_json_lines(run / "metrics.jsonl")
             seconds[ranks].append(1 / epochs[-1]["samples_per_second"])
             losses[ranks] = [loss for epoch in epochs for loss in epoch["losses"]]
-    one, several = seconds.values()
+    one, several = seconds[1], seconds[given.ranks]
     record = {
         "environment": environment(torch.device("cpu")),
         "1 rank, samples per second": round(1 / median(one), 3),

@@ -93,11 +93,14 @@ class Task:
         if self.app != "pathology":
             words += ["--split", config.split, "--crop", *map(str, config.crop_size)]
             return {"": self.guide.parse_flags([*words, "--batch", str(config.batch_size // self.known["crops"])])}
-        tables = find_tables(config, Run(self.folder, self.device, Clock(), resumed=False))
-        words += ["--patch", str(config.patch_size), *write_lists(tables, self.folder, _REGION)]
-        words += ["--batch", str(config.batch_size // _REGION)]
-        ways = {"workers": words, "thread": [*words, "--workers", "0"]}
-        return {f" (guide: {way})": self.guide.parse_flags(given) for way, given in ways.items()}
+        tables, ways = find_tables(config, Run(self.folder, self.device, Clock(), resumed=False)), dict[str, Given]()
+        reader = open_slide(read_slide_set(self.data).training[0].path).reader  # which ours takes, too
+        words += ["--patch", str(config.patch_size), "--reader", reader]
+        for kind, each in (("patches", 1), ("regions", _REGION)):
+            own = [*words, "--batch", str(config.batch_size // each), *write_lists(tables, self.folder, each)]
+            ways[f" (guide: {kind}, workers)"] = self.guide.parse_flags(own)
+            ways[f" (guide: {kind}, thread)"] = self.guide.parse_flags([*own, "--workers", "0"])
+        return ways
 
 
 def done(batches: Iterable[Any], step: Callable[[Any], object] = id) -> int:
@@ -137,7 +140,7 @@ def fast_steps(task: Task, flags: str) -> Sides:
         with opened(task.config(flags, precision)) as (_, setup, _):
             batch = next(iter(setup.batches.epoch(0)))
         if precision == "fp32":
-            torch.save((batch.image, batch.label), task.folder / "batch.pt")
+            torch.save((batch.image.contiguous(), batch.label), task.folder / "batch.pt")
         one_step, shape = step_of(setup), list(batch.image.shape)
         return lambda: (one_step(batch), shape)[1]
 
@@ -165,7 +168,7 @@ def guide_inference(task: Task, flags: str) -> Sides:
         task.guide.infer(task.scans(), network, to, given)
         return peak_memory() / 2**20, to
 
-    ways = task.ways(task.config(flags))
+    ways = {way: given for way, given in task.ways(task.config(flags)).items() if "patches" not in way}
     return {f"guide{way}": partial(side, given, task.folder / f"guide{way}") for way, given in ways.items()}
 
 
@@ -194,7 +197,7 @@ def dices(some: Sequence[Path], others: Sequence[Path], regions: Mapping[str, Se
 
 def judge_masks(task: Task, guide: Path, fast: Path) -> Scores:
     """Return the mean Dice of both sides' masks, and the least of ours to the guide's."""
-    labels = {case.image: case.label or case.image for case in read_dataset(task.data).cases}
+    labels = {case.image: case.label for case in read_dataset(task.data).cases if case.label is not None}
     theirs, ours = ([folder / file.name for file in task.scans()] for folder in (guide, fast))
     truth, regions = [labels[file] for file in task.scans()], task.guide.REGIONS
     means = [float(dices(masks, truth, regions).mean()) for masks in (theirs, ours)]

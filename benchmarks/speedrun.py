@@ -7,7 +7,7 @@ spacing and crops on both sides), brats or pathology; benchmarks/speedrun.yaml h
 the lowest validation Dice (AUC) of the guide's seeds after its stated epochs. Then both sides run in turn, each a
 process of its own with empty caches, until three validations in a row are at the target; the clock runs from the start
 of the process to the third. What they claim is checked by other code: the saved weights segment the validation cases
-file to file, and MONAI's metric judges the masks (pathology: the guide's network, the patches). A seed of ours that
+file to file, and MONAI's metric judges the masks (pathology: SciPy's ranks judge the patches). A seed of ours that
 never arrives counts as infinite. The guide gets twice its epochs; where a seed has not arrived then, the ratio is a
 lower bound. With --target none is set first, and with --sides fast the guide does not run.
 """
@@ -57,10 +57,13 @@ import statistics
 import tempfile
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from scipy.stats import mannwhitneyu
 
 from medspeed.apps.opening import parse_flags
-from medspeed.apps.pathology.patches.tables import find_tables
+from medspeed.apps.pathology.patches.table import decode
+from medspeed.apps.pathology.patches.tables import Tables, find_tables
 from medspeed.benchmarks.harness import call, guide_of, make_data, write_lists
 from medspeed.benchmarks.sides import dices
 from medspeed.common.clock import Clock
@@ -161,17 +164,30 @@ class Course:
             path = self.folder / "split.json"
             write_json(path, split_cases(read_dataset(self.data), "0.2:0").to_json())
             return ["--split", path]
+        return write_lists(self._tables(seed), self.folder)
+
+    def _tables(self, seed: int) -> Tables:
+        """Return the patches that ours draws."""
         config = parse_flags("pathology", shlex.split(f"--data '{self.data}' --seed {seed} {self.task['fast']}"))
-        return write_lists(find_tables(config, Run(self.folder, torch.device("cpu"), Clock(), False)), self.folder)
+        return find_tables(config, Run(self.folder, torch.device("cpu"), Clock(), False))
 
     def _judged(self, run: Path, seed: int, found: Json) -> Json:
-        """Return what a run took, with the Dice of masks from its weights (the AUC by the guide's network)."""
+        """Return what a run took, with the Dice (AUC) of its weights by code that neither side trains with."""
         guide, patches = guide_of(self.task["app"]), self.task["metric"] == "auc"
         words = ["--data", self.data, "--device", "cpu", *shlex.split(self.task["guide"])]
-        words += [*self._parts(seed), "--workers", "0"] if patches else []
+        words += self._parts(seed) if patches else []
         given = guide.parse_flags(list(map(str, words)))
-        value = guide.make_validation(given)(self._network(run, given)) if patches else self._dice(run, given)
+        value = self._auc(self._network(run, given), seed) if patches else self._dice(run, given)
         return {**found, "judged anew": round(value, 4)}
+
+    def _auc(self, network: torch.nn.Module, seed: int) -> float:
+        """Return the AUC of the guide's network on validation patches that our reader decodes, by SciPy's ranks."""
+        table = self._tables(seed).parts["validation"]
+        order, pixels = (np.concatenate(each) for each in zip(*decode(table), strict=True))
+        with torch.inference_mode():
+            scores = [network(torch.from_numpy(each[None] / np.float32(127.5) - 1)).item() for each in pixels]
+        tumour, found = table.label[order].astype(bool), np.array(scores)
+        return float(mannwhitneyu(found[tumour], found[~tumour]).statistic / (tumour.sum() * (~tumour).sum()))
 
     def _network(self, run: Path, given: Namespace) -> torch.nn.Module:
         """Return the guide's network with the weights of a run, the guide's or ours."""

@@ -58,7 +58,7 @@ class PathologyConfig(TrainingConfig):
         mpp: pixel size of the patches in um; that of the slides by default. Scans use the nearest pyramid level.
         held_out: fraction of the training slides (or patches) to validate on.
         reader: slide reader: auto, cucim, openslide or tifffile.
-        source: uncached (MONAI's datasets and loaders) or resident (patches decoded once, held on a GPU where they fit).
+        source: uncached (MONAI's datasets and loaders) or resident (patches decoded once; on a GPU where they fit).
         patches_per_slide: patches sampled from each annotated slide.
         patch_size: side of a patch in pixels, a multiple of 32; 224 with --lists.
         augmentation: how patches and targets are changed.

@@ -22,7 +22,7 @@ from medspeed.common.files import read_object, write_json
 
 def main() -> None:
     """Count, compare with the table, and write it where that is asked for."""
-    given, table = PARSER.parse_args(), read_object(TABLE)
+    given, table = PARSER.parse_args(), read_object(TABLE) if TABLE.is_file() else {}
     for app in given.apps or APPS:
         before, table[app] = table.get(app, {}), {}
         with TemporaryDirectory() as folder:

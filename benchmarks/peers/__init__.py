@@ -38,7 +38,8 @@ def parse(description: str | None, own: Mapping[str, Any], words: Sequence[str] 
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--network", type=json.loads, default={}, help="other arguments of the network, as JSON")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    flags = {"data": Path, "most": int, "until": math.inf, "seed": 0, "to": Path, "device": device, **own}
+    parser.add_argument("--data", type=Path, required=True)
+    flags = {"most": int, "until": math.inf, "seed": 0, "to": Path, "device": device, **own}
     for name, value in flags.items():
         kind, default = (value, None) if isinstance(value, type) else (type(value), value)
         several = {"type": type(value[0]), "nargs": len(value)} if isinstance(value, tuple) else {"type": kind}

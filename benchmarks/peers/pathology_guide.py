@@ -190,10 +190,14 @@ def infer(files: Sequence[Path], network: nn.Module, to: Path, given: Given) -> 
 
 
 def read_list(path: Path, folder: Path) -> list[Item]:
-    """Return the regions of a list; the nine labels of NCRF's, which go column by column, are put row by row."""
+    """Return the regions of a list: of a file, or of the name of one in training/images, as NCRF's.
+
+    Their nine labels, which go column by column, are put row by row.
+    """
     items = []
     for name, x, y, *labels in csv.reader(path.read_text().splitlines()):
-        file, grid = folder / "training" / "images" / f"{name}.tif", math.isqrt(len(labels))
+        file = Path(name) if Path(name).suffix else folder / "training" / "images" / f"{name}.tif"
+        grid = math.isqrt(len(labels))
         ordered = np.array(labels, float).reshape(grid, grid).T.flatten().tolist()
         items.append({"image": str(file), "location": [int(y), int(x)], "label": ordered})
     return items

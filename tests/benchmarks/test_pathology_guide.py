@@ -48,9 +48,10 @@ def test_each_part_of_the_jitter_is_the_apps(part, amount):
 
 def test_the_labels_of_a_region_are_put_row_by_row(tmp_path):
     """NCRF's grid goes column by column: label number 3 is the second column's first."""
-    (tmp_path / "list.csv").write_text("tumor_001,512,300,0,1,2,3,4,5,6,7,8\ntumor_002,5,6,1\n")
+    (tmp_path / "list.csv").write_text("tumor_001,512,300,0,1,2,3,4,5,6,7,8\n/other/a.svs,5,6,1\n")
     item, single = pathology_guide.read_list(tmp_path / "list.csv", tmp_path)
-    assert (single["location"], single["label"]) == ([6, 5], [1])
+    assert (single["image"], single["location"], single["label"]) == ("/other/a.svs", [6, 5], [1])
+    assert item["image"] == str(tmp_path / "training" / "images" / "tumor_001.tif")
     assert item["location"] == [300, 512]
     assert item["label"] == [0, 3, 6, 1, 4, 7, 2, 5, 8]
 
