@@ -88,11 +88,9 @@ def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedC
             tensors = {part: stored.get_tensor(part) for part in stored.keys()}  # noqa: SIM118 - it is no dict
     except (SafetensorError, ValueError) as error:
         raise UnusableEntryError(f"damaged: {error}") from error
-    if not about:
-        raise UnusableEntryError("of another version")
     found, grid = about.get("key", ""), about.get("grid", "")
     if check and _checksum(found, grid, tensors) != about.get("crc32"):
-        raise UnusableEntryError("damaged: CRC-32 mismatch")
+        raise UnusableEntryError("damaged: CRC-32 mismatch, or written by another version")
     if found != key:
         before, now = json.loads(found), json.loads(key)
         changed = [f"{part} {before.get(part)} is now {now[part]}" for part in now if before.get(part) != now[part]]
