@@ -162,7 +162,7 @@ def _over_batch(each: _Sums, count: int, ranks: Ranks) -> Tensor:
 
 def _class_sums(logits: Tensor, label: Tensor) -> _Sums:
     """Sum over the voxels of each sample, [B, K], for any number of classes."""
-    log_probability = torch.log_softmax(logits, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    log_probability = torch.log_softmax(logits, 1, dtype=_working_dtype(logits))
     numbers = torch.arange(logits.shape[1], dtype=torch.uint8, device=logits.device)
     y = (label == numbers.view(1, -1, 1, 1, 1)).to(log_probability.dtype)
     error = log_probability.exp() - y
@@ -188,51 +188,69 @@ class _ErrorSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, regions: Sequence[Region] | None) -> Tensor:  # noqa: ANN401
-        """In few passes over memory, reusing what it can."""
-        working = torch.promote_types(logits.dtype, torch.float32)
-        if regions is None:
-            y = label.to(working)
-            margin = logits[:, 1:] - logits[:, :1].to(working)
-        else:
-            y = torch.stack([region.mask(label[:, 0]) for region in regions], 1).to(working)
-            margin = logits.to(working).contiguous()
-        voxels = _sum_voxels(y)
-        sign = y.mul(2).sub_(1)
-        log_right = torch.nn.functional.logsigmoid(margin.mul(sign))
-        wrong = log_right.expm1().neg_()  # u, precise also where it is tiny
-        ctx.save_for_backward(sign.neg_().mul_(wrong))
-        ctx.like = torch.empty_like(logits, device="meta")  # of the gradient: in the same memory format
+        shape = (len(logits), 1 if regions is None else len(regions), *logits.shape[2:])
+        error = torch.empty(shape, dtype=_working_dtype(logits), device=logits.device)
+        ctx.samples = 1 if logits.device.type == "cpu" else len(logits)  # on a CPU what stays in its cache
+        parts = zip(*(torch.split(each, ctx.samples) for each in (logits, label, error)), strict=True)
+        sums = [_forward_part(some, numbers, regions, wrong) for some, numbers, wrong in parts]
+        ctx.save_for_backward(error)
+        ctx.dtype, ctx.shape = logits.dtype, logits.shape
+        ctx.strides = torch.empty_like(logits, device="meta").stride()  # of the gradient, in the same memory format
         ctx.focal = regions is not None
-        both, missed = _sum_voxels(wrong), _sum_voxels(y.mul_(wrong))
-        square = wrong.square_()
-        penalty = -_sum_voxels(log_right.mul_(square) if ctx.focal else log_right)
-        return torch.stack([penalty, missed, both - missed, _sum_voxels(square), voxels], -1)
+        return torch.cat(sums)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        """From the weights of the sums, [B, R, 5].
-
-        With x the logit: de/dx = u (1 - u); d(cross entropy)/dx = e; d(focal)/dx = e u (u - 2 (1 - u) log(1 - u)); of
-        the other sums u (1 - u) (w_extra where e > 0, -w_missed where e < 0, + 2 e w_squared), written without a
-        `where` between scalars, which is slow on the CPU.
-        """
         (error,) = ctx.saved_tensors
-        penalty, missed, extra, squared, _ = weights[..., None, None, None].unbind(2)
-        wrong, half = error.abs(), (extra - missed) / 2
-        slope = torch.addcmul((extra + missed) / 2, wrong, 2 * squared).mul_(error).addcmul_(wrong, half)
-        if ctx.focal:
-            right = 1 - wrong
-            steep = right.clamp(min=_LEAST).log_().mul_(right).mul_(-2).add_(wrong).mul_(wrong).mul_(error)
-            slope.mul_(right).addcmul_(steep, penalty)
-        else:
-            slope.addcmul_(slope, wrong, value=-1).addcmul_(error, penalty)
-        like = ctx.like
-        gradient = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=error.device)
-        gradient[:, -slope.shape[1] :] = slope
-        if not ctx.focal:  # two classes
-            gradient[:, :1] = slope.neg_()
+        gradient = torch.empty_strided(ctx.shape, ctx.strides, dtype=ctx.dtype, device=error.device)
+        parts = zip(*(torch.split(each, ctx.samples) for each in (error, weights, gradient)), strict=True)
+        for some, weight, result in parts:
+            slope = _backward_part(some, weight, ctx.focal)
+            result[:, -slope.shape[1] :] = slope
+            if slope.shape[1] < result.shape[1]:  # two classes
+                result[:, :1] = slope.neg_()
         return gradient, None, None
+
+
+def _forward_part(logits: Tensor, label: Tensor, regions: Sequence[Region] | None, error: Tensor) -> Tensor:
+    """Return the sums, [B, R, 5], and fill `error` [B, R, X, Y, Z]; in few passes over memory, reusing what it can."""
+    if regions is None:
+        y = label.to(error.dtype)
+        margin = logits[:, 1:] - logits[:, :1].to(error.dtype)
+    else:
+        y = torch.stack([region.mask(label[:, 0]) for region in regions], 1).to(error.dtype)
+        margin = logits.to(error.dtype).contiguous()
+    voxels = _sum_voxels(y)
+    sign = y.mul(2).sub_(1)
+    log_right = torch.nn.functional.logsigmoid(margin.mul(sign))
+    wrong = log_right.expm1().neg_()  # u, precise also where it is tiny
+    torch.mul(wrong, sign.neg_(), out=error)
+    both, missed = _sum_voxels(wrong), _sum_voxels(y.mul_(wrong))
+    square = wrong.square_()
+    penalty = -_sum_voxels(log_right if regions is None else log_right.mul_(square))
+    return torch.stack([penalty, missed, both - missed, _sum_voxels(square), voxels], -1)
+
+
+def _backward_part(error: Tensor, weights: Tensor, focal: bool) -> Tensor:
+    """Return the gradient of the regions' logits, [B, R, X, Y, Z], from the weights of the sums, [B, R, 5].
+
+    With x the logit: de/dx = u (1 - u); d(cross entropy)/dx = e; d(focal)/dx = e u (u - 2 (1 - u) log(1 - u)); of the
+    other sums u (1 - u) (w_extra where e > 0, -w_missed where e < 0, + 2 e w_squared). The step function of e times u
+    is written as a sum of e and u: a `where` between scalars is slow on the CPU.
+    """
+    penalty, missed, extra, squared, _ = weights[..., None, None, None].unbind(2)
+    wrong = error.abs()
+    slope = torch.addcmul((extra + missed) / 2, wrong, 2 * squared).mul_(error).addcmul_(wrong, (extra - missed) / 2)
+    if not focal:
+        return slope.addcmul_(slope, wrong, value=-1).addcmul_(error, penalty)
+    right = 1 - wrong
+    steep = right.clamp(min=_LEAST).log_().mul_(right).mul_(-2).add_(wrong).mul_(wrong).mul_(error)
+    return slope.mul_(right).addcmul_(steep, penalty)
+
+
+def _working_dtype(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _sum_voxels(values: Tensor) -> Tensor:
