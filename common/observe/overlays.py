@@ -223,7 +223,7 @@ def _draw_legend(page: Image.Image, scan: Scan, names: Sequence[str], top: int) 
     occurring = sorted({label for volume in volumes for label in _labels_in(volume[box])})
     named = ((label, names[label] if label < len(names) else f"label {label}") for label in occurring)
     keys = [(5, _colour(label), f"{label}: {one_line(name, 20)}") for label, name in named]
-    keys += [(5, "#C6C6C6", "filled: prediction"), (1, "#808080", "outlined: truth")][: len(volumes)]
+    keys += [(5, "#C6C6C6", "filled: prediction"), (1, "#808080", "outlined: reference")][: len(volumes)]
     for half, colour, text in keys:
         width = 65 + round(face.getlength(text))
         if left > _MARGIN and left + width > _WIDTH:

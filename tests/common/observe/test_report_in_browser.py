@@ -126,7 +126,8 @@ def test_slices_follow_the_sliders_and_a_click(page: webdriver.Chrome):
 def test_the_place_is_told_in_mm_with_its_labels_and_keys_move_it(page: webdriver.Chrome):
     # Voxel (5, 4, 3): its middle is at -20 + 5 * 2, 10 + 4 * 3, 5 + 3 * 4; 255 shades for 0 to 965.
     told = find(page, "#place").text
-    assert told.startswith("L 10.0, A 22.0, S 17.0 mm; intensity about 254; prediction: background; truth: </script>")
+    read = "L 10.0, A 22.0, S 17.0 mm; intensity about 254; prediction: background; reference: </script>"
+    assert told.startswith(read)
     press(page, Keys.ARROW_LEFT, Keys.ARROW_LEFT, Keys.ARROW_UP, Keys.PAGE_DOWN)
     assert place(page) == ["8 / 20", "6 / 16", "3 / 12"]
     assert find(page, "#place").text.startswith("L 6.0, A 25.0, S 13.0 mm")

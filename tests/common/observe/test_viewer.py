@@ -63,7 +63,7 @@ def test_it_begins_where_most_foreground_is_and_tells_the_place(tmp_path: Path):
     ((places, place, window),) = told(tmp_path / "run", "")
     assert places == ["6 / 20", "5 / 16", "4 / 12"]
     # Voxel (5, 4, 3) of 2 x 3 x 4 mm from (-20, 10, 5): the truth is there, the prediction lies one beside it.
-    assert place == f"L 10.0, A 22.0, S 17.0 mm; intensity about 254; prediction: background; truth: {LABEL}"
+    assert place == f"L 10.0, A 22.0, S 17.0 mm; intensity about 254; prediction: background; reference: {LABEL}"
     assert window == "0 to 965"
 
 
