@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from medspeed.apps.brats import guide
 from medspeed.apps.brats.regions import choose_labelling
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.kernels import norms, trust
@@ -108,11 +109,7 @@ def faster_channels_last(precision: str, device: torch.device, fused: bool = Fal
 
 def setup(config: BratsConfig, data: Data, model: VolumeModel, run: Run) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
-    if config.ours:
-        return volume_setup(config, data, model, None, run)
-    from medspeed.apps.brats.guide import transforms  # here: MONAI takes longer to load than all the rest
-
-    return volume_setup(config, data, model, transforms(config, model.preparation, run.device), run)
+    return volume_setup(config, data, model, guide.transforms, run)
 
 
 if __name__ == "__main__":

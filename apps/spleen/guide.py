@@ -4,25 +4,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from monai.transforms import CropForegroundd, EnsureTyped, FgBgToIndicesd, RandCropByPosNegLabeld, SpatialPadd
 
 from medspeed.apps.spleen.config import SpleenConfig
-from medspeed.common.data.monai_batches import KEYS, normalise_transforms, read_transforms
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.training.config import decided
 
-Chain = list[Callable[[Any], Any]]
 
-
-def transforms(config: SpleenConfig, preparation: Preparation, device: torch.device) -> tuple[Chain, Chain]:
-    """Return the transforms of training and validation; with the cache "monai" what is cached lies on the device.
+def transforms(config: SpleenConfig, preparation: Preparation, device: torch.device) -> list[Callable[[Any], Any]]:
+    """Return the transforms of training; with the cache "monai" what is cached lies on the device.
 
     Volumes smaller than a crop are padded first (our addition).
     """
+    # Here: MONAI takes longer to load than all the rest.
+    from monai.transforms import CropForegroundd, EnsureTyped, FgBgToIndicesd, RandCropByPosNegLabeld, SpatialPadd
+
+    from medspeed.common.data.monai_batches import KEYS, normalise_transforms, read_transforms
+
     crop, size = CropForegroundd(KEYS, source_key="image", allow_smaller=True), decided(config.crop_size)
     fixed = [*read_transforms(preparation), *normalise_transforms(preparation), crop]
     if config.cache == "monai":
         fixed.append(EnsureTyped(KEYS, device=device, track_meta=False))
     keys = {"fg_indices_key": "label_fg_indices", "bg_indices_key": "label_bg_indices"}
     drawn = RandCropByPosNegLabeld(KEYS, "label", size, num_samples=decided(config.crops.per_case), **keys)
-    return [*fixed, SpatialPadd(KEYS, size), FgBgToIndicesd("label", image_key="image"), drawn], fixed
+    return [*fixed, SpatialPadd(KEYS, size), FgBgToIndicesd("label", image_key="image"), drawn]

@@ -5,6 +5,7 @@ from medspeed.apps.spleen.config import SpleenConfig, parse
 if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
+from medspeed.apps.spleen import guide
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import VolumeModel
@@ -60,11 +61,7 @@ def resolve(config: SpleenConfig, data: Data, run: Run) -> tuple[SpleenConfig, V
 
 def setup(config: SpleenConfig, data: Data, model: VolumeModel, run: Run) -> Setup:
     """Build the network, the source of its batches, the loss and the optimizer."""
-    if config.ours:
-        return volume_setup(config, data, model, None, run)
-    from medspeed.apps.spleen.guide import transforms  # here: MONAI takes longer to load than all the rest
-
-    return volume_setup(config, data, model, transforms(config, model.preparation, run.device), run)
+    return volume_setup(config, data, model, guide.transforms, run)
 
 
 if __name__ == "__main__":

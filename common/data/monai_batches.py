@@ -68,7 +68,8 @@ def monai_crops(
     cases_per_step, left = divmod(batch_size, crops_per_case)
     if left or not cases_per_step:
         raise ValueError(f"batch_size {batch_size}: must be a multiple of crops.per_case ({crops_per_case}) with MONAI")
-    items, chain = monai_items(cases), Compose(list(transforms))
+    items = [{"image": str(case.image), "label": str(case.label), "name": case.name} for case in cases]
+    chain = Compose(list(transforms))
     given = {"batch_size": cases_per_step, "shuffle": True, "generator": torch.Generator()}
     if cached:
         cache = CacheDataset(items, chain, cache_rate=1.0, num_workers=workers, copy_cache=False)
@@ -100,11 +101,6 @@ def normalise_transforms(preparation: Preparation) -> list[Callable[[Any], Any]]
     if preparation.window is not None:
         return [ScaleIntensityRanged("image", *preparation.window, 0.0, 1.0, clip=True)]
     return [NormalizeIntensityd("image", nonzero=True, channel_wise=True)]
-
-
-def monai_items(cases: Sequence[Case]) -> list[dict[str, str]]:
-    """Return the cases as MONAI's transforms want them."""
-    return [{"image": str(case.image), "label": str(case.label), "name": case.name} for case in cases]
 
 
 def plain(tensor: Any) -> torch.Tensor:  # noqa: ANN401 - a MetaTensor or a Tensor

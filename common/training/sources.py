@@ -1,34 +1,27 @@
-"""Where the batches and the validation of a run on volumes come from: our store and caches, or MONAI's datasets.
-
-`our_source` and `monai_source` give the same two things, and nothing else in an app knows which one runs: training
-batches of this rank, image [B, C, X, Y, Z] and label [B, 1, X, Y, Z] on the run's device; and what counts, of this
-rank's validation cases, the voxels that the Dice on the working grid is computed from, [R, 2] of each.
-"""
+"""Where the batches and the validation of a run on volumes come from: our store and caches, or MONAI's datasets."""
 
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from medspeed.common.data import cache as tiers
 from medspeed.common.data.batches import Batches, crop_batches, partition_cases
 from medspeed.common.data.cache import CacheMode, CachePlan, CaseCache, smart_indices
 from medspeed.common.data.crops import CachedCase, Tier, place_cases
 from medspeed.common.data.dataset import Case
-from medspeed.common.data.preparation import PreparedCase, prepare_case, read_case
+from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case, read_case
 from medspeed.common.data.store import prepared_bytes, prepared_cases, store_folder
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.files import read_object, write_json
-from medspeed.common.inference.labels import dice_counts, mean_dice
+from medspeed.common.inference.labels import mean_dice
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predict import working_counts
-from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
 from medspeed.common.training.fit import Setup
@@ -38,28 +31,36 @@ from medspeed.common.training.resolve import Data
 from medspeed.common.training.setup import compile_if_asked, dtype_of, network_trials, trust_kernels, volume_trials
 from medspeed.common.training.volume_config import SegmentationConfig
 
+S = TypeVar("S", bound=SegmentationConfig)
 Transforms = Sequence[Callable[[Any], Any]]
-Counts = Callable[..., list[torch.Tensor]]
 
 _RECENT = 8  # cases that the cache "none" keeps since they were used last
 _SLOWEST_LAST: list[Tier] = ["gpu", "ram", "disk", "none"]
 
 
 def volume_setup(
-    config: SegmentationConfig, data: Data, model: VolumeModel, chains: tuple[Transforms, Transforms] | None, run: Run
+    config: S, data: Data, model: VolumeModel, guide: Callable[[S, Preparation, torch.device], Transforms], run: Run
 ) -> Setup:
     """Build the network of a decided run, the source of its batches, the loss and the optimizer.
 
     The network starts with the weights of --init, unless there is a checkpoint, whose weights `fit` takes. Batches come
-    by MONAI's `chains`, its transforms of training and of validation, or, where they are None, from our store.
+    from our store, or by MONAI's transforms of the `guide`; what validates is from our store.
     """
     resumed = (run.directory / "checkpoints" / "last").exists()
     network = model.build(None if resumed else config.init).to(run.device)
     if config.channels_last:
         network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     trust_kernels(network_trials(network, config, run), config, run)
-    source = our_source if chains is None else partial(monai_source, chains)
-    batches, counts = source(data, model, config, run)
+    if config.ours:
+        batches, room = our_batches(data, model, config, run)
+    else:
+        batches, room = monai_batches(guide(config, model.preparation, run.device), data, model, config, run), 0
+    with run.clock.stage("prepare"):
+        judged = stored_cases(run.ranks.shard(data.split.validation), model, config, run)
+    with run.clock.stage("cache"):
+        held = tiers.hold_cases(judged, room, run.device)
+    if run.device.type == "cuda":
+        run.say(f"validation: {sum(case.image.is_cuda for case in held)} of {len(held)} cases kept in GPU memory")
     with run.clock.stage("compile"):
         trust_kernels(volume_trials(config, model, batches, run.ranks.world, run.device), config, run)
     windows = (model.window_batch, model.preparation.channels, *model.window_size)
@@ -70,108 +71,95 @@ def volume_setup(
     optimizer = build_optimizer(decided(config.optimizer), network.parameters(), decided(config.learning_rate))
 
     def validate(network: nn.Module, check: Callable[[], None]) -> float:
-        mine = counts(network=network, check=check)
+        mine = working_counts(held, network, model, check)
         return mean_dice(run.ranks.gather(torch.stack(mine).cpu().unbind() if mine else []))
 
     return Setup(network, batches, loss, optimizer, model.precision, validate)
 
 
-def our_source(data: Data, model: VolumeModel, config: SegmentationConfig, run: Run) -> tuple[Batches, Counts]:
-    """Recipe fast: each rank holds the prepared cases of its own partitions as near the device as they fit."""
+def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run: Run) -> tuple[Batches, int]:
+    """Return batches of the prepared cases of this rank's partitions, and the bytes that they leave of a GPU's budget.
+
+    The cases lie as near the device as they fit.
+    """
     partitions, size = decided(config.parallel.partitions), decided(config.crop_size)
     cases, cache, ranks = data.split.training, config.caching(), run.ranks
     local = range(ranks.rank, partitions, ranks.world)
     parts = [partition_cases(len(cases), partitions, number) for number in local]
     mine = [cases[index] for part in parts for index in part]
     plan = _cache_plan(mine, len(local), len(cases) // partitions, model, config, run)
-    with run.clock.stage("prepare"):
-        ahead = cache.mode not in ("none", "smart")  # those prepare a case when it is needed
-        prepared = stored_cases(mine, model, config, run) if ahead else []
-        validation = stored_cases(ranks.shard(data.split.validation), model, config, run)
+    with run.clock.stage("prepare"):  # "none" and "smart" prepare a case when it is needed
+        prepared = [] if cache.mode in ("none", "smart") else stored_cases(mine, model, config, run)
     if ranks.world > 1:
         names = ", ".join(case.name for case in mine)
         for share in ranks.gather([f"rank {ranks.rank} holds {len(mine)} of {len(cases)} cases: {names}"]):
             run.say(share)
-    caches: list[CaseCache] = []
-    place = 0
+    tier: Tier = max(plan.tiers, key=_SLOWEST_LAST.index)
+
+    def load(number: int) -> CachedCase:
+        if cache.mode == "none":
+            case = prepare_case(cases[number], model.preparation, model.labelling.numbers)
+        else:
+            (case,) = stored_cases([cases[number]], model, config, run)
+        return place_cases([case], tier, size, run.device)[0]
+
+    def cases_of(number: int, part: np.ndarray, epoch: int) -> np.ndarray:
+        """Return the cases that a partition trains on in an epoch, where they are loaded when they are needed."""
+        if cache.mode == "none":
+            return part
+        if cache.reshuffle is not None:
+            return partition_cases(len(cases), partitions, number, config.seed, epoch // cache.reshuffle)
+        # A partition of one case more than the smallest one has its turn for that, too.
+        replaced = plan.replaced or int(len(part) > plan.held)
+        return cast(np.ndarray, part[smart_indices(len(part), plan.held, replaced, epoch)])
+
+    recent = lru_cache(max(_RECENT, decided(config.batch_size)))(load)  # fewer than a batch's are prepared twice for it
+    found, ahead = (recent, None) if cache.mode == "none" else (load, plan.replaced or int(cache.reshuffle is None))
+    caches, place = list[CaseCache](), 0
     with run.clock.stage("cache"):
         for number, part in zip(local, parts, strict=True):
             rows = slice(place, place := place + len(part))
-            if ahead and cache.reshuffle is None:
+            if prepared and cache.reshuffle is None:
                 caches.append(tiers.fill_cache(prepared[rows], plan.tiers[rows], size, run.device, part))
             else:
-                caches.append(_changing(number, part, data, model, config, plan, run))
-        held = tiers.hold_cases(validation, plan.free, run.device)
-    if run.device.type == "cuda":
-        run.say(f"validation: {sum(case.image.is_cuda for case in held)} of {len(held)} cases kept in GPU memory")
+                turn, epochs = partial(cases_of, number, part), decided(config.epochs)
+                caches.append(CaseCache(turn, size, run.device, tier != "gpu", found, ahead, epochs))
     count = plan.held * partitions if cache.mode == "smart" else len(cases)
     sizes = decided(config.crops.per_case), decided(config.batch_size), count, partitions
     changes = config.crops.flips or "", config.crops.intensity, config.seed
-    form = dtype_of(config.precision), bool(config.channels_last)
-    batches = crop_batches(caches, *sizes, *changes, form)
-    return batches, partial(working_counts, held, model=model)
+    return crop_batches(caches, *sizes, *changes, (dtype_of(config.precision), bool(config.channels_last))), plan.free
 
 
-def monai_source(
-    transforms: tuple[Transforms, Transforms], data: Data, model: VolumeModel, config: SegmentationConfig, run: Run
-) -> tuple[Batches, Counts]:
-    """Recipes baseline and guide: MONAI's transforms, of training and of validation, and its loaders.
+def monai_batches(
+    transforms: Transforms, data: Data, model: VolumeModel, config: SegmentationConfig, run: Run
+) -> Batches:
+    """Return the batches of recipes baseline and guide: by MONAI's transforms and loaders.
 
     MONAI says little about a bad file, so each is read and checked first. Each rank has a part of the cases; the last
     ones begin anew with the first cases, so that all are equally long, as in the guide.
     """
-    from monai import data as monai  # here: MONAI takes longer to load than all the rest
-    from monai.transforms import Compose
-
-    from medspeed.common.data.monai_batches import monai_crops, monai_items
+    from medspeed.common.data.monai_batches import monai_crops  # here: MONAI takes longer to load than all the rest
 
     cases, ranks = data.split.training, run.ranks
-    cached = config.cache == "monai"
     even = -(-len(cases) // ranks.world) * ranks.world
     mine = ranks.shard([cases[index % len(cases)] for index in range(even)])
-    judged = ranks.shard(data.split.validation)
 
     def check(case: Case) -> None:
         read_case(case, model.preparation.channels, model.labelling.numbers)
 
     with run.clock.stage("prepare"):
-        map_in_threads(check, list(dict.fromkeys([*mine, *judged])), "checking cases", config.workers, run.leader)
+        map_in_threads(check, list(dict.fromkeys(mine)), "checking cases", config.workers, run.leader)
     with run.clock.stage("cache"):
-        batches = monai_crops(
+        return monai_crops(
             mine,
-            transforms[0],
-            cached=cached,
+            transforms,
+            cached=config.cache == "monai",
             crops_per_case=decided(config.crops.per_case),
             batch_size=decided(config.batch_size) // ranks.world,
             workers=config.workers,
             seed=config.seed * ranks.world + ranks.rank,
             device=run.device,
         )
-        chain, items = Compose(list(transforms[1])), monai_items(judged)
-        keep = partial(monai.CacheDataset, num_workers=config.workers) if cached else monai.Dataset
-        return batches, partial(_monai_counts, keep(items, chain), model, run.device)
-
-
-def _monai_counts(
-    dataset: Dataset[Any], model: VolumeModel, device: torch.device, network: nn.Module, check: Callable[[], None]
-) -> list[torch.Tensor]:
-    """Return [R, 2] of each case (see `dice_counts`), by MONAI's sliding windows; `check` is called before each."""
-    from monai.inferers import sliding_window_inference
-
-    from medspeed.common.data.monai_batches import plain
-
-    predictor = torch_predictor(network.eval(), model.precision, tf32=True)
-    counts = []
-    windows = model.window_size, model.window_batch, predictor, model.overlap
-    for index in range(len(dataset)):  # type: ignore[arg-type]  # MONAI's
-        check()
-        item = dataset[index]
-        image = plain(item["image"]).to(device, torch.float32)[None]
-        with torch.no_grad():
-            logits = sliding_window_inference(image, *windows)
-        truth = plain(item["label"]).to(device, torch.uint8)[0]
-        counts.append(dice_counts(model.labelling.labels_of(logits[0]), truth, model.labelling.regions))
-    return counts
 
 
 def stored_cases(cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig, run: Run) -> list[PreparedCase]:
@@ -219,35 +207,3 @@ def _cache_plan(
         tier = max(plan.tiers, key=_SLOWEST_LAST.index)
         run.say(f"cache: redistributed every {cache.reshuffle} epochs, so all cases of an epoch are in tier {tier}")
     return plan
-
-
-def _changing(
-    number: int, part: np.ndarray, data: Data, model: VolumeModel, config: SegmentationConfig, plan: CachePlan, run: Run
-) -> CaseCache:
-    """Return the cache of a partition, by its number and cases, that are loaded when they are needed."""
-    cases, cache = data.split.training, config.caching()
-    partitions, size = decided(config.parallel.partitions), decided(config.crop_size)
-    tier: Tier = max(plan.tiers, key=_SLOWEST_LAST.index)
-
-    def load(number: int) -> CachedCase:
-        if cache.mode == "none":
-            prepared = prepare_case(cases[number], model.preparation, model.labelling.numbers)
-        else:
-            (prepared,) = stored_cases([cases[number]], model, config, run)
-        return place_cases([prepared], tier, size, run.device)[0]
-
-    def cases_of(epoch: int) -> np.ndarray:
-        if cache.mode == "none":
-            return part
-        if cache.reshuffle is not None:
-            return partition_cases(len(cases), partitions, number, config.seed, epoch // cache.reshuffle)
-        # A partition of one case more than the smallest one has its turn for that, too.
-        replaced = plan.replaced or int(len(part) > plan.held)
-        found: np.ndarray = part[smart_indices(len(part), plan.held, replaced, epoch)]
-        return found
-
-    if cache.mode == "none":  # fewer than a batch holds would be prepared twice for it
-        recent = lru_cache(max(_RECENT, decided(config.batch_size)))(load)
-        return CaseCache(cases_of, size, run.device, True, recent)
-    ahead = plan.replaced or int(cache.reshuffle is None)
-    return CaseCache(cases_of, size, run.device, tier != "gpu", load, ahead, decided(config.epochs))

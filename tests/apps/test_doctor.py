@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from monai.transforms import RandomizableTransform, Transform
+from monai.transforms import RandomizableTransform, SpatialPadd, Transform
 
 from medspeed.apps import APPS, doctor, doctor_training
 from medspeed.apps.opening import parse_flags
@@ -101,8 +101,9 @@ def with_one_more(transform, monkeypatch):
     plain = guide.transforms
 
     def more(*given):
-        chain, fixed = plain(*given)
-        return [*fixed, transform, *chain[len(fixed) :]], fixed
+        chain = plain(*given)
+        drawn = next(place for place, each in enumerate(chain) if isinstance(each, SpatialPadd))
+        return [*chain[:drawn], transform, *chain[drawn:]]
 
     monkeypatch.setattr(guide, "transforms", more)
 

@@ -181,7 +181,7 @@ def test_the_guides_cache_stays_as_it_was(heads, monkeypatch):
     cases = read_dataset(heads).cases[:2]
     preparation = Preparation((5.0, 5.0, 5.0), "zscore", None, 4)
     config = BratsConfig(crop_size=(8, 8, 8), crops=Crops(per_case=1, flips="", intensity=0.1))
-    chain, _ = transforms(config, preparation, torch.device("cpu"))
+    chain = transforms(config, preparation, torch.device("cpu"))
     made: list[CacheDataset] = []
 
     def cache_dataset(*given, **named):
