@@ -4,11 +4,12 @@
 # make doctor                 check this machine; ARGS="--app spleen" also finds what limits a training
 # make docs                   build the documentation into site/
 # make ladder APP=spleen      measure each technique, from MONAI's baseline to the default recipe (20 minutes; brats, pathology too)
-# make record APP=spleen      measure MONAI's guide against the default recipe, and update docs/benchmarks.md
+# make record APP=spleen      measure MONAI's guide against the default recipe, and print the table for docs/benchmarks.md
 # make image-test             build the container image, and train, infer and export in it (docker, podman or buildah)
 # make clean                  delete .venv and caches
 PYTHON ?= python3
 BIN := .venv/bin
+RECORD = benchmarks/records/$(shell date +%F)_$(APP)-guide-against-fast/record.json
 PYTEST := $(BIN)/python -m pytest -n logical --dist loadfile
 
 .PHONY: help train docs doctor ladder record image-test setup setup-dev check test test-all clean
@@ -30,7 +31,8 @@ ladder: setup-dev
 	$(BIN)/python benchmarks/ladder.py $(APP) $(ARGS)
 
 record: setup-dev
-	$(BIN)/python benchmarks/record.py $(APP) $(ARGS)
+	@test ! -e $(RECORD) || { echo "$(RECORD): already exists; move it"; exit 1; }
+	$(BIN)/python benchmarks/compare.py $(APP) --output $(RECORD) $(ARGS)
 
 image-test:
 	tests/image_test.sh

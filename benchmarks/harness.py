@@ -28,7 +28,7 @@ from medspeed.apps.pathology.patches.tables import Tables
 from medspeed.benchmarks import GUIDES
 from medspeed.common.clock import synchronise
 from medspeed.common.data.batches import Batch
-from medspeed.common.files import read_json_lines, write_json
+from medspeed.common.files import read_json_lines
 from medspeed.common.host_memory import peak_memory
 from medspeed.common.run import Run
 from medspeed.common.training.fit import Setup, fit, train_step
@@ -209,18 +209,17 @@ def show(row: Figures) -> str:
     return f"| {row['what']} | {' | '.join(cells)} |"
 
 
+def table(record: Figures) -> str:
+    """Return the Markdown table of a record: what was measured on both sides."""
+    about = record["environment"]
+    where = f"{about['cores']} CPU cores" if about["device"] == "cpu" else about["device"]
+    rows = [show(each) for each in record["rows"] if each["guide"] is not None]
+    return "\n".join([f"| on {where} | guide | fast | ratio |", "|---|---|---|---|", *rows])
+
+
 def call(*words: object, **environ: str) -> None:
     """Run a script of this repository with variables of the environment; a RuntimeError has what a failed one said."""
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-
-
-def tell(record: Figures, output: Path | None) -> None:
-    """Print the figures of a record, and write all of it as JSON where there is an output."""
-    for name, value in record.items():
-        if name != "environment":
-            print(f"{name}: {value}", flush=True)
-    if output is not None:
-        write_json(output, record)

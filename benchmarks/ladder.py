@@ -9,21 +9,18 @@ ladder.md and time.png; what cannot run here is listed with its reason. With 16 
 12 to 22 minutes.
 """
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from medspeed.apps import APPS
-from medspeed.benchmarks import GUIDES
 from medspeed.common.flags import Parser
 
 RUNGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("rungs.yaml").read_text(encoding="utf-8"))
 
 PARSER = Parser(description=__doc__)
-PARSER.add_argument("app", choices=APPS)
+PARSER.add_argument("app", choices=[each for each in RUNGS if each != "all"], help="app with a section in rungs.yaml")
 PARSER.add_argument("--data", type=Path, help="dataset folder; small phantoms or slides by default")
 PARSER.add_argument("--device", choices=("cpu", "cuda"), help="the GPU by default if there is one")
 PARSER.add_argument("--seeds", type=int, default=1, help="number of rounds, each with its own seed")
@@ -31,7 +28,6 @@ PARSER.add_argument("--epochs", type=int, help="epochs of each rung; those of ru
 PARSER.add_argument("--output", type=Path, help="folder for the results; runs/ladder-APP by default")
 PARSER.answer(__name__)
 
-import math
 import os
 import re
 import statistics
@@ -55,35 +51,22 @@ from medspeed.common.observe.plots import save_png
 from medspeed.common.run import environment
 from medspeed.common.training.config import TrainingConfig
 
-RAM_DISK = Path("/dev/shm")
 _SHORT = 2  # epochs of a single change, of which the second is timed
-_TARGET = 0.9  # of the quality that fast has in the end: what "seconds to" counts to
-_BEFORE, _REACHED = "to the rung before", f"seconds to {_TARGET:g} of fast's quality"
-_FIRST, _MEMORY = "to the first", "peak memory, MiB"
+_BEFORE, _FIRST, _MEMORY = "to the rung before", "to the first", "peak memory, MiB"
 _COLOURS = {"baseline": "#D55E00", "the guide": "#0072B2", "fast": "#009E73"}  # of the recipes' rungs, by their names
-
-
-def parse_options(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line, and refuse an app that has no ladder."""
-    given = PARSER.parse_args(arguments)
-    if given.app not in RUNGS or (given.data is None and given.app not in GUIDES):
-        needed = f"a section {given.app} in benchmarks/rungs.yaml, and one in benchmarks/guides.yaml or --data"
-        PARSER.error(f"{given.app} has no ladder: it needs {needed} (see CONTRIBUTING.md)")
-    return given
 
 
 def main() -> None:
     """Climb, and write what was found."""
-    arguments = parse_options()
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    app, output = arguments.app, arguments.output or Path("runs") / f"ladder-{arguments.app}"
+    given = PARSER.parse_args()
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    app, output = given.app, given.output or Path("runs") / f"ladder-{given.app}"
     began = time.perf_counter()
     about = environment(torch.device(device))  # now: the files may change while it climbs
     with tempfile.TemporaryDirectory(prefix="ladder-") as made:
         folder = Path(made)
-        data = arguments.data or make_data(app, "small", folder / "data")
-        epochs = arguments.epochs or RUNGS[app]["epochs"]
-        record = measure(app, data, device, arguments.seeds, epochs, folder)
+        data = given.data or make_data(app, "small", folder / "data")
+        record = measure(app, data, device, given.seeds, given.epochs or RUNGS[app]["epochs"], folder)
     record |= {"environment": about, "seconds in all": round(time.perf_counter() - began, 1)}
     write_json(output / "ladder.json", record)
     write_text(output / "ladder.md", markdown(record) + "\n")
@@ -96,14 +79,12 @@ def measure(app: str, data: Path, kind: str, seeds: int, epochs: int, folder: Pa
     rungs = climb(app, kind, data, folder / "store")
     *_, fast = rungs.values()
     with ExitStack() as stack:
-        ram = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=RAM_DISK))) if RAM_DISK.is_dir() else None
+        ram = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         singles = {"fast itself": fast, **beside(app, fast, ram), "fast again": fast}
         bar = stack.enter_context(tqdm(total=seeds * len(rungs) + len(singles), desc=f"ladder {app}", unit="rung"))
 
-        def run(config: TrainingConfig | str, **changes: object) -> Figures | str:
+        def run(config: TrainingConfig, **changes: object) -> Figures | str:
             bar.update()
-            if isinstance(config, str):
-                return config
             return attempt(partial(in_a_process, trained, replace(config, **changes)))  # type: ignore[arg-type]
 
         rounds: list[Figures] = []
@@ -115,8 +96,8 @@ def measure(app: str, data: Path, kind: str, seeds: int, epochs: int, folder: Pa
         "app": app,
         "epochs": epochs,
         "metric": fast.METRIC,
-        "climb": climbed(rounds, fast.METRIC),
-        "beside": climbed([changed], fast.METRIC),
+        "climb": climbed(rounds),
+        "beside": climbed([changed]),
         "absent": (RUNGS["all"]["absent on a cpu"] if kind == "cpu" else {}) | RUNGS["all"]["absent"],
     }
 
@@ -136,14 +117,11 @@ def climb(app: str, kind: str, data: Path, store: Path) -> dict[str, TrainingCon
     return {**rungs, "fast's augmentation and schedule: fast": fast}  # label smoothing, too
 
 
-def beside(app: str, fast: TrainingConfig, ram: Path | None) -> dict[str, TrainingConfig | str]:
-    """Return single changes of fast, or why one cannot run; `ram` is a folder in a RAM disk, if there is one."""
-    rungs: dict[str, TrainingConfig | str] = {}
+def beside(app: str, fast: TrainingConfig, ram: Path) -> dict[str, TrainingConfig]:
+    """Return single changes of fast; `ram` is a folder in a RAM disk."""
+    rungs = {"the store in a RAM disk (--store /dev/shm)": replace(fast, store=ram)}
     for rung, changes in {**RUNGS["all"]["beside"], **RUNGS[app]["beside"]}.items():
-        if changes.get("store") == "ram":
-            rungs[rung] = replace(fast, store=ram) if ram else f"there is no {RAM_DISK}"
-        else:
-            rungs[rung] = replaced(fast, _tuples(changes))
+        rungs[rung] = replaced(fast, _tuples(changes))
     return rungs
 
 
@@ -151,23 +129,17 @@ def _tuples(changes: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
 
 
-def climbed(rounds: Sequence[Figures], metric: str) -> Figures:
+def climbed(rounds: Sequence[Figures]) -> Figures:
     """Return each rung's medians over the rounds and its ratios to others, of the same round; or why it has none."""
     found: Figures = {}
-    first, *_, last = rounds[0]
-    ends = [each[last][metric] for each in rounds if isinstance(each[last], dict)]
-    target = _TARGET * (statistics.median(ends) if ends else 1.0)
     for before, name in pairwise(["", *rounds[0]]):
         runs: list[Any] = [each[name] for each in rounds]
         found[name] = next((run for run in runs if isinstance(run, str)), None)
         if found[name] is None:
-            curves, numbers = (
-                [run["curve"] for run in runs],
-                [key for key, each in runs[0].items() if isinstance(each, int | float)],
-            )
+            numbers = [key for key, each in runs[0].items() if isinstance(each, int | float)]
             found[name] = {key: round(statistics.median(run[key] for run in runs), 5) for key in numbers}
-            found[name] |= {_BEFORE: _times(rounds, before, name), _FIRST: _times(rounds, first, name)}
-            found[name] |= {_REACHED: _reached(curves, target), "curves": curves, "precision": runs[0]["precision"]}
+            found[name] |= {_BEFORE: _times(rounds, before, name), _FIRST: _times(rounds, next(iter(rounds[0])), name)}
+            found[name] |= {"curves": [run["curve"] for run in runs], "precision": runs[0]["precision"]}
     return found
 
 
@@ -177,15 +149,9 @@ def _times(rounds: Sequence[Figures], before: str, name: str) -> str:
     return f"{statistics.median(one / other['samples per s'] for one, other in pairs):.2f}x" if pairs else ""
 
 
-def _reached(curves: Sequence[Any], target: float) -> str:
-    """Return the median second, preparation included, of the first validation that has the target."""
-    seconds = statistics.median(next((end for end, value in curve if value >= target), math.inf) for curve in curves)
-    return f"{seconds:.3g}" if math.isfinite(seconds) else "not reached"
-
-
 def markdown(record: Figures) -> str:
     """Return all tables of a ladder, most important first."""
-    costs = ("waited, percent", "prepare and cache, s", "first epoch, s", record["metric"], _REACHED, _MEMORY)
+    costs = ("waited, percent", "prepare and cache, s", "first epoch, s", record["metric"], _MEMORY)
     parts = {
         f"The climb ({record['app']}, {record['epochs']} epochs)": ("climb", "s per step", _BEFORE, _FIRST, *costs),
         "Single changes of fast (an epoch each, not repeated: differences of a few percent are noise)": (

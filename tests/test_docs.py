@@ -63,7 +63,7 @@ OTHERS: dict[str, type] = {
 }
 PARSERS: dict[str, Callable[[Sequence[str]], argparse.Namespace]] = {
     "apps/doctor.py": doctor.PARSER.parse_args,
-    "benchmarks/ladder.py": ladder.parse_options,
+    "benchmarks/ladder.py": ladder.PARSER.parse_args,
     "benchmarks/speedrun.py": lambda words: speedrun.parse_options(words)[0],
     "data_scripts/fetch_msd.py": fetch_msd.parse_options,
     "data_scripts/fetch_camelyon16.py": fetch_camelyon16.parse_options,
