@@ -1,9 +1,9 @@
-"""Time: the stages of a run, the parts of a step, the ranges that profilers show."""
+"""Time: the stages of a run or a case, the parts of a step, the spans that profilers show."""
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import psutil
@@ -16,22 +16,21 @@ HostTime = Literal["waited", "saved", "logged"]
 _HOST: dict[HostTime, str] = {"waited": "wait for batch", "saved": "save", "logged": "log"}  # and their spans
 
 
-class Clock:
-    """Seconds per stage since the process started; no step of the system's clock moves them. What was is `start`."""
+class Stages:
+    """Seconds that stages took, by name."""
 
     def __init__(self) -> None:
-        before = time.time() - psutil.Process().create_time()
-        self._began = time.perf_counter() - before
-        self._stages: dict[str, float] = {"start": before}
+        self._stages: dict[str, float] = {}
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a block as one stage; what it left running on a CUDA device is waited for."""
+    def stage(self, name: str, waits: bool = True) -> Iterator[None]:
+        """Time a block as a stage, also one that fails; `waits` for what it left running on a CUDA device."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            synchronise()
+            if waits:
+                synchronise()
             self.add(name, time.perf_counter() - begin)
 
     def add(self, name: str, seconds: float) -> None:
@@ -39,9 +38,22 @@ class Clock:
         self._stages[name] = self._stages.get(name, 0.0) + seconds
 
     def seconds(self) -> dict[str, float]:
+        """Return the seconds of each stage so far."""
+        return {name: round(value, 3) for name, value in self._stages.items()}
+
+
+class Clock(Stages):
+    """The stages since the process started; no step of the system's clock moves them. What was before is `start`."""
+
+    def __init__(self) -> None:
+        before = time.time() - psutil.Process().create_time()
+        self._began = time.perf_counter() - before
+        self._stages = {"start": before}
+
+    def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage and, under `total`, all since the process started."""
         total = self._stages.get("total", 0.0) + time.perf_counter() - self._began  # an earlier process's is added
-        return {name: round(value, 3) for name, value in ({**self._stages, "total": total}).items()}
+        return super().seconds() | {"total": round(total, 3)}
 
 
 class StepTimer:
@@ -56,7 +68,7 @@ class StepTimer:
     def host(self, name: HostTime) -> Iterator[None]:
         """Time a block by the host's clock: a batch is "waited" for, a checkpoint "saved", progress "logged"."""
         began = time.perf_counter()
-        with span(_HOST[name]):
+        with record_function(_HOST[name]):
             yield
         self._host[name] += time.perf_counter() - began
 
@@ -116,34 +128,3 @@ def synchronise() -> None:
     """Wait for the CUDA device, where there is one: a clock read before that would be too early."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-
-
-_RANGES: dict[str, Callable[[str], AbstractContextManager[None]]] = {
-    "nvtx": torch.cuda.nvtx.range,
-    "profiler": record_function,
-}
-_NOTHING = nullcontext()  # keeps nothing, so one serves all spans of all threads
-_make_span: Callable[[str], AbstractContextManager[None]] | None = None  # of the present mode
-
-
-def span(name: str) -> AbstractContextManager[None]:
-    """Return a context that is one named range of the present mode (see `spans_to`); by default it is nothing."""
-    return _NOTHING if _make_span is None else _make_span(name)
-
-
-@contextmanager
-def spans_to(mode: Literal["nvtx", "profiler"]) -> Iterator[None]:
-    """Let the spans of all threads be, within a block, ranges that Nsight Systems shows ("nvtx"), or torch.profiler.
-
-    Raises:
-        ValueError: this torch has no NVTX.
-    """
-    global _make_span
-    if mode == "nvtx" and torch.version.cuda is None:  # here rather than in the middle of a step
-        built = f"torch {torch.__version__} is built without NVTX"
-        raise ValueError(f"spans nvtx: {built}; use the profiler, or a torch built for CUDA")
-    before, _make_span = _make_span, _RANGES[mode]
-    try:
-        yield
-    finally:
-        _make_span = before

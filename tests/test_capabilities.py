@@ -98,7 +98,7 @@ MEASURES = (
     "scan,structure,voxels,volume_ml,parts,longest_axial_mm,short_axial_mm,extent_rl_mm,extent_pa_mm,extent_is_mm,"
     "uncertain"
 )
-SCAN_FILES = ("phantom_000.nii.gz", "phantom_000.png", "measurements.csv", "timings.json", "timeline.png", "records")
+SCAN_FILES = ("phantom_000.nii.gz", "phantom_000.png", "measurements.csv", "timings.json", "records")
 
 
 # Runs a script as the interpreter does, then tells what was loaded of what takes seconds.

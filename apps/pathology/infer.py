@@ -6,6 +6,7 @@ from medspeed.common.config import parse_config
 if __name__ == "__main__":
     CONFIG = parse_config(ScanConfig, {}, description=__doc__)  # before torch: --help answers at once
 
+from collections import defaultdict
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from medspeed.apps.pathology.scan.scan import (
 from medspeed.apps.pathology.slides.camelyon import find_slides, is_slide
 from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask
 from medspeed.apps.pathology.slides.reader import Slide, open_slide
+from medspeed.common.clock import Stages
 from medspeed.common.console import hides_bar, say
 from medspeed.common.files import plural, sha256_of
 from medspeed.common.host_memory import keep_freed_memory, peak_memory
@@ -36,7 +38,6 @@ from medspeed.common.inference.folder_job import FolderJob, Item, Prediction, Pr
 from medspeed.common.inference.measure import warn_of_training
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.scores import write_measures
-from medspeed.common.observe.timeline import Timeline
 from medspeed.common.ranks import choose_device, torchrun_place
 from medspeed.common.run import one_line_errors
 
@@ -48,7 +49,7 @@ class Scanner:
     """The network of a run, opened on a device to scan slides or to score patches."""
 
     def __init__(self, config: ScanConfig) -> None:
-        self.config, self.timeline = config, Timeline()
+        self.config, self.stages = config, defaultdict[str, Stages](Stages)
         self.model, self.device = load_model(config.model), choose_device(config.device, torchrun_place()[2])
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -100,7 +101,7 @@ class Scanner:
 
     def read(self, item: Item[Path]) -> tuple[Slide, View, SlideMask]:
         """Return a slide, how the network sees it, and where it holds tissue."""
-        with self.timeline.stage(item.name, "read", "tissue"):
+        with self.stages[item.name].stage("tissue", waits=False):
             slide = open_slide(item.source, self.config.reader)
             view, base = choose_view(slide, self.model.mpp), slide.levels[0]
             if max(base.width, base.height) <= view.span(self.model.patch_size) * view.downsample:
@@ -114,13 +115,13 @@ class Scanner:
         if self.stride and self.opened.backend != "tensorrt":
             # As many pixels as a batch of tiles has; an engine takes no more images than it was built for.
             batch *= (self.model.tile_size // self.model.patch_size) ** 2
-        with self.timeline.stage(item.name, "compute", "scan", waits=True):
+        with self.stages[item.name].stage("scan"):
             predict = self.opened.predict
             return slide, view, scan_slide(slide, self.model, predict, self.device, tissue, view, self.stride, batch)
 
     def write(self, item: Item[Path], scanned: tuple[Slide, View, ProbabilityMap]) -> Record:
         """Write what was found in a slide, and return what its record is to hold."""
-        (slide, view, found), stage = scanned, partial(self.timeline.stage, item.name, "write")
+        (slide, view, found), stage = scanned, partial(self.stages[item.name].stage, waits=False)
         tif, csv, geojson, *picture = item.outputs
         size = slide.levels[0].width, slide.levels[0].height
         with stage("write"):
@@ -153,7 +154,7 @@ class Scanner:
             "stride_px": found.stride,
             "peak_memory_mib": round(peak_memory() / 2**20),
             "device": str(self.device),
-            "seconds": self.timeline.seconds(item.name),
+            "seconds": self.stages[item.name].seconds(),
         }
 
 

@@ -1,14 +1,16 @@
 """Segment scans: files or DICOM in, label maps on the input's own grid out, streamed, measured, and resumed."""
 
+import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import partial
-from threading import current_thread
 from zlib import crc32
 
 import numpy as np
 import torch
 
+from medspeed.common.clock import Stages
 from medspeed.common.console import say
 from medspeed.common.data.dataset import stem_of
 from medspeed.common.data.dicom import DicomSeries
@@ -30,7 +32,6 @@ from medspeed.common.inference.runs import digest_of, open_models
 from medspeed.common.inference.scan_files import Scan, find_scans, read_scan, say_plan, scan_bytes
 from medspeed.common.inference.scores import write_measures
 from medspeed.common.observe.overlays import draw_overlay, oriented_scan
-from medspeed.common.observe.timeline import Timeline, draw_timeline
 from medspeed.common.ranks import choose_device, torchrun_place
 
 ScanItem = Item[Scan]
@@ -71,7 +72,8 @@ class Segmenter:
     """A model, opened on a device to segment scans; for the errors see `segment_scans`."""
 
     def __init__(self, config: InferConfig, model: VolumeModel) -> None:
-        self.config, self.model, self.timeline = config, model, Timeline()
+        self.config, self.model = config, model
+        self.began, self.stages = time.perf_counter(), defaultdict[str, Stages](Stages)
         self.device = choose_device(config.device, torchrun_place()[2])
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -84,8 +86,7 @@ class Segmenter:
         self.weights, self.cases = digest_of(self.opened.files), read_figures(*config.model)
         rank, ranks, _ = torchrun_place()
         process = "" if ranks == 1 else f"-{rank}"
-        names = ("measurements.csv", f"timings{process}.json", f"timeline{process}.png")
-        self.tables = [config.output / name for name in names]
+        self.tables = [config.output / name for name in ("measurements.csv", f"timings{process}.json")]
 
     @property
     def cleaning(self) -> Steps:
@@ -138,12 +139,12 @@ class Segmenter:
         if isinstance(scan, DicomSeries) and (scan.modality == "CT") != fits:
             wanted = "CT (a window in HU)" if fits else "scans other than CT (z-scores)"
             raise ValueError(f"{item.name}: its modality is {scan.modality}, the model was trained on {wanted}")
-        with self.timeline.stage(item.name, _lane(), "decode"):
+        with self.stages[item.name].stage("decode", waits=False):
             return read_scan(scan, preparation.channels)
 
     def compute(self, item: ScanItem, volume: Volume) -> Found:
         """Return a scan, its labels [X, Y, Z] uint8 on its own grid, and the agreement (see `with_doubts`)."""
-        stage, model = partial(self.timeline.stage, item.name, "compute", waits=True), self.model
+        stage, model = self.stages[item.name].stage, self.model
         self.pairs.clear()
         with stage("prepare"):
             case = prepare_volume(item.name, volume, model.preparation, self.device, torch.float32)
@@ -157,7 +158,7 @@ class Segmenter:
     def write(self, item: ScanItem, found: Found) -> Record:
         """Clean, write, measure and draw the labels of a scan; return its measurements and seconds."""
         (volume, labels, agreement), config, labelling = found, self.config, self.model.labelling
-        stage = partial(self.timeline.stage, item.name, _lane())
+        stage = partial(self.stages[item.name].stage, waits=False)
         with stage("clean"):
             labels = clean_labels(labels, labelling, volume.voxel_ml, self.cleaning)
         with stage("write"):
@@ -177,12 +178,12 @@ class Segmenter:
                 shown = oriented_scan(image, labels, volume.affine, window=self.model.preparation.window)
                 draw_overlay(item.outputs[-1], shown, labelling.labels, item.name)
         doubts = [*dict.fromkeys(doubt for each in measured for doubt in each.uncertain.split("; ") if doubt)]
-        seconds = self.timeline.seconds(item.name)
+        seconds = self.stages[item.name].seconds()
         return {"measures": [asdict(each) for each in measured], "uncertain": doubts, "seconds": seconds}
 
     def write_tables(self, records: dict[str, Record]) -> None:
-        """Write `measurements.csv` and the seconds of all finished scans, and the picture of what this process did."""
-        (table, timings, picture), spans = self.tables, list(self.timeline.spans)
+        """Write `measurements.csv` and the seconds of all finished scans."""
+        table, timings = self.tables
         tag = {"model": " ".join(f"{each.run}:{each.sha256[:12]}" for each in self.model.members) or self.weights[:12]}
         rows = {name: [{**each, **tag} for each in record["measures"]] for name, record in records.items()}
         write_measures(table, rows, columns=[*(each.name for each in fields(Measures)), "model"])
@@ -193,17 +194,11 @@ class Segmenter:
                 "precision": self.opened.precision,
                 **tag,
                 "seconds": {name: record["seconds"] for name, record in records.items()},
-                "scans in this run": len({span.case for span in spans if span.stage == "write"}),
-                "seconds of this run": round(self.timeline.now(), 3),
+                "scans in this run": sum("write" in each.seconds() for each in self.stages.values()),
+                "seconds of this run": round(time.perf_counter() - self.began, 3),
                 "peak_memory_mib": round(peak_memory() / 2**20),
             },
         )
-        if len({span.case for span in spans}) > 1:
-            draw_timeline(picture, spans)
-
-
-def _lane() -> str:
-    return current_thread().name.replace("_", " ")  # "read 0", "write 0"
 
 
 def _line(record: Record) -> str:

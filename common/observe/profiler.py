@@ -1,26 +1,39 @@
 """A profile of a few training steps: what each of their stages takes, and which operations take the most."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd.profiler_util import EventList
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from medspeed.common.clock import span, spans_to, synchronise
+from medspeed.common.clock import synchronise
 from medspeed.common.files import atomic_path, write_text
 
 SKIPPED, RECORDED = 2, 6  # steps; the profiler itself warms up in the last of the first
+
+
+def nvtx_ranges() -> AbstractContextManager[None]:
+    """Return a block in which spans and operators are ranges that Nsight Systems shows.
+
+    Raises:
+        ValueError: this torch has no NVTX.
+    """
+    if torch.version.cuda is None:
+        built = f"torch {torch.__version__} is built without NVTX"
+        raise ValueError(f"profile nvtx: {built}; use --profile torch, or a torch built for CUDA")
+    ranges: AbstractContextManager[None] = torch.autograd.profiler.emit_nvtx()  # type: ignore[no-untyped-call]
+    return ranges
 
 
 @contextmanager
 def profiled_steps(folder: Path, device: torch.device) -> Iterator[Callable[[], None]]:
     """Record six steps of a training, after two, with torch.profiler; yield what is to be called after each step.
 
-    Meanwhile spans are ranges of the profiler. At the end, also by an exception, the folder holds `trace.json` (for
+    At the end, also by an exception, the folder holds `trace.json` (for
     Perfetto or chrome://tracing) and `operations.txt`: how long the steps and their spans took on the host, which on
     CUDA launches what the device computes later, and the operations with the most self time.
     """
@@ -36,12 +49,12 @@ def profiled_steps(folder: Path, device: torch.device) -> Iterator[Callable[[], 
 
     def step() -> None:
         if on_cuda and recording.step_num + 1 in (SKIPPED, SKIPPED + RECORDED):
-            with span("wait for device"):  # what earlier steps left running is not part of the recorded ones
+            with record_function("wait for device"):  # what earlier steps left running is not part of the recorded ones
                 synchronise()
         if recording.step_num < SKIPPED + RECORDED:
             recording.step()
 
-    with spans_to("profiler"), recording:
+    with recording:
         yield step
 
 

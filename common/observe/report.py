@@ -3,7 +3,6 @@
 import base64
 import gzip
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,46 +10,32 @@ from typing import Any
 import jinja2
 import numpy as np
 import torch
-import yaml
 from markupsafe import Markup
 from nibabel.affines import from_matvec
 from torch.nn import functional
 
-from medspeed.common.files import read_json_lines, write_json, write_text
+from medspeed.common.files import read_json_lines, read_object, write_json, write_text
 from medspeed.common.observe.images import one_line
 from medspeed.common.observe.overlays import LABEL_COLOURS, Array, Scan
 
 Json = dict[str, Any]
-_NEEDED_FOR = {
-    "summary.json": "the run has not finished: no quality, time budget or exports",
-    "environment.json": "no date, versions or hardware",
-    "config.yaml": "no configuration",
-    "plan.json": "nothing of what was chosen for this device and these cases",
-}
 _STAGES = ("start", "prepare", "cache", "compile", "train", "validate", "export")  # in the order they run
 _LONGEST_SIDE = 192  # voxels of a case to scroll through
 _MOST_VOXELS, _FEWEST_VOXELS = 96**3, 48**3  # of a case where up to nine share the page, and where many do
 _LARGEST_PAGE, _REST = 8_000_000, 500_000  # bytes; the rest is all but pictures and cases
 _LARGEST_PICTURE = 600_000  # bytes
-_LONGEST_VALUE, _LONGEST_FILE = 1000, 20_000  # characters
+_LONGEST_VALUE = 1000  # characters
 _WORST = 3  # cases whose overlay is shown
 
 
-def write_report(directory: Path) -> Path:
-    """Write `report.html` into a run folder, from the files that the run has left there; return its path.
+def write_report(directory: Path, summary: Json) -> Path:
+    """Write `report.html` into a run folder, from its summary and the files that are there; return its path.
 
-    For an incomplete run it shows what there is and says what is missing. It stays below 8 MB for hundreds of cases:
-    those with the lowest values come first, and what no longer fits is left out, which the page says.
-
-    Raises:
-        FileNotFoundError: the folder is none of a run.
+    It stays below 8 MB for hundreds of cases: those with the lowest values come first, and what no longer fits is left
+    out, which the page says.
     """
-    if not any((directory / name).is_file() for name in _NEEDED_FOR):
-        raise FileNotFoundError(f"{directory}: no run folder (none of {', '.join(_NEEDED_FOR)} is there)")
-    problems: list[str] = []
-    summary, environment, config, plan = (_read(directory / name, problems, loss) for name, loss in _NEEDED_FOR.items())
-    quality = summary.get("quality", {})
-    per_case = quality.get("per_case", {})
+    quality = summary["quality"]
+    per_case = quality["per_case"]
     # A case without a value is worse than any.
     ranked = sorted(per_case, key=lambda name: (per_case[name] is not None, per_case[name] or 0.0, name))
     overlays = {path.stem: path for path in (directory / "overlays").glob("*.png")}
@@ -59,30 +44,22 @@ def write_report(directory: Path) -> Path:
     room = _LARGEST_PAGE - _REST - sum(len(address or "") for address in (*worst.values(), *pictures.values()))
     files = [path for name in ranked if (path := directory / "report_cases" / f"{name}.json").is_file()]
     kept = files[: np.count_nonzero(np.cumsum([path.stat().st_size for path in files]) <= room)]
-    scans = {path.stem: _read(path, problems, "not in the viewer") for path in kept}
     content = _template().render(
         name=directory.resolve().name,
-        title=" ".join(filter(None, (summary.get("app"), summary.get("recipe") or config.get("recipe")))),
         summary=summary,
-        environment=environment,
-        epochs=_read(directory / "metrics.jsonl", problems, "no curves").get("epochs", []),
-        stages=_stages(summary.get("seconds", {})),
+        environment=read_object(directory / "environment.json"),
+        epochs=read_json_lines(directory / "metrics.jsonl"),
+        stages=_stages(summary["seconds"]),
         # An app that judges patches has figures of all of them together, in its own order, and no regions.
-        cases={name: per_case[name] for name in (ranked if quality.get("per_region") else per_case)},
+        cases={name: per_case[name] for name in (ranked if quality["per_region"] else per_case)},
         overlays=len(overlays),
         worst=worst,
         pictures=pictures,
-        scans={name: scan for name, scan in scans.items() if scan},
+        scans={path.stem: read_object(path) for path in kept},
         left_out=len(files) - len(kept),
         colours=LABEL_COLOURS,
         exported=lambda path: directory / "exports" / Path(path).name,
-        texts={
-            "Settings as resolved (plan.json)": yaml.safe_dump(plan, sort_keys=False)[:_LONGEST_FILE] if plan else "",
-            "Settings as given (config.yaml)": _end_of(directory / "config.yaml"),
-            "Messages (run.log)": _end_of(directory / "run.log"),
-        },
-        files=[path for path in sorted(directory.iterdir()) if not path.name.startswith((".", "report.html"))],
-        problems=problems,
+        settings=(directory / "plan.json").read_text(encoding="utf-8"),
     )
     write_text(directory / "report.html", content)
     return directory / "report.html"
@@ -122,29 +99,11 @@ def write_report_case(directory: Path, name: str, scan: Scan, names: Sequence[st
     write_json(directory / "report_cases" / f"{name}.json", content)
 
 
-def _read(path: Path, problems: list[str], loss: str) -> Json:
-    """Return what a file of the run holds; of one that is missing or damaged nothing, and a line in `problems`."""
-    if not path.is_file():
-        problems.append(f"{path.name} is missing: {loss}")
-        return {}
-    try:
-        if path.suffix == ".jsonl":
-            return {"epochs": read_json_lines(path)}
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-        if not isinstance(content, dict):
-            raise ValueError("no mapping")
-        return content
-    except (ValueError, yaml.YAMLError) as error:
-        problems.append(f"{path.name} is damaged ({one_line(str(error), 120)}): {loss}")
-        return {}
-
-
 def _stages(seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each stage, in the order they run, and under `rest` what else the total holds."""
     found = {name: seconds[name] for name in dict.fromkeys((*_STAGES, *seconds)) if name in seconds}
     total = found.pop("total", 0.0)
-    return {**found, "rest": max(total - sum(found.values()), 0.0)} if found else {}
+    return {**found, "rest": max(total - sum(found.values()), 0.0)}
 
 
 def _embedded(path: Path) -> str | None:
@@ -153,10 +112,6 @@ def _embedded(path: Path) -> str | None:
         return None
     content = path.read_bytes()
     return f"data:image/png;base64,{_base64(content)}" if len(content) <= _LARGEST_PICTURE else ""
-
-
-def _end_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")[-_LONGEST_FILE:] if path.is_file() else ""
 
 
 def _base64(content: bytes | Array) -> str:

@@ -215,7 +215,7 @@ def finish(
     from medspeed.common.observe.report import write_report  # here: a training needs none of it
 
     with _said(run, "no report"):
-        run.say(f"report: {write_report(run.directory)}", "result")
+        run.say(f"report: {write_report(run.directory, summary)}", "result")
     run.trackers.scalars({"quality": quality.value}, fitted.steps)
     run.trackers.files([run.directory / name for name in _TRACKED])
     return summary

@@ -15,18 +15,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
-from medspeed.common.clock import StepTimer, span, spans_to
+from medspeed.common.clock import StepTimer
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.inference import Precision
 from medspeed.common.inference.model import load_weights
+from medspeed.common.observe.profiler import nvtx_ranges
 from medspeed.common.observe.roofline import distance_to_limit
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import STOP_SIGNALS, Run, take_signals
 from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.log import Log
 from medspeed.common.training.losses import Loss
-from medspeed.common.training.setup import autocast, learning_rates
+from medspeed.common.training.setup import autocast, dtype_of, learning_rates
 from medspeed.common.training.state import TrainingState
 from medspeed.common.training.steps import Steps, choose_steps
 
@@ -90,7 +92,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     )
     choose_steps(steps, batches, state.epoch, config, run)
     log = Log(run, config, total, state) if ranks.leader else None
-    marked = spans_to("nvtx") if config.profile == "nvtx" else nullcontext()
+    marked = nvtx_ranges() if config.profile == "nvtx" else nullcontext()
     shown = closing(log) if log else nullcontext()
     with closing(state), closing(GracefulStop(ranks, state.save)) as stop, marked, shown:
         for epoch in range(state.epoch, epochs):
@@ -132,7 +134,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                 stop.exit_if_requested()
     best = ranks.once(lambda: load_weights(run.directory / "best.safetensors"))
     held, total_seconds = None if target is None else state.holds(target), run.clock.seconds()["total"]
-    limit = distance_to_limit(network, steps.shape, timer.typical(), precision, run) if ranks.leader else None
+    limit = distance_to_limit(network, steps.shape, timer.typical(), dtype_of(precision), run) if ranks.leader else None
     return Fitted(best, state.best, state.best_epoch, state.last, state.steps_done, held, total_seconds, limit)
 
 
@@ -167,18 +169,18 @@ def train_step(
         last = number == accumulate
         with nullcontext() if last or not isinstance(network, DistributedDataParallel) else network.no_sync():
             with autocast(precision, image.device):
-                with span("forward"):
+                with record_function("forward"):
                     logits = network(image)
-                with span("loss"):
+                with record_function("loss"):
                     loss = loss_function(logits, label)
                     loss = loss if accumulate == 1 else loss / accumulate  # no kernel that divides by one
-            with span("backward"):
+            with record_function("backward"):
                 scaled = scaler.scale(loss)
                 # As `backward` ends, which with a gradient of ours would load all that symbolic shapes need.
                 given = (torch.ones_like(scaled) if one is None else one,), False, False, ()
                 _engine_run_backward((scaled,), *given, allow_unreachable=True, accumulate_grad=True)
         losses.append(loss.detach())
-    with span("optimizer"):
+    with record_function("optimizer"):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -251,7 +253,7 @@ def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop:
     ranks = run.ranks
     if ranks.world > 1:  # nothing stops their validation, and torchrun may not wait
         state.save()
-    with run.clock.stage("validate"), span("validate"):
+    with run.clock.stage("validate"), record_function("validate"):
         ranks.average_buffers(setup.network)
         value = ranks.from_leader(setup.validate(setup.network, stop.check))
         value = max(0.0, value) if config.fast_dev_run else value  # a few cases may well hold nothing to find: NaN

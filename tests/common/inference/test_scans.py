@@ -92,7 +92,6 @@ def test_each_scan_gets_a_map_a_record_and_a_row(done, scans):
     assert all(
         {"decode", "prepare", "windows", "restore", "write"} <= set(each) for each in timings["seconds"].values()
     )
-    assert (done / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_is_done_twice(done, run, scans, capsys):
@@ -186,7 +185,7 @@ def test_names_that_are_long_or_no_utf_8_cost_no_table(run, scans, tmp_path):
 
 
 def test_a_table_of_the_user_s_own_is_not_replaced(run, scans, tmp_path):
-    for name in ("measurements.csv", "timings.json", "timeline.png"):
+    for name in ("measurements.csv", "timings.json"):
         folder = tmp_path / name
         folder.mkdir()
         (folder / name).write_text("mine")

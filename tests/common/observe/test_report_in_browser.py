@@ -12,8 +12,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from medspeed.common.observe.report import write_report
-from tests.common.observe.test_report import IMAGE_NAME, SCRIPT_NAME, add_case, hand_made_run
+from tests.common.observe.test_report import IMAGE_NAME, SCRIPT_NAME, add_case, hand_made_run, written
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +52,7 @@ def page(started: webdriver.Chrome, tmp_path: Path) -> webdriver.Chrome:
     started.get("about:blank")
     for log in ("performance", "browser"):  # what the browser's own first page asked for
         started.get_log(log)
-    started.get(write_report(folder).as_uri())
+    started.get(written(folder).as_uri())
     WebDriverWait(started, 30).until(lambda page: find(page, "#place").text)  # its volumes are unpacked
     return started
 
