@@ -1,6 +1,22 @@
 """The applications: each goes from raw scans to an engine."""
 
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 APPS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/train.py")))
 """Names of the apps: their folders."""
+
+
+def parse_flags(app: str, flags: Sequence[str]) -> Any:  # noqa: ANN401 - the app's configuration
+    """Return the configuration that flags of an app's `train.py` give."""
+    return import_module(f"medspeed.apps.{app}.config").parse(flags)
+
+
+def open_training(config: Any, run: Any) -> tuple[Any, Any]:  # noqa: ANN401 - an app's configuration, a `Run`
+    """Read, decide and set up a training: the configuration with every field decided, and the `Setup` for `fit`."""
+    app = import_module(f"medspeed.apps.{config.APP}.train")
+    data = app.read_data(config, run)
+    chosen, model = app.resolve(config, data, run)
+    return chosen, app.setup(chosen, data, model, run)

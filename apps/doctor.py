@@ -9,7 +9,7 @@ possible speed-up and the flag that fixes it. The exit status is 0 if there is n
 from collections.abc import Sequence
 from pathlib import Path
 
-from medspeed.apps import APPS
+from medspeed.apps import APPS, open_training, parse_flags
 from medspeed.common.flags import Parser
 
 PARSER = Parser(description=__doc__)
@@ -26,7 +26,6 @@ from typing import Any
 
 from medspeed.apps.doctor_machine import check_machine
 from medspeed.apps.doctor_training import Bound, Measured, Verdict, batch_parts, diagnose, step_times
-from medspeed.apps.opening import open_training, parse_flags
 from medspeed.common.config import replaced
 from medspeed.common.console import Kind, say
 from medspeed.common.data.dataset import read_dataset, split_cases

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from medspeed.apps.opening import parse_flags
+from medspeed.apps import parse_flags
 from medspeed.benchmarks import harness, sides
 from medspeed.benchmarks.harness import Figures, Sides, Values, make_data, row, show, table
 from medspeed.benchmarks.sides import Task

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from medspeed.apps.opening import open_training
+from medspeed.apps import open_training
 from medspeed.apps.pathology.patches.tables import Tables
 from medspeed.benchmarks import GUIDES
 from medspeed.common.clock import synchronise

@@ -43,7 +43,7 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from medspeed.apps.opening import parse_flags
+from medspeed.apps import parse_flags
 from medspeed.benchmarks.harness import Figures, attempt, in_a_process, make_data, trained
 from medspeed.common.config import flat, replaced
 from medspeed.common.files import write_json, write_text

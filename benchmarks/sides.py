@@ -14,7 +14,7 @@ import torch
 from monai.metrics import compute_dice
 
 import medspeed
-from medspeed.apps.opening import parse_flags
+from medspeed.apps import parse_flags
 from medspeed.apps.pathology.model import load_model
 from medspeed.apps.pathology.patches.tables import find_tables
 from medspeed.apps.pathology.scan.scan import ProbabilityMap, choose_view, find_detections, write_detections_csv

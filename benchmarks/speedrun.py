@@ -61,7 +61,7 @@ import numpy as np
 import torch
 from scipy.stats import mannwhitneyu
 
-from medspeed.apps.opening import parse_flags
+from medspeed.apps import parse_flags
 from medspeed.apps.pathology.patches.table import decode
 from medspeed.apps.pathology.patches.tables import Tables, find_tables
 from medspeed.benchmarks.harness import call, guide_of, make_data, write_lists

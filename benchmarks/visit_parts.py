@@ -5,7 +5,7 @@ Run: python benchmarks/visit_parts.py --part survey|APP --to FILE.json [--ways W
 
 from pathlib import Path
 
-from medspeed.apps import APPS
+from medspeed.apps import APPS, parse_flags
 from medspeed.common.flags import Parser
 
 WAYS: dict[str, dict[str, str]] = {
@@ -28,7 +28,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medspeed.apps.opening import parse_flags
 from medspeed.benchmarks.harness import Figures, attempt, guide_of, median, opened, trained
 from medspeed.benchmarks.peers import half_of, make_step
 from medspeed.common.clock import repeated

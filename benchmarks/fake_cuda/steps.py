@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from medspeed.apps.opening import parse_flags
+from medspeed.apps import parse_flags
 from medspeed.benchmarks import harness
 from medspeed.benchmarks.fake_cuda.device import FakeCuda, Operator, fake_cuda
 from medspeed.common.data.batches import Batch

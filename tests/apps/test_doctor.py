@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from monai.transforms import RandomizableTransform, SpatialPadd, Transform
 
-from medspeed.apps import APPS, doctor, doctor_training
-from medspeed.apps.opening import parse_flags
+from medspeed.apps import APPS, doctor, doctor_training, parse_flags
 from medspeed.apps.spleen import guide
 from medspeed.apps.spleen import train as spleen_train
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from medspeed.apps import parse_flags
 from medspeed.apps.brats.train import main as brats
-from medspeed.apps.opening import parse_flags
 from medspeed.apps.pathology.train import main as pathology
 from medspeed.apps.spleen.train import main as spleen
 from medspeed.common.training.evaluate import RunSummary

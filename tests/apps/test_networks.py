@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from medspeed import predict, train
-from medspeed.apps.opening import parse_flags
+from medspeed.apps import parse_flags
 from medspeed.common.config import config_from_values, config_from_yaml, config_to_yaml, flat
 from medspeed.common.data.volumes import read_volume
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from medspeed.apps import APPS
-from medspeed.apps.opening import parse_flags
+from medspeed.apps import APPS, parse_flags
 from medspeed.benchmarks import ladder
 from medspeed.benchmarks.harness import attempt, in_a_process, trained
 from medspeed.benchmarks.ladder import RUNGS, beside, climb, climbed, draw_ladder, markdown

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from medspeed.apps.opening import open_training, parse_flags
+from medspeed.apps import open_training, parse_flags
 from medspeed.benchmarks.fake_cuda.steps import write_data
 from medspeed.common.training.fit import train_step
 from medspeed.common.training.setup import start_run
