@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -96,7 +97,7 @@ def export(
         network: the plain module on any device, with the weights of the run's best.safetensors; it is left as it is.
         judge: what the gate judges on.
         run: where the exports go.
-        batch: windows in one call that an engine is tuned for; it takes 1 to this many, or to 4.
+        batch: see `export_onnx`, as for `smallest`.
         metadata: kept in the ONNX models, beside the digest of the weights.
         engine: which TensorRT builds the engines.
         smallest: the smallest window, where the sides are to be free.
@@ -108,20 +109,14 @@ def export(
     """
     run.say(f"parity gate: {judge.origin}")
     with run.clock.stage("export"):
-        reference = take_reference(network, judge)
+        reference, folder = take_reference(network, judge), run.directory / "exports"
         metadata = {**metadata, "weights_sha256": sha256_of(run.directory / "best.safetensors")}
-
-        def write(path: Path, precision: ModelPrecision) -> None:
-            if precision == "int8":
-                assert quantise is not None  # else there is no such precision
-                return quantise(path.with_stem("model_fp32"), path)
-            if precision == "fp16":
-                check_half_range(network, judge.windows)
-            export_onnx(network, path, tuple(judge.windows.shape[1:]), precision, metadata, smallest, batch)
-
-        precisions: list[ModelPrecision] = ["fp32", "fp16"] if quantise is None else ["fp32", "fp16", "int8"]
-        folder = run.directory / "exports"
-        exports = [_checked_onnx(folder / f"model_{each}.onnx", each, write, reference) for each in precisions]
+        window = tuple(judge.windows.shape[1:])
+        write = partial(export_onnx, network, window=window, metadata=metadata, smallest=smallest, batch=batch)
+        writers: dict[ModelPrecision, Callable[[Path], object]]
+        writers = {"fp32": partial(write, precision="fp32"), "fp16": partial(write, precision="fp16")}
+        writers |= {} if quantise is None else {"int8": partial(quantise, folder / "model_fp32.onnx")}
+        exports = [_checked_onnx(folder / f"model_{each}.onnx", each, writers[each], reference) for each in writers]
         kept = [Path(model.path) for model in exports if model.path]
         record_digests(run.directory, kept)
         try:
@@ -186,10 +181,12 @@ def judge_on(
 
 
 def _checked_onnx(
-    path: Path, precision: ModelPrecision, write: Callable[[Path, ModelPrecision], None], reference: Reference
+    path: Path, precision: ModelPrecision, write: Callable[[Path], object], reference: Reference
 ) -> Exported:
     try:
-        write(path, precision)
+        if precision == "fp16":
+            check_half_range(reference)
+        write(path)
         difference, change = check_predictor(reference, onnxruntime_predictor(path), precision, str(path))
     except ParityError as refusal:
         _remove(path, path.with_suffix(".plan"))
@@ -202,7 +199,7 @@ def _checked_onnx(
 def _checked_engine(onnx: Path, reference: Reference, flavour: Flavour, device: torch.device) -> Exported:
     plan, none = onnx.with_suffix(".plan"), Exported("engine", onnx.stem.removeprefix("model_"), flavour=flavour)
     try:
-        manifest = build_engine(onnx, plan, flavour)
+        manifest = build_engine(onnx, flavour)
     except EngineError as error:
         return replace(none, reason=" ".join(str(error).split()))
     none = replace(none, version=manifest.version, targets=manifest.targets)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -36,19 +36,44 @@ class Judge:
 
 
 class Reference(NamedTuple):
-    """What torch computes in fp32, the measure of every export: logits [N, K, *sides] on the CPU, and the quality."""
+    """What torch computes in fp32, the measure of every export."""
 
     judge: Judge
-    logits: torch.Tensor
+    logits: torch.Tensor  # [N, K, *sides] of its windows, on the CPU
     quality: float
+    activations: dict[str, torch.Tensor]  # the largest absolute value of each module's output, in the order of calls
 
 
 def take_reference(network: nn.Module, judge: Judge) -> Reference:
     """Return what a network computes in fp32; the network itself, on any device and in any mode, is left as it is."""
     copied = copy.deepcopy(network).float().eval()
-    quality = judge.evaluate(torch_predictor(copied))
+    quality, largest = judge.evaluate(torch_predictor(copied)), dict[str, torch.Tensor]()
+
+    def note(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(output, torch.Tensor):
+            value = output.abs().amax()  # hands NaN on
+            largest[name] = torch.maximum(largest.get(name, value), value)
+
+    for name, module in copied.named_modules():
+        module.register_forward_hook(partial(note, name or "(the whole network)"))
     predict = torch_predictor(copied.cpu())
-    return Reference(judge, torch.cat([predict(window[None]) for window in judge.windows]), quality)
+    return Reference(judge, torch.cat([predict(window[None]) for window in judge.windows]), quality, largest)
+
+
+def check_half_range(reference: Reference) -> None:
+    """Check that half precision can hold what each module of the network computes, with room for other scans.
+
+    ONNX Runtime cannot tell: on the CPU it computes fp16 models in wider numbers.
+
+    Raises:
+        ParityError: an activation is not finite or too large; the error names the first such module.
+    """
+    for name, value in reference.activations.items():
+        if not value.item() <= HALF_BOUND:
+            raise ParityError(
+                f"half precision: an activation of module {name} reaches {value.item():.6g} "
+                f"(bound {HALF_BOUND:g}; the largest half-precision number is 65504)"
+            )
 
 
 def check_predictor(
@@ -62,7 +87,6 @@ def check_predictor(
     """Return the largest difference of a logit from torch, in batches of each size, and the change of the quality.
 
     `predict` takes windows on `device`; the precision chooses the bounds: in fp16 and int8 logits need only be finite.
-    On the CPU ONNX Runtime computes fp16 models in wider numbers: `check_half_range` is due beside it.
 
     Raises:
         ParityError: a bound does not hold; it begins with the export's name.
@@ -84,40 +108,3 @@ def check_predictor(
             f"a change of {change:.4f} (bound {QUALITY_BOUNDS[precision]})"
         )
     return difference, change
-
-
-def check_half_range(network: nn.Module, windows: torch.Tensor) -> float:
-    """Return the largest absolute activation of a network, left as it is, in half precision on windows [N, C, *sides].
-
-    On a GPU torch computes in half. On the CPU, where that takes 15 times as long, weights and the output of each
-    module are rounded to half and the sums within a module are float32: what tensor cores do too.
-
-    Raises:
-        ParityError: an activation is not finite or too large; the error names the first such module.
-    """
-    copied = copy.deepcopy(network).eval().half()
-    device = next(copied.parameters()).device
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
-    copied.to(dtype)
-    largest: dict[str, torch.Tensor] = {}  # by module, in the order in which they ran
-
-    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> Any:  # noqa: ANN401 - whatever a module gives
-        if not isinstance(output, torch.Tensor):
-            return output
-        rounded = output.half()
-        value = rounded.abs().amax().float()  # hands NaN on
-        largest[name] = torch.maximum(largest.get(name, value), value)
-        return rounded.to(output.dtype)
-
-    for name, module in copied.named_modules():
-        module.register_forward_hook(partial(note, name or "(the whole network)"))
-    with torch.no_grad():
-        for window in windows:
-            copied(window[None].half().to(device, dtype))
-    for name, value in largest.items():
-        if not value.item() <= HALF_BOUND:
-            raise ParityError(
-                f"half precision: an activation of module {name} reaches {value.item():.6g} "
-                f"(bound {HALF_BOUND:g}; the largest half-precision number is 65504)"
-            )
-    return max(value.item() for value in largest.values())

@@ -1,10 +1,9 @@
 """TensorRT engines from ONNX models, with a manifest beside each.
 
 One code path serves `tensorrt` 10, 11 and `tensorrt_rtx`: the network is strongly typed, so that the precision is the
-ONNX model's own. `python -m medspeed.common.export.tensorrt_engine PLAN` builds an engine anew on another host.
+ONNX model's own.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Literal, cast
 
 import torch
 
-from medspeed.common.console import say
 from medspeed.common.export.onnx_model import numbers, read_metadata
 from medspeed.common.files import atomic_path, sha256_of, write_json
 from medspeed.common.inference import ModelPrecision
@@ -26,9 +24,7 @@ from medspeed.common.inference.tensorrt_runtime import (
     host_gpu,
     manifest_path,
     message_log,
-    read_manifest,
     tensorrt_module,
-    verify_onnx,
 )
 
 EngineChoice = Literal["auto", Flavour, "none"]
@@ -60,53 +56,37 @@ def choose_flavour(choice: EngineChoice = "auto") -> Flavour:
     raise EngineUnavailableError(reason)
 
 
-def build_engine(onnx_path: Path, engine_path: Path, flavour: EngineChoice = "auto") -> EngineManifest:
-    """Build a TensorRT engine from a model in its folder, write its manifest beside it (`PLAN.json`), and return that.
+def build_engine(onnx_path: Path, flavour: Flavour) -> EngineManifest:
+    """Build the engine of a model beside it (`MODEL.plan`), write its manifest (`MODEL.plan.json`), and return that.
 
-    The metadata that `export_onnx` wrote say how many windows it takes in one call.
+    The metadata that `export_onnx` wrote say how many windows it takes in one call; the flavour is installed.
 
     Raises:
-        EngineUnavailableError: there is no TensorRT of this flavour here.
         EngineError: TensorRT cannot build the engine; the message holds its log.
         ValueError: `export_onnx` did not write the model.
     """
-    chosen, gpu, metadata = choose_flavour(flavour), host_gpu(), read_metadata(onnx_path)
-    trt = cast(ModuleType, tensorrt_module(chosen))
-    window, smallest = numbers(metadata["window"]), numbers(metadata["smallest"])
-    fewest, usual, most = numbers(metadata["batch"])
-    targets = (gpu,) if gpu and (chosen == "tensorrt" or gpu == RTX_TURING) else RTX_TARGETS
-    shapes = (fewest, *smallest), (usual, *window), (most, *window)
-    with atomic_path(engine_path) as part:
-        part.write_bytes(_serialized(trt, onnx_path, shapes, chosen == "tensorrt_rtx" and gpu == RTX_TURING))
+    trt, gpu, metadata = cast(ModuleType, tensorrt_module(flavour)), host_gpu(), read_metadata(onnx_path)
+    window, smallest, batch = (numbers(metadata[name]) for name in ("window", "smallest", "batch"))
+    turing = flavour == "tensorrt_rtx" and gpu == RTX_TURING
+    shapes = [(count, *sides) for count, sides in zip(batch, (smallest, window, window), strict=True)]
+    plan = onnx_path.with_suffix(".plan")
+    with atomic_path(plan) as part:
+        part.write_bytes(_serialized(trt, onnx_path, shapes, turing))
     built = EngineManifest(
         onnx=onnx_path.name,
         onnx_sha256=sha256_of(onnx_path),
-        plan_sha256=sha256_of(engine_path),
-        flavour=chosen,
+        plan_sha256=sha256_of(plan),
+        flavour=flavour,
         version=trt.__version__,
-        targets=targets,
+        targets=(gpu,) if gpu and (flavour == "tensorrt" or turing) else RTX_TARGETS,
         precision=cast(ModelPrecision, metadata["precision"]),
         window=window,
         smallest=smallest,
-        batch=(fewest, usual, most),
+        batch=cast(tuple[int, int, int], batch),
         torch=torch.__version__,
     )
-    write_json(manifest_path(engine_path), asdict(built))
+    write_json(manifest_path(plan), asdict(built))
     return built
-
-
-def rebuild_engine(engine_path: Path) -> EngineManifest:
-    """Build an engine for this host from the ONNX model beside it; the gate, which needs cases, is not repeated.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such model, or another than the plan was built from.
-    """
-    onnx_path = engine_path.with_suffix(".onnx")
-    if not onnx_path.is_file():
-        raise FileNotFoundError(f"{onnx_path} is missing; an engine is built from the ONNX model beside it")
-    if engine_path.is_file() and manifest_path(engine_path).is_file():
-        verify_onnx(engine_path, read_manifest(engine_path))
-    return build_engine(onnx_path, engine_path)
 
 
 def _serialized(trt: ModuleType, onnx_path: Path, shapes: Sequence[tuple[int, ...]], turing: bool) -> bytes:
@@ -132,20 +112,3 @@ def _serialized(trt: ModuleType, onnx_path: Path, shapes: Sequence[tuple[int, ..
     if plan is None:
         raise failure(f"{onnx_path}: TensorRT built no engine", trt)
     return bytes(plan)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Build the engine named on the command line anew."""
-    command = argparse.ArgumentParser(description="Build an engine for this host from the ONNX model beside it.")
-    command.add_argument("plan", type=Path, help="for instance RUN/exports/model_fp16.plan")
-    plan: Path = command.parse_args(arguments).plan
-    try:
-        built = rebuild_engine(plan)
-    except (OSError, ValueError) as error:
-        command.exit(2, f"{error}\n")
-    else:
-        say(f"{plan}: {built.flavour} {built.version}, compute capability {', '.join(built.targets)}", "result")
-
-
-if __name__ == "__main__":
-    main()

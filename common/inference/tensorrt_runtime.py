@@ -204,7 +204,8 @@ class EnginePredictor:
 
 
 def _rebuild_command(plan: Path) -> str:
-    return f"python -m medspeed.common.export.tensorrt_engine {shlex.quote(str(plan))}"
+    int8 = " --int8" if plan.stem.endswith("int8") else ""
+    return f"medspeed export APP --model {shlex.quote(str(plan.parent.parent))} --to engine{int8}"
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from medspeed.common.export.gate import (
     check_predictor,
     take_reference,
 )
+from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor, torch_predictor
 
 Dices = Callable[..., Callable[[Predictor], float]]
@@ -140,47 +141,58 @@ def test_every_window_goes_through_at_every_batch_size(tiny: nn.Module, count: i
     assert {len(rows) for rows in seen} == {1, 2, 3}
 
 
+def half_range(network: nn.Module, windows: torch.Tensor) -> float:
+    """The largest activation, where half precision can hold them all."""
+    reference = take_reference(network, Judge(windows, steady, ""))
+    check_half_range(reference)
+    return max(value.item() for value in reference.activations.values())
+
+
 def test_half_range_is_the_largest_activation(tiny: nn.Sequential):
     windows = torch.rand(3, 1, 8, 8, 8) * torch.tensor([1.0, 5.0, 2.0]).view(3, 1, 1, 1, 1)
     with torch.no_grad():
         first = tiny[0](windows)
         last = tiny(windows)
         expected = max(float(first.abs().max()), float(last.abs().max()))
-    assert check_half_range(tiny, windows) == pytest.approx(expected, rel=2e-3)
+    assert half_range(tiny, windows) == pytest.approx(expected)
     assert tiny.training
     assert next(tiny.parameters()).dtype == torch.float32
     assert not any(module._forward_hooks for module in tiny.modules())
 
 
-def test_half_range_on_the_cpu_is_that_of_true_half(network: nn.Module, windows: torch.Tensor):
+def test_half_range_is_that_of_true_half(network: nn.Module, windows: torch.Tensor):
     true_half = copy.deepcopy(network).eval().half()
     seen: list[float] = []
     for module in true_half.modules():
         module.register_forward_hook(lambda module, inputs, output: seen.append(float(output.abs().max())))
     with torch.no_grad():
         true_half(windows.half())
-    assert check_half_range(network, windows) == pytest.approx(max(seen), rel=5e-3)
+    assert half_range(network, windows) == pytest.approx(max(seen), rel=5e-3)
 
 
-def test_weights_that_half_precision_cannot_hold_are_refused(tiny: nn.Sequential):
+def test_weights_that_half_precision_cannot_hold_are_refused(tiny: nn.Sequential, tmp_path: Path):
+    """By their activations, or where these are small, by the logits of the export."""
     with torch.no_grad():
         next(tiny[2].parameters()).view(-1)[0] = 1e5
-    with pytest.raises(ParityError, match=r"activation of module 2 reaches (inf|nan)"):
-        check_half_range(tiny, torch.rand(1, 1, 8, 8, 8))
+    windows = torch.rand(1, 1, 8, 8, 8)
+    with pytest.raises(ParityError, match="activation of module 2 reaches"):
+        half_range(tiny, 100 * windows)
+    reference = take_reference(tiny, Judge(1e-3 * windows, steady, ""))
+    predict = onnxruntime_predictor(export_onnx(tiny, tmp_path / "m.onnx", (1, 8, 8, 8), "fp16", {}))
+    with pytest.raises(ParityError, match=r"it: a logit differs by (inf|nan)"):
+        check_predictor(reference, predict, "fp16", "it", (1,))
 
 
 def test_large_activations_are_refused_by_the_name_of_their_module(overflowing: nn.Module, dices: Dices):
-    windows = torch.rand(2, 1, 8, 8, 8)
+    reference = take_reference(overflowing, Judge(torch.rand(2, 1, 8, 8, 8), dices(0.9), ""))
     with pytest.raises(ParityError, match=r"activation of module 0 reaches .* \(bound 32768"):
-        check_half_range(overflowing, windows)
-    logits = take_reference(overflowing, Judge(windows, dices(0.9), "")).logits
-    assert logits.abs().max() < 10  # fp32 computes it without ado
+        check_half_range(reference)
+    assert reference.logits.abs().max() < 10  # fp32 computes it without ado
 
 
 def test_the_bound_of_activations_is_below_the_end_of_half_precision():
     network = nn.Sequential(nn.Identity())
-    network.register_parameter("unused", nn.Parameter(torch.zeros(1)))
-    assert check_half_range(network, torch.full((1, 1, 2, 2, 2), HALF_BOUND)) == HALF_BOUND
+    assert half_range(network, torch.full((1, 1, 2, 2, 2), HALF_BOUND)) == HALF_BOUND
     for value in (HALF_BOUND + 32, -40000.0, 1e9, math.nan):
         with pytest.raises(ParityError, match="activation of module 0 reaches"):
-            check_half_range(network, torch.full((1, 1, 2, 2, 2), value))
+            half_range(network, torch.full((1, 1, 2, 2, 2), value))

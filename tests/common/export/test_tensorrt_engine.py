@@ -19,8 +19,6 @@ from medspeed.common.export.tensorrt_engine import (
     EngineChoice,
     build_engine,
     choose_flavour,
-    main,
-    rebuild_engine,
 )
 from medspeed.common.inference.tensorrt_runtime import (
     EngineError,
@@ -68,7 +66,7 @@ def rtx_folder(tmp_path_factory: pytest.TempPathFactory, exported: Path) -> Path
     shutil.copytree(exported, folder)
     for precision in ("fp32", "fp16"):
         onnx = folder / f"model_{precision}.onnx"
-        build_engine(onnx, onnx.with_suffix(".plan"), "tensorrt_rtx")
+        build_engine(onnx, "tensorrt_rtx")
     return folder
 
 
@@ -121,7 +119,7 @@ def test_rtx_targets_a_turing_gpu_alone(folder: Path, monkeypatch: pytest.Monkey
     pytest.importorskip("tensorrt_rtx")
     for user in ("medspeed.common.inference.tensorrt_runtime", "medspeed.common.export.tensorrt_engine"):
         monkeypatch.setattr(f"{user}.host_gpu", lambda device=None: "7.5")
-    built = build_engine(folder / "model_fp16.onnx", folder / "model_fp16.plan", "tensorrt_rtx")
+    built = build_engine(folder / "model_fp16.onnx", "tensorrt_rtx")
     assert built.targets == ("7.5",)
 
 
@@ -129,7 +127,7 @@ def test_an_engine_is_built_for_the_gpu_of_the_day(folder: Path, fake_tensorrt: 
     plan = folder / "model_fp32.plan"
     for version, gpu in (("11.4.0", "9.0"), ("11.5.0", "8.0")):
         fake_tensorrt(version, gpu=gpu)
-        built = build_engine(folder / "model_fp32.onnx", plan)
+        built = build_engine(folder / "model_fp32.onnx", "tensorrt")
         assert built == read_manifest(plan)
         assert (built.version, built.targets) == (version, (gpu,))
         assert built.plan_sha256 == hashlib.sha256(plan.read_bytes()).hexdigest()
@@ -138,7 +136,7 @@ def test_an_engine_is_built_for_the_gpu_of_the_day(folder: Path, fake_tensorrt: 
 @pytest.mark.parametrize("version", ["10.16.1", "11.4.0"])
 def test_full_tensorrt_is_called_the_same_way(folder: Path, fake_tensorrt: InstallFake, version: str):
     trt = fake_tensorrt(version)
-    built = build_engine(folder / "model_fp16.onnx", folder / "model_fp16.plan")
+    built = build_engine(folder / "model_fp16.onnx", "tensorrt")
     assert trt.calls == [
         ("create_network", 1 << 1),  # strongly typed
         ("clear_flag", 7),  # no TensorFloat-32
@@ -155,7 +153,7 @@ def test_free_sides_are_in_the_profile(tmp_path: Path, fake_tensorrt: InstallFak
     trt = fake_tensorrt()
     network = torch.nn.Conv2d(3, 1, 3)
     export_onnx(network, tmp_path / "model_fp32.onnx", (3, 40, 40), "fp32", {}, (3, 8, 8), batch=2)
-    build_engine(tmp_path / "model_fp32.onnx", tmp_path / "model_fp32.plan")
+    build_engine(tmp_path / "model_fp32.onnx", "tensorrt")
     assert ("set_shape", "image", (1, 3, 8, 8), (2, 3, 40, 40), (4, 3, 40, 40)) in trt.calls
     assert read_manifest(tmp_path / "model_fp32.plan").smallest == (3, 8, 8)
 
@@ -172,7 +170,7 @@ def test_what_cannot_be_built_is_an_error_with_the_log(
 ):
     fake_tensorrt().fail = fail
     with pytest.raises(EngineError, match=message):
-        build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan")
+        build_engine(folder / "model_fp32.onnx", "tensorrt")
     assert not list(folder.glob("*plan*"))
 
 
@@ -188,43 +186,29 @@ def test_the_real_parser_names_what_it_does_not_know(tmp_path: Path):
     )
     onnx.save(model, str(tmp_path / "odd.onnx"))
     with pytest.raises(EngineError, match=r"odd\.onnx: TensorRT cannot read the model \(.*Frobnicate"):
-        build_engine(tmp_path / "odd.onnx", tmp_path / "odd.plan", "tensorrt_rtx")
+        build_engine(tmp_path / "odd.onnx", "tensorrt_rtx")
 
 
-def test_command_builds_for_this_host(folder: Path, fake_tensorrt: InstallFake, capsys: pytest.CaptureFixture[str]):
+def test_a_plan_of_another_host_is_built_anew_by_the_export(folder: Path, fake_tensorrt: InstallFake):
     fake_tensorrt(gpu="9.0")
-    plan = folder / "model_fp16.plan"
-    build_engine(folder / "model_fp16.onnx", plan)
+    build_engine(folder / "model_fp16.onnx", "tensorrt")
     fake_tensorrt("10.16.1", gpu="8.0")
-    with pytest.raises(EngineUnavailableError, match=r"tensorrt_engine .*model_fp16\.plan"):
-        EnginePredictor(plan, torch.device("cpu"))
-    main([str(plan)])
-    assert f"{plan}: tensorrt 10.16.1, compute capability 8.0" in capsys.readouterr().out
-    assert read_manifest(plan).batch == (1, 2, 4)  # as the ONNX model says
-    EnginePredictor(plan, torch.device("cpu"))
-    with pytest.raises(SystemExit, match="2"):
-        main([str(folder / "other.plan")])
-    assert "other.onnx is missing" in capsys.readouterr().err
+    with pytest.raises(EngineUnavailableError, match=rf"medspeed export APP --model {folder.parent} --to engine\Z"):
+        EnginePredictor(folder / "model_fp16.plan", torch.device("cpu"))
+    build_engine(folder / "model_fp16.onnx", "tensorrt")
+    assert read_manifest(folder / "model_fp16.plan").batch == (1, 2, 4)  # as the ONNX model says
+    EnginePredictor(folder / "model_fp16.plan", torch.device("cpu"))
 
 
-def test_command_refuses_a_changed_model(folder: Path, fake_tensorrt: InstallFake):
-    fake_tensorrt()
-    build_engine(folder / "model_fp32.onnx", folder / "model_fp32.plan")
-    shutil.copy(folder / "model_fp16.onnx", folder / "model_fp32.onnx")
-    with pytest.raises(ValueError, match=r"model_fp32\.onnx: sha256 .* export the model again"):
-        rebuild_engine(folder / "model_fp32.plan")
-
-
-def test_command_without_a_plan_or_a_batch(tmp_path: Path, folder: Path, fake_tensorrt: InstallFake):
+def test_a_model_without_a_batch_is_none_of_ours(tmp_path: Path, folder: Path, fake_tensorrt: InstallFake):
     import onnx
 
     fake_tensorrt()
-    assert rebuild_engine(folder / "model_fp32.plan") == read_manifest(folder / "model_fp32.plan")
     model: Any = onnx.load(folder / "model_fp32.onnx")
     onnx.helper.set_model_props(model, {"precision": "fp32", "window": "1 16 16 16", "smallest": "1 16 16 16"})
     onnx.save(model, str(tmp_path / "old.onnx"))
     with pytest.raises(ValueError, match=r"old\.onnx: no `batch`"):
-        rebuild_engine(tmp_path / "old.plan")
+        build_engine(tmp_path / "old.onnx", "tensorrt")
 
 
 def used_names() -> Iterator[tuple[str, str]]:

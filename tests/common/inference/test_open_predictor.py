@@ -98,7 +98,7 @@ def test_an_opened_network_is_folded_and_computes_the_same(
 
 def build(run: Path, precision: str) -> None:
     onnx = run / "exports" / f"model_{precision}.onnx"
-    build_engine(onnx, onnx.with_suffix(".plan"))
+    build_engine(onnx, choose_flavour())
 
 
 def test_engine_predictor(run: Path, network: nn.Module, windows: torch.Tensor, fake_tensorrt: InstallFake):
@@ -248,12 +248,12 @@ def test_auto_takes_no_engine_that_others_may_have_written(
 
 
 def test_an_asked_backend_that_is_not_there_is_an_error(run: Path, exported: Path, fake_tensorrt: InstallFake):
-    with pytest.raises(FileNotFoundError, match=r"model_fp32\.plan is missing; build the engine with: python"):
+    with pytest.raises(FileNotFoundError, match=r"model_fp32\.plan is missing; build the engine with: medspeed"):
         open_predictor(run, Model(), backend="tensorrt", device=CPU)
     fake_tensorrt(gpu="9.0")
     build(run, "fp32")
     fake_tensorrt(gpu="8.6")
-    with pytest.raises(EngineUnavailableError, match=r"this one has 8\.6; build it for this host with: python"):
+    with pytest.raises(EngineUnavailableError, match=r"this one has 8\.6; build it for this host with: medspeed"):
         open_predictor(run, Model(), backend="tensorrt", device=CPU)
     for backend in ("tensorrt", "onnxruntime"):
         with pytest.raises(ValueError, match=f"precision bf16: backend {backend} takes fp32, fp16, int8"):

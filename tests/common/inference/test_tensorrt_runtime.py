@@ -158,12 +158,12 @@ def test_plan_without_its_onnx_runs(plan: Path, fake_tensorrt: InstallFake):
         (
             {},
             {"gpu": "8.9"},
-            r"this one has 8\.9; build it .*python -m medspeed\.common\.export\.tensorrt_engine .*plan$",
+            r"this one has 8\.9; build it .*medspeed export APP --model .* --to engine$",
         ),
         (
             {},
             {"version": "10.16.1"},
-            r"by tensorrt 11\.4\.0, but 10\.16\.1 is installed; build it for this host with: python",
+            r"by tensorrt 11\.4\.0, but 10\.16\.1 is installed; build it for this host with: medspeed",
         ),
         (
             {"flavour": "tensorrt_rtx", "targets": ("8.0", "8.6")},
@@ -220,7 +220,7 @@ def test_missing_and_damaged_manifests_are_named(plan: Path):
     content = json.loads(path.read_text())
     for bad in ('{"onnx": 1}', "[]", "not json", json.dumps({**content, "flavour": "os"})):
         path.write_text(bad)
-        with pytest.raises(ValueError, match=r"model_fp32\.plan\.json: .*; rebuild it with: python"):
+        with pytest.raises(ValueError, match=r"model_fp32\.plan\.json: .*; rebuild it with: medspeed"):
             read_manifest(plan)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"model_fp32\.plan\.json is missing; build the engine with"):
