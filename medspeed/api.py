@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints, overlo
 from medspeed.common.config import config_from_values
 from medspeed.common.console import set_verbosity
 from medspeed.common.files import read_object
-from medspeed.common.inference import model_folders
+from medspeed.common.inference.options import model_folders
 
 if TYPE_CHECKING:  # they load torch
     from medspeed.apps.pathology.evaluate import SlideScores

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from medspeed.apps.pathology.config import PathologyConfig
 from medspeed.common.config import parse_config
-from medspeed.common.export import ExportConfig
+from medspeed.common.export.options import ExportConfig
 
 
 @dataclass(frozen=True)

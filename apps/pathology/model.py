@@ -8,7 +8,8 @@ from torch import nn
 
 from medspeed.apps.pathology.config import DEFAULTS, PathologyConfig
 from medspeed.common.inference import Precision
-from medspeed.common.inference.model import initialise, load_weights, read_model
+from medspeed.common.inference.model import initialise, load_weights
+from medspeed.common.inference.runs import read_model
 from medspeed.common.training.config import decided
 from medspeed.common.training.setup import choose_precision
 from medspeed.models.resnet18_fcn import STRIDE, resnet18_fcn

@@ -14,12 +14,12 @@ from medspeed.common.data.fingerprint import Fingerprint
 from medspeed.common.data.preparation import PreparedCase, prepare_case, prepare_volume
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.export import ExportConfig
 from medspeed.common.export.bundle import served_pipeline, write_volume_bundle
 from medspeed.common.export.export import GATE_CASES, Exported, Exports, export_volumes, judge_on
 from medspeed.common.export.gate import Judge
 from medspeed.common.export.int8 import quantise as quantised
 from medspeed.common.export.model_card import model_card, read_if_there
+from medspeed.common.export.options import ExportConfig
 from medspeed.common.export.triton import write_triton
 from medspeed.common.files import check_digest, read_as, sha256_of, write_json
 from medspeed.common.inference.measure import read_figures

@@ -6,6 +6,8 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+import numpy as np
+
 from medspeed.common.console import say
 from medspeed.common.data.dataset import SUFFIXES, Dataset, merged_split, read_dataset, read_split
 from medspeed.common.data.threads import map_in_threads, usable_cores
@@ -15,12 +17,12 @@ from medspeed.common.host_memory import free_memory
 from medspeed.common.inference import TOLERANCE
 from medspeed.common.inference.folder_job import BAD_INPUT
 from medspeed.common.inference.labels import LabelScheme
-from medspeed.common.inference.model import Find, VolumeModel
+from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
-from medspeed.common.inference.runs import load_models
+from medspeed.common.inference.runs import Find, load_models
 from medspeed.common.inference.scan_files import volume_files
 from medspeed.common.inference.scans import segment_scans
-from medspeed.common.inference.scores import OUT_OF_MEMORY, Labels, Scores, completed, score
+from medspeed.common.inference.scores import OUT_OF_MEMORY, Labels, Scores, score, score_masks
 from medspeed.common.inference.scores import Evaluation as Evaluation
 
 _VOXEL = 18  # bytes to compare one, at most: two files of float64
@@ -68,7 +70,16 @@ def evaluate_files(pairs: Mapping[str, tuple[Path, Path]], labels: Labels | None
     if not cases:
         why = next(iter(refused.values()), "no prediction has the name of a reference")
         raise ValueError(f"{len(pairs)} references ({', '.join(SUFFIXES)}), of which none can be evaluated: {why}")
-    return Evaluation(tolerance, completed(cases, tolerance), sorted(pairs.keys() - {*names}), refused)
+    return Evaluation(tolerance, _completed(cases, tolerance), sorted(pairs.keys() - {*names}), refused)
+
+
+def _completed(cases: Mapping[str, list[Scores]], tolerance: float) -> dict[str, list[Scores]]:
+    """Return the rows of cases with one for every structure of any case, as of empty masks where it has none."""
+    names = dict.fromkeys(row["label"] for rows in cases.values() for row in rows)
+    empty = np.zeros((1, 1, 1), bool)
+    nothing = score_masks(empty, empty, np.eye(3), 0.0, tolerance)
+    own = {case: {row["label"]: row for row in rows} for case, rows in cases.items()}
+    return {case: [rows.get(name, {"label": name, **nothing}) for name in names] for case, rows in own.items()}
 
 
 def _workers(pairs: Mapping[str, tuple[Path, Path]]) -> int:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, groupby
+from itertools import groupby
 
 import torch
 
@@ -121,11 +121,6 @@ def dice_counts(prediction: torch.Tensor, truth: torch.Tensor, regions: Sequence
     masks = [(region.mask(prediction), region.mask(truth)) for region in regions]
     counts = [(torch.count_nonzero(a & b), torch.count_nonzero(a) + torch.count_nonzero(b)) for a, b in masks]
     return torch.stack([torch.stack(each) for each in counts])
-
-
-def pair_counts(labels: Sequence[torch.Tensor], regions: Sequence[Region]) -> torch.Tensor:
-    """Return the counts of several label maps of the same voxels, each with each, added up; see `dice_counts`."""
-    return torch.stack([dice_counts(one, other, regions) for one, other in combinations(labels, 2)]).sum(dim=0)
 
 
 def dice_of_counts(counts: torch.Tensor) -> torch.Tensor:

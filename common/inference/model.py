@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,12 +15,10 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from medspeed.common.data.preparation import Preparation
-from medspeed.common.files import atomic_path, from_json, read_object, write_json
+from medspeed.common.files import atomic_path, write_json
 from medspeed.common.inference import Precision
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.postprocessing import Steps
-
-Model = TypeVar("Model")
 
 _NOTE = "medspeed"  # name of what stands beside the tensors of a file
 _MOST = 4096  # of a window's side, a window batch, a network's channels
@@ -29,7 +27,6 @@ _MOST = 4096  # of a window's side, a window batch, a network's channels
 BROKEN = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 # What torch.load raises for a file that holds no tensors, or one that asks to run code.
 UNREADABLE = (*BROKEN, pickle.UnpicklingError, EOFError)
-Find = Callable[..., Callable[..., nn.Module]]  # `medspeed.models.find_network`
 Trained = Any  # a `VolumeModel`, or an app's own: it has `precision`, and `build(weights)` returns the network
 
 
@@ -128,28 +125,6 @@ def model_content(model: Any) -> dict[str, Any]:  # noqa: ANN401
         if "network" in each:
             each["network"] = each["network"].__name__
     return content
-
-
-def read_model(run: Path, app: str, kind: type[Model], find: Find | None = None) -> Model:
-    """Read `model.json` from a run folder of an app, whose network `find` finds by name.
-
-    Raises:
-        FileNotFoundError: it is not a run folder.
-        ValueError: the file is damaged or belongs to another app.
-    """
-    path = run / "model.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; --model takes a run folder")
-    try:
-        content = read_object(path)
-        if content.pop("app") != app:
-            raise ValueError("it belongs to another app")
-        if find is not None:
-            for each in (content, *content.get("members", ())):
-                each["network"] = find(each["network"])
-        return from_json(kind, content)
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
-        raise ValueError(f"{path}: not the model file of a {app} run ({error})") from error
 
 
 def save_weights(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

@@ -1,25 +1,20 @@
-"""Open the model of a run: with its engine, its ONNX model, or in torch, rewritten so that it computes the same faster.
+"""Open the model of a run: with its engine, its ONNX model, or in torch, where batch normalisations are folded."""
 
-Batch normalisations are folded into convolutions, and narrow transposed convolutions run on the coarse grid.
-"""
-
-import copy
 import os
 import stat
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from medspeed.common.files import check_digest, sha256_of
 from medspeed.common.inference import AnyPrecision, Backend, ModelPrecision, Precision
-from medspeed.common.inference.model import Ensemble, Trained
+from medspeed.common.inference.model import Ensemble, Trained, first_line
 from medspeed.common.inference.predictors import (
     Predictor,
     computes_bf16,
@@ -39,10 +34,6 @@ from medspeed.common.kernels import trust
 _NORMS = (nn.BatchNorm2d, nn.BatchNorm3d)
 _TRANSPOSED = (nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
-# Along each axis: the parity of a fine voxel, its coarse voxel (0) or the next one (1), and the kernel's tap between.
-_TAPS = ((0, 0, 1), (1, 0, 2), (1, 1, 0))
-# More channels do not pay: on two cores 32 to 2 takes 0.4 of the time, to 3 0.65, to 4 0.75; 64 to 16 takes 2.1.
-_MOST_CHANNELS = 4
 _STORE = Path("~/.cache/medspeed")  # of verdicts, as of `--store`
 _MOST_SHAPES = 2  # that are captured: each holds the memory of a call of its own
 _TOLERANCE = 0.01  # of the logits: some kernels add in another order each time
@@ -121,7 +112,7 @@ def _quick_in_torch(network: nn.Module, precision: Precision) -> Predictor:
     members = network.members if isinstance(network, Ensemble) else [network]
     ours = all(type(each).__module__.startswith("medspeed.models") for each in members)
     if ours:
-        network = use_subpixel_upsampling(folded(network))
+        network = fold_norms(network)
         # On a GPU torch's group normalisation gives contiguous memory back: all that follows would be turned.
         on_cpu = next(network.parameters()).device.type == "cpu"
         ours = on_cpu or not any(isinstance(each, nn.GroupNorm) for each in network.modules())
@@ -151,127 +142,62 @@ def _engine_problem(plan: Path, device: torch.device) -> str | None:
     return host_problem(plan, read_manifest(plan), device)
 
 
-def folded(network: nn.Module) -> nn.Module:
-    """Return a network, in evaluation mode, whose batch normalisations are part of the convolutions right before them.
+def fold_norms(network: nn.Module) -> nn.Module:
+    """Make the batch normalisations of a network of ours, in evaluation mode, part of the convolutions before them.
 
-    The logits change by rounding only. A network without batch normalisation is returned as it is, others as a copy.
-    What it computes must not depend on values, so that torch.fx can trace it.
+    The logits change by rounding only. In our networks a normalisation takes what the module before it gives.
 
     Source:
-        Jacob et al., "Quantization and training of neural networks", CVPR 2018, 3.2; as torch.fx's tutorial does it.
+        Jacob et al., "Quantization and training of neural networks", CVPR 2018, 3.2.
     """
     assert not network.training, "folding needs network.eval()"
-    if not any(isinstance(module, _NORMS) for module in network.modules()):
-        return network
-    traced = fx.symbolic_trace(copy.deepcopy(network))
-    modules = dict(traced.named_modules())
-    calls = Counter(str(node.target) for node in traced.graph.nodes if node.op == "call_module")
-    for node in list(traced.graph.nodes):
-        before = node.args[0] if node.args else None
-        if not (isinstance(before, fx.Node) and node.op == before.op == "call_module"):
-            continue
-        convolution, norm = modules[str(before.target)], modules[str(node.target)]
-        alone = len(before.users) == calls[str(before.target)] == 1  # what is read or called elsewhere stays as it is
-        if alone and isinstance(norm, _NORMS) and isinstance(convolution, _CONVOLUTIONS):
-            fused = fuse_conv_bn_eval(convolution, norm, transpose=isinstance(convolution, _TRANSPOSED))
-            traced.set_submodule(str(before.target), fused)
-            node.replace_all_uses_with(before)
-            traced.graph.erase_node(node)
-    traced.recompile()
-    traced.delete_all_unused_submodules()
-    return traced
-
-
-class SubpixelUpsampling(nn.Module):
-    """What a transposed convolution (kernel 3, stride 2, padding 1, output padding 1) computes, up to rounding.
-
-    The eight fine voxels of a coarse one are channels of one convolution with a kernel of 2, and are then put into
-    their places. oneDNN's transposed convolutions are slow where the channels are few.
-
-    Source:
-        Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016.
-    """
-
-    def __init__(self, transposed: nn.ConvTranspose3d) -> None:
-        super().__init__()
-        assert fits(transposed), transposed
-        weight, bias = transposed.weight.detach(), transposed.bias
-        coarse, fine = weight.shape[:2]
-        kernel = weight.new_zeros(2, 2, 2, fine, coarse, 2, 2, 2)
-        for (a, x, i), (b, y, j), (c, z, k) in product(_TAPS, repeat=3):
-            kernel[a, b, c, :, :, x, y, z] = weight[:, :, i, j, k].T
-        self.convolution = nn.Conv3d(coarse, 8 * fine, 2, padding=1, bias=bias is not None)
-        self.convolution.weight.data = kernel.flatten(0, 3)
-        if self.convolution.bias is not None and bias is not None:
-            self.convolution.bias.data = bias.detach().repeat(8)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return [B, K, 2 X, 2 Y, 2 Z] for [B, C, X, Y, Z], channels innermost."""
-        found: torch.Tensor = self.convolution(image)[:, :, 1:, 1:, 1:]  # the first reads before the image
-        batch, channels, x, y, z = found.shape
-        parts = found.view(batch, 2, 2, 2, channels // 8, x, y, z).permute(0, 5, 1, 6, 2, 7, 3, 4)
-        return parts.reshape(batch, 2 * x, 2 * y, 2 * z, channels // 8).permute(0, 4, 1, 2, 3)
-
-
-def fits(module: nn.Module) -> bool:
-    """Return whether a module is a transposed convolution that `SubpixelUpsampling` computes, with few channels."""
-    return (
-        isinstance(module, nn.ConvTranspose3d)
-        and (module.kernel_size, module.stride, module.padding) == ((3, 3, 3), (2, 2, 2), (1, 1, 1))
-        and (module.output_padding, module.dilation, module.groups) == ((1, 1, 1), (1, 1, 1), 1)
-        and module.out_channels <= _MOST_CHANNELS
-    )
-
-
-def use_subpixel_upsampling(network: nn.Module) -> nn.Module:
-    """Replace, in a network on a CPU that is not trained any more, the transposed convolutions that fit; return it."""
-    for name, module in list(network.named_modules()):
-        if isinstance(module, nn.ConvTranspose3d) and fits(module) and module.weight.device.type == "cpu":
-            network.set_submodule(name, SubpixelUpsampling(module))
+    leaves = [(name, module) for name, module in network.named_modules() if not any(module.children())]
+    for (name, convolution), (after, norm) in pairwise(leaves):
+        if isinstance(norm, _NORMS) and isinstance(convolution, _CONVOLUTIONS):
+            transposed = isinstance(convolution, _TRANSPOSED)
+            network.set_submodule(name, fuse_conv_bn_eval(convolution, norm, transpose=transposed))
+            network.set_submodule(after, nn.Identity())
     return network
 
 
-class RepeatingPredictor:
-    """A predictor on a GPU that repeats a CUDA graph, a captured call of another one, where that is equal and faster.
+def repeating_predictor(predict: Predictor, about: str, say: Callable[[str], None]) -> Predictor:
+    """Return a predictor on a GPU that repeats a CUDA graph, a captured call of `predict`, where equal and faster.
 
-    The first windows of a shape decide; windows of more than two shapes go to the other predictor. Every call returns
-    memory of its own.
-
-    The other one must read nothing from the host; the verdict holds for what it is `about`, network and precision.
+    The first windows of a shape decide; windows of more than two shapes go to `predict`. Every call returns memory of
+    its own. `predict` must read nothing from the host; the verdict holds for what it is `about`, network and precision.
     """
+    calls: dict[tuple[int, ...], Predictor] = {}
 
-    def __init__(self, predict: Predictor, about: str, say: Callable[[str], None]) -> None:
-        self._predict, self._about, self._say = predict, about, say
-        self._calls: dict[tuple[int, ...], Predictor] = {}
-
-    def __call__(self, windows: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, K, *sides] float32 for windows [B, C, *sides] float32 on the GPU."""
+    def repeating(windows: torch.Tensor) -> torch.Tensor:
         shape = tuple(windows.shape)
-        if shape not in self._calls and len(self._calls) < _MOST_SHAPES:
-            self._calls[shape] = self._decided(windows)
-        return self._calls.get(shape, self._predict)(windows)
+        if shape not in calls and len(calls) < _MOST_SHAPES:
+            calls[shape] = _in_a_graph(predict, windows, f"{about}, {list(shape)}", say)
+        return calls.get(shape, predict)(windows)
 
-    def _decided(self, windows: torch.Tensor) -> Predictor:
-        """Return what is to be called for windows of this shape; the graph is tried on others, too."""
-        held, logits, replay = torch.empty_like(windows), [windows], list[Callable[[], object]]()
+    return repeating
 
-        def work() -> None:
-            logits[0] = self._predict(held)
 
-        def repeated(windows: torch.Tensor) -> torch.Tensor:
-            held.copy_(windows)
-            if not replay:  # the first call captures the work
-                replay.append(trust.record(work))
-            replay[0]()
-            return logits[0].clone()
+def _in_a_graph(predict: Predictor, windows: torch.Tensor, about: str, say: Callable[[str], None]) -> Predictor:
+    """Return what is to be called for windows of this shape; the graph is tried on others, too."""
+    held, logits, replay = torch.empty_like(windows), [windows], list[Callable[[], object]]()
 
-        some = windows, -windows.flip(-1)
-        graph, eager = (lambda call=call: [call(each) for each in some] for call in (repeated, self._predict))
-        trial = trust.Trial("windows in a graph", graph, eager, _TOLERANCE, f"{self._about}, {list(windows.shape)}")
-        try:
-            if trust.choose([trial], "auto", _STORE.expanduser(), self._say):
-                repeated(windows)  # a verdict of an earlier run has captured nothing
-                return repeated
-        except RuntimeError as error:
-            self._say(f"windows: no CUDA graph, capture failed: {str(error).splitlines()[0]}")
-        return self._predict
+    def work() -> None:
+        logits[0] = predict(held)
+
+    def repeated(windows: torch.Tensor) -> torch.Tensor:
+        held.copy_(windows)
+        if not replay:  # the first call captures the work
+            replay.append(trust.record(work))
+        replay[0]()
+        return logits[0].clone()
+
+    some = windows, -windows.flip(-1)
+    graph, eager = (lambda call=call: [call(each) for each in some] for call in (repeated, predict))
+    trial = trust.Trial("windows in a graph", graph, eager, _TOLERANCE, about)
+    try:
+        if trust.choose([trial], "auto", _STORE.expanduser(), say):
+            repeated(windows)  # a verdict of an earlier run has captured nothing
+            return repeated
+    except RuntimeError as error:
+        say(f"windows: no CUDA graph, capture failed: {first_line(error)}")
+    return predict

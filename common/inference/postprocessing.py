@@ -75,12 +75,6 @@ def cleaned_together(labelling: LabelScheme) -> list[tuple[Region, ...]]:
     return [(region,) for region in labelling.regions] if labelling.exclusive else [labelling.regions]
 
 
-def clean_by_hand(labelling: LabelScheme, largest: bool, smallest_ml: float) -> Steps:
-    """Return one cleaning of all structures; none where it would keep everything."""
-    groups = cleaned_together(labelling) if largest or smallest_ml else []
-    return tuple(Postprocessing(tuple(region.name for region in some), largest, smallest_ml) for some in groups)
-
-
 def logit_bars(labelling: LabelScheme, steps: Steps) -> list[float]:
     """Return what is subtracted from each channel of logits so that the thresholds of the steps are 0."""
     bars = [0.0] * labelling.channels
@@ -89,17 +83,6 @@ def logit_bars(labelling: LabelScheme, steps: Steps) -> list[float]:
             math.log(step.threshold / (1 - step.threshold)) for step in steps if region.name in step.structures
         )
     return bars
-
-
-def clean_labels(labels: np.ndarray, labelling: LabelScheme, voxel_ml: float, steps: Steps) -> np.ndarray:
-    """Return a label map [X, Y, Z] uint8 in which unwanted components are background; the given one stays."""
-    steps = tuple(step for step in steps if step.largest or step.smallest_ml)
-    cleaned = labels.copy(order="K") if steps else labels
-    inside = cleaned[foreground(labels)]
-    for step in steps:
-        parts = connected_components(np.isin(inside, step.numbers(labelling)))
-        inside[~step.kept(_sizes(parts), voxel_ml)[parts]] = 0
-    return cleaned
 
 
 def connected_components(mask: np.ndarray) -> np.ndarray:

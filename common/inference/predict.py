@@ -1,7 +1,7 @@
 """From prepared cases to label maps: sliding-window logits, mapped back to the grid of the scan's file."""
 
 from collections.abc import Callable, Sequence
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 import torch
@@ -9,48 +9,29 @@ import torch.nn.functional as F
 from torch import nn
 
 from medspeed.common.data.dataset import Case
-from medspeed.common.data.geometry import Box, WorkingGrid, box_above
+from medspeed.common.data.geometry import Box, Shape, WorkingGrid, box_above
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.resample import resample, resample_sheared
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.inference.labels import LabelScheme, Region, dice_counts, painted, pair_counts
+from medspeed.common.inference.labels import LabelScheme, Region, dice_counts, painted
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.postprocessing import Steps, logit_bars
 from medspeed.common.inference.predictors import Predictor, torch_predictor
-from medspeed.common.inference.windows import fitted_window, sliding_windows
+from medspeed.common.inference.windows import sliding_windows
 
 Carry = Callable[[torch.Tensor], torch.Tensor]  # a volume on the working grid to its place in the file
 
 
 def predict_logits(
-    image: torch.Tensor,
-    predictor: Predictor,
-    model: VolumeModel,
-    flips: str = "",
-    fit: bool = False,
-    pairs: list[torch.Tensor] | None = None,
+    image: torch.Tensor, predictor: Predictor, model: VolumeModel, window: Shape | None = None
 ) -> torch.Tensor:
     """Return the logits [K, X, Y, Z] of a prepared image [C, X, Y, Z]; K == 1 for two exclusive classes.
 
-    They are averaged over all combinations of flips of some axes ("xyz"); `pairs` receives how well these agree (see
-    `pair_counts`). Windows that `fit` the image (see `fitted_window`) need a predictor that takes any.
+    Another `window` than the model's needs a predictor that takes any.
     """
-    window = fitted_window(image.shape[1:], model.window_size, model.overlap) if fit else model.window_size
-
-    def logits_of(some: torch.Tensor) -> torch.Tensor:
-        overlap, batch, difference = model.overlap, model.window_batch, model.labelling.exclusive
-        return sliding_windows(some, predictor, window, overlap=overlap, batch_size=batch, difference=difference)
-
-    axes = ["xyz".index(letter) + 1 for letter in flips]
-    total = logits_of(image)
-    labels = [model.labelling.labels_of(total)] if flips else []
-    for mirror in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:
-        logits = logits_of(image.flip(mirror)).flip(mirror)
-        labels.append(model.labelling.labels_of(logits))
-        total += logits
-    if flips and pairs is not None:
-        pairs.append(pair_counts(labels, model.labelling.regions))
-    return total.div_(2 ** len(axes)) if flips else total
+    overlap, batch, difference = model.overlap, model.window_batch, model.labelling.exclusive
+    roi = window or model.window_size
+    return sliding_windows(image, predictor, roi, overlap=overlap, batch_size=batch, difference=difference)
 
 
 def predict_labels(case: PreparedCase, predictor: Predictor, model: VolumeModel, device: torch.device) -> np.ndarray:

@@ -4,32 +4,56 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
 from medspeed.common.config import flat
 from medspeed.common.console import say
-from medspeed.common.files import printable, sha256_of
+from medspeed.common.files import from_json, printable, read_object, sha256_of
 from medspeed.common.inference import AnyPrecision, Backend
-from medspeed.common.inference.labels import LabelScheme, pair_counts
+from medspeed.common.inference.labels import LabelScheme, Region, dice_counts
 from medspeed.common.inference.model import (
-    Find,
     Member,
     Trained,
     VolumeModel,
     initialise,
     mean_of,
-    read_model,
     save_weights,
     write_model,
 )
-from medspeed.common.inference.open_predictor import OpenedPredictor, RepeatingPredictor, open_predictor
+from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor, repeating_predictor
 from medspeed.common.inference.predictors import Predictor
 
+Model = TypeVar("Model")
+Find = Callable[..., Callable[..., nn.Module]]  # `medspeed.models.find_network`
+
 _SHARED = ("labelling", "preparation", "window_size", "overlap")
+
+
+def read_model(run: Path, app: str, kind: type[Model], find: Find | None = None) -> Model:
+    """Read `model.json` from a run folder of an app, whose network `find` finds by name.
+
+    Raises:
+        FileNotFoundError: it is not a run folder.
+        ValueError: the file is damaged or belongs to another app.
+    """
+    path = run / "model.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; --model takes a run folder")
+    try:
+        content = read_object(path)
+        if content.pop("app") != app:
+            raise ValueError("it belongs to another app")
+        if find is not None:
+            for each in (content, *content.get("members", ())):
+                each["network"] = find(each["network"])
+        return from_json(kind, content)
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ValueError(f"{path}: not the model file of a {app} run ({error})") from error
 
 
 def load_model(run: Path, app: str, find: Find, network: str | None = None) -> VolumeModel:
@@ -125,7 +149,7 @@ def open_models(
         for number, part in enumerate(parts):
             about = " + ".join(f"{each.network.__name__} {each.arguments}" for each in part.members or (part,))
             about, line = f"{about} in {found[0].precision}", partial(say, kind="detail")
-            members[number] = RepeatingPredictor(members[number], about, line)
+            members[number] = repeating_predictor(members[number], about, line)
     together = partial(compared_mean, members, model.labelling, [] if pairs is None else pairs)
     files = tuple(file for each in found for file in each.files)
     return replace(found[0], predict=members[0] if len(runs) == 1 else together, files=files)
@@ -145,6 +169,11 @@ def compared_mean(
     mean = mean_of([partial(noted, member) for member in members], windows)
     pairs.append(pair_counts(labels, scheme.regions))
     return mean
+
+
+def pair_counts(labels: Sequence[torch.Tensor], regions: Sequence[Region]) -> torch.Tensor:
+    """Return the counts of several label maps of the same voxels, each with each, added up; see `dice_counts`."""
+    return torch.stack([dice_counts(one, other, regions) for one, other in combinations(labels, 2)]).sum(dim=0)
 
 
 def digest_of(files: Sequence[Path]) -> str:

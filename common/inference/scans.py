@@ -1,10 +1,12 @@
 """Segment scans: files or DICOM in, label maps on the input's own grid out, streamed, measured, and resumed."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import partial
+from itertools import combinations
 from zlib import crc32
 
 import numpy as np
@@ -15,6 +17,7 @@ from medspeed.common.console import say
 from medspeed.common.data.dataset import stem_of
 from medspeed.common.data.dicom import DicomSeries
 from medspeed.common.data.fingerprint import scan_figures
+from medspeed.common.data.geometry import Shape
 from medspeed.common.data.label_files import write_label
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.threads import usable_cores
@@ -22,15 +25,23 @@ from medspeed.common.data.volumes import Volume
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
 from medspeed.common.inference.folder_job import FolderJob, Item, Predictions, Record
-from medspeed.common.inference.labels import dice_of_counts
+from medspeed.common.inference.labels import LabelScheme, dice_of_counts
 from medspeed.common.inference.measure import Measures, measure, read_figures, warn_of_training, with_doubts
 from medspeed.common.inference.model import VolumeModel, model_content
 from medspeed.common.inference.options import InferConfig
-from medspeed.common.inference.postprocessing import Steps, clean_by_hand, clean_labels
+from medspeed.common.inference.postprocessing import (
+    Postprocessing,
+    Steps,
+    cleaned_together,
+    connected_components,
+    foreground,
+)
 from medspeed.common.inference.predict import predict_logits, thresholded
-from medspeed.common.inference.runs import digest_of, open_models
+from medspeed.common.inference.predictors import Predictor
+from medspeed.common.inference.runs import digest_of, open_models, pair_counts
 from medspeed.common.inference.scan_files import Scan, find_scans, read_scan, say_plan, scan_bytes
 from medspeed.common.inference.scores import write_measures
+from medspeed.common.inference.windows import window_starts
 from medspeed.common.observe.overlays import draw_overlay, oriented_scan
 from medspeed.common.ranks import choose_device, torchrun_place
 
@@ -150,7 +161,7 @@ class Segmenter:
             case = prepare_volume(item.name, volume, model.preparation, self.device, torch.float32)
         options = self.config.flips, self.config.fit_windows, self.pairs
         with stage("windows"):
-            logits = predict_logits(case.image.to(self.device, torch.float32), self.opened.predict, model, *options)
+            logits = augmented_logits(case.image.to(self.device, torch.float32), self.opened.predict, model, *options)
         with stage("restore"):
             labels = thresholded(logits, case.grid, model.labelling, model.postprocessing)
         return volume, labels, dice_of_counts(torch.stack(self.pairs).sum(dim=0)).tolist() if self.pairs else []
@@ -199,6 +210,64 @@ class Segmenter:
                 "peak_memory_mib": round(peak_memory() / 2**20),
             },
         )
+
+
+def augmented_logits(
+    image: torch.Tensor,
+    predictor: Predictor,
+    model: VolumeModel,
+    flips: str = "",
+    fit: bool = False,
+    pairs: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return the mean of `predict_logits` over all combinations of flips of some axes ("xyz"), or it alone.
+
+    `pairs` receives how well these agree (see `pair_counts`). With `fit` the windows are fitted to the image (see
+    `fitted_window`).
+    """
+    window = fitted_window(image.shape[1:], model.window_size, model.overlap) if fit else model.window_size
+    axes = ["xyz".index(letter) + 1 for letter in flips]
+    total = predict_logits(image, predictor, model, window)
+    labels = [model.labelling.labels_of(total)] if flips else []
+    for mirror in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:
+        logits = predict_logits(image.flip(mirror), predictor, model, window).flip(mirror)
+        labels.append(model.labelling.labels_of(logits))
+        total += logits
+    if flips and pairs is not None:
+        pairs.append(pair_counts(labels, model.labelling.regions))
+    return total.div_(2 ** len(axes)) if flips else total
+
+
+def fitted_window(shape: Sequence[int], most: Shape, overlap: float) -> Shape:
+    """Return the window that covers an image of `shape` with the least computed twice, no side above that of `most`.
+
+    Per axis there are as few windows as with `most`, and they are as short as they can be. For a network that takes any
+    sides which divide as those of `most` do (by the power of two that they have in common).
+    """
+    divisor = math.gcd(*most) & -math.gcd(*most)
+    sides = []
+    for length, side in zip(shape, most, strict=True):
+        count = len(window_starts(length, side, overlap))
+        fits = (short for short in range(divisor, side, divisor) if len(window_starts(length, short, overlap)) <= count)
+        sides.append(next((short for short in fits if count > 1 or short >= length), side))
+    return sides[0], sides[1], sides[2]
+
+
+def clean_by_hand(labelling: LabelScheme, largest: bool, smallest_ml: float) -> Steps:
+    """Return one cleaning of all structures; none where it would keep everything."""
+    groups = cleaned_together(labelling) if largest or smallest_ml else []
+    return tuple(Postprocessing(tuple(region.name for region in some), largest, smallest_ml) for some in groups)
+
+
+def clean_labels(labels: np.ndarray, labelling: LabelScheme, voxel_ml: float, steps: Steps) -> np.ndarray:
+    """Return a label map [X, Y, Z] uint8 in which unwanted components are background; the given one stays."""
+    steps = tuple(step for step in steps if step.largest or step.smallest_ml)
+    cleaned = labels.copy(order="K") if steps else labels
+    inside = cleaned[foreground(labels)]
+    for step in steps:
+        parts = connected_components(np.isin(inside, step.numbers(labelling)))
+        inside[~step.kept(np.bincount(parts[parts > 0], minlength=1), voxel_ml)[parts]] = 0
+    return cleaned
 
 
 def _line(record: Record) -> str:

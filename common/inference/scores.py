@@ -103,20 +103,11 @@ def score(prediction: Volume, reference: Volume, labels: Labels | None, toleranc
         axes = zip(*(places or [(slice(0, 1),) * 3]), strict=True)
         box = tuple(slice(min(each.start for each in axis), max(each.stop for each in axis)) for axis in axes)
         one, other = (np.logical_or.reduce([each[box] == number for number in members]) for each in maps)
-        scores.append({"label": name, **_score(one, other, reference.affine[:3, 2::-1], diagonal, tolerance)})
+        scores.append({"label": name, **score_masks(one, other, reference.affine[:3, 2::-1], diagonal, tolerance)})
     return scores
 
 
-def completed(cases: Mapping[str, list[Scores]], tolerance: float) -> dict[str, list[Scores]]:
-    """Return the rows of cases with one for every structure of any case, as of empty masks where it has none."""
-    names = dict.fromkeys(row["label"] for rows in cases.values() for row in rows)
-    empty = np.zeros((1, 1, 1), bool)
-    nothing = _score(empty, empty, np.eye(3), 0.0, tolerance)
-    own = {case: {row["label"]: row for row in rows} for case, rows in cases.items()}
-    return {case: [rows.get(name, {"label": name, **nothing}) for name in names] for case, rows in own.items()}
-
-
-def _score(found: np.ndarray, true: np.ndarray, matrix: np.ndarray, diagonal: float, tolerance: float) -> Scores:
+def score_masks(found: np.ndarray, true: np.ndarray, matrix: np.ndarray, diagonal: float, tolerance: float) -> Scores:
     """Return the metrics of masks [A, B, C] that hold all of a structure; a step along an axis makes `matrix` mm."""
     predicted, due, both = (int(np.count_nonzero(mask)) for mask in (found, true, found & true))
     nsd, hd95, assd = (0.0, diagonal, diagonal) if predicted or due else (None,) * 3

@@ -1,6 +1,5 @@
 """Sliding windows: a network made for windows of one size is applied to a whole image, overlapping logits averaged."""
 
-import math
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
@@ -94,21 +93,6 @@ def window_starts(length: int, side: int, overlap: float) -> tuple[int, ...]:
     interval = max(int(side * (1 - overlap)), 1)
     last = max(length - side, 0)
     return (*range(0, last, interval), last)
-
-
-def fitted_window(shape: Sequence[int], most: Shape, overlap: float) -> Shape:
-    """Return the window that covers an image of `shape` with the least computed twice, no side above that of `most`.
-
-    Per axis there are as few windows as with `most`, and they are as short as they can be. For a network that takes any
-    sides which divide as those of `most` do (by the power of two that they have in common).
-    """
-    divisor = math.gcd(*most) & -math.gcd(*most)
-    sides = []
-    for length, side in zip(shape, most, strict=True):
-        count = len(window_starts(length, side, overlap))
-        fits = (short for short in range(divisor, side, divisor) if len(window_starts(length, short, overlap)) <= count)
-        sides.append(next((short for short in fits if count > 1 or short >= length), side))
-    return sides[0], sides[1], sides[2]
 
 
 def _box(start: Sequence[int], sides: Sequence[int]) -> tuple[EllipsisType | slice, ...]:

@@ -25,9 +25,9 @@ class Own(nn.Module):
 
     def forward(self, image):
         x = self.norm(self.down(image))
-        if x.shape[2] % 2:  # what torch.fx cannot trace
+        if x.shape[2] % 2:
             x = x * 2
-        return self.up(x.view(x.shape), output_size=image.shape[2:])  # what SubpixelUpsampling cannot take
+        return self.up(x.view(x.shape), output_size=image.shape[2:])
 
 
 def own(in_channels, out_channels, *, width=4):

@@ -13,8 +13,7 @@ import medspeed
 from medspeed import predict
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import sha256_of
-from medspeed.common.inference import model_folder
-from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.options import InferConfig, model_folder
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
 ROOT = Path(__file__).parents[2]

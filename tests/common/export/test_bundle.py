@@ -29,10 +29,10 @@ from medspeed.common.export.triton import write_triton
 from medspeed.common.inference.labels import LabelScheme, Region
 from medspeed.common.inference.model import VolumeModel, save_weights, write_model
 from medspeed.common.inference.options import InferConfig
-from medspeed.common.inference.postprocessing import Postprocessing, clean_labels, logit_bars
+from medspeed.common.inference.postprocessing import Postprocessing, logit_bars
 from medspeed.common.inference.predict import predict_labels, predict_logits
 from medspeed.common.inference.predictors import torch_predictor
-from medspeed.common.inference.scans import segment_scans
+from medspeed.common.inference.scans import clean_labels, segment_scans
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
 from medspeed.models.resnet18_fcn import resnet18_fcn
 from medspeed.models.segresnet3d import segresnet3d

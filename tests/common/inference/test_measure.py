@@ -15,7 +15,7 @@ from medspeed.common.inference.labels import (
     one_region_per_label,
 )
 from medspeed.common.inference.measure import Measures, measure
-from medspeed.common.inference.postprocessing import clean_by_hand, clean_labels
+from medspeed.common.inference.scans import clean_by_hand, clean_labels
 from medspeed.common.inference.scores import write_measures
 
 SPLEEN = (Region("spleen", (1,), 1),)

@@ -16,13 +16,7 @@ from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.export.tensorrt_engine import build_engine, choose_flavour
 from medspeed.common.inference import Backend, Precision
 from medspeed.common.inference.model import save_weights
-from medspeed.common.inference.open_predictor import (
-    SubpixelUpsampling,
-    fits,
-    folded,
-    open_predictor,
-    use_subpixel_upsampling,
-)
+from medspeed.common.inference.open_predictor import fold_norms, open_predictor
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.tensorrt_runtime import EngineError, EnginePredictor, EngineUnavailableError
 from medspeed.models.resnet18_fcn import resnet18_fcn
@@ -93,7 +87,7 @@ def test_an_opened_network_is_folded_and_computes_the_same(
     with torch.no_grad():
         expected = network(windows)
     assert float((opened.predict(windows) - expected).abs().max()) <= bound * float(expected.abs().max())
-    assert not any(isinstance(each, nn.BatchNorm3d | nn.ConvTranspose3d) for each in run_by[0].modules())
+    assert not any(isinstance(each, nn.BatchNorm3d) for each in run_by[0].modules())
 
 
 def build(run: Path, precision: str) -> None:
@@ -296,109 +290,19 @@ def with_statistics(network: nn.Module) -> nn.Module:
 )
 def test_no_normalisation_is_left_and_the_logits_differ_by_rounding_only(network: nn.Module, shape: Any):
     with_statistics(network)
-    before = copy.deepcopy(network.state_dict())
-    found = folded(network)
+    found = fold_norms(copy.deepcopy(network))
     windows = torch.rand(2, *shape, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected, logits = network(windows), found(windows)
     assert torch.allclose(logits, expected, atol=1e-5 * float(expected.abs().max()))
     assert not any(isinstance(module, NORMS) for module in found.modules())
-    after = network.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
-
-
-def test_a_convolution_that_is_read_twice_stays():
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convolution, self.norm = nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2)
-
-        def forward(self, image: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.convolution(image)
-            normalised: torch.Tensor = self.norm(found)
-            return normalised + found
-
-    network = with_statistics(Twice())
-    windows = torch.rand(1, 1, 4, 4, 4)
-    assert torch.equal(folded(network)(windows), network(windows))
-
-
-def test_a_convolution_that_is_called_twice_stays():
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convolution, self.one, self.other = nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.BatchNorm3d(2)
-
-        def forward(self, image: torch.Tensor) -> torch.Tensor:
-            first: torch.Tensor = self.one(self.convolution(image))
-            second: torch.Tensor = self.other(self.convolution(2 * image))
-            return first + second
-
-    network = with_statistics(Shared())
-    windows = torch.rand(1, 1, 4, 4, 4)
-    assert torch.equal(folded(network)(windows), network(windows))
 
 
 def test_a_network_without_batch_normalisation_is_returned_as_it_is():
     network = segresnet3d(1, 2, 8).eval()
-    assert folded(network) is network
+    assert fold_norms(network) is network
 
 
 def test_statistics_that_still_change_are_a_programmers_error():
     with pytest.raises(AssertionError, match=r"network\.eval\(\)"):
-        folded(unet3d(1, 2, (4, 8)).train())
-
-
-def transposed(coarse: int, fine: int, bias: bool = True) -> nn.ConvTranspose3d:
-    torch.manual_seed(fine)
-    return nn.ConvTranspose3d(coarse, fine, 3, stride=2, padding=1, output_padding=1, bias=bias)
-
-
-@pytest.mark.parametrize("fine", [1, 2, 3, 4])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
-def test_it_computes_what_the_transposed_convolution_does(fine, bias, layout):
-    ours, theirs = SubpixelUpsampling(transposed(5, fine, bias)), transposed(5, fine, bias)
-    image = torch.randn(2, 5, 3, 4, 1).contiguous(memory_format=layout)
-    with torch.no_grad():
-        found, expected = ours(image), theirs(image)
-    assert found.shape == expected.shape == (2, fine, 6, 8, 2)
-    assert torch.allclose(found, expected, atol=1e-6)
-
-
-def test_one_voxel_lands_in_its_eight_places():
-    """By hand: fine voxel 2 i is tap 1 of coarse voxel i; 2 i + 1 is its tap 2, and tap 0 of the voxel after it."""
-    layer = transposed(1, 1, bias=False)
-    image = torch.zeros(1, 1, 2, 1, 1)
-    image[0, 0, 1] = 1
-    kernel = layer.weight[0, 0, :, 1, 1]
-    found = SubpixelUpsampling(layer)(image)[0, 0, :, 0, 0]
-    assert torch.equal(found, torch.stack([torch.zeros(()), kernel[0], kernel[1], kernel[2]]))
-
-
-def test_of_a_unet_the_last_layer_is_replaced_and_the_logits_stay():
-    torch.manual_seed(0)
-    network = unet3d(1, 2, (4, 8, 16)).eval()
-    windows = torch.rand(2, 1, 16, 16, 16)
-    changed = use_subpixel_upsampling(copy.deepcopy(network))
-    assert sum(isinstance(module, SubpixelUpsampling) for module in changed.modules()) == 2  # to 2 and to 4 channels
-    assert not any(isinstance(module, nn.ConvTranspose3d) for module in changed.modules())
-    with torch.no_grad():
-        assert torch.allclose(changed(windows), network(windows), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        nn.ConvTranspose3d(8, 5, 3, 2, 1, 1),  # too many channels
-        nn.ConvTranspose3d(8, 2, 2, 2),
-        nn.ConvTranspose3d(8, 2, 3, 2, 1, 0),
-        nn.ConvTranspose3d(8, 2, 3, 2, 1, 1, groups=2),
-        nn.ConvTranspose3d(8, 2, 3, 2, 1, 1, dilation=2),
-        nn.Conv3d(8, 2, 3),
-    ],
-)
-def test_what_it_does_not_compute_is_left_alone(other):
-    network = nn.Sequential(other)
-    assert not fits(other)
-    assert list(use_subpixel_upsampling(network).children()) == [other]
+        fold_norms(unet3d(1, 2, (4, 8)).train())

@@ -14,12 +14,11 @@ from medspeed.common.inference.postprocessing import (
     Steps,
     case_parts,
     choose,
-    clean_by_hand,
-    clean_labels,
     logit_bars,
     robust_gain,
     thresholds,
 )
+from medspeed.common.inference.scans import clean_by_hand, clean_labels
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
 ORGANS = one_region_per_label(("background", "liver", "spleen"))

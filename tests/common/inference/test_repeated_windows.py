@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from medspeed.common.inference import open_predictor
-from medspeed.common.inference.open_predictor import RepeatingPredictor
+from medspeed.common.inference.open_predictor import repeating_predictor
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.windows import sliding_windows
 from medspeed.common.kernels import trust
@@ -37,7 +37,7 @@ def emulated(monkeypatch):
 def predictors(network, precision="fp32"):
     said: list[str] = []
     counted = Counted(network, precision)
-    return counted, RepeatingPredictor(counted, "a network", said.append), said
+    return counted, repeating_predictor(counted, "a network", said.append), said
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -64,9 +64,9 @@ def test_repeated_windows_are_those_of_eager_calls(emulated, name, precision):
 
 @torch.no_grad()
 def test_a_whole_image_is_that_of_eager_windows(emulated):
-    _, repeating, _ = predictors(unet3d(1, 2, (4, 8)))
+    counted, repeating, _ = predictors(unet3d(1, 2, (4, 8)))
     image = torch.rand(1, 40, 24, 20)
-    found, due = (sliding_windows(image, each, (16, 16, 16), batch_size=2) for each in (repeating, repeating._predict))
+    found, due = (sliding_windows(image, each, (16, 16, 16), batch_size=2) for each in (repeating, counted.predict))
     assert torch.equal(found, due)
 
 

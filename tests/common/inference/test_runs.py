@@ -17,13 +17,12 @@ import medspeed
 from medspeed.common.config import parse_config
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.inference import model_folders
 from medspeed.common.inference import scans as scans_module
 from medspeed.common.inference.evaluation import evaluate_folders
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import Ensemble, VolumeModel, load_weights, mean_of, save_weights, write_model
 from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
-from medspeed.common.inference.options import InferConfig
+from medspeed.common.inference.options import InferConfig, model_folders
 from medspeed.common.inference.postprocessing import Postprocessing
 from medspeed.common.inference.predict import predict_labels
 from medspeed.common.inference.predictors import torch_predictor
@@ -151,7 +150,7 @@ def test_each_network_on_a_gpu_has_a_verdict_of_its_own(exported, tmp_path, monk
         found.append(about)
         return predict
 
-    monkeypatch.setattr("medspeed.common.inference.runs.RepeatingPredictor", repeating)
+    monkeypatch.setattr("medspeed.common.inference.runs.repeating_predictor", repeating)
     open_models(both[:1] if exported else both, model, device=torch.device("cuda"))
     names = [f"unet3d {member.arguments}" for member in model.members]
     assert names[0] != names[1]

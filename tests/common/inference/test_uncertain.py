@@ -12,10 +12,10 @@ from scipy.ndimage import binary_dilation
 
 import medspeed
 from medspeed.common.data.fingerprint import CaseFigures, Fingerprint
-from medspeed.common.inference.labels import Region, dice_of_counts, one_region_per_label, pair_counts
+from medspeed.common.inference.labels import Region, dice_of_counts, one_region_per_label
 from medspeed.common.inference.measure import measure, read_figures, with_doubts
 from medspeed.common.inference.options import InferConfig
-from medspeed.common.inference.runs import load_model
+from medspeed.common.inference.runs import load_model, pair_counts
 from medspeed.common.inference.scans import segment_scans
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.models import find_network

@@ -12,7 +12,8 @@ from monai.inferers import sliding_window_inference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medspeed.common.data.geometry import Shape
-from medspeed.common.inference.windows import fitted_window, sliding_windows, window_plan, window_starts
+from medspeed.common.inference.scans import fitted_window
+from medspeed.common.inference.windows import sliding_windows, window_plan, window_starts
 
 CPU = torch.device("cpu")
 Network = Callable[[torch.Tensor], torch.Tensor]

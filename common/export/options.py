@@ -1,0 +1,84 @@
+"""What the export script of each app is told; without torch, so that --help answers at once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from medspeed.common.inference import ModelPrecision
+from medspeed.common.inference.options import model_folders
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """The configuration of an export.
+
+    Args:
+        model: run folder (demo: small CT weights trained on phantoms only); with --init, the run folder to create.
+            Several, or a folder of folds, become one model, an ensemble; --output is its new run folder.
+        to: onnx (verified models), engine (also TensorRT engines), triton (a model repository) or bundle (MONAI's).
+        output: folder for the repository or bundle; triton or bundle in the run folder by default. ONNX models and
+            engines of one run always go to exports in the run folder, where inference looks for them.
+        precision: precision of the ONNX model in a Triton repository.
+        int8: also make INT8 models, calibrated on training cases.
+        data: dataset to verify and calibrate with; the run's own by default. Without any, exports are compared with
+            PyTorch on synthetic data.
+        init: weights to import instead of training: a .safetensors file of this project, or the .pt of a MONAI bundle.
+        engine: TensorRT to build engines with.
+        device: auto, cpu, cuda or cuda:N.
+    """
+
+    model: tuple[Path, ...]
+    to: Literal["onnx", "engine", "triton", "bundle"]
+    output: Path | None = None
+    precision: ModelPrecision = "fp32"
+    int8: bool = False
+    data: Path | None = None
+    init: Path | None = None
+    engine: Literal["auto", "tensorrt", "tensorrt_rtx"] = "auto"
+    device: str = "auto"
+
+    GROUPS: ClassVar[dict[str, str]] = {  # of the help
+        "export": "model network to output precision int8 data init engine device",
+        "imported weights (with --init only)": "*",
+    }
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError where the fields do not fit each other, naming field and bound."""
+        object.__setattr__(self, "model", model_folders(self.model))
+        several, exports = len(self.model) > 1, self.to in ("onnx", "engine")
+        if several and (self.output is None or not exports or self.init is not None):
+            raise ValueError(
+                f"model {' '.join(map(str, self.model))}: several become one with --to onnx or engine and --output, "
+                "the run folder to create; then export that one in other forms"
+            )
+        if self.output is not None and exports and not several:
+            raise ValueError(f"output {self.output}: only for --to triton and bundle; others go to RUN/exports")
+        if self.precision != "fp32" and self.to != "triton":
+            raise ValueError(f"precision {self.precision}: only for --to triton; others are made in fp32 and fp16")
+        if self.int8 and self.to == "bundle":
+            raise ValueError("int8 true: a bundle contains PyTorch weights; use --to onnx, engine or triton")
+
+    @property
+    def run(self) -> Path:
+        """The run folder that is exported: of an ensemble the new one."""
+        return self.model[0] if len(self.model) == 1 or self.output is None else self.output
+
+    @property
+    def engines(self) -> Literal["auto", "tensorrt", "tensorrt_rtx", "none"]:
+        """Which TensorRT builds engines: none unless they are asked for."""
+        return self.engine if self.to == "engine" else "none"
+
+    @property
+    def makes_int8(self) -> bool:
+        """Whether INT8 models are wanted."""
+        return self.int8 or self.precision == "int8"
+
+    @property
+    def destination(self) -> Path:
+        """The folder of the repository or bundle."""
+        return self.output or self.run / self.to
+
+    @property
+    def served(self) -> Path:
+        """The ONNX model of a run that a Triton repository serves."""
+        return self.run / "exports" / f"model_{self.precision}.onnx"
