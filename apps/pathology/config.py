@@ -54,7 +54,7 @@ class PathologyConfig(TrainingConfig):
         data: folder of slides in Camelyon16 layout, or of patches with a labels.csv (image, label, split); synthetic
             slides without it.
         init: initial weights: a .safetensors file of this project, or a .pth of torchvision's ResNet-18 (ImageNet).
-        lists: coordinates of training and validation patches on the slides in --data (NCRF's CSV or MONAI's JSON).
+        lists: coordinates of training and validation patches on the slides in --data (NCRF's CSV).
         mpp: pixel size of the patches in um; that of the slides by default. Scans use the nearest pyramid level.
         held_out: fraction of the training slides (or patches) to validate on.
         reader: slide reader: auto, cucim, openslide or tifffile.

@@ -1,4 +1,4 @@
-"""Which patches there are: tables of them, those that labels.csv, NCRF or MONAI list, and their pixels, decoded."""
+"""Which patches there are: tables of them, those that labels.csv or NCRF list, and their pixels, decoded."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from medspeed.apps.pathology.slides.camelyon import is_slide, slide_name
 from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.common.console import Kind, say
 from medspeed.common.data.threads import map_in_threads
-from medspeed.common.files import read_object, read_rows
+from medspeed.common.files import read_rows
 
 _PARTS = {"train": "training", "val": "validation", "valid": "validation", "test": "testing"}
 _PARTS |= {part: part for part in _PARTS.values()}
@@ -27,8 +27,6 @@ REGION, GRID, PATCH_SIZE = 768, 3, 224
 # What Pillow raises for files that are no images; they may say more pixels than it decodes.
 BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 Tell = Callable[[str, Kind], None]
-_Region = tuple[str, int, int, list[int]]
-"""A slide, x and y of a region's centre at level 0, and the labels of its patches row by row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,67 +138,46 @@ def _read_image(file: Path, size: int | None = None) -> np.ndarray:
     raise ValueError(f"{file}: {width} x {height} pixels, expected {due}")
 
 
-def read_coordinates(path: Path, images: Path, part: str) -> PatchTable:
+def read_coordinates(path: Path, images: Path) -> PatchTable:
     """Read regions of slides by their centres, each cut into 3 x 3 patches of 224 pixels as MONAI's GridSplit does.
 
-    Two forms are known, told apart by the suffix:
-    - CSV without a header (NCRF's lists as MONAI's guide has them): slide, x and y of the centre at level 0, then the
-      flags of the patches, 1 for tumour, column by column: the guide reads them transposed.
-    - .json (MONAI's lists for decathlon loaders): {"training": [...], "validation": [...]} of {"image": slide,
-      "location": [row, column] of the centre at level 0, "label": flags row by row, flat or nested}.
-
-    A slide is named with or without folder and suffix, in any case; it lies in, or anywhere below, the folder `images`.
+    It is a CSV without a header (NCRF's lists as MONAI's guide has them): slide, x and y of the centre at level 0, then
+    the flags of the patches, 1 for tumour, column by column: the guide reads them transposed. A slide is named with or
+    without folder and suffix, in any case; it lies in, or anywhere below, the folder `images`.
 
     Raises:
         FileNotFoundError: slides of the list are missing.
-        ValueError: the list is empty or a line of it (an item) is damaged.
+        ValueError: the list is empty or a line of it is damaged.
     """
-    regions = list(_from_json(path, part) if path.suffix.lower() == ".json" else _from_csv(path))
+    regions = [_region(row, where) for where, row in read_rows(path)]
     if not regions:
         raise ValueError(f"{path}: lists no regions")
     names = list(dict.fromkeys(name for name, *_ in regions))
     step = (REGION - PATCH_SIZE) // (GRID - 1)
     offsets = np.array([(column * step, row * step) for row in range(GRID) for column in range(GRID)])
     centres = np.array([(x, y) for _, x, y, _ in regions])
+    flags = np.array([flags for *_, flags in regions], np.uint8).reshape(-1, GRID, GRID)
     return PatchTable(
         files=_find(names, images, path),
         file=np.repeat(np.array([names.index(name) for name, *_ in regions], np.int32), GRID**2),
         corner=(centres[:, None] - REGION // 2 + offsets).reshape(-1, 2).astype(np.int32),
-        label=np.array([flags for *_, flags in regions], np.uint8).reshape(-1),
+        label=flags.transpose(0, 2, 1).reshape(-1),
         size=PATCH_SIZE,
     )
 
 
-def _from_csv(path: Path) -> Iterator[_Region]:
-    for where, row in read_rows(path):
-        if len(row) != 3 + GRID**2:
-            raise ValueError(f"{where}: {len(row)} columns; expected {3 + GRID**2}: slide,x,y,flags")
-        name, x, y, *flags = row  # flags go column by column in the file, row by row from here on
-        yield _region(name, x, y, np.reshape(flags, (GRID, GRID)).T.ravel(), where)
-
-
-def _from_json(path: Path, part: str) -> Iterator[_Region]:
-    content = read_object(path)
+def _region(row: list[str], where: str) -> tuple[str, int, int, list[int]]:
+    """Return slide, x and y of a region's centre at level 0, and the labels of its patches column by column."""
+    if len(row) != 3 + GRID**2:
+        raise ValueError(f"{where}: {len(row)} columns; expected {3 + GRID**2}: slide,x,y,flags")
     try:
-        items = content[part]
-        rows = [(str(item["image"]), *item["location"], np.ravel(item["label"])) for item in items]
-        if any(len(row) != 4 or len(row[3]) != GRID**2 for row in rows):
-            raise ValueError(f"a location of other than 2 numbers, or a label of other than {GRID**2} flags")
-    except (ValueError, LookupError, TypeError) as error:
-        expected = f'{{"{part}": [{{"image": ..., "location": [row, column], "label": [{GRID**2} flags]}}]}}'
-        raise ValueError(f"{path}: expected {expected} ({type(error).__name__}: {error})") from error
-    for index, (name, y, x, flags) in enumerate(rows):
-        yield _region(name, x, y, flags, f"{path}, {part}[{index}]")
-
-
-def _region(name: str, x: str | int, y: str | int, flags: np.ndarray, where: str) -> _Region:
-    try:
-        region = slide_name(name), int(str(x)), int(str(y)), [_LABELS[str(flag).strip()] for flag in flags.tolist()]
+        flags = [_LABELS[flag.strip()] for flag in row[3:]]
+        name, x, y = slide_name(row[0]), int(row[1]), int(row[2])
     except (KeyError, ValueError) as error:
         raise ValueError(f"{where}: expected whole numbers and flags of 0 or 1, found {error}") from error
-    if not 0 <= min(region[1:3]) <= max(region[1:3]) < 2**31 - REGION:
+    if not 0 <= min(x, y) <= max(x, y) < 2**31 - REGION:
         raise ValueError(f"{where}: ({x}, {y}) is not a valid position")
-    return region
+    return name, x, y, flags
 
 
 def _find(names: list[str], images: Path, path: Path) -> tuple[Path, ...]:

@@ -121,7 +121,7 @@ def _read(config: PathologyConfig, folder: Path, run: Run) -> Tables:
 
 
 def _listed(config: PathologyConfig, lists: Sequence[Path], folder: Path, run: Run) -> Tables:
-    parts = {part: read_coordinates(path, folder, part) for part, path in zip(_NEEDED, lists, strict=True)}
+    parts = {part: read_coordinates(path, folder) for part, path in zip(_NEEDED, lists, strict=True)}
     for table in parts.values():
         for number, file in enumerate(table.files):
             # Beyond the slide it would be white, whatever its label says.
