@@ -17,11 +17,10 @@ from tqdm import tqdm
 from medspeed.apps.pathology.config import PathologyConfig
 from medspeed.apps.pathology.patches.augment import FUSED, augment_rows, augmented_by, draw_patches, draw_table
 from medspeed.apps.pathology.patches.table import PatchTable, decode
-from medspeed.common.clock import synchronise
 from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches, Draft, Take, keyed_batches, keyed_uniforms, partition_cases
 from medspeed.common.data.cache import measure_budgets
-from medspeed.common.data.crops import upload
+from medspeed.common.data.crops import pinned, upload
 from medspeed.common.data.store import store_folder
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.files import atomic_path, read_object, write_json
@@ -30,9 +29,8 @@ from medspeed.common.run import Run
 from medspeed.common.training.config import decided
 from medspeed.common.training.setup import batch_trials, dtype_of, trust_kernels
 
-_AT_ONCE = 256  # patches that a thread gathers
+_SENT_AT_ONCE = 64  # patches that a thread gathers and sends to the device in one go
 _CHECKED_AT_ONCE = 2**24  # bytes
-_SENT_AT_ONCE = 2**28  # bytes of patches that are gathered, and sent to the device, in one go
 _ORDER = 2**61  # in the place of a stream number, so that the order and the augmentation never share random numbers
 
 
@@ -60,33 +58,15 @@ class Patches:
         return upload(self.pixels[places], device), None
 
     def on_device(self, rows: np.ndarray, device: torch.device) -> "Patches":
-        """Return the patches of some rows, ascending, with their pixels on the device."""
-        return Patches(self.table, send_rows(np.asarray(self.pixels), rows, device), rows)
+        """Return the patches of some rows, ascending, with their pixels on the device; threads send a piece each."""
+        sent = torch.empty((len(rows), *self.pixels.shape[1:]), dtype=torch.uint8, device=device)
 
+        def send(start: int) -> None:
+            part = slice(start, start + _SENT_AT_ONCE)
+            sent[part].copy_(pinned(np.take(self.pixels, rows[part], axis=0), device), non_blocking=True)
 
-def send_rows(pixels: np.ndarray, rows: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return some rows of an array [M, ...] uint8 on the device; the host holds two buffers of them, never all.
-
-    One buffer, pinned for a GPU, is filled in threads while the other is on its way.
-    """
-    sent = torch.empty((len(rows), *pixels.shape[1:]), dtype=torch.uint8, device=device)
-    at_once = min(len(rows), max(1, _SENT_AT_ONCE // pixels[0].nbytes))
-    pin = device.type == "cuda"
-    buffers = [torch.empty((at_once, *pixels.shape[1:]), dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
-    for number, first in enumerate(range(0, len(rows), at_once)):
-        some = rows[first : first + at_once]
-        buffer = buffers[number % 2][: len(some)]
-        gather = partial(_gather, pixels, some, buffer.numpy())
-        map_in_threads(gather, range(0, len(some), _AT_ONCE), "patches", progress=False)
-        synchronise()  # the other buffer has arrived, and can be filled next
-        sent[first : first + at_once].copy_(buffer, non_blocking=True)
-    synchronise()
-    return sent
-
-
-def _gather(pixels: np.ndarray, rows: np.ndarray, target: np.ndarray, start: int) -> None:
-    part = slice(start, start + _AT_ONCE)
-    np.take(pixels, rows[part], axis=0, out=target[part], mode="clip")  # "raise" would write a copy first
+        map_in_threads(send, range(0, len(rows), _SENT_AT_ONCE), "patches", progress=False)
+        return Patches(self.table, sent, rows)
 
 
 def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
