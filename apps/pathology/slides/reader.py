@@ -1,15 +1,8 @@
 """Whole-slide images: regions of any level by one call, whichever of cuCIM, OpenSlide and tifffile reads the file.
 
-Each library is imported when it is first asked for. Seen with cuCIM 26.10, OpenSlide 4.0.1, tifffile 2026.3.3:
-
-- All three give equal pixels for raw, deflate, LZW and JPEG tiles (4:4:4, 4:2:2, 4:2:0); JPEG 2000 within 1 of 255.
-- cuCIM decodes a JPEG tile with damage in its middle as far as it gets and leaves noise for the rest, without an error;
-  the others raise on most damage. None sees wrong bits that still decode, nor damage to raw tiles. Tiles that are no
-  JPEG from start to end, or of another size than said, are found before any reader: cuCIM dies of larger ones.
-- After an error OpenSlide's handle fails for good, under all threads; the others go on.
-- OpenSlide interpolates where a level's downsample is no whole number, up to half a pixel off the other two.
-
-cuCIM's decoding on the GPU (its plugin cuslide2, switched on by ENABLE_CUSLIDE2=1) is unproven: no record shows it.
+All three give equal pixels for raw, deflate, LZW and JPEG tiles; JPEG 2000 within 1 of 255. OpenSlide interpolates
+where a level's downsample is no whole number, up to half a pixel off the others. cuCIM leaves noise for the rest of a
+JPEG tile with damage in its middle; none sees wrong bits that still decode (cuCIM 26.10, OpenSlide 4.0.1).
 """
 
 import math
@@ -156,7 +149,7 @@ class Slide:
         self.path, self.name, self.reader = path, path.stem, reader
         self.levels, self.mpp, self._read = opened
         self.damaged: set[Tile] = set()
-        self._sound = [np.zeros(level.grid, bool) for level in self.levels]  # tiles seen to be
+        self._seen = [np.zeros(level.grid, bool) for level in self.levels]  # the tiles whose bytes were looked at
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
 
@@ -183,24 +176,21 @@ class Slide:
         columns, rows = (corners // (place.downsample * np.array([place.tile_width, place.tile_height]))).T
 
         def read_one(number: int) -> None:
-            self._read_into(regions[number], int(corners[number, 0]), int(corners[number, 1]), level)
+            self._read_into(regions[number], *corners[number].tolist(), level)
 
         with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "slide") as pool:
             list(pool.map(read_one, np.lexsort((columns, rows)).tolist()))
         return regions
 
     def _read_into(self, region: np.ndarray, x: int, y: int, level: int) -> None:
-        """Fill `region` [height, width, 3] with the slide at (x, y), pixels of level 0."""
         place = self.levels[level]
         left, top = (math.floor(corner / place.downsample) for corner in (x, y))
         asked = Box(left, top, left + region.shape[1], top + region.shape[0])
         box = asked.clip(Box(0, 0, place.width, place.height))
+        parts = [((level, *tile), part) for *tile, part in place.parts(box)] if min(box.size) > 0 else []
         if box != asked:
             region[...] = WHITE
-        if min(box.size) <= 0:
-            return
-        parts = [((level, column, row), part) for column, row, part in place.parts(box)]
-        if all(self._is_readable(*tile) for tile, _ in parts):
+        if parts and all(self._is_readable(*tile) for tile, _ in parts):
             with suppress(*_UNREADABLE):  # in which of the tiles, is found out below
                 region[box.within(left, top)] = self._read(box, level)
                 return
@@ -211,21 +201,18 @@ class Slide:
                 try:
                     inside[...] = self._read(part, level)
                 except _UNREADABLE:
-                    self._sound[level][tile[2], tile[1]] = False
                     self.damaged.add(tile)
 
     def _is_readable(self, number: int, column: int, row: int) -> bool:
         """Return whether a tile was scanned and no damage is known, having looked at its bytes once."""
-        sound, level, tile = self._sound[number], self.levels[number], (number, column, row)
-        if not sound[row, column] and tile not in self.damaged:
-            place = row * level.grid[1] + column
-            if len(level.counts) and not level.counts[place]:
-                return False
-            if looks_whole(level, place, self._file):
-                sound[row, column] = True
-            else:
-                self.damaged.add(tile)
-        return bool(sound[row, column])
+        level, tile, seen = self.levels[number], (number, column, row), self._seen[number]
+        place = row * level.grid[1] + column
+        if len(level.counts) and not level.counts[place]:
+            return False
+        if not seen[row, column] and not looks_whole(level, place, self._file):
+            self.damaged.add(tile)
+        seen[row, column] = True
+        return tile not in self.damaged
 
 
 def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
