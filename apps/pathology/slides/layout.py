@@ -61,28 +61,17 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """One level of the pyramid, all in its own pixels.
-
-    Attributes:
-        downsample: level-0 pixels that one of them spans.
-        tile_width, tile_height: a strip counts as a tile of the level's width. Ours where the file tells none.
-        offsets, counts: [rows * columns] int64, where each tile's bytes begin and how many they are, row-major; empty
-            where the file is no TIFF. A tile of 0 bytes was never scanned.
-        compression: TIFF's Compression tag; 0 where there is none.
-        tiled: False where the file has strips.
-        decode: tifffile's decoder: (bytes, tile number) -> (pixels or None, place, shape [1, height, width, 3]).
-    """
+    """One level of the pyramid, all in its own pixels."""
 
     width: int
     height: int
-    downsample: float
-    tile_width: int = 256
+    downsample: float  # level-0 pixels that one of them spans
+    tile_width: int = 256  # a strip counts as a tile of the level's width; ours where the file tells none
     tile_height: int = 256
+    page: Any = None  # tifffile's; None where the file is no TIFF
+    # [rows * columns] int64, where each tile's bytes begin, row-major, and how many they are: 0 of one never scanned
     offsets: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     counts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    compression: int = 0
-    tiled: bool = True
-    decode: Callable[..., Any] | None = None
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -171,12 +160,12 @@ def looks_whole(level: Level, tile: int, file: int) -> bool:
     Native decoders give a tile without end as noise or grey without a word, and write one that is larger than the
     directory says beyond the memory they keep for it. Damage within a tile is not seen here.
     """
-    if level.compression not in (JPEG, *_JPEG_2000):
+    if level.page is None or level.page.compression not in (JPEG, *_JPEG_2000):
         return True
     offset, count = int(level.offsets[tile]), int(level.counts[tile])
-    height = level.tile_height if level.tiled else min(level.tile_height, level.height - tile * level.tile_height)
-    due = (8, level.tile_width, height, 3)
-    if level.compression != JPEG:
+    left = level.height - tile * level.tile_height  # for a strip, which the last one may not fill
+    due = (8, level.tile_width, level.tile_height if level.page.is_tiled else min(level.tile_height, left), 3)
+    if level.page.compression != JPEG:
         return _jpeg_2000_frame(file, offset) == due
     if jpeg_frame(partial(os.pread, file), offset) != due:
         return False
@@ -232,19 +221,10 @@ def _level(page: Any, base: Any) -> Level:  # noqa: ANN401 - tifffile's
     tables = page.jpegtables or b""
     if tables and jpeg_frame(lambda count, at: tables[at : at + count], 0):  # cuCIM gives its pixels for each tile's
         raise ValueError("its JPEG tables are none")
-    # tifffile looks into the file when the decoder and its tables are first asked for: now, while it is open.
-    jpeg = {"jpegtables": page.jpegtables, "jpegheader": page.jpegheader} if page.compression == JPEG else {}
-    return Level(
-        width,
-        height,
-        downsample_of(base.imagewidth, base.imagelength, width, height),
-        *tile,
-        np.array(page.dataoffsets, np.int64),
-        np.array(page.databytecounts, np.int64),
-        int(page.compression),
-        page.is_tiled,
-        partial(page.decode, _fullsize=page.is_tiled, **jpeg),
-    )
+    page.init_decode()  # looks into the file for what decodes its tiles: now, while it is open
+    downsample = downsample_of(base.imagewidth, base.imagelength, width, height)
+    places = (np.array(each, np.int64) for each in (page.dataoffsets, page.databytecounts))
+    return Level(width, height, downsample, *tile, page, *places)
 
 
 def downsample_of(base_width: int, base_height: int, width: int, height: int) -> float:

@@ -45,9 +45,9 @@ Opened = tuple[tuple[Level, ...], float | None, Callable[[Box, int], np.ndarray]
 def _open_cucim(path: Path, layout: Layout) -> Opened:
     from cucim.clara import CuImage
 
-    if not all(level.tiled for level in layout.levels):
+    if not all(level.page.is_tiled for level in layout.levels):
         raise ValueError("reads tiles, this file has strips")
-    if strange := {level.compression for level in layout.levels} - _CUCIM_COMPRESSIONS:
+    if strange := {level.page.compression for level in layout.levels} - _CUCIM_COMPRESSIONS:
         raise ValueError(f"does not decode TIFF compression {sorted(strange)}")
     if layout.predicted:
         raise ValueError("does not decode deflate with a predictor: it crashes")
@@ -110,13 +110,13 @@ def _open_tifffile(path: Path, layout: Layout) -> Opened:
 
     def read(box: Box, level: int) -> np.ndarray:
         place = layout.levels[level]
-        assert place.decode is not None, "a TIFF's level has a decoder"
-        region = np.empty((*box.size[::-1], 3), np.uint8)
+        page, region = place.page, np.empty((*box.size[::-1], 3), np.uint8)
+        of_jpeg = {"jpegtables": page.jpegtables, "jpegheader": page.jpegheader, "_fullsize": page.is_tiled}
         for column, row, part in place.parts(box):
             number = row * place.grid[1] + column
             stored = os.pread(file, int(place.counts[number]), int(place.offsets[number]))
             try:
-                decoded, _, shape = place.decode(stored, number)
+                decoded, _, shape = page.decode(stored, number, **of_jpeg)
             except MemoryError as error:  # of a tile that says to be huge
                 raise RuntimeError(str(error)) from error
             tile = np.asarray(decoded).reshape(shape[1:])  # the last strip is shorter
@@ -231,7 +231,7 @@ def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
     refused = []
     for name in _LIBRARIES if reader == "auto" else (reader,):
         # cuCIM reads deflate right, but its libtiff prints an error for each level of each slide.
-        if reader == "auto" and name == "cucim" and any(each.compression in DEFLATE for each in layout.levels):
+        if reader == "auto" and name == "cucim" and any(each.page.compression in DEFLATE for each in layout.levels):
             continue
         open_it, remedy = _LIBRARIES[name]
         try:
