@@ -176,7 +176,8 @@ class Slide:
         columns, rows = (corners // (place.downsample * np.array([place.tile_width, place.tile_height]))).T
 
         def read_one(number: int) -> None:
-            self._read_into(regions[number], *corners[number].tolist(), level)
+            x, y = corners[number].tolist()
+            self._read_into(regions[number], x, y, level)
 
         with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "slide") as pool:
             list(pool.map(read_one, np.lexsort((columns, rows)).tolist()))
@@ -187,7 +188,7 @@ class Slide:
         left, top = (math.floor(corner / place.downsample) for corner in (x, y))
         asked = Box(left, top, left + region.shape[1], top + region.shape[0])
         box = asked.clip(Box(0, 0, place.width, place.height))
-        parts = [((level, *tile), part) for *tile, part in place.parts(box)] if min(box.size) > 0 else []
+        parts = [((level, x, y), part) for x, y, part in place.parts(box)] if min(box.size) > 0 else []
         if box != asked:
             region[...] = WHITE
         if parts and all(self._is_readable(*tile) for tile, _ in parts):
