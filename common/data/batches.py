@@ -137,7 +137,7 @@ def crop_batches(
         flip_axes: of "xyz"; each is flipped with probability 1/2.
         intensity: the image becomes image * (1 + s) + t with s and t uniform in [-intensity, intensity].
         seed: of everything random here.
-        form: as of `cut`.
+        form: of images that a fused kernel makes, of cases that lie together; else they are float32 and contiguous.
     """
     cases = cases_per_epoch or sum(len(cache.cases_of(0)) for cache in caches)
     steps, each = -(-cases * crops_per_case // batch_size), batch_size // partitions
@@ -160,8 +160,8 @@ def crop_batches(
                 some = [cache.case(number) for number in cases[part].tolist()]
                 given = some, _starts(some, draws[part], np.array(size)), flips[part], changes[part], size
                 image, names = some[0].image, tuple(case.name for case in some)
-                if cache.on_host or any(case.image is not image for case in some):
-                    return Batch(*cut(*given, device, form), names)
+                if some[0].offset is None:
+                    return Batch(*cut(*given, device), names)
                 make = partial(crops_of_table, image=image, label=some[0].label, size=size, form=form)
                 return Draft(device, [crop_table(*given)], make, id(image), names)
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
-from medspeed.common.data.crops import CachedCase, Tier, place_cases, upload
+from medspeed.common.data.crops import CachedCase, Tier, place_case, place_together, upload
 from medspeed.common.data.geometry import Shape
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.threads import map_in_threads
@@ -23,17 +24,17 @@ CacheMode = Literal["auto", "gpu", "ram", "disk", "smart", "none"]
 
 _SHARE = 0.5  # of the free memory; the network, its gradients and activations need the rest
 _MEMORIES: tuple[Tier, ...] = ("gpu", "ram")  # the faster one first
-_PLACES: dict[Tier, str] = {"gpu": "GPU memory", "ram": "host memory", "disk": "the memory-mapped prepared store"}
+_PLACES: dict[Tier, str] = {"gpu": "GPU memory", "ram": "host memory"}
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Where each case lies."""
+    """Where the cases lie."""
 
-    tiers: tuple[Tier, ...]  # of each case, in order; for "smart", of the cases that are held at a time
+    tier: Tier
     held: int  # cases held at a time
     replaced: int  # cases that a smart cache replaces after each epoch; else 0
-    lines: tuple[str, ...]  # the plan in words, to be printed and kept
+    words: str  # to be printed
     free: int  # bytes of the GPU's budget that the cases leave
 
 
@@ -99,22 +100,23 @@ class CaseCache:
 
 def fill_cache(
     cases: Sequence[PreparedCase],
-    tiers: Sequence[Tier],
+    tier: Tier,
     crop_size: Shape,
     device: torch.device,
     numbers: np.ndarray | None = None,
 ) -> CaseCache:
-    """Put prepared, labelled cases in their tiers, as `plan_cache` says; every epoch trains on all of them.
+    """Put prepared, labelled cases in a tier; every epoch trains on all of them.
 
     Their numbers in the dataset, int64, are the key of their random draws; by default 0, 1, 2, ...
     """
     known = np.arange(len(cases)) if numbers is None else numbers
-    placed: dict[int, CachedCase] = {}
-    for tier in set(tiers):
-        some = [place for place, each in enumerate(tiers) if each == tier]
-        there = place_cases([cases[place] for place in some], tier, crop_size, device)
-        placed |= zip(known[some].tolist(), there, strict=True)
-    return CaseCache(lambda epoch: known, crop_size, device, set(tiers) != {"gpu"}, placed.__getitem__)
+    if tier == "gpu":
+        placed = place_together(cases, crop_size, device)
+    else:
+        each = partial(place_case, tier=tier, crop_size=crop_size, device=device)
+        placed = map_in_threads(each, cases, "placing cases", progress=False)
+    by_number = dict(zip(known.tolist(), placed, strict=True))
+    return CaseCache(lambda epoch: known, crop_size, device, tier != "gpu", by_number.__getitem__)
 
 
 def hold_cases(cases: Sequence[PreparedCase], room: int, device: torch.device) -> list[PreparedCase]:
@@ -124,8 +126,7 @@ def hold_cases(cases: Sequence[PreparedCase], room: int, device: torch.device) -
         assert case.label is not None
         room -= case.image.nbytes + case.label.nbytes
         if room >= 0:
-            image, label = (upload(each.numpy(), device) for each in (case.image, case.label))
-            case = replace(case, image=image, label=label)
+            case = replace(case, image=upload(case.image, device), label=upload(case.label, device))
         held.append(case)
     return held
 
@@ -145,74 +146,49 @@ def measure_budgets(device: torch.device, folder: Path, processes: int = 1) -> d
 
 
 def plan_cache(
-    sizes: Mapping[str, int], mode: CacheMode, budgets: Mapping[Tier, int], smart_cases: int | None, share: float
+    sizes: Sequence[int], mode: CacheMode, budgets: Mapping[Tier, int], asked: int | None, share: float
 ) -> CachePlan:
-    """Decide where each case lies, before any is read, from its bytes, or an upper bound, by its name.
+    """Decide where the cases lie, before any is read, from the bytes that each may take.
 
-    Mode "gpu", "ram" or "disk" puts all cases there; "auto" fills GPU memory first, then host memory, and leaves the
-    rest on disk; "smart" holds `smart_cases` (None: as many as fit) at a time in the fastest memory, and replaces a
-    share of them after each epoch, which is loaded ahead and needs room, too; "none" keeps nothing, so that each case
-    is prepared from its raw file whenever it is used. For the budgets see `measure_budgets`.
+    Mode "gpu", "ram" or "disk" puts all cases there, "auto" in the first of them with room; "smart" holds as many as
+    `asked` (None: as fit) at a time in the fastest memory, and replaces a share of them after each epoch, which is
+    loaded ahead and needs room, too; "none" keeps nothing, so that each case is prepared from its raw file whenever it
+    is used. For the budgets see `measure_budgets`.
 
     Raises:
         ValueError: the cases do not fit where they were asked for, or there is no such place.
     """
-    total = f"cache {mode}: {plural(len(sizes), 'case')}, up to {_amount(sum(sizes.values()))}"
+    count, gpu = len(sizes), budgets.get("gpu", 0)
+    total = f"cache {mode}: {plural(count, 'case')}, up to {_amount(sum(sizes))}"
     if mode == "none":
-        line = f"{total}; none is cached: each is prepared from its raw file every time it is used"
-        return CachePlan(tuple("none" for _ in sizes), 0, 0, (line,), budgets.get("gpu", 0))
-    if sum(sizes.values()) > budgets["disk"]:
+        said = f"{total}; none is cached: each is prepared from its raw file every time it is used"
+        return CachePlan("disk", 0, 0, said, gpu)
+    if sum(sizes) > budgets["disk"]:
         said = f"{total} in the prepared store on disk, where only {_amount(budgets['disk'])} is free"
         raise ValueError(f"{said}: free some space, choose another --store, or use --cache none")
-    if mode == "smart":
-        return _smart(sizes, budgets, smart_cases, share, total)
     if mode == "gpu" and "gpu" not in budgets:
         raise ValueError("cache gpu: this run computes on the CPU and has no GPU memory: use --cache auto or ram")
-    taken: dict[Tier, int] = {tier: 0 for tier in _MEMORIES if tier in budgets and mode in ("auto", tier)}
-    tiers: list[Tier] = []
-    for size in sizes.values():
-        tier: Tier = next((place for place, used in taken.items() if used + size <= budgets[place]), "disk")
-        taken[tier] = taken.get(tier, 0) + size
-        tiers.append(tier)
-    if mode in _MEMORIES and "disk" in tiers:
-        raise ValueError(
-            f"{total}, but only {_amount(budgets[mode])} of {_PLACES[mode]} is free for the cache: use --cache auto, "
-            "which mixes GPU, host memory and disk, or --cache smart, which holds some of the cases at a time"
-        )
-    lines = [total]
-    for place in (place for place in taken if place in tiers):
-        room = f" ({_amount(budgets[place])} free)" if place in _MEMORIES else ""
-        lines.append(f"  {plural(tiers.count(place), 'case')}, {_amount(taken[place])} in {_PLACES[place]}{room}")
-    if mode == "auto" and "disk" in tiers:
-        first = list(sizes)[tiers.index("disk")] + (", ..." if tiers.count("disk") > 1 else "")
-        lines.append(f"  cases on disk ({first}) are read at every use: if that is slow, use --cache smart")
-    return CachePlan(tuple(tiers), len(sizes), 0, tuple(lines), budgets.get("gpu", 0) - taken.get("gpu", 0))
-
-
-def _smart(
-    sizes: Mapping[str, int], budgets: Mapping[Tier, int], asked: int | None, share: float, total: str
-) -> CachePlan:
-    """Hold as many cases as asked, or as fit, in the faster memory that has room for them."""
-    count = len(sizes)
     if asked is not None and asked > count:
         raise ValueError(f"cache smart:{asked}: must be between 1 and the number of cases ({count})")
-    largest = sorted(sizes.values(), reverse=True)  # whichever cases are held, they take no more than the largest ones
-    rooms = {tier: budgets[tier] for tier in _MEMORIES if tier in budgets}
+    largest = sorted(sizes, reverse=True)  # whichever cases are held, they take no more than the largest ones
+    rooms = {tier: budgets[tier] for tier in _MEMORIES if tier in budgets and mode in ("auto", "smart", tier)}
     for tier, room in rooms.items():
-        for held in [asked] if asked else range(count, 0, -1):
+        for held in range(count, 0, -1) if mode == "smart" and asked is None else [asked or count]:
             replaced = min(math.ceil(held * share), count - held)  # as MONAI's
             needed = sum(largest[: held + replaced])
             if needed <= room:
-                line = (
-                    f"{total}; {held} at a time in {_PLACES[tier]} and {replaced} replaced after each epoch, in all up "
-                    f"to {_amount(needed)} ({_amount(room)} free); the others stay in {_PLACES['disk']}"
-                )
-                left = budgets.get("gpu", 0) - (needed if tier == "gpu" else 0)
-                return CachePlan((tier,) * count, held, replaced, (line,), left)
+                said = f" in {_PLACES[tier]} ({_amount(room)} free)"
+                if mode == "smart":
+                    said = f"{said}, {held} at a time and {replaced} replaced after each epoch: up to {_amount(needed)}"
+                return CachePlan(tier, held, replaced, total + said, gpu - (needed if tier == "gpu" else 0))
+    if mode in ("auto", "disk"):
+        slow = ", read at every use: if that is slow, use --cache smart" if mode == "auto" else ""
+        return CachePlan("disk", count, 0, f"{total} in the memory-mapped prepared store{slow}", gpu)
     free = " and ".join(f"{_amount(room)} of {_PLACES[tier]}" for tier, room in rooms.items())
+    some = f", {held} at a time with those loaded ahead up to {_amount(needed)}" if mode == "smart" else ""
     raise ValueError(
-        f"cache smart: {held} of {count} cases and those loaded ahead need up to {_amount(needed)}, but only {free} "
-        "is free for the cache: hold fewer at a time, or use --cache disk"
+        f"{total}{some}, but only {free} is free for the cache: use --cache auto or disk, or hold fewer cases at a "
+        "time, with --cache smart:CASES"
     )
 
 

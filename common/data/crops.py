@@ -1,4 +1,4 @@
-"""Crops cut from cases in their place: one gather from flat tensors on the device, else case by case on the host."""
+"""Crops cut from cases in their place: one gather from flat tensors on the device, else case by case."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.kernels.trust import trusts
 
-Tier = Literal["gpu", "ram", "disk", "none"]
+Tier = Literal["gpu", "ram", "disk"]
 Form = tuple[torch.dtype, bool]  # of images that a fused kernel makes: dtype, and whether channels come last
 Crops = tuple[torch.Tensor, torch.Tensor]  # image [N, C, X, Y, Z] and label [N, 1, X, Y, Z] uint8
 FUSED = "crops"  # the name that `trusts` knows the kernel by
@@ -26,8 +26,8 @@ class CachedCase:
     """A prepared case in its place."""
 
     name: str  # of the case
-    # [C, X, Y, Z] float16 in host memory or a mapped file. On the device [C, V]: all cases that were placed with it,
-    # each flat and padded with zeros, one after the other
+    # [C, X, Y, Z] float16 where it lies by itself; else [C, V]: all cases placed with it, one after the other, each flat
+    # and padded with zeros
     image: torch.Tensor
     label: torch.Tensor  # [X, Y, Z] or [V] uint8, likewise
     shape: np.ndarray  # [3] int64, X, Y, Z, padded at the far end to at least one crop
@@ -36,28 +36,31 @@ class CachedCase:
     offset: int | None = None  # the case's first voxel among the V; None where it lies by itself
 
 
-def place_cases(cases: Sequence[PreparedCase], tier: Tier, crop_size: Shape, device: torch.device) -> list[CachedCase]:
-    """Put prepared, labelled cases in a tier; crops of `crop_size` X, Y, Z will be cut from them.
+def place_case(case: PreparedCase, tier: Tier, crop_size: Shape, device: torch.device) -> CachedCase:
+    """Put a prepared, labelled case in a tier, by itself: "disk" leaves it where it is.
 
-    "gpu" copies them to `device`, "ram" to CPU memory; "disk" and "none" leave them where they are.
+    Crops of `crop_size` X, Y, Z will be cut from it.
     """
-    pinned_there = tier == "gpu" and device.type == "cuda"
-    copied = torch.Tensor.pin_memory if pinned_there else torch.clone if tier == "ram" else torch.Tensor.detach
+    assert case.label is not None
+    copied = partial(upload, device=device) if tier == "gpu" else torch.clone if tier == "ram" else torch.Tensor.detach
+    shape = _padded(case, crop_size)
+    return CachedCase(case.name, copied(case.image), copied(case.label), shape, _foreground(case.label, shape))
+
+
+def place_together(cases: Sequence[PreparedCase], crop_size: Shape, device: torch.device) -> list[CachedCase]:
+    """Put prepared, labelled cases on the device, one after the other in the same tensors."""
 
     def read(case: PreparedCase) -> CachedCase:
-        assert case.label is not None
-        shape = _padded(case, crop_size)
-        return CachedCase(case.name, copied(case.image), copied(case.label), shape, _foreground(case.label, shape))
+        placed = place_case(case, "disk", crop_size, device)
+        return replace(placed, image=pinned(placed.image, device), label=pinned(placed.label, device))
 
-    reads = partial(map_in_threads, read, title="placing cases", progress=False)
-    if tier != "gpu":
-        return reads(cases)
     ends = np.cumsum([0, *(_padded(case, crop_size).prod() for case in cases)]).tolist()
     images = torch.zeros(len(cases[0].image), ends[-1], dtype=torch.float16, device=device)
     truth = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
     placed: list[CachedCase] = []
     while len(placed) < len(cases):
-        for case in reads(cases[len(placed) : len(placed) + _AT_ONCE]):
+        some = cases[len(placed) : len(placed) + _AT_ONCE]
+        for case in map_in_threads(read, some, "placing cases", progress=False):
             x, y, z = case.label.shape
             first, end = ends[len(placed)], ends[len(placed) + 1]
             images[:, first:end].view(-1, *case.shape)[:, :x, :y, :z].copy_(case.image, non_blocking=True)
@@ -73,35 +76,34 @@ def cut(
     changes: np.ndarray,
     size: Shape,
     device: torch.device,
-    form: Form = PLAIN,
 ) -> Crops:
-    """Cut one crop from each of these cases; the host never waits for the device.
+    """Cut one crop from each of these cases, which lie by themselves; the host never waits for the device.
 
     Args:
-        cases: [N], each wherever it lies.
+        cases: [N], all in host memory or all on the device.
         starts: [N, 3] int64, first voxel of each crop along X, Y, Z, before it is flipped.
         flips: [N, 3] bool, whether it is then flipped along each axis.
         changes: [N, 2] float32, by which its image is multiplied, and what is then added.
         size: of the crops, X, Y, Z in voxels.
         device: where the crops are wanted.
-        form: of images that a fused kernel makes where all cases lie together; else they are float32 and contiguous.
     """
-    together: dict[int | None, list[int]] = {}  # rows by the tensor that their cases lie in; None on the host
-    for row, case in enumerate(cases):
-        together.setdefault(None if case.offset is None else id(case.image), []).append(row)
-    parts = []
-    for place, rows in together.items():
-        some, given = [cases[row] for row in rows], (starts[rows], flips[rows], changes[rows], size)
-        if place is None:
-            parts.append(_copy(some, *given, device))
-        else:
-            found = upload(crop_table(some, *given), device), some[0].image, some[0].label, size
-            parts.append(crops_of_table(*found, form) if len(together) == 1 else _gather(*found))
-    if len(parts) == 1:
-        return parts[0]
-    order = upload(np.argsort(np.concatenate(list(together.values()))), device)
-    image, label = (torch.cat(part).index_select(0, order) for part in zip(*parts, strict=True))
-    return image, label
+    there = cases[0].image.device
+    pin = device.type == "cuda" and there.type == "cpu"
+    image = torch.empty((len(cases), len(cases[0].image), *size), dtype=torch.float16, device=there, pin_memory=pin)
+    label = torch.empty((len(cases), 1, *size), dtype=torch.uint8, device=there, pin_memory=pin)
+    for row, (case, start, flip) in enumerate(zip(cases, starts.tolist(), flips.tolist(), strict=True)):
+        sides = [min(n, whole - first) for n, whole, first in zip(size, case.image.shape[1:], start, strict=True)]
+        box = [slice(first, first + n) for first, n in zip(start, sides, strict=True)]
+        # A flipped crop has its padding at the near end, as if padded before.
+        held = [slice(side - n, side) if f else slice(n) for side, n, f in zip(size, sides, flip, strict=True)]
+        axes = [axis for axis, flipped in enumerate(flip, 1) if flipped]
+        for crop, volume in ((image[row], case.image), (label[row], case.label[None])):
+            if sides != list(size):
+                crop.zero_()
+            piece = volume[:, *box]
+            crop[:, *held].copy_(piece.flip(axes) if axes else piece)
+    image, label = (each.to(device, non_blocking=pin) for each in (image, label))
+    return _changed(image, upload(changes, device)), label
 
 
 def crop_table(
@@ -134,13 +136,13 @@ def _gather(table: torch.Tensor, image: torch.Tensor, label: torch.Tensor, size:
     return _changed(crops.view(crops.shape), table[:, 4:].view(torch.float32)), label[index].unsqueeze(1)
 
 
-def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def pinned(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return an array as a tensor in host memory, from which a GPU copies it without the host."""
-    tensor = torch.from_numpy(array)
+    tensor = torch.as_tensor(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def upload(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return an array on the device; the host does not wait for the copy."""
     return pinned(array, device).to(device, non_blocking=True)
 
@@ -149,31 +151,6 @@ def _changed(image: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
     """Multiply and add to each of [N, C, X, Y, Z] float16 what `changes` [N, 2] float32 says."""
     scale, shift = changes.view(-1, 2, 1, 1, 1, 1).unbind(1)
     return image * scale + shift
-
-
-def _copy(
-    cases: Sequence[CachedCase],
-    starts: np.ndarray,
-    flips: np.ndarray,
-    changes: np.ndarray,
-    size: Shape,
-    device: torch.device,
-) -> Crops:
-    """Copy crops of cases on the host into one buffer, pinned for a GPU, and send it."""
-    to_gpu = device.type == "cuda"
-    image = torch.empty((len(cases), len(cases[0].image), *size), dtype=torch.float16, pin_memory=to_gpu)
-    label = torch.empty((len(cases), 1, *size), dtype=torch.uint8, pin_memory=to_gpu)
-    for row, (case, start, flip) in enumerate(zip(cases, starts.tolist(), flips.tolist(), strict=True)):
-        box = tuple(slice(first, first + side) for first, side in zip(start, size, strict=True))
-        # A flipped crop is filled from its far end; the padding is then at its near one, as if padded before.
-        turned = tuple(slice(None, None, -1 if flipped else 1) for flipped in flip)
-        for crops, volume in ((image, case.image), (label, case.label[None])):
-            piece, target = volume.numpy()[:, *box], crops[row].numpy()[:, *turned]
-            if piece.shape != target.shape:
-                target[...] = 0
-            target[tuple(map(slice, piece.shape))] = piece
-    image, label = (each.to(device, non_blocking=to_gpu) for each in (image, label))
-    return _changed(image, upload(changes, device)), label
 
 
 def _padded(case: PreparedCase, crop_size: Shape) -> np.ndarray:

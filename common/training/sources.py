@@ -13,7 +13,7 @@ from torch import nn
 from medspeed.common.data import cache as tiers
 from medspeed.common.data.batches import Batches, crop_batches, partition_cases
 from medspeed.common.data.cache import CacheMode, CachePlan, CaseCache, smart_indices
-from medspeed.common.data.crops import CachedCase, Tier, place_cases
+from medspeed.common.data.crops import CachedCase, place_case
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case, read_case
 from medspeed.common.data.store import prepared_bytes, prepared_cases, store_folder
@@ -35,7 +35,6 @@ S = TypeVar("S", bound=SegmentationConfig)
 Transforms = Sequence[Callable[[Any], Any]]
 
 _RECENT = 8  # cases that the cache "none" keeps since they were used last
-_SLOWEST_LAST: list[Tier] = ["gpu", "ram", "disk", "none"]
 
 
 def volume_setup(
@@ -94,14 +93,13 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
         names = ", ".join(case.name for case in mine)
         for share in ranks.gather([f"rank {ranks.rank} holds {len(mine)} of {len(cases)} cases: {names}"]):
             run.say(share)
-    tier: Tier = max(plan.tiers, key=_SLOWEST_LAST.index)
 
     def load(number: int) -> CachedCase:
         if cache.mode == "none":
             case = prepare_case(cases[number], model.preparation, model.labelling.numbers)
         else:
             (case,) = stored_cases([cases[number]], model, config, run)
-        return place_cases([case], tier, size, run.device)[0]
+        return place_case(case, plan.tier, size, run.device)
 
     def cases_of(number: int, part: np.ndarray, epoch: int) -> np.ndarray:
         """Return the cases that a partition trains on in an epoch, where they are loaded when they are needed."""
@@ -120,10 +118,10 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
         for number, part in zip(local, parts, strict=True):
             rows = slice(place, place := place + len(part))
             if prepared and cache.reshuffle is None:
-                caches.append(tiers.fill_cache(prepared[rows], plan.tiers[rows], size, run.device, part))
+                caches.append(tiers.fill_cache(prepared[rows], plan.tier, size, run.device, part))
             else:
                 turn, epochs = partial(cases_of, number, part), decided(config.epochs)
-                caches.append(CaseCache(turn, size, run.device, tier != "gpu", found, ahead, epochs))
+                caches.append(CaseCache(turn, size, run.device, plan.tier != "gpu", found, ahead, epochs))
     count = plan.held * partitions if cache.mode == "smart" else len(cases)
     sizes = decided(config.crops.per_case), decided(config.batch_size), count, partitions
     changes = config.crops.flips or "", config.crops.intensity, config.seed
@@ -192,18 +190,17 @@ def _cache_plan(
     budgets = tiers.measure_budgets(run.device, _kept_in(mine, model, config), here * (parts if smart else 1))
     if smart and "gpu" in budgets:
         budgets["gpu"] //= parts
-    plan_of = partial(tiers.plan_cache, {case.name: sizes[case] for case in some}, mode, budgets, share=cache.share)
+    plan_of = partial(tiers.plan_cache, [sizes[case] for case in some], mode, budgets, share=cache.share)
 
     def held() -> int:
         """Return the number that decides what is trained on, which every rank and every later start takes."""
         kept = run.directory / "smart_cache.json"
-        number: int = read_object(kept)["cases"] if kept.is_file() else plan_of(smart_cases=asked).held
+        number: int = read_object(kept)["cases"] if kept.is_file() else plan_of(asked=asked).held
         write_json(kept, {"cases": number})
         return number
 
-    plan = plan_of(smart_cases=ranks.once(held) if smart else asked)
-    run.say("\n".join(plan.lines))
+    plan = plan_of(asked=ranks.once(held) if smart else None)
+    run.say(plan.words)
     if cache.reshuffle is not None:
-        tier = max(plan.tiers, key=_SLOWEST_LAST.index)
-        run.say(f"cache: redistributed every {cache.reshuffle} epochs, so all cases of an epoch are in tier {tier}")
+        run.say(f"cache: redistributed every {cache.reshuffle} epochs")
     return plan

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from medspeed.common.data.batches import Batch, Batches, crop_batches, keyed_batches, keyed_uniforms, partition_cases
 from medspeed.common.data.cache import CaseCache, fill_cache
-from medspeed.common.data.crops import CachedCase, place_cases
+from medspeed.common.data.crops import CachedCase, Tier, place_case
 from medspeed.common.data.preparation import PreparedCase
 from tests.support import refuse_host_sync
 
@@ -34,7 +34,7 @@ def coordinates(name, shape):
 
 def batches(cases, crop=(4, 4, 4), **settings):
     given = {"crops_per_case": 2, "batch_size": 4, "intensity": 0.0, "flip_axes": "", **settings}
-    return crop_batches([fill_cache(cases, ["gpu"] * len(cases), crop, CPU)], **given)
+    return crop_batches([fill_cache(cases, "gpu", crop, CPU)], **given)
 
 
 def test_a_crop_is_a_contiguous_piece_of_its_case():
@@ -147,24 +147,18 @@ def golden_cases() -> list[PreparedCase]:
 
 
 GOLDEN_CROP = (6, 6, 6)  # more than some of the cases hold
-TIERS = {
-    "resident": ["gpu"] * 5,
-    "ram": ["ram"] * 5,
-    "disk": ["disk"] * 5,
-    "mixed": ["ram", "gpu", "disk", "gpu", "ram"],
-    "none": ["none"] * 5,
-}
+TIERS: dict[str, Tier] = {"resident": "gpu", "ram": "ram", "disk": "disk", "none": "disk", "alone": "gpu"}
 
 
 def cached_as(kind: str) -> CaseCache:
     cases = golden_cases()
-    if kind == "none":
+    if kind in ("none", "alone"):
 
         def load(number: int) -> CachedCase:
-            return place_cases([cases[number]], "none", GOLDEN_CROP, CPU)[0]
+            return place_case(cases[number], TIERS[kind], GOLDEN_CROP, CPU)
 
-        return CaseCache(lambda epoch: np.arange(5), GOLDEN_CROP, CPU, True, load)
-    return fill_cache(cases, TIERS[kind], GOLDEN_CROP, CPU)  # type: ignore[arg-type]
+        return CaseCache(lambda epoch: np.arange(5), GOLDEN_CROP, CPU, kind == "none", load)
+    return fill_cache(cases, TIERS[kind], GOLDEN_CROP, CPU)
 
 
 @pytest.mark.parametrize("kind", TIERS)
@@ -183,7 +177,7 @@ def test_three_epochs_are_those_of_the_first_version_wherever_the_cases_lie(kind
 def partition(number: int, count: int = 9, partitions: int = 2) -> CaseCache:
     indices = partition_cases(count, partitions, number)
     cases = [case(f"case{index}", (9, 8, 7), seed=int(index)) for index in indices]
-    return fill_cache(cases, ["gpu"] * len(cases), (4, 4, 4), CPU, indices)
+    return fill_cache(cases, "gpu", (4, 4, 4), CPU, indices)
 
 
 def distributed(*numbers: int) -> Batches:
@@ -270,7 +264,7 @@ def test_an_error_in_the_training_loop_leaves_no_thread_behind():
     before = set(threading.enumerate())
 
     def train():
-        for batch in crop_batches([cached_as("mixed")], 3, 4).epoch(0):
+        for batch in crop_batches([cached_as("ram")], 3, 4).epoch(0):
             raise ArithmeticError(f"the loss of {batch.cases} is not finite")
 
     with pytest.raises(ArithmeticError):
@@ -288,7 +282,7 @@ def test_a_cache_on_the_device_needs_no_thread():
 def test_crops_on_a_gpu_equal_those_on_the_cpu():
     cases = [case("a", (30, 31, 32)), case("b", (20, 40, 50), seed=3)]
     there, here = (
-        crop_batches([fill_cache(cases, ["gpu"] * 2, (16, 16, 16), torch.device(kind))], 4, 4)
+        crop_batches([fill_cache(cases, "gpu", (16, 16, 16), torch.device(kind))], 4, 4)
         for kind in ("cuda", "cpu")
     )
     for gpu, cpu in zip(there.epoch(1), here.epoch(1), strict=True):

@@ -4,7 +4,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter
 from functools import lru_cache
 from types import SimpleNamespace
 
@@ -26,7 +25,17 @@ from medspeed.common.data.cache import (
     plan_cache,
     smart_indices,
 )
-from medspeed.common.data.crops import CachedCase, Crops, Tier, cut, place_cases
+from medspeed.common.data.crops import (
+    PLAIN,
+    CachedCase,
+    Crops,
+    Tier,
+    crop_table,
+    crops_of_table,
+    cut,
+    place_case,
+    place_together,
+)
 from medspeed.common.data.geometry import working_grid
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.store import read_entry, write_entry
@@ -56,28 +65,27 @@ def cases(tmp_path) -> list[PreparedCase]:
     return entries
 
 
-def place_case(case: PreparedCase, tier: Tier, device: torch.device = CPU) -> CachedCase:
-    return place_cases([case], tier, CROP, device)[0]
+def placed(case: PreparedCase, tier: Tier, device: torch.device = CPU) -> CachedCase:
+    return place_case(case, tier, CROP, device)
 
 
 def crops_of(cache: CaseCache, numbers, starts, flips) -> Crops:
     unchanged = np.tile(np.array([1, 0], np.float32), (len(numbers), 1))
     cases = [cache.case(number) for number in numbers.tolist()]
-    return cut(cases, starts, flips, unchanged, cache.crop_size, cache.device)
+    given = cases, starts, flips, unchanged, cache.crop_size
+    if cases[0].offset is None:
+        return cut(*given, cache.device)
+    table = torch.from_numpy(crop_table(*given)).to(cache.device)
+    return crops_of_table(table, cases[0].image, cases[0].label, cache.crop_size, PLAIN)
 
 
 def kinds(cases: list[PreparedCase], device: torch.device = CPU) -> dict[str, CaseCache]:
     """Return the same cases cached in every way."""
-    tiers: dict[str, list[Tier]] = {
-        "flat": ["gpu"] * 5,
-        "ram": ["ram"] * 5,
-        "disk": ["disk"] * 5,
-        "mixed": ["disk", "gpu", "ram", "gpu", "ram"],
-    }
-    made = {name: fill_cache(cases, each, CROP, device) for name, each in tiers.items()}
-    each_by_itself: dict[str, Tier] = {"last ones": "none", "each on the device": "gpu"}
+    tiers: dict[str, Tier] = {"flat": "gpu", "ram": "ram", "disk": "disk"}
+    made = {name: fill_cache(cases, tier, CROP, device) for name, tier in tiers.items()}
+    each_by_itself: dict[str, Tier] = {"last ones": "disk", "each on the device": "gpu"}
     for name, tier in each_by_itself.items():
-        load = lru_cache(5)(lambda number, tier=tier: place_case(prepared(number), tier, device))
+        load = lru_cache(5)(lambda number, tier=tier: placed(prepared(number), tier, device))
         made[name] = CaseCache(lambda epoch: np.arange(5), CROP, device, tier != "gpu", load)
     return made
 
@@ -91,7 +99,7 @@ def random_crops(cases, count=40):
 
 def compare_all_kinds(cases, device):
     crops = random_crops(cases)
-    image, label = crops_of(fill_cache(cases, ["gpu"] * 5, CROP, CPU), *crops)
+    image, label = crops_of(fill_cache(cases, "gpu", CROP, CPU), *crops)
     assert image.abs().sum() > 0
     for name, cache in kinds(cases, device).items():
         with cache.epoch(0) as numbers:
@@ -118,14 +126,15 @@ def test_every_kind_cuts_crops_of_the_same_strides_also_along_axes_of_length_one
     voxels = torch.ones(channels, 8, 9, 10, dtype=torch.float16)
     one = PreparedCase("one", voxels, torch.ones(8, 9, 10, dtype=torch.uint8), prepared(0).grid)
     numbers, starts, flips = np.zeros(count, np.int64), np.ones((count, 3), np.int64), np.zeros((count, 3), bool)
-    for tier in ("gpu", "ram"):
-        image, label = crops_of(fill_cache([one], [tier], CROP, CPU), numbers, starts, flips)
+    tiers: tuple[Tier, ...] = ("gpu", "ram")
+    for tier in tiers:
+        image, label = crops_of(fill_cache([one], tier, CROP, CPU), numbers, starts, flips)
         assert image.stride() == torch.empty(image.shape).stride(), tier
         assert label.stride() == torch.empty(label.shape).stride(), tier
 
 
 def test_every_kind_knows_the_same_foreground_and_names(cases):
-    expected = fill_cache(cases, ["gpu"] * 5, CROP, CPU)
+    expected = fill_cache(cases, "gpu", CROP, CPU)
     for cache in kinds(cases).values():
         with cache.epoch(0):
             for number in range(5):
@@ -137,7 +146,7 @@ def test_every_kind_knows_the_same_foreground_and_names(cases):
 
 def test_the_flat_tensors_hold_every_voxel_and_zeros_at_the_far_end():
     cases = [prepared(0, (3, 4, 5)), prepared(1, (2, 2, 9))]
-    cache = fill_cache(cases, ["gpu"] * 2, (4, 4, 8), CPU)
+    cache = fill_cache(cases, "gpu", (4, 4, 8), CPU)
     first, second = cache.case(0), cache.case(1)
     assert (first.shape.tolist(), second.shape.tolist()) == ([4, 4, 8], [4, 4, 9])
     assert (first.offset, second.offset) == (0, 4 * 4 * 8)
@@ -154,13 +163,13 @@ def test_foreground_is_listed_per_class():
     label = torch.zeros(2, 2, 2, dtype=torch.uint8)
     label[0, 0, 1], label[1, 1, 1] = 2, 1
     case = PreparedCase("a", torch.zeros(1, 2, 2, 2).half(), label, grid=None)  # type: ignore[arg-type]
-    (placed,) = place_cases([case], "ram", (1, 1, 3), CPU)  # padded to [2, 2, 3]
-    assert [voxels.tolist() for voxels in placed.foreground] == [[10], [1]]
-    assert placed.foreground[0].dtype == np.int32
+    held = place_case(case, "ram", (1, 1, 3), CPU)  # padded to [2, 2, 3]
+    assert [voxels.tolist() for voxels in held.foreground] == [[10], [1]]
+    assert held.foreground[0].dtype == np.int32
 
 
 def test_ram_is_a_copy_and_disk_is_not(cases):
-    ram, disk = (place_case(cases[0], tier) for tier in ("ram", "disk"))
+    ram, disk = placed(cases[0], "ram"), placed(cases[0], "disk")
     assert disk.image.data_ptr() == cases[0].image.data_ptr()
     assert ram.image.data_ptr() != cases[0].image.data_ptr()
     assert torch.equal(ram.image, disk.image)
@@ -168,7 +177,7 @@ def test_ram_is_a_copy_and_disk_is_not(cases):
 
 def test_which_kinds_keep_the_cpu_busy(cases):
     made = kinds(cases)
-    assert [made[name].on_host for name in ("flat", "ram", "disk", "mixed", "last ones")] == [False, *[True] * 4]
+    assert [made[name].on_host for name in ("flat", "ram", "disk", "last ones")] == [False, *[True] * 3]
 
 
 def test_cutting_waits_for_no_device(cases):
@@ -197,7 +206,7 @@ class Loads:
     def __call__(self, number: int) -> CachedCase:
         self.loaded.append(number)
         self.threads[number] = threading.current_thread().name
-        made = place_case(prepared(number, (7, 6, 5)), "ram")
+        made = placed(prepared(number, (7, 6, 5)), "ram")
         key = next(self.numbers)
         self.alive.add(key)
         weakref.finalize(made.image, self.alive.discard, key)
@@ -253,7 +262,7 @@ def test_a_case_that_fails_ahead_fails_the_next_epoch():
     def load(number):
         if number >= 4:
             raise OSError("no such entry")
-        return place_case(prepared(number), "ram")
+        return placed(prepared(number), "ram")
 
     cache = smart(load, count=8, held=4, replaced=2)
     with cache.epoch(0):
@@ -275,7 +284,7 @@ def test_leaving_an_epoch_early_cancels_what_is_to_come():
             begun.set()
             go_on.wait(10)
         loaded.append(number)
-        return place_case(prepared(number, (7, 6, 5)), "ram")
+        return placed(prepared(number, (7, 6, 5)), "ram")
 
     epoch = smart(load, count=8, held=4, replaced=4).epoch(0)
     epoch.__enter__()
@@ -336,7 +345,7 @@ def test_the_crop_of_a_case_does_not_depend_on_what_else_is_held():
 
 GIB = 2**30
 MIB = 2**20
-SIZES = {f"case{number}": 100 * MIB for number in range(10)}
+SIZES = [100 * MIB] * 10
 
 
 def budgets(gpu, ram, disk):
@@ -349,49 +358,40 @@ def plan(mode, gpu, ram, disk=100 * GIB, asked=None, share=0.25, sizes=SIZES) ->
 
 def test_auto_takes_the_gpu_where_all_fits():
     made = plan("auto", gpu=GIB, ram=0)
-    assert made.tiers == ("gpu",) * 10
-    assert made.lines == (
-        "cache auto: 10 cases, up to 1000 MiB",
-        "  10 cases, 1000 MiB in GPU memory (1.0 GiB free)",
-    )
+    assert (made.tier, made.held, made.replaced) == ("gpu", 10, 0)
+    assert made.words == "cache auto: 10 cases, up to 1000 MiB in GPU memory (1.0 GiB free)"
 
 
-def test_auto_fills_the_gpu_first_then_memory():
+def test_auto_takes_memory_where_the_gpu_has_no_room_for_all():
     made = plan("auto", gpu=450 * MIB, ram=GIB)
-    assert made.tiers == ("gpu",) * 4 + ("ram",) * 6
-    assert made.lines[1:] == (
-        "  4 cases, 400 MiB in GPU memory (450 MiB free)",
-        "  6 cases, 600 MiB in host memory (1.0 GiB free)",
+    assert made.tier == "ram"
+    assert made.words == "cache auto: 10 cases, up to 1000 MiB in host memory (1.0 GiB free)"
+
+
+def test_auto_takes_the_disk_where_no_memory_has_room_and_says_what_to_do():
+    made = plan("auto", gpu=450 * MIB, ram=999 * MIB)
+    assert (made.tier, made.held) == ("disk", 10)
+    assert made.words == (
+        "cache auto: 10 cases, up to 1000 MiB in the memory-mapped prepared store, read at every use: if that is slow, "
+        "use --cache smart"
     )
-
-
-def test_auto_leaves_the_rest_on_disk_and_says_what_to_do():
-    made = plan("auto", gpu=450 * MIB, ram=299 * MIB)
-    assert made.tiers == ("gpu",) * 4 + ("ram",) * 2 + ("disk",) * 4
-    assert made.lines[3] == "  4 cases, 400 MiB in the memory-mapped prepared store"
-    assert "cases on disk (case6, ...)" in made.lines[4]
-    assert "--cache smart" in made.lines[4]
-
-
-def test_a_large_case_does_not_keep_smaller_ones_out():
-    made = plan("auto", 100, 200, GIB, sizes={"a": 50, "b": 200, "c": 50})
-    assert made.tiers == ("gpu", "ram", "gpu")
 
 
 def test_a_cpu_has_no_gpu_tier():
-    assert plan("auto", gpu=None, ram=GIB).tiers == ("ram",) * 10
+    assert plan("auto", gpu=None, ram=GIB).tier == "ram"
     with pytest.raises(ValueError, match=r"cache gpu: this run computes on the CPU.*--cache auto or ram"):
         plan("gpu", gpu=None, ram=GIB)
 
 
 def test_nothing_but_the_disk():
-    assert plan("disk", gpu=GIB, ram=GIB).tiers == ("disk",) * 10
-    assert plan("auto", gpu=0, ram=0).tiers == ("disk",) * 10
+    made = plan("disk", gpu=GIB, ram=GIB)
+    assert made.tier == "disk"
+    assert made.words == "cache disk: 10 cases, up to 1000 MiB in the memory-mapped prepared store"
 
 
 @pytest.mark.parametrize("mode", ["gpu", "ram"])
 def test_a_tier_asked_for_holds_all_or_is_refused(mode):
-    assert plan(mode, gpu=1000 * MIB, ram=1000 * MIB).tiers == (mode,) * 10
+    assert plan(mode, gpu=1000 * MIB, ram=1000 * MIB).tier == mode
     place = {"gpu": "GPU memory", "ram": "host memory"}[mode]
     with pytest.raises(
         ValueError, match=rf"cache {mode}: 10 cases, up to 1000 MiB, but only 999 MiB of {place} .*--cache auto.*smart"
@@ -409,16 +409,16 @@ def test_a_disk_that_cannot_hold_the_store_is_refused(mode):
 
 def test_none_keeps_nothing_anywhere():
     made = plan("none", gpu=None, ram=0, disk=0)
-    assert (made.tiers, made.held) == (("none",) * 10, 0)
-    assert "prepared from its raw file every time it is used" in made.lines[0]
+    assert (made.tier, made.held) == ("disk", 0)
+    assert "prepared from its raw file every time it is used" in made.words
 
 
 def test_smart_holds_what_fits_with_what_is_loaded_ahead():
     made = plan("smart", gpu=500 * MIB, ram=10 * GIB)
-    assert (made.tiers, made.held, made.replaced) == (("gpu",) * 10, 4, 1)  # 4 + a quarter of 4
-    assert made.lines == (
-        "cache smart: 10 cases, up to 1000 MiB; 4 at a time in GPU memory and 1 replaced after each epoch, in all up "
-        "to 500 MiB (500 MiB free); the others stay in the memory-mapped prepared store",
+    assert (made.tier, made.held, made.replaced) == ("gpu", 4, 1)  # 4 + a quarter of 4
+    assert made.words == (
+        "cache smart: 10 cases, up to 1000 MiB in GPU memory (500 MiB free), 4 at a time and 1 replaced after each "
+        "epoch: up to 500 MiB"
     )
     assert plan("smart", gpu=500 * MIB, ram=GIB, share=0.5).held == 3  # 3 + 2
     assert plan("smart", gpu=2 * GIB, ram=GIB).held == 10
@@ -426,38 +426,27 @@ def test_smart_holds_what_fits_with_what_is_loaded_ahead():
 
 def test_smart_holds_as_many_as_asked_where_they_fit():
     made = plan("smart", gpu=500 * MIB, ram=GIB, asked=8)
-    assert (set(made.tiers), made.held, made.replaced) == ({"ram"}, 8, 2)
+    assert (made.tier, made.held, made.replaced) == ("ram", 8, 2)
     assert plan("smart", gpu=None, ram=GIB, asked=1).held == 1
     with pytest.raises(
-        ValueError, match=r"8 of 10 cases .* 1000 MiB, but only 500 MiB of GPU memory and 900 MiB of host mem"
+        ValueError, match=r"10 cases, .*8 at a time .* 1000 MiB, but only 500 MiB of GPU memory and 900 MiB of host mem"
     ):
         plan("smart", gpu=500 * MIB, ram=900 * MIB, asked=8)
     with pytest.raises(ValueError, match=r"cache smart:11: must be between 1 and"):
         plan("smart", gpu=GIB, ram=GIB, asked=11)
-    with pytest.raises(ValueError, match=r"1 of 10 cases .* up to 200 MiB"):
+    with pytest.raises(ValueError, match=r"10 cases, .* 1 at a time .* up to 200 MiB"):
         plan("smart", gpu=None, ram=199 * MIB)
 
 
 def test_smart_counts_with_the_largest_cases():
-    made = plan("smart", None, 209, GIB, sizes={"a": 10, "b": 10, "c": 100, "d": 100})
+    made = plan("smart", None, 209, GIB, sizes=[10, 10, 100, 100])
     assert made.held == 1  # with one more loaded ahead, 200; two with one more may take 210
 
 
 def test_the_brain_tumours_of_the_decathlon():
     """Task01 of MSD: 484 cases of 240 x 240 x 155 with four channels take 36.2 GiB."""
-    sizes = {f"BRATS_{number:03d}": 240 * 240 * 155 * (4 * 2 + 1) for number in range(1, 485)}
-    h200 = plan("auto", 65 * GIB, 0, sizes=sizes)
-    assert h200.lines == (
-        "cache auto: 484 cases, up to 36.2 GiB",
-        "  484 cases, 36.2 GiB in GPU memory (65.0 GiB free)",
-    )
-    small = plan("auto", 10 * GIB, 12 * GIB, sizes=sizes)
-    assert Counter(small.tiers) == {"gpu": 133, "ram": 160, "disk": 191}
-    assert small.lines[1:4] == (
-        "  133 cases, 10.0 GiB in GPU memory (10.0 GiB free)",
-        "  160 cases, 12.0 GiB in host memory (12.0 GiB free)",
-        "  191 cases, 14.3 GiB in the memory-mapped prepared store",
-    )
+    h200 = plan("auto", 65 * GIB, 0, sizes=[240 * 240 * 155 * (4 * 2 + 1)] * 484)
+    assert h200.words == "cache auto: 484 cases, up to 36.2 GiB in GPU memory (65.0 GiB free)"
 
 
 def test_budgets_are_half_of_what_is_free(tmp_path, monkeypatch):
@@ -474,7 +463,7 @@ def test_budgets_are_half_of_what_is_free(tmp_path, monkeypatch):
 def test_the_smart_cache_of_the_guide():
     """Source: the docstring of monai.data.SmartCacheDataset: 5 images, 4 in the cache, a quarter replaced."""
     table = [[1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 1], [4, 5, 1, 2], [5, 1, 2, 3]]
-    replaced = plan("smart", GIB, GIB, asked=4, sizes=dict.fromkeys("abcde", 1)).replaced
+    replaced = plan("smart", GIB, GIB, asked=4, sizes=[1] * 5).replaced
     assert [(smart_indices(5, 4, replaced, epoch) + 1).tolist() for epoch in range(5)] == table
 
 
@@ -488,7 +477,7 @@ def test_the_smart_cache_is_that_of_monai(count, held, rate):
             list(range(count)), None, rate, cache_num=held, shuffle=False, progress=False, num_replace_workers=1
         )
     theirs.start()
-    replaced = plan("smart", GIB, GIB, asked=held, share=rate, sizes=dict.fromkeys(range(count), 1)).replaced
+    replaced = plan("smart", GIB, GIB, asked=held, share=rate, sizes=[1] * count).replaced
     for epoch in range(6):
         assert smart_indices(count, held, replaced, epoch).tolist() == [theirs[i] for i in range(held)]
         if replaced:
@@ -498,7 +487,7 @@ def test_the_smart_cache_is_that_of_monai(count, held, rate):
 
 def test_the_plan_says_what_its_cases_leave_of_the_gpu():
     assert plan("auto", gpu=GIB, ram=0).free == GIB - 1000 * MIB
-    assert plan("auto", gpu=250 * MIB, ram=GIB).free == 50 * MIB
+    assert plan("auto", gpu=250 * MIB, ram=GIB).free == 250 * MIB
     assert plan("smart", gpu=520 * MIB, ram=GIB).free == 20 * MIB
     assert plan("smart", gpu=199 * MIB, ram=GIB).free == 199 * MIB  # its cases lie in host memory
     assert plan("none", gpu=GIB, ram=0).free == plan("disk", gpu=GIB, ram=0).free == GIB
@@ -519,13 +508,13 @@ def test_validation_cases_are_held_on_the_device_as_far_as_there_is_room(cases):
 def test_more_cases_than_are_on_their_way_at_once_lie_where_they_should(monkeypatch):
     cases = [prepared(number, (5 + number, 6, 7)) for number in range(7)]
     monkeypatch.setattr(crops, "_AT_ONCE", 3)
-    for case, placed in zip(cases, place_cases(cases, "gpu", (8, 4, 9), CPU), strict=True):
+    for case, held in zip(cases, place_together(cases, (8, 4, 9), CPU), strict=True):
         x, y, z = case.image.shape[1:]
-        assert placed.offset is not None
-        whole = slice(placed.offset, placed.offset + int(placed.shape.prod()))
-        image = placed.image[:, whole].view(-1, *placed.shape)
+        assert held.offset is not None
+        whole = slice(held.offset, held.offset + int(held.shape.prod()))
+        image = held.image[:, whole].view(-1, *held.shape)
         assert torch.equal(image[:, :x, :y, :z], case.image)
         assert not image[:, x:].any()
         assert not image[..., z:].any()
         assert case.label is not None
-        assert torch.equal(placed.label[whole].view(*placed.shape)[:x, :y, :z], case.label)
+        assert torch.equal(held.label[whole].view(*held.shape)[:x, :y, :z], case.label)

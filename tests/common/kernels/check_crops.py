@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from medspeed.common.data import crops
-from medspeed.common.data.crops import cut, place_cases
+from medspeed.common.data.crops import crop_table, crops_of_table, place_together
 from medspeed.common.data.preparation import PreparedCase
-from medspeed.common.kernels import crops_triton
 from medspeed.common.kernels.crops_triton import gathered_crops
 
 CPU = torch.device("cpu")
@@ -23,7 +22,7 @@ def placed(channels, size):
         image = torch.randn(channels, *shape, generator=generator).half()
         label = torch.randint(3, shape, generator=generator, dtype=torch.uint8)
         cases.append(PreparedCase(name, image, label, grid=None))  # type: ignore[arg-type]  # nobody looks at it
-    return place_cases(cases, "gpu", size, CPU)
+    return place_together(cases, size, CPU)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -33,24 +32,16 @@ def test_crops_are_those_of_the_twin(channels, size, dtype, channels_last, monke
     held = placed(channels, size)
     cases = [held[0], held[1], held[0], held[1]]
     room = np.array([case.shape for case in cases]) - np.array(size)
-    arguments = cases, room // 2, FLIPS, CHANGES, size, CPU, (dtype, channels_last)
-    expected, expected_label = cut(*arguments)
+    table = torch.from_numpy(crop_table(cases, room // 2, FLIPS, CHANGES, size))
+    arguments = table, held[0].image, held[0].label, size, (dtype, channels_last)
+    expected, expected_label = crops_of_table(*arguments)
     monkeypatch.setattr(crops, "trusts", lambda name, tensor: name == "crops")
-    image, label = cut(*arguments)
+    image, label = crops_of_table(*arguments)
     layout = torch.channels_last_3d if channels_last else torch.contiguous_format
     assert image.dtype == dtype
     assert image.stride() == torch.empty(image.shape, memory_format=layout).stride()
     assert (image - expected.to(dtype)).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
     assert torch.equal(label, expected_label)
-
-
-def test_crops_of_cases_in_several_places_are_left_to_the_twin(monkeypatch):
-    size = (4, 4, 4)
-    cases = [placed(1, size)[0], placed(1, size)[0]]
-    monkeypatch.setattr(crops, "trusts", lambda name, tensor: True)
-    monkeypatch.setattr(crops_triton, "gathered_crops", None)
-    image, _ = cut(cases, np.zeros((2, 3), np.int64), FLIPS[:2], CHANGES[:2], size, CPU)
-    assert image.dtype == torch.float32
 
 
 def test_the_operator_is_what_it_tells_the_compiler():

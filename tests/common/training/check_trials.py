@@ -37,7 +37,7 @@ def trials_of(config, ranks=1, tier: Tier = "gpu"):
     volume = torch.rand(1, 20, 20, 20, generator=torch.Generator().manual_seed(0)).half()
     label = (volume[0] > 0.9).to(torch.uint8)
     cases = [PreparedCase("a", volume, label, grid=None)]  # type: ignore[arg-type]  # nobody looks at it
-    cache = fill_cache(cases, [tier], (16, 16, 16), CPU)
+    cache = fill_cache(cases, tier, (16, 16, 16), CPU)
     batches = crop_batches([cache], 4, 4, form=(dtype_of(config.precision), True))
     return volume_trials(config, MODEL, batches, ranks, CPU)
 

@@ -26,7 +26,7 @@ def held_on(device):
     image = torch.rand(1, 24, 24, 24, generator=generator).half()
     label = (image[0] > 0.7).to(torch.uint8)
     cases = [PreparedCase(name, image, label, grid=None) for name in "ab"]  # type: ignore[arg-type]
-    return fill_cache(cases, ["gpu"] * 2, (16, 16, 16), device)
+    return fill_cache(cases, "gpu", (16, 16, 16), device)
 
 
 @pytest.fixture
