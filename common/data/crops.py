@@ -26,8 +26,8 @@ class CachedCase:
     """A prepared case in its place."""
 
     name: str  # of the case
-    # [C, X, Y, Z] float16 where it lies by itself; else [C, V]: all cases placed with it, one after the other, each flat
-    # and padded with zeros
+    # [C, X, Y, Z] float16 where it lies by itself; else [C, V]: all cases that were placed with it, one after the
+    # other, each flat and padded with zeros
     image: torch.Tensor
     label: torch.Tensor  # [X, Y, Z] or [V] uint8, likewise
     shape: np.ndarray  # [3] int64, X, Y, Z, padded at the far end to at least one crop

@@ -4,10 +4,9 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from safetensors.torch import save_file
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.geometry import WorkingGrid
 from medspeed.common.data.preparation import PREPARATION_VERSION, Preparation, PreparedCase, case_grid, prepare_case
-from medspeed.common.data.threads import map_in_threads
 from medspeed.common.data.volumes import read_header
 from medspeed.common.files import atomic_path, from_json, locked
 
@@ -27,16 +25,8 @@ class UnusableEntryError(ValueError):
     """An entry that is damaged, or was made from other sources or with other parameters; the message says which."""
 
 
-def prepared_cases(
-    cases: Sequence[Case],
-    preparation: Preparation,
-    allowed: Collection[int],
-    folder: Path,
-    *,
-    workers: int | None = None,
-    progress: bool = True,
-) -> list[PreparedCase]:
-    """Return the cases prepared: memory-mapped from the folder if they are there and sound, else made and kept there.
+def prepared_case(case: Case, preparation: Preparation, allowed: Collection[int], folder: Path) -> PreparedCase:
+    """Return a case prepared: memory-mapped from the folder if it is there and sound, else made and kept there.
 
     A stale or damaged entry is made anew, which is logged. Processes may share the folder: each entry is made by one of
     them and replaced whole. It is NAME.safetensors, so that each dataset and preparation had better have a folder.
@@ -45,8 +35,31 @@ def prepared_cases(
         OSError: the folder cannot be written, or is full; the entries already there are kept.
         FileNotFoundError, ValueError: as `prepare_case`, which gets the `allowed` label numbers.
     """
-    one = partial(_prepared_case, preparation=preparation, allowed=allowed, folder=folder)
-    return map_in_threads(one, cases, "preparing cases", workers, progress)
+    assert case.label is not None
+    decisive = {
+        "image": file_state(case.image),
+        "label": file_state(case.label),
+        "classes": sorted(allowed),
+        "version": PREPARATION_VERSION,
+        **asdict(preparation),
+    }
+    path, key = folder / f"{case.name}.safetensors", json.dumps(decisive, sort_keys=True)
+    with suppress(FileNotFoundError, UnusableEntryError):
+        return read_entry(path, case.name, key)
+    with locked(folder / "locks" / f"{case.name}.lock"):
+        try:
+            return read_entry(path, case.name, key)  # made by another process while this one waited
+        except FileNotFoundError:
+            pass
+        except UnusableEntryError as reason:
+            logging.getLogger(__name__).warning("%s: preparing it again: %s", path, reason)
+        prepared = prepare_case(case, preparation, allowed)
+        try:
+            write_entry(path, prepared, key)
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"{path}: cannot be written: {error}; free some space or choose another folder") from error
+        # Read back, not passed on: mapped pages are the disk's, so that a set larger than memory can be prepared.
+        return read_entry(path, case.name, key, check=False)
 
 
 def prepared_bytes(case: Case, preparation: Preparation) -> int:
@@ -102,34 +115,6 @@ def file_state(file: Path) -> tuple[int, int, int]:
     """Return size and times (ns) of a file, which change with its content."""
     status = file.stat()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns  # copying tools set the former time back
-
-
-def _prepared_case(case: Case, preparation: Preparation, allowed: Collection[int], folder: Path) -> PreparedCase:
-    assert case.label is not None
-    decisive = {
-        "image": file_state(case.image),
-        "label": file_state(case.label),
-        "classes": sorted(allowed),
-        "version": PREPARATION_VERSION,
-        **asdict(preparation),
-    }
-    path, key = folder / f"{case.name}.safetensors", json.dumps(decisive, sort_keys=True)
-    with suppress(FileNotFoundError, UnusableEntryError):
-        return read_entry(path, case.name, key)
-    with locked(folder / "locks" / f"{case.name}.lock"):
-        try:
-            return read_entry(path, case.name, key)  # made by another process while this one waited
-        except FileNotFoundError:
-            pass
-        except UnusableEntryError as reason:
-            logging.getLogger(__name__).warning("%s: preparing it again: %s", path, reason)
-        prepared = prepare_case(case, preparation, allowed)
-        try:
-            write_entry(path, prepared, key)
-        except (OSError, SafetensorError) as error:
-            raise OSError(f"{path}: cannot be written: {error}; free some space or choose another folder") from error
-        # Read back, not passed on: mapped pages are the disk's, so that a set larger than memory can be prepared.
-        return read_entry(path, case.name, key, check=False)
 
 
 def _checksum(key: str, grid: str, tensors: dict[str, torch.Tensor]) -> str:

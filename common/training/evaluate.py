@@ -69,7 +69,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     split, ranks, regions = data.split, run.ranks, model.labelling.structures
     cases = ranks.shard(split.validation)
     with run.clock.stage("prepare"):  # already there, unless MONAI prepared for the training
-        prepared = stored_cases(cases, model, config, run)
+        prepared = stored_cases(cases, model, config)
     with run.clock.stage("validate"):
         predictor, parts = torch_predictor(best_network(model, fitted, run)), []
         scores: list[list[dict[str, Any]] | str] = []
@@ -123,7 +123,7 @@ def _without_learning(model: VolumeModel, data: Data, config: SegmentationConfig
     found: dict[str, Any] = {}
     with _said(run, "not known what simple rules reach"), run.clock.stage("validate"):
         some = data.split.training[:: -(-len(data.split.training) // _RULE_CASES)]
-        training, judged = (stored_cases(each, model, config, run) for each in (some, data.split.validation))
+        training, judged = (stored_cases(each, model, config) for each in (some, data.split.validation))
         found = without_learning(training, judged, model.labelling.regions)
         run.say(f"without learning: Dice {found['value']:.4f} ({found['how']})")
     return found
@@ -180,7 +180,7 @@ def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: Segmenta
     """Export the best weights behind the gate, on some validation cases; for the arguments see `evaluate`."""
     gate = data.split.validation[:GATE_CASES]
     with run.clock.stage("prepare"):
-        prepared = stored_cases(gate, model, config, run)
+        prepared = stored_cases(gate, model, config)
     judge = judge_training(gate, prepared, model, run)
     return export_volumes(best_network(model, fitted, run), model, judge, config.APP, config.engine, run)
 

@@ -16,7 +16,7 @@ from medspeed.common.data.cache import CacheMode, CachePlan, CaseCache, smart_in
 from medspeed.common.data.crops import CachedCase, place_case
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case, read_case
-from medspeed.common.data.store import prepared_bytes, prepared_cases, store_folder
+from medspeed.common.data.store import prepared_bytes, prepared_case, store_folder
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.files import read_object, write_json
 from medspeed.common.inference.labels import mean_dice
@@ -55,7 +55,7 @@ def volume_setup(
     else:
         batches, room = monai_batches(guide(config, model.preparation, run.device), data, model, config, run), 0
     with run.clock.stage("prepare"):
-        judged = stored_cases(run.ranks.shard(data.split.validation), model, config, run)
+        judged = stored_cases(run.ranks.shard(data.split.validation), model, config, run.leader and not config.ours)
     with run.clock.stage("cache"):
         held = tiers.hold_cases(judged, room, run.device)
     if run.device.type == "cuda":
@@ -88,7 +88,7 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
     mine = [cases[index] for part in parts for index in part]
     plan = _cache_plan(mine, len(local), len(cases) // partitions, model, config, run)
     with run.clock.stage("prepare"):  # "none" and "smart" prepare a case when it is needed
-        prepared = [] if cache.mode in ("none", "smart") else stored_cases(mine, model, config, run)
+        prepared = [] if cache.mode in ("none", "smart") else stored_cases(mine, model, config, run.leader)
     if ranks.world > 1:
         names = ", ".join(case.name for case in mine)
         for share in ranks.gather([f"rank {ranks.rank} holds {len(mine)} of {len(cases)} cases: {names}"]):
@@ -98,7 +98,7 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
         if cache.mode == "none":
             case = prepare_case(cases[number], model.preparation, model.labelling.numbers)
         else:
-            (case,) = stored_cases([cases[number]], model, config, run)
+            (case,) = stored_cases([cases[number]], model, config)
         return place_case(case, plan.tier, size, run.device)
 
     def cases_of(number: int, part: np.ndarray, epoch: int) -> np.ndarray:
@@ -160,18 +160,20 @@ def monai_batches(
         )
 
 
-def stored_cases(cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig, run: Run) -> list[PreparedCase]:
+def stored_cases(
+    cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig, progress: bool = False
+) -> list[PreparedCase]:
     """Return cases from the prepared store; those that it lacks are prepared now."""
-    if not cases:
-        return []
-    folder, progress = _kept_in(cases, model, config), run.leader and len(cases) > 1
-    allowed = model.labelling.numbers
-    return prepared_cases(cases, model.preparation, allowed, folder, workers=config.workers, progress=progress)
+
+    def stored(case: Case) -> PreparedCase:
+        return prepared_case(case, model.preparation, model.labelling.numbers, _kept_in(case, model, config))
+
+    return map_in_threads(stored, cases, "preparing cases", config.workers, progress)
 
 
-def _kept_in(cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig) -> Path:
+def _kept_in(case: Case, model: VolumeModel, config: SegmentationConfig) -> Path:
     """Return the folder of the prepared cases of one dataset and one preparation."""
-    return store_folder(config.store / "prepared", cases[0].image.parent.parent, model.preparation)
+    return store_folder(config.store / "prepared", case.image.parent.parent, model.preparation)
 
 
 def _cache_plan(
@@ -187,7 +189,7 @@ def _cache_plan(
     sizes = {case: prepared_bytes(case, model.preparation) for case in mine}
     some = sorted(mine, key=lambda case: -sizes[case])[:smallest] if smart else mine
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    budgets = tiers.measure_budgets(run.device, _kept_in(mine, model, config), here * (parts if smart else 1))
+    budgets = tiers.measure_budgets(run.device, _kept_in(mine[0], model, config), here * (parts if smart else 1))
     if smart and "gpu" in budgets:
         budgets["gpu"] //= parts
     plan_of = partial(tiers.plan_cache, [sizes[case] for case in some], mode, budgets, share=cache.share)

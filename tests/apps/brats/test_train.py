@@ -250,7 +250,7 @@ def _fail_after(steps, monkeypatch):
     monkeypatch.setattr("medspeed.common.training.fit.train_step", step)
 
 
-def _prepares_again(cases, model, keeping, run):
+def _prepares_again(cases, model, config, progress=False):
     from medspeed.common.data.preparation import prepare_case
 
     return [prepare_case(case, model.preparation, range(4)) for case in cases]

@@ -282,8 +282,7 @@ def test_a_cache_on_the_device_needs_no_thread():
 def test_crops_on_a_gpu_equal_those_on_the_cpu():
     cases = [case("a", (30, 31, 32)), case("b", (20, 40, 50), seed=3)]
     there, here = (
-        crop_batches([fill_cache(cases, "gpu", (16, 16, 16), torch.device(kind))], 4, 4)
-        for kind in ("cuda", "cpu")
+        crop_batches([fill_cache(cases, "gpu", (16, 16, 16), torch.device(kind))], 4, 4) for kind in ("cuda", "cpu")
     )
     for gpu, cpu in zip(there.epoch(1), here.epoch(1), strict=True):
         assert torch.equal(gpu.label.cpu(), cpu.label)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import nibabel as nib
@@ -16,7 +17,8 @@ import torch
 from medspeed.common.data import store
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case
-from medspeed.common.data.store import file_state, prepared_cases
+from medspeed.common.data.store import file_state, prepared_case
+from medspeed.common.data.threads import map_in_threads
 
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = Preparation(spacing=(2.0, 2.0, 3.0), normalisation="window", window=(-100.0, 200.0))
@@ -57,8 +59,11 @@ def made(monkeypatch) -> list[str]:
     return names
 
 
-def get(cases: list[Case], folder: Path, preparation: Preparation = WINDOW, classes: int = 3) -> list[PreparedCase]:
-    return prepared_cases(cases, preparation, range(classes), folder, progress=False)
+def get(
+    cases: list[Case], folder: Path, preparation: Preparation = WINDOW, classes: int = 3, workers: int | None = None
+) -> list[PreparedCase]:
+    one = partial(prepared_case, preparation=preparation, allowed=range(classes), folder=folder)
+    return map_in_threads(one, cases, "preparing cases", workers, progress=False)
 
 
 def is_right(entry: PreparedCase, case: Case, preparation: Preparation = WINDOW) -> bool:
@@ -101,11 +106,6 @@ def test_only_new_cases_are_prepared(cases, folder, made):
     entries = get([cases[1], cases[0], cases[1]], folder)
     assert made == ["a"]
     assert [entry.name for entry in entries] == ["a", "c", "a"]
-
-
-def test_no_case_needs_no_folder(folder):
-    assert get([], folder) == []
-    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_damaged_source_is_named_and_loses_nothing_else(cases, folder, made):
     sound = label.read_bytes()
     label.write_bytes(sound[: len(sound) // 2])
     with pytest.raises(ValueError, match=r"raw/a_label\.nii\.gz .* is truncated or damaged"):
-        prepared_cases(cases, WINDOW, range(3), folder, workers=1, progress=False)
+        get(cases, folder, workers=1)
     assert made[:2] == ["c", "a"]
     assert leftovers(folder) == []
     label.write_bytes(sound)
@@ -215,6 +215,7 @@ from pathlib import Path
 from medspeed.common.data import store
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.preparation import Preparation, prepare_case
+from medspeed.common.data.threads import map_in_threads
 
 root, me, names, upper_bound = Path(sys.argv[1]), *json.loads(sys.argv[2])
 made = []
@@ -229,7 +230,10 @@ while len(list(root.glob("*.ready"))) < 2:
     time.sleep(0.01)
 for folder, upper in ("shared", 200.0), ("disputed", upper_bound):
     wanted = Preparation((2.0, 2.0, 3.0), "window", (-100.0, upper))
-    entries = store.prepared_cases(cases, wanted, range(3), root / folder, workers=2, progress=False)
+    def stored(case):
+        return store.prepared_case(case, wanted, range(3), root / folder)
+
+    entries = map_in_threads(stored, cases, "cases", 2, progress=False)
     print(json.dumps([[e.name, e.image.double().sum().item(), e.label.long().sum().item()] for e in entries]))
     print(json.dumps(made))
 """
@@ -306,11 +310,6 @@ def test_a_warm_start_writes_nothing(cases, folder, made):
     assert {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]} == before
 
 
-def test_progress_is_shown(cases, folder, capsys):
-    prepared_cases(cases, WINDOW, range(3), folder)
-    assert capsys.readouterr().out == "preparing cases: 3\n"
-
-
 def test_changed_content_of_equal_size_and_time_is_seen(tmp_path):
     file = tmp_path / "scan"
     file.write_bytes(b"voxels")
@@ -327,7 +326,7 @@ def test_real_scans(real_data, tmp_path):
     preparation = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
     for _ in range(2):
         case = Case("real_a", image, label)
-        entry = prepared_cases([case], preparation, range(2), tmp_path, progress=False)[0]
+        entry = prepared_case(case, preparation, range(2), tmp_path)
         fresh = prepare_case(case, preparation, range(2))
         assert torch.equal(entry.image, fresh.image)
         assert entry.grid == fresh.grid
