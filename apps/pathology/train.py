@@ -54,8 +54,8 @@ def read_data(config: PathologyConfig, run: Run) -> Tables:
 def resolve(config: PathologyConfig, data: Tables, run: Run) -> tuple[PathologyConfig, PathologyModel]:
     """Decide what the configuration leaves open, and what it trains."""
     known = replace(config, patch_size=data.parts["training"].size, mpp=data.mpp, patches_per_slide=data.per_slide)
-    count, told = len(data.parts["training"]), ("patch_size", "mpp")  # the data's line says these
-    config = keep_plan(config, lambda: choose(known, count, run.device, run.ranks.world), run, told)
+    count = len(data.parts["training"])
+    config = keep_plan(config, lambda: choose(known, count, run.device, run.ranks.world), run)
     model = model_of(config, run.device)
     run.ranks.once(lambda: write_model(run.directory, config.APP, model))
     return config, model

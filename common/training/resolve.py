@@ -5,6 +5,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,8 @@ from medspeed.common.training.volume_config import SegmentationConfig, Size
 C = TypeVar("C", bound=TrainingConfig)
 S = TypeVar("S", bound=SegmentationConfig)
 
-_PHANTOM_CASES = 20  # the default data: 16 train, 4 validate
+
+_TOLD = ("spacing", "window", "patch_size", "mpp")  # fields whose choice the lines on the data say
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def read_volumes(
     run: Run,
     phantoms: str | None = None,
     real: str = "",
-    known: Mapping[str, Preparation] | None = None,
+    known: Mapping[str, Preparation] = MappingProxyType({}),
 ) -> Data:
     """Read the dataset of --data, or small phantoms, which it says loudly; split it and take its fingerprint.
 
@@ -87,15 +89,15 @@ def read_volumes(
         if folder is None:
             if phantoms is None:
                 raise ValueError("data null: this app has no synthetic phantoms; pass a dataset folder with --data")
-            made, words = config.store / "phantoms" / phantoms, (phantoms.split("-")[0], "--cases", str(_PHANTOM_CASES))
-            folder = run.ranks.once(lambda: make_synthetic(made, "make_phantoms", *words))
+            made, words = config.store / "phantoms" / phantoms, (phantoms.split("-")[0], "--cases", "20")
+            folder = run.ranks.once(lambda: make_synthetic(made, "make_phantoms", *words))  # 16 train, 4 validate
         dataset = read_dataset(folder)
         run.say(f"data: {dataset.folder} ({dataset.name}, {plural(len(dataset.cases), 'labelled case')})")
         if dataset.synthetic:
             remedy = f"medspeed data fetch-msd {config.APP} --to data && medspeed train {config.APP} --data data/{real}"
             said = "SYNTHETIC DATA: these are phantoms; a Dice on them says nothing about patients. For real scans:"
             run.say(f"{said}\n  {remedy}", "warning")
-        preparation = (known or {}).get(dataset.name) if is_ct(dataset) else None
+        preparation = known.get(dataset.name) if is_ct(dataset) else None
         split, figures = run.ranks.once(lambda: _divided(dataset, preparation, config, run))
     return Data(dataset, split, figures, preparation)
 
@@ -123,30 +125,26 @@ def _divided(
     return split, figures
 
 
-def keep_plan(config: C, choose: Callable[[], C], run: Run, told: Sequence[str] = ("spacing", "window")) -> C:
+def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
     """Return the configuration with every field decided by `choose`, each choice said with its flag.
 
     The leader decides for all ranks, and keeps it as `plan.json`. A resumed run finds the decisions of its first start,
-    but for the fields that may differ. The choice of fields that are `told` is not said again.
+    but for the fields that may differ.
     """
-    path = run.directory / "plan.json"
+    path, given = run.directory / "plan.json", flat(config)
 
     def make() -> C:
         if run.resumed and path.is_file():
             if lacking := sorted(read_yaml(run.directory / "config.yaml").keys() - read_object(path).keys()):
                 raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or start a new run")
-            stored = read_as(path, type(config))
-            given = flat(config)
-            return replaced(stored, {name: given[name] for name in config.RESUMABLE})
-        chosen = choose()
-        before = flat(config)
-        device = "CPU" if run.device.type == "cpu" else "GPU"
-        made = [each for each in flat(chosen).items() if each[1] != before[each[0]] and each[0] not in told]
-        for name, value in made:
-            run.say(f"default for this {device}: {_as_flag(name, value)}", "detail")
-        if made:
-            flags = " ".join(_as_flag(name, value) for name, value in made)
-            run.say(f"defaults for this {device} (override any with its flag): {flags}")
+            return replaced(read_as(path, type(config)), {name: given[name] for name in config.RESUMABLE})
+        chosen, device = choose(), "CPU" if run.device.type == "cpu" else "GPU"
+        made = [each for each in flat(chosen).items() if each[1] != given[each[0]] and each[0] not in _TOLD]
+        flags = [_as_flag(*each) for each in made]
+        for flag in flags:
+            run.say(f"default for this {device}: {flag}", "detail")
+        if flags:
+            run.say(f"defaults for this {device} (override any with its flag): {' '.join(flags)}")
         write_json(path, config_content(chosen))
         if config.run is None:
             point_latest(run.directory)  # a run that got no further leaves the link as it was
@@ -181,13 +179,12 @@ def choose_volumes(
     """
     fields = {**usual.fields, **choose_sizes(config, build, run.device.type)}
     config = replaced(config, {name: each for name, each in fields.items() if flat(config)[name] is None}).optimized()
-    window = getattr(config, "window", None)
-    preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, window, data.known)
+    preparation, lines = _preparation(config, data)
     for line in lines:
         run.say(line)
     prepared = {"spacing": preparation.spacing, "window": preparation.window}
     config = replaced(config, {name: value for name, value in prepared.items() if hasattr(config, name)})
-    channels = len(data.dataset.modality)
+    channels, partitions = len(data.dataset.modality), config.parallel.partitions or run.ranks.world
     divisor, network = choose_divisor(config, build, channels)
     sizes, both = (data.figures.shape, data.figures.extent), (data.figures.spacing, preparation.spacing)
     shape, extent = ([round(n * native / mm) for n, native, mm in zip(each, *both, strict=True)] for each in sizes)
@@ -196,17 +193,14 @@ def choose_volumes(
     wish = config.precision
     if config.recipe == "guide" and wish == "auto":
         wish = "fp16" if run.device.type == "cuda" else "fp32"  # what the guide's autocast("cuda") does
-    partitions = config.parallel.partitions or run.ranks.world
-    config = replaced(
-        config,
-        {
-            "crop_size": crop,
-            "windows.size": config.windows.size or _within(window_sides(shape, extent), usual.window, divisor),
-            "precision": choose_precision(wish, run.device, [planes]),
-            "parallel.partitions": partitions,
-            "batch_size": config.batch_size or -(-usual.batch_size // partitions) * partitions,
-        },
-    )
+    chosen = {
+        "crop_size": crop,
+        "windows.size": config.windows.size or _within(window_sides(shape, extent), usual.window, divisor),
+        "precision": choose_precision(wish, run.device, [planes]),
+        "parallel.partitions": partitions,
+        "batch_size": config.batch_size or -(-usual.batch_size // partitions) * partitions,
+    }
+    config = replaced(config, chosen)
     if config.precision == "fp32" and run.device.type == "cuda":
         run.say("precision fp32: training convolutions use TensorFloat-32 on this GPU; final evaluation uses full fp32")
     check_partitions(config, run.ranks.world)
@@ -216,24 +210,20 @@ def choose_volumes(
     return replaced(config, {"epochs": epochs, "validate_every": validate_every})
 
 
+def _preparation(config: SegmentationConfig, data: Data) -> tuple[Preparation, tuple[str, ...]]:
+    window = getattr(config, "window", None)
+    return plan_preparation(data.dataset, data.figures, config.spacing, window, data.known)
+
+
 def volume_model(
     config: SegmentationConfig, data: Data, network: Build, labelling: LabelScheme, window_batch: int, run: Run
 ) -> VolumeModel:
     """Return what a decided configuration trains, and keep it as `model.json`; `window_batch` windows go at once."""
-    window = getattr(config, "window", None)
     assert config.precision != "auto", "the configuration is not decided"
-    preparation, _ = plan_preparation(data.dataset, data.figures, config.spacing, window, data.known)
-    model = VolumeModel(
-        network=network,
-        arguments=network_arguments(config, network),
-        labelling=labelling,
-        preparation=preparation,
-        window_size=decided(config.windows.size),
-        window_batch=window_batch,
-        overlap=config.windows.overlap,
-        precision=config.precision,
-        modality=data.dataset.modality if len(data.dataset.modality) > 1 else (),
-    )
+    modality, arguments = data.dataset.modality, network_arguments(config, network)
+    windows = decided(config.windows.size), window_batch, config.windows.overlap
+    model = VolumeModel(network, arguments, labelling, _preparation(config, data)[0], *windows, config.precision)
+    model = replace(model, modality=modality if len(modality) > 1 else ())
     run.ranks.once(lambda: write_model(run.directory, config.APP, model))
     return model
 
@@ -241,12 +231,13 @@ def volume_model(
 def _check_memory(config: SegmentationConfig, channels: int, run: Run) -> None:
     """Check, before anything is allocated, that what goes into the network fits into the memory that is free."""
     crop, window, batch = decided(config.crop_size), decided(config.windows.size), decided(config.batch_size)
-    parts = run.ranks.world * config.parallel.accumulate
+    at_once = batch // (run.ranks.world * config.parallel.accumulate)
     free = torch.cuda.mem_get_info(run.device)[0] if run.device.type == "cuda" else free_memory()
-    wishes = ("crop_size", crop, math.prod(crop)), ("windows.size", window, math.prod(window))
-    for name, value, voxels in (*wishes, ("batch_size", batch, math.prod(crop) * batch // parts)):
-        if 4 * channels * voxels > free:
-            said = f"{name} {value}: takes {4 * channels * voxels / 2**30:.1f} GiB for the network's input alone"
+    for name, value, size, count in (
+        ("crop_size", crop, crop, 1), ("windows.size", window, window, 1), ("batch_size", batch, crop, at_once),
+    ):  # fmt: skip
+        if (needed := 4 * channels * math.prod(size) * count) > free:
+            said = f"{name} {value}: takes {needed / 2**30:.1f} GiB for the network's input alone"
             raise ValueError(f"{said}; only {free / 2**30:.1f} GiB are free; choose a smaller value")
 
 
