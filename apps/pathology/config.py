@@ -79,7 +79,7 @@ class PathologyConfig(TrainingConfig):
 
     APP: ClassVar[str] = "pathology"
     METRIC: ClassVar[str] = "AUC"
-    COUNTS: ClassVar[tuple[str, ...]] = (*TrainingConfig.COUNTS, "patches_per_slide")
+    COUNTS: ClassVar[str] = f"{TrainingConfig.COUNTS} patches_per_slide"
 
     def checks(self) -> Sequence[Check]:
         """Return the checks of single fields."""

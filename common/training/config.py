@@ -110,20 +110,18 @@ class TrainingConfig:
     }
     APP: ClassVar[str] = "training"
     METRIC: ClassVar[str] = "Dice"  # what validations measure, and --until names in small letters
-    COUNTS: ClassVar[tuple[str, ...]] = (  # fields that are null, or 1 at least
-        "batch_size", "epochs", "validate_every", "workers", "parallel.partitions", "parallel.accumulate",
-    )  # fmt: skip
-    # What may differ when a run goes on: where its data lie now, what computes.
-    RESUMABLE: ClassVar[tuple[str, ...]] = (
-        "resume", "data", "store", "device", "workers", "engine", "until", "log", "profile", "kernels", "graph",
+    # Fields that are null, or 1 at least.
+    COUNTS: ClassVar[str] = "batch_size epochs validate_every workers parallel.partitions parallel.accumulate"
+    RESUMABLE: ClassVar[tuple[str, ...]] = (  # may differ when a run goes on: where its data lie now, what computes
+        *("resume", "data", "store", "device", "workers", "engine", "until", "log", "profile", "kernels", "graph"),
         "parallel.accumulate",
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         """Check each value against its bound; a ValueError names the field, the value and the bound."""
         object.__setattr__(self, "store", Path(os.path.expanduser(self.store)))  # noqa: PTH111 - nor raise
         values = flat(self)
-        counts = [(name, values[name] is None or values[name] >= 1, "at least 1") for name in self.COUNTS]
+        counts = [(name, values[name] is None or values[name] >= 1, "at least 1") for name in self.COUNTS.split()]
         for name, holds, bound in (*counts, *self.checks()):
             if not holds:
                 raise ValueError(f"{name} {values[name]}: must be {bound}")
@@ -143,12 +141,11 @@ class TrainingConfig:
         """Return the value that `until` asks for; raise a ValueError where it is no METRIC=VALUE of this app."""
         if self.until is None:
             return None
-        name, _, text = self.until.partition("=")
-        value = float(text) if re.fullmatch(r"[01]?\.?\d*", text) and any(map(str.isdigit, text)) else 0.0
         metric = self.METRIC.lower()
-        if name.strip().lower() != metric or not 0 < value <= 1:
+        found = re.fullmatch(rf"\s*{metric}\s*=((?=\.?\d)[01]?\.?\d*)", self.until.lower())
+        if found is None or not 0 < float(found[1]) <= 1:
             raise ValueError(f"until {self.until}: must be {metric}=VALUE with a value above 0 and at most 1")
-        return value
+        return float(found[1])
 
     def optimized(self) -> Self:
         """Return the configuration with optimizer and learning rate decided: Novograd, where the app takes no other."""
@@ -165,23 +162,3 @@ class TrainingConfig:
     def alike(self) -> bool:
         """Return whether fewer ranks that hold more partitions each compute the same."""
         return True
-
-
-def check_partitions(config: TrainingConfig, ranks: int) -> None:
-    """Check that so many ranks can share the partitions, and that the batch divides; a ValueError says what would."""
-    partitions, batch_size = decided(config.parallel.partitions), decided(config.batch_size)
-    accumulate = config.parallel.accumulate
-    if not config.alike() and partitions != ranks:
-        said = (
-            "would not compute the same with MONAI's sources or losses, which work per rank, so the run cannot resume"
-        )
-        remedy = f"exactly; use {partitions} ranks, or start a new run"
-        raise ValueError(f"parallel.partitions {partitions}: {ranks} ranks {said} {remedy}")
-    if partitions % ranks:
-        fitting = ", ".join(str(n) for n in range(1, partitions + 1) if partitions % n == 0)
-        remedy = f"use {fitting} ranks, or start a new run with --parallel.partitions {ranks}"
-        said = f"{ranks} ranks cannot share them evenly, so this run cannot resume exactly"
-        raise ValueError(f"parallel.partitions {partitions}: {said}; {remedy}")
-    if batch_size % (divisor := partitions * accumulate):
-        why = f"{partitions} partitions, each split into {accumulate} micro-batches"
-        raise ValueError(f"batch_size {batch_size}: must be a multiple of {divisor} ({why})")

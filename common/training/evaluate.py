@@ -66,40 +66,36 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     """
     from medspeed.common.inference import scores as measured  # here: training needs none of it
 
-    split, ranks, regions = data.split, run.ranks, model.labelling.structures
-    cases = ranks.shard(split.validation)
-    with run.clock.stage("prepare"):  # already there, unless MONAI prepared for the training
+    split, ranks, labelling = data.split, run.ranks, model.labelling
+    cases, refusal, judged = ranks.shard(split.validation), no_choice(config, split), []
+    with run.clock.stage("prepare"):
         prepared = stored_cases(cases, model, config)
     with run.clock.stage("validate"):
-        predictor, parts = torch_predictor(best_network(model, fitted, run)), []
-        scores: list[list[dict[str, Any]] | str] = []
-        refusal = no_choice(config, split)
-        draws = run.directory.is_dir()  # another host's ranks draw nothing
+        predictor, draws = torch_predictor(best_network(model, fitted, run)), run.directory.is_dir()
         for case, voxels in zip(cases, prepared, strict=True):
             logits = predict_logits(voxels.image.to(run.device, torch.float32), predictor, model)
-            labels, truth = thresholded(logits, voxels.grid, model.labelling), read_truth(case).numpy()
+            labels, truth = thresholded(logits, voxels.grid, labelling), read_truth(case).numpy()
             found, true = (Volume(each, np.array(voxels.grid.native_affine), case.image) for each in (labels, truth))
             try:
-                scores.append(measured.score(found, true, regions, TOLERANCE))
+                scores: list[dict[str, Any]] | str = measured.score(found, true, labelling.structures, TOLERANCE)
             except MemoryError:  # the run must not end before its export
-                scores.append(measured.OUT_OF_MEMORY)
-            tried: dict[Steps, CaseParts] = {(): case_parts(labels, truth, model.labelling, true.voxel_ml)}
-            for steps in post.thresholds(model.labelling) if not refusal else []:
-                other = thresholded(logits, voxels.grid, model.labelling, steps)
-                tried[steps] = case_parts(other, truth, model.labelling, true.voxel_ml)
-            parts.append(tried)
-            if draws:
-                _draw(case_dice(parts[-1][()].counts), case, labels, truth, model, run, len(split.validation))
-        parts, scores = ranks.gather(parts), ranks.gather(scores)
-    counts = [case[()].counts for case in parts]
-    dice = {case.name: case_dice(each) for case, each in zip(split.validation, counts, strict=True)}
-    mean = sum(dice.values()) / len(dice)
-    means = dice_of_counts(torch.stack(counts)).nanmean(dim=0).tolist()
-    names = [region.name for region in model.labelling.regions]
-    by_region = {name: None if math.isnan(value) else value for name, value in zip(names, means, strict=True)}
-    by_name = dict(zip(dice, scores, strict=True))
-    refused = {name: each for name, each in by_name.items() if isinstance(each, str)}
-    rows = {name: each for name, each in by_name.items() if not isinstance(each, str)}
+                scores = measured.OUT_OF_MEMORY
+            parts: dict[Steps, CaseParts] = {(): case_parts(labels, truth, labelling, true.voxel_ml)}
+            for steps in post.thresholds(labelling) if not refusal else []:
+                other = thresholded(logits, voxels.grid, labelling, steps)
+                parts[steps] = case_parts(other, truth, labelling, true.voxel_ml)
+            judged.append((parts, scores))
+            if draws:  # another host's ranks draw nothing
+                _draw(case_dice(parts[()].counts), case, labels, truth, model, run, len(split.validation))
+        judged = ranks.gather(judged)
+    named = {case.name: each for case, each in zip(split.validation, judged, strict=True)}
+    counts = torch.stack([parts[()].counts for parts, _ in judged])
+    dice = {name: case_dice(each) for name, each in zip(named, counts, strict=True)}
+    mean, means = sum(dice.values()) / len(dice), dice_of_counts(counts).nanmean(dim=0).tolist()
+    pairs = zip(labelling.regions, means, strict=True)
+    by_region = {region.name: None if math.isnan(value) else value for region, value in pairs}
+    rows = {name: scores for name, (_, scores) in named.items() if not isinstance(scores, str)}
+    refused = {name: scores for name, (_, scores) in named.items() if isinstance(scores, str)}
     evaluation = measured.Evaluation(TOLERANCE, rows, refused=refused)
     for name, why in refused.items():
         run.say(f"{printable(name)}: not in evaluation.csv: {why}", "warning")
@@ -110,7 +106,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         evaluation.write(run.directory)
     for doubt in doubts(mean, split.held_out):
         run.say(doubt, "warning")
-    chosen = choose_postprocessing(parts, refusal, model, config, run)
+    chosen = choose_postprocessing([parts for parts, _ in judged], refusal, model, config, run)
     trivial = _without_learning(model, data, config, run) if run.leader else {}
     name, selected = "foreground Dice, native grid, best weights", "validation" if split.held_out else "training"
     return Quality(name, mean, dice, selected, by_region, evaluation.summary, chosen, trivial)
@@ -193,13 +189,12 @@ def finish(
         "app": config.APP,
         "run": str(run.directory),
         "recipe": config.recipe,
-        "data": about["data"],
+        **about,
         "held_out": quality.selected_on != "training",
         "device": str(run.device),
         "ranks": run.ranks.world,
         "precision": config.precision,
         "seed": config.seed,
-        "cases": about["cases"],
         "steps": fitted.steps,
         "target": _target(config, fitted, quality, run),
         "limit": fitted.limit,  # how far a training step is from what the device can do
@@ -257,14 +252,13 @@ def without_learning(
     share = mask[:count].float().mean(0).expand(mask.shape).clone()
     share[:count] = (count * share[:count] - mask[:count].float()) / max(count - 1, 1)  # of the others
     features = torch.cat([(image - low) / (high - low).clamp(min=1e-6), share], dim=1)
-    levels = (features * _LEVELS).clamp(0, _LEVELS - 1).byte()
-    found, how = torch.zeros_like(mask[count:]), []
+    levels, channels = (features * _LEVELS).clamp(0, _LEVELS - 1).byte().transpose(0, 1), image.shape[1]
+    found, how, true = torch.zeros_like(mask[count:]), [], mask[count:]
     for number, region in enumerate(regions):
-        rows = [*range(image.shape[1]), image.shape[1] + number]
-        row, first, last = _best_range(levels[:count, rows], mask[:count, number])
-        found[:, number] = (levels[count:, rows[row]] >= first) & (levels[count:, rows[row]] <= last)
-        how.append(f"{region.name} by {'position' if rows[row] == rows[-1] else 'intensity'}")
-    true = mask[count:]
+        rows = levels[[*range(channels), channels + number]]
+        row, first, last = _best_range(rows[:, :count], mask[:count, number])
+        found[:, number] = (rows[row, count:] >= first) & (rows[row, count:] <= last)
+        how.append(f"{region.name} by {'position' if row == channels else 'intensity'}")
     counts = torch.stack([(found & true).sum(2), found.sum(2) + true.sum(2)], dim=2)
     return {"value": sum(map(case_dice, counts)) / len(counts), "how": ", ".join(how)}
 
@@ -278,15 +272,14 @@ def _sampled(case: PreparedCase, regions: Sequence[Region]) -> tuple[torch.Tenso
     return image.float(), torch.stack([region.mask(label) for region in regions])
 
 
-def _best_range(levels: torch.Tensor, mask: torch.Tensor) -> tuple[int, int, int]:
-    """Return the row of levels [N, F, V] uint8, and the first and last level, where the Dice with [N, V] is highest."""
-    rows = levels.transpose(0, 1)
+def _best_range(rows: torch.Tensor, mask: torch.Tensor) -> tuple[int, int, int]:
+    """Return the row of levels [F, N, V] uint8, and the first and last level, where the Dice with [N, V] is highest."""
+    pairs = [(row[mask], row.flatten()) for row in rows]
     inside, size = (
-        torch.stack([torch.bincount(each.flatten(), minlength=_LEVELS) for each in part]).cumsum(1)
-        for part in ([row[mask] for row in rows], rows)
+        torch.stack([each.bincount(minlength=_LEVELS) for each in part]) for part in zip(*pairs, strict=True)
     )
-    # Of all [F, first, last]; a cumulative sum starts with the counts of level 0.
-    hits, sizes = (each[:, None] - torch.nn.functional.pad(each, (1, 0))[:, :-1, None] for each in (inside, size))
+    before, total = (nn.functional.pad(each.cumsum(1), (1, 0)) for each in (inside, size))
+    hits, sizes = (each[:, None, 1:] - each[:, :-1, None] for each in (before, total))  # of all [F, first, last]
     dice = (2 * hits / (sizes + mask.sum()).clamp(min=1)).triu()
     row, place = divmod(int(dice.argmax()), _LEVELS**2)
     return row, *divmod(place, _LEVELS)

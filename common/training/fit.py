@@ -109,7 +109,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                 if log:
                     with timer.host("logged"):
                         log.step(len(batch.cases) * ranks.world)
-                stop.after_step()
+                stop.agree()
                 if stop.requested or state.seconds_since_save() >= save_every:
                     if batches.resumes_within_epoch or state.step == per_epoch:
                         with timer.host("saved"):
@@ -190,15 +190,14 @@ def train_step(
 class GracefulStop:
     """Until it is closed, the first stop signal is a wish to stop after the step, and the second acts as usual.
 
-    With several ranks the signal reaches each at another step, or only one of them. They then agree: what one was told
-    counts for all at the step after, and further signals change nothing, so that the leader can save in peace
-    (torchrun kills what has not ended 30 seconds later). `save` is done before a validation is broken off.
+    With several ranks the signal reaches each at another step, or only one of them. They agree after each step: what
+    one was told counts for all, and further signals change nothing, so that the leader can save in peace (torchrun
+    kills what has not ended 30 seconds later). `save` is done before a validation is broken off.
     """
 
     def __init__(self, ranks: Ranks, save: Callable[[], None]) -> None:
         self._ranks, self._save = ranks, save
         self._number, self._agreed = 0, 0  # the signal that came to this process, and the one that counts for all
-        self._asked: tuple[torch.Tensor, dist.Work | None] | None = None
         self._taken = ExitStack()  # a signal may come before the next line has ended
         self._taken = take_signals((*STOP_SIGNALS, signal.SIGINT), self._note)
 
@@ -211,17 +210,12 @@ class GracefulStop:
         """Whether a signal has come; with several ranks, whether all know of it."""
         return bool(self._number if self._ranks.world == 1 else self._agreed)
 
-    def after_step(self) -> None:
-        """Hear what the ranks knew a step ago, and tell them what this one knows now: that travels during a step."""
-        if self._ranks.world > 1:
-            self._hear()
-            known = torch.tensor(self._number, dtype=torch.int32)
-            self._asked = known, dist.all_reduce(known, dist.ReduceOp.MAX, group=self._ranks.control, async_op=True)
-
     def agree(self) -> None:
-        """Hear what the ranks know now; waits for them."""
-        self.after_step()
-        self._hear()
+        """Hear what the ranks know now: their hosts wait for each other, and for no device."""
+        if self._ranks.world > 1:
+            known = torch.tensor(self._number, dtype=torch.int32)
+            dist.all_reduce(known, dist.ReduceOp.MAX, group=self._ranks.control)
+            self._agreed = int(known)
 
     def exit_if_requested(self) -> None:
         """End the program, if a signal has come, with the status that says which: 143 for SIGTERM."""
@@ -234,13 +228,6 @@ class GracefulStop:
         if self.requested and self._ranks.world == 1:
             self._save()
             self.exit_if_requested()
-
-    def _hear(self) -> None:
-        if self._asked is not None:
-            known, work = self._asked
-            assert work is not None
-            work.wait()
-            self._agreed, self._asked = max(self._agreed, int(known)), None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._number = self._number or number

@@ -5,7 +5,6 @@ import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -22,15 +21,13 @@ from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.model import VolumeModel, write_model
 from medspeed.common.run import Run, point_latest
-from medspeed.common.training.config import TrainingConfig, check_partitions, decided
+from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.networks import Build, choose_divisor, choose_sizes, coarsest_planes, network_arguments
 from medspeed.common.training.setup import DEV_RUN, choose_precision
 from medspeed.common.training.volume_config import SegmentationConfig, Size
 
 C = TypeVar("C", bound=TrainingConfig)
 S = TypeVar("S", bound=SegmentationConfig)
-
-
 _TOLD = ("spacing", "window", "patch_size", "mpp")  # fields whose choice the lines on the data say
 
 
@@ -68,7 +65,7 @@ def read_volumes(
     run: Run,
     phantoms: str | None = None,
     real: str = "",
-    known: Mapping[str, Preparation] = MappingProxyType({}),
+    known: Mapping[str, Preparation] | None = None,
 ) -> Data:
     """Read the dataset of --data, or small phantoms, which it says loudly; split it and take its fingerprint.
 
@@ -97,7 +94,7 @@ def read_volumes(
             remedy = f"medspeed data fetch-msd {config.APP} --to data && medspeed train {config.APP} --data data/{real}"
             said = "SYNTHETIC DATA: these are phantoms; a Dice on them says nothing about patients. For real scans:"
             run.say(f"{said}\n  {remedy}", "warning")
-        preparation = known.get(dataset.name) if is_ct(dataset) else None
+        preparation = (known or {}).get(dataset.name) if is_ct(dataset) else None
         split, figures = run.ranks.once(lambda: _divided(dataset, preparation, config, run))
     return Data(dataset, split, figures, preparation)
 
@@ -153,6 +150,25 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
     plan = run.ranks.once(make)
     check_partitions(plan, run.ranks.world)  # also of a resumed run: these ranks must be able to share it
     return plan
+
+
+def check_partitions(config: TrainingConfig, ranks: int) -> None:
+    """Check that so many ranks can share the partitions, and that the batch divides; a ValueError says what would."""
+    partitions, batch_size = decided(config.parallel.partitions), decided(config.batch_size)
+    accumulate, problem = config.parallel.accumulate, ""
+    if not config.alike() and partitions != ranks:
+        problem = "would not compute the same with MONAI's sources or losses, which work per rank"
+        remedy = f"use {partitions} ranks, or start a new run"
+    elif partitions % ranks:
+        fitting = ", ".join(str(n) for n in range(1, partitions + 1) if partitions % n == 0)
+        problem = "cannot share them evenly"
+        remedy = f"use {fitting} ranks, or start a new run with --parallel.partitions {ranks}"
+    if problem:
+        said = f"{ranks} ranks {problem}, so this run cannot resume exactly"
+        raise ValueError(f"parallel.partitions {partitions}: {said}; {remedy}")
+    if batch_size % (divisor := partitions * accumulate):
+        why = f"{partitions} partitions, each split into {accumulate} micro-batches"
+        raise ValueError(f"batch_size {batch_size}: must be a multiple of {divisor} ({why})")
 
 
 def _as_flag(name: str, value: object) -> str:

@@ -96,7 +96,7 @@ class SegmentationConfig(TrainingConfig):
     crops: Crops = field(default_factory=Crops)
     windows: Windows = field(default_factory=Windows)
 
-    COUNTS: ClassVar[tuple[str, ...]] = (*TrainingConfig.COUNTS, "crops.per_case", "network.filters")
+    COUNTS: ClassVar[str] = f"{TrainingConfig.COUNTS} crops.per_case network.filters"
     NETWORK: ClassVar[str] = "unet3d"
     RESUMABLE: ClassVar[tuple[str, ...]] = (*TrainingConfig.RESUMABLE, "cache")
 

@@ -7,7 +7,8 @@ import torch
 from medspeed.apps.pathology.config import GUIDE, PathologyConfig
 from medspeed.apps.pathology.model import choose, initialise_from, model_of
 from medspeed.common.inference.model import save_weights
-from medspeed.common.training.config import Parallel, check_partitions, decided
+from medspeed.common.training.config import Parallel, decided
+from medspeed.common.training.resolve import check_partitions
 from medspeed.models.resnet18_fcn import resnet18_fcn
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -16,8 +16,8 @@ from medspeed.common.data.preparation import Preparation
 from medspeed.common.files import write_text
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run
-from medspeed.common.training.config import Parallel, TrainingConfig, check_partitions, decided
-from medspeed.common.training.resolve import Defaults, choose_volumes, keep_plan, read_volumes
+from medspeed.common.training.config import Parallel, TrainingConfig, decided
+from medspeed.common.training.resolve import Defaults, check_partitions, choose_volumes, keep_plan, read_volumes
 from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
 from medspeed.models.unet3d import unet3d
 
