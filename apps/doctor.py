@@ -27,7 +27,7 @@ from typing import Any
 from medspeed.apps.doctor_machine import check_machine
 from medspeed.apps.doctor_training import Bound, Measured, Verdict, batch_parts, diagnose, step_times
 from medspeed.common.config import replaced
-from medspeed.common.console import Kind, say
+from medspeed.common.console import say
 from medspeed.common.data.dataset import read_dataset, split_cases
 from medspeed.common.files import read_json_lines, write_json
 from medspeed.common.ranks import choose_device
@@ -40,29 +40,23 @@ from medspeed.common.training.volume_config import SegmentationConfig
 _STEPS = 24  # of the short training, at least; its first epoch does not count
 _TRAINING, _VALIDATION = 8, 2  # cases of it
 _SIGNS = {"good": "+", "note": " ", "warning": "!", "error": "X"}
-_KINDS: dict[str, Kind] = {"good": "note", "note": "note", "warning": "warning", "error": "warning"}
+_HOST = ("waited", "saved", "logged")  # what the host does between the steps
 
 
 def switches(config: TrainingConfig) -> dict[Bound, str]:
     """Return what to turn for each bound; a bound for which this configuration has nothing to turn is left out."""
-    found: dict[Bound, str] = {
+    flag = "--cache auto" if isinstance(config, SegmentationConfig) else "--source resident"
+    ours: bool = getattr(config, "ours", getattr(config, "source", "resident") == "resident")
+    late: tuple[Bound, ...] = ("disk", "preparation") if ours else ("disk", "decode", "preparation", "augmentation")
+    gain = "keeps in memory what fits" if ours else "prepares each case once and augments whole batches on the device"
+    local = "write the run to a local disk (--run)"
+    return {
         "validation": "raise --validate-every",
-        "checkpointing": "write the run to a local disk (--run)",
-        "logging": "write the run to a local disk (--run)",
+        "checkpointing": local,
+        "logging": local,
         "workers": "raise --workers",
         "kernel launch": "raise --batch-size" + ("" if config.compile else ", or try --compile"),
-    }
-    volumes = isinstance(config, SegmentationConfig)
-    if config.ours if isinstance(config, SegmentationConfig) else getattr(config, "source", "resident") == "resident":
-        elsewhere = "use --cache auto, which keeps in memory what fits"
-        return {**found, "disk": elsewhere, "preparation": elsewhere} if volumes else found
-    ours = "use --cache auto, which" if volumes else "use --source resident, which"
-    return {
-        **found,
-        "disk": f"{ours} reads each file once",
-        "decode": f"{ours} decodes each file once",
-        "preparation": f"{ours} prepares each case once and keeps it",
-        "augmentation": f"{ours} cuts and augments whole batches on the device",
+        **dict.fromkeys(late, f"use {flag}, which {gain}"),
     }
 
 
@@ -73,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = choose_device(config.device if config else "auto")
     checks = check_machine(config.store if config else TrainingConfig.store.expanduser(), device)
     for check in checks:
-        say(f"{_SIGNS[check.state]} {check.name}: {check.text}", _KINDS[check.state])
+        line = f"{_SIGNS[check.state]} {check.name}: {check.text}"
+        say(line, "note" if check.state in ("good", "note") else "warning")
     found: dict[str, Any] = {"machine": [check._asdict() for check in checks]}
     well = not any(check.state == "error" for check in checks)
     if config is not None:
@@ -108,17 +103,18 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
             epochs = max(2, 1 + -(-_STEPS // per_epoch))
             few = replace(whole, epochs=epochs, validate_every=epochs)
             fit(replace(setup, validate=lambda *given: max(0.0, setup.validate(*given))), few, run)  # 0 for a NaN
-            deepest: list[int] = []
-            if isinstance(whole, SegmentationConfig) and (levels := whole.halvings()) is not None:
-                deepest = [side // 2**levels for side in decided(whole.crop_size)]
-            step, doubled, others = step_times(setup, choose_precision("auto", run.device, deepest))
+            levels = whole.halvings() if isinstance(whole, SegmentationConfig) else None
+            deepest = [] if levels is None else [side // 2**levels for side in decided(whole.crop_size)]
+            auto = choose_precision("auto", run.device, deepest)
+            step, doubled, other = step_times(setup, auto)
             parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto"))
         planned, every = whole.epochs, whole.validate_every
         passes = planned if config.epochs else max(1, round(planned / training))  # a plan goes by steps
         validations = -(-passes // every) if config.validate_every else planned // every
         times = _times(run, passes * training * per_epoch, validations * validation)
         prepared = run.clock.seconds().get("prepare", 0.0) * training
-    measured = Measured(times, parts, step, workers, len(os.sched_getaffinity(0)), doubled, others, switches(config))
+    remedies = switches(config) | {"compute": f"use --precision {auto}"}
+    measured = Measured(times, parts, step, workers, len(os.sched_getaffinity(0)), doubled, other, remedies)
     return diagnose(measured), measured, {"prepare": round(prepared, 1), "train": round(sum(times.values()), 1)}
 
 
@@ -140,15 +136,12 @@ def _times(run: Run, steps: float, validations: float) -> dict[str, float]:
     On a GPU the host waits, saves and logs while the device computes: only what the device does not hide counts.
     """
     records = read_json_lines(run.directory / "metrics.jsonl")[1:]
-    done = sum(len(record["losses"]) for record in records)
-    hideable = ("waited", "saved", "logged")
-    times = dict.fromkeys(("computed", *hideable), 0.0)
-    for record in records:
-        host = sum(record[name] for name in hideable)
-        idle = max(0.0, record["seconds"] + record["logged"] - record["computed"])
-        shown = 1.0 if run.device.type == "cpu" or not host else min(1.0, idle / host)
-        for name in times:
-            times[name] += (shown if name in hideable else 1.0) * record[name] * steps / done
+    spent = {name: sum(record[name] for record in records) for name in ("computed", *_HOST, "seconds")}
+    host = sum(spent[name] for name in _HOST)
+    idle = max(0.0, spent.pop("seconds") + spent["logged"] - spent["computed"])
+    shown = 1.0 if run.device.type == "cpu" or not host else min(1.0, idle / host)
+    more = steps / sum(len(record["losses"]) for record in records)
+    times = {name: seconds * more * (shown if name in _HOST else 1.0) for name, seconds in spent.items()}
     return times | {"validated": run.clock.seconds().get("validate", 0.0) * validations}
 
 

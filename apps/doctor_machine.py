@@ -13,13 +13,14 @@ import psutil
 import torch
 from torch import nn
 
+from medspeed.common.clock import seconds_of
 from medspeed.common.host_memory import cgroup_free
 
 _CUDNN = 91500  # older ones compute bf16 conv3d slowly or wrong (9.8 to 9.14)
-_GIB, _MIB = 2**30, 2**20
+_GIB = 2**30
 _LEAST_FREE, _LEAST_MEMORY = 20 * _GIB, 8 * _GIB
 _SLOW_DISK = 100.0  # MB/s: below, decoding waits for the disk
-_PROBE = 64  # MiB that are written and read
+_PROBE = 2**26  # bytes that are written and read
 _WRONG = 0.05  # of a gradient in bf16; rounding alone gives a tenth of that
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -39,10 +40,9 @@ def _judged(name: str, found: str, bad: bool, remedy: str, state: Literal["warni
 def check_machine(folder: Path, device: torch.device) -> list[Check]:
     """Look at all that a run depends on, for a few seconds; `folder`, for prepared data, need not exist."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    kind = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPU only"
-    made = Check("torch", "good", f"{torch.__version__}, built {kind}")
-    of_device = [made, _gpu(device), _bf16(device), _cores(), _memory()]
-    return [*of_device, _space(existing), _disk(existing), _slides(), _engines(device), _shared_memory()]
+    made = f"{torch.__version__}, built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU only'}"
+    of_device = [Check("torch", "good", made), _gpu(device), _bf16(device), _cores(), _memory()]
+    return [*of_device, _disk(existing), _slides(), _engines(device)]
 
 
 def _gpu(device: torch.device) -> Check:
@@ -92,36 +92,26 @@ def _memory() -> Check:
     return _judged("memory", text, free < _LEAST_MEMORY, ": low; use --cache disk and fewer --workers")
 
 
-def _space(folder: Path) -> Check:
-    if not os.access(folder, os.W_OK):
-        return Check("disk", "error", f"{folder} cannot be written: choose another --store")
-    free = shutil.disk_usage(folder).free
-    little = ": low (prepared MSD brain data need 36 GiB); choose another --store"
-    return _judged("disk", f"{free / _GIB:.0f} GiB free at {folder}", free < _LEAST_FREE, little)
-
-
 def _disk(folder: Path) -> Check:
     """Write a file, let the disk have it, and read it back from there where the system allows that."""
-    block = os.urandom(_MIB)
+    content, free = os.urandom(_PROBE), shutil.disk_usage(folder).free
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             began = time.perf_counter()
-            for _ in range(_PROBE):
-                file.write(block)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
             written = time.perf_counter() - began
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what memory has of it is not the disk
             file.seek(0)
-            began = time.perf_counter()
-            while file.read(_MIB):
-                pass
-            read = time.perf_counter() - began
+            read = seconds_of(file.read)
     except OSError as error:
-        return Check("disk speed", "error", f"{folder}: {error.strerror}: choose another --store")
-    speeds = [_PROBE * _MIB / seconds / 1e6 for seconds in (written, read)]
-    text = f"write {speeds[0]:.0f} MB/s, read {speeds[1]:.0f} MB/s"
-    return _judged("disk speed", text, min(speeds) < _SLOW_DISK, ": slow; put --store on a local disk")
+        return Check("disk", "error", f"{folder}: {error.strerror}: choose another --store")
+    speeds = [_PROBE / seconds / 1e6 for seconds in (written, read)]
+    text = f"{free / _GIB:.0f} GiB free at {folder}, write {speeds[0]:.0f} MB/s, read {speeds[1]:.0f} MB/s"
+    little = ": low (prepared MSD brain data need 36 GiB)" if free < _LEAST_FREE else ""
+    slow = ": slow" if min(speeds) < _SLOW_DISK else ""
+    return _judged("disk", text, bool(little or slow), f"{little}{slow}; put --store on another, local disk")
 
 
 def _slides() -> Check:
@@ -138,12 +128,3 @@ def _engines(device: torch.device) -> Check:
     lacks = device.type == "cuda" and "tensorrt" not in text
     remedy = ": no TensorRT; pip install -e '.[trt]'" if lacks else ""
     return _judged("engines", text, lacks or text == "none", remedy)
-
-
-def _shared_memory() -> Check:
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
-        return Check("shared memory", "note", "none: loader processes may be slow")
-    size = shutil.disk_usage(folder).total
-    remedy = ": loader processes may crash; docker run --shm-size 8g"
-    return _judged("shared memory", f"{size / _GIB:.1f} GiB at {folder}", size < _GIB, remedy)

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from monai.data import PatchWSIDataset
@@ -20,10 +20,7 @@ from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.inference import Precision
 from medspeed.common.training.fit import Setup, train_step
 
-Bound = Literal[
-    "disk", "decode", "preparation", "augmentation", "workers", "validation", "checkpointing", "logging",
-    "kernel launch", "compute", "nothing",
-]  # fmt: skip
+Bound = str  # "nothing", or a key of `_TEXTS`
 
 # A share below which no fix is worth the reader's time, and the gain from which an alternative is.
 _WORTH, _GAIN = 0.15, 1.15
@@ -41,7 +38,7 @@ _TEXTS: dict[Bound, str] = {
     "checkpointing": "writing checkpoints dominates",
     "logging": "logging dominates",
     "kernel launch": "the steps are too small: most of their time is independent of the batch size",
-    "compute": "the device is busy, but another setting is faster",
+    "compute": "the device is busy, but another precision is faster",
 }
 _ROUNDS = 5
 _CASES = 3  # whose transforms are timed one by one
@@ -60,7 +57,7 @@ class Measured:
     workers: int | None  # that make batches side by side; None where their number is not the user's to choose
     cores: int  # that they could use
     doubled: float | None = None  # the step with twice the batch, where that could be measured
-    alternatives: Mapping[str, float] = field(default_factory=dict)  # the step with another setting, by its flag
+    other: float | None = None  # the step in the precision of "auto", where that is another
     switches: Mapping[Bound, str] = field(default_factory=dict)  # what to turn for each bound, where there is something
 
 
@@ -80,24 +77,21 @@ def diagnose(measured: Measured) -> Verdict:
 
     What takes the largest share besides computing is named if it takes 15 percent or more; waiting for batches is
     traced to what makes them. Else computing itself is looked at: whether it is mostly what each step costs whatever
-    its batch, and whether another setting was faster.
+    its batch, and whether another precision was faster.
     """
     total, step = sum(measured.times.values()), measured.step
     shares = {name: seconds / total for name, seconds in measured.times.items()}
-    computed, largest = shares["computed"], max((name for name in shares if name != "computed"), key=shares.__getitem__)
-    fastest = min(measured.alternatives, key=lambda flag: measured.alternatives[flag], default="")
-    bound: Bound = "compute"
-    share = computed
+    share, largest = shares["computed"], max(shares.keys() - {"computed"}, key=shares.__getitem__)
     if shares[largest] >= _WORTH:
         bound = _behind_waiting(measured) if largest == "waited" else _OWN_BOUND[largest]
         share = saved = shares[largest]
     elif measured.doubled is not None and measured.doubled < _HIDDEN * step:
-        bound, saved = "kernel launch", computed * (1 - measured.doubled / 2 / step)
-    elif fastest and step >= _GAIN * measured.alternatives[fastest]:
-        saved = computed * (1 - measured.alternatives[fastest] / step)
+        bound, saved = "kernel launch", share * (1 - measured.doubled / 2 / step)
+    elif measured.other is not None and step >= _GAIN * measured.other:
+        bound, saved = "compute", share * (1 - measured.other / step)
     else:
-        return Verdict("nothing", computed, 1.0, f"healthy: the device computes {computed:.0%} of the time", shares)
-    gain, switch = 1 / (1 - saved), f"use {fastest}" if bound == "compute" else measured.switches.get(bound)
+        return Verdict("nothing", share, 1.0, f"healthy: the device computes {share:.0%} of the time", shares)
+    gain, switch = 1 / (1 - saved), measured.switches.get(bound)
     text = f"{bound}: {_TEXTS[bound]} ({share:.0%}; up to {gain:.1f}x faster)" + (f"; {switch}" if switch else "")
     return Verdict(bound, share, gain, text, shares)
 
@@ -132,27 +126,19 @@ def batch_parts(batches: Batches, cache: str) -> tuple[dict[Bound, float], int |
     return {name: cases * statistics.median(part.get(name, 0.0) for part in per_case) for name in names}, workers
 
 
-def step_times(setup: Setup, auto: Precision) -> tuple[float, float | None, dict[str, float]]:
-    """Return the seconds of a step, of one with twice the batch (None where memory ends), and with other settings."""
+def step_times(setup: Setup, auto: Precision) -> tuple[float, float | None, float | None]:
+    """Return the seconds of a step, of one with twice the batch (None: no memory), and of one in another precision."""
     with closing(setup.batches.epoch(0)) as batches:
         batch = next(batches)
     now, doubled = _step(setup, batch, setup.precision), None
     with suppress(torch.OutOfMemoryError):
         twice = Batch(batch.image.repeat_interleave(2, 0), batch.label.repeat_interleave(2, 0), batch.cases * 2)
         doubled = _step(setup, twice, setup.precision)
-    others = {f"--precision {auto}": _step(setup, batch, auto)} if setup.precision != auto else {}
-    inner = torch.channels_last_3d if batch.image.dim() == 5 else torch.channels_last
-    weight = next(each for each in setup.network.parameters() if each.dim() == batch.image.dim() and each.shape[1] > 1)
-    is_inner = weight.is_contiguous(memory_format=inner) and not weight.is_contiguous()
-    other = torch.contiguous_format if is_inner else inner
-    others["--no-channels-last" if is_inner else "--channels-last"] = _step(setup, batch, setup.precision, other)
-    return now, doubled, others
+    return now, doubled, None if setup.precision == auto else _step(setup, batch, auto)
 
 
-def _step(setup: Setup, batch: Batch, precision: Precision, layout: torch.memory_format | None = None) -> float:
+def _step(setup: Setup, batch: Batch, precision: Precision) -> float:
     network = copy.deepcopy(setup.network).train()
-    if layout is not None:
-        network = network.to(memory_format=layout)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)  # whichever it is, it is the same on all sides
     scaler = torch.amp.GradScaler(batch.image.device.type, enabled=precision == "fp16")
     given = network, batch, setup.loss_function, optimizer, scaler, precision, 0.0
@@ -163,9 +149,8 @@ def _parts_of(item: Mapping[str, Any], transforms: Any) -> dict[str, float]:  # 
     """Return the seconds of each part of a case: from the first random transform on all is augmentation."""
     files = [Path(value) for value in item.values() if isinstance(value, str) and Path(value).is_file()]
     for path in files:  # the system forgets them, where it does so when asked
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     cold, warm = (seconds_of(lambda: sum(len(path.read_bytes()) for path in files)) for _ in range(2))
     found = {"disk": cold, "decode": -warm}
     data: Any = dict(item)

@@ -188,14 +188,14 @@ def test_what_computes_but_could_be_faster(fast, monkeypatch):
     assert verdict.bound == "compute"
     assert verdict.text.endswith("; use --precision bf16")
     assert verdict.gain > 1.1  # by how much is the machine's choice
-    assert measured.alternatives["--precision bf16"] < measured.step
+    assert (measured.other or measured.step) < measured.step
 
 
 @pytest.mark.slow
 def test_the_fast_recipe_is_healthy(store, tmp_path, capsys, monkeypatch):
     # How long a step, a layout or the disk takes is the machine's choice, and the load's; the cases above test those.
     healthy = {"computed": 9.0, "waited": 0.3, "saved": 0.3, "logged": 0.1, "validated": 0.3}
-    monkeypatch.setattr(doctor, "step_times", lambda *given: (1.0, 1.9, {}))
+    monkeypatch.setattr(doctor, "step_times", lambda *given: (1.0, 1.9, None))
     monkeypatch.setattr(doctor, "_times", lambda *given: healthy)
     given = ["--app", "spleen", "--json", str(tmp_path / "found.json"), "--", "--store", str(store)]
     assert doctor.main(given) == 0
@@ -203,7 +203,7 @@ def test_the_fast_recipe_is_healthy(store, tmp_path, capsys, monkeypatch):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["verdict"]["bound"] == "nothing"
     assert found["estimate"]["train"] == 10.0
-    assert {check["name"] for check in found["machine"]} >= {"torch", "bf16", "disk speed"}
+    assert {check["name"] for check in found["machine"]} >= {"torch", "bf16", "disk"}
 
 
 def test_without_an_app_the_machine_is_looked_at_alone(capsys, monkeypatch, tmp_path):
