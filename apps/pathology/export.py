@@ -100,7 +100,7 @@ def _export(config: PathologyExport, model: PathologyModel, run: Run) -> None:
         trained = replace(trained, data=config.data or trained.data, init=None)
         tables = find_tables(trained, run)
         validation = decoded(tables.parts["validation"], trained, run)
-        if config.makes_int8:
+        if config.int8 or config.precision == "int8":
             windows = tiles(decoded(tables.parts["training"], trained, run), model, _CALIBRATION_TILES)
             quantise = partial(quantised, windows=windows)
         best = model.build(run.directory / "best.safetensors").to(run.device).eval()

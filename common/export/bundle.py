@@ -1,10 +1,9 @@
 """MONAI bundles of trained networks: they run with MONAI alone and give the same label maps, or probabilities.
 
-A bundle is `bundle/`, filled in: our preparation, windows and way back equal MONAI's own transforms and inferer. Three
-of these want a reason. Lambdad after Spacingd: on a plane that both grids share, MONAI's resampling takes 1e-15 of the
-neighbour too, and 0 would be foreground. CropForegroundd before NormalizeIntensityd: after it what lies below the mean
-is negative, and 0 no longer only the background. Post-processing in expressions: of equally large components
-KeepLargestConnectedComponentd keeps any.
+A bundle is `bundle/`, filled in. Three of its transforms want a reason. Lambdad after Spacingd: on a plane that both
+grids share, MONAI's resampling takes 1e-15 of the neighbour too, and 0 would be foreground. CropForegroundd before
+NormalizeIntensityd: after it what lies below the mean is negative, and 0 no longer only the background. Expressions
+after Invertd: of equally large components KeepLargestConnectedComponentd keeps any.
 
 Source: MONAI bundle specification (docs.monai.io, mb_specification); configurations of the MONAI model zoo.
 """
@@ -86,15 +85,9 @@ def write_bundle(
 ) -> Path:
     """Write a MONAI bundle and return its folder: configs/, models/model.pt, docs/README.md, LICENSE, SHA256SUMS.
 
-    Args:
-        folder: empty, or to be made.
-        run: whose folder has model.json.
-        task: what the network does, for the model card.
-        templates: folder of inference.json, metadata.json and usage.md.
-        values: what these name; "network" is MONAI's own class and arguments.
-        network: ours with the run's weights.
-        shape: [1, C, *sides] of the input on which the two are compared.
-        weights: the run's, by the names that MONAI's class gives them; by default they are ours.
+    `values` are what the `templates`, a folder of inference.json, metadata.json and usage.md, name; "network" is
+    MONAI's own class and arguments. `weights` are the run's, by the names of that class, by default as in `network`,
+    which is ours with the run's weights. On an input of a `shape` [1, C, *sides] the two must compute the same.
 
     Raises:
         FileExistsError: `folder` holds something.
@@ -138,13 +131,11 @@ def painting(labelling: LabelScheme) -> str:
 
     Regions of few members paint over those of many, and of rivals (equally many members) the highest logit wins.
     """
-    regions = labelling.regions
     expression = "torch.zeros_like(logits[:1])"
-    for rivals in painting_order(regions):
-        paints = [float(regions[number].value) for number in rivals]
-        if len(rivals) == 1:
-            found, paint = f"logits[{rivals[0]}:{rivals[0] + 1}]", str(paints[0])
-        else:
+    for rivals in painting_order(labelling.regions):
+        found, paint = f"logits[{rivals[0]}:{rivals[0] + 1}]", str(float(labelling.regions[rivals[0]].value))
+        if len(rivals) > 1:
+            paints = [float(labelling.regions[number].value) for number in rivals]
             found = f"logits[{rivals}].amax(0, keepdim=True)"
             paint = f"torch.tensor({paints}, device=logits.device)[logits[{rivals}].argmax(0, keepdim=True)]"
         expression = f"torch.where({found} > 0, {paint}, {expression})"

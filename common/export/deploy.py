@@ -1,4 +1,8 @@
-"""What the export script of an app does with a trained run: ONNX models, engines, a Triton repository or a bundle."""
+"""What the export script of an app does with a trained run: ONNX models, engines, a Triton repository or a bundle.
+
+Source: Triton's model repository and model configuration guides (docs.nvidia.com/deeplearning/triton-inference-server)
+and its published protobuf model_config.proto; the tests parse what is written here with that protobuf.
+"""
 
 import statistics
 import tempfile
@@ -18,14 +22,14 @@ from medspeed.common.export.bundle import served_pipeline, write_volume_bundle
 from medspeed.common.export.export import GATE_CASES, Exported, Exports, export_volumes, judge_on
 from medspeed.common.export.gate import Judge
 from medspeed.common.export.int8 import quantise as quantised
-from medspeed.common.export.model_card import model_card, read_if_there
+from medspeed.common.export.model_card import filled, model_card, read_if_there, write_package
+from medspeed.common.export.onnx_model import OPSET, numbers, read_metadata
 from medspeed.common.export.options import ExportConfig
-from medspeed.common.export.triton import write_triton
 from medspeed.common.files import check_digest, read_as, sha256_of, write_json
 from medspeed.common.inference.measure import read_figures
 from medspeed.common.inference.model import Ensemble, VolumeModel, initialise, save_weights, write_model
 from medspeed.common.inference.predict import sample_windows
-from medspeed.common.inference.predictors import onnxruntime_predictor, read_onnx_metadata
+from medspeed.common.inference.predictors import onnxruntime_predictor, read_onnx_metadata, with_exact_norms
 from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run
 
@@ -33,14 +37,14 @@ Cases = tuple[Case, ...]
 _CALIBRATION_CASES = 8
 _SYNTHETIC_CASES = 3
 _TIMED = 3  # windows, after one that sets up
-_SECONDS = "s per window in ONNX Runtime"
+_KEPT = ("weights_sha256", "precision", "labels", "regions", "window", "smallest")  # of metadata, in Triton's README
 
 
 def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, phantoms: str | None) -> Path:
     """Hand the run of a segmentation over in the form that the configuration names; return where it lies.
 
-    `task` is what its networks do, in a sentence for the model card; `phantoms`, ct or mri, are the synthetic cases for
-    a gate without data.
+    `task` is what its networks do, in a sentence without a full stop; `phantoms`, ct or mri, are the synthetic cases
+    for a gate without data.
 
     Raises:
         ParityError: the fp32 export does not compute what torch computes.
@@ -55,7 +59,7 @@ def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, ph
         trained = model.build(config.run / "best.safetensors").to(run.device).eval()
         with tempfile.TemporaryDirectory(prefix="export-") as scratch:
             cases, others, origin = _find_cases(config, phantoms, Path(scratch) / "phantoms")
-            if config.makes_int8:
+            if config.int8 or config.precision == "int8":
                 windows = sample_windows(_prepared(others or cases, model), model, most=_CALIBRATION_CASES)
                 quantise = partial(quantised, windows=windows)
             judge = judge_on(cases, _prepared(cases, model), model, run, origin)
@@ -81,6 +85,33 @@ def hand_over(app: str, task: str, config: ExportConfig, overlap: float = 0.25, 
     return write_triton(config.destination, f"medspeed_{app}", config.served, card, overlap, pipeline)
 
 
+def write_triton(
+    repository: Path, name: str, model: Path, card: str, overlap: float = 0.25, pipeline: str | None = None
+) -> Path:
+    """Write a model folder of a Triton repository, which may hold others, and return it: `triton/`, filled in.
+
+    The configuration leaves to the server what it can read from the model, one of exports/model_*.onnx. Its group
+    normalisations are written out, since ONNX Runtime's own are not exact (`with_exact_norms`). `pipeline` is the
+    inference.json that segments whole scans of volumes (see `bundle.served_pipeline`).
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        FileExistsError: `repository`/`name` holds something.
+        ValueError: the model is none that `export_onnx` wrote.
+    """
+    if not model.is_file():
+        raise FileNotFoundError(f"{model}: no such file; if the parity gate rejected it, serve another --precision")
+    metadata = read_metadata(model)
+    window, (_, best, most) = numbers(metadata["window"]), numbers(metadata["batch"])
+    kept = {key: metadata[key] for key in _KEPT if key in metadata}
+    values = {"name": name, "window": window, "best": best, "most": most, "kept": kept, "opset": OPSET}
+    values |= {"overlap": overlap, "pipeline": pipeline}
+    files: dict[str, str | bytes] = {"1/model.onnx": with_exact_norms(model), "MODEL_CARD.md": card}
+    for template in sorted(Path(__file__).with_name("triton").iterdir()):
+        files[template.stem] = filled(template, values)
+    return write_package(repository / name, files | ({"inference.json": pipeline} if pipeline else {}))
+
+
 def tell(exports: Exports, judge: Judge, run: Run) -> None:
     """Say size, speed (of a window) and difference of exports as a table; keep all as `exports/exports.json`."""
     seconds = {}
@@ -96,8 +127,8 @@ def tell(exports: Exports, judge: Judge, run: Run) -> None:
 
 def precision_table(exports: Exports, seconds: Mapping[str, float]) -> str:
     """Return a Markdown table with a line for each precision, in MiB, `seconds` and logits; a dash is not known."""
-    titles = "precision", "ONNX MiB", "engine MiB", _SECONDS, "largest logit difference", "quality change", "verdict"
-    rows: list[Sequence[str]] = [titles, ("---", *["---:"] * 5, "---")]
+    titles = "ONNX MiB", "engine MiB", "s per window in ONNX Runtime", "largest logit difference", "quality change"
+    rows: list[Sequence[str]] = [("precision", *titles, "verdict"), ("---", *["---:"] * 5, "---")]
     engines = {each.precision: each for each in exports if each.kind == "engine"}
     for model in [each for each in exports if each.kind == "onnx"]:
         engine = engines.get(model.precision, Exported("engine"))
@@ -119,9 +150,7 @@ def _find_cases(config: ExportConfig, phantoms: str | None, scratch: Path) -> tu
     known = summary.get("data", {}).get("folder")
     own = Path(known) if known and split else None
     folder = config.data or own
-    if folder is None or not (folder / "dataset.json").is_file():
-        if config.data is not None:
-            raise FileNotFoundError(f"{config.data / 'dataset.json'}: no such file; --data takes a dataset folder")
+    if folder is None or not (config.data or (folder / "dataset.json").is_file()):
         if phantoms is None:
             raise FileNotFoundError(f"{config.run}: the run's data are not available; pass a dataset with --data")
         folder = make_synthetic(scratch, "make_phantoms", phantoms, "--cases", str(2 * _SYNTHETIC_CASES))

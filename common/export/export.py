@@ -91,17 +91,10 @@ def export(
     """Export a network to `exports`/model_{fp32,fp16,int8}.{onnx,plan} of a run, and say and return what came of it.
 
     What the gate refuses is not left there; a refused fp32 export is an error. Of those that passed there are engines;
-    without TensorRT the last record says why there are none.
+    without TensorRT the last record says why there are none. `quantise` makes the INT8 model; None makes none. For
+    `batch` and `smallest` see `export_onnx`; `metadata` are kept in the ONNX models, with the digest of the weights.
 
-    Args:
-        network: the plain module on any device, with the weights of the run's best.safetensors; it is left as it is.
-        judge: what the gate judges on.
-        run: where the exports go.
-        batch: see `export_onnx`, as for `smallest`.
-        metadata: kept in the ONNX models, beside the digest of the weights.
-        engine: which TensorRT builds the engines.
-        smallest: the smallest window, where the sides are to be free.
-        quantise: makes the INT8 model; None makes none.
+    The network is the plain module on any device, with the weights of the run's best.safetensors; it is left as it is.
 
     Raises:
         ParityError: the fp32 export does not compute what torch computes.

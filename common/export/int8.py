@@ -1,8 +1,7 @@
 """INT8 by explicit QuantizeLinear and DequantizeLinear nodes in the fp32 ONNX model, calibrated on real windows.
 
-Convolutions alone are quantised, at their inputs and weights: they hold nearly all of the arithmetic and of the bytes,
-and TensorRT fuses what follows them as it likes. The fp16 model is no better start: ONNX Runtime replaces a scale in
-half precision below 6.1e-5 by 1, which would silence any channel of small weights.
+The fp16 model is no better start: ONNX Runtime replaces a scale in half precision below 6.1e-5 by 1, which would
+silence any channel of small weights.
 """
 
 from pathlib import Path
@@ -15,21 +14,17 @@ from medspeed.common.export.onnx_model import read_metadata
 from medspeed.common.files import atomic_path
 from medspeed.common.inference.predictors import onnx_errors
 
-QUANTISED = ("Conv", "ConvTranspose")
-"""Operators computed in INT8; TensorRT-RTX 1.7 takes both, in two and in three dimensions."""
+# They hold nearly all of the arithmetic and of the bytes, and TensorRT fuses what follows them as it likes.
+_QUANTISED = ["Conv", "ConvTranspose"]
 
 
 def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> None:
-    """Write an ONNX model that computes its convolutions in INT8, with symmetric scales, per channel for the weights.
+    """Write an fp32 model of `export_onnx` with convolutions in INT8: symmetric scales, per channel for the weights.
 
-    Ranges of activations are the least and the largest value over all windows, which go through one at a time: a pair
-    of numbers per tensor is all that is kept. (Entropy or percentiles need all activations for their histograms, and
-    are no better: on networks trained on phantoms the Dice of three scans changes by 0.0007 and 0.0003.)
-
-    Args:
-        fp32: the model that `export_onnx` wrote in fp32.
-        int8: is written whole or not at all; the same model and windows give the same bytes.
-        windows: [N, C, *sides] float32, N >= 1, real ones as the network is to see them.
+    Ranges of activations are the least and the largest value over all windows [N, C, *sides] float32, N >= 1, real ones
+    as the network is to see them, which go through one at a time. (Entropy or percentiles need all activations at once,
+    and are no better: on networks trained on phantoms the Dice of three scans changes by 0.0007 and 0.0003.) The file
+    is written whole or not at all; the same model and windows give the same bytes.
 
     Source:
         Placement: TensorRT documentation, "Q/DQ Placement Recommendations" (inputs of weighted operators, not outputs).
@@ -50,7 +45,7 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> None:
             part,
             SimpleNamespace(get_next=lambda: next(feeds, None)),  # all that a CalibrationDataReader does
             quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=list(QUANTISED),
+            op_types_to_quantize=_QUANTISED,
             per_channel=True,
             activation_type=QuantType.QInt8,
             weight_type=QuantType.QInt8,
@@ -59,7 +54,7 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> None:
                 "ActivationSymmetric": True,
                 "WeightSymmetric": True,
                 "QuantizeBias": False,  # TensorRT-RTX refuses biases in int32
-                "OpTypesToExcludeOutputQuantization": list(QUANTISED),
+                "OpTypesToExcludeOutputQuantization": _QUANTISED,
             },
         )
         quantised: Any = onnx.load(str(part))

@@ -33,20 +33,17 @@ _PACKAGES = ("torch", "monai", "numpy", "onnx", "onnxruntime", "tensorrt", "tens
 def model_card(run: Path, task: str) -> str:
     """Return the model card of a run: `model_card.md.j2`, filled in.
 
-    It holds what the run's own files say and the licence that the dataset states, while that still lies where it was;
-    what is not known is called so. No path, host or user is in it.
-
-    Args:
-        run: folder of a run; of one made from foreign weights, model.json and the weights are enough.
-        task: what the network does, in a sentence without a full stop.
+    It holds what the run's own files say, if they are there, and the licence that the dataset states, while that still
+    lies where it was; what is not known is called so. No path, host or user is in it. The task, what the network does,
+    is a sentence without a full stop.
 
     Raises:
         ValueError: one of the files is no JSON object, or a value in it of another type.
     """
     files = {name: read_if_there(run / f"{name}.json") for name in ("model", "summary", "split", "environment")}
     folder, quality = files["summary"].get("data", {}).get("folder"), files["summary"].get("quality")
-    python, revision, known = (files["environment"].get(name) for name in ("python", "git", "versions"))
-    packages = {name: (known or {}).get(name) for name in _PACKAGES}
+    environment = files["environment"]
+    packages = {name: (environment.get("versions") or {}).get(name) for name in _PACKAGES}
     # The digests are those of what is there now, and not of what the summary remembers.
     exports = sorted(file for kind in ("onnx", "plan") for file in (run / "exports").glob(f"model_*.{kind}"))
     found = [file for file in (run / "best.safetensors", *exports) if file.is_file()]
@@ -56,7 +53,7 @@ def model_card(run: Path, task: str) -> str:
         "figures": _figures(quality) if quality else {},
         "dataset": read_if_there(Path(folder) / "dataset.json") if folder else {},
         "digests": {file.relative_to(run).as_posix(): sha256_of(file) for file in found},
-        "versions": {"Python": python, **packages, "medspeed revision": revision},
+        "versions": {"Python": environment.get("python"), **packages, "medspeed revision": environment.get("git")},
     }
     return filled(Path(__file__).with_name("model_card.md.j2"), files | values)
 

@@ -44,17 +44,12 @@ def export_onnx(
 ) -> Path:
     """Write a network as an ONNX model from `image` [batch, C, *sides] to `logits` [batch, K, *sides], both float32.
 
-    Returns `path`, which is written whole or not at all. A copy is exported, in evaluation mode. The same weights give
-    the same bytes, and no path of this machine is in them.
+    Returns `path`, which is written whole or not at all. A copy of the network, the plain module, is exported, in
+    evaluation mode; `precision` is that of its weights and activations. The same weights give the same bytes, and no
+    path of this machine is in them. The arguments behind it, from `window` on, are kept as metadata.
 
-    Args:
-        network: the plain module, neither compiled nor wrapped for several GPUs.
-        path: of the model.
-        window: one window, the largest where its sides are free.
-        precision: of weights and activations.
-        metadata: kept in the file, beside `precision`, `window`, `smallest` and `batch`.
-        smallest: the smallest window; sides in which it differs from `window` are free. By default none is.
-        batch: windows in one call that an engine is tuned for; it takes 1 to this many, or to 4.
+    Sides in which `window` and `smallest`, by default the same, differ are free. An engine is tuned for `batch` windows
+    in one call, and takes 1 to this many, or to 4.
 
     Raises:
         ValueError: the model is no valid ONNX.

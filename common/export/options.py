@@ -69,11 +69,6 @@ class ExportConfig:
         return self.engine if self.to == "engine" else "none"
 
     @property
-    def makes_int8(self) -> bool:
-        """Whether INT8 models are wanted."""
-        return self.int8 or self.precision == "int8"
-
-    @property
     def destination(self) -> Path:
         """The folder of the repository or bundle."""
         return self.output or self.run / self.to

@@ -159,7 +159,7 @@ def test_a_run_is_never_overwritten_and_weights_that_do_not_fit_leave_nothing(tm
 
 
 def test_data_without_a_dataset_is_an_error(tmp_path, weights):
-    with pytest.raises(FileNotFoundError, match="--data"):
+    with pytest.raises(FileNotFoundError, match=r"dataset\.json: not found; a dataset folder contains"):
         export_spleen(spleen(tmp_path, init=weights, data=tmp_path))
 
 

@@ -24,8 +24,8 @@ from medspeed.apps.pathology.model import PathologyModel, normalised
 from medspeed.common.data.preparation import Preparation, prepare_volume
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.export.bundle import LICENCE, painting, served_pipeline, write_volume_bundle
+from medspeed.common.export.deploy import write_triton
 from medspeed.common.export.onnx_model import export_onnx
-from medspeed.common.export.triton import write_triton
 from medspeed.common.inference.labels import LabelScheme, Region
 from medspeed.common.inference.model import VolumeModel, save_weights, write_model
 from medspeed.common.inference.options import InferConfig
