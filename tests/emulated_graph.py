@@ -63,7 +63,7 @@ def record(body: Callable[[], object]) -> Callable[[], object]:
 
 def tried(trials: Sequence[Trial], *_: Any) -> list[str]:
     """Stand for `medspeed.common.kernels.trust.choose`: what is right is taken, and nothing is timed or kept."""
-    return [each.name for each in trials if not difference(each.fused(), each.twin(), each.tolerance)]
+    return [each.name for each in trials if not difference(each.fused(), each.work(), each.tolerance)]
 
 
 @contextmanager

@@ -191,9 +191,11 @@ def _in_a_graph(predict: Predictor, windows: torch.Tensor, about: str, say: Call
         replay[0]()
         return logits[0].clone()
 
-    some = windows, -windows.flip(-1)
-    graph, eager = (lambda call=call: [call(each) for each in some] for call in (repeated, predict))
-    trial = trust.Trial("windows in a graph", graph, eager, _TOLERANCE, about)
+    def tried() -> list[torch.Tensor]:
+        call = repeated if trust.trusts("windows in a graph") else predict
+        return [call(windows), call(-windows.flip(-1))]
+
+    trial = trust.Trial("windows in a graph", tried, _TOLERANCE, about)
     try:
         if trust.choose([trial], "auto", _STORE.expanduser(), say):
             repeated(windows)  # a verdict of an earlier run has captured nothing

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medspeed.common.kernels.norm_operators import norm_apply, norm_gradient, norm_gradient_sums, norm_sums, rows_of
-from medspeed.common.kernels.trust import Trial, trial_of, trusts
+from medspeed.common.kernels.trust import Trial, trusts
 
 Kind = Literal["relu", "prelu", "sum_relu", "none"]
 GROUP, BATCH, RELU = "group_norm_relu", "batch_norm_prelu", "batch_norm_relu"
@@ -239,4 +239,4 @@ def _trial(name: str, module: nn.Module, shape: Sequence[int], dtype: torch.dtyp
         found.backward(gradient)  # type: ignore[no-untyped-call]
         return [found.detach()] + [each.grad for each in (image, *twin.parameters()) if each.grad is not None]
 
-    return trial_of(name, work, _TOLERANCE[dtype], f"{list(shape)} {dtype}".replace("torch.", ""))
+    return Trial(name, work, _TOLERANCE[dtype], f"{list(shape)} {dtype}".replace("torch.", ""))

@@ -29,28 +29,22 @@ _trusted: set[str] = set()
 
 @dataclass(frozen=True)
 class Trial:
-    """A variant and its twin, each with inputs of its own making that stand for the run's."""
+    """A piece of work on inputs of its own making that stand for the run's, done by a variant and by its twin."""
 
     name: str  # as `trusts` asks for it
-    fused: Work  # returns what the variant computes: outputs, then gradients where there are any
-    twin: Work  # returns the same from plain torch, in the same order, shapes and dtypes
+    work: Work  # takes the variant where `trusts` says so; returns outputs, then gradients, alike in shapes and dtypes
     tolerance: float  # of each tensor: the largest difference over the twin's largest absolute value
     about: str = ""  # what the verdict holds for besides the machine: shapes, precision
 
-
-def trial_of(name: str, work: Work, tolerance: float, about: str = "") -> Trial:
-    """Return the trial of a variant that one piece of work takes where it is trusted."""
-
-    def fused() -> Sequence[Tensor]:
-        with trusting(name):
-            return work()
-
-    return Trial(name, fused, work, tolerance, about)
+    def fused(self) -> Sequence[Tensor]:
+        """Return what the variant computes."""
+        with trusting(self.name):
+            return self.work()
 
 
-def trusts(name: str, tensor: Tensor) -> bool:
-    """Return whether a variant may take a tensor: it lies on a CUDA device, and the variant was chosen."""
-    return tensor.is_cuda and name in _trusted
+def trusts(name: str, tensor: Tensor | None = None) -> bool:
+    """Return whether a variant was chosen, or is being tried; and a tensor that it would take lies on a CUDA device."""
+    return name in _trusted and (tensor is None or tensor.is_cuda)
 
 
 @contextmanager
@@ -115,8 +109,8 @@ def _verdict(trial: Trial, path: Path, machine: str) -> tuple[str, float]:
             return problem, speed
     _keep(path, key, ("the program ended during its trial", 0.0))
     try:
-        problem = difference(trial.fused(), trial.twin(), trial.tolerance)
-        found = problem, 0.0 if problem else _seconds(trial.twin) / max(_seconds(trial.fused), 1e-9)
+        problem = difference(trial.fused(), trial.work(), trial.tolerance)
+        found = problem, 0.0 if problem else _seconds(trial.work) / max(_seconds(trial.fused), 1e-9)
     except Exception as error:  # whatever it is, the twin is there
         found = " ".join(f"{type(error).__name__} {error}".split())[:200], 0.0
     _keep(path, key, found)

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import chain, count
 from pathlib import Path
 from typing import Literal
@@ -148,7 +148,7 @@ def volume_trials(
         (gradient,) = torch.autograd.grad(value * label.numel(), logits)  # in fp16 else too small to be compared
         return [value.detach(), gradient]
 
-    found = [] if config.loss.startswith("monai_") else [trust.trial_of(losses.FUSED, work, _tolerance(dtype), about)]
+    found = [] if config.loss.startswith("monai_") else [trust.Trial(losses.FUSED, work, _tolerance(dtype), about)]
     return [*found, *batch_trials(crops.FUSED, batches, dtype, about)]
 
 
@@ -158,15 +158,11 @@ def batch_trials(name: str, batches: Batches, dtype: torch.dtype, about: str) ->
         return []
     streams = [chain.from_iterable(map(batches.epoch, count())) for _ in range(2)]
 
-    def made(stream: int) -> list[Tensor]:
-        batch = next(streams[stream])
+    def work() -> list[Tensor]:
+        batch = next(streams[trust.trusts(name)])
         return [batch.image.to(dtype), batch.label]
 
-    def fused() -> list[Tensor]:
-        with trust.trusting(name):
-            return made(0)
-
-    return [trust.Trial(name, fused, partial(made, 1), _tolerance(dtype), about)]
+    return [trust.Trial(name, work, _tolerance(dtype), about)]
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -23,6 +23,7 @@ from medspeed.common.training.optimizers import Novograd
 from medspeed.common.training.state import TrainingState
 
 Compute = Callable[[Batch, float | Tensor], Tensor]  # a step, from a batch and a learning rate to the loss, a scalar
+CAPTURED = "captured step"  # the name that `trust.trusts` knows it by
 _TRIAL_RATES = (1.0, 0.5, 0.25)  # of the first rate, in the steps that are tried: one that stood still would show
 _TOLERANCE = 0.02  # of each loss and of how far each tensor moved: some kernels add in another order each time
 
@@ -42,10 +43,8 @@ class Steps:
         self._table = numbers.to(device)  # of each step: the bits of its rate, and the place of its loss
         self._number = torch.tensor([self._done], device=device)  # of the next step, from 0
         self._reads_rate = isinstance(state.optimizer, Novograd)  # the others take a number of the host's
-        self._sample: Batch | None = None
-        self._slots: list[Tensor] = []  # what differs between batches, where a captured step reads it
         self.shape: Sequence[int] = ()  # of the images
-        self._replay: Callable[[], object] | None = None
+        self.release()
 
     def __call__(self, batch: Batch) -> None:
         """Do the next step; the host waits for nothing."""
@@ -62,12 +61,14 @@ class Steps:
         self._sample, device = sample, self._losses.device
         self._slots = [torch.empty_like(part, device=device).copy_(part) for part in _parts(sample)]
 
-    def eager(self) -> list[Tensor]:
-        """Try a few eager steps on the sample; return what shows whether others do the same (see `choose_steps`)."""
-        return self._outcome(self._on_sample)
+    def release(self) -> None:
+        """Do the run's steps eagerly; give the memory of a captured one back."""
+        self._replay: Callable[[], object] | None = None
+        self._sample: Batch | None = None
+        self._slots: list[Tensor] = []  # what differs between batches, where a captured step reads it
 
-    def captured(self) -> list[Tensor]:
-        """Likewise try steps that repeat one, which is captured before; from here on the run's are of this kind.
+    def capture(self) -> Callable[[], object]:
+        """Capture a step on the sample, unless there is one, which the run's steps repeat from here on; return it.
 
         Raises:
             RuntimeError: whatever a driver, a library or the memory refuses; the run's steps stay eager.
@@ -75,11 +76,20 @@ class Steps:
         if self._replay is None:
             with self._undone():
                 self._replay = record(self._on_sample)
-        return self._outcome(self._replay)
+        return self._replay
 
-    def release(self) -> None:
-        """Do the run's steps eagerly, and give the memory of the captured one back."""
-        self._replay, self._sample, self._slots = None, None, []
+    def tried(self) -> list[Tensor]:
+        """Try a few steps on the sample, captured where `trusts` says so; return what shows if others do the same.
+
+        That is their losses, and how far each tensor that they change has moved, as scalars.
+        """
+        step, found = self.capture() if trust.trusts(CAPTURED) else self._on_sample, []
+        with self._undone() as changed:
+            for _ in _TRIAL_RATES:
+                place = self._number.remainder(len(self._losses))
+                step()
+                found.append(self._losses.index_select(0, place))
+            return [*found, *torch._foreach_norm([now - was for now, was in changed if now.is_floating_point()])]
 
     def _step(self, batch: Batch) -> None:
         self.shape = batch.image.shape
@@ -95,32 +105,18 @@ class Steps:
         image, label = sample.make(*self._slots) if isinstance(sample, Draft) else self._slots
         self._step(Batch(image, label, sample.cases))
 
-    def _changed(self) -> list[Tensor]:
-        return [tensor.detach() for tensor in (*self.state.tensors(), self._losses, self._number)]
-
     @contextmanager
-    def _undone(self) -> Iterator[list[Tensor]]:
-        """Let steps be tried, at the rates for it; yield what they change as it was, and put it back in the end."""
-        changed, device = self._changed(), self._losses.device
-        kept = [tensor.clone() for tensor in changed]
+    def _undone(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Let steps be tried, at the rates for it; yield what they change beside what it was, to which it returns."""
+        changed = [tensor.detach() for tensor in (*self.state.tensors(), self._losses, self._number)]
+        kept, device = [tensor.clone() for tensor in changed], self._losses.device
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
                 self._number.fill_(len(self._rates))
-                yield kept
+                yield list(zip(changed, kept, strict=True))
         finally:
             self.state.optimizer.zero_grad(set_to_none=True)
             torch._foreach_copy_(changed, kept)
-
-    def _outcome(self, step: Callable[[], object]) -> list[Tensor]:
-        """Return the losses of a few steps, and how far each tensor that they change has moved, as scalars."""
-        found = []
-        with self._undone() as kept:
-            for _ in _TRIAL_RATES:
-                place = self._number.remainder(len(self._losses))
-                step()
-                found.append(self._losses.index_select(0, place))
-            pairs = zip(self._changed(), kept, strict=True)
-            return [*found, *torch._foreach_norm([now - was for now, was in pairs if now.is_floating_point()])]
 
 
 def why_eager(batches: Batches, state: TrainingState, config: TrainingConfig, run: Run) -> str | None:
@@ -154,10 +150,9 @@ def _tried(steps: Steps, sample: Batch, config: TrainingConfig, run: Run) -> str
     size = sum(each.numel() for each in steps.state.tensors())  # which two networks hardly ever share
     batch = f"{type(sample).__name__} of {list(sample.image.shape)} {sample.image.dtype}, {size} numbers"
     about = f"{config.APP}, {batch}, {config.precision}, by {config.parallel.accumulate}, code {code:08x}"
-    trial = trust.Trial("captured step", steps.captured, steps.eager, _TOLERANCE, about)
     try:
-        if trust.choose([trial], "auto", config.store, run.say):
-            steps.captured()
+        if trust.choose([trust.Trial(CAPTURED, steps.tried, _TOLERANCE, about)], "auto", config.store, run.say):
+            steps.capture()
             return None
         reason = "see the trial above"
     except RuntimeError as error:

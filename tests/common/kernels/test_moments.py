@@ -45,12 +45,12 @@ def test_the_kernel_is_its_twin(everywhere, scale, skips):
 @interpreted
 def test_its_trial_passes_and_finds_a_planted_fault(everywhere, monkeypatch):
     trial = moments.trial(torch.device("cpu"))
-    assert trust.difference(trial.fused(), trial.twin(), trial.tolerance) == ""
+    assert trust.difference(trial.fused(), trial.work(), trial.tolerance) == ""
     from medspeed.common.kernels import moments_triton
 
     right = moments_triton.second_moments
     monkeypatch.setattr(moments_triton, "second_moments", lambda *given: 1.1 * right(*given))
-    assert "off by" in trust.difference(trial.fused(), trial.twin(), trial.tolerance)
+    assert "off by" in trust.difference(trial.fused(), trial.work(), trial.tolerance)
 
 
 @pytest.mark.slow

@@ -242,10 +242,10 @@ def test_its_trial_passes_and_finds_a_planted_fault(network, name, dtype, everyw
     before = torch.get_rng_state()
     (trial,) = norms.trials(network, dtype, torch.device("cpu"))
     assert trial.name == name
-    assert trust.difference(trial.fused(), trial.twin(), trial.tolerance) == ""
+    assert trust.difference(trial.fused(), trial.work(), trial.tolerance) == ""
     assert torch.equal(before, torch.get_rng_state())  # the run's own numbers
     monkeypatch.setattr(norms, "fused_norm", lambda *given: tuple(1.2 * each for each in fused_norm(*given)))
-    assert "off by" in trust.difference(trial.fused(), trial.twin(), trial.tolerance)
+    assert "off by" in trust.difference(trial.fused(), trial.work(), trial.tolerance)
 
 
 @interpreted

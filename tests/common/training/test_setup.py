@@ -220,14 +220,11 @@ def test_compiling_leaves_the_state_and_computes_the_same():
 def test_kernels_are_tried_on_a_gpu_only(device, wish, taken, tmp_path):
     asked = []
 
-    def work(value):
-        asked.append(value)
-        return [torch.tensor(value)]
+    def work(name, value):
+        asked.append(name)
+        return [torch.tensor(value if trust.trusts(name) else 1.0)]
 
-    trials = [
-        trust.Trial(name, partial(work, value), partial(work, 1.0), 1e-3)
-        for name, value in (("right", 1.0), ("wrong", 2.0))
-    ]
+    trials = [trust.Trial(name, partial(work, name, value), 1e-3) for name, value in (("right", 1.0), ("wrong", 2.0))]
     config = TrainingConfig(kernels=wish, store=tmp_path / "store")
     with trust.trusting():
         assert trust_kernels(trials, config, Run(tmp_path, torch.device(device), Clock(), False)) == taken

@@ -330,7 +330,7 @@ def test_a_graph_on_the_gpu_equals_eager_steps(app, precision):
     """Of real kernels, some of which add in another order each time."""
     runs = [make(app, precision=precision, device=torch.device("cuda")) for _ in range(2)]
     runs[1].steps.hold(runs[1].batch(99))
-    runs[1].steps.captured()
+    runs[1].steps.capture()
     eager, graph = (made.losses(20) for made in runs)
     assert graph == pytest.approx(eager, rel=0.02)
     assert graph[0] == pytest.approx(eager[0], rel=1e-4)
