@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from medspeed.common.kernels.norms import batch_norm_relu, fork
+from medspeed.common.kernels.norms import RELU, InBlock, batch_norm_relu, fork, norm_trial
+from medspeed.common.kernels.trust import Trial
 from medspeed.common.kernels.weights import half_weights
 
 STRIDE = 32
@@ -36,6 +37,10 @@ class ResidualBlock(nn.Module):
             convolution, norm = self.downsample
             beside = batch_norm_relu(norm, convolution(beside), relu=False)  # type: ignore[arg-type]
         return batch_norm_relu(self.bn2, x, beside)
+
+    def trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
+        """Return the `norm_trial` of the normalisations."""
+        return norm_trial(RELU, InBlock(self.bn1.num_features), dtype, device)
 
 
 class ResNet18(nn.Module):

@@ -84,8 +84,8 @@ def choose(config: BratsConfig, data: Data, network: Build, run: Run) -> BratsCo
     fused = False
     if run.device.type == "cuda":
         norm = norms.GroupNormReLU(8, decided(chosen.network.filters))
-        trials = norms.trials(norm, dtype_of(chosen.precision), run.device)
-        fused = norms.GROUP in trust.choose(trials, config.kernels, config.store, run.say)
+        trial = norm.trial(dtype_of(chosen.precision), run.device)
+        fused = bool(trust.choose([trial], config.kernels, config.store, run.say))
     return replace(chosen, channels_last=faster_channels_last(chosen.precision, run.device, fused))
 
 

@@ -6,7 +6,6 @@ memory forward, two backward.
 
 import copy
 import math
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -14,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medspeed.common.kernels.norm_operators import norm_apply, norm_gradient, norm_gradient_sums, norm_sums, rows_of
 from medspeed.common.kernels.trust import Trial, trusts
 
 Kind = Literal["relu", "prelu", "sum_relu", "none"]
@@ -43,6 +41,10 @@ class GroupNormReLU(nn.GroupNorm):
             weight, bias = weight.to(image.dtype), bias.to(image.dtype)
             return F.relu(F.group_norm(image, self.num_groups, weight, bias, self.eps), inplace=True), image
 
+    def trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
+        """Return the `norm_trial` of this module."""
+        return norm_trial(GROUP, self, dtype, device)
+
 
 class BatchNormPReLU(nn.Module):
     """Batch normalisation N of so many channels, then PReLU A."""
@@ -52,14 +54,18 @@ class BatchNormPReLU(nn.Module):
         self.N = nn.BatchNorm3d(channels)
         self.A = nn.PReLU()
 
-    def forward(self, image: Tensor, *given: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        image: Tensor,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
+        residual_bias: Tensor | None = None,
+    ) -> Tensor:
         """Return what has the shape of the image [B, C, X, Y, Z].
 
-        Given are up to three: the shift [C], in training only, what the image lacks of each channel (normalisation
-        takes it out anyway; the running mean must have it); a residual, as the image, which is added at the end; and a
-        bias [C] that is added to that.
+        In training the `shift` [C] is what the image lacks of each channel (normalisation takes it out anyway; the
+        running mean must have it). A residual, as the image, and its bias [C] are added at the end.
         """
-        shift, residual, residual_bias = (*given, None, None, None)[:3]
         fused = _fused_batch_norm(self.N, image, "prelu", self.A.weight, residual, residual_bias, shift)
         if fused is not None:
             return fused
@@ -71,6 +77,10 @@ class BatchNormPReLU(nn.Module):
         if residual_bias is not None:
             activated = activated + residual_bias.view(-1, 1, 1, 1)
         return activated if residual is None else activated + residual
+
+    def trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
+        """Return the `norm_trial` of this module."""
+        return norm_trial(BATCH, self, dtype, device)
 
 
 def batch_norm_relu(norm: nn.BatchNorm2d, image: Tensor, residual: Tensor | None = None, relu: bool = True) -> Tensor:
@@ -89,10 +99,9 @@ def _fused_batch_norm(norm: Any, image: Tensor, kind: Kind, *given: Tensor | Non
     """Return `fused_norm` of a module in training, if it is trusted; given are slope, residual, its bias and shift."""
     if not (norm.training and trusts(BATCH if kind == "prelu" else RELU, image) and channels_innermost(image)):
         return None
-    slope, residual, residual_bias, shift = (*given, None, None, None)[:4]
+    *others, shift = (*given, None, None, None)[:4]
     running = [norm.running_mean, norm.running_var, norm.num_batches_tracked], shift, norm.momentum or 0.0
-    sizes = norm.weight, norm.bias, norm.num_features, 1, norm.eps
-    return fused_norm(image, *sizes, kind, slope, residual, residual_bias, *running)[0]
+    return fused_norm(image, norm.weight, norm.bias, norm.num_features, 1, norm.eps, kind, *others, *running)[0]
 
 
 def channels_innermost(image: Tensor) -> bool:
@@ -103,63 +112,27 @@ def channels_innermost(image: Tensor) -> bool:
     return rows.is_contiguous() or (rows.stride(-1) == 1 and steps[0] > rows.shape[-1] and even)
 
 
-def fused_norm(
-    image: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    groups: int,
-    samples: int,
-    epsilon: float,
-    *given: Any,  # noqa: ANN401
-) -> tuple[Tensor, Tensor]:
+def fused_norm(image: Tensor, weight: Tensor, bias: Tensor, *plan: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
     """Return the image normalised, activated, and the residual added; and the image itself. Both have gradients.
 
     Args:
         image: [B, C, *sides], channels innermost.
         weight: [C].
         bias: [C].
-        groups: of channels; C for batch normalisation.
-        samples: that are normalised each by itself: B, or 1 for batch normalisation.
-        epsilon: added to variances.
-        given: in this order, the `Kind` of the activation ("sum_relu" is that of the sum with the residual); slope [1]
-            of PReLU; a residual as the image, anyhow in memory; bias [C] added to it; running mean [C], variance [C]
-            and number of batches [] int64, which are updated; shift [C] added to the mean there; its momentum.
+        plan: in this order, groups of channels, C for batch normalisation; samples that are normalised each by itself,
+            B, or 1 for batch normalisation; epsilon, added to variances. Then, if wanted, the `Kind` of the activation
+            ("sum_relu" is that of the sum with the residual); slope [1] of PReLU; a residual as the image, anyhow in
+            memory; bias [C] added to it; running mean [C], variance [C] and number of batches [] int64, which are
+            updated; shift [C] added to the mean there; its momentum.
     """
-    kind, slope, residual, residual_bias, running, shift, momentum = (*given, *_USUAL[len(given) :])
-    apply: Any = _Norm.apply
-    plan = (groups, samples, epsilon, kind, list(running), shift, momentum)
-    found: tuple[Tensor, Tensor] = apply(image, weight, bias, slope, residual, residual_bias, plan)
+    from medspeed.common.kernels.norm_operators import FusedNorm
+
+    apply: Any = FusedNorm.apply
+    groups, samples, epsilon, *wanted = plan
+    kind, slope, residual, residual_bias, running, shift, momentum = (*wanted, *_USUAL[len(wanted) :])
+    given = (groups, samples, epsilon, kind, list(running), shift, momentum)
+    found: tuple[Tensor, Tensor] = apply(image, weight, bias, slope, residual, residual_bias, given)
     return found
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, image: Tensor, *given: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-        weight, bias, slope, residual, residual_bias, (*sizes, epsilon, kind, running, shift, momentum) = given
-        added = None if residual is None else rows_of(residual)
-        tensors = image, norm_sums(image, *sizes), weight, bias, slope, added, residual_bias, running, shift
-        y, statistics = norm_apply(*tensors, *sizes, epsilon, momentum, kind)
-        ctx.save_for_backward(image, statistics, weight, bias, slope, residual_bias, y if kind == "sum_relu" else None)
-        ctx.set_materialize_grads(False)
-        ctx.sizes, ctx.residual = (*sizes, kind), None if residual is None else residual.dtype
-        return y, image
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, beside: Tensor | None) -> Any:  # noqa: ANN401
-        image, *given, residual_bias, y = ctx.saved_tensors
-        gradients = [rows_of(each) for each in (gradient, *getattr(ctx, "more", ()))]
-        ctx.more = ()
-        joined = y is not None or len(gradients) > 1 or not gradients[0].is_contiguous()
-        biased = residual_bias is not None
-        sums, *found = norm_gradient_sums(gradients, image, y, *given, *ctx.sizes, biased, joined)
-        gradient = found[0] if joined else gradient
-        laid = gradient if joined else gradients[0]
-        beside = None if beside is None else rows_of(beside).contiguous()
-        dx, *small = norm_gradient(laid, image, *given, residual_bias, sums, beside, *ctx.sizes)
-        dweight, dbias, dslope, dresidual_bias = small
-        dresidual = None if ctx.residual is None else gradient.to(ctx.residual)
-        slope = None if given[-1] is None else dslope
-        return dx, dweight, dbias, slope, dresidual, dresidual_bias if biased else None, None
 
 
 def fork(image: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,7 +140,7 @@ def fork(image: Tensor) -> tuple[Tensor, Tensor]:
     node: Any = None if torch.compiler.is_compiling() else image.grad_fn
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         norm = getattr(node, "norm", None if image.output_nr else node)  # through another fork
-        if type(norm).__name__ == "_NormBackward":
+        if type(norm).__name__ == "FusedNormBackward":
             apply: Any = _Fork.apply
             return tuple(apply(image, norm))
     return image, image
@@ -188,37 +161,25 @@ class _Fork(torch.autograd.Function):
         return first, None
 
 
-def trials(network: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Trial]:
-    """Return a trial of each of the three that a network has, on outputs of convolutions of a dtype.
-
-    Of each kind it is that of the first, whose images are the largest.
-    """
-    found = []
-    for kind, name in ((GroupNormReLU, GROUP), (BatchNormPReLU, BATCH), (nn.BatchNorm2d, RELU)):
-        first: Any = next((module for module in network.modules() if isinstance(module, kind)), None)
-        if first is not None:
-            channels, (batch, *sides) = next(each.numel() for each in first.parameters()), _SHAPE
-            shape, tried = (batch, channels, *sides), first
-            if name == RELU:
-                shape, tried = (batch * sides[0], channels, *sides[1:]), _InBlock(channels)
-            found.append(_trial(name, tried, shape, dtype, device))
-    return found
-
-
-class _InBlock(nn.Module):
-    """As in a residual block; the sum is kept from 0, where rounding alone would decide if a gradient passes."""
+class InBlock(nn.Module):
+    """Batch norms and ReLU as in a residual block; its sum is kept from 0, where rounding alone would decide."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(channels)
 
     def forward(self, image: Tensor) -> Tensor:
+        """Return what has the shape of the image [B, C, Y, X]."""
         x, beside = fork(batch_norm_relu(self.norm, image))
         residual = batch_norm_relu(self.norm, beside, relu=False) + 3 * image.detach().sign()
         return batch_norm_relu(self.norm, x, residual)
 
 
-def _trial(name: str, module: nn.Module, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Trial:
+def norm_trial(name: str, module: nn.Module, dtype: torch.dtype, device: torch.device) -> Trial:
+    """Return the trial of a module on large outputs of a convolution of a dtype, as in a network."""
+    channels, (batch, *sides) = next(each.numel() for each in module.parameters()), _SHAPE
+    shape = (batch * sides[0], channels, *sides[1:]) if name == RELU else (batch, channels, *sides)
+
     @cache
     def given() -> tuple[nn.Module, Tensor, Tensor]:
         twin = copy.deepcopy(module).to(device).train()

@@ -92,8 +92,7 @@ def apply_kernel(
     x, partial, weight, bias, slope, residual, residual_bias, y, statistics, running_mean, running_var, steps_seen,
     shift, rows, tiles, parts, part_rows, epsilon, momentum,
     C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    ROW: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, BIASED: tl.constexpr, RUNNING: tl.constexpr,
-    SHIFT: tl.constexpr,
+    ROW: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Write the normalised, activated rows; the first program of a sample writes mean and 1 / deviation [2, group].
 
@@ -108,12 +107,12 @@ def apply_kernel(
         first_of_group = there & (channel % GS == 0)
         tl.store(statistics + sample * 2 * (C // GS) + group, mean, mask=first_of_group)
         tl.store(statistics + (sample * 2 + 1) * (C // GS) + group, inverse, mask=first_of_group)
-        if RUNNING:
-            lacking = tl.load(shift + channel, mask=there & SHIFT, other=0.0)
+        if running_mean is not None:
+            level = mean if shift is None else mean + tl.load(shift + channel, mask=there, other=0.0)
             unbiased = variance * (rows / tl.maximum(rows - 1.0, 1.0))
             before = tl.load(running_mean + channel, mask=there)
             spread = tl.load(running_var + channel, mask=there)
-            tl.store(running_mean + channel, before + momentum * (mean + lacking - before), mask=there)
+            tl.store(running_mean + channel, before + momentum * (level - before), mask=there)
             tl.store(running_var + channel, spread + momentum * (unbiased - spread), mask=there)
             tl.store(steps_seen, tl.load(steps_seen) + 1)
     scale = inverse * tl.load(weight + channel, mask=there, other=0.0).to(tl.float32)
@@ -127,7 +126,8 @@ def apply_kernel(
         value = (value - mean[None, :]) * scale[None, :] + offset[None, :]
         if RESIDUAL:
             added = _load(residual, start, row, channel, ok, RESIDUAL)
-            added += tl.load(residual_bias + channel, mask=there & BIASED, other=0.0).to(tl.float32)[None, :]
+            if residual_bias is not None:
+                added += tl.load(residual_bias + channel, mask=there, other=0.0).to(tl.float32)[None, :]
         if KIND == "sum_relu":
             value += added
         if KIND == "prelu":
@@ -162,14 +162,13 @@ def _activation(given, value, slope, KIND: tl.constexpr):
 
 @triton.jit
 def gradient_sums_kernel(
-    gradient, second, third, x, y, statistics, weight, bias, slope, partial, joined, rows, tiles,
+    gradient, second, third, x, result, statistics, weight, bias, slope, partial, joined, rows, tiles,
     C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
-    KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, JOIN: tl.constexpr,
-    SUMS: tl.constexpr,
+    KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
 ):  # fmt: skip
-    """Write sums [sample, program, SUMS, channel] of the gradient, of it times the normal value, of the slope's.
+    """Write sums [sample, program, 4, channel] of the gradient, of it times the normal value, of the slope's.
 
-    The fourth is of the gradient as it is given, behind the activation. The gradients given are added; JOIN writes what
+    The fourth is of the gradient as it is given, behind the activation. The gradients given are added; `joined` is what
     they are together, before a sum's ReLU. From a row of one to the next it is FIRST, SECOND, THIRD, or 0 for none.
     """
     channel, _, there = _channels(C, GS, BG, BS)
@@ -187,35 +186,33 @@ def gradient_sums_kernel(
         if THIRD:
             given += _load(third, start, row, channel, ok, THIRD)
         if KIND == "sum_relu":
-            given = tl.where(tl.load(y + start * C + at, mask=ok, other=0.0) > 0, given, 0.0)
-        if JOIN:
+            given = tl.where(tl.load(result + start * C + at, mask=ok, other=0.0) > 0, given, 0.0)
+        if joined is not None:
             rounded = given.to(joined.dtype.element_ty)
             tl.store(joined + start * C + at, rounded, mask=ok)
             given = rounded.to(tl.float32)
         normal = (_load(x, start, row, channel, ok, ROW) - mean) * inverse
         value = normal * scale + offset
-        if SUMS == 4:
-            plain += tl.sum(given, 0)
+        plain += tl.sum(given, 0)
         if KIND == "prelu":
             sloping += tl.sum(tl.where(value < 0, given * value, 0.0), 0)
         given = _activation(given, value, slope, KIND)
         straight += tl.sum(given, 0)
         leaning += tl.sum(given * normal, 0)
-    partial += (sample * tl.num_programs(0) + tl.program_id(0)) * SUMS * BG * BS + tl.arange(0, BG * BS)
+    partial += (sample * tl.num_programs(0) + tl.program_id(0)) * 4 * BG * BS + tl.arange(0, BG * BS)
     tl.store(partial, straight)
     tl.store(partial + BG * BS, leaning)
     tl.store(partial + 2 * BG * BS, sloping)
-    if SUMS == 4:
-        tl.store(partial + 3 * BG * BS, plain)
+    tl.store(partial + 3 * BG * BS, plain)
 
 
 @triton.jit
-def _added(partial, parts, width: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr):
+def _added(partial, parts, width: tl.constexpr, PARTS: tl.constexpr):
     """Return one of the sums of `gradient_sums_kernel` over so many programs."""
     total = tl.zeros((width,), tl.float32)
     for begin in range(0, parts, PARTS):
         part = (begin + tl.arange(0, PARTS))[:, None]
-        total += tl.sum(tl.load(partial + part * SUMS * width + tl.arange(0, width), mask=part < parts, other=0.0), 0)
+        total += tl.sum(tl.load(partial + part * 4 * width + tl.arange(0, width), mask=part < parts, other=0.0), 0)
     return total
 
 
@@ -224,7 +221,7 @@ def gradient_kernel(
     gradient, x, statistics, weight, bias, slope, partial, beside, dx, dweight, dbias, dslope, dresidual_bias,
     rows, tiles, parts,
     C: tl.constexpr, GS: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    ROW: tl.constexpr, KIND: tl.constexpr, BESIDE: tl.constexpr, SUMS: tl.constexpr,
+    ROW: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x; the very first program also those of what has no rows, over all samples."""
     channel, _, there = _channels(C, GS, BG, BS)
@@ -232,16 +229,16 @@ def gradient_kernel(
     width: tl.constexpr = BG * BS
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         every = parts * tl.num_programs(1)
-        tl.store(dbias + channel, _added(partial, every, width, SUMS, PARTS), mask=there)
-        tl.store(dweight + channel, _added(partial + width, every, width, SUMS, PARTS), mask=there)
+        tl.store(dbias + channel, _added(partial, every, width, PARTS), mask=there)
+        tl.store(dweight + channel, _added(partial + width, every, width, PARTS), mask=there)
         if KIND == "prelu":
-            tl.store(dslope, tl.sum(_added(partial + 2 * width, every, width, SUMS, PARTS), 0))
-        if SUMS == 4:
-            total = _added(partial + 3 * width, every, width, SUMS, PARTS)
-            tl.store(dresidual_bias + channel, total.to(dresidual_bias.dtype.element_ty), mask=there)
+            tl.store(dslope, tl.sum(_added(partial + 2 * width, every, width, PARTS), 0))
+        if dresidual_bias is not None:
+            plain = _added(partial + 3 * width, every, width, PARTS)
+            tl.store(dresidual_bias + channel, plain.to(dresidual_bias.dtype.element_ty), mask=there)
     mean, inverse, scale, offset = _constants(statistics, weight, bias, sample, C, GS, BG, BS)
-    partial += sample * parts * SUMS * width
-    straight, leaning = _added(partial, parts, width, SUMS, PARTS), _added(partial + width, parts, width, SUMS, PARTS)
+    partial += sample * parts * 4 * width
+    straight, leaning = _added(partial, parts, width, PARTS), _added(partial + width, parts, width, PARTS)
     scaled = tl.reshape(scale, (width,))
     level = _by_group(straight * scaled, BG, BS) / GS / rows
     tilt = _by_group(leaning * scaled, BG, BS) / GS / rows
@@ -254,6 +251,6 @@ def gradient_kernel(
         normal = (_load(x, start, row, channel, ok, ROW) - mean) * inverse
         given = _activation(given, normal * scale + offset, slope, KIND)
         found = (given * scale - level[None, :] - normal * tilt[None, :]) * inverse
-        if BESIDE:
+        if beside is not None:
             found += _load(beside, start, row, channel, ok, C)
         tl.store(dx + start * C + at, found.to(dx.dtype.element_ty), mask=ok)

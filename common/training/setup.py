@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import chain, count
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from medspeed.common.host_memory import keep_freed_memory
 from medspeed.common.inference import Precision
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predictors import computes_bf16, torch_predictor
-from medspeed.common.kernels import moments, norms, trust
+from medspeed.common.kernels import moments, trust
 from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on, join_ranks, open_run, take_signals
 from medspeed.common.trackers import Trackers, check_installed
 from medspeed.common.training import losses
@@ -121,8 +121,13 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 def network_trials(network: nn.Module, config: TrainingConfig, run: Run) -> list[trust.Trial]:
-    """Return the trials of the fused kernels that a network and its optimizer have."""
-    return [*norms.trials(network, dtype_of(config.precision), run.device), moments.trial(run.device)]
+    """Return the trials of the optimizer's kernel, and of those that modules of a network have.
+
+    Of each kind it is that of the first, whose images are the largest.
+    """
+    tried: dict[type, Any] = {type(each): each for each in reversed([*network.modules()]) if hasattr(each, "trial")}
+    found = [each.trial(dtype_of(config.precision), run.device) for each in tried.values()]
+    return [*found, moments.trial(run.device)]
 
 
 def volume_trials(

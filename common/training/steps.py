@@ -56,16 +56,16 @@ class Steps:
             self._step(batch)
         self._done += 1
 
-    def hold(self, sample: Batch) -> None:
-        """Take a batch as all will be, to try steps with: a draft is made in each step, also captured."""
-        self._sample, device = sample, self._losses.device
-        self._slots = [torch.empty_like(part, device=device).copy_(part) for part in _parts(sample)]
-
     def release(self) -> None:
         """Do the run's steps eagerly; give the memory of a captured one back."""
         self._replay: Callable[[], object] | None = None
         self._sample: Batch | None = None
         self._slots: list[Tensor] = []  # what differs between batches, where a captured step reads it
+
+    def hold(self, sample: Batch) -> None:
+        """Take a batch as all will be, to try steps with: a draft is made in each step, also captured."""
+        self._sample, device = sample, self._losses.device
+        self._slots = [torch.empty_like(part, device=device).copy_(part) for part in _parts(sample)]
 
     def capture(self) -> Callable[[], object]:
         """Capture a step on the sample, unless there is one, which the run's steps repeat from here on; return it.

@@ -19,6 +19,7 @@ from medspeed.common.kernels.norm_operators import TILE
 _HALVES = (
     "x",
     "y",
+    "result",
     "gradient",
     "second",
     "third",
@@ -28,6 +29,10 @@ _HALVES = (
     "residual_bias",
     "dresidual_bias",
     "beside",
+)
+_OPTIONAL = (
+    *("slope", "residual", "residual_bias", "running_mean", "running_var", "steps_seen", "shift"),
+    *("second", "third", "result", "joined", "beside", "dslope", "dresidual_bias"),
 )
 _INTEGERS = ("rows", "tiles", "parts", "part_rows")
 _NUMBERS = ("epsilon", "momentum")
@@ -40,15 +45,14 @@ def jobs() -> Iterator[tuple[Any, dict[str, Any]]]:
     for kernel in (getattr(norms_triton, name) for name in names):
         for channels, groups, kind in CASES:
             several, size = groups == channels, channels // groups
-            switches = dict.fromkeys(("BIASED", "RUNNING", "SHIFT", "BESIDE", "JOIN"), several)
+            absent: dict[str, Any] = {} if several else dict.fromkeys(_OPTIONAL)
             strides = {
                 "FIRST": channels,
                 "ROW": channels * (1 + several),
                 **dict.fromkeys(("RESIDUAL", "SECOND", "THIRD"), 2 * channels * several),
             }
             sizes = {"C": channels, "GS": size, "BG": groups, "BS": size, "BLOCK": TILE // channels}
-            sums = {"SUMS": 3 + several, "PARTS": 2048 // channels}
-            yield kernel, {**switches, **strides, **sizes, **sums, "KIND": kind}
+            yield kernel, {**absent, **strides, **sizes, "PARTS": 2048 // channels, "KIND": kind}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], capability: int) -> str:

@@ -5,15 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from medspeed.common.kernels import norm_operators, norms, trust
+from medspeed.common.kernels import norms, trust
 from medspeed.common.kernels.norms import BatchNormPReLU, GroupNormReLU, channels_innermost, fork, fused_norm
 from medspeed.common.kernels.weights import half_weights
+from medspeed.common.training.setup import network_trials
 from medspeed.models import unet3d as module
 from medspeed.models.resnet18_fcn import ResidualBlock
 from medspeed.models.segresnet3d import segresnet3d
@@ -185,6 +187,8 @@ def test_the_gradient_of_a_shortcut_is_added(layout):
 
 @interpreted
 def test_many_programs_of_many_tiles_give_the_same_twice(monkeypatch):
+    from medspeed.common.kernels import norm_operators
+
     monkeypatch.setattr(norm_operators, "TILE", 256)
     monkeypatch.setattr(norm_operators, "PROGRAMS", 7)
     test_group_norm_and_relu_are_torchs(2, 16, 8, (5, 7, 9), torch.float32)
@@ -240,7 +244,9 @@ def test_the_twin_is_differentiable_to_the_bit_of_its_numbers(module):
 def test_its_trial_passes_and_finds_a_planted_fault(network, name, dtype, everywhere, monkeypatch):
     monkeypatch.setattr(norms, "_SHAPE", (2, 6, 5, 4))
     before = torch.get_rng_state()
-    (trial,) = norms.trials(network, dtype, torch.device("cpu"))
+    run = SimpleNamespace(device=torch.device("cpu"))
+    precision = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    trial, _ = network_trials(network, SimpleNamespace(precision=precision), run)  # type: ignore[arg-type]
     assert trial.name == name
     assert trust.difference(trial.fused(), trial.work(), trial.tolerance) == ""
     assert torch.equal(before, torch.get_rng_state())  # the run's own numbers
