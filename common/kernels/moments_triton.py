@@ -1,21 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The second moments of `medspeed.common.kernels.moments` in one kernel."""
+"""Novograd's second moments in one kernel."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from medspeed.common.kernels.moments import DECAY, EPSILON
-
 
 @torch.library.custom_op("medspeed::second_moments", mutates_args=("second",))
-def second_moments(norms: Tensor, owner: Tensor, second: Tensor, scale: Tensor | None, skip: Tensor | None) -> Tensor:
-    """Do what `divisors` does."""
+def second_moments(
+    norms: Tensor, owner: Tensor, second: Tensor, scale: Tensor | None, skip: Tensor | None, share: float, least: float
+) -> Tensor:
+    """Do what `medspeed.common.training.optimizers.divisors` does; a new square has a `share`, `least` is added."""
     found = torch.empty_like(norms)
-    given = norms if scale is None else scale, norms if skip is None else skip, found, len(norms), 1 - DECAY, EPSILON
-    switches = {"SCALE": scale is not None, "SKIP": skip is not None, "BLOCK": 4096, "num_warps": 8}
-    moments_kernel[len(second),](norms, owner, second, *given, **switches)
+    given = norms, owner, second, scale, skip, found, len(norms), share, least
+    moments_kernel[len(second),](*given, BLOCK=4096, num_warps=8)
     return found
 
 
@@ -23,10 +22,7 @@ second_moments.register_fake(lambda norms, *_: torch.empty_like(norms))
 
 
 @triton.jit
-def moments_kernel(
-    norms, owner, second, scale, skip, divisors, count, share, epsilon,
-    SCALE: tl.constexpr, SKIP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def moments_kernel(norms, owner, second, scale, skip, divisors, count, share, least, BLOCK: tl.constexpr):
     """Program p updates the moment of parameter p, and writes what its blocks are divided by."""
     number, total = tl.program_id(0), tl.zeros((BLOCK,), tl.float64)
     for block in range(0, count, BLOCK):
@@ -34,16 +30,14 @@ def moments_kernel(
         mine = tl.load(owner + place, mask=place < count, other=-1) == number
         norm = tl.load(norms + place, mask=mine, other=0.0).to(tl.float64)
         total += norm * norm
-    square, before, scaled = tl.sum(total), tl.load(second + number), 1.0
-    if SCALE:
-        scaled = tl.load(scale)
-        square /= scaled.to(tl.float64) * scaled
-    square = square.to(tl.float32)
+    square, before = tl.sum(total), tl.load(second + number)
+    scaled = 1.0 if scale is None else tl.load(scale)
+    square = (square / (scaled * scaled)).to(tl.float32)
     now = tl.where(before == 0, square, before + share * (square - before))
-    if SKIP:
+    if skip is not None:
         now = tl.where(tl.load(skip) == 0, now, before)
     tl.store(second + number, now)
-    divisor = (tl.sqrt(now) + epsilon) * scaled + tl.zeros((BLOCK,), tl.float32)
+    divisor = (tl.sqrt(now) + least) * scaled + tl.zeros((BLOCK,), tl.float32)
     for block in range(0, count, BLOCK):
         place = block + tl.arange(0, BLOCK)
         mine = tl.load(owner + place, mask=place < count, other=-1) == number

@@ -28,55 +28,40 @@ class _Sums(NamedTuple):
     voxels: Tensor  # y
 
 
-def dice_ce(logits: Tensor, label: Tensor, *, ranks: Ranks = SINGLE) -> Tensor:
-    """Return soft Dice loss plus cross entropy: MONAI's `DiceCELoss(to_onehot_y, softmax, squared_pred, batch)`.
+def soft_dice(
+    logits: Tensor, label: Tensor, regions: Sequence[Region] = (), *, batch: bool = True, ranks: Ranks = SINGLE
+) -> Tensor:
+    """Return soft Dice loss plus cross entropy of classes that exclude each other, plus focal loss of regions.
 
-    It never waits for the device. Dice, at most 1, is taken over the whole batch as one volume: for a class it is
+    They are MONAI's `DiceCELoss(to_onehot_y, softmax, squared_pred, batch)` and `DiceFocalLoss(sigmoid, squared_pred,
+    batch)`, without waiting for the device. Dice, at most 1, is for each class or region
     1 - (2 sum(p y) + s) / (sum(p^2) + sum(y) + s), computed as sum((p - y)^2) / (the same denominator), which keeps its
     precision near 0. Sums are exact to about 1e-7; MONAI's vector norms in float32 lose up to 1e-3 on the CPU.
 
     Args:
-        logits: [B, K, X, Y, Z], K at least 2, any floating dtype (computed in float32, or float64 if given that) and
-            any memory format; for K = 2, the case made fast, the gradient has the same format.
-        label: [B, 1, X, Y, Z] uint8 class numbers below K; they are not checked here, and others give a wrong loss.
-        ranks: those that share a batch; the loss is that of their batches as one, the same on each of them.
-
-    Source:
-        Milletari et al., "V-Net", 3DV 2016 (squared Dice); Isensee et al., "nnU-Net", Nature Methods 2021 (the sum).
-    """
-    classes = logits.shape[1]
-    assert classes >= 2, f"{classes} channel: background and foreground need one each"
-    assert label.shape == (len(logits), 1, *logits.shape[2:]), f"logits {logits.shape}, label {label.shape}"
-    if _fits(logits, label):
-        return _fused(logits, label, (), True, ranks)
-    return _over_batch((_two_class_sums if classes == 2 else _class_sums)(logits, label), label.numel(), ranks)
-
-
-def dice_focal(
-    logits: Tensor, label: Tensor, regions: Sequence[Region], *, batch: bool = True, ranks: Ranks = SINGLE
-) -> Tensor:
-    """Return soft Dice loss plus focal loss, equal to MONAI's `DiceFocalLoss(sigmoid=True, squared_pred=True, ...)`.
-
-    Args:
-        logits: [B, R, X, Y, Z], any floating dtype (computed in float32, or float64 if given that), any memory format.
-        label: [B, 1, X, Y, Z] uint8 class numbers, of which the regions' masks are made here, on the device.
-        regions: R structures.
+        logits: [B, K, X, Y, Z], any floating dtype (computed in float32, or float64 if given that), any memory format,
+            which that of the gradient is but for three classes and more; of K classes, at least 2, or regions.
+        label: [B, 1, X, Y, Z] uint8 class numbers; they are not checked here: those of no class give a wrong loss.
+        regions: K structures, whose masks are made here, on the device.
         batch: take Dice over the whole batch as if it were one volume, else for each sample, then the mean.
         ranks: those that share a batch; the loss is that of their batches as one, the same on each of them.
 
     Source:
-        Milletari et al., "V-Net", 3DV 2016 (squared Dice); Lin et al., "Focal loss", ICCV 2017 (gamma 2, no alpha).
+        Milletari et al., "V-Net", 3DV 2016 (squared Dice); Isensee et al., "nnU-Net", Nature Methods 2021 (its sum with
+        cross entropy); Lin et al., "Focal loss", ICCV 2017 (gamma 2, no alpha).
     """
-    assert logits.shape[1] == len(regions), f"logits {logits.shape}, {len(regions)} regions"
+    channels, count = logits.shape[1], (logits if regions else label).numel()
+    wanted = channels == len(regions) if regions else channels >= 2
+    assert wanted, f"{channels} channel: background and foreground, or {len(regions)} regions, need one each"
     assert label.shape == (len(logits), 1, *logits.shape[2:]), f"logits {logits.shape}, label {label.shape}"
     if _fits(logits, label):
         members = [256 * number + member for number, region in enumerate(regions) for member in region.members]
         return _fused(logits, label, members, batch, ranks)
-    penalty, missed, _, squared, voxels = _ErrorSums.apply(logits, label, regions).unbind(-1)  # type: ignore[no-untyped-call]
-    each = _Sums(penalty, missed, squared, voxels)
+    each = _error_sums(logits, label, regions) if regions or channels == 2 else _class_sums(logits, label)
     if not batch:
-        return ranks.sum((_dice(each).mean() + each.penalty.sum() / logits.numel()) / ranks.world)
-    return _over_batch(each, logits.numel(), ranks)
+        return ranks.sum((_dice(each).mean() + each.penalty.sum() / count) / ranks.world)
+    sums = _Sums(*ranks.sum(torch.stack([value.sum(0) for value in each])))
+    return _dice(sums).mean() + sums.penalty.sum() / (count * ranks.world)
 
 
 def binary_cross_entropy(smoothing: float = 0.0) -> Loss:
@@ -89,32 +74,26 @@ def binary_cross_entropy(smoothing: float = 0.0) -> Loss:
     return loss
 
 
-# MONAI's own, by class and arguments as the guides use them; computed in float32 whatever the network's precision.
-_MONAI_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
-    "monai_dice_ce": ("DiceCELoss", {"to_onehot_y": True, "softmax": True, "squared_pred": True, "batch": True}),
-    "monai_dice_focal": ("DiceFocalLoss", {"to_onehot_y": True, "softmax": True, "squared_pred": True, "batch": True}),
-    "monai_dice": ("DiceLoss", {"to_onehot_y": True, "softmax": True}),
-}
-_MONAI_REGIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "monai_dice_focal": ("DiceFocalLoss", {"sigmoid": True, "squared_pred": True, "batch": True}),
-    "monai_dice": ("DiceLoss", {"sigmoid": True, "squared_pred": True, "smooth_nr": 0, "smooth_dr": _SMOOTH}),
-}
+_MONAI = {"monai_dice_ce": "DiceCELoss", "monai_dice_focal": "DiceFocalLoss", "monai_dice": "DiceLoss"}
 
 
 def build_loss(name: str, ranks: Ranks = SINGLE, regions: Sequence[Region] = ()) -> Loss:
     """Return a loss, of regions by sigmoid or of classes by softmax, the same on all ranks; MONAI's are their mean."""
-    if name == "dice_ce":
-        return partial(dice_ce, ranks=ranks)
     if not name.startswith("monai_"):
-        return partial(dice_focal, regions=regions, batch=name == "dice_focal", ranks=ranks)
+        given = () if name == "dice_ce" else regions
+        return partial(soft_dice, regions=given, batch=not name.endswith("_per_sample"), ranks=ranks)
     from monai import losses  # here: MONAI takes longer to load than all the rest
 
-    kind, arguments = (_MONAI_REGIONS if regions else _MONAI_CLASSES)[name]
-    monai: Loss = getattr(losses, kind)(**arguments)
+    arguments: dict[str, Any] = {"sigmoid": True} if regions else {"to_onehot_y": True, "softmax": True}
+    if name != "monai_dice":  # all as the guides use them
+        arguments |= {"squared_pred": True, "batch": True}
+    elif regions:
+        arguments |= {"squared_pred": True, "smooth_nr": 0, "smooth_dr": _SMOOTH}
+    monai: Loss = getattr(losses, _MONAI[name])(**arguments)
 
     def loss(logits: Tensor, label: Tensor) -> Tensor:
         target = torch.stack([region.mask(label[:, 0]) for region in regions], 1).float() if regions else label
-        return ranks.sum(monai(logits.float(), target) / ranks.world)
+        return ranks.sum(monai(logits.float(), target) / ranks.world)  # in float32 whatever the network's precision
 
     return loss
 
@@ -154,12 +133,6 @@ def _dice(sums: _Sums) -> Tensor:
     return sums.squared / (2 * sums.voxels - 2 * sums.missed + sums.squared + _SMOOTH)
 
 
-def _over_batch(each: _Sums, count: int, ranks: Ranks) -> Tensor:
-    """Return the loss of the samples of all ranks as one, whose sums are added up in one message."""
-    sums = _Sums(*ranks.sum(torch.stack([value.sum(0) for value in each])))
-    return _dice(sums).mean() + sums.penalty.sum() / (count * ranks.world)
-
-
 def _class_sums(logits: Tensor, label: Tensor) -> _Sums:
     """Sum over the voxels of each sample, [B, K], for any number of classes."""
     log_probability = torch.log_softmax(logits, 1, dtype=_working_dtype(logits))
@@ -170,10 +143,12 @@ def _class_sums(logits: Tensor, label: Tensor) -> _Sums:
     return _Sums(-right, -missed, squared, voxels)
 
 
-def _two_class_sums(logits: Tensor, label: Tensor) -> _Sums:
-    """Sum over the voxels of each sample, [B, 2], for two classes, whose probabilities are p and 1 - p."""
-    sums: Tensor = _ErrorSums.apply(logits, label, None)  # type: ignore[no-untyped-call]
+def _error_sums(logits: Tensor, label: Tensor, regions: Sequence[Region]) -> _Sums:
+    """Sum over the voxels of each sample, [B, R] of regions, or [B, 2] of two classes, of probabilities p and 1 - p."""
+    sums: Tensor = _ErrorSums.apply(logits, label, regions)  # type: ignore[no-untyped-call]
     penalty, missed, extra, squared, voxels = sums.unbind(-1)
+    if regions:
+        return _Sums(penalty, missed, squared, voxels)
     # One penalty a voxel is shared by both classes; what the foreground has too much, the background misses.
     both = torch.cat([extra, missed], 1), squared.expand(-1, 2), torch.cat([label[0].numel() - voxels, voxels], 1)
     return _Sums(penalty.expand(-1, 2) / 2, *both)
@@ -187,8 +162,8 @@ class _ErrorSums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, label: Tensor, regions: Sequence[Region] | None) -> Tensor:  # noqa: ANN401
-        shape = (len(logits), 1 if regions is None else len(regions), *logits.shape[2:])
+    def forward(ctx: Any, logits: Tensor, label: Tensor, regions: Sequence[Region]) -> Tensor:  # noqa: ANN401
+        shape = (len(logits), len(regions) or 1, *logits.shape[2:])
         error = torch.empty(shape, dtype=_working_dtype(logits), device=logits.device)
         ctx.samples = 1 if logits.device.type == "cpu" else len(logits)  # on a CPU what stays in its cache
         parts = zip(*(torch.split(each, ctx.samples) for each in (logits, label, error)), strict=True)
@@ -196,7 +171,7 @@ class _ErrorSums(torch.autograd.Function):
         ctx.save_for_backward(error)
         ctx.dtype, ctx.shape = logits.dtype, logits.shape
         ctx.strides = torch.empty_like(logits, device="meta").stride()  # of the gradient, in the same memory format
-        ctx.focal = regions is not None
+        ctx.focal = bool(regions)
         return torch.cat(sums)
 
     @staticmethod
@@ -213,14 +188,14 @@ class _ErrorSums(torch.autograd.Function):
         return gradient, None, None
 
 
-def _forward_part(logits: Tensor, label: Tensor, regions: Sequence[Region] | None, error: Tensor) -> Tensor:
+def _forward_part(logits: Tensor, label: Tensor, regions: Sequence[Region], error: Tensor) -> Tensor:
     """Return the sums, [B, R, 5], and fill `error` [B, R, X, Y, Z]; in few passes over memory, reusing what it can."""
-    if regions is None:
-        y = label.to(error.dtype)
-        margin = logits[:, 1:] - logits[:, :1].to(error.dtype)
-    else:
+    if regions:
         y = torch.stack([region.mask(label[:, 0]) for region in regions], 1).to(error.dtype)
         margin = logits.to(error.dtype).contiguous()
+    else:
+        y = label.to(error.dtype)
+        margin = logits[:, 1:] - logits[:, :1].to(error.dtype)
     voxels = _sum_voxels(y)
     sign = y.mul(2).sub_(1)
     log_right = torch.nn.functional.logsigmoid(margin.mul(sign))
@@ -228,7 +203,7 @@ def _forward_part(logits: Tensor, label: Tensor, regions: Sequence[Region] | Non
     torch.mul(wrong, sign.neg_(), out=error)
     both, missed = _sum_voxels(wrong), _sum_voxels(y.mul_(wrong))
     square = wrong.square_()
-    penalty = -_sum_voxels(log_right if regions is None else log_right.mul_(square))
+    penalty = -_sum_voxels(log_right.mul_(square) if regions else log_right)
     return torch.stack([penalty, missed, both - missed, _sum_voxels(square), voxels], -1)
 
 

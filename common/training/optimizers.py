@@ -2,19 +2,20 @@
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medspeed.common.kernels.moments import divisors
+from medspeed.common.kernels.trust import Trial, trusts
 
 # Parameters lie in flat buffers padded to whole blocks, so that one small table (block -> parameter) lets a single
 # operator apply a different number to every parameter: foreach operators take only one number for all of them.
 BLOCK = 1024
 
-_BETA1 = 0.9  # the default of MONAI's Novograd
+MOMENTS = "second_moments"  # the name that `trusts` knows their kernel by
+_BETA1, _BETA2, _EPSILON = 0.9, 0.98, 1e-8  # the first is Muon's too. Source: MONAI's Novograd
 _TINY = 1e-30  # what no length is below, so that a gradient of zeros changes nothing
 
 
@@ -197,6 +198,47 @@ class Novograd(_Uncompiled):
                 gradient = gradient.as_strided(view.shape, view.stride())
             found.append(gradient)
         return found
+
+
+def divisors(
+    norms: Tensor, blocks: Sequence[int], owner: Tensor, second: Tensor, scale: Tensor | None, skip: Tensor | None
+) -> Tensor:
+    """Update Novograd's second moments; return what each block's gradient is divided by, [B].
+
+    Args:
+        norms: [B] of the blocks' gradients, one parameter's blocks after the other's.
+        blocks: how many each of the P parameters takes.
+        owner: [B] int64: the parameter a block belongs to.
+        second: [P] float32: the moment of each parameter, 0 before its first step.
+        scale: of the gradients, a scalar.
+        skip: a scalar that is not 0 where the step does not count.
+    """
+    if trusts(MOMENTS, norms):
+        from medspeed.common.kernels.moments_triton import second_moments
+
+        fused: Tensor = second_moments(norms, owner, second, scale, skip, 1 - _BETA2, _EPSILON)
+        return fused
+    # Over the blocks in float64: in float32, as the CPU sums it, the norm of millions would be off by up to 1e-3.
+    whole = torch.stack(torch._foreach_norm(norms.split_with_sizes(list(blocks)), 2, torch.float64))
+    squares = torch.square(whole if scale is None else whole / scale, out=torch.empty_like(second))
+    averaged = torch.lerp(second, squares, 1 - _BETA2)
+    if skip is not None:
+        squares, averaged = (torch.where(skip == 0, each, second) for each in (squares, averaged))
+    torch.where(second == 0, squares, averaged, out=second)
+    divisor = second.sqrt() + _EPSILON
+    return (divisor if scale is None else divisor * scale).index_select(0, owner)
+
+
+def moments_trial(device: torch.device) -> Trial:
+    """Return a trial of `divisors` with parameters of few and of many blocks, over a first and a second step."""
+
+    def work() -> list[Tensor]:
+        blocks, second = (1, 3, 2500), torch.zeros(3, device=device)
+        norms = torch.arange(sum(blocks), device=device).sin().abs()
+        owner = torch.arange(3, device=device).repeat_interleave(torch.tensor(blocks, device=device))
+        return [*(divisors(part * norms, blocks, owner, second, None, None) for part in (1, 2)), second]
+
+    return Trial(MOMENTS, work, 1e-5)
 
 
 def build_optimizer(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:

@@ -21,11 +21,12 @@ from medspeed.common.host_memory import keep_freed_memory
 from medspeed.common.inference import Precision
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predictors import computes_bf16, torch_predictor
-from medspeed.common.kernels import moments, trust
+from medspeed.common.kernels import trust
 from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on, join_ranks, open_run, take_signals
 from medspeed.common.trackers import Trackers, check_installed
 from medspeed.common.training import losses
 from medspeed.common.training.config import TrainingConfig, decided
+from medspeed.common.training.optimizers import moments_trial
 from medspeed.common.training.volume_config import SegmentationConfig
 
 DEV_RUN = "FAST DEV RUN: two steps on a few cases; the results of this run are meaningless"
@@ -127,7 +128,7 @@ def network_trials(network: nn.Module, config: TrainingConfig, run: Run) -> list
     """
     tried: dict[type, Any] = {type(each): each for each in reversed([*network.modules()]) if hasattr(each, "trial")}
     found = [each.trial(dtype_of(config.precision), run.device) for each in tried.values()]
-    return [*found, moments.trial(run.device)]
+    return [*found, moments_trial(run.device)]
 
 
 def volume_trials(

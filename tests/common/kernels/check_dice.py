@@ -9,7 +9,7 @@ from medspeed.common.inference.labels import Region
 from medspeed.common.kernels.dice_triton import loss_gradient, loss_of_parts, loss_parts
 from medspeed.common.ranks import Ranks
 from medspeed.common.training import losses
-from medspeed.common.training.losses import dice_ce, dice_focal
+from medspeed.common.training.losses import soft_dice
 
 REGIONS = (Region("TC", (2, 3), 2), Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3))
 LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]
@@ -65,13 +65,13 @@ def example(channels, classes, dtype=torch.float32, layout=torch.contiguous_form
 @pytest.mark.parametrize("classes", [2, 3])
 def test_classes(fused, classes, dtype, layout):
     logits, label = example(classes, classes, dtype, layout)
-    fused(dice_ce, logits, label)
+    fused(soft_dice, logits, label)
 
 
 def test_many_classes_over_many_programs(fused):
     logits, label = example(21, 21, size=(9, 11, 13))  # 81 blocks of 16 voxels, 3 programs
     assert loss_parts(logits, label, []).shape == (4, 2, 3, 21)
-    fused(dice_ce, logits, label)
+    fused(soft_dice, logits, label)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["contiguous", "channels_last"])
@@ -79,28 +79,28 @@ def test_many_classes_over_many_programs(fused):
 @pytest.mark.parametrize("batch", [True, False])
 def test_regions(fused, dtype, layout, batch):
     logits, label = example(3, 4, dtype, layout)
-    fused(lambda x, y: dice_focal(x, y, REGIONS, batch=batch), logits, label)
+    fused(lambda x, y: soft_dice(x, y, REGIONS, batch=batch), logits, label)
 
 
 def test_one_region(fused):
     logits, label = example(1, 4, size=(5, 3, 1))
-    fused(lambda x, y: dice_focal(x, y, REGIONS[:1]), logits, label)
+    fused(lambda x, y: soft_dice(x, y, REGIONS[:1]), logits, label)
 
 
 @pytest.mark.parametrize("scale", [30.0, 300.0])
 @pytest.mark.parametrize("classes", [2, 3])
 def test_certain_logits_right_and_wrong(fused, classes, scale):
     logits, label = example(classes, classes, scale=scale)
-    fused(dice_ce, logits, label)
+    fused(soft_dice, logits, label)
     logits, label = example(3, 4, scale=scale)
-    fused(lambda x, y: dice_focal(x, y, REGIONS), logits, label)
+    fused(lambda x, y: soft_dice(x, y, REGIONS), logits, label)
 
 
 @pytest.mark.parametrize("classes", [2, 3])
 def test_nothing_cancels_where_all_is_nearly_right(both, classes):
     _, label = example(classes, classes)
     logits = torch.full((2, classes, 9, 8, 7), -8.0).scatter_(1, label.long(), 8.0)
-    value, gradient, expected, expected_gradient = both(dice_ce, logits, label)
+    value, gradient, expected, expected_gradient = both(soft_dice, logits, label)
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(gradient.double(), expected_gradient, rtol=1e-4, atol=0)
 
@@ -108,7 +108,7 @@ def test_nothing_cancels_where_all_is_nearly_right(both, classes):
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_label_of_one_class_only(fused, number):
     logits, _ = example(2, 2)
-    fused(dice_ce, logits, torch.full((2, 1, 9, 8, 7), number, dtype=torch.uint8))
+    fused(soft_dice, logits, torch.full((2, 1, 9, 8, 7), number, dtype=torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class Twice(Ranks):
 @pytest.mark.parametrize("batch", [True, False])
 def test_a_batch_shared_by_ranks(fused, batch):
     logits, label = example(3, 4)
-    fused(lambda x, y: dice_focal(x, y, REGIONS, batch=batch, ranks=Twice()), logits, label)
-    fused(lambda x, y: dice_ce(x, y, ranks=Twice()), *example(3, 3))
+    fused(lambda x, y: soft_dice(x, y, REGIONS, batch=batch, ranks=Twice()), logits, label)
+    fused(lambda x, y: soft_dice(x, y, ranks=Twice()), *example(3, 3))
 
 
 def test_what_the_kernels_cannot_take_is_left_to_the_twin(monkeypatch):

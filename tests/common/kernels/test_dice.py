@@ -3,7 +3,7 @@ import torch
 
 from medspeed.common.inference.labels import Region
 from medspeed.common.kernels.trust import trusting
-from medspeed.common.training.losses import dice_ce, dice_focal
+from medspeed.common.training.losses import soft_dice
 from tests.kernels import run_compiled, run_interpreted
 
 REGIONS = (Region("TC", (2, 3), 2), Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3))
@@ -23,7 +23,7 @@ def test_the_kernels_compile_without_spilling():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("channels", "loss"), [(2, dice_ce), (5, dice_ce), (3, lambda x, y: dice_focal(x, y, REGIONS))]
+    ("channels", "loss"), [(2, soft_dice), (5, soft_dice), (3, lambda x, y: soft_dice(x, y, REGIONS))]
 )
 def test_on_a_gpu_the_kernels_equal_their_twins_and_repeat_to_the_bit(channels, loss, dtype):
     generator = torch.Generator("cuda").manual_seed(0)

@@ -11,7 +11,7 @@ from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.ranks import SINGLE, Ranks
 from medspeed.common.run import Run
 from medspeed.common.training.fit import train_step
-from medspeed.common.training.losses import dice_ce
+from medspeed.common.training.losses import soft_dice
 from medspeed.common.training.optimizers import build_optimizer
 from medspeed.common.training.state import TrainingState, load_checkpoint, save_checkpoint
 from medspeed.models.unet3d import unet3d
@@ -69,10 +69,10 @@ def test_a_whole_fast_step_never_waits_for_the_device(precision, batches, tmp_pa
     network, optimizer = make()
     state = TrainingState(run_in(tmp_path), network, optimizer, SCALER, batches.steps_per_epoch)
     made = batches.epoch(0)
-    train_step(network, next(made), dice_ce, optimizer, SCALER, precision, 0.01)
+    train_step(network, next(made), soft_dice, optimizer, SCALER, precision, 0.01)
     with refuse_host_sync():
         for step, batch in enumerate(made, 1):
-            loss = train_step(network, batch, dice_ce, optimizer, SCALER, precision, 0.01)
+            loss = train_step(network, batch, soft_dice, optimizer, SCALER, precision, 0.01)
             note(state, step, loss, *batch.cases)
     assert len(state.checked()) == batches.steps_per_epoch
 
@@ -82,7 +82,7 @@ def test_the_guides_parts_do_wait(batches):
     network, _ = make()
     optimizer = build_optimizer("monai_novograd", network.parameters(), 0.01)
     with pytest.raises(AssertionError, match="makes the host wait"), refuse_host_sync():
-        train_step(network, next(batches.epoch(0)), dice_ce, optimizer, SCALER, "fp32", 0.01)
+        train_step(network, next(batches.epoch(0)), soft_dice, optimizer, SCALER, "fp32", 0.01)
 
 
 def test_a_batch_takes_the_same_few_operators_whatever_its_size(held):
@@ -99,7 +99,7 @@ def test_a_batch_takes_the_same_few_operators_whatever_its_size(held):
 def test_the_loss_falls(batches):
     network, optimizer = make()
     losses = [
-        float(train_step(network, batch, dice_ce, optimizer, SCALER, "fp32", 0.01))
+        float(train_step(network, batch, soft_dice, optimizer, SCALER, "fp32", 0.01))
         for epoch in range(8)
         for batch in batches.epoch(epoch)
     ]
@@ -108,7 +108,7 @@ def test_the_loss_falls(batches):
 
 def test_the_learning_rate_of_a_step_is_the_one_given(batches):
     network, optimizer = make()
-    train_step(network, next(batches.epoch(0)), dice_ce, optimizer, SCALER, "fp32", 0.125)
+    train_step(network, next(batches.epoch(0)), soft_dice, optimizer, SCALER, "fp32", 0.125)
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
@@ -254,7 +254,7 @@ def test_fp16_with_loss_scaling_learns():
     scaler = torch.amp.GradScaler("cuda")
     made = crop_batches([held_on(cuda)], 4, 2)
     losses = [
-        float(train_step(network, batch, dice_ce, optimizer, scaler, "fp16", 0.01))
+        float(train_step(network, batch, soft_dice, optimizer, scaler, "fp16", 0.01))
         for epoch in range(8)
         for batch in made.epoch(epoch)
     ]

@@ -20,7 +20,7 @@ from medspeed.common.run import Run
 from medspeed.common.training import steps as module
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.fit import train_step
-from medspeed.common.training.losses import binary_cross_entropy, dice_ce, dice_focal
+from medspeed.common.training.losses import binary_cross_entropy, soft_dice
 from medspeed.common.training.optimizers import build_optimizer
 from medspeed.common.training.state import TrainingState
 from medspeed.common.training.steps import Steps, choose_steps, why_eager
@@ -59,10 +59,10 @@ def patches(number: int) -> Batch:
 REGIONS = (Region("core", (1, 3), 3), Region("whole", (1, 2, 3), 2))
 CHOOSE = trust.choose
 APPS: dict[str, tuple[Any, Any, Callable[[int], Batch]]] = {
-    "spleen": (lambda: unet3d(1, 2, (4, 8), 1), dice_ce, volumes(1, 2)),
+    "spleen": (lambda: unet3d(1, 2, (4, 8), 1), soft_dice, volumes(1, 2)),
     "brats": (
         lambda: segresnet3d(4, 2, 8, (1, 1), dropout=0.2),
-        lambda logits, label: dice_focal(logits, label, REGIONS),
+        lambda logits, label: soft_dice(logits, label, REGIONS),
         volumes(4, 4),
     ),
     "pathology": (lambda: resnet18_fcn(32), binary_cross_entropy(0.05), patches),

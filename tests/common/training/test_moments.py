@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
-from medspeed.common.kernels import moments, trust
-from medspeed.common.kernels.moments import divisors
+from medspeed.common.kernels import trust
+from medspeed.common.training import optimizers
+from medspeed.common.training.optimizers import divisors
 from tests.kernels import run_compiled
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the GPU here")
@@ -17,7 +18,7 @@ BLOCKS = (1, 7, 5000, 2)  # the third takes two rounds of a program
 def everywhere(monkeypatch):
     """Let what is trusted take tensors of the CPU too."""
     pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setattr(moments, "trusts", lambda name, tensor: name in trust._trusted)
+    monkeypatch.setattr(optimizers, "trusts", lambda name, tensor: name in trust._trusted)
 
 
 def steps(*names, scale=None, skips=(0, 0, 0)):
@@ -37,14 +38,14 @@ def steps(*names, scale=None, skips=(0, 0, 0)):
 @pytest.mark.parametrize("scale", [None, torch.tensor(1024.0)])
 @pytest.mark.parametrize("skips", [(0, 0, 0), (1, 0, 1)])
 def test_the_kernel_is_its_twin(everywhere, scale, skips):
-    found, expected = (steps(*names, scale=scale, skips=skips) for names in ((moments.FUSED,), ()))
+    found, expected = (steps(*names, scale=scale, skips=skips) for names in ((optimizers.MOMENTS,), ()))
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-6, atol=0)
 
 
 @interpreted
 def test_its_trial_passes_and_finds_a_planted_fault(everywhere, monkeypatch):
-    trial = moments.trial(torch.device("cpu"))
+    trial = optimizers.moments_trial(torch.device("cpu"))
     assert trust.difference(trial.fused(), trial.work(), trial.tolerance) == ""
     from medspeed.common.kernels import moments_triton
 
