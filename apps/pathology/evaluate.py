@@ -20,8 +20,7 @@ from medspeed.apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_
 from medspeed.apps.pathology.slides.layout import MAX_MPP, MIN_MPP
 from medspeed.apps.pathology.slides.masks import tumour_mask
 from medspeed.common.console import hides_bar, say
-from medspeed.common.files import from_json, read_object, write_json
-from medspeed.common.observe.images import one_line
+from medspeed.common.files import from_json, printable, read_object, write_json
 from medspeed.common.run import one_line_errors
 
 # Camelyon16's slides of 0.243 um at level 6, at which MONAI's LesionFROC judges (the challenge's own code: level 5).
@@ -96,7 +95,7 @@ def main(config: EvaluateConfig) -> SlideScores:
         for_froc += [(lesions, found)] if entry.scored else []
     left_out |= broken
     for name, reason in left_out.items():
-        say(one_line(f"{name}: skipped, {reason}", 1000), "warning")
+        say(printable(f"{name}: skipped, {reason}")[:1000], "warning")
     if not judged:
         raise ValueError(f"{config.scans}: none of {len(scans) + len(broken)} scans has a reference in {config.data}")
     labels, scores = np.array([[each["tumour"], each["probability"]] for each in judged.values()]).T

@@ -14,7 +14,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from medspeed.common.files import read_json_lines, write_text
+from medspeed.common.files import write_text
 
 _log = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ _SHORTEST, _JOIN_SECONDS = 0.1, 10.0  # CPU times come in hundredths of a second
 
 
 @contextmanager
-def monitored(folder: Path, device: torch.device, every: float = 1.0) -> Iterator[Callable[[], float]]:
-    """Sample the machine in a thread while a run trains; yield what returns the column of seconds as it would be now.
+def monitored(folder: Path, device: torch.device, every: float = 1.0) -> Iterator[None]:
+    """Sample the machine in a thread while a run trains: a row of `monitor.csv` in the folder, `every` so many seconds.
 
-    Each sample, `every` so many seconds, is a row of `monitor.csv` in the folder; a resumed run goes on with the file.
-    At the end `monitor.png` is drawn. An error in any of this is logged and ends the sampling; the training goes on.
+    A resumed run goes on with the file. At the end `monitor.png` is drawn. An error in any of this is logged and ends
+    the sampling; the training goes on.
     """
-    path, stop, zero = folder / "monitor.csv", threading.Event(), [time.perf_counter()]
+    path, stop = folder / "monitor.csv", threading.Event()
 
     def guarded(work: Callable[..., None], *given: Any) -> None:  # noqa: ANN401 - whatever it takes
         try:
@@ -50,11 +50,11 @@ def monitored(folder: Path, device: torch.device, every: float = 1.0) -> Iterato
 
     if device.type == "cuda" and importlib.util.find_spec("pynvml") is None:
         _log.warning("monitor.csv has no GPU utilisation or power; to record them: pip install nvidia-ml-py")
-    work = _sample, path, device, every, stop, zero
+    work = _sample, path, device, every, stop
     thread = threading.Thread(target=guarded, args=work, name="monitor", daemon=True)
     thread.start()
     try:
-        yield lambda: round(time.perf_counter() - zero[0], 1)
+        yield
     finally:
         stop.set()
         thread.join(_JOIN_SECONDS)
@@ -62,13 +62,13 @@ def monitored(folder: Path, device: torch.device, every: float = 1.0) -> Iterato
             guarded(draw_monitor, path, path.with_suffix(".png"))
 
 
-def _sample(path: Path, device: torch.device, every: float, stop: threading.Event, zero: list[float]) -> None:
-    """Write rows until it is to stop; `zero` becomes when the column of seconds has 0."""
+def _sample(path: Path, device: torch.device, every: float, stop: threading.Event) -> None:
+    """Write rows until it is to stop."""
     lines = _read_lines(path) if path.is_file() else []
     write_text(path, "".join(f"{line}\n" for line in (",".join(COLUMNS), *lines)))
     psutil.cpu_percent()  # each thread's first value is none
     began, before = time.perf_counter(), used()
-    zero[0] = began - (float(lines[-1].partition(",")[0]) if lines else 0.0)
+    zero = began - (float(lines[-1].partition(",")[0]) if lines else 0.0)
     stopped = False
     while not stopped:
         stopped = stop.wait(every)
@@ -77,7 +77,7 @@ def _sample(path: Path, device: torch.device, every: float, stop: threading.Even
         now, after = time.perf_counter(), used()
         # Not below 0: a child that nobody waited for takes its share of the totals along.
         cpu, read, written = (np.maximum(after[:3] - before[:3], 0) / (now - began)).tolist()
-        values = now - zero[0], 100 * cpu, psutil.cpu_percent(), after[3] / 2**30, read / 1e6, written / 1e6
+        values = now - zero, 100 * cpu, psutil.cpu_percent(), after[3] / 2**30, read / 1e6, written / 1e6
         began, before = now, after
         with path.open("a", encoding="utf-8") as stream:
             cells = (*values, *_read_gpu(device))
@@ -116,10 +116,7 @@ def _read_gpu(device: torch.device) -> tuple[float | None, float | None, float |
 
 
 def draw_monitor(csv_path: Path, png_path: Path) -> None:
-    """Draw a `monitor.csv` that has rows as a PNG: a panel for each quantity, with its mean.
-
-    Dotted lines are the ends of validations, the seconds "monitored" in the `metrics.jsonl` beside it.
-    """
+    """Draw a `monitor.csv` that has rows as a PNG: a panel for each quantity, with its mean."""
     lines = _read_lines(csv_path)
     if not lines:
         return
@@ -127,8 +124,6 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
 
     from medspeed.common.observe.plots import draw_curve, save_png, style
 
-    records = read_json_lines(csv_path.with_name("metrics.jsonl"))
-    validated = [record["monitored"] for record in records if "monitored" in record]
     values = dict(zip(COLUMNS, np.genfromtxt(lines, delimiter=",", ndmin=2).T, strict=True))
     panels = [each for each in PANELS.items() if "GPU" not in each[0] or np.isfinite(values[each[1][0]]).any()]
     figure = Figure(figsize=(8, 1.3 * len(panels) + 0.3), dpi=120, layout="constrained")
@@ -141,10 +136,8 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
             axis.legend(frameon=False, fontsize=8)
         means = ", ".join(f"{np.nanmean(values[name]):.1f}" for name in names)
         axis.set_title(f"{title}: mean {means}", loc="left", fontsize=9)
-        for second in validated:
-            axis.axvline(second, color="0.3", linewidth=1, linestyle=":")
         axis.set_ylim(bottom=0)
-    axes[-1].set_xlabel("seconds" + ("; dotted: the end of a validation" if validated else ""), fontsize=9)
+    axes[-1].set_xlabel("seconds", fontsize=9)
     save_png(png_path, figure)
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,9 @@ import numpy as np
 from nibabel.affines import voxel_sizes
 from nibabel.orientations import apply_orientation, inv_ornt_aff, io_orientation
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFilter, ImageOps
+from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
 
-from medspeed.common.observe.images import font, one_line, save_image
+from medspeed.common.files import atomic_path, printable
 
 Array = NDArray[Any]
 Box = tuple[slice, ...]
@@ -56,6 +58,23 @@ class Scan:
         return f"{_PLANES[plane]} = {(self.affine @ voxel)[plane]:.0f} mm"
 
 
+def save_image(path: Path, pixels: Image.Image, full_colour: bool = False) -> None:
+    """Write an RGB picture atomically as a PNG: in full colour, or in 192 colours for a quarter of the size."""
+    if not full_colour:
+        # Maximum coverage keeps rare colours (a small structure); the median cut gives nearly all of them to the greys.
+        pixels = pixels.quantize(192, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    with atomic_path(path) as part:
+        pixels.save(part, format="PNG")  # zlib's best level takes eight times as long for 3 percent
+
+
+@cache
+def font(pixels: float, bold: bool = False) -> ImageFont.FreeTypeFont:
+    """Return DejaVu Sans of a size, which matplotlib brings along; matplotlib itself is not loaded."""
+    (folder,) = find_spec("matplotlib").submodule_search_locations  # type: ignore[union-attr, misc]
+    file = Path(folder) / "mpl-data" / "fonts" / "ttf" / f"DejaVuSans{'-Bold' * bold}.ttf"
+    return ImageFont.truetype(file, pixels, layout_engine=ImageFont.Layout.BASIC)
+
+
 def picture(volume: Array, box: Box, plane: int, index: int) -> Array:
     """Return a slice of a box across an axis as rows from the top: R (or A) on the left, A (or S) at the top."""
     part: Array = np.moveaxis(volume, plane, 0)[index][box[:plane] + box[plane + 1 :]]
@@ -73,7 +92,7 @@ def draw_overlay(path: Path, scan: Scan, names: Sequence[str] = (), title: str =
     slices = sorted({round(each) for each in np.linspace(*scan.extent[2], _CLOSE_UPS + 2)[1:-1]})
     planes = [(plane, scan.largest[plane]) for plane in (2, 1, 0)]
     page = Image.new("RGB", (_WIDTH, _MOST_HEIGHT), "white")
-    heading = one_line(title, 75) + ("" if scan.labels.any() else "   (no foreground predicted)")
+    heading = printable(title)[:75] + ("" if scan.labels.any() else "   (no foreground predicted)")
     _write(page, (_MARGIN, _TITLE // 2 + 5), heading, 10, bold=True)
     top = _draw_row(page, scan, body_of(scan), planes, _PLANES_HEIGHT, _TITLE)
     top = _draw_row(page, scan, close_up_of(scan), [(2, index) for index in slices], _CLOSE_UPS_HEIGHT, top)
@@ -222,7 +241,7 @@ def _draw_legend(page: Image.Image, scan: Scan, names: Sequence[str], top: int) 
     box = tuple(slice(first, last + 1) for first, last in scan.extent)
     occurring = sorted({label for volume in volumes for label in _labels_in(volume[box])})
     named = ((label, names[label] if label < len(names) else f"label {label}") for label in occurring)
-    keys = [(5, _colour(label), f"{label}: {one_line(name, 20)}") for label, name in named]
+    keys = [(5, _colour(label), f"{label}: {printable(name)[:20]}") for label, name in named]
     keys += [(5, "#C6C6C6", "filled: prediction"), (1, "#808080", "outlined: reference")][: len(volumes)]
     for half, colour, text in keys:
         width = 65 + round(face.getlength(text))

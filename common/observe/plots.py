@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 
-from medspeed.common.observe.images import save_image
+from medspeed.common.observe.overlays import save_image
 
 Values = NDArray[np.float64]
 _LOSS, _METRIC, _GREY = "#0072B2", "#D55E00", "#555555"

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch.autograd.profiler_util import EventList
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
-from medspeed.common.clock import synchronise
 from medspeed.common.files import atomic_path, write_text
 
 SKIPPED, RECORDED = 2, 6  # steps; the profiler itself warms up in the last of the first
@@ -47,15 +46,8 @@ def profiled_steps(folder: Path, device: torch.device) -> Iterator[Callable[[], 
         on_trace_ready=partial(_write, folder, on_cuda),
     )
 
-    def step() -> None:
-        if on_cuda and recording.step_num + 1 in (SKIPPED, SKIPPED + RECORDED):
-            with record_function("wait for device"):  # what earlier steps left running is not part of the recorded ones
-                synchronise()
-        if recording.step_num < SKIPPED + RECORDED:
-            recording.step()
-
     with recording:
-        yield step
+        yield recording.step
 
 
 def _write(folder: Path, on_cuda: bool, recording: profile) -> None:

@@ -14,8 +14,7 @@ from markupsafe import Markup
 from nibabel.affines import from_matvec
 from torch.nn import functional
 
-from medspeed.common.files import read_json_lines, read_object, write_json, write_text
-from medspeed.common.observe.images import one_line
+from medspeed.common.files import printable, read_json_lines, read_object, write_json, write_text
 from medspeed.common.observe.overlays import LABEL_COLOURS, Array, Scan
 
 Json = dict[str, Any]
@@ -133,7 +132,7 @@ def _sha256(text: str) -> str:
 def _one_line(value: object) -> object:
     if isinstance(value, Markup | jinja2.Undefined):
         return value
-    return "" if value is None else one_line(str(value), _LONGEST_VALUE)
+    return "" if value is None else printable(str(value))[:_LONGEST_VALUE]
 
 
 def _template() -> jinja2.Template:

@@ -40,9 +40,9 @@ class Log:
         self._epochs, self._first = decided(config.epochs), state.epoch
         self._shown, self._samples = dict[str, str](), 0
         self._drawn = self._began = time.monotonic()
-        self._watching, self._profiler, self._monitor = ExitStack(), None, None
+        self._watching, self._profiler = ExitStack(), None
         if seconds := float(os.environ.get("MEDSPEED_MONITOR_SECONDS", 1)):  # tests and benchmarks do without
-            self._monitor = self._watching.enter_context(monitored(run.directory, run.device, seconds))
+            self._watching.enter_context(monitored(run.directory, run.device, seconds))
         if config.profile == "torch":
             self._profiler = self._watching.enter_context(profiled_steps(run.directory / "profile", run.device))
 
@@ -63,7 +63,6 @@ class Log:
         """Write one epoch's record; `losses` of its steps, and the metric where it was validated."""
         rate, loss, self._samples = self._samples / seconds, sum(record["losses"]) / len(record["losses"]), 0
         record |= {"loss": loss, "seconds": round(seconds, 4), "samples_per_second": round(rate, 2)}
-        record |= {"monitored": self._monitor()} if self._monitor and self._metric.lower() in record else {}
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record, allow_nan=False) + "\n")
         shown = [name for name in ("loss", self._metric.lower()) if name in record]

@@ -24,9 +24,8 @@ from medspeed.apps.pathology.slides.masks import ASSUMED_MPP, MPP_TOLERANCE, Sli
 from medspeed.apps.pathology.slides.reader import Slide
 from medspeed.common.console import hides_bar
 from medspeed.common.data.threads import prefetch
-from medspeed.common.files import atomic_path, write_text
+from medspeed.common.files import atomic_path, printable, write_text
 from medspeed.common.inference.predictors import Predictor
-from medspeed.common.observe.images import one_line
 from medspeed.common.observe.plots import save_png
 from medspeed.models.resnet18_fcn import STRIDE
 
@@ -248,7 +247,7 @@ def draw_heatmap(path: Path, slide: Slide, found: ProbabilityMap) -> None:
     axes.set_axis_off()
     opaque = ScalarMappable(drawn.norm, drawn.cmap)
     figure.colorbar(opaque, ax=axes, label="probability of tumour", fraction=0.2 / width, pad=0.1 / width, aspect=30)
-    title = f"{one_line(slide.name, 60)}   greatest {found.values.max(initial=0):.3f}"
+    title = f"{printable(slide.name)[:60]}   greatest {found.values.max(initial=0):.3f}"
     axes.set_title(title, loc="left", fontsize=10, parse_math=False)
     save_png(path, figure, full_colour=True)
 

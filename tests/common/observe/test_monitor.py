@@ -360,33 +360,6 @@ def test_titles_say_the_means(tmp_path, monkeypatch):
     assert titles[6] == "GPU power (W): mean 50.0"
 
 
-def test_the_ends_of_validations_are_marked(tmp_path, monkeypatch):
-    figures: list[Any] = []
-    monkeypatch.setattr(plots, "save_png", lambda path, figure: figures.append(figure))
-    write_table(tmp_path / "a.csv", 10, gpu=False)
-    records = (
-        '{"epoch": 1, "loss": 1.0}',
-        '{"epoch": 2, "dice": 0.5, "monitored": 4.5}',
-        '{"epoch": 3, "monitored": 7}',
-    )
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{record}\n" for record in records))
-    draw_monitor(tmp_path / "a.csv", tmp_path / "a.png")
-    for axes in figures[0].axes:
-        assert [line.get_xdata()[0] for line in axes.get_lines() if line.get_linestyle() == ":"] == [4.5, 7]
-    assert "validation" in figures[0].axes[-1].get_xlabel()
-
-
-@pytest.mark.usefixtures("no_picture")
-def test_the_monitor_tells_the_time_of_its_table_also_when_resumed(tmp_path):
-    (tmp_path / "monitor.csv").write_text(f"{','.join(COLUMNS)}\n1000.000{',1.0' * 5},,,\n")
-    with monitored(tmp_path, CPU, 0.02) as now_there:
-        wait_for_rows(tmp_path, 3)
-        now = now_there()
-        last = column(tmp_path, "seconds")[-1]
-    assert 1000 <= now < last + 1
-    assert column(tmp_path, "seconds")[1] <= now + 0.05
-
-
 @pytest.mark.gpu
 def test_a_real_gpu_is_monitored(tmp_path, caplog):
     with monitored(tmp_path, torch.device("cuda"), every=0.1):

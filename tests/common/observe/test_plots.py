@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from medspeed.common.observe import plots
-from medspeed.common.observe.images import one_line
 from medspeed.common.observe.plots import draw_progress, save_png
 
 NAN = float("nan")
@@ -26,12 +25,6 @@ def test_a_figure_keeps_its_size_and_few_colours(tmp_path: Path):
     assert colours is not None
     assert 100 < len(colours) <= 192
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["figure.png"]
-
-
-def test_one_line():
-    assert one_line("  a\tb\n\x00c  ", 10) == "a b c"
-    assert one_line("0123456789", 10) == "0123456789"
-    assert one_line("0123456789a", 10) == "012345678…"
 
 
 def records(count: int, every: int = 2) -> list[dict[str, Any]]:

@@ -190,7 +190,7 @@ def test_nvtx_ranges_on_a_gpu():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_waiting_and_the_kernels_show(tmp_path):
+def test_on_a_gpu_the_kernels_show(tmp_path):
     device = torch.device("cuda")
     matrix = torch.ones(4096, 4096, device=device)
     with profiled_steps(tmp_path, device) as step:
@@ -199,8 +199,6 @@ def test_on_a_gpu_the_waiting_and_the_kernels_show(tmp_path):
                 for _ in range(20):
                     matrix = matrix @ matrix * 1e-4
             step()
-    found = found_in(tmp_path)
-    assert found["wait for device"][0] > 0.3 * found["ProfilerStep*"][0]
     text = (tmp_path / "operations.txt").read_text()
     assert "on the device:" in text
     assert "aten::mm" in text
