@@ -39,7 +39,7 @@ class Stages:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage so far."""
-        return {name: round(value, 3) for name, value in self._stages.items()}
+        return {name: round(value, 4) for name, value in self._stages.items()}
 
 
 class Clock(Stages):
@@ -53,7 +53,7 @@ class Clock(Stages):
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage and, under `total`, all since the process started."""
         total = self._stages.get("total", 0.0) + time.perf_counter() - self._began  # an earlier process's is added
-        return super().seconds() | {"total": round(total, 3)}
+        return super().seconds() | {"total": round(total, 4)}
 
 
 class StepTimer:
@@ -62,15 +62,13 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self._cuda, self._typical = device.type == "cuda", list[float]()
         self._marks: list[tuple[Any, Any]] = []  # of each step, before and behind it
-        self._host: dict[HostTime, float] = dict.fromkeys(_HOST, 0.0)
+        self._host = Stages()
 
     @contextmanager
     def host(self, name: HostTime) -> Iterator[None]:
         """Time a block by the host's clock: a batch is "waited" for, a checkpoint "saved", progress "logged"."""
-        began = time.perf_counter()
-        with record_function(_HOST[name]):
+        with record_function(_HOST[name]), self._host.stage(name, waits=False):
             yield
-        self._host[name] += time.perf_counter() - began
 
     def waited(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield batches, and time the wait for each."""
@@ -97,13 +95,12 @@ class StepTimer:
 
     def read(self) -> dict[str, float]:
         """Return the seconds since the last call, by name, with "computed"; the device must have finished the steps."""
-        spent = (begin.elapsed_time(end) / 1000 if self._cuda else end - begin for begin, end in self._marks)
-        computed, read = sum(spent), {str(name): round(value, 4) for name, value in self._host.items()}
+        computed = sum(begin.elapsed_time(end) / 1000 if self._cuda else end - begin for begin, end in self._marks)
+        read = dict.fromkeys(_HOST, 0.0) | self._host.seconds() | {"computed": round(computed, 4)}
         if self._marks:
             self._typical.append(computed / len(self._marks))
-        self._marks.clear()
-        self._host = dict.fromkeys(_HOST, 0.0)
-        return read | {"computed": round(computed, 4)}
+        self._marks, self._host = [], Stages()
+        return read
 
     def typical(self) -> float | None:
         """Return the seconds that a step computes, the median of the epochs; None before the first is read."""

@@ -18,13 +18,10 @@ from medspeed.common.files import printable, read_json_lines, read_object, write
 from medspeed.common.observe.overlays import LABEL_COLOURS, Array, Scan
 
 Json = dict[str, Any]
-_STAGES = ("start", "prepare", "cache", "compile", "train", "validate", "export")  # in the order they run
 _LONGEST_SIDE = 192  # voxels of a case to scroll through
 _MOST_VOXELS, _FEWEST_VOXELS = 96**3, 48**3  # of a case where up to nine share the page, and where many do
-_LARGEST_PAGE, _REST = 8_000_000, 500_000  # bytes; the rest is all but pictures and cases
-_LARGEST_PICTURE = 600_000  # bytes
+_LARGEST_PAGE, _REST = 8_000_000, 1_000_000  # bytes; the rest is all but cases
 _LONGEST_VALUE = 1000  # characters
-_WORST = 3  # cases whose overlay is shown
 
 
 def write_report(directory: Path, summary: Json) -> Path:
@@ -37,12 +34,9 @@ def write_report(directory: Path, summary: Json) -> Path:
     per_case = quality["per_case"]
     # A case without a value is worse than any.
     ranked = sorted(per_case, key=lambda name: (per_case[name] is not None, per_case[name] or 0.0, name))
-    overlays = {path.stem: path for path in (directory / "overlays").glob("*.png")}
-    worst = {name: _embedded(overlays[name]) for name in [name for name in ranked if name in overlays][:_WORST]}
-    pictures = {name: _embedded(directory / f"{name}.png") for name in ("progress", "monitor")}
-    room = _LARGEST_PAGE - _REST - sum(len(address or "") for address in (*worst.values(), *pictures.values()))
+    pictures = {name: directory / f"{name}.png" for name in ("progress", "monitor")}
     files = [path for name in ranked if (path := directory / "report_cases" / f"{name}.json").is_file()]
-    kept = files[: np.count_nonzero(np.cumsum([path.stat().st_size for path in files]) <= room)]
+    kept = files[: np.count_nonzero(np.cumsum([path.stat().st_size for path in files]) <= _LARGEST_PAGE - _REST)]
     content = _template().render(
         name=directory.resolve().name,
         summary=summary,
@@ -51,9 +45,8 @@ def write_report(directory: Path, summary: Json) -> Path:
         stages=_stages(summary["seconds"]),
         # An app that judges patches has figures of all of them together, in its own order, and no regions.
         cases={name: per_case[name] for name in (ranked if quality["per_region"] else per_case)},
-        overlays=len(overlays),
-        worst=worst,
-        pictures=pictures,
+        pictures={name: _base64(path.read_bytes()) for name, path in pictures.items() if path.is_file()},
+        overlays=len(list((directory / "overlays").glob("*.png"))),
         scans={path.stem: read_object(path) for path in kept},
         left_out=len(files) - len(kept),
         colours=LABEL_COLOURS,
@@ -99,18 +92,9 @@ def write_report_case(directory: Path, name: str, scan: Scan, names: Sequence[st
 
 
 def _stages(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each stage, in the order they run, and under `rest` what else the total holds."""
-    found = {name: seconds[name] for name in dict.fromkeys((*_STAGES, *seconds)) if name in seconds}
-    total = found.pop("total", 0.0)
-    return {**found, "rest": max(total - sum(found.values()), 0.0)}
-
-
-def _embedded(path: Path) -> str | None:
-    """Return the address of a PNG that holds the picture itself; "" for one too large, None where there is none."""
-    if not path.is_file():
-        return None
-    content = path.read_bytes()
-    return f"data:image/png;base64,{_base64(content)}" if len(content) <= _LARGEST_PICTURE else ""
+    """Return the seconds of each stage, and under `rest` what else the total holds."""
+    found = {name: each for name, each in seconds.items() if name != "total"}
+    return {**found, "rest": max(seconds["total"] - sum(found.values()), 0.0)}
 
 
 def _base64(content: bytes | Array) -> str:
