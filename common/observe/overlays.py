@@ -58,20 +58,11 @@ class Scan:
         return f"{_PLANES[plane]} = {(self.affine @ voxel)[plane]:.0f} mm"
 
 
-def save_image(path: Path, pixels: Image.Image, full_colour: bool = False) -> None:
-    """Write an RGB picture atomically as a PNG: in full colour, or in 192 colours for a quarter of the size."""
-    if not full_colour:
-        # Maximum coverage keeps rare colours (a small structure); the median cut gives nearly all of them to the greys.
-        pixels = pixels.quantize(192, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    with atomic_path(path) as part:
-        pixels.save(part, format="PNG")  # zlib's best level takes eight times as long for 3 percent
-
-
 @cache
-def font(pixels: float, bold: bool = False) -> ImageFont.FreeTypeFont:
+def font(pixels: float) -> ImageFont.FreeTypeFont:
     """Return DejaVu Sans of a size, which matplotlib brings along; matplotlib itself is not loaded."""
     (folder,) = find_spec("matplotlib").submodule_search_locations  # type: ignore[union-attr, misc]
-    file = Path(folder) / "mpl-data" / "fonts" / "ttf" / f"DejaVuSans{'-Bold' * bold}.ttf"
+    file = Path(folder) / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf"
     return ImageFont.truetype(file, pixels, layout_engine=ImageFont.Layout.BASIC)
 
 
@@ -93,10 +84,15 @@ def draw_overlay(path: Path, scan: Scan, names: Sequence[str] = (), title: str =
     planes = [(plane, scan.largest[plane]) for plane in (2, 1, 0)]
     page = Image.new("RGB", (_WIDTH, _MOST_HEIGHT), "white")
     heading = printable(title)[:75] + ("" if scan.labels.any() else "   (no foreground predicted)")
-    _write(page, (_MARGIN, _TITLE // 2 + 5), heading, 10, bold=True)
+    _write(page, (_MARGIN, _TITLE // 2 + 5), heading, 10, "lm")
     top = _draw_row(page, scan, body_of(scan), planes, _PLANES_HEIGHT, _TITLE)
     top = _draw_row(page, scan, close_up_of(scan), [(2, index) for index in slices], _CLOSE_UPS_HEIGHT, top)
-    save_image(path, page.crop((0, 0, _WIDTH, _draw_legend(page, scan, names, top) + _MARGIN)))
+    page = page.crop((0, 0, _WIDTH, _draw_legend(page, scan, names, top) + _MARGIN))
+    # In 192 colours, for a quarter of the size. Maximum coverage keeps rare ones (a small structure); the median cut
+    # gives nearly all of them to the greys.
+    page = page.quantize(192, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    with atomic_path(path) as part:
+        page.save(part, format="PNG")  # zlib's best level takes eight times as long for 3 percent
 
 
 def oriented_scan(
@@ -167,17 +163,9 @@ def close_up_of(scan: Scan) -> Box:
     return *box, slice(0, scan.image.shape[2])
 
 
-def _write(
-    page: Image.Image,
-    at: tuple[float, float],
-    text: str,
-    points: float,
-    anchor: str = "lm",
-    bold: bool = False,
-    stroke: int = 0,
-) -> None:
+def _write(page: Image.Image, at: tuple[float, float], text: str, points: float, anchor: str, stroke: int = 0) -> None:
     """Write a text at a place: black, or white with a black stroke of so many pixels."""
-    face, colour = font(points * 130 / 72, bold), "white" if stroke else "black"
+    face, colour = font(points * 130 / 72), "white" if stroke else "black"
     ImageDraw.Draw(page).text(at, text, colour, face, anchor, stroke_width=stroke, stroke_fill="black")
 
 
@@ -249,7 +237,7 @@ def _draw_legend(page: Image.Image, scan: Scan, names: Sequence[str], top: int) 
             left, top = _MARGIN, top + _LEGEND_ROW
         middle = top + _LEGEND_ROW // 2
         pen.rectangle((left, middle - half, left + 30, middle + half), colour)
-        _write(page, (left + 39, middle), text, 8)
+        _write(page, (left + 39, middle), text, 8, "lm")
         left += width
     return top + _LEGEND_ROW
 

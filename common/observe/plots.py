@@ -6,23 +6,20 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
-from PIL import Image
 
-from medspeed.common.observe.overlays import save_image
+from medspeed.common.files import atomic_path
 
 Values = NDArray[np.float64]
 _LOSS, _METRIC, _GREY = "#0072B2", "#D55E00", "#555555"
 
 
-def save_png(path: Path, figure: Figure, full_colour: bool = False) -> None:
-    """Draw a figure and write it atomically as a PNG, as `save_image` does."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    save_image(path, Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"), full_colour)
+def save_png(path: Path, figure: Figure) -> None:
+    """Draw a figure and write it atomically as a PNG."""
+    with atomic_path(path) as part:
+        figure.savefig(part, format="png")
 
 
 def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str = "Dice") -> None:

@@ -249,7 +249,7 @@ def draw_heatmap(path: Path, slide: Slide, found: ProbabilityMap) -> None:
     figure.colorbar(opaque, ax=axes, label="probability of tumour", fraction=0.2 / width, pad=0.1 / width, aspect=30)
     title = f"{printable(slide.name)[:60]}   greatest {found.values.max(initial=0):.3f}"
     axes.set_title(title, loc="left", fontsize=10, parse_math=False)
-    save_png(path, figure, full_colour=True)
+    save_png(path, figure)
 
 
 def outline(region: np.ndarray) -> list[np.ndarray]:

@@ -14,16 +14,10 @@ from medspeed.common.observe.plots import draw_progress, save_png
 NAN = float("nan")
 
 
-def test_a_figure_keeps_its_size_and_few_colours(tmp_path: Path):
-    figure = Figure(figsize=(3, 2), dpi=100)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.imshow(np.random.default_rng(0).random((20, 30, 3)), interpolation="bilinear")
-    save_png(tmp_path / "new" / "figure.png", figure)
+def test_a_figure_keeps_its_size(tmp_path: Path):
+    save_png(tmp_path / "new" / "figure.png", Figure(figsize=(3, 2), dpi=100))
     with Image.open(tmp_path / "new" / "figure.png") as picture:
         assert picture.size == (300, 200)
-        colours = picture.convert("RGB").getcolors(maxcolors=300)
-    assert colours is not None
-    assert 100 < len(colours) <= 192
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["figure.png"]
 
 

@@ -320,9 +320,7 @@ def test_the_policy_allows_the_own_style_and_script_alone(tmp_path: Path):
 
 def test_a_large_run_stays_below_the_promised_size_and_says_what_is_left_out(tmp_path: Path):
     folder = hand_made_run(tmp_path / "run", {f"case {number:02}": number / 50 for number in range(50)})
-    noise = np.random.default_rng(0).integers(
-        0, 256, (200, 450, 3), np.uint8
-    )  # about the most that such a picture takes
+    noise = np.random.default_rng(0).integers(0, 256, (200, 450, 3), np.uint8)  # more than any such picture takes
     for name in ("progress", "monitor"):
         Image.fromarray(noise).save(folder / f"{name}.png", compress_level=0)
     image = np.random.default_rng(0).integers(0, 256, (96, 96, 96), np.uint8)
