@@ -44,7 +44,7 @@ def _mlflow(run: "Trackers", known: str) -> _Tracker:
 
     if not known:
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", run.project))
-    number = mlflow.start_run(known or None, run_name=run.folder.name, nested=True).info.run_id  # or beside a user's own
+    number = mlflow.start_run(known or None, run_name=run.folder.name, nested=True).info.run_id  # beside a user's
     if not known:
         mlflow.log_params(run.settings)
     last = max((each.step for each in mlflow.MlflowClient().get_metric_history(number, "loss")), default=0)

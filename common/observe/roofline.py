@@ -1,26 +1,36 @@
-"""How far a training step is from what the device can do: its operations counted, the device's ceiling measured."""
+"""How far a training step is from what the device can do: its work counted, the device's ceilings measured."""
 
 import copy
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from medspeed.common.clock import repeated
 from medspeed.common.run import Run
 
-_SIDE = {
-    "cpu": 1024,
-    "cuda": 8192,
-}  # of square matrices: they leave the caches, and take a moment
+# Sides of square matrices, and bytes: large enough to leave the caches, small enough to take a moment.
+_SIDE, _COPIED = {"cpu": 1024, "cuda": 8192}, {"cpu": 2**26, "cuda": 2**28}
+# Passes over its tensor that a normalisation with the activation behind it cannot do without: what it is given, for the
+# statistics and to apply them, and what it gives; backward the same of two tensors, less one.
+_FORWARD, _BACKWARD = 3, 5
+
+
+class Work(NamedTuple):
+    """A layer's work in one direction: operations of its convolution or matrix product, elements that it must move."""
+
+    flops: int
+    elements: int
 
 
 def distance_to_limit(
     network: nn.Module, shape: Sequence[int], seconds: float | None, dtype: torch.dtype, run: Run
 ) -> dict[str, Any] | None:
-    """Count the operations of a training step, measure the device's ceiling, and say what the steps reach of it.
+    """Count the work of a training step, measure the device's ceilings, and say what the steps reach of them.
 
     `shape` is that of a rank's batch, [B, C, *sides]; `seconds` are those of a step, None where none was done. On a GPU
     convolutions in fp32 may take TF32, which the ceiling does not. Returns what the summary holds; None where it could
@@ -30,42 +40,67 @@ def distance_to_limit(
         return None
     try:
         with run.clock.stage("limit"):
-            flops, ceiling = count_flops(network, shape), measure_ceiling(run.device, dtype)
+            work = count_work(network, shape)
+            ceiling, bandwidth = measure_ceiling(run.device, dtype), measure_bandwidth(run.device)
     except Exception as error:  # no memory left, or an operator that cannot be counted: it must not cost a training
         run.say(f"limit: not measured: {' '.join(str(error).split())[:200]}", "detail")
         return None
-    reached, percent = flops / seconds / 1e12, 100 * flops / seconds / ceiling
-    run.say(
-        f"limit: a step takes {seconds:.3g} s for {flops / 1e9:.1f} GFLOP: {reached:.3g} of the {ceiling / 1e12:.3g} "
-        f"TFLOP/s that products of matrices reach on this device ({dtype}), {percent:.0f} percent",
-        "detail",
-    )
-    return {
+    flops, least = sum(each.flops for each in work), floor(work, dtype.itemsize, ceiling, bandwidth)
+    found = {
         "flops_per_step": flops,
         "seconds_per_step": round(seconds, 5),
-        "tflops": round(reached, 4),
+        "tflops": round(flops / seconds / 1e12, 4),
         "ceiling_tflops": round(ceiling / 1e12, 4),
-        "percent": round(percent, 1),
+        "percent": round(100 * flops / seconds / ceiling, 1),
+        "ceiling_gb_per_second": round(bandwidth / 1e9, 1),
+        "floor_seconds": round(least, 6),
+        "floor_percent": round(100 * least / seconds, 1),
     }
+    run.say(f"limit ({dtype}): {', '.join(f'{name} {each:.4g}' for name, each in found.items())}", "detail")
+    return found
 
 
-def count_flops(network: nn.Module, shape: Sequence[int]) -> int:
-    """Count the operations of a training step on a batch [B, C, *sides], without computing it.
+def floor(work: Sequence[Work], itemsize: int, flops: float, bandwidth: float) -> float:
+    """Return the seconds below which no step comes whose layers run one after the other in this precision.
 
-    Convolutions and matrix products count, forward and backward; a multiplication with its addition as two. The network
-    is left as it is.
+    Convolutions take the longer of their products and their memory traffic; a normalisation and the activation behind
+    it take theirs, fused; what is left (additions, loss, optimizer) takes nothing. `flops` and `bandwidth` (bytes) are
+    the device's per second, `itemsize` the bytes of an element.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # here: the start of a run has no need of it
+    return sum(max(each.flops / flops, each.elements * itemsize / bandwidth) for each in work)
 
-    # Without what torch.compile has left.
-    compiled, network._compiled_call_impl = network._compiled_call_impl, None
-    try:
-        copied = copy.deepcopy(network).to("meta").train()
-    finally:
-        network._compiled_call_impl = compiled
-    with FlopCounterMode(display=False) as counter:
+
+def count_work(network: nn.Module, shape: Sequence[int]) -> list[Work]:
+    """Count the work of a training step's layers on a batch [B, C, *sides], forward and backward, without computing it.
+
+    Convolutions, matrix products, normalisations and interpolations count; a multiplication with its addition as two.
+    The network is left as it is.
+
+    Source: torch.utils.flop_counter, which knows the operators.
+    """
+    from torch.utils.flop_counter import flop_registry  # here: the start of a run has no need of it
+
+    work = list[Work]()
+
+    class Layers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+            out, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+            given, made = ([each.numel() for each in tree_leaves(x) if torch.is_tensor(each)] for x in (args, out))
+            if func._overloadpacket in flop_registry:
+                flops = int(flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out))
+                backward = name == "convolution_backward"  # of the image, where it is wanted, and of the weight
+                products, moved = (sum(args[-1][:2]), sum(given[:3])) if backward else (1, sum(given[:2]) + made[0])
+                work.extend([Work(flops // max(products, 1), moved)] * products)  # none of a frozen first layer
+            elif name.startswith(("native_batch_norm", "native_group_norm")):
+                work.append(Work(0, given[0] * (_BACKWARD if "backward" in name else _FORWARD)))
+            elif name.startswith("upsample"):
+                work.append(Work(0, given[0] + made[0]))
+            return out
+
+    copied = copy.deepcopy(network).to("meta").train()  # without what torch.compile has left
+    with Layers():  # type: ignore[no-untyped-call]
         torch.autograd.backward(copied(torch.empty(tuple(shape), device="meta")).sum())
-    return int(counter.get_total_flops())
+    return work
 
 
 @cache
@@ -74,3 +109,11 @@ def measure_ceiling(device: torch.device, dtype: torch.dtype) -> float:
     side = _SIDE[device.type]
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / min(repeated(lambda: left @ right, 5))
+
+
+@cache
+def measure_bandwidth(device: torch.device) -> float:
+    """Measure the bytes per second that a device reads and writes in a copy; like `measure_ceiling`."""
+    source = torch.zeros(_COPIED[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / min(repeated(lambda: target.copy_(source), 5))

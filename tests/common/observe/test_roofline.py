@@ -4,7 +4,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from medspeed.common.observe import roofline
-from medspeed.common.observe.roofline import count_flops, distance_to_limit, measure_ceiling
+from medspeed.common.observe.roofline import (
+    Work,
+    count_work,
+    distance_to_limit,
+    floor,
+    measure_bandwidth,
+    measure_ceiling,
+)
 from medspeed.common.run import open_run
 from medspeed.models.resnet18_fcn import resnet18_fcn
 from medspeed.models.segresnet3d import segresnet3d
@@ -17,14 +24,53 @@ NETWORKS = {
 }
 
 
+def count_flops(network: nn.Module, shape: tuple[int, ...]) -> int:
+    return sum(each.flops for each in count_work(network, shape))
+
+
 def test_convolutions_by_hand():
     network = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1, bias=False), nn.Conv2d(5, 5, 1))
-    first = 2 * (2 * 8 * 8) * 5 * (3 * 3 * 3)  # multiply and add, for each output, over its 3 x 3 x 3 inputs
-    second = 2 * (2 * 8 * 8) * 5 * 5
+    wide = 2 * (2 * 8 * 8) * 5 * (3 * 3 * 3)  # multiply and add, for each output, over its 3 x 3 x 3 inputs
+    first = Work(wide, 2 * 64 * 3 + 5 * 27 + 2 * 64 * 5)
+    second = Work(2 * (2 * 8 * 8) * 5 * 5, 2 * 64 * 5 + 25 + 2 * 64 * 5)
     # Backward: of the first the weights' gradient alone, since no image needs one.
-    assert count_flops(network, (2, 3, 8, 8)) == 2 * first + 3 * second
+    assert count_work(network, (2, 3, 8, 8)) == [first, second, second, second, first]
     network.requires_grad_(False)[-1].bias.requires_grad_(True)  # of what is frozen, no gradients are computed
-    assert count_flops(network, (2, 3, 8, 8)) == first + second
+    assert count_work(network, (2, 3, 8, 8)) == [first, second]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm3d(4), nn.GroupNorm(2, 4)])
+def test_normalisations_by_hand(norm):
+    network = nn.Sequential(nn.Conv3d(1, 4, 1, bias=False), norm, nn.ReLU())
+    image, outcome = 2 * 8, 2 * 4 * 8
+    convolution = Work(2 * outcome, image + 4 + outcome)
+    expected = [convolution, Work(0, 3 * outcome), Work(0, 5 * outcome), convolution]
+    assert count_work(network, (2, 1, 2, 2, 2)) == expected
+
+
+def test_an_interpolation_by_hand():
+    work = count_work(nn.Sequential(nn.Conv3d(1, 1, 1), nn.Upsample(scale_factor=2, mode="trilinear")), (1, 1, 2, 2, 2))
+    assert [each.elements for each in work if not each.flops] == [8 + 64, 64 + 8]
+
+
+def test_the_floor_by_hand():
+    """The first is bound by products, the second by memory, at two bytes an element."""
+    assert floor([Work(400, 10), Work(10, 300)], 2, flops=100.0, bandwidth=50.0) == 400 / 100 + 2 * 300 / 50
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "milliseconds"),
+    [
+        (lambda: unet3d(1, 2), (16, 1, 96, 96, 96), 1.61),
+        (lambda: segresnet3d(4, 3), (1, 4, 224, 224, 144), 7.46),
+        (resnet18_fcn, (256, 3, 224, 224), 6.04),
+    ],
+)
+def test_the_floors_of_the_apps_on_an_h200(make, shape, milliseconds):
+    """At 790 TFLOP/s in bf16 and 4.3 TB/s; each was counted once by another program, from the modules' sizes."""
+    with torch.device("meta"):
+        network = make()
+    assert 1000 * floor(count_work(network, shape), 2, 790e12, 4.3e12) == pytest.approx(milliseconds, rel=0.02)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -49,6 +95,7 @@ def test_a_compiled_network_is_counted_as_it_was():
 
 def test_the_ceiling_is_within_reason():
     assert 1e9 < measure_ceiling(torch.device("cpu"), torch.float32) < 1e14
+    assert 1e8 < measure_bandwidth(torch.device("cpu")) < 1e13
 
 
 @pytest.fixture
@@ -57,14 +104,19 @@ def run(tmp_path):
 
 
 def test_the_distance_by_hand(run, monkeypatch):
-    monkeypatch.setattr(roofline, "count_flops", lambda network, shape: 4 * 10**12)
+    monkeypatch.setattr(roofline, "count_work", lambda network, shape: [Work(4 * 10**12, 0), Work(0, 10**9)])
     monkeypatch.setattr(roofline, "measure_ceiling", lambda device, dtype: 8e12)
+    monkeypatch.setattr(roofline, "measure_bandwidth", lambda device: 8e9)
     found = distance_to_limit(nn.Identity(), (1, 1, 8), 2.0, torch.float32, run)
     assert found is not None
     assert (found["tflops"], found["percent"], found["flops_per_step"]) == (2.0, 25.0, 4 * 10**12)
+    # In fp32 a thousand million elements take half a second, as the products do; in half precision a quarter.
+    assert (found["floor_seconds"], found["floor_percent"]) == (1.0, 50.0)
+    half = distance_to_limit(nn.Identity(), (1, 1, 8), 2.0, torch.bfloat16, run)
+    assert half is not None
+    assert half["floor_seconds"] == 0.75
     log = (run.directory / "run.log").read_text()
-    assert log.startswith("limit: a step takes 2 s for 4000.0 GFLOP: 2 of the 8 TFLOP/s ")
-    assert log.endswith("(torch.float32), 25 percent\n")
+    assert log.startswith("limit (torch.float32): flops_per_step 4e+12, seconds_per_step 2, tflops 2, ")
     assert "limit" in run.clock.seconds()
     assert distance_to_limit(nn.Identity(), (1, 1, 8), None, torch.float32, run) is None
 
