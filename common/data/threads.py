@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -33,11 +34,7 @@ def map_in_threads(
     """
     if not items:
         return []
-    workers = min(workers or usable_cores(), len(items))
-    # A thread's count becomes the default of every thread that has not used torch yet, the main one included.
-    torch_threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers, "case", initializer=torch.set_num_threads, initargs=(1,))
-    try:
+    with thread_pool(min(workers or usable_cores(), len(items)), "case") as pool:
         futures = [pool.submit(function, item) for item in items]
         bar = tqdm(as_completed(futures), title, len(items), unit="case", disable=hides_bar(not progress))
         if progress and bar.disable:
@@ -45,6 +42,16 @@ def map_in_threads(
         for future in bar:
             future.result()
         return [future.result() for future in futures]
+
+
+@contextmanager
+def thread_pool(threads: int, name: str) -> Generator[ThreadPoolExecutor, None, None]:
+    """Yield threads in which torch computes on one core each; at the end what has not begun is dropped."""
+    # A thread's count becomes the default of every thread that has not used torch yet, the main one included.
+    torch_threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads, name, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(torch_threads)

@@ -28,7 +28,7 @@ from medspeed.common.files import plural, record_digests, sha256_of
 from medspeed.common.inference import ModelPrecision
 from medspeed.common.inference.labels import case_dice, dice_counts
 from medspeed.common.inference.model import VolumeModel
-from medspeed.common.inference.predict import predict_labels, read_truth, sample_windows
+from medspeed.common.inference.predict import predict_labels, read_truth, sample_windows, window_starts
 from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor
 from medspeed.common.inference.tensorrt_runtime import (
     EngineError,
@@ -38,7 +38,6 @@ from medspeed.common.inference.tensorrt_runtime import (
     host_problem,
     manifest_path,
 )
-from medspeed.common.inference.windows import window_starts
 from medspeed.common.run import Run
 
 Quantise = Callable[[Path, Path], None]

@@ -9,9 +9,8 @@ import json
 import os
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -20,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 from medspeed.common.console import Kind, hides_bar, say, wants_traceback
+from medspeed.common.data.threads import thread_pool
 from medspeed.common.files import locked, part_ending, plural, printable, read_object, write_json
 from medspeed.common.ranks import torchrun_place
 from medspeed.common.run import wait_for_all
@@ -157,7 +157,7 @@ class FolderJob(Generic[Source, Read, Computed]):
         coming: deque[tuple[Item[Source], Future[tuple[Record, Read]], int]] = deque()
         writing: dict[Future[None], int] = {}
         bar = tqdm(total=len(items), unit=self.kind, disable=hides_bar(len(items) < 2))
-        with bar, _pool(self.threads, "read") as readers, _pool(self.threads, "write") as writers:
+        with bar, thread_pool(self.threads, "read") as readers, thread_pool(self.threads, "write") as writers:
             while left or coming or writing:
                 held = [*(need for *_, need in coming), *writing.values()]
                 if left and (not held or (len(held) < self.in_flight and sum(held) + left[0][1] <= self.room)):
@@ -179,8 +179,8 @@ class FolderJob(Generic[Source, Read, Computed]):
     def finished(self, item: Item[Source]) -> Record | None:
         """Return the record of an item that is finished as it is now, with all its outputs; else None."""
         try:
-            record = json.loads(item.record.read_text(encoding="utf-8"))
-            fits = isinstance(record, dict) and record.get("mark") == self._mark(item)
+            record = read_object(item.record)
+            fits = record.get("mark") == self._mark(item)
         except BAD_INPUT:  # there is none, or it is damaged
             return None
         return record if fits and all(path.is_file() for path in item.outputs) else None
@@ -218,18 +218,6 @@ class FolderJob(Generic[Source, Read, Computed]):
         else:
             kind: Kind = "warning" if record.get("uncertain") else "note"
             say(f"{printable(item.name)}: {self.line(record)}", kind)
-
-
-@contextmanager
-def _pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
-    """Yield threads in which torch computes on one core each; on an error what has not begun is dropped."""
-    torch_threads = torch.get_num_threads()  # this thread has its number now, and keeps it (see `map_in_threads`)
-    pool = ThreadPoolExecutor(threads, name, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(torch_threads)
 
 
 def _why(name: str, error: Exception) -> str:

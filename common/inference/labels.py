@@ -36,9 +36,7 @@ class LabelScheme:
     """
 
     labels: tuple[str, ...]  # name of each label number, background first; "" for a number that is not used
-    regions: tuple[
-        Region, ...
-    ]  # the structures; where `exclusive`, one for each label that is used, but the background
+    regions: tuple[Region, ...]  # the structures; if `exclusive`, one for each label that is used, but the background
     exclusive: bool
 
     def __post_init__(self) -> None:

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -49,16 +50,8 @@ class Ensemble(nn.Module):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return the mean logits [B, K, X, Y, Z] float32 of windows [B, C, X, Y, Z]."""
-        return mean_of(self.members, image)
-
-
-def mean_of(members: Iterable[Callable[[torch.Tensor], torch.Tensor]], image: torch.Tensor) -> torch.Tensor:
-    """Return the mean of what some networks or predictors make of an image, added up in float32, one at a time."""
-    first, *others = members
-    total = first(image).float()
-    for each in others:
-        total = total + each(image).float()
-    return total / (1 + len(others))
+        total: torch.Tensor = reduce(torch.add, (each(image).float() for each in self.members))
+        return total / len(self.members)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ class Postprocessing:
 
     def numbers(self, labelling: LabelScheme) -> list[int]:
         """Return the label numbers of its structures."""
-        named = (region for region in labelling.regions if region.name in self.structures)
-        return sorted({number for region in named for number in region.members})
+        return sorted({number for name in self.structures for number in labelling.structures[name]})
 
     def kept(self, sizes: np.ndarray, voxel_ml: float) -> np.ndarray:
         """Return which components stay, bool [N + 1], by their voxels [N + 1]; number 0, outside, has none."""

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import combinations
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -16,15 +16,7 @@ from medspeed.common.console import say
 from medspeed.common.files import from_json, printable, read_object, sha256_of
 from medspeed.common.inference import AnyPrecision, Backend
 from medspeed.common.inference.labels import LabelScheme, Region, dice_counts
-from medspeed.common.inference.model import (
-    Member,
-    Trained,
-    VolumeModel,
-    initialise,
-    mean_of,
-    save_weights,
-    write_model,
-)
+from medspeed.common.inference.model import Member, Trained, VolumeModel, initialise, save_weights, write_model
 from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor, repeating_predictor
 from medspeed.common.inference.predictors import Predictor
 
@@ -56,11 +48,15 @@ def read_model(run: Path, app: str, kind: type[Model], find: Find | None = None)
         raise ValueError(f"{path}: not the model file of a {app} run ({error})") from error
 
 
-def load_model(run: Path, app: str, find: Find, network: str | None = None) -> VolumeModel:
-    """Read the `model.json` of a volume segmentation app, whose network `find` finds; see `read_model`.
+def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None = None) -> VolumeModel:
+    """Read the `model.json` of a volume app's run; of several, what they share, with the networks as its members.
 
     The file may be anybody's: a network of the user's own is imported only if the user names it, too, as `network`.
     Otherwise what was exported still runs, and `build` is refused with a PermissionError.
+
+    Raises:
+        FileNotFoundError: one is no run folder, or has no weights.
+        ValueError: one is damaged or given twice, or models differ in labels, preparation, channels or windows.
     """
     given = find(network) if network else None
 
@@ -69,17 +65,7 @@ def load_model(run: Path, app: str, find: Find, network: str | None = None) -> V
             raise ValueError(f"its network is {stored}, not {network}: drop --network, or name the run's own")
         return given or find(stored, trusted=False)
 
-    return read_model(run, app, VolumeModel, named)
-
-
-def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None = None) -> VolumeModel:
-    """Read the `model.json` of a run; of several, what they have in common, with the networks as its members.
-
-    Raises:
-        FileNotFoundError: one is no run folder, or has no weights.
-        ValueError: one is damaged or given twice, or models differ in labels, preparation, channels or windows.
-    """
-    models = [load_model(run, app, find, network) for run in runs]
+    models = [read_model(run, app, VolumeModel, named) for run in runs]
     if len(models) == 1:
         return models[0]
     members: list[Member] = []
@@ -126,16 +112,15 @@ def open_models(
     device: torch.device,
     pairs: list[torch.Tensor] | None = None,
 ) -> OpenedPredictor:
-    """Open a run as `open_predictor` does; of several each, with one backend, as the mean of their logits.
+    """Open the runs of a model from `load_models` as `open_predictor` does, with one backend, as their mean logits.
 
     Where "auto" would choose not the same for all, since one has no engine or export, PyTorch runs them. On a GPU
-    PyTorch's windows are repeated as CUDA graphs.
-
-    The model is what `load_models` returned for the runs; `pairs` receives how well several agree in their windows (see
+    PyTorch's windows are repeated as CUDA graphs. `pairs` receives how well several runs agree in their windows (see
     `pair_counts`).
     """
-    parts = [replace(model, network=each.network, arguments=each.arguments, members=()) for each in model.members]
-    parts = parts if len(runs) > 1 else [model]
+    parts = [model]
+    if len(runs) > 1:
+        parts = [replace(model, network=each.network, arguments=each.arguments, members=()) for each in model.members]
 
     def opened(backend: Literal["auto", Backend]) -> list[OpenedPredictor]:
         one = partial(open_predictor, backend=backend, precision=precision, device=device)
@@ -158,15 +143,15 @@ def open_models(
 def compared_mean(
     members: Sequence[Predictor], scheme: LabelScheme, pairs: list[torch.Tensor], windows: torch.Tensor
 ) -> torch.Tensor:
-    """Return what `mean_of` does; `pairs` receives how well the predictors agree (see `pair_counts`)."""
+    """Return the mean of logits, one predictor at a time; `pairs` receives how well they agree (see `pair_counts`)."""
     labels: list[torch.Tensor] = []
 
-    def noted(member: Predictor, windows: torch.Tensor) -> torch.Tensor:
+    def noted(member: Predictor) -> torch.Tensor:
         logits = member(windows)
         labels.append(scheme.labels_of(logits[..., ::2, ::2, ::2].transpose(0, 1)))  # enough, and an eighth of the work
         return logits
 
-    mean = mean_of([partial(noted, member) for member in members], windows)
+    mean = reduce(torch.add, map(noted, members)) / len(members)
     pairs.append(pair_counts(labels, scheme.regions))
     return mean
 

@@ -58,8 +58,7 @@ def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list
 
 def volume_files(folder: Path) -> dict[str, Path]:
     """Return the NIfTI, NRRD and MetaImage files of a folder by name without suffix; a ValueError if two have one."""
-    named = (file for file in folder.glob("[!.]*") if file.name.lower().endswith(SUFFIXES))
-    files = sorted(filter(Path.is_file, named))
+    files = sorted(each for each in folder.glob("[!.]*") if each.name.lower().endswith(SUFFIXES) and each.is_file())
     stems = Counter(stem_of(file.name) for file in files)
     if twice := [file.name for file in files if stems[stem_of(file.name)] > 1]:
         raise ValueError(f"{folder}: {' and '.join(twice[:4])} have one name but for the suffix: rename or remove one")
@@ -78,27 +77,24 @@ def read_scan(scan: Scan, channels: int) -> Volume:
         raise ValueError(f"{scan.name}: a file cannot be read ({error.strerror}): copy it again") from None
 
 
-def say_plan(scans: Sequence[Scan], model: VolumeModel, device: torch.device, in_flight: int, room: int) -> None:
-    """Say how much memory the scans will take at most; warn where there is less. For the rest see `most_bytes`."""
-    host, working = most_bytes(scans, model, in_flight, room)
-    gpu = device.type == "cuda"
-    needs = {"host": (host if gpu else host + working, free_memory())}
+def say_plan(
+    scans: Sequence[Scan], model: VolumeModel, device: torch.device, in_flight: int, room: int
+) -> tuple[int, int]:
+    """Say how many bytes the scans take at most, warn where fewer are free, and return those of host and device.
+
+    On the host are so many scans at once, of so many bytes (`room`), or one that takes more; on the device is one.
+    """
+    taken, working = zip(*(scan_bytes(scan, model) for scan in scans), strict=True)
+    host, computed, gpu = max(*taken, min(room, sum(sorted(taken)[-in_flight:]))), max(working), device.type == "cuda"
+    needs = {"host": (host if gpu else host + computed, free_memory())}
     if gpu:
-        needs[str(device)] = working, torch.cuda.mem_get_info(device)[0]
+        needs[str(device)] = computed, torch.cuda.mem_get_info(device)[0]
     words = [f"{need / 2**30:.1f} of {free / 2**30:.1f} GiB free on the {name}" for name, (need, free) in needs.items()]
     say(f"memory: at most {in_flight} scans at a time, {', '.join(words)}, plus a batch of windows")
     if any(need > free for need, free in needs.values()):
         text = "WARNING: that may exceed the free memory; segment the largest scans one at a time, or on another host"
         say(text, "warning")
-
-
-def most_bytes(scans: Sequence[Scan], model: VolumeModel, in_flight: int, room: int) -> tuple[int, int]:
-    """Return the bytes on the host of the scans in memory at once, and those on the device of one, at most.
-
-    In memory are so many at most, of so many bytes (`room`); one scan may take more.
-    """
-    host, working = zip(*(scan_bytes(scan, model) for scan in scans), strict=True) if scans else ((0,), (0,))
-    return max(max(host), min(room, sum(sorted(host)[-in_flight:]))), max(working)
+    return host, computed
 
 
 def scan_bytes(scan: Scan, model: VolumeModel) -> tuple[int, int]:

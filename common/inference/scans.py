@@ -36,12 +36,11 @@ from medspeed.common.inference.postprocessing import (
     connected_components,
     foreground,
 )
-from medspeed.common.inference.predict import predict_logits, thresholded
+from medspeed.common.inference.predict import predict_logits, thresholded, window_starts
 from medspeed.common.inference.predictors import Predictor
 from medspeed.common.inference.runs import digest_of, open_models, pair_counts
 from medspeed.common.inference.scan_files import Scan, find_scans, read_scan, say_plan, scan_bytes
 from medspeed.common.inference.scores import write_measures
-from medspeed.common.inference.windows import window_starts
 from medspeed.common.observe.overlays import draw_overlay, oriented_scan
 from medspeed.common.ranks import choose_device, torchrun_place
 
@@ -159,9 +158,11 @@ class Segmenter:
         self.pairs.clear()
         with stage("prepare"):
             case = prepare_volume(item.name, volume, model.preparation, self.device, torch.float32)
-        options = self.config.flips, self.config.fit_windows, self.pairs
+        image, window = case.image.to(self.device, torch.float32), model.window_size
+        if self.config.fit_windows:
+            window = fitted_window(image.shape[1:], window, model.overlap)
         with stage("windows"):
-            logits = augmented_logits(case.image.to(self.device, torch.float32), self.opened.predict, model, *options)
+            logits = flipped_logits(image, self.opened.predict, model, window, self.config.flips, self.pairs)
         with stage("restore"):
             labels = thresholded(logits, case.grid, model.labelling, model.postprocessing)
         return volume, labels, dice_of_counts(torch.stack(self.pairs).sum(dim=0)).tolist() if self.pairs else []
@@ -212,30 +213,24 @@ class Segmenter:
         )
 
 
-def augmented_logits(
-    image: torch.Tensor,
-    predictor: Predictor,
-    model: VolumeModel,
-    flips: str = "",
-    fit: bool = False,
-    pairs: list[torch.Tensor] | None = None,
+def flipped_logits(
+    image: torch.Tensor, predictor: Predictor, model: VolumeModel, window: Shape, flips: str, pairs: list[torch.Tensor]
 ) -> torch.Tensor:
     """Return the mean of `predict_logits` over all combinations of flips of some axes ("xyz"), or it alone.
 
-    `pairs` receives how well these agree (see `pair_counts`). With `fit` the windows are fitted to the image (see
-    `fitted_window`).
+    `pairs` receives how well these agree (see `pair_counts`).
     """
-    window = fitted_window(image.shape[1:], model.window_size, model.overlap) if fit else model.window_size
-    axes = ["xyz".index(letter) + 1 for letter in flips]
     total = predict_logits(image, predictor, model, window)
-    labels = [model.labelling.labels_of(total)] if flips else []
+    if not flips:
+        return total
+    axes = ["xyz".index(letter) + 1 for letter in flips]
+    labels = [model.labelling.labels_of(total)]
     for mirror in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:
         logits = predict_logits(image.flip(mirror), predictor, model, window).flip(mirror)
         labels.append(model.labelling.labels_of(logits))
         total += logits
-    if flips and pairs is not None:
-        pairs.append(pair_counts(labels, model.labelling.regions))
-    return total.div_(2 ** len(axes)) if flips else total
+    pairs.append(pair_counts(labels, model.labelling.regions))
+    return total.div_(len(labels))
 
 
 def fitted_window(shape: Sequence[int], most: Shape, overlap: float) -> Shape:

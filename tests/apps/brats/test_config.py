@@ -5,7 +5,7 @@ import pytest
 from medspeed.apps.brats.config import RECIPES, BratsConfig, parse
 from medspeed.apps.brats.train import window_side
 from medspeed.common.config import config_to_yaml, replaced
-from medspeed.common.inference.windows import window_starts
+from medspeed.common.inference.predict import window_starts
 from medspeed.common.training.volume_config import Network
 
 

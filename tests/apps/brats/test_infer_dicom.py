@@ -11,7 +11,7 @@ from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import VolumeModel, save_weights
 from medspeed.common.inference.options import InferConfig
-from medspeed.common.inference.runs import import_weights, load_model
+from medspeed.common.inference.runs import import_weights, load_models
 from medspeed.models import find_network
 from medspeed.models.segresnet3d import segresnet3d
 from tests.common.data.dicom_files import write_slices
@@ -77,4 +77,4 @@ def test_a_study_that_lacks_a_channel_is_set_aside_by_name(run, channels, tmp_pa
 
 
 def test_the_names_of_channels_are_kept_in_model_json(run):
-    assert load_model(run, "brats", find_network).modality == NAMES
+    assert load_models([run], "brats", find_network).modality == NAMES

@@ -16,7 +16,7 @@ from medspeed.common.export.model_card import model_card
 from medspeed.common.files import sha256_of, write_json
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.predictors import read_onnx_metadata
-from medspeed.common.inference.runs import load_model, load_models, open_models
+from medspeed.common.inference.runs import load_models, open_models
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.models import find_network
 from tests.common.inference.test_runs import CPU, MODEL, write_run
@@ -33,7 +33,7 @@ def test_several_runs_become_one_onnx_model_of_their_mean(runs, tmp_path, capsys
     assert export_spleen(SpleenExport(runs, "onnx", whole, data=data, device="cpu")) == whole / "exports"
     assert "Dice on 2 cases" in capsys.readouterr().out
     digests = [sha256_of(run / "best.safetensors") for run in runs]
-    model = load_model(whole, "spleen", find_network)
+    model = load_models([whole], "spleen", find_network)
     assert [member.sha256 for member in model.members] == digests
     assert read_onnx_metadata(whole / "exports" / "model_fp32.onnx")["members"].split() == digests
     card = model_card(whole, "Task")

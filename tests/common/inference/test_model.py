@@ -13,7 +13,7 @@ from medspeed.common.inference.labels import LabelScheme, Region
 from medspeed.common.inference.measure import warn_of_training
 from medspeed.common.inference.model import initialise, load_weights, read_note, save_weights, write_model
 from medspeed.common.inference.postprocessing import Postprocessing
-from medspeed.common.inference.runs import import_weights, load_model
+from medspeed.common.inference.runs import import_weights, load_models
 from medspeed.models import find_network
 from medspeed.models.segresnet3d import segresnet3d
 from tests.support import unet_model
@@ -33,7 +33,7 @@ SEGRESNET = replace(
 @pytest.mark.parametrize("model", [UNET, SEGRESNET], ids=["unet", "segresnet"])
 def test_every_network_of_volumes_is_written_in_one_shape_and_comes_back(model, tmp_path):
     write_model(tmp_path, "heart", model)
-    again = load_model(tmp_path, "heart", find_network)
+    again = load_models([tmp_path], "heart", find_network)
     assert again == replace(model, arguments=again.arguments)
     assert again.arguments == json.loads(json.dumps(model.arguments))  # tuples are lists
     content = json.loads((tmp_path / "model.json").read_text())
@@ -46,7 +46,7 @@ def test_post_processing_comes_back_and_names_structures_of_the_model(tmp_path):
         UNET, postprocessing=(Postprocessing(("spleen",), largest=True), Postprocessing(("spleen",), smallest_ml=0.5))
     )
     write_model(tmp_path, "heart", model)
-    assert load_model(tmp_path, "heart", find_network).postprocessing == model.postprocessing
+    assert load_models([tmp_path], "heart", find_network).postprocessing == model.postprocessing
     content = json.loads((tmp_path / "model.json").read_text())
     for name, value, words in (
         ("structures", ["liver"], r"postprocessing \['liver'\]: must be of the structures \['spleen'\]"),
@@ -58,7 +58,7 @@ def test_post_processing_comes_back_and_names_structures_of_the_model(tmp_path):
         wrong["postprocessing"][0][name] = value
         (tmp_path / "model.json").write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=rf"model\.json: .*{words}"):
-            load_model(tmp_path, "heart", find_network)
+            load_models([tmp_path], "heart", find_network)
 
 
 @pytest.fixture
@@ -75,17 +75,17 @@ def foreign(tmp_path, monkeypatch):
 
 
 def test_no_module_is_imported_because_a_file_says_so(foreign, capsys):
-    model = load_model(foreign, "heart", find_network)
+    model = load_models([foreign], "heart", find_network)
     assert model.network.__name__ == "says_so:net"  # so that its exports can be used
     with pytest.raises(PermissionError, match=r"^network says_so:net: the code .*--network says_so:net"):
         model.build()
     with pytest.raises(ValueError, match="its network is says_so:net, not dynunet"):
-        load_model(foreign, "heart", find_network, "dynunet")
+        load_models([foreign], "heart", find_network, "dynunet")
     assert capsys.readouterr().out == ""
 
 
 def test_a_network_of_ones_own_is_imported_where_it_is_named(foreign, capsys):
-    model = load_model(foreign, "heart", find_network, "says_so:net")
+    model = load_models([foreign], "heart", find_network, "says_so:net")
     assert capsys.readouterr().out == "imported\n"
     assert model.build().eval()(torch.zeros(1, 1, 16, 16, 16)).shape == (1, 2, 16, 16, 16)
     write_model(foreign, "heart", model)
@@ -104,7 +104,7 @@ def test_the_network_is_built_of_its_arguments():
 def test_what_is_no_model_of_the_app_is_named(content, words, tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"model\.json: not the model file of a heart run .*{words}"):
-        load_model(tmp_path, "heart", find_network)
+        load_models([tmp_path], "heart", find_network)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_values_out_of_their_bounds_are_named(part, value, words, tmp_path):
     content = json.loads((tmp_path / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps({**content, part: value}))
     with pytest.raises(ValueError, match=rf"model\.json: not the model file of a heart run .*{words}"):
-        load_model(tmp_path, "heart", find_network)
+        load_models([tmp_path], "heart", find_network)
 
 
 @pytest.mark.parametrize(

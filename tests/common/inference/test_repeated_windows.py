@@ -6,8 +6,8 @@ from torch import nn
 
 from medspeed.common.inference import open_predictor
 from medspeed.common.inference.open_predictor import repeating_predictor
+from medspeed.common.inference.predict import sliding_windows
 from medspeed.common.inference.predictors import torch_predictor
-from medspeed.common.inference.windows import sliding_windows
 from medspeed.common.kernels import trust
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d

@@ -20,7 +20,7 @@ from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference import scans as scans_module
 from medspeed.common.inference.evaluation import evaluate_folders
 from medspeed.common.inference.labels import one_region_per_label
-from medspeed.common.inference.model import Ensemble, VolumeModel, load_weights, mean_of, save_weights, write_model
+from medspeed.common.inference.model import Ensemble, VolumeModel, load_weights, save_weights, write_model
 from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
 from medspeed.common.inference.options import InferConfig, model_folders
 from medspeed.common.inference.postprocessing import Postprocessing
@@ -58,11 +58,18 @@ def infer(runs, images, output, model=None, **more):
     return scans_module.segment_scans(config, model or load_models(config.model, "spleen", find_network))
 
 
+class Adds(torch.nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image + self.by
+
+
 def test_the_mean_is_that_of_all_members_in_float32():
-    members = [lambda image, by=by: image + by for by in (1.0, 2.0, 6.0)]
-    assert mean_of(members, torch.tensor([0.0, 10.0])).tolist() == [3.0, 13.0]
-    coarse = [lambda image, by=by: torch.full_like(image, by) for by in (256.0, 1.0)]  # bfloat16 has no 257
-    found = mean_of(coarse, torch.zeros(1, dtype=torch.bfloat16))
+    assert Ensemble([Adds(by) for by in (1.0, 2.0, 6.0)])(torch.tensor([0.0, 10.0])).tolist() == [3.0, 13.0]
+    found = Ensemble([Adds(by) for by in (256.0, 1.0)])(torch.zeros(1, dtype=torch.bfloat16))  # which has no 257
     assert (found.dtype, found.tolist()) == (torch.float32, [128.5])
 
 
@@ -99,7 +106,7 @@ def test_the_agreement_of_models_is_counted_in_their_windows():
     found = found.repeat_interleave(2, dim=-1)  # every second voxel is compared
     members, pairs = [lambda windows, each=each: each for each in found], list[torch.Tensor]()
     mean = compared_mean(members, scheme, pairs, torch.zeros(2, 1, 1, 1, 8))
-    assert torch.equal(mean, mean_of(members, torch.zeros(2, 1, 1, 1, 8)))
+    assert torch.equal(mean, found.sum(dim=0) / 3)
     assert [each.tolist() for each in pairs] == [[[4, 12]]]  # of 3, 2 and 1 voxels the pairs share 2, 1 and 1
 
 

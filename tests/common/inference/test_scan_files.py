@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from medspeed.common.inference.scan_files import find_scans, most_bytes, say_plan, scan_bytes
+from medspeed.common.inference.scan_files import find_scans, say_plan, scan_bytes
 from tests.common.data.dicom_files import write_slices
 from tests.support import unet_model
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
 MODEL = unet_model((4.0, 4.0, 4.0), (4, 8), (24, 24, 16), window_batch=2)
 
@@ -42,21 +43,20 @@ def test_so_many_scans_are_held_as_there_is_room_for_and_the_unreadable_count_no
     hosts, working = zip(*(scan_bytes(each, FINE) for each in scans), strict=True)
     (tmp_path / "broken.nii.gz").write_bytes(b"no")
     broken = [*scans, tmp_path / "broken.nii.gz"]
-    assert most_bytes(broken, FINE, 3, 10**9) == (sum(hosts[1:]), working[-1])
-    assert most_bytes(broken, FINE, 9, 10**9) == (sum(hosts), working[-1])
-    assert most_bytes(broken, FINE, 3, sum(hosts[2:]) + 1) == (sum(hosts[2:]) + 1, working[-1])
-    assert most_bytes(broken, FINE, 3, 1) == (hosts[-1], working[-1])  # one is held in any case
-    assert most_bytes([], FINE, 3, 10**9) == (0, 0)
+    assert say_plan(broken, FINE, CPU, 3, 10**9) == (sum(hosts[1:]), working[-1])
+    assert say_plan(broken, FINE, CPU, 9, 10**9) == (sum(hosts), working[-1])
+    assert say_plan(broken, FINE, CPU, 3, sum(hosts[2:]) + 1) == (sum(hosts[2:]) + 1, working[-1])
+    assert say_plan(broken, FINE, CPU, 3, 1) == (hosts[-1], working[-1])  # one is held in any case
 
 
 def test_a_plan_that_cannot_fit_is_told(tmp_path, monkeypatch, capsys):
     scans = [scan(tmp_path, (50, 40, 30), (1.0, 1.0, 1.0), f"{number}.nii.gz") for number in range(2)]
-    say_plan(scans, FINE, torch.device("cpu"), 5, 2**40)
+    say_plan(scans, FINE, CPU, 5, 2**40)
     said = capsys.readouterr().out
     assert "memory: at most 5 scans at a time, 0.0 of" in said
     assert "WARNING" not in said
     monkeypatch.setattr("medspeed.common.inference.scan_files.free_memory", lambda: 2**20)
-    say_plan(scans, FINE, torch.device("cpu"), 5, 2**19)
+    say_plan(scans, FINE, CPU, 5, 2**19)
     assert "WARNING: that may exceed the free memory" in capsys.readouterr().out
 
 
@@ -75,8 +75,7 @@ import torch
 from pathlib import Path
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.model import save_weights
-from medspeed.common.inference.scan_files import most_bytes
-from medspeed.common.inference.scan_files import find_scans
+from medspeed.common.inference.scan_files import find_scans, say_plan
 from medspeed.common.inference.scans import Segmenter
 from medspeed.common.host_memory import peak_memory
 from tests.support import unet_model
@@ -94,7 +93,8 @@ segment("small", "warm")
 before = peak_memory()
 job = segment("scans", "out")
 network = 64 * 64 * 32 * 4 * 64  # what the network takes for a window, which the plan leaves out
-print("PEAK", peak_memory() - before, sum(most_bytes(scans, model, job.in_flight, job.room)) + network)
+peak, cpu = peak_memory(), torch.device("cpu")
+print("PEAK", peak - before, sum(say_plan(scans, model, cpu, job.in_flight, job.room)) + network)
 """
     rng = np.random.default_rng(0)
     for name, count, shape in (("small", 2, (24, 24, 24)), ("scans", 12, (160, 160, 60))):

@@ -23,7 +23,7 @@ from medspeed.common.inference.predict import predict_logits
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.runs import import_weights
 from medspeed.common.inference.scan_files import find_scans, read_scan
-from medspeed.common.inference.scans import augmented_logits, clean_by_hand, clean_labels, segment_scans
+from medspeed.common.inference.scans import clean_by_hand, clean_labels, flipped_logits, segment_scans
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from tests.common.data.dicom_files import write_slices
 from tests.support import unet_model
@@ -230,7 +230,7 @@ def test_flips_average_the_logits(run, scans, tmp_path):
     image = torch.randn(1, 40, 30, 20, generator=torch.Generator().manual_seed(0))
     predictor = torch_predictor(network)
     by_hand = [predict_logits(image.flip(mirror), predictor, MODEL).flip(mirror) for mirror in ((), (1,), (3,), (1, 3))]
-    found = augmented_logits(image, predictor, MODEL, flips="xz")
+    found = flipped_logits(image, predictor, MODEL, MODEL.window_size, "xz", [])
     assert torch.allclose(found, torch.stack(by_hand).mean(0), atol=1e-5)
     assert not torch.allclose(found, by_hand[0], atol=1e-3)
 

@@ -15,7 +15,7 @@ from medspeed.common.data.fingerprint import CaseFigures, Fingerprint
 from medspeed.common.inference.labels import Region, dice_of_counts, one_region_per_label
 from medspeed.common.inference.measure import measure, read_figures, with_doubts
 from medspeed.common.inference.options import InferConfig
-from medspeed.common.inference.runs import load_model, pair_counts
+from medspeed.common.inference.runs import load_models, pair_counts
 from medspeed.common.inference.scans import segment_scans
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.models import find_network
@@ -149,7 +149,7 @@ def test_planted_uncertain_scans_are_said_and_twenty_ordinary_ones_are_not(tmp_p
 
     def said(scans: Path, name: str, flips: str = "") -> tuple[dict[str, str], str]:
         given = InferConfig(run, scans, tmp_path / name, device="cpu", backend="torch", overlays=False, flips=flips)
-        assert segment_scans(given, load_model(run, "spleen", find_network)).status == 0
+        assert segment_scans(given, load_models([run], "spleen", find_network)).status == 0
         rows = list(csv.DictReader((tmp_path / name / "measurements.csv").read_text().splitlines()))
         return {row["scan"].split(".")[0]: row["uncertain"] for row in rows}, capsys.readouterr().out
 

@@ -12,8 +12,8 @@ from monai.inferers import sliding_window_inference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medspeed.common.data.geometry import Shape
+from medspeed.common.inference.predict import sliding_windows, window_plan, window_starts
 from medspeed.common.inference.scans import fitted_window
-from medspeed.common.inference.windows import sliding_windows, window_plan, window_starts
 
 CPU = torch.device("cpu")
 Network = Callable[[torch.Tensor], torch.Tensor]
@@ -148,18 +148,6 @@ def test_every_batch_is_full_and_contiguous(batch_size: int):
     torch.testing.assert_close(result, monai(image, (8, 16, 16), network(3), 0.25), rtol=1e-5, atol=1e-5)
 
 
-def test_contiguous_single_windows_are_not_copied():
-    image = image_of((1, 20, 8, 8))
-    places = []
-
-    def predict(windows: torch.Tensor) -> torch.Tensor:
-        places.append((windows.data_ptr() - image.data_ptr()) // (8 * 8 * 4))
-        return windows
-
-    assert torch.equal(sliding_windows(image, predict, (8, 8, 8), batch_size=1), image)
-    assert places == [0, 6, 12]
-
-
 def test_image_is_left_as_it_was():
     image = image_of((1, 20, 8, 6))
     before = image.clone()
@@ -229,11 +217,6 @@ def test_logits_of_another_shape_or_device_are_a_programmers_error(predict: Netw
 
 def test_what_no_windows_can_be_cut_from_is_refused():
     image, same, roi = torch.zeros(1, 8, 8, 8), network(2), (8, 8, 8)
-    for wrong in ((8, 0, 8), (8, 8)):
-        with pytest.raises(ValueError, match=r"window \(8, .*sides of 1 or more"):
-            sliding_windows(image, same, wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"overlap 1.0: .* an overlap in \[0, 1\)"):
-        sliding_windows(image, same, roi, overlap=1.0)
     for refused in (image[0], image.to(torch.uint8), image[:, :0]):
         with pytest.raises(AssertionError):
             sliding_windows(refused, same, roi)

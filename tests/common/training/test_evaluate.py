@@ -12,7 +12,7 @@ from medspeed.common.clock import Clock
 from medspeed.common.data.dataset import Case, Split
 from medspeed.common.inference.model import write_model
 from medspeed.common.inference.postprocessing import CaseParts, Postprocessing, Steps, case_parts
-from medspeed.common.inference.runs import load_model
+from medspeed.common.inference.runs import load_models
 from medspeed.common.run import Run
 from medspeed.common.training import evaluate
 from medspeed.common.training.evaluate import choose_postprocessing, doubts, no_choice
@@ -45,7 +45,7 @@ def chosen(folder, cases, held_out=True, **fields):
     run = Run(folder, torch.device("cpu"), Clock(), resumed=False)
     config, split = SpleenConfig(**fields), Split((), (Case("a", Path(), Path()),) * len(cases), held_out, "")
     found = choose_postprocessing(cases, no_choice(config, split), MODEL, config, run)
-    return found, load_model(folder, "spleen", find_network).postprocessing, (folder / "run.log").read_text()
+    return found, load_models([folder], "spleen", find_network).postprocessing, (folder / "run.log").read_text()
 
 
 def test_what_helps_on_validation_cases_is_kept_in_the_model_and_said(tmp_path):
