@@ -1,12 +1,12 @@
 """The steps of a run: launched by the host operator by operator, or each as one CUDA graph that was captured before.
 
-Which step it is, its learning rate and its loss lie on the device, so that a graph, which repeats the same operators on
-the same memory, does another step each time.
+A graph repeats the same operators on the same memory: batch and learning rate are copied there before each step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -29,43 +29,40 @@ _TOLERANCE = 0.02  # of each loss and of how far each tensor moved: some kernels
 
 
 class Steps:
-    """Does the steps of a run in turn, from where its state stands, each at its rate.
-
-    Each writes its loss into the state's and counts itself, on the device.
-    """
+    """Does the steps of a run in turn, from where its state stands, each at its rate; their losses go to the state."""
 
     def __init__(self, compute: Compute, rates: Sequence[float], state: TrainingState) -> None:
-        self._compute, self._rates, self.state, self._done = compute, rates, state, state.steps_done
-        self._losses, device = state.losses, state.losses.device
-        tried = [rates[0] * part for part in _TRIAL_RATES]
-        numbers = torch.arange(len(rates) + len(tried)).repeat(2, 1).T.remainder(len(state.losses)).contiguous()
-        numbers.view(torch.float32)[:, 0] = torch.tensor([*rates, *tried])
-        self._table = numbers.to(device)  # of each step: the bits of its rate, and the place of its loss
-        self._number = torch.tensor([self._done], device=device)  # of the next step, from 0
-        self._reads_rate = isinstance(state.optimizer, Novograd)  # the others take a number of the host's
+        self._compute, self.state, self._done, device = compute, state, state.steps_done, state.losses.device
+        self._rates: Sequence[float | Tensor] = rates
+        if isinstance(state.optimizer, Novograd):  # the others take a number of the host's
+            self._rates = torch.tensor(rates, device=device).unbind()
         self.shape: Sequence[int] = ()  # of the images
         self.release()
 
     def __call__(self, batch: Batch) -> None:
         """Do the next step; the host waits for nothing."""
+        rate, place = self._rates[self._done], self._done % len(self.state.losses)
         if self._replay is not None and self._sample is not None and _kind(batch) == _kind(self._sample):
-            for slot, part in zip(self._slots, _parts(batch), strict=True):
+            for slot, part in zip(self._slots, _parts(batch, rate), strict=True):
                 slot.copy_(part, non_blocking=True)
             self._replay()
+            loss = self._loss
         else:
-            self._step(batch)
+            loss = self._step(batch, rate)
+        self.state.losses[place].copy_(loss)
         self._done += 1
 
     def release(self) -> None:
         """Do the run's steps eagerly; give the memory of a captured one back."""
         self._replay: Callable[[], object] | None = None
         self._sample: Batch | None = None
-        self._slots: list[Tensor] = []  # what differs between batches, where a captured step reads it
+        self._slots: list[Tensor] = []  # what differs between steps, where a captured one reads it
 
     def hold(self, sample: Batch) -> None:
         """Take a batch as all will be, to try steps with: a draft is made in each step, also captured."""
-        self._sample, device = sample, self._losses.device
-        self._slots = [torch.empty_like(part, device=device).copy_(part) for part in _parts(sample)]
+        self._sample, self._loss = sample, torch.zeros_like(self.state.losses[0])
+        parts = _parts(sample, self._rates[0])
+        self._slots = [torch.empty_like(part, device=self._loss.device).copy_(part) for part in parts]
 
     def capture(self) -> Callable[[], object]:
         """Capture a step on the sample, unless there is one, which the run's steps repeat from here on; return it.
@@ -85,34 +82,29 @@ class Steps:
         """
         step, found = self.capture() if trust.trusts(CAPTURED) else self._on_sample, []
         with self._undone() as changed:
-            for _ in _TRIAL_RATES:
-                place = self._number.remainder(len(self._losses))
+            for part in _TRIAL_RATES:
+                self._slots[0].fill_(self._rates[0] * part)
                 step()
-                found.append(self._losses.index_select(0, place))
+                found.append(self._loss.clone())
             return [*found, *torch._foreach_norm([now - was for now, was in changed if now.is_floating_point()])]
 
-    def _step(self, batch: Batch) -> None:
+    def _step(self, batch: Batch, rate: float | Tensor) -> Tensor:
         self.shape = batch.image.shape
-        row = self._table.index_select(0, self._number)
-        on_device = row.view(torch.float32)[0, 0]
-        loss = self._compute(batch, on_device if self._reads_rate else self._rates[self._done]).detach()
-        self._losses.index_copy_(0, row[0, 1:], loss.reshape(1).to(self._losses.dtype))
-        self._number.add_(1)
+        return self._compute(batch, rate).detach()
 
     def _on_sample(self) -> None:
-        sample = self._sample
-        assert sample is not None
-        image, label = sample.make(*self._slots) if isinstance(sample, Draft) else self._slots
-        self._step(Batch(image, label, sample.cases))
+        assert self._sample is not None
+        rate, *parts = self._slots
+        image, label = self._sample.make(*parts) if isinstance(self._sample, Draft) else parts
+        self._loss.copy_(self._step(Batch(image, label, self._sample.cases), rate))
 
     @contextmanager
     def _undone(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Let steps be tried, at the rates for it; yield what they change beside what it was, to which it returns."""
-        changed = [tensor.detach() for tensor in (*self.state.tensors(), self._losses, self._number)]
-        kept, device = [tensor.clone() for tensor in changed], self._losses.device
+        """Let steps be tried; yield what they change beside what it was, and put that back in the end."""
+        changed = [tensor.detach() for tensor in self.state.tensors()]
+        kept, device = [tensor.clone() for tensor in changed], self.state.losses.device
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
-                self._number.fill_(len(self._rates))
                 yield list(zip(changed, kept, strict=True))
         finally:
             self.state.optimizer.zero_grad(set_to_none=True)
@@ -161,11 +153,11 @@ def _tried(steps: Steps, sample: Batch, config: TrainingConfig, run: Run) -> str
     return reason
 
 
-def _parts(batch: Batch) -> list[Tensor]:
-    """Return what differs between batches of a kind; of drafts on the host, where the copy need not be waited for."""
+def _parts(batch: Batch, rate: Any) -> list[Tensor]:  # noqa: ANN401
+    """Return what differs between steps; of drafts on the host, where the copy need not be waited for."""
     if isinstance(batch, Draft):
-        return [pinned(table, batch.device) for table in batch.tables]
-    return [batch.image, batch.label]
+        return [rate, *(pinned(table, batch.device) for table in batch.tables)]
+    return [rate, batch.image, batch.label]
 
 
 def _kind(batch: Batch) -> tuple[object, ...]:
