@@ -11,7 +11,11 @@ from torch import Tensor
 def second_moments(
     norms: Tensor, owner: Tensor, second: Tensor, scale: Tensor | None, skip: Tensor | None, share: float, least: float
 ) -> Tensor:
-    """Do what `medspeed.common.training.optimizers.divisors` does; a new square has a `share`, `least` is added."""
+    """Update the moments `second`, [P] float32; return what each block of gradients is divided by, [B].
+
+    It is given the blocks' norms [B] and parameters [B] int64; `Novograd._divisors` says what two scalars do.
+    A new square has a `share` of a moment, and `least` is added to its root.
+    """
     found = torch.empty_like(norms)
     given = norms, owner, second, scale, skip, found, len(norms), share, least
     moments_kernel[len(second),](*given, BLOCK=4096, num_warps=8)

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -169,8 +169,7 @@ class Novograd(_Uncompiled):
         lr = self.param_groups[0]["lr"]
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         torch._foreach_copy_(self._updates, self._gradients())
-        norms = torch.linalg.vector_norm(self._scratch, dim=1)
-        divisor = divisors(norms, self._blocks, self._owner, second, grad_scale, found_inf).unsqueeze(1)
+        divisor = self._divisors(second, grad_scale, found_inf).unsqueeze(1)
         if moment.is_cuda or found_inf is not None:
             usual: dict[str, Any] = {"weight_decay": 0.0, "momentum": _BETA1, "dampening": 0.0, "nesterov": False}
             usual |= {"maximize": False, "is_first_step": False, "found_inf": found_inf}
@@ -182,6 +181,27 @@ class Novograd(_Uncompiled):
             torch._foreach_addcmul_(self._parameters, self._moments, [lr] * len(self._moments), value=-1)
         else:
             torch._foreach_add_(self._parameters, self._moments, alpha=-lr)
+
+    def _divisors(self, second: Tensor, scale: Tensor | None, skip: Tensor | None) -> Tensor:
+        """Update the second moments, unless the step is to be skipped; return what each block is divided by, [blocks].
+
+        `scale` is that of the gradients.
+        """
+        norms = torch.linalg.vector_norm(self._scratch, dim=1)
+        if trusts(MOMENTS, norms):
+            from medspeed.common.kernels.moments_triton import second_moments
+
+            fused: Tensor = second_moments(norms, self._owner, second, scale, skip, 1 - _BETA2, _EPSILON)
+            return fused
+        # Over the blocks in float64: in float32, as the CPU sums it, the norm of millions would be off by up to 1e-3.
+        whole = torch.stack(torch._foreach_norm(norms.split_with_sizes(self._blocks), 2, torch.float64))
+        squares = torch.square(whole if scale is None else whole / scale, out=torch.empty_like(second))
+        averaged = torch.lerp(second, squares, 1 - _BETA2)
+        if skip is not None:
+            squares, averaged = (torch.where(skip == 0, each, second) for each in (squares, averaged))
+        torch.where(second == 0, squares, averaged, out=second)
+        divisor = second.sqrt() + _EPSILON
+        return (divisor if scale is None else divisor * scale).index_select(0, self._owner)
 
     def _gradients(self) -> list[Tensor]:
         """Return the gradients with the strides of the buffer, which foreach kernels are only fast with.
@@ -200,43 +220,17 @@ class Novograd(_Uncompiled):
         return found
 
 
-def divisors(
-    norms: Tensor, blocks: Sequence[int], owner: Tensor, second: Tensor, scale: Tensor | None, skip: Tensor | None
-) -> Tensor:
-    """Update Novograd's second moments; return what each block's gradient is divided by, [B].
-
-    Args:
-        norms: [B] of the blocks' gradients, one parameter's blocks after the other's.
-        blocks: how many each of the P parameters takes.
-        owner: [B] int64: the parameter a block belongs to.
-        second: [P] float32: the moment of each parameter, 0 before its first step.
-        scale: of the gradients, a scalar.
-        skip: a scalar that is not 0 where the step does not count.
-    """
-    if trusts(MOMENTS, norms):
-        from medspeed.common.kernels.moments_triton import second_moments
-
-        fused: Tensor = second_moments(norms, owner, second, scale, skip, 1 - _BETA2, _EPSILON)
-        return fused
-    # Over the blocks in float64: in float32, as the CPU sums it, the norm of millions would be off by up to 1e-3.
-    whole = torch.stack(torch._foreach_norm(norms.split_with_sizes(list(blocks)), 2, torch.float64))
-    squares = torch.square(whole if scale is None else whole / scale, out=torch.empty_like(second))
-    averaged = torch.lerp(second, squares, 1 - _BETA2)
-    if skip is not None:
-        squares, averaged = (torch.where(skip == 0, each, second) for each in (squares, averaged))
-    torch.where(second == 0, squares, averaged, out=second)
-    divisor = second.sqrt() + _EPSILON
-    return (divisor if scale is None else divisor * scale).index_select(0, owner)
-
-
 def moments_trial(device: torch.device) -> Trial:
-    """Return a trial of `divisors` with parameters of few and of many blocks, over a first and a second step."""
+    """Return a trial of the second moments' kernel, with parameters of few and of many blocks, over two steps."""
 
     def work() -> list[Tensor]:
-        blocks, second = (1, 3, 2500), torch.zeros(3, device=device)
-        norms = torch.arange(sum(blocks), device=device).sin().abs()
-        owner = torch.arange(3, device=device).repeat_interleave(torch.tensor(blocks, device=device))
-        return [*(divisors(part * norms, blocks, owner, second, None, None) for part in (1, 2)), second]
+        parameters = [torch.zeros(BLOCK * blocks, device=device, requires_grad=True) for blocks in (1, 3, 2500)]
+        optimizer = Novograd(parameters)
+        for part in (1, 2):
+            for each in parameters:
+                each.grad = torch.arange(len(each), device=device).sin().mul_(part)
+            optimizer.step()
+        return [each.detach() for each in (*parameters, *optimizer.pack())]
 
     return Trial(MOMENTS, work, 1e-5)
 

@@ -1,13 +1,14 @@
 """The second moments of Novograd in one kernel against plain torch, in Triton's interpreter; and compiled."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
 
 from medspeed.common.kernels import trust
 from medspeed.common.training import optimizers
-from medspeed.common.training.optimizers import divisors
+from medspeed.common.training.optimizers import BLOCK, Novograd
 from tests.kernels import run_compiled
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the GPU here")
@@ -22,15 +23,19 @@ def everywhere(monkeypatch):
 
 
 def steps(*names, scale=None, skips=(0, 0, 0)):
-    """Return the divisors of a few steps and the moments after each; the last parameter has no gradient at first."""
-    owner = torch.arange(4).repeat_interleave(torch.tensor(BLOCKS))
-    second, found = torch.zeros(4), []
+    """Return the weights and moments after each of a few steps; the last parameter has no gradient at first."""
+    parameters, found = [torch.zeros(BLOCK * blocks, requires_grad=True) for blocks in BLOCKS], []
+    optimizer: Any = Novograd(parameters)
+    optimizer.grad_scale = scale
     for number, skip in enumerate(skips):
-        norms = torch.rand(sum(BLOCKS), generator=torch.Generator().manual_seed(number)) * (number or owner < 3)
+        generator = torch.Generator().manual_seed(number)
+        for each in parameters:
+            last = each is parameters[-1] and not number
+            each.grad = torch.rand(len(each), generator=generator) * (scale or 1) * (not last)
+        optimizer.found_inf = torch.tensor([float(skip)]) if any(skips) else None
         with trust.trusting(*names):
-            flag = torch.tensor([float(skip)]) if any(skips) else None
-            found.append(divisors(norms * (scale or 1), BLOCKS, owner, second, scale, flag))
-        found.append(second.clone())
+            optimizer.step()
+        found += [each.detach().clone() for each in (*parameters, optimizer.pack()[1])]
     return found
 
 
