@@ -1,38 +1,43 @@
-"""The only training loop."""
+"""The only training loop, and what the user sees of it."""
 
+import json
 import os
-import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
+from tqdm import tqdm
 
 from medspeed.common.clock import StepTimer
+from medspeed.common.config import flat
+from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches
+from medspeed.common.files import read_json_lines, write_text
 from medspeed.common.inference import Precision
 from medspeed.common.inference.model import load_weights
-from medspeed.common.observe.profiler import nvtx_ranges
+from medspeed.common.observe.monitor import monitored
+from medspeed.common.observe.profiler import nvtx_ranges, profiled_steps
 from medspeed.common.observe.roofline import distance_to_limit
-from medspeed.common.ranks import Ranks
-from medspeed.common.run import STOP_SIGNALS, Run, take_signals
+from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig, decided
-from medspeed.common.training.log import Log
 from medspeed.common.training.losses import Loss
-from medspeed.common.training.setup import autocast, dtype_of, learning_rates
+from medspeed.common.training.setup import GracefulStop, autocast, dtype_of, learning_rates
 from medspeed.common.training.state import TrainingState
 from medspeed.common.training.steps import Steps, choose_steps
 
 _CHECKPOINT_SECONDS = 30.0  # at least between two checkpoints; a variable sets it for tests and benchmarks
+_DRAW_SECONDS = 30.0
+_LOG_LINES = 30  # about; each epoch has a line where there are no more epochs
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -81,17 +86,15 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     parts, ranks, target, metric = config.parallel.accumulate, run.ranks, config.target(), config.METRIC.lower()
     save_every = float(os.environ.get("MEDSPEED_CHECKPOINT_SECONDS", _CHECKPOINT_SECONDS))
     per_epoch = 1 if config.fast_dev_run else batches.steps_per_epoch
-    total = epochs * per_epoch
+    rates = learning_rates(config, epochs * per_epoch)
     scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16")
     state, timer = TrainingState(run, network, optimizer, scaler, per_epoch), StepTimer(run.device)
     state.restore()
     parallel = ranks.parallel(network.train())
     given, one = (setup.loss_function, optimizer, scaler, precision), torch.ones((), device=run.device)
-    steps = Steps(
-        lambda batch, rate: train_step(parallel, batch, *given, rate, parts, one), learning_rates(config, total), state
-    )
+    steps = Steps(lambda batch, rate: train_step(parallel, batch, *given, rate, parts, one), rates, state)
     choose_steps(steps, batches, state.epoch, config, run)
-    log = Log(run, config, total, state) if ranks.leader else None
+    log = Log(run, config, rates, state) if ranks.leader else None
     marked = nvtx_ranges() if config.profile == "nvtx" else nullcontext()
     shown = closing(log) if log else nullcontext()
     with closing(state), closing(GracefulStop(ranks, state.save)) as stop, marked, shown:
@@ -187,54 +190,6 @@ def train_step(
     return losses[0] if accumulate == 1 else torch.stack(losses).sum()
 
 
-class GracefulStop:
-    """Until it is closed, the first stop signal is a wish to stop after the step, and the second acts as usual.
-
-    With several ranks the signal reaches each at another step, or only one of them. They agree after each step: what
-    one was told counts for all, and further signals change nothing, so that the leader can save in peace (torchrun
-    kills what has not ended 30 seconds later). `save` is done before a validation is broken off.
-    """
-
-    def __init__(self, ranks: Ranks, save: Callable[[], None]) -> None:
-        self._ranks, self._save = ranks, save
-        self._number, self._agreed = 0, 0  # the signal that came to this process, and the one that counts for all
-        self._taken = ExitStack()  # a signal may come before the next line has ended
-        self._taken = take_signals((*STOP_SIGNALS, signal.SIGINT), self._note)
-
-    def close(self) -> None:
-        """Give the signals back."""
-        self._taken.close()
-
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has come; with several ranks, whether all know of it."""
-        return bool(self._number if self._ranks.world == 1 else self._agreed)
-
-    def agree(self) -> None:
-        """Hear what the ranks know now: their hosts wait for each other, and for no device."""
-        if self._ranks.world > 1:
-            known = torch.tensor(self._number, dtype=torch.int32)
-            dist.all_reduce(known, dist.ReduceOp.MAX, group=self._ranks.control)
-            self._agreed = int(known)
-
-    def exit_if_requested(self) -> None:
-        """End the program, if a signal has come, with the status that says which: 143 for SIGTERM."""
-        if self.requested:
-            self._ranks.leave()
-            raise SystemExit(128 + (self._agreed or self._number))
-
-    def check(self) -> None:
-        """Save and end the program, if a signal has come, in the midst of work: a rank that is alone may."""
-        if self.requested and self._ranks.world == 1:
-            self._save()
-            self.exit_if_requested()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._number = self._number or number
-        if self._ranks.world == 1:
-            self.close()
-
-
 def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop: GracefulStop, run: Run) -> float:
     """Validate after an epoch, keep the weights if they are the best so far, and return the metric."""
     ranks = run.ranks
@@ -248,3 +203,62 @@ def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop:
     if state.note_validation(value, epoch) and ranks.leader:
         state.keep_best({config.METRIC.lower(): str(value), "epoch": str(epoch)})
     return value
+
+
+class Log:
+    """What is seen of a training: the bar, `metrics.jsonl`, trackers, curves, the machine's load."""
+
+    def __init__(self, run: Run, config: TrainingConfig, rates: Sequence[float], state: TrainingState) -> None:
+        self._run, self._rates, self._metric = run, rates, config.METRIC
+        self._path, self._watching = run.directory / "metrics.jsonl", ExitStack()
+        if records := read_json_lines(self._path):  # those of epochs that are done again are dropped
+            kept = [record for record in records if record["epoch"] <= state.epoch]
+            write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        plain = {name: each if isinstance(each, _PLAIN) else str(each) for name, each in flat(config).items()}
+        run.trackers.begin(plain, state.steps_done)
+        self._bar = tqdm(total=len(rates), initial=state.steps_done, unit="step", desc="train", disable=hides_bar())
+        self._epochs, self._first = decided(config.epochs), state.epoch
+        self._shown, self._samples = dict[str, str](), 0
+        self._drawn = self._began = time.monotonic()
+        if seconds := float(os.environ.get("MEDSPEED_MONITOR_SECONDS", 1)):  # tests and benchmarks do without
+            self._watching.enter_context(monitored(run.directory, run.device, seconds))
+        profiled = profiled_steps(run.directory / "profile", run.device) if config.profile == "torch" else nullcontext()
+        self._profiler = self._watching.enter_context(profiled)
+
+    def close(self) -> None:
+        """Close the bar and the files, and draw the curves a last time."""
+        self._watching.close()
+        self._bar.close()
+        self._draw()
+
+    def step(self, samples: int) -> None:
+        """Count one step of so many crops."""
+        self._samples += samples
+        self._bar.update()
+        if self._profiler:
+            self._profiler()
+
+    def epoch(self, record: dict[str, Any], seconds: float) -> None:
+        """Write one epoch's record; `losses` of its steps, and the metric where it was validated."""
+        rate, loss, self._samples = self._samples / seconds, sum(record["losses"]) / len(record["losses"]), 0
+        record |= {"loss": loss, "seconds": round(seconds, 4), "samples_per_second": round(rate, 2)}
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record, allow_nan=False) + "\n")
+        shown = [name for name in ("loss", self._metric.lower()) if name in record]
+        values = {name: record[name] for name in (*shown, "samples_per_second")}
+        self._run.trackers.scalars(values | {"learning_rate": self._rates[record["step"] - 1]}, record["step"])
+        self._shown |= {name: f"{record[name]:.4f}" for name in shown}
+        self._bar.set_postfix({**self._shown, "samples/s": f"{rate:.1f}"}, refresh=False)
+        if (epoch := record["epoch"]) % -(-self._epochs // _LOG_LINES) == 0 or len(shown) > 1:
+            left = (time.monotonic() - self._began) / (epoch - self._first) * (self._epochs - epoch)
+            figures = ", ".join(f"{name} {self._shown[name]}" for name in shown)
+            line = f"epoch {epoch}/{self._epochs}: {figures}, {seconds:.1f} s, {tqdm.format_interval(left)} left"
+            self._run.say(line, "note" if self._bar.disable or not sys.stdout.isatty() else "detail")
+        if time.monotonic() - self._drawn > _DRAW_SECONDS:
+            self._draw()
+
+    def _draw(self) -> None:
+        from medspeed.common.observe.plots import draw_progress
+
+        draw_progress(self._run.directory / "progress.png", read_json_lines(self._path), self._metric)
+        self._drawn = time.monotonic()

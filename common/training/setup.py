@@ -1,16 +1,19 @@
 """What stands before the first step: the run, precision and schedule, trusted kernels, a compiled network."""
 
 import math
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from itertools import chain, count
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from medspeed.common.config import config_to_yaml
@@ -22,6 +25,7 @@ from medspeed.common.inference import Precision
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predictors import computes_bf16, torch_predictor
 from medspeed.common.kernels import trust
+from medspeed.common.ranks import Ranks
 from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on, join_ranks, open_run, take_signals
 from medspeed.common.trackers import Trackers, check_installed
 from medspeed.common.training import losses
@@ -74,6 +78,54 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
             raise
         finally:
             release(run.directory / ".lock")
+
+
+class GracefulStop:
+    """Until it is closed, the first stop signal is a wish to stop after the step, and the second acts as usual.
+
+    With several ranks the signal reaches each at another step, or only one of them. They agree after each step: what
+    one was told counts for all, and further signals change nothing, so that the leader can save in peace (torchrun
+    kills what has not ended 30 seconds later). `save` is done before a validation is broken off.
+    """
+
+    def __init__(self, ranks: Ranks, save: Callable[[], None]) -> None:
+        self._ranks, self._save = ranks, save
+        self._number, self._agreed = 0, 0  # the signal that came to this process, and the one that counts for all
+        self._taken = ExitStack()  # a signal may come before the next line has ended
+        self._taken = take_signals((*STOP_SIGNALS, signal.SIGINT), self._note)
+
+    def close(self) -> None:
+        """Give the signals back."""
+        self._taken.close()
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come; with several ranks, whether all know of it."""
+        return bool(self._number if self._ranks.world == 1 else self._agreed)
+
+    def agree(self) -> None:
+        """Hear what the ranks know now: their hosts wait for each other, and for no device."""
+        if self._ranks.world > 1:
+            known = torch.tensor(self._number, dtype=torch.int32)
+            dist.all_reduce(known, dist.ReduceOp.MAX, group=self._ranks.control)
+            self._agreed = int(known)
+
+    def exit_if_requested(self) -> None:
+        """End the program, if a signal has come, with the status that says which: 143 for SIGTERM."""
+        if self.requested:
+            self._ranks.leave()
+            raise SystemExit(128 + (self._agreed or self._number))
+
+    def check(self) -> None:
+        """Save and end the program, if a signal has come, in the midst of work: a rank that is alone may."""
+        if self.requested and self._ranks.world == 1:
+            self._save()
+            self.exit_if_requested()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._number = self._number or number
+        if self._ranks.world == 1:
+            self.close()
 
 
 def wake(device: torch.device) -> None:

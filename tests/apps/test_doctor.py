@@ -18,7 +18,7 @@ from medspeed.apps import APPS, doctor, doctor_training, parse_flags
 from medspeed.apps.spleen import guide
 from medspeed.apps.spleen import train as spleen_train
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig
-from medspeed.common.training.log import Log
+from medspeed.common.training.fit import Log
 from medspeed.common.training.volume_config import Windows
 from medspeed.data_scripts.make_slides import make_slides
 

@@ -7,7 +7,7 @@ import torch
 from medspeed.common.clock import Clock
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig
-from medspeed.common.training.log import Log
+from medspeed.common.training.fit import Log
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def lines_of(tmp_path, capsys, monkeypatch):
     def lines(epochs, first=0, every=10**6):
         state: Any = SimpleNamespace(epoch=first, steps_done=first)
         run = Run(tmp_path, torch.device("cpu"), Clock(), resumed=False)
-        log = Log(run, TrainingConfig(epochs=epochs, learning_rate=0.01), epochs, state)
+        log = Log(run, TrainingConfig(epochs=epochs, learning_rate=0.01), [0.01] * epochs, state)
         for epoch in range(first + 1, epochs + 1):
             record = {"epoch": epoch, "step": epoch, "losses": [0.25, 0.75]}
             log.epoch(record | ({"dice": 0.875} if epoch % every == 0 else {}), 2.0)

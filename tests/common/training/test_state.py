@@ -10,7 +10,7 @@ from torch import nn
 
 from medspeed.common import files
 from medspeed.common.inference.model import load_weights, read_note, save_weights
-from medspeed.common.training import log, state
+from medspeed.common.training import fit, state
 from tests.common.training.fit_worker import train
 from tests.common.training.test_fit import state_of
 
@@ -83,7 +83,7 @@ def test_a_failure_to_write_ends_the_run(tmp_path, monkeypatch):
 
 def test_killed_at_any_moment_a_run_goes_on_to_the_same_best_weights(tmp_path, monkeypatch):
     """What is on the disk before each flush is what a kill leaves there; a run goes on from each of these folders."""
-    monkeypatch.setattr(log.Log, "_draw", lambda self: None)
+    monkeypatch.setattr(fit.Log, "_draw", lambda self: None)
     wish = {"epochs": len(METRIC), "steps": 2}
     whole, lock, found = tmp_path / "whole", threading.Lock(), list[Path]()
 

@@ -5,8 +5,8 @@ from contextlib import ExitStack, closing
 import pytest
 
 from medspeed.common.ranks import SINGLE
-from medspeed.common.training import fit
-from medspeed.common.training.fit import GracefulStop
+from medspeed.common.training import setup
+from medspeed.common.training.setup import GracefulStop
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_signal_while_the_handlers_are_set_is_noted(monkeypatch):
         handler(signal.SIGTERM, None)
         return ExitStack()
 
-    monkeypatch.setattr(fit, "take_signals", interrupted)
+    monkeypatch.setattr(setup, "take_signals", interrupted)
     assert GracefulStop(SINGLE, lambda: None).requested
 
 
