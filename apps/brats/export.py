@@ -39,10 +39,9 @@ from medspeed.common.console import say
 from medspeed.common.data.dataset import Dataset
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.export.deploy import export_run
-from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.model import VolumeModel, arguments_of
 from medspeed.common.inference.runs import import_weights, load_models
 from medspeed.common.run import one_line_errors
-from medspeed.common.training.networks import arguments_of
 from medspeed.models import find_network
 
 TASK = "Segmentation of overlapping regions in MRI volumes of several channels by sliding windows"

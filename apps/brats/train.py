@@ -18,10 +18,9 @@ from medspeed.common.run import Run, one_line_errors
 from medspeed.common.training.config import decided
 from medspeed.common.training.evaluate import RunSummary, evaluate, export_best, finish
 from medspeed.common.training.fit import Setup, fit
-from medspeed.common.training.networks import Build
-from medspeed.common.training.resolve import Data, Defaults, choose_volumes, keep_plan, read_volumes, volume_model
+from medspeed.common.training.resolve import Build, Defaults, choose_volumes, keep_plan, volume_model
 from medspeed.common.training.setup import dtype_of, start_run
-from medspeed.common.training.sources import volume_setup
+from medspeed.common.training.sources import Data, read_volumes, volume_setup
 from medspeed.models import find_network
 
 # The guide's crop on a GPU, and its 388 cases for 80 epochs, when it has reached its target; small ones on

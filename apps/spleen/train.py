@@ -12,9 +12,9 @@ from medspeed.common.inference.model import VolumeModel
 from medspeed.common.run import Run, one_line_errors
 from medspeed.common.training.evaluate import RunSummary, evaluate, export_best, finish
 from medspeed.common.training.fit import Setup, fit
-from medspeed.common.training.resolve import Data, Defaults, choose_volumes, keep_plan, read_volumes, volume_model
+from medspeed.common.training.resolve import Defaults, choose_volumes, keep_plan, volume_model
 from medspeed.common.training.setup import start_run
-from medspeed.common.training.sources import volume_setup
+from medspeed.common.training.sources import Data, read_volumes, volume_setup
 from medspeed.models import find_network
 
 # The guide's batches on a GPU, where a whole step can be captured with Novograd only; small ones on a CPU: half a

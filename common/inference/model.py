@@ -1,6 +1,7 @@
 """A trained network as used for inference: its description, `model.json`, and the weights beside it."""
 
 import hashlib
+import inspect
 import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +105,21 @@ class VolumeModel:
         if weights is not None:
             initialise(network, weights, made_of=self.arguments)
         return network
+
+
+def arguments_of(build: Callable[..., nn.Module], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a network's function: those given that are not None, and its own defaults where JSON can.
+
+    Raises:
+        ValueError: the function does not take one of those given.
+    """
+    takes = {name: each.default for name, each in [*inspect.signature(build).parameters.items()][2:]}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    for name in chosen.keys() - takes.keys():
+        only = f"network {build.__name__} takes {', '.join(takes) or 'no sizes'} only"
+        field = name if name == "channels" else f"network.{name}"  # as `--help` has it
+        raise ValueError(f"{field} {chosen[name]}: {only}; drop the flag, or pass null where a recipe sets it")
+    return {name: value for name, value in takes.items() if isinstance(value, int | float | str | tuple)} | chosen
 
 
 def write_model(run: Path, app: str, model: Any) -> None:  # noqa: ANN401 - a dataclass: a VolumeModel, or the app's own

@@ -25,8 +25,7 @@ from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.fit import Fitted
-from medspeed.common.training.resolve import Data
-from medspeed.common.training.sources import stored_cases
+from medspeed.common.training.sources import Data, stored_cases
 from medspeed.common.training.state import VALIDATIONS_HELD
 from medspeed.common.training.volume_config import SegmentationConfig
 

@@ -1,50 +1,43 @@
-"""What a run decides before it starts: its cases, and every field that its configuration left open."""
+"""What a run decides before it starts: every field that its configuration left open, and what its network takes."""
 
+import inspect
 import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from medspeed.common.config import config_content, flat, read_yaml, replaced
-from medspeed.common.data.dataset import Dataset, Split, make_synthetic, read_dataset, read_split, split_cases
-from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct, plan_preparation
-from medspeed.common.data.folds import split_fold
+from medspeed.common.data.fingerprint import plan_preparation
 from medspeed.common.data.preparation import Preparation
-from medspeed.common.data.store import store_folder
-from medspeed.common.files import plural, read_as, read_object, write_json
+from medspeed.common.files import read_as, read_object, write_json
 from medspeed.common.flags import flag_of
 from medspeed.common.host_memory import free_memory
 from medspeed.common.inference.labels import LabelScheme
-from medspeed.common.inference.model import VolumeModel, write_model
+from medspeed.common.inference.model import BROKEN, VolumeModel, arguments_of, first_line, write_model
 from medspeed.common.run import Run, point_latest
 from medspeed.common.training.config import TrainingConfig, decided
-from medspeed.common.training.networks import Build, choose_divisor, choose_sizes, coarsest_planes, network_arguments
-from medspeed.common.training.setup import DEV_RUN, choose_precision
+from medspeed.common.training.setup import choose_precision
+from medspeed.common.training.sources import Data
 from medspeed.common.training.volume_config import SegmentationConfig, Size
 
 C = TypeVar("C", bound=TrainingConfig)
 S = TypeVar("S", bound=SegmentationConfig)
+Build = Callable[..., nn.Module]
+# By flag, where the user says nothing: those of MONAI's guides on a GPU, small ones on a CPU. Not of a user's network.
+SIZES: dict[str, dict[str, Any]] = {
+    "cuda": {"channels": (16, 32, 64, 128, 256), "network.filters": 16, "network.blocks_down": (1, 2, 2, 4)},
+    "cpu": {"channels": (8, 16, 32, 64), "network.filters": 8, "network.blocks_down": (1, 2, 2)},
+}
+_FIELDS = {"channels": "channels"} | {name: f"network.{name}" for name in ("filters", "blocks_down", "dropout")}
+_DIVISORS = (1, 2, 4, 8, 16, 32, 64)
+_ODD = 5  # times a divisor: a side that no larger one divides
 _TOLD = ("spacing", "window", "patch_size", "mpp")  # fields whose choice the lines on the data say
-
-
-@dataclass(frozen=True)
-class Data:
-    """The scans of a run."""
-
-    dataset: Dataset  # all there are
-    split: Split  # which of them train, and which validate
-    figures: Fingerprint  # of those that train; of a fold, of all
-    known: Preparation | None = None  # that the app knows for this dataset
-
-    def about(self) -> dict[str, Any]:
-        """Return what the summary of a run says of its data, and how many cases trained and validated it."""
-        data = {"folder": str(self.dataset.folder), "name": self.dataset.name, "synthetic": self.dataset.synthetic}
-        counts = {"training": len(self.split.training), "validation": len(self.split.validation)}
-        return {"data": data, "cases": counts}
 
 
 @dataclass(frozen=True)
@@ -58,68 +51,6 @@ class Defaults:
     batch_size: int
     steps: int  # of the whole training, about, so that small and large datasets train equally long
     validations: int = 10  # in it, about
-
-
-def read_volumes(
-    config: SegmentationConfig,
-    run: Run,
-    phantoms: str | None = None,
-    real: str = "",
-    known: Mapping[str, Preparation] | None = None,
-) -> Data:
-    """Read the dataset of --data, or small phantoms, which it says loudly; split it and take its fingerprint.
-
-    The leader decides for all ranks. A resumed run finds the split and the fingerprint of its first start.
-
-    Args:
-        config: of the run.
-        run: whose folder keeps them.
-        phantoms: kind, size and version of those of `make_phantoms.py`: "ct-small-2"; None for an app without any.
-        real: name of the folder of the real scans that `fetch_msd.py` downloads.
-        known: preparations of CT datasets by the name that a dataset gives itself, which spare reading its voxels.
-
-    Raises:
-        FileNotFoundError, ValueError: the dataset or the split cannot be used.
-    """
-    with run.clock.stage("prepare"):
-        folder = config.data
-        if folder is None:
-            if phantoms is None:
-                raise ValueError("data null: this app has no synthetic phantoms; pass a dataset folder with --data")
-            made, words = config.store / "phantoms" / phantoms, (phantoms.split("-")[0], "--cases", "20")
-            folder = run.ranks.once(lambda: make_synthetic(made, "make_phantoms", *words))  # 16 train, 4 validate
-        dataset = read_dataset(folder)
-        run.say(f"data: {dataset.folder} ({dataset.name}, {plural(len(dataset.cases), 'labelled case')})")
-        if dataset.synthetic:
-            remedy = f"medspeed data fetch-msd {config.APP} --to data && medspeed train {config.APP} --data data/{real}"
-            said = "SYNTHETIC DATA: these are phantoms; a Dice on them says nothing about patients. For real scans:"
-            run.say(f"{said}\n  {remedy}", "warning")
-        preparation = (known or {}).get(dataset.name) if is_ct(dataset) else None
-        split, figures = run.ranks.once(lambda: _divided(dataset, preparation, config, run))
-    return Data(dataset, split, figures, preparation)
-
-
-def _divided(
-    dataset: Dataset, known: Preparation | None, config: SegmentationConfig, run: Run
-) -> tuple[Split, Fingerprint]:
-    kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
-    if run.resumed and (run.directory / "plan.json").is_file():
-        return read_split(dataset, kept), read_as(measured, Fingerprint)
-    split = split_cases(dataset, config.split)
-    if config.fold is not None:
-        split = split_fold(dataset, config.fold, decided(config.folds), config.groups, config.seed, config.workers)
-    if config.fast_dev_run:
-        parts = config.parallel.partitions or run.ranks.world
-        run.say(DEV_RUN, "warning")
-        training, validation = split.training[: max(2, parts)], split.validation[:parts]
-        split = replace(split, training=training, validation=validation, description=f"{split.description}; shortened")
-    store = store_folder(config.store / "fingerprints", dataset.folder)
-    cases = split.training if config.fold is None or config.fast_dev_run else dataset.cases  # folds prepare alike
-    figures = fingerprint(cases, dataset, store, known, config.workers)
-    run.say(split.description)
-    write_json(kept, split.to_json())
-    write_json(measured, asdict(figures))
-    return split, figures
 
 
 def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
@@ -261,3 +192,63 @@ def _within(shape: Sequence[int], limit: Sequence[int], divisor: int) -> Size:
     """Return, per axis, the smaller of the two, rounded up to what the network's levels divide."""
     x, y, z = (-(-min(side, most) // divisor) * divisor for side, most in zip(shape, limit, strict=True))
     return x, y, z
+
+
+def network_arguments(config: SegmentationConfig, build: Build) -> dict[str, Any]:
+    """Return the arguments of a configuration's network; see `arguments_of`."""
+    values = flat(config)
+    return arguments_of(build, {name: values[field] for name, field in _FIELDS.items()})
+
+
+def choose_sizes(config: SegmentationConfig, build: Build, device: str) -> dict[str, Any]:
+    """Return, by flag, what a network gets on a kind of device where the user says nothing: of `models`, its sizes."""
+    takes = [] if ":" in build.__name__ else [_FIELDS.get(name) for name in inspect.signature(build).parameters]
+    chosen = {"network.name": build.__name__} | {name: each for name, each in SIZES[device].items() if name in takes}
+    return chosen if build.__name__ == config.NETWORK else {**chosen, "channels_last": False}
+
+
+def choose_divisor(config: SegmentationConfig, build: Build, channels: int) -> tuple[int, nn.Module | None]:
+    """Return the power of 2 that must divide the sides of crops and windows; if found by trial, the network on "meta".
+
+    Raises:
+        ValueError: the network takes no images of `channels`; or a crop or window of the configuration is no multiple.
+    """
+    if (levels := config.halvings()) is not None:
+        return 2**levels, None  # the configuration has checked them
+    arguments = network_arguments(config, build)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            network = build(channels, 2, **arguments).to("meta")
+    except BROKEN as error:
+        raise ValueError(f"network {build.__name__}: invalid arguments {arguments} ({first_line(error)})") from error
+    for divisor in _DIVISORS:
+        with suppress(*([ValueError] if divisor < _DIVISORS[-1] else [])):
+            coarsest_planes(network, channels, (_ODD * divisor,) * 3, f"network {build.__name__}: an image of")
+            break
+    config.check_sides(divisor, f"for the network {build.__name__}")
+    return divisor, network
+
+
+def coarsest_planes(network: nn.Module, channels: int, size: Size, told: str = "crop_size") -> int:
+    """Return the fewest voxels along X that a convolution of a network on "meta" reads from images of a size X, Y, Z.
+
+    Raises:
+        ValueError: the network does not take them, does not return logits of their size, or does not use a weight.
+    """
+    planes = [size[0]]
+    kernels = (each for each in network.modules() if isinstance(each, nn.Conv3d) and max(each.kernel_size) > 1)
+    hooks = [each.register_forward_pre_hook(lambda _, given: planes.append(given[0].shape[2])) for each in kernels]
+    try:
+        logits = network(torch.empty(1, channels, *size, device="meta"))
+        found = tuple(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
+        if found != (1, 2, *size):
+            raise ValueError(f"{found} is returned instead of logits {(1, 2, *size)}")
+        torch.autograd.backward(logits.sum())
+        if idle := [name for name, each in network.named_parameters() if each.requires_grad and each.grad is None]:
+            raise ValueError(f"the logits do not depend on the weight {idle[0]}: freeze it (requires_grad = False)")
+    except BROKEN as error:
+        raise ValueError(f"{told} {size}: {type(network).__name__} does not take it ({first_line(error)})") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return min(planes)

@@ -1,7 +1,8 @@
-"""Where the batches and the validation of a run on volumes come from: our store and caches, or MONAI's datasets."""
+"""Where the cases of a run on volumes come from, its batches and its validation: our store, or MONAI's datasets."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,11 +15,13 @@ from medspeed.common.data import cache as tiers
 from medspeed.common.data.batches import Batches, crop_batches, partition_cases
 from medspeed.common.data.cache import CacheMode, CachePlan, CaseCache, smart_indices
 from medspeed.common.data.crops import CachedCase, place_case
-from medspeed.common.data.dataset import Case
+from medspeed.common.data.dataset import Case, Dataset, Split, make_synthetic, read_dataset, read_split, split_cases
+from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct
+from medspeed.common.data.folds import split_fold
 from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case, read_case
 from medspeed.common.data.store import prepared_bytes, prepared_case, store_folder
 from medspeed.common.data.threads import map_in_threads
-from medspeed.common.files import read_object, write_json
+from medspeed.common.files import plural, read_as, read_object, write_json
 from medspeed.common.inference.labels import mean_dice
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predict import working_counts
@@ -27,14 +30,98 @@ from medspeed.common.training.config import decided
 from medspeed.common.training.fit import Setup
 from medspeed.common.training.losses import build_loss, say_inexact
 from medspeed.common.training.optimizers import build_optimizer
-from medspeed.common.training.resolve import Data
-from medspeed.common.training.setup import compile_if_asked, dtype_of, network_trials, trust_kernels, volume_trials
+from medspeed.common.training.setup import (
+    DEV_RUN,
+    compile_if_asked,
+    dtype_of,
+    network_trials,
+    trust_kernels,
+    volume_trials,
+)
 from medspeed.common.training.volume_config import SegmentationConfig
 
 S = TypeVar("S", bound=SegmentationConfig)
 Transforms = Sequence[Callable[[Any], Any]]
 
 _RECENT = 8  # cases that the cache "none" keeps since they were used last
+
+
+@dataclass(frozen=True)
+class Data:
+    """The scans of a run."""
+
+    dataset: Dataset  # all there are
+    split: Split  # which of them train, and which validate
+    figures: Fingerprint  # of those that train; of a fold, of all
+    known: Preparation | None = None  # that the app knows for this dataset
+
+    def about(self) -> dict[str, Any]:
+        """Return what the summary of a run says of its data, and how many cases trained and validated it."""
+        data = {"folder": str(self.dataset.folder), "name": self.dataset.name, "synthetic": self.dataset.synthetic}
+        counts = {"training": len(self.split.training), "validation": len(self.split.validation)}
+        return {"data": data, "cases": counts}
+
+
+def read_volumes(
+    config: SegmentationConfig,
+    run: Run,
+    phantoms: str | None = None,
+    real: str = "",
+    known: Mapping[str, Preparation] | None = None,
+) -> Data:
+    """Read the dataset of --data, or small phantoms, which it says loudly; split it and take its fingerprint.
+
+    The leader decides for all ranks. A resumed run finds the split and the fingerprint of its first start.
+
+    Args:
+        config: of the run.
+        run: whose folder keeps them.
+        phantoms: kind, size and version of those of `make_phantoms.py`: "ct-small-2"; None for an app without any.
+        real: name of the folder of the real scans that `fetch_msd.py` downloads.
+        known: preparations of CT datasets by the name that a dataset gives itself, which spare reading its voxels.
+
+    Raises:
+        FileNotFoundError, ValueError: the dataset or the split cannot be used.
+    """
+    with run.clock.stage("prepare"):
+        folder = config.data
+        if folder is None:
+            if phantoms is None:
+                raise ValueError("data null: this app has no synthetic phantoms; pass a dataset folder with --data")
+            made, words = config.store / "phantoms" / phantoms, (phantoms.split("-")[0], "--cases", "20")
+            folder = run.ranks.once(lambda: make_synthetic(made, "make_phantoms", *words))  # 16 train, 4 validate
+        dataset = read_dataset(folder)
+        run.say(f"data: {dataset.folder} ({dataset.name}, {plural(len(dataset.cases), 'labelled case')})")
+        if dataset.synthetic:
+            remedy = f"medspeed data fetch-msd {config.APP} --to data && medspeed train {config.APP} --data data/{real}"
+            said = "SYNTHETIC DATA: these are phantoms; a Dice on them says nothing about patients. For real scans:"
+            run.say(f"{said}\n  {remedy}", "warning")
+        preparation = (known or {}).get(dataset.name) if is_ct(dataset) else None
+        split, figures = run.ranks.once(lambda: _divided(dataset, preparation, config, run))
+    return Data(dataset, split, figures, preparation)
+
+
+def _divided(
+    dataset: Dataset, known: Preparation | None, config: SegmentationConfig, run: Run
+) -> tuple[Split, Fingerprint]:
+    kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
+    if run.resumed and (run.directory / "plan.json").is_file():
+        return read_split(dataset, kept), read_as(measured, Fingerprint)
+    split = split_cases(dataset, config.split)
+    if config.fold is not None:
+        split = split_fold(dataset, config.fold, decided(config.folds), config.groups, config.seed, config.workers)
+    if config.fast_dev_run:
+        parts = config.parallel.partitions or run.ranks.world
+        run.say(DEV_RUN, "warning")
+        training, validation = split.training[: max(2, parts)], split.validation[:parts]
+        split = replace(split, training=training, validation=validation, description=f"{split.description}; shortened")
+    store = store_folder(config.store / "fingerprints", dataset.folder)
+    cases = split.training if config.fold is None or config.fast_dev_run else dataset.cases  # folds prepare alike
+    figures = fingerprint(cases, dataset, store, known, config.workers)
+    run.say(split.description)
+    write_json(kept, split.to_json())
+    write_json(measured, asdict(figures))
+    return split, figures
 
 
 def volume_setup(

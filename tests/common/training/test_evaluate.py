@@ -16,7 +16,7 @@ from medspeed.common.inference.runs import load_models
 from medspeed.common.run import Run
 from medspeed.common.training import evaluate
 from medspeed.common.training.evaluate import choose_postprocessing, doubts, no_choice
-from medspeed.common.training.resolve import Data
+from medspeed.common.training.sources import Data
 from medspeed.models import find_network
 from tests.support import unet_model
 

@@ -7,13 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from medspeed.common.training.networks import (
-    arguments_of,
-    choose_divisor,
-    choose_sizes,
-    coarsest_planes,
-    network_arguments,
-)
+from medspeed.common.inference.model import arguments_of
+from medspeed.common.training.resolve import choose_divisor, choose_sizes, coarsest_planes, network_arguments
 from medspeed.common.training.volume_config import Network, SegmentationConfig, Windows
 from medspeed.models import find_network
 

@@ -17,7 +17,8 @@ from medspeed.common.files import write_text
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run
 from medspeed.common.training.config import Parallel, TrainingConfig, decided
-from medspeed.common.training.resolve import Defaults, check_partitions, choose_volumes, keep_plan, read_volumes
+from medspeed.common.training.resolve import Defaults, check_partitions, choose_volumes, keep_plan
+from medspeed.common.training.sources import read_volumes
 from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
 from medspeed.models.unet3d import unet3d
 
