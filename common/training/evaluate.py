@@ -66,11 +66,13 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     from medspeed.common.inference import scores as measured  # here: training needs none of it
 
     split, ranks, labelling = data.split, run.ranks, model.labelling
-    cases, refusal, judged = ranks.shard(split.validation), no_choice(config, split), []
+    cases, refusal = ranks.shard(split.validation), no_choice(config, split)
+    judged = []
     with run.clock.stage("prepare"):
         prepared = stored_cases(cases, model, config)
     with run.clock.stage("validate"):
-        predictor, draws = torch_predictor(best_network(model, fitted, run)), run.directory.is_dir()
+        predictor = torch_predictor(best_network(model, fitted, run))
+        draws = run.directory.is_dir()  # another host's ranks draw nothing
         for case, voxels in zip(cases, prepared, strict=True):
             logits = predict_logits(voxels.image.to(run.device, torch.float32), predictor, model)
             labels, truth = thresholded(logits, voxels.grid, labelling), read_truth(case).numpy()
@@ -84,15 +86,15 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
                 other = thresholded(logits, voxels.grid, labelling, steps)
                 parts[steps] = case_parts(other, truth, labelling, true.voxel_ml)
             judged.append((parts, scores))
-            if draws:  # another host's ranks draw nothing
+            if draws:
                 _draw(case_dice(parts[()].counts), case, labels, truth, model, run, len(split.validation))
         judged = ranks.gather(judged)
     named = {case.name: each for case, each in zip(split.validation, judged, strict=True)}
     counts = torch.stack([parts[()].counts for parts, _ in judged])
     dice = {name: case_dice(each) for name, each in zip(named, counts, strict=True)}
-    mean, means = sum(dice.values()) / len(dice), dice_of_counts(counts).nanmean(dim=0).tolist()
-    pairs = zip(labelling.regions, means, strict=True)
-    by_region = {region.name: None if math.isnan(value) else value for region, value in pairs}
+    mean = sum(dice.values()) / len(dice)
+    means = zip(labelling.regions, dice_of_counts(counts).nanmean(dim=0).tolist(), strict=True)
+    by_region = {region.name: None if math.isnan(value) else value for region, value in means}
     rows = {name: scores for name, (_, scores) in named.items() if not isinstance(scores, str)}
     refused = {name: scores for name, (_, scores) in named.items() if isinstance(scores, str)}
     evaluation = measured.Evaluation(TOLERANCE, rows, refused=refused)

@@ -112,7 +112,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                 if log:
                     with timer.host("logged"):
                         log.step(len(batch.cases) * ranks.world)
-                stop.agree()
+                stop.after_step()
                 if stop.requested or state.seconds_since_save() >= save_every:
                     if batches.resumes_within_epoch or state.step == per_epoch:
                         with timer.host("saved"):

@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -66,7 +66,8 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
             if lacking := sorted(read_yaml(run.directory / "config.yaml").keys() - read_object(path).keys()):
                 raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or start a new run")
             return replaced(read_as(path, type(config)), {name: given[name] for name in config.RESUMABLE})
-        chosen, device = choose(), "CPU" if run.device.type == "cpu" else "GPU"
+        chosen = choose()
+        device = "CPU" if run.device.type == "cpu" else "GPU"
         made = [each for each in flat(chosen).items() if each[1] != given[each[0]] and each[0] not in _TOLD]
         flags = [_as_flag(*each) for each in made]
         for flag in flags:
@@ -86,7 +87,8 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
 def check_partitions(config: TrainingConfig, ranks: int) -> None:
     """Check that so many ranks can share the partitions, and that the batch divides; a ValueError says what would."""
     partitions, batch_size = decided(config.parallel.partitions), decided(config.batch_size)
-    accumulate, problem = config.parallel.accumulate, ""
+    accumulate = config.parallel.accumulate
+    problem = ""
     if not config.alike() and partitions != ranks:
         problem = "would not compute the same with MONAI's sources or losses, which work per rank"
         remedy = f"use {partitions} ranks, or start a new run"
@@ -167,10 +169,17 @@ def volume_model(
 ) -> VolumeModel:
     """Return what a decided configuration trains, and keep it as `model.json`; `window_batch` windows go at once."""
     assert config.precision != "auto", "the configuration is not decided"
-    modality, arguments = data.dataset.modality, network_arguments(config, network)
-    windows = decided(config.windows.size), window_batch, config.windows.overlap
-    model = VolumeModel(network, arguments, labelling, _preparation(config, data)[0], *windows, config.precision)
-    model = replace(model, modality=modality if len(modality) > 1 else ())
+    model = VolumeModel(
+        network=network,
+        arguments=network_arguments(config, network),
+        labelling=labelling,
+        preparation=_preparation(config, data)[0],
+        window_size=decided(config.windows.size),
+        window_batch=window_batch,
+        overlap=config.windows.overlap,
+        precision=config.precision,
+        modality=data.dataset.modality if len(data.dataset.modality) > 1 else (),
+    )
     run.ranks.once(lambda: write_model(run.directory, config.APP, model))
     return model
 

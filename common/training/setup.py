@@ -83,14 +83,16 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
 class GracefulStop:
     """Until it is closed, the first stop signal is a wish to stop after the step, and the second acts as usual.
 
-    With several ranks the signal reaches each at another step, or only one of them. They agree after each step: what
-    one was told counts for all, and further signals change nothing, so that the leader can save in peace (torchrun
-    kills what has not ended 30 seconds later). `save` is done before a validation is broken off.
+    With several ranks the signal reaches each at another step, or only one of them. They then agree: what one was told
+    counts for all at the step after, and further signals change nothing, so that the leader can save in peace
+    (torchrun kills what has not ended 30 seconds later). `save` is done before a validation is broken off.
     """
 
     def __init__(self, ranks: Ranks, save: Callable[[], None]) -> None:
         self._ranks, self._save = ranks, save
-        self._number, self._agreed = 0, 0  # the signal that came to this process, and the one that counts for all
+        self.requested = 0  # the signal that has come; with several ranks, that all know of
+        self._number = 0  # the one that came to this process
+        self._asked: tuple[Tensor, dist.Work] | None = None
         self._taken = ExitStack()  # a signal may come before the next line has ended
         self._taken = take_signals((*STOP_SIGNALS, signal.SIGINT), self._note)
 
@@ -98,23 +100,25 @@ class GracefulStop:
         """Give the signals back."""
         self._taken.close()
 
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has come; with several ranks, whether all know of it."""
-        return bool(self._number if self._ranks.world == 1 else self._agreed)
+    def after_step(self) -> None:
+        """Hear what the ranks knew a step ago, and tell them what this one knows now: that travels during a step."""
+        if self._ranks.world > 1:
+            self._hear()
+            known = torch.tensor(self._number, dtype=torch.int32)
+            work = dist.all_reduce(known, dist.ReduceOp.MAX, group=self._ranks.control, async_op=True)
+            assert work is not None  # as only without `async_op`
+            self._asked = known, work
 
     def agree(self) -> None:
-        """Hear what the ranks know now: their hosts wait for each other, and for no device."""
-        if self._ranks.world > 1:
-            known = torch.tensor(self._number, dtype=torch.int32)
-            dist.all_reduce(known, dist.ReduceOp.MAX, group=self._ranks.control)
-            self._agreed = int(known)
+        """Hear what the ranks know now; waits for them."""
+        self.after_step()
+        self._hear()
 
     def exit_if_requested(self) -> None:
         """End the program, if a signal has come, with the status that says which: 143 for SIGTERM."""
         if self.requested:
             self._ranks.leave()
-            raise SystemExit(128 + (self._agreed or self._number))
+            raise SystemExit(128 + self.requested)
 
     def check(self) -> None:
         """Save and end the program, if a signal has come, in the midst of work: a rank that is alone may."""
@@ -122,9 +126,16 @@ class GracefulStop:
             self._save()
             self.exit_if_requested()
 
+    def _hear(self) -> None:
+        if self._asked is not None:
+            known, work = self._asked
+            work.wait()
+            self.requested, self._asked = max(self.requested, int(known)), None
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._number = self._number or number
         if self._ranks.world == 1:
+            self.requested = self._number
             self.close()
 
 

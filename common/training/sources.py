@@ -199,16 +199,24 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
         return cast(np.ndarray, part[smart_indices(len(part), plan.held, replaced, epoch)])
 
     recent = lru_cache(max(_RECENT, decided(config.batch_size)))(load)  # fewer than a batch's are prepared twice for it
-    found, ahead = (recent, None) if cache.mode == "none" else (load, plan.replaced or int(cache.reshuffle is None))
-    caches, place = list[CaseCache](), 0
+    changing = partial(
+        CaseCache,
+        crop_size=size,
+        device=run.device,
+        on_host=plan.tier != "gpu",
+        load=recent if cache.mode == "none" else load,
+        ahead=None if cache.mode == "none" else plan.replaced or int(cache.reshuffle is None),
+        epochs=decided(config.epochs),
+    )
+    caches = []
+    place = 0
     with run.clock.stage("cache"):
         for number, part in zip(local, parts, strict=True):
             rows = slice(place, place := place + len(part))
             if prepared and cache.reshuffle is None:
                 caches.append(tiers.fill_cache(prepared[rows], plan.tier, size, run.device, part))
             else:
-                turn, epochs = partial(cases_of, number, part), decided(config.epochs)
-                caches.append(CaseCache(turn, size, run.device, plan.tier != "gpu", found, ahead, epochs))
+                caches.append(changing(cases_of=partial(cases_of, number, part)))
     count = plan.held * partitions if cache.mode == "smart" else len(cases)
     sizes = decided(config.crops.per_case), decided(config.batch_size), count, partitions
     changes = config.crops.flips or "", config.crops.intensity, config.seed

@@ -65,28 +65,35 @@ class Pair:
     world, control = 2, None
 
     def __init__(self, monkeypatch):
-        self.told, self.left = 0, 0
+        self.told, self.waits, self.left = 0, 0, 0
         monkeypatch.setattr("torch.distributed.all_reduce", self.all_reduce)
 
     def all_reduce(self, known, *_, **__):
         known.fill_(max(int(known), self.told))
+        return self
+
+    def wait(self):
+        self.waits += 1
 
     def leave(self):
         self.left += 1
 
 
-def test_what_another_rank_was_told_counts_after_the_step(monkeypatch):
+def test_what_another_rank_was_told_counts_one_step_later(monkeypatch):
     pair = Pair(monkeypatch)
     with closing(GracefulStop(pair, list)) as stop:  # type: ignore[arg-type]
-        stop.agree()
-        assert not stop.requested
+        stop.after_step()
         pair.told = signal.SIGTERM
-        stop.agree()
+        known = []
+        for _ in range(2):
+            stop.after_step()
+            known.append(bool(stop.requested))
+        assert known == [False, True]
         stop.check()  # several ranks never break off a validation
         with pytest.raises(SystemExit) as end:
             stop.exit_if_requested()
     assert end.value.code == 143
-    assert pair.left == 1
+    assert (pair.waits, pair.left) == (2, 1)
 
 
 def test_among_several_the_own_signal_counts_only_when_all_know_and_a_second_changes_nothing(monkeypatch):
