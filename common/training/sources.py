@@ -58,8 +58,7 @@ class Data:
     def about(self) -> dict[str, Any]:
         """Return what the summary of a run says of its data, and how many cases trained and validated it."""
         data = {"folder": str(self.dataset.folder), "name": self.dataset.name, "synthetic": self.dataset.synthetic}
-        counts = {"training": len(self.split.training), "validation": len(self.split.validation)}
-        return {"data": data, "cases": counts}
+        return {"data": data, "cases": {name: len(getattr(self.split, name)) for name in ("training", "validation")}}
 
 
 def read_volumes(
@@ -208,13 +207,11 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
         ahead=None if cache.mode == "none" else plan.replaced or int(cache.reshuffle is None),
         epochs=decided(config.epochs),
     )
-    caches = []
-    place = 0
+    caches, waiting = [], iter(prepared)
     with run.clock.stage("cache"):
         for number, part in zip(local, parts, strict=True):
-            rows = slice(place, place := place + len(part))
             if prepared and cache.reshuffle is None:
-                caches.append(tiers.fill_cache(prepared[rows], plan.tier, size, run.device, part))
+                caches.append(tiers.fill_cache([next(waiting) for _ in part], plan.tier, size, run.device, part))
             else:
                 caches.append(changing(cases_of=partial(cases_of, number, part)))
     count = plan.held * partitions if cache.mode == "smart" else len(cases)
