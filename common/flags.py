@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
@@ -31,15 +32,16 @@ _WORDS = {int: "whole number", float: "number", Path: "path", str: "word"}
 _EXAMPLES = {int: "64 64 48", float: "1.5 1.5 2", Path: "train.csv validate.csv", str: "background spleen"}
 _VALUES: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}
 _SWITCH = {"yes": True, "on": True, "no": False, "off": False}
+_VERBOSITIES = {
+    "quiet": "print only errors, warnings and the final result",
+    "verbose": "print every choice in a line of its own, and tracebacks of errors",
+}
 _WIDEST = 28  # letters of choices that stand beside their flag
 _SHOWN = 60  # letters of a value in an error
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help of 120 columns, or as many as the terminal has, with flags as people type them."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=min(120, shutil.get_terminal_size((120, 24)).columns))
+    """Help with flags as people type them."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return str(_VALUES.get(action.type, "TEXT"))
@@ -61,19 +63,24 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **keywords: Any) -> None:  # noqa: ANN401 - those of an ArgumentParser
-        super().__init__(formatter_class=_Help, allow_abbrev=False, **keywords)
+        width = min(120, shutil.get_terminal_size((120, 24)).columns)
+        helper = partial(_Help, max_help_position=30, width=width)
+        super().__init__(formatter_class=helper, allow_abbrev=False, **keywords)
         self._negative_number_matcher = re.compile(r"-\.?\d")
-        how: dict[str, Any] = {"action": _Verbosity, "nargs": 0, "dest": argparse.SUPPRESS}
-        self.add_argument("--quiet", help="print only errors, warnings and the final result", **how)
-        self.add_argument("--verbose", help="print every choice in a line of its own, and tracebacks of errors", **how)
+        for word, told in _VERBOSITIES.items():
+            how: dict[str, Any] = {"action": "store_const", "const": word, "dest": "verbosity"}
+            self.add_argument(f"--{word}", help=told, default=argparse.SUPPRESS, **how)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse words; those after `--` stay as they are."""
+        """Parse words, those after `--` as they are; `--quiet` and `--verbose` take effect."""
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
-        return super().parse_known_args([*map(_spelled, words[:end]), *words[end:]], namespace)
+        found, others = super().parse_known_args([*map(_spelled, words[:end]), *words[end:]], namespace)
+        if verbosity := vars(found).pop("verbosity", None):
+            set_verbosity(verbosity)
+        return found, others
 
     def answer(self, module: str) -> None:
         """Parse now if this module is the program: called before torch is loaded, so that --help does not wait."""
@@ -98,14 +105,6 @@ class Parser(argparse.ArgumentParser):
         if message.endswith(": no such flag"):
             message += near(message.split(":")[0].split("=")[0], self._option_string_actions)
         self.exit(2, printable(f"{self.prog}: {message}; --help lists every flag") + "\n")
-
-
-class _Verbosity(argparse.Action):
-    """Takes `--quiet` or `--verbose`, which take effect at once."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:  # noqa: ANN401
-        """Choose what this process prints."""
-        set_verbosity("quiet" if option_string == "--quiet" else "verbose")
 
 
 def near(word: str, known: Iterable[str]) -> str:

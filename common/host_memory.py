@@ -39,9 +39,7 @@ def peak_memory() -> int:
     """
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.is_file() else None  # a sandbox may leave it out
-    if found:
-        return int(found[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 

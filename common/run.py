@@ -119,16 +119,10 @@ def wait_for_all() -> None:
 def open_run(
     root: Path, directory: Path | None, resume: Path | None, device: str, config: str, seed: int, ranks: Ranks = SINGLE
 ) -> Run:
-    """Make the folder of a run, or open the one to resume; seed what draws random numbers; note the environment.
+    """Make the folder of a run, or open the one to resume; seed torch and note the environment.
 
-    Args:
-        root: folder below which an unnamed run gets a folder named by the time.
-        directory: folder for a new run; it must be empty or not exist.
-        resume: folder of an earlier run to go on with.
-        device: see `choose_device`.
-        config: kept as `config.yaml`.
-        seed: for torch's initial weights and whatever a library draws by itself.
-        ranks: the leader makes the folder and tells the others its name.
+    A new run has an empty folder: `directory`, or one below `root` that is named by the time. It keeps `config` as
+    `config.yaml`. The leader makes the folder and tells the other ranks its name.
 
     Raises:
         FileExistsError: the folder for a new run holds something.
@@ -220,12 +214,13 @@ def environment(device: torch.device) -> dict[str, Any]:
 
     It has "+changes" where files differ from it, and is None outside a repository.
     """
-    installed = {package: metadata.distributions(name=package) for package in _PACKAGES}
-    info, command = Path("/proc/cpuinfo"), ["git", "describe", "--always", "--exclude=*", "--abbrev=40"]
+    info, command = (
+        Path("/proc/cpuinfo"),
+        ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"],
+    )
     model = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
     here, quiet, revision = Path(__file__).parent, subprocess.DEVNULL, None
     with suppress(OSError, subprocess.SubprocessError):
-        command += ["--dirty=+changes"]
         revision = subprocess.check_output(command, cwd=here, stderr=quiet, text=True, timeout=10).strip()
     return {
         "command": sys.argv,
@@ -237,7 +232,9 @@ def environment(device: torch.device) -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
-        "versions": {package: each.version for package, found in installed.items() for each in islice(found, 1)},
+        "versions": {
+            each: found.version for each in _PACKAGES for found in islice(metadata.distributions(name=each), 1)
+        },
         "git": revision,
     }
 

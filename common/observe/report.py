@@ -51,7 +51,6 @@ def write_report(directory: Path, summary: Json) -> Path:
         left_out=len(files) - len(kept),
         colours=LABEL_COLOURS,
         exported=lambda path: directory / "exports" / Path(path).name,
-        settings=(directory / "plan.json").read_text(encoding="utf-8"),
     )
     write_text(directory / "report.html", content)
     return directory / "report.html"

@@ -134,7 +134,7 @@ def test_the_place_is_told_in_mm_with_its_labels_and_keys_move_it(page: webdrive
     assert place(page) == ["9 / 20", "5 / 16", "2 / 12"]
 
 
-def test_zoom_goes_to_the_cross_hair_and_back_by_keys_buttons_wheel_and_fingers(page: webdriver.Chrome):
+def test_zoom_goes_to_the_cross_hair_and_back_by_keys_buttons_and_wheel(page: webdriver.Chrome):
     def zoom() -> float:
         """Return how much larger than at first a voxel is drawn, by where a click to the right of the middle leads."""
         canvas = find(page, '[data-axis="2"] canvas')
@@ -146,13 +146,6 @@ def test_zoom_goes_to_the_cross_hair_and_back_by_keys_buttons_wheel_and_fingers(
 
     find(page, "#larger").click()
     find(page, "#larger").click()  # 2.25 times as large
-    assert 1.5 < zoom() < 3
-    press(page, "0", *[Keys.ARROW_LEFT] * 4)
-    page.execute_script("""const canvas = document.querySelector('[data-axis="2"] canvas');
-        const fingers = (name, x) => canvas.dispatchEvent(Object.assign(new Event(name, { cancelable: true }),
-            { touches: [{ clientX: 0, clientY: 0 }, { clientX: x, clientY: 0 }] }));
-        fingers("touchstart", 100);
-        fingers("touchmove", 200)""")
     assert 1.5 < zoom() < 3
     find(page, "#reset").click()
     press(page, *[Keys.ARROW_LEFT] * 4)
