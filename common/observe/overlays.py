@@ -11,7 +11,7 @@ import numpy as np
 from nibabel.affines import voxel_sizes
 from nibabel.orientations import apply_orientation, inv_ornt_aff, io_orientation
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
+from PIL import Image, ImageColor, ImageDraw, ImageFilter, ImageFont, ImageOps
 
 from medspeed.common.files import atomic_path, printable
 
@@ -21,7 +21,8 @@ Box = tuple[slice, ...]
 # Okabe and Ito's colours, which colour-blind readers can tell apart; those that show best on grey come first.
 LABEL_COLOURS = ("#E69F00", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00", "#0072B2")
 """Of the labels 1, 2, ..., in turn (Okabe and Ito)."""
-_OPACITY = 115  # of 255, of the prediction's fill
+_OPACITY = 0.45  # of the prediction's fill
+_EXTREMES = ImageFilter.MinFilter, ImageFilter.MaxFilter
 _PLANES = ("sagittal, x", "coronal, y", "axial, z")  # by the axis they cut
 _EDGES = ("APSI", "RLSI", "RLAP")  # which side of the patient is at the left, right, top and bottom of each
 _EDGE_PLACES = ((0.02, 0.5, "lm"), (0.98, 0.5, "rm"), (0.5, 0.02, "mt"), (0.5, 0.98, "mb"))
@@ -85,7 +86,8 @@ def draw_overlay(path: Path, scan: Scan, names: Sequence[str] = (), title: str =
     page = Image.new("RGB", (_WIDTH, _MOST_HEIGHT), "white")
     heading = printable(title)[:75] + ("" if scan.labels.any() else "   (no foreground predicted)")
     _write(page, (_MARGIN, _TITLE // 2 + 5), heading, 10, "lm")
-    top = _draw_row(page, scan, body_of(scan), planes, _PLANES_HEIGHT, _TITLE)
+    whole = tuple(slice(0, side) for side in scan.image.shape)
+    top = _draw_row(page, scan, whole, planes, _PLANES_HEIGHT, _TITLE)
     top = _draw_row(page, scan, close_up_of(scan), [(2, index) for index in slices], _CLOSE_UPS_HEIGHT, top)
     page = page.crop((0, 0, _WIDTH, _draw_legend(page, scan, names, top) + _MARGIN))
     # In 192 colours, for a quarter of the size. Maximum coverage keeps rare ones (a small structure); the median cut
@@ -127,29 +129,13 @@ def oriented_scan(
     return Scan(image, labels, truth, affine, spacing, window or _window(image), tuple(extent), tuple(largest))
 
 
-def _sampled(image: Array) -> tuple[Array, int]:
-    """Return about a million voxels of an image, and how far apart they are."""
-    step = max(1, round((image.size / 1e6) ** (1 / 3)))
-    return image[::step, ::step, ::step].astype(np.float32), step
-
-
 def _window(image: Array) -> tuple[float, float]:
-    """Return the percentiles 0.5 and 99.5 of the voxels above the minimum."""
-    sample, _ = _sampled(image)
+    """Return the percentiles 0.5 and 99.5 of about a million voxels above the minimum."""
+    step = max(1, round((image.size / 1e6) ** (1 / 3)))
+    sample = image[::step, ::step, ::step].astype(np.float32)
     tissue = sample[sample > sample.min()]
     low, high = np.percentile(tissue, [0.5, 99.5]) if len(tissue) else (sample.min(), sample.min())
     return float(low), float(high) if high > low else float(low) + 1
-
-
-def body_of(scan: Scan) -> Box:
-    """Return the box that holds the foreground and whatever is brighter than black: no air around a patient."""
-    sample, step = _sampled(scan.image)
-    box = []
-    for axis, (first, last) in enumerate(scan.extent):
-        filled = step * np.flatnonzero((sample > scan.window[0]).any(axis=tuple({0, 1, 2} - {axis})))
-        end = max(last, int(filled.max(initial=last)) + step - 1) + 1
-        box.append(slice(min(first, int(filled.min(initial=first))), min(end, scan.image.shape[axis])))
-    return tuple(box)
 
 
 def close_up_of(scan: Scan) -> Box:
@@ -193,25 +179,19 @@ def _slice(scan: Scan, box: Box, plane: int, index: int, size: tuple[int, int]) 
     """Return one slice in grey, of a size in pixels, the prediction filled and the truth outlined."""
     low, high = scan.window
     shades = (picture(scan.image, box, plane, index).astype(np.float32) - low) * (255 / (high - low))
-    drawn = Image.fromarray(shades.clip(0, 255).astype(np.uint8)).resize(size, Image.Resampling.BILINEAR).convert("RGB")
-    labels = picture(scan.labels, box, plane, index)
-    for label in _labels_in(labels):
-        fill = Image.fromarray(_OPACITY * np.equal(labels, label).astype(np.uint8))
-        drawn.paste(_colour(label), mask=fill.resize(size, Image.Resampling.NEAREST))
+    grey = Image.fromarray(shades.clip(0, 255).astype(np.uint8)).resize(size, Image.Resampling.BILINEAR)
+    drawn, colours = np.array(grey.convert("RGB")), np.array([*map(ImageColor.getrgb, LABEL_COLOURS)])
+    labels = Image.fromarray(picture(scan.labels, box, plane, index).astype(np.uint8))
+    filled = np.asarray(labels.resize(size, Image.Resampling.NEAREST))
+    fill = colours[(filled[filled > 0] - 1) % len(colours)]
+    drawn[filled > 0] = (1 - _OPACITY) * drawn[filled > 0] + _OPACITY * fill
     if scan.truth is not None:
-        truth = picture(scan.truth, box, plane, index)
-        for label in _labels_in(truth):
-            drawn.paste(_colour(label), mask=_outline(np.equal(truth, label), size))
-    return drawn
-
-
-def _outline(mask: Array, size: tuple[int, int]) -> Image.Image:
-    """Return the outline of a mask, two pixels wide, on a panel of a size in pixels, at whose edge it is closed."""
-    smooth = Image.fromarray(mask.astype(np.uint8) * 255).resize(size, Image.Resampling.BILINEAR)
-    covered = 127 if size[0] >= mask.shape[1] else 50  # of 255: what is thinner than a pixel is shown too
-    inside = ImageOps.expand(smooth.point(lambda value: 255 * (value > covered)), 1)
-    edge = np.asarray(inside.filter(ImageFilter.MaxFilter(3))) > np.asarray(inside.filter(ImageFilter.MinFilter(3)))
-    return Image.fromarray(edge[1:-1, 1:-1])
+        truth = Image.fromarray(picture(scan.truth, box, plane, index).astype(np.uint8))
+        thin = truth.filter(ImageFilter.MaxFilter(3)) if size[0] < truth.width else truth  # else lost between pixels
+        outlined = ImageOps.expand(thin.resize(size, Image.Resampling.NEAREST), 1)  # closed at the panel's edge
+        least, most = (np.asarray(outlined.filter(each(3)))[1:-1, 1:-1] for each in _EXTREMES)
+        drawn[least < most] = colours[(most[least < most] - 1) % len(colours)]
+    return Image.fromarray(drawn)
 
 
 def _draw_scale_bar(page: Image.Image, right: float, foot: float, width: float, scale: float) -> None:
