@@ -89,14 +89,8 @@ class Scanner:
     def identity(self) -> Record:
         """Return everything but the slide that determines the output."""
         file, config = self.opened.files[0], self.config
-        options = {
-            "mode": config.mode,
-            "stride": self.stride,
-            "backend": self.opened.backend,
-            "precision": self.opened.precision,
-            "reader": config.reader,
-            "overlays": config.overlays,
-        }
+        options = {name: getattr(config, name) for name in ("mode", "reader", "overlays")}
+        options |= {"stride": self.stride, "backend": self.opened.backend, "precision": self.opened.precision}
         return {"weights": {file.name: sha256_of(file)}, "model": asdict(self.model), "options": options}
 
     def read(self, item: Item[Path]) -> tuple[Slide, View, SlideMask]:

@@ -50,11 +50,6 @@ def all_scores(patches: Patches, network: nn.Module, precision: Precision, run: 
     return np.array(run.ranks.gather(patch_scores(patches, predictor, rank_rows(patches, run), run.device)), np.float32)
 
 
-def validation_auc(patches: Patches, precision: Precision, run: Run, network: nn.Module, check: object) -> float:
-    """Return the AUC of a network on all patches, computed in the run's precision."""
-    return auc(patches.table.label, all_scores(patches, network, precision, run))
-
-
 def evaluate(parts: dict[str, Patches], best: nn.Module, precision: Precision, run: Run) -> Quality:
     """Return the patch AUC of the best weights in the run's precision: on those for testing where there are some.
 

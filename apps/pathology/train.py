@@ -6,14 +6,14 @@ if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from medspeed.apps.pathology.model import PathologyModel, choose, initialise_from, model_of
 from medspeed.apps.pathology.patches.store import decoded, hold, rank_rows, resident_batches
 from medspeed.apps.pathology.patches.tables import Tables, find_tables, keep_digests
-from medspeed.apps.pathology.quality import call_size, evaluate, export_patches, judge_on, validation_auc
+from medspeed.apps.pathology.quality import all_scores, call_size, evaluate, export_patches, judge_on
+from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.batches import Batches
 from medspeed.common.inference.model import write_model
 from medspeed.common.run import Run, one_line_errors
@@ -88,7 +88,7 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
         loss_function=binary_cross_entropy(config.augmentation.label_smoothing),
         optimizer=build_optimizer(decided(config.optimizer), network.parameters(), decided(config.learning_rate)),
         precision=model.precision,
-        validate=partial(validation_auc, validation, model.precision, run),
+        validate=lambda net, _: auc(validation.table.label, all_scores(validation, net, model.precision, run)),
     )
 
 

@@ -111,13 +111,14 @@ def why_not_cucim(device: torch.device) -> str | None:
 def cucim_transform(augmentation: Augmentation) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the script's transforms of batches [B, 3, Y, X] on a GPU, drawn from generators that nobody can seed."""
     jitter = dict(zip(("brightness", "contrast", "saturation", "hue"), augmentation.jitter, strict=True))
-    on_bytes = (
+    steps = (
         mt.RandCuCIM(name="rand_color_jitter", prob=1.0, **jitter),
         mt.RandCuCIM(name="rand_image_flip", prob=0.5, spatial_axis=-1),
         mt.RandCuCIM(name="rand_image_rotate_90", prob=0.5, max_k=3, spatial_axis=(-2, -1)),
+        lambda array: array.astype(np.float32),
+        mt.RandCuCIM(name="rand_zoom", prob=0.5, min_zoom=augmentation.zoom[0], max_zoom=augmentation.zoom[1]),
+        mt.CuCIM(name="scale_intensity_range", a_min=0.0, a_max=255.0, b_min=-1.0, b_max=1.0),
     )
-    zooming = mt.RandCuCIM(name="rand_zoom", prob=0.5, min_zoom=augmentation.zoom[0], max_zoom=augmentation.zoom[1])
-    in_range = mt.CuCIM(name="scale_intensity_range", a_min=0.0, a_max=255.0, b_min=-1.0, b_max=1.0)
 
     def transform(images: torch.Tensor) -> torch.Tensor:
         import cupy
@@ -125,9 +126,8 @@ def cucim_transform(augmentation: Augmentation) -> Callable[[torch.Tensor], torc
         # Both libraries must use one stream: without it cuCIM would read what torch has not written yet.
         with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
             array = cupy.from_dlpack(images.detach().to(torch.uint8))
-            for each in on_bytes:
-                array = each(array)
-            array = in_range(zooming(array.astype(cupy.float32)))
+            for step in steps:
+                array = step(array)
             return torch.utils.dlpack.from_dlpack(cupy.ascontiguousarray(array, cupy.float32))
 
     return transform

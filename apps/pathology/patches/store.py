@@ -4,7 +4,7 @@ import math
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,8 +87,10 @@ def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
 def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> None:
     """Decode patches into a file, and note its checksum beside it, where these are not there and sound."""
     note, shape = path.with_suffix(".json"), (len(table), 3, table.size, table.size)
-    if _is_sound(path, note, shape, run.leader):
-        return
+    with suppress(FileNotFoundError, ValueError, EOFError):
+        kept, pixels = read_object(note), np.load(path, mmap_mode="r")
+        if pixels.shape == shape and kept.get("crc32") == _crc32(pixels, run.leader):  # its name says for which table
+            return
     path.parent.mkdir(parents=True, exist_ok=True)
     needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
     if needed > free:
@@ -105,15 +107,6 @@ def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> N
         pixels.flush()
         crc = _crc32(pixels, progress=False)
     write_json(note, {"crc32": crc})
-
-
-def _is_sound(path: Path, note: Path, shape: tuple[int, ...], progress: bool) -> bool:
-    """Return whether the file is what was written, every byte of it; its name says for which table."""
-    try:
-        kept, pixels = read_object(note), np.load(path, mmap_mode="r")
-    except (FileNotFoundError, ValueError, EOFError):
-        return False
-    return pixels.shape == shape and bool(kept.get("crc32") == _crc32(pixels, progress))
 
 
 def _crc32(pixels: np.ndarray, progress: bool) -> int:

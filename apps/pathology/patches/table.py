@@ -26,7 +26,6 @@ _LONGEST = 4096  # pixels of a patch's side
 REGION, GRID, PATCH_SIZE = 768, 3, 224
 # What Pillow raises for files that are no images; they may say more pixels than it decodes.
 BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-Tell = Callable[[str, Kind], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +106,7 @@ def _labelled_image(row: dict[str, str], folder: Path, where: str) -> Path:
 
 
 def decode(
-    table: PatchTable, reader: Reader = "auto", workers: int | None = None, tell: Tell = say
+    table: PatchTable, reader: Reader = "auto", workers: int | None = None, tell: Callable[[str, Kind], None] = say
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield rows, of one slide or of several images, and their patches [M, 3, S, S] uint8; tell of damaged tiles."""
     order, size = np.argsort(table.file, kind="stable"), table.size

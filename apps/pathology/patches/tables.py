@@ -56,7 +56,8 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
     """Return the patches of --data; without it, make synthetic slides once and say loudly that they are."""
     made = config.store / "phantoms" / _SYNTHETIC
     folder = config.data or run.ranks.once(lambda: make_synthetic(made, "make_slides"))
-    tables = run.ranks.once(lambda: _of_both_kinds(_read(config, folder, run), run))
+    read = _listed if config.lists else _labelled if (folder / "labels.csv").is_file() else _sampled
+    tables = run.ranks.once(lambda: _of_both_kinds(read(config, folder, run), run))
     tables, parts = replace(tables, mpp=config.mpp or tables.mpp), tables.parts
     if config.fast_dev_run:
         run.say(DEV_RUN, "warning")
@@ -114,13 +115,8 @@ def _held(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, run
     return held
 
 
-def _read(config: PathologyConfig, folder: Path, run: Run) -> Tables:
-    if config.lists is not None:
-        return _listed(config, config.lists, folder, run)
-    return (_labelled if (folder / "labels.csv").is_file() else _sampled)(config, folder, run)
-
-
-def _listed(config: PathologyConfig, lists: Sequence[Path], folder: Path, run: Run) -> Tables:
+def _listed(config: PathologyConfig, folder: Path, run: Run) -> Tables:
+    lists = decided(config.lists)
     parts = {part: read_coordinates(path, folder) for part, path in zip(_NEEDED, lists, strict=True)}
     for table in parts.values():
         for number, file in enumerate(table.files):
@@ -245,7 +241,8 @@ def _draw(entry: SlideEntry, config: PathologyConfig, per_slide: int, size: int)
     if entry.tumour:
         finest = max(1.0, size / _PIXELS_PER_PATCH, math.sqrt(base.width * base.height / _MASK_PIXELS))
         tumour = tumour_mask(entry, base.width, base.height, finest)
-        sums = _sums(tumour.mask)
+        sums = np.pad(tumour.mask, ((1, 0), (1, 0))).cumsum(0, np.int32)
+        sums.cumsum(1, out=sums)  # of the pixels above and left of each corner, [H + 1, W + 1]
         centres = _centres(tumour)
         fitting = centres[_shares(sums, tumour.downsample, centres, size) >= TUMOUR_SHARE]
         positive = _pick(fitting, tumour.downsample, slide, size, wanted, generator)
@@ -257,14 +254,6 @@ def _draw(entry: SlideEntry, config: PathologyConfig, per_slide: int, size: int)
             centres = centres[_shares(sums, tumour.downsample, centres, 3 * size + tissue.downsample) == 0]
         negative = _pick(centres, tissue.downsample, slide, size, per_slide - wanted, generator)
     return positive, negative
-
-
-def _sums(mask: np.ndarray) -> np.ndarray:
-    """Return how many pixels of a mask lie above and left of each corner, [H + 1, W + 1] int32."""
-    sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int32)
-    np.cumsum(mask, 0, np.int32, out=sums[1:, 1:])
-    np.cumsum(sums[1:, 1:], 1, np.int32, out=sums[1:, 1:])
-    return sums
 
 
 def _shares(sums: np.ndarray, downsample: float, centres: np.ndarray, side: float) -> np.ndarray:

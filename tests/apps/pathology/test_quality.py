@@ -11,7 +11,8 @@ from torch import nn
 
 from medspeed.apps.pathology.patches.store import Patches
 from medspeed.apps.pathology.patches.table import PatchTable
-from medspeed.apps.pathology.quality import call_size, evaluate, patch_scores, validation_auc
+from medspeed.apps.pathology.quality import all_scores, call_size, evaluate, patch_scores
+from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.clock import Clock
 from medspeed.common.inference import Precision
 from medspeed.common.ranks import Ranks
@@ -54,7 +55,7 @@ def test_validation_and_test_scores_are_computed_in_the_runs_precision(
     patches: Patches, run: Run, precision: Precision, dtype: torch.dtype
 ):
     network = Bright()
-    assert validation_auc(patches, precision, run, network, None) == 1.0
+    assert auc(patches.table.label, all_scores(patches, network, precision, run)) == 1.0
     found = evaluate(dict.fromkeys(("training", "validation", "testing"), patches), network, precision, run)
     assert found.per_case["validation AUC"] == found.per_case["testing AUC"] == 1.0
     assert network.seen == [dtype] * 3
