@@ -61,10 +61,9 @@ def choose(config: PathologyConfig, count: int, device: torch.device, ranks: int
     usual, margin = DEFAULTS[device.type], _margin(decided(config.patch_size))
     tile_size = config.tile_size or usual["core"] + margin
     if tile_size <= margin:
-        raise ValueError(
-            f"tile_size {tile_size}: must be above {margin} for patches of {config.patch_size} pixels; the network "
-            f"sees {HALO} pixels around each of them, whose logits are discarded"
-        )
+        why = f"the network sees {HALO} pixels around each of them, whose logits are discarded"
+        bound = f"above {margin} for patches of {config.patch_size} pixels"
+        raise ValueError(f"tile_size {tile_size}: must be {bound}; {why}")
     partitions = config.parallel.partitions or ranks
     batch_size = config.batch_size or max(1, min(usual["batch_size"], count) // partitions) * partitions
     epochs, validate_every = config.plan_epochs(usual["steps"], max(1, count // batch_size), _VALIDATIONS)

@@ -94,10 +94,8 @@ def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
     if needed > free:
-        raise OSError(
-            f"{path.parent}: {len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB but only "
-            f"{free / 2**30:.1f} GiB is free; free some space, choose another --store, or fewer --patches-per-slide"
-        )
+        said = f"{len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} is free"
+        raise OSError(f"{path.parent}: {said}; free some space, choose another --store, or fewer --patches-per-slide")
     with atomic_path(path) as part:
         pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
         with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not run.leader)) as bar:
@@ -156,10 +154,8 @@ def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig
     each = decided(config.batch_size) // partitions
     steps = count // partitions // each
     if not steps:
-        raise ValueError(
-            f"batch_size {config.batch_size}: {count} training patches in {partitions} partitions do not fill one "
-            "batch; choose a smaller one, or more patches"
-        )
+        said = f"{count} training patches in {partitions} partitions do not fill one batch"
+        raise ValueError(f"batch_size {config.batch_size}: {said}; choose a smaller one, or more patches")
     rows = [partition_cases(count, partitions, number) for number in here]
     ahead = None if isinstance(patches.pixels, torch.Tensor) else device
     return keyed_batches([partial(_shuffled, patches, part, config, device) for part in rows], steps, each, ahead)

@@ -67,12 +67,9 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
     size = f"{parts['training'].size} pixels" + (f" of {tables.mpp:g} um" if tables.mpp else "")
     run.say(f"data: {tables.folder} ({tables.name}; patches of {size}: {shown})")
     if tables.synthetic:
-        run.say(
-            "SYNTHETIC DATA: these slides are drawn; results on them say nothing about patients. For real slides:\n"
-            "  medspeed data fetch-camelyon16 --to data/camelyon16 --slides sample && "
-            "medspeed train pathology --data data/camelyon16",
-            "warning",
-        )
+        said = "SYNTHETIC DATA: these slides are drawn; results on them say nothing about patients. For real slides:"
+        remedy = "medspeed data fetch-camelyon16 --to {0} --slides sample && medspeed train pathology --data {0}"
+        run.say(f"{said}\n  {remedy.format('data/camelyon16')}", "warning")
     return tables
 
 
@@ -80,10 +77,8 @@ def keep_digests(tables: Tables, run: Run) -> None:
     """Keep the digests of the patches of a run; a ValueError says that a resumed run began with others."""
     path, digests = run.directory / "patches.json", {part: tables.parts[part].digest() for part in _NEEDED}
     if run.resumed and path.is_file() and read_object(path) != digests:
-        raise ValueError(
-            f"{path}: the patches in --data have changed since the run began, so it cannot resume; restore the files, "
-            "or start a new run from its weights with --init"
-        )
+        remedy = "restore the files, or start a new run from its weights with --init"
+        raise ValueError(f"{path}: the patches in --data have changed since the run began: it cannot resume; {remedy}")
     write_json(path, digests)
 
 
@@ -124,10 +119,8 @@ def _listed(config: PathologyConfig, folder: Path, run: Run) -> Tables:
             level, corners = open_slide(file, config.reader).levels[0], table.corner[table.file == number]
             beyond = corners[((corners >= (level.width, level.height)) | (corners <= -table.size)).any(1)]
             if len(beyond):
-                raise ValueError(
-                    f"{file}: a patch is listed at {tuple(beyond[0].tolist())}, but the slide has {level.width} x "
-                    f"{level.height} pixels: does the list belong to another slide?"
-                )
+                said = f"{tuple(beyond[0].tolist())}, but the slide has {level.width} x {level.height} pixels"
+                raise ValueError(f"{file}: a patch is listed at {said}: does the list belong to another slide?")
     mpp = _pixel_size(sorted({file for table in parts.values() for file in table.files}), config.reader, run)
     return Tables(folder, lists[0].stem, False, mpp, parts)
 
@@ -139,10 +132,8 @@ def _of_both_kinds(tables: Tables, run: Run) -> Tables:
             continue
         if name in _NEEDED:
             kind = "tumour" if table.label.min() == 0 else "normal"
-            raise ValueError(
-                f"{tables.folder}: no {kind} patch among the {len(table)} for {name}, so there is no AUC; add some, or "
-                "choose another --held-out or --seed"
-            )
+            said = f"no {kind} patch among the {len(table)} for {name}, so there is no AUC"
+            raise ValueError(f"{tables.folder}: {said}; add some, or choose another --held-out or --seed")
         run.say(f"testing: skipped, all {len(table)} patches have the same label, so there is no AUC")
         del tables.parts[name]
     return tables

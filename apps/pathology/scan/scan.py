@@ -98,10 +98,9 @@ def choose_view(slide: Slide, mpp: float | None) -> View:
     if slide.mpp is not None and mpp is not None:
         sizes = [slide.mpp * level.downsample for level in slide.levels]
         if sizes[0] > MOST_COARSE * mpp:
-            raise ValueError(
-                f"{slide.path}: pixels of {sizes[0]:.4g} um are too coarse for a network of {mpp:.4g} um (at most "
-                f"{MOST_COARSE:g} times as large): scan the slide at a higher magnification, or correct its pixel size"
-            )
+            said = f"too coarse for a network of {mpp:.4g} um (at most {MOST_COARSE:g} times as large)"
+            remedy = "scan the slide at a higher magnification, or correct its pixel size"
+            raise ValueError(f"{slide.path}: pixels of {sizes[0]:.4g} um are {said}: {remedy}")
         level = min(range(len(sizes)), key=lambda each: abs(math.log(sizes[each] / mpp)))
         far = abs(sizes[level] - mpp) > MPP_TOLERANCE * mpp
         pitch = max(1, round(STRIDE * mpp / sizes[level])) if far else STRIDE

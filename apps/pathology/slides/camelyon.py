@@ -73,10 +73,8 @@ def find_slides(path: Path) -> list[Path]:
         return [path]
     labels = (path.parent if path.name == "images" else path) / "labels.csv"
     if labels.is_file():
-        raise ValueError(
-            f"{path}: contains patches ({labels}), not slides: pass the slides they were cut from, or save the patches "
-            "as PNG to score them"
-        )
+        remedy = "pass the slides they were cut from, or save the patches as PNG to score them"
+        raise ValueError(f"{path}: contains patches ({labels}), not slides: {remedy}")
     files = sorted(file for file in path.glob("*") if is_slide(file))
     if not files:
         raise FileNotFoundError(f"{path}: no such file, or a folder without slides ({', '.join(SUFFIXES)})")
@@ -109,10 +107,9 @@ def read_slide_set(folder: Path) -> SlideSet:
             pair = " and ".join(str(each.relative_to(folder)) for each in (other, path))
             raise ValueError(f"{folder}: {pair} have the same name; keep one of them")
     if not training:
-        raise FileNotFoundError(
-            f"{folder}: no such folder, or no training slides in it; expected training/images/*.tif, training/normal "
-            f"and training/tumor, or images/*.tif (the layouts of Camelyon16; slides end in {', '.join(SUFFIXES)})"
-        )
+        due = "training/images/*.tif, training/normal and training/tumor, or images/*.tif (the layouts of Camelyon16;"
+        due += f" slides end in {', '.join(SUFFIXES)})"
+        raise FileNotFoundError(f"{folder}: no such folder, or no training slides in it; expected {due}")
     reference = _reference(folder)
     about = read_object(folder / "slides.json", "remove it") if (folder / "slides.json").is_file() else {}
     name, synthetic = about.get("name", folder.resolve().name), about.get("synthetic", False)
@@ -147,10 +144,8 @@ def _entry(path: Path, folder: Path, half: str, synthetic: bool, reference: dict
     if not tumour and not name.startswith("normal_"):
         raise ValueError(f"{path}: a training slide must be named tumor_... if it has tumour, otherwise normal_...")
     if tumour and annotation is None and mask is None:
-        raise ValueError(
-            f"{path}: neither an annotation ({path.stem}.xml) nor a mask ({path.stem}{MASK_ENDING}.tif) shows where "
-            "its tumour is; download one, or move the slide away"
-        )
+        said = f"neither an annotation ({path.stem}.xml) nor a mask ({path.stem}{MASK_ENDING}.tif) shows where"
+        raise ValueError(f"{path}: {said} its tumour is; download one, or move the slide away")
     return SlideEntry(path.stem, path, tumour, annotation, mask, part=not synthetic and name in MARKED_IN_PART)
 
 

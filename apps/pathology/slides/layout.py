@@ -140,15 +140,11 @@ def _require_sound(path: Path, size: int, levels: tuple[Level, ...]) -> None:
             found = f"a level of {level.width} x {level.height} lists {listed} tiles of {wide} x {high}"
             raise ValueError(f"{path}: {found}, which do not fill it: copy it again")
         if wide * high > _MOST_PIXELS:
-            raise ValueError(
-                f"{path}: a tile or strip has {wide} x {high} pixels, and at most {_MOST_PIXELS} are read: "
-                "convert it to a TIFF with small tiles"
-            )
+            found = f"a tile or strip has {wide} x {high} pixels, and at most {_MOST_PIXELS} are read"
+            raise ValueError(f"{path}: {found}: convert it to a TIFF with small tiles")
     if levels[0].width * levels[0].height > _MOST_PER_BYTE * size:
-        raise ValueError(
-            f"{path}: {size} bytes cannot hold its {levels[0].width} x {levels[0].height} pixels (at most "
-            f"{_MOST_PER_BYTE} per byte): copy it again"
-        )
+        found = f"{size} bytes cannot hold its {levels[0].width} x {levels[0].height} pixels"
+        raise ValueError(f"{path}: {found} (at most {_MOST_PER_BYTE} per byte): copy it again")
     if beyond := sum(int(np.count_nonzero(level.offsets > size - level.counts)) for level in levels):
         tiles = sum(len(level.offsets) for level in levels)
         raise ValueError(f"{path} is truncated, {beyond} of {tiles} tiles are beyond its {size} bytes: copy it again")
@@ -246,8 +242,6 @@ def checked_mpp(mpp_x: float, mpp_y: float, path: Path) -> float | None:
     if not (MIN_MPP <= mpp_x <= MAX_MPP and MIN_MPP <= mpp_y <= MAX_MPP):
         return None
     if max(mpp_x, mpp_y) > (1 + MAX_ANISOTROPY) * min(mpp_x, mpp_y):
-        raise ValueError(
-            f"{path}: pixels of {mpp_x:.4g} x {mpp_y:.4g} um are not square (at most {MAX_ANISOTROPY:.0%} apart): "
-            "resample the slide or correct its resolution tags"
-        )
+        found = f"pixels of {mpp_x:.4g} x {mpp_y:.4g} um are not square (at most {MAX_ANISOTROPY:.0%} apart)"
+        raise ValueError(f"{path}: {found}: resample the slide or correct its resolution tags")
     return (mpp_x + mpp_y) / 2

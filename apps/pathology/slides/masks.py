@@ -96,10 +96,9 @@ def low_power(slide: Slide, downsample: float) -> tuple[np.ndarray, float]:
 def require_memory(what: str, width: int, height: int, each: int = _BYTES) -> None:
     """Raise a ValueError where a mask of so many bytes for each pixel would take more memory than is free."""
     if (needed := width * height * each) > (free := free_memory()):
-        raise ValueError(
-            f"{what} it has {width} x {height} pixels and needs {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are "
-            "free: see whether its pixel size is right, or take a machine with more memory"
-        )
+        found = f"{width} x {height} pixels and needs {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are free"
+        remedy = "see whether its pixel size is right, or take a machine with more memory"
+        raise ValueError(f"{what} it has {found}: {remedy}")
 
 
 def split(saturation: np.ndarray) -> float | None:
@@ -158,10 +157,8 @@ def tumour_mask(entry: SlideEntry, width: int, height: int, most_downsample: flo
         else:
             raise ValueError("neither a mask nor an annotation shows where the tumour is")
         if not found.mask.any():
-            raise ValueError(
-                f"{entry.mask or entry.annotation} marks no tumour as large as a pixel of {found.downsample:g}, and "
-                "the slide has some: mend the marks, or move the slide away"
-            )
+            said = f"marks no tumour as large as a pixel of {found.downsample:g}, and the slide has some"
+            raise ValueError(f"{entry.mask or entry.annotation} {said}: mend the marks, or move the slide away")
         return found
     except ValueError as error:
         raise ValueError(f"{entry.path}: {error}") from error
