@@ -7,11 +7,12 @@ if __name__ == "__main__":
     CONFIG = parse_config(EvaluateConfig, {}, description=__doc__)  # before torch: --help answers at once
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
+from msgspec import Meta
 from tqdm import tqdm
 
 from medspeed.apps.pathology.scan.froc import auc, draw_froc, find_lesions, froc, write_froc_csv
@@ -20,29 +21,22 @@ from medspeed.apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_
 from medspeed.apps.pathology.slides.layout import MAX_MPP, MIN_MPP
 from medspeed.apps.pathology.slides.masks import tumour_mask
 from medspeed.common.console import hides_bar, say
-from medspeed.common.files import from_json, printable, read_object, write_json
+from medspeed.common.files import printable, read_as, write_json
 from medspeed.common.run import one_line_errors
 
 # Camelyon16's slides of 0.243 um at level 6, at which MONAI's LesionFROC judges (the challenge's own code: level 5).
 MASK_MPP = 0.243 * 64
 
 
-@dataclass(frozen=True)
-class Scan:
-    """What is judged of a slide's record, as `infer.Scanner.write` made it."""
+class Scan(TypedDict):
+    """What is judged of a slide's record, as `infer.Scanner.write` made it; there is more in it."""
 
     name: str
-    probability: float
-    mpp: float | None
-    size: tuple[int, int]
-    stride_px: float = 0.0
-    mark: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.probability <= 1:
-            raise ValueError(f"probability {self.probability}: must be between 0 and 1")
-        if min(self.size) < 1 or not (self.mpp is None or MIN_MPP <= self.mpp <= MAX_MPP):
-            raise ValueError(f"{self.size} pixels of {self.mpp} um: not a slide ({MIN_MPP} to {MAX_MPP} um expected)")
+    probability: Annotated[float, Meta(ge=0, le=1)]
+    mpp: Annotated[float, Meta(ge=MIN_MPP, le=MAX_MPP)] | None
+    size: tuple[Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=1)]]
+    stride_px: NotRequired[float]
+    mark: NotRequired[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -79,18 +73,19 @@ def main(config: EvaluateConfig) -> SlideScores:
     judged, for_froc, sizes = {}, [], set()
     scans, broken = _read_scans(config.scans)
     for record, scan in tqdm(scans.items(), unit="slide", desc="reference", leave=False, disable=hides_bar()):
-        entry = entries.get(scan.name)
+        name = scan["name"]
+        entry = entries.get(name)
         reason = _why_not(entry, scan)
         if entry is None or reason:
-            left_out[scan.name] = reason
+            left_out[name] = reason
             continue
         try:
             found, lesions, mpp = _on_one_grid(entry, scan, read_detections_csv(record.with_name("detections.csv")))
         except (ValueError, OSError) as error:
-            broken[scan.name] = str(error)
+            broken[name] = str(error)
             continue
-        left_out.pop(scan.name, None)
-        judged[scan.name] = {"tumour": entry.tumour, "probability": scan.probability}
+        left_out.pop(name, None)
+        judged[name] = {"tumour": entry.tumour, "probability": scan["probability"]}
         sizes |= {round(mpp, 4)} if entry.tumour else set()
         for_froc += [(lesions, found)] if entry.scored else []
     left_out |= broken
@@ -122,16 +117,15 @@ def _read_scans(folder: Path) -> tuple[dict[Path, Scan], dict[str, str]]:
     broken: dict[str, str] = {}
     for path in sorted(folder.glob("*/slide.json")):
         try:
-            content = read_object(path, "scan the slide again")
-            scan = from_json(Scan, {each.name: content[each.name] for each in fields(Scan) if each.name in content})
-            if scan.name != path.parent.name:
-                raise ValueError(f"it is the record of {scan.name!r}")
+            scan = read_as(path, Scan, "scan the slide again")
+            if scan["name"] != path.parent.name:
+                raise ValueError(f"{path}: it is the record of {scan['name']!r}; scan the slide again")
             scans[path] = scan
         except (ValueError, OSError) as error:
-            broken[path.parent.name] = f"{path}: {error}; scan the slide again"
+            broken[path.parent.name] = str(error)
     if not scans and not broken:
         raise FileNotFoundError(f"{folder}: contains no finished scans (NAME/slide.json): scan slides into it first")
-    marks = {path: {**scan.mark, "input": None} for path, scan in scans.items()}
+    marks = {path: {**scan.get("mark", {}), "input": None} for path, scan in scans.items()}
     other = next((path for path in marks if marks[path] != marks[min(marks)]), None)
     if other is not None:
         raise ValueError(f"{min(marks)} and {other} differ in weights or options; scan all again, or apart")
@@ -145,22 +139,22 @@ def _why_not(entry: SlideEntry | None, scan: Scan) -> str:
         return "it is a duplicate that Camelyon16 does not score"
     if entry.tumour and entry.mask is None and entry.annotation is None:
         return f"it has tumour but neither a mask ({entry.name}_mask.tif) nor an annotation ({entry.name}.xml)"
-    if entry.tumour and scan.mpp is None:
+    if entry.tumour and scan["mpp"] is None:
         return "the slide has no pixel size, which is needed to measure lesions"
     return ""
 
 
 def _on_one_grid(entry: SlideEntry, scan: Scan, found: np.ndarray) -> tuple[np.ndarray, np.ndarray | None, float]:
     """Return the detections of a slide in pixels of its lesions, these (None without tumour), and um per pixel."""
-    width, height = scan.size
-    if (found[:, 1:] > np.array(scan.size) + scan.stride_px).any():
+    (width, height), mpp = scan["size"], scan["mpp"]
+    if (found[:, 1:] > np.array(scan["size"]) + scan.get("stride_px", 0.0)).any():
         raise ValueError(f"a detection is outside the {width} x {height} pixels: scan the slide again")
-    if not entry.tumour or scan.mpp is None:
+    if not entry.tumour or mpp is None:
         return found, None, 0.0
     # Levels lie a factor of two apart: the coarsest within a half-step of the wanted one is the nearest.
-    coarsest = max(1.0, MASK_MPP * math.sqrt(2) / scan.mpp)
+    coarsest = max(1.0, MASK_MPP * math.sqrt(2) / mpp)
     truth = tumour_mask(entry, width, height, coarsest)
-    mpp, (height, width) = scan.mpp * truth.downsample, truth.mask.shape
+    mpp, (height, width) = mpp * truth.downsample, truth.mask.shape
     # A cell's centre may lie beyond the slide's edge, and so beyond the mask's.
     found[:, 1:] = np.minimum(found[:, 1:] // truth.downsample, (width - 1, height - 1))
     return found, find_lesions(truth.mask, mpp), mpp
