@@ -83,6 +83,7 @@ class PathologyConfig(TrainingConfig):
 
     def checks(self) -> Sequence[Check]:
         """Return the checks of single fields."""
+        parts = "brightness, contrast, saturation (each at least 0) and hue (in [0, 0.5], half a turn)"
         jitter, zoom, stride = self.augmentation.jitter, self.augmentation.zoom, f"a multiple of {_STRIDE}, above 0"
         return (
             *super().checks(),
@@ -91,11 +92,7 @@ class PathologyConfig(TrainingConfig):
             ("held_out", 0 < self.held_out < 1, "above 0, below 1"),
             ("fold", self.fold is None or (self.lists, self.held_out) == (None, 0.25), "without lists and held_out"),
             ("augmentation.label_smoothing", 0 <= self.augmentation.label_smoothing < 0.5, "in [0, 0.5)"),
-            (
-                "augmentation.jitter",
-                0 <= min(jitter) <= max(jitter) < math.inf and jitter[3] <= 0.5,
-                "brightness, contrast, saturation (each at least 0) and hue (in [0, 0.5], half a turn)",
-            ),
+            ("augmentation.jitter", 0 <= min(jitter) <= max(jitter) < math.inf and jitter[3] <= 0.5, parts),
             ("augmentation.zoom", 0.5 <= zoom[0] <= zoom[1] <= 2, "smallest and greatest, between 0.5 and 2"),
             ("patch_size", self.patch_size is None or _on_stride(self.patch_size), stride),
             ("tile_size", self.tile_size is None or _on_stride(self.tile_size), stride),

@@ -137,7 +137,7 @@ def _why_not(entry: SlideEntry | None, scan: Scan) -> str:
         return "it is not in the set of slides"
     if entry.name.lower() == DUPLICATE:
         return "it is a duplicate that Camelyon16 does not score"
-    if entry.tumour and entry.mask is None and entry.annotation is None:
+    if entry.tumour and entry.marks is None:
         return f"it has tumour but neither a mask ({entry.name}_mask.tif) nor an annotation ({entry.name}.xml)"
     if entry.tumour and scan["mpp"] is None:
         return "the slide has no pixel size, which is needed to measure lesions"

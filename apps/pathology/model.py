@@ -40,7 +40,7 @@ class PathologyModel:
     @property
     def core(self) -> int:
         """Side, in pixels, of the square of patch corners whose logits one tile gives exactly; a multiple of 32."""
-        return self.tile_size - _margin(self.patch_size)
+        return self.tile_size - 2 * HALO - self.patch_size + STRIDE
 
 
 def load_model(run: Path) -> PathologyModel:
@@ -58,7 +58,7 @@ def choose(config: PathologyConfig, count: int, device: torch.device, ranks: int
 
     A ValueError says that what was asked for does not fit the data or the device.
     """
-    usual, margin = DEFAULTS[device.type], _margin(decided(config.patch_size))
+    usual, margin = DEFAULTS[device.type], 2 * HALO + decided(config.patch_size) - STRIDE  # around a tile's core
     tile_size = config.tile_size or usual["core"] + margin
     if tile_size <= margin:
         why = f"the network sees {HALO} pixels around each of them, whose logits are discarded"
@@ -107,8 +107,3 @@ def initialise_from(network: nn.Module, path: Path) -> str:
         problem = " ".join(str(error).split())[:300]
         raise ValueError(f"{path}: not the weights of TorchVision's ResNet-18 ({problem})") from error
     return f"weights: features from {path}, head initialized randomly"
-
-
-def _margin(patch_size: int) -> int:
-    """Return how many pixels longer a tile is than the square of the corners of its patches."""
-    return 2 * HALO + patch_size - STRIDE

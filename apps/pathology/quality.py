@@ -1,6 +1,7 @@
 """How well a network tells patches apart: the figure of a run, and what the gate judges its exports on."""
 
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,11 +82,9 @@ def judge_on(validation: Patches, model: PathologyModel, run: Run, name: str) ->
     """
     label = validation.table.label
     rows = _alternating(label)[:_GATE_PATCHES]
-
-    def gate_auc(predictor: Predictor) -> float:
-        return auc(label[rows], np.array(patch_scores(validation, predictor, rows, run.device, at_once=1), np.float32))
-
-    return Judge(tiles(validation, model, 1), gate_auc, f"patch AUC on {len(rows)} validation patches of {name}")
+    scores = partial(patch_scores, validation, rows=rows, device=run.device, at_once=1)
+    judge = lambda predictor: auc(label[rows], np.array(scores(predictor), np.float32))  # noqa: E731
+    return Judge(tiles(validation, model, 1), judge, f"patch AUC on {len(rows)} validation patches of {name}")
 
 
 def export_patches(

@@ -162,7 +162,7 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     labels = np.array([entry.tumour for entry in slides.training])
     held = _held(labels, [entry.name for entry in slides.training], config, run)
     rows = [np.flatnonzero(held == side) for side in (False, True)]
-    testing = [entry for entry in slides.testing if not entry.tumour or entry.annotation or entry.mask]
+    testing = [entry for entry in slides.testing if not entry.tumour or entry.marks]
     if config.fast_dev_run:  # the first slide with and the first without tumour
         rows, testing = [part[_of_each_kind(labels[part], 1)] for part in rows], []
     entries = {part: [slides.training[row] for row in some] for part, some in zip(_NEEDED, rows, strict=True)}

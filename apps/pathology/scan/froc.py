@@ -140,9 +140,7 @@ def draw_froc(path: Path, result: FrocResult) -> None:
         axes.annotate(f"{share:.2f}", (rate, share), (0, 8), textcoords="offset points", ha="center", fontsize=9)
     axes.set_xscale("log", base=2)
     axes.set_xticks(FALSE_POSITIVE_RATES, [f"{rate:g}" for rate in FALSE_POSITIVE_RATES])
-    axes.set_xlim(rates[0], rates[-1])
-    axes.set_ylim(0, 1.08)
-    axes.set_xlabel("false positives per slide")
+    axes.set(xlim=(rates[0], rates[-1]), ylim=(0, 1.08), xlabel="false positives per slide")
     axes.set_title(f"FROC score {result.score:.3f}: {result.lesions} lesions, {result.slides} slides", loc="left")
     save_png(path, figure)
 

@@ -24,13 +24,12 @@ _PLACES = {"training": ("training/images", "training/normal", "training/tumor"),
 
 @dataclass(frozen=True)
 class SlideEntry:
-    """One slide: its name, its file, whether it has tumour, and where that is marked."""
+    """One slide: its name, its file, whether it has tumour, and the file that marks it."""
 
     name: str
     path: Path
     tumour: bool
-    annotation: Path | None
-    mask: Path | None
+    marks: Path | None  # where that is: a mask, or an annotation (.xml)
     part: bool = False  # only a part of its tumour is marked
 
     @property
@@ -44,7 +43,7 @@ class SlideSet:
     """The slides of a folder, and its name, from slides.json where there is one; `synthetic` ones are drawn.
 
     Training slides, which validate too, and testing ones are sorted by name; a testing slide with tumour may come
-    without annotation and mask.
+    without marks.
     """
 
     folder: Path
@@ -116,7 +115,7 @@ def read_slide_set(folder: Path) -> SlideSet:
     if not (isinstance(name, str) and isinstance(synthetic, bool)):
         raise ValueError(f"{folder / 'slides.json'}: name must be text, synthetic true or false; remove the file")
     tests = tuple(_entry(path, folder, "testing", synthetic, reference) for path in testing)
-    known = reference is not None or any(entry.annotation for entry in tests)
+    known = reference is not None or any(entry.tumour for entry in tests)
     entries = tuple(_entry(path, folder, "training", synthetic, None) for path in training)
     return SlideSet(folder, name, synthetic, entries, tests if known else ())
 
@@ -139,14 +138,14 @@ def _entry(path: Path, folder: Path, half: str, synthetic: bool, reference: dict
         if reference is not None and name not in reference:
             raise ValueError(f"{folder}: reference.csv does not list {path.stem}; add it, or move the slide away")
         tumour = annotation is not None if reference is None else reference[name]
-        return SlideEntry(path.stem, path, tumour, annotation, mask)
+        return SlideEntry(path.stem, path, tumour, mask or annotation)
     tumour = name.startswith("tumor_")
     if not tumour and not name.startswith("normal_"):
         raise ValueError(f"{path}: a training slide must be named tumor_... if it has tumour, otherwise normal_...")
-    if tumour and annotation is None and mask is None:
+    if tumour and not (mask or annotation):
         said = f"neither an annotation ({path.stem}.xml) nor a mask ({path.stem}{MASK_ENDING}.tif) shows where"
         raise ValueError(f"{path}: {said} its tumour is; download one, or move the slide away")
-    return SlideEntry(path.stem, path, tumour, annotation, mask, part=not synthetic and name in MARKED_IN_PART)
+    return SlideEntry(path.stem, path, tumour, mask or annotation, part=not synthetic and name in MARKED_IN_PART)
 
 
 def _reference(folder: Path) -> dict[str, bool] | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,10 +31,6 @@ _JPEG_TAIL = 64  # bytes in which the end mark is looked for: some writers pad
 _UM_PER_UNIT = {2: 25400.0, 3: 10000.0}  # TIFF's ResolutionUnit: inch, centimetre
 # tifffile meets damage with whatever error its parsing runs into: these have been seen. Codecs' are RuntimeErrors.
 DAMAGE = (LookupError, ArithmeticError, TypeError, ValueError, RuntimeError, MemoryError, struct.error)
-
-
-Tile: TypeAlias = tuple[int, int, int]
-"""Level, and column and row in that level's grid of tiles."""
 
 
 class Box(NamedTuple):

@@ -147,18 +147,18 @@ def tumour_mask(entry: SlideEntry, width: int, height: int, most_downsample: flo
         ValueError: there is neither, or it is damaged, marks nothing, or belongs to another slide.
     """
     try:
-        if entry.mask is not None:
-            found = _read_mask(entry.mask, width, height, most_downsample)
-        elif entry.annotation is not None:
+        if entry.marks is None:
+            raise ValueError("neither a mask nor an annotation shows where the tumour is")
+        if entry.marks.suffix == ".xml":
             downsample = 2 ** int(math.log2(most_downsample))
             size = math.ceil(width / downsample), math.ceil(height / downsample)
-            require_memory(f"{entry.annotation}: for a pixel of {downsample}", *size)
-            found = SlideMask(rasterise(entry.annotation, *size, downsample), downsample)
+            require_memory(f"{entry.marks}: for a pixel of {downsample}", *size)
+            found = SlideMask(rasterise(entry.marks, *size, downsample), downsample)
         else:
-            raise ValueError("neither a mask nor an annotation shows where the tumour is")
+            found = _read_mask(entry.marks, width, height, most_downsample)
         if not found.mask.any():
             said = f"marks no tumour as large as a pixel of {found.downsample:g}, and the slide has some"
-            raise ValueError(f"{entry.mask or entry.annotation} {said}: mend the marks, or move the slide away")
+            raise ValueError(f"{entry.marks} {said}: mend the marks, or move the slide away")
         return found
     except ValueError as error:
         raise ValueError(f"{entry.path}: {error}") from error

@@ -23,7 +23,6 @@ from medspeed.apps.pathology.slides.layout import (
     Box,
     Layout,
     Level,
-    Tile,
     checked_mpp,
     downsample_of,
     looks_whole,
@@ -142,13 +141,13 @@ class Slide:
         reader: the library that reads it.
         levels: largest first.
         mpp: um per pixel at level 0; None where the file does not say.
-        damaged: the tiles that could not be decoded so far.
+        damaged: the tiles that could not be decoded so far: level, column and row in its grid.
     """
 
     def __init__(self, path: Path, reader: str, opened: Opened) -> None:
         self.path, self.name, self.reader = path, path.stem, reader
         self.levels, self.mpp, self._read = opened
-        self.damaged: set[Tile] = set()
+        self.damaged: set[tuple[int, int, int]] = set()
         self._seen = [np.zeros(level.grid, bool) for level in self.levels]  # the tiles whose bytes were looked at
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)

@@ -49,9 +49,9 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> list[SlideEntry]:
         f"{vertices}</Coordinates></Annotation></Annotations></ASAP_Annotations>"
     )
     return [
-        SlideEntry("tumor_1", write_slide(folder / "tumor_1.tif"), True, None, folder / "m_mask.tif"),
-        SlideEntry("tumor_2", write_slide(folder / "tumor_2.tif"), True, folder / "outlined.xml", None),
-        SlideEntry("normal_1", write_slide(folder / "normal_1.tif"), False, None, None),
+        SlideEntry("tumor_1", write_slide(folder / "tumor_1.tif"), True, folder / "m_mask.tif"),
+        SlideEntry("tumor_2", write_slide(folder / "tumor_2.tif"), True, folder / "outlined.xml"),
+        SlideEntry("normal_1", write_slide(folder / "normal_1.tif"), False, None),
     ]
 
 
@@ -107,7 +107,7 @@ def test_normal_patches_keep_a_patch_away_from_tumour(entries):
 
 def test_margin_holds_where_tissue_is_found_on_a_coarser_grid(entries, tmp_path):
     """At 0.25 um a pixel of the tissue's mask spans 32 pixels, of the tumour's 8."""
-    fine = SlideEntry("tumor_1", write_slide(tmp_path / "fine.tif", mpp=0.25), True, None, entries[0].mask)
+    fine = SlideEntry("tumor_1", write_slide(tmp_path / "fine.tif", mpp=0.25), True, entries[0].marks)
     table = sample([fine], 4000)
     assert shares(table.take(table.label == 0), TUMOUR, margin=SIZE).max() == 0
 
@@ -136,7 +136,7 @@ def test_slides_with_less_room_give_what_they_have(entries, tmp_path):
     mask = np.zeros((SIDE, SIDE), np.uint8)
     mask[300:308, 400:472] = 1  # 8 of 64 rows: no patch is half tumour
     tifffile.imwrite(tmp_path / "thin_mask.tif", mask)
-    thin = SlideEntry("tumor_1", entries[0].path, True, None, tmp_path / "thin_mask.tif")
+    thin = SlideEntry("tumor_1", entries[0].path, True, tmp_path / "thin_mask.tif")
     table = sample([thin, entries[2]])
     assert np.bincount(table.file).tolist() == [200, 100]
     assert table.label.sum() == 0
@@ -144,14 +144,14 @@ def test_slides_with_less_room_give_what_they_have(entries, tmp_path):
     mask[:] = 0
     mask[304:312, 400:408] = 1
     tifffile.imwrite(tmp_path / "small_mask.tif", mask)
-    small = SlideEntry("tumor_1", entries[0].path, True, None, tmp_path / "small_mask.tif")
+    small = SlideEntry("tumor_1", entries[0].path, True, tmp_path / "small_mask.tif")
     assert sample([small], 400, size=8).label.sum() <= 64
 
 
 def test_no_room_and_no_truth_are_errors(entries):
     with pytest.raises(ValueError, match="1 slides: no room for a patch of 1024 pixels"):
         sample([entries[2]], size=1024)
-    bare = SlideEntry("tumor_1", entries[0].path, True, None, None)
+    bare = SlideEntry("tumor_1", entries[0].path, True, None)
     with pytest.raises(ValueError, match=r"tumor_1\.tif: neither a mask nor an annotation"):
         sample([bare])
 

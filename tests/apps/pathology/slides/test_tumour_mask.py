@@ -38,7 +38,7 @@ def filled(
 
 
 def entry(mask: Path | None = None, annotation: Path | None = None) -> SlideEntry:
-    return SlideEntry("a", Path("a.tif"), True, annotation, mask)
+    return SlideEntry("a", Path("a.tif"), True, mask or annotation)
 
 
 def write_mask(path: Path, base: np.ndarray, factors: tuple[int, ...] = (1, 2, 4)) -> Path:
