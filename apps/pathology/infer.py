@@ -16,17 +16,7 @@ from tqdm import tqdm
 
 from medspeed.apps.pathology.model import load_model, normalised
 from medspeed.apps.pathology.patches.table import IMAGES, decode, table_of_images
-from medspeed.apps.pathology.scan.scan import (
-    ProbabilityMap,
-    View,
-    choose_view,
-    draw_heatmap,
-    find_detections,
-    scan_slide,
-    write_detections_csv,
-    write_geojson,
-    write_probability_tif,
-)
+from medspeed.apps.pathology.scan.scan import ProbabilityMap, View, choose_view, draw_heatmap, scan_slide, write_found
 from medspeed.apps.pathology.slides.camelyon import find_slides, is_slide
 from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask
 from medspeed.apps.pathology.slides.reader import Slide, open_slide
@@ -116,14 +106,9 @@ class Scanner:
     def write(self, item: Item[Path], scanned: tuple[Slide, View, ProbabilityMap]) -> Record:
         """Write what was found in a slide, and return what its record is to hold."""
         (slide, view, found), stage = scanned, partial(self.stages[item.name].stage, waits=False)
-        tif, csv, geojson, *picture = item.outputs
-        size = slide.levels[0].width, slide.levels[0].height
         with stage("write"):
-            detections = find_detections(found, view.base_mpp)
-            write_probability_tif(tif, found, slide.mpp, slide.name)
-            write_detections_csv(csv, detections)
-            write_geojson(geojson, found, size)
-        for path in picture:
+            detections = write_found(item.outputs[:3], slide, found, view.base_mpp)
+        for path in item.outputs[3:]:
             with stage("overlay"):
                 draw_heatmap(path, slide, found)
         mpp, damaged = self.model.mpp, sorted(slide.damaged)
@@ -136,14 +121,13 @@ class Scanner:
         return {
             "uncertain": [doubt for doubt, holds in doubts.items() if holds],
             "probability": float(found.values.max(initial=0)),
-            "detections": len(detections),
+            "detections": detections,
             "tiles": found.tiles,
             "damaged_tiles": damaged,  # level, column, row
             "reader": slide.reader,
             "level": view.level,
             "mpp": slide.mpp,
-            "size": size,
-            "seen_mpp": view.seen_mpp,
+            "size": slide.levels[0].base,
             "view": view.reason,
             "stride_px": found.stride,
             "peak_memory_mib": round(peak_memory() / 2**20),

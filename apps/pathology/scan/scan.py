@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -48,11 +49,6 @@ class View:
     pitch: int  # pixels of that level that become 32 of the network's; 32 where nothing is resized
     base_mpp: float  # um per pixel of level 0, known or assumed; `reason` says in one line why
     reason: str
-
-    @property
-    def seen_mpp(self) -> float:
-        """Um per pixel as the network sees them."""
-        return self.base_mpp * self.downsample * self.pitch / STRIDE
 
     def span(self, pixels: int) -> int:
         """Return how many pixels of the level become so many of the network's, a multiple of 32."""
@@ -194,6 +190,16 @@ def find_detections(found: ProbabilityMap, base_mpp: float) -> np.ndarray:
 def write_detections_csv(path: Path, detections: np.ndarray) -> None:
     """Write detections as Camelyon16 asks for them: rows `score,x,y` in pixels of level 0, no header."""
     write_text(path, "".join(f"{score:.6f},{x:.0f},{y:.0f}\n" for score, x, y in detections))
+
+
+def write_found(files: Sequence[Path], slide: Slide, found: ProbabilityMap, base_mpp: float) -> int:
+    """Write a map, its detections and its regions; return how many detections there are."""
+    tif, csv, geojson = files
+    detections = find_detections(found, base_mpp)
+    write_probability_tif(tif, found, slide.mpp, slide.name)
+    write_detections_csv(csv, detections)
+    write_geojson(geojson, found, slide.levels[0].base)
+    return len(detections)
 
 
 def read_detections_csv(path: Path) -> np.ndarray:

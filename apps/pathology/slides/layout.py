@@ -61,13 +61,18 @@ class Level:
 
     width: int
     height: int
-    downsample: float  # level-0 pixels that one of them spans
+    base: tuple[int, int]  # width and height of level 0
     tile_width: int = 256  # a strip counts as a tile of the level's width; ours where the file tells none
     tile_height: int = 256
     page: Any = None  # tifffile's; None where the file is no TIFF
     # [rows * columns] int64, where each tile's bytes begin, row-major, and how many they are: 0 of one never scanned
     offsets: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     counts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+    @property
+    def downsample(self) -> float:
+        """Level-0 pixels that one of them spans."""
+        return (self.base[0] / self.width + self.base[1] / self.height) / 2
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -90,6 +95,11 @@ class Layout:
     mpp: float | None
     padded: bool = False  # levels are padded to whole tiles, so that their sizes do not tell how far they are reduced
     predicted: bool = False  # some of the file, be it a label, is deflate of differences between pixels
+
+    @property
+    def deflated(self) -> bool:
+        """Whether a level is deflate."""
+        return any(level.page.compression in DEFLATE for level in self.levels)
 
 
 def read_layout(path: Path) -> Layout:
@@ -214,14 +224,8 @@ def _level(page: Any, base: Any) -> Level:  # noqa: ANN401 - tifffile's
     if tables and jpeg_frame(lambda count, at: tables[at : at + count], 0):  # cuCIM gives its pixels for each tile's
         raise ValueError("its JPEG tables are none")
     page.init_decode()  # looks into the file for what decodes its tiles: now, while it is open
-    downsample = downsample_of(base.imagewidth, base.imagelength, width, height)
     places = (np.array(each, np.int64) for each in (page.dataoffsets, page.databytecounts))
-    return Level(width, height, downsample, *tile, page, *places)
-
-
-def downsample_of(base_width: int, base_height: int, width: int, height: int) -> float:
-    """Return how many pixels of level 0 one of a level spans."""
-    return (base_width / width + base_height / height) / 2
+    return Level(width, height, (base.imagewidth, base.imagelength), *tile, page, *places)
 
 
 def _pixel_sides(page: Any) -> tuple[float, float] | None:  # noqa: ANN401 - tifffile's

@@ -18,16 +18,7 @@ import numpy as np
 from PIL import Image
 
 from medspeed.apps.pathology.config import Reader
-from medspeed.apps.pathology.slides.layout import (
-    DEFLATE,
-    Box,
-    Layout,
-    Level,
-    checked_mpp,
-    downsample_of,
-    looks_whole,
-    read_layout,
-)
+from medspeed.apps.pathology.slides.layout import Box, Layout, Level, checked_mpp, looks_whole, read_layout
 
 WHITE = 255  # what lies outside a slide, was never scanned or cannot be decoded
 # TIFF's Compression tag: raw, LZW, JPEG, deflate (two numbers), Aperio's JPEG 2000 (two). cuCIM opens others too, and
@@ -78,7 +69,7 @@ def _open_openslide(path: Path, layout: Layout) -> Opened:
         raise ValueError(f"OpenSlide: {error}") from error
     known = {(level.width, level.height): level for level in layout.levels}
     sizes, downsamples = slide.level_dimensions, slide.level_downsamples
-    levels = tuple(known.get(size) or Level(*size, downsample_of(*sizes[0], *size)) for size in sizes)
+    levels = tuple(known.get(size) or Level(*size, sizes[0]) for size in sizes)
     x, y = (float(slide.properties.get(f"openslide.mpp-{axis}", 0)) for axis in "xy")
 
     def region(slide: Any, box: Box, level: int) -> np.ndarray:  # noqa: ANN401 - OpenSlide's
@@ -168,18 +159,16 @@ class Slide:
     ) -> np.ndarray:
         """Return regions of size (width, height) at many corners, [N, 2] int64 (see `read`): [N, height, width, 3].
 
-        They are read in the order in which their tiles lie in the file, by threads, one per core unless told.
+        They are read by threads, one per core unless told.
         """
         regions = np.empty((len(corners), size[1], size[0], 3), np.uint8)
-        place = self.levels[level]
-        columns, rows = (corners // (place.downsample * np.array([place.tile_width, place.tile_height]))).T
 
         def read_one(number: int) -> None:
             x, y = corners[number].tolist()
             self._read_into(regions[number], x, y, level)
 
         with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "slide") as pool:
-            list(pool.map(read_one, np.lexsort((columns, rows)).tolist()))
+            list(pool.map(read_one, range(len(corners))))
         return regions
 
     def _read_into(self, region: np.ndarray, x: int, y: int, level: int) -> None:
@@ -231,7 +220,7 @@ def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
     refused = []
     for name in _LIBRARIES if reader == "auto" else (reader,):
         # cuCIM reads deflate right, but its libtiff prints an error for each level of each slide.
-        if reader == "auto" and name == "cucim" and any(each.page.compression in DEFLATE for each in layout.levels):
+        if reader == "auto" and name == "cucim" and layout.deflated:
             continue
         open_it, remedy = _LIBRARIES[name]
         try:

@@ -15,6 +15,7 @@ from PIL import Image
 from medspeed.apps.pathology import infer
 from medspeed.apps.pathology.config import ScanConfig
 from medspeed.apps.pathology.model import PathologyModel
+from medspeed.apps.pathology.scan import scan as scan_module
 from medspeed.apps.pathology.slides.camelyon import find_slides
 from medspeed.common.export.onnx_model import export_onnx
 from tests.apps.pathology.scan_runs import GLASS, MODEL, PURPLE, Purple, write_run, write_slide
@@ -136,8 +137,8 @@ def test_an_interrupted_scan_goes_on_to_the_same_outputs(config, tmp_path, where
     whole = replace(config, output=tmp_path / "whole")
     infer.main(whole)
     infer.main(replace(config, mode="patches"))  # an earlier scan, whose record must not outlive what it records
-    name = {"scan": "scan_slide", "write": "write_geojson"}[where]
-    original, calls = getattr(infer, name), []
+    module, name = {"scan": (infer, "scan_slide"), "write": (scan_module, "write_geojson")}[where]
+    original, calls = getattr(module, name), []
 
     def fail(*arguments, **words):
         calls.append(name)
@@ -145,7 +146,7 @@ def test_an_interrupted_scan_goes_on_to_the_same_outputs(config, tmp_path, where
             raise KeyboardInterrupt
         return original(*arguments, **words)
 
-    monkeypatch.setattr(infer, name, fail)
+    monkeypatch.setattr(module, name, fail)
     with pytest.raises(KeyboardInterrupt):
         infer.main(config)
     assert (config.output / "one" / "slide.json").is_file()

@@ -89,21 +89,6 @@ def test_many_regions_come_in_the_order_asked_for(pyramid, reader, workers):
     assert slide.read_many(np.empty((0, 2), np.int64), (31, 17)).shape == (0, 17, 31, 3)
 
 
-def test_many_regions_are_read_in_the_order_of_the_file(pyramid, monkeypatch):
-    slide = open_slide(pyramid[0], "tifffile")
-    read: list[tuple[int, int]] = []
-    whole = slide._read_into
-
-    def watched(region: np.ndarray, x: int, y: int, level: int) -> None:
-        read.append((x, y))
-        whole(region, x, y, level)
-
-    monkeypatch.setattr(slide, "_read_into", watched)
-    corners = np.array([[200, 150], [0, 150], [0, 0], [200, 10], [100, 5]])
-    slide.read_many(corners, (8, 8), workers=1)
-    assert read == [(0, 0), (100, 5), (200, 10), (0, 150), (200, 150)]
-
-
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("encoding", [{"compression": "deflate"}, JPEG], ids=["deflate", "jpeg"])
 def test_a_damaged_tile_is_white_and_counted_once(tmp_path, reader, encoding):
