@@ -40,10 +40,9 @@ def main() -> None:
 
 
 def _change(name: str, before: int | None, now: int) -> str:
-    shown = f"{now / 1e9:,.2f} G" if name in ("bytes", "float32_bytes", "flops") else f"{now}"
-    if before in (None, now):
-        return f"{name} {shown}"
-    return f"{name} {shown} ({100 * now / before - 100:+.1f} percent)" if before else f"{name} {shown} (before 0)"
+    unit, shape = (1e9, "{:,.2f} G") if name in ("bytes", "float32_bytes", "flops") else (1, "{:.0f}")
+    told = f" (before {shape.format(before / unit)})" if before not in (None, now) else ""
+    return f"{name} {shape.format(now / unit)}{told}"
 
 
 if __name__ == "__main__":

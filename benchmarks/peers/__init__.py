@@ -76,26 +76,49 @@ def make_step(
 
 
 def train(guide: ModuleType, given: Given) -> None:
-    """Train as a guide does, validated every so many epochs, to the last of them or until the target has held."""
-    watch = Watch(given)
+    """Train as a guide does, validated every so many epochs, to the last of them or until the target has held.
+
+    The clock runs from the start of the process; what that did until now is the stage "start". The weights are those of
+    the best validation.
+    """
+    began = last = psutil.Process().create_time()
+    stages, curve, best, steps = dict[str, float](), list[tuple[int, float, float]](), dict[str, Any](), 0
+
+    def lap(stage: str) -> None:
+        nonlocal last
+        before, last = last, time.time()
+        stages[stage] = stages.get(stage, 0.0) + last - before
+
+    lap("start")
     loader, validate = guide.training_loader(given), guide.make_validation(given)
-    watch.lap("cache")
+    lap("cache")
     network = guide.make_network(**given.network).to(given.device)
     step, optimizer = make_step(network, given.rate, guide.make_loss(), half_of(given.device))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=given.epochs)
+    held = False
     for epoch in range(1, given.most + 1):
         network.train()
         for item in loader:
             step(item["image"].to(given.device), item["label"].to(given.device))
-            watch.steps += 1
+            steps += 1
         if guide.FALLS and epoch <= given.epochs:
             schedule.step()
-        watch.lap("train")
+        lap("train")
         if epoch % given.every == 0 or epoch == given.most:
             value = validate(network.eval())
+            lap("validate")
             print(f"epoch {epoch}: {guide.METRIC} {value:.4f}")
-            if watch.ends(network, epoch, value):
+            if value >= max((each for *_, each in curve), default=-math.inf):
+                best = copy.deepcopy(network.state_dict())
+            curve.append((epoch, round(last - began, 3), value))
+            held = len(curve) >= _HELD and min(each for *_, each in curve[-_HELD:]) >= given.until
+            if held:
                 break
+    if given.to:
+        given.to.mkdir(parents=True, exist_ok=True)
+        torch.save(best, given.to / "best.pt")
+        found = {"held": held, "seconds": curve[-1][1], "steps": steps, "stages": stages, "curve": curve}
+        (given.to / "run.json").write_text(json.dumps(found))
 
 
 def read_pairs(given: Given, held: int) -> tuple[list[Item], list[Item]]:
@@ -147,35 +170,3 @@ def segment(
         item["pred"] = predict(network.eval(), item["image"].to(given.device), given, at_once)
         for case in decollate_batch(item):
             back(case)
-
-
-class Watch:
-    """The clock of a script, from the start of its process: stages, validations, and whether they end the training."""
-
-    def __init__(self, given: Given) -> None:
-        """Start; what the process did until now is the stage "start"."""
-        self._given, self._began = given, psutil.Process().create_time()
-        self._last, self._seconds = self._began, dict[str, float]()
-        self._curve: list[tuple[int, float, float]] = []
-        self._best, self.steps = dict[str, Any](), 0
-        self.lap("start")
-
-    def lap(self, stage: str) -> None:
-        """Count the seconds since the last call to a stage."""
-        before, self._last = self._last, time.time()
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + self._last - before
-
-    def ends(self, network: nn.Module, epoch: int, value: float) -> bool:
-        """Note a validation and keep the best weights; return whether the target has held. The last one is written."""
-        self.lap("validate")
-        if value >= max((each for *_, each in self._curve), default=-math.inf):
-            self._best = copy.deepcopy(network.state_dict())
-        self._curve.append((epoch, round(self._last - self._began, 3), value))
-        recent = [each for *_, each in self._curve[-_HELD:]]
-        held = len(recent) == _HELD and min(recent) >= self._given.until
-        if self._given.to and (held or epoch == self._given.most):
-            self._given.to.mkdir(parents=True, exist_ok=True)
-            torch.save(self._best, self._given.to / "best.pt")
-            found = {"held": held, "seconds": self._curve[-1][1], "steps": self.steps, "stages": self._seconds}
-            (self._given.to / "run.json").write_text(json.dumps({**found, "curve": self._curve}))
-        return held

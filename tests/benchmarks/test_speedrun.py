@@ -3,6 +3,7 @@
 import json
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import nibabel
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from medspeed.benchmarks import speedrun
-from medspeed.benchmarks.peers import Watch, read_pairs
+from medspeed.benchmarks.peers import read_pairs, train
 from medspeed.benchmarks.speedrun import Course, parse_options, summary_of
 from medspeed.common import console
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
@@ -53,25 +54,37 @@ def test_flags_of_the_app_follow_two_dashes(capsys):
     assert "--target" in capsys.readouterr().err
 
 
-def test_the_guide_ends_after_three_validations_in_a_row_at_the_target(tmp_path):
+def train_until(folder, values, most):
+    """Train a stand-in for a guide whose validations find these values, an epoch each; return what it tells."""
+    found = iter(values)
     network = torch.nn.Linear(1, 1, bias=False)
-    watch = Watch(Namespace(to=tmp_path, until=0.8, most=9, network={}))
-    ends = []
-    for epoch, value in enumerate([0.9, 0.8, 0.7, 0.8, 0.85, 0.8], 1):
-        network.weight.data.fill_(epoch)
-        ends.append(watch.ends(network, epoch, value))
-    assert ends == [False] * 5 + [True]
-    found = json.loads((tmp_path / "run.json").read_text())
+    item = {"image": torch.ones(1, 1), "label": torch.zeros(1, 1)}
+
+    def validate(trained):
+        trained.weight.data.fill_(value := next(found))
+        return value
+
+    guide = SimpleNamespace(
+        training_loader=lambda given: [item, item], make_validation=lambda given: validate, METRIC="Dice", FALLS=True,
+        make_network=lambda: network, make_loss=lambda: torch.nn.functional.mse_loss,
+    )  # fmt: skip
+    given = Namespace(to=folder, until=0.8, most=most, epochs=most, every=1, rate=0.1, network={}, device="cpu")
+    train(guide, given)
+    return json.loads((folder / "run.json").read_text())
+
+
+def test_the_guide_ends_after_three_validations_in_a_row_at_the_target(tmp_path):
+    found = train_until(tmp_path, [0.9, 0.8, 0.7, 0.8, 0.85, 0.8, 1.0], most=9)
     assert found["held"]
+    assert found["steps"] == 12
     assert [(epoch, value) for epoch, _, value in found["curve"]][-2:] == [(5, 0.85), (6, 0.8)]
     assert found["seconds"] == found["curve"][-1][1] == pytest.approx(sum(found["stages"].values()), abs=0.01)
-    assert torch.load(tmp_path / "best.pt")["weight"].item() == 1  # of 0.9, the highest
+    assert list(found["stages"]) == ["start", "cache", "train", "validate"]
+    assert torch.load(tmp_path / "best.pt")["weight"].item() == pytest.approx(0.9)  # of 0.9, the highest
 
 
 def test_a_guide_that_never_arrives_is_told_of_at_its_end(tmp_path):
-    watch = Watch(Namespace(to=tmp_path, until=0.8, most=2, network={}))
-    assert [watch.ends(torch.nn.Linear(1, 1), epoch, 0.9) for epoch in (1, 2)] == [False, False]
-    assert json.loads((tmp_path / "run.json").read_text())["held"] is False
+    assert train_until(tmp_path, [0.9, 0.9], most=2)["held"] is False
 
 
 def mask(path, columns):
