@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from itertools import accumulate, islice
 from pathlib import Path
@@ -42,6 +43,8 @@ Figures = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 
 _sides: dict[str, Callable[[], object]] = {}  # of a side's own process
+# A copy of this process would have its memory, and its threads.
+_one_process = partial(ProcessPoolExecutor, 1, multiprocessing.get_context("spawn"))
 
 
 def guide_of(app: str) -> ModuleType:
@@ -92,25 +95,23 @@ def trained(config: Any) -> Figures:  # noqa: ANN401 - an app's configuration
         "prepare and cache, s": round(filled, 3),
         "compile, s": stages.get("compile", 0.0),
         "peak memory, MiB": round(peak_memory() / 2**20),
-        metric: fitted.last,
-        "steps": fitted.steps,
-        "precision": setup.precision,
+        metric: fitted.last, "steps": fitted.steps, "precision": setup.precision,
         "limit": fitted.limit,
         "losses": epochs[-1]["losses"],
         "stages, s": stages,
         "curve": curve,
-    }
+    }  # fmt: skip
 
 
 def write_lists(tables: Tables, folder: Path, labels: int = 1) -> list[str]:
     """Write the guide's lists of patches, or of as many labels each as a region has; return its flags for them."""
     flags = []
-    for part, table in ((part, tables.parts[part]) for part in ("training", "validation")):
-        path, count = folder / f"{part}-{labels}.csv", len(table) // labels * labels
+    for part in ("training", "validation"):
+        table, path = tables.parts[part], folder / f"{part}-{labels}.csv"
         rows = zip(table.file, table.corner + table.size // 2, table.label, strict=True)
+        found = [[table.files[place].resolve(), *corner, *[label] * labels] for place, corner, label in rows]
         with path.open("w", newline="", encoding="utf-8") as file:
-            found = [[table.files[place].resolve(), *corner, *[label] * labels] for place, corner, label in rows]
-            csv.writer(file).writerows(found[:count:labels])
+            csv.writer(file).writerows(found[: len(table) // labels * labels : labels])
         flags += [f"--{part}", str(path)]
     return flags
 
@@ -121,14 +122,14 @@ def apart(make: Maker, *arguments: object) -> Iterator[Sides]:
 
     What our runs tell the C library about freed memory holds for a whole process: it would help or hinder the guide.
     """
-    with _process() as process:
+    with _one_process() as process:
         names = process.submit(_start, make, arguments).result()
         yield {name: lambda name=name: process.submit(_run, name).result() for name in names}  # type: ignore[misc]
 
 
 def in_a_process(measured: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what it returns
     """Return what a function measures in a process of its own, whose peak of memory is its own."""
-    with _process() as process:
+    with _one_process() as process:
         return process.submit(measured, *arguments).result()
 
 
@@ -138,11 +139,6 @@ def attempt(measured: Callable[[], Figures | str]) -> Figures | str:
         return measured()
     except (RuntimeError, ValueError, OSError, LookupError, ArithmeticError) as error:
         return f"failed: {type(error).__name__}: {error}"
-
-
-def _process() -> ProcessPoolExecutor:
-    """Return a new process; a copy of this one would have its memory, and its threads."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def _start(make: Maker, arguments: tuple[object, ...]) -> list[str]:
@@ -163,18 +159,13 @@ def in_turn(sides: Sides, rounds: int, warm_up: bool = True) -> tuple[Values, Fi
     """
     seconds: Values = {name: [] for name in sides}
     left: Figures = {}
-    with tqdm(total=len(sides) * (rounds + warm_up), unit="side", leave=False) as bar:
-        for number in range(rounds + warm_up):
-            for name, side in sides.items():
-                bar.set_description(name)
-                synchronise()
-                began = time.perf_counter()
-                left[name] = side()
-                synchronise()
-                if number >= warm_up:
-                    seconds[name].append(time.perf_counter() - began)
-                bar.update()
-    return seconds, left
+    for name, side in tqdm([*sides.items()] * (rounds + warm_up), "sides in turn", leave=False):
+        synchronise()
+        began = time.perf_counter()
+        left[name] = side()
+        synchronise()
+        seconds[name].append(time.perf_counter() - began)
+    return {name: each[warm_up:] for name, each in seconds.items()}, left
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:

@@ -4,9 +4,9 @@ Run: python benchmarks/ladder.py APP [--device cpu] [--seeds 1] [--epochs N] [--
 
 Each rung (benchmarks/rungs.yaml) is a training in a process of its own, on the app's small synthetic data (or --data):
 crop, network, batch and epochs are equal on all rungs of the climb. In each round (seed) the rungs run one after the
-other, so that neighbours are neighbours in time, and a ratio is the median over the rounds. FOLDER gets ladder.json,
-ladder.md and time.png; what cannot run here is listed with its reason. With 16 GiB of memory and two cores it takes
-12 to 22 minutes.
+other, so that neighbours are neighbours in time, and a ratio is the median over the rounds. FOLDER gets ladder.json
+(with each rung's curve of quality against time) and ladder.md; what cannot run here is listed with its reason. With
+16 GiB of memory and two cores it takes 12 to 22 minutes.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,6 @@ PARSER.add_argument("--output", type=Path, help="folder for the results; runs/la
 PARSER.answer(__name__)
 
 import os
-import re
 import statistics
 import tempfile
 import time
@@ -38,22 +37,18 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-import numpy as np
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from medspeed.apps import parse_flags
 from medspeed.benchmarks.harness import Figures, attempt, in_a_process, make_data, trained
 from medspeed.common.config import flat, replaced
 from medspeed.common.files import write_json, write_text
-from medspeed.common.observe.plots import save_png
 from medspeed.common.run import environment
 from medspeed.common.training.config import TrainingConfig
 
 _SHORT = 2  # epochs of a single change, of which the second is timed
 _BEFORE, _FIRST, _MEMORY = "to the rung before", "to the first", "peak memory, MiB"
-_COLOURS = {"baseline": "#D55E00", "the guide": "#0072B2", "fast": "#009E73"}  # of the recipes' rungs, by their names
 
 
 def main() -> None:
@@ -70,7 +65,6 @@ def main() -> None:
     record |= {"environment": about, "seconds in all": round(time.perf_counter() - began, 1)}
     write_json(output / "ladder.json", record)
     write_text(output / "ladder.md", markdown(record) + "\n")
-    draw_ladder(output / "time.png", record)
     print(f"{markdown(record)}\n{record['seconds in all']:.0f} s; {output / 'ladder.json'}", flush=True)
 
 
@@ -173,23 +167,6 @@ def _table(part: Figures, names: Sequence[str]) -> str:
 
 def _cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
-
-
-def draw_ladder(path: Path, record: Figures) -> None:
-    """Draw each rung's quality against time, as far as they did not fail; the recipes in colour, the rest in grey."""
-    rungs = {name: rung for name, rung in record["climb"].items() if isinstance(rung, dict)}
-    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for name, rung in rungs.items():
-        seconds, values = np.array(rung["curves"][0]).T
-        recipe = next((recipe for recipe in _COLOURS if re.search(rf"{recipe}(:| \(|$)", name)), None)
-        colour, width = (_COLOURS[recipe], 2.5) if recipe else ("0.8", 1)
-        axes.plot(seconds, values, marker="o", color=colour, lw=width, ms=2 * width, zorder=1 + width, label=recipe)
-    axes.plot([], [], color="0.8", label="intermediate rungs")
-    axes.set(xlim=0, xlabel="seconds of preparation and training", ylabel=f"validation {record['metric']}")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
-    axes.grid(alpha=0.3)
-    save_png(path, figure)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ class Task:
     @property
     def precisions(self) -> list[Precision]:
         """The precisions in which fast is measured: those that the device computes."""
-        bf16: list[Precision] = ["bf16"] if computes_bf16(self.device) else []
-        return list(dict.fromkeys(["fp32", *bf16, self.chosen]))
+        every: tuple[Precision, ...] = ("fp32", "bf16", self.chosen)
+        return [each for each in dict.fromkeys(every) if each != "bf16" or computes_bf16(self.device)]
 
     def scans(self) -> list[Path]:
         """Return the scans to infer from, half as many as cases; slides with tumour and without in turn."""
@@ -103,7 +103,7 @@ class Task:
         return ways
 
 
-def done(batches: Iterable[Any], step: Callable[[Any], object] = id) -> int:
+def done(batches: Iterable[Any], step: Callable[[Any], object]) -> int:
     """Do a step of each batch; return how many."""
     return len([step(batch) for batch in batches])
 

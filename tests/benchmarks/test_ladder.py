@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from medspeed.apps import APPS, parse_flags
-from medspeed.benchmarks import ladder
 from medspeed.benchmarks.harness import attempt, in_a_process, trained
-from medspeed.benchmarks.ladder import RUNGS, beside, climb, climbed, draw_ladder, markdown
+from medspeed.benchmarks.ladder import RUNGS, beside, climb, climbed, markdown
 from medspeed.common.config import flat
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
@@ -115,29 +114,6 @@ def test_the_table_has_every_rung_and_its_ratios():
     assert "| slower | 0.2 | 0.50x | 0.5 | 0 | 700 |" in text
     assert "| not here | failed: OSError: full |  |" in text
     assert "| CUDA graphs | there is no GPU |" in text
-
-
-def test_the_curves_are_drawn(tmp_path):
-    draw_ladder(tmp_path / "time.png", RECORD)
-    assert (tmp_path / "time.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_recipes_stand_out_of_the_curves(tmp_path, monkeypatch):
-    figures: list[Any] = []
-    monkeypatch.setattr(ladder, "save_png", lambda path, figure: figures.append(figure))
-    names = ("baseline: Dataset", "the faster layout", "Novograd: the guide (--optimizer x)", "fast's schedule: fast")
-    climb = climbed([{name: rung(0.1, 0.75) for name in names}])
-    draw_ladder(tmp_path / "time.png", {"climb": climb, "metric": "Dice"})
-    (axes,) = figures[0].axes
-    lines = {line.get_label(): line.get_color() for line in axes.get_lines()}
-    told = {name: lines[name] for name in ("baseline", "the guide", "fast")}
-    assert len({*told.values(), "0.8"}) == 4
-    assert sum(line.get_color() == "0.8" for line in axes.get_lines()) == 2  # the other rung, and the legend's
-    figures[0].canvas.draw()
-    shown = [tick.get_text() for tick in axes.get_xticklabels()]
-    assert axes.get_xlim()[0] == 0
-    assert len(shown) > 3
-    assert not [text for text in shown if "times" in text or "^" in text]
 
 
 @pytest.mark.slow
