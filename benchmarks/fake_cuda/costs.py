@@ -5,7 +5,7 @@ input, that a convolution adds its bias and sums its gradient in passes of their
 layout is not that of the others. What stays in a cache is counted as moved.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -13,8 +13,6 @@ from typing import Literal, NamedTuple
 from medspeed.benchmarks.fake_cuda.device import Layout, Operator
 
 TABLE = Path(__file__).with_name("budget.json")
-MORE = 1.05
-"""So many times the budget is too much."""
 
 Kind = Literal["convolution", "layout", "norm", "reduce", "gather", "sample", "foreach", "pointwise", "upload", "fused"]
 # Those that allocate or look at what is there, and launch nothing.
@@ -67,13 +65,6 @@ def total(operators: Iterable[Operator]) -> Totals:
         waits=sum(one.crossing in ("wait", "download") for one in known),
         flops=sum(kernel.flops for kernel in launched),
     )
-
-
-def exceeded(costs: Mapping[str, int], budget: Mapping[str, int]) -> Iterator[str]:
-    """Yield in words which costs are above the budget by more than is let pass."""
-    for name in Totals._fields:
-        if costs[name] > MORE * budget[name]:
-            yield f"{name}: {costs[name]:,}, and the budget is {budget[name]:,}"
 
 
 def kernels(one: Operator) -> list[Kernel]:

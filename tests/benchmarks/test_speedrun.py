@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import nibabel
 import numpy as np
@@ -64,7 +65,7 @@ def train_until(folder, values, most):
         trained.weight.data.fill_(value := next(found))
         return value
 
-    guide = SimpleNamespace(
+    guide: Any = SimpleNamespace(
         training_loader=lambda given: [item, item], make_validation=lambda given: validate, METRIC="Dice", FALLS=True,
         make_network=lambda: network, make_loss=lambda: torch.nn.functional.mse_loss,
     )  # fmt: skip

@@ -3,10 +3,18 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from medspeed.benchmarks.fake_cuda.costs import exceeded, kernels, total
+from medspeed.benchmarks.fake_cuda.costs import Totals, kernels, total
 from medspeed.benchmarks.fake_cuda.device import Operator
 
 Steps = list[list[Operator]]  # of two consecutive steps, at two rates
+MORE = 1.05  # so many times the budget is too much
+
+
+def exceeded(costs: Mapping[str, int], budget: Mapping[str, int]) -> Iterator[str]:
+    """Yield in words which costs are above the budget by more than is let pass."""
+    for name in Totals._fields:
+        if costs[name] > MORE * budget[name]:
+            yield f"{name}: {costs[name]:,}, and the budget is {budget[name]:,}"
 
 
 def bus(steps: Steps, budget: Mapping[str, int]) -> Iterator[str]:

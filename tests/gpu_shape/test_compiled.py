@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from medspeed.benchmarks.fake_cuda import shim
-from medspeed.benchmarks.fake_cuda.costs import MORE, TABLE
+from medspeed.benchmarks.fake_cuda.costs import TABLE
 from medspeed.common.files import read_object
 
 BUDGET = TABLE.with_name("inductor.json")  # write it anew from what the failing test shows, if that is meant

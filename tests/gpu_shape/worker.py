@@ -8,10 +8,10 @@ from medspeed.benchmarks.fake_cuda import shim
 if __name__ == "__main__":
     shim.load()  # before torch is loaded
 
-from medspeed.benchmarks.fake_cuda.costs import TABLE, exceeded, total
+from medspeed.benchmarks.fake_cuda.costs import TABLE, total
 from medspeed.benchmarks.fake_cuda.steps import VARIANTS, Opened, flags_of, opened, write_data
 from medspeed.common.files import read_object, write_json
-from tests.gpu_shape.guards import GUARDS, Steps
+from tests.gpu_shape.guards import GUARDS, Steps, exceeded
 from tests.gpu_shape.plants import PLANTS
 
 Findings = dict[str, list[str]]  # by guard

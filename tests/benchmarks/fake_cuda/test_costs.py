@@ -1,6 +1,6 @@
 import pytest
 
-from medspeed.benchmarks.fake_cuda.costs import Kernel, exceeded, kernels, total
+from medspeed.benchmarks.fake_cuda.costs import Kernel, kernels, total
 from medspeed.benchmarks.fake_cuda.device import Layout, Operator
 
 FIRST, LAST = (8 * 64, 64, 16, 4, 1), (8 * 64, 1, 8 * 16, 8 * 4, 8)  # of [2, 8, 4, 4, 4]
