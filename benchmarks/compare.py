@@ -30,8 +30,7 @@ PARSER.answer(__name__)
 import shlex
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,24 +39,13 @@ import torch
 
 from medspeed.apps import parse_flags
 from medspeed.benchmarks import harness, sides
-from medspeed.benchmarks.harness import Figures, Sides, Values, make_data, row, show, table
+from medspeed.benchmarks.harness import Figures, in_turn, make_data, row, show
 from medspeed.benchmarks.sides import Task
 from medspeed.common.files import write_json
 from medspeed.common.run import environment
 
-
-def timed(
-    task: Task, guide: Callable[..., Sides], fast: Sequence[Callable[..., Sides]], flags: str, **how: bool | int
-) -> tuple[Values, Figures]:
-    """Run the guide's sides, if it runs, and ours in turn, each maker's in a process of its own; ours are made first.
-
-    The makers are functions of modules, of the task and flags of ours; what sides return must pickle.
-    """
-    with ExitStack() as stack:
-        ours = [stack.enter_context(harness.apart(make, task, flags)) for make in fast]
-        theirs = [stack.enter_context(harness.apart(make, task, flags)) for make in [guide] * task.both]
-        turns = {name: run for each in (*theirs, *ours) for name, run in each.items()}
-        return harness.in_turn(turns, **{"rounds": task.rounds, **how})  # type: ignore[arg-type]
+Values = dict[str, list[float]]  # of each side, one of each round
+_EPOCHS = "--epochs 3 --validate-every 3"  # of ours where steps are timed; the first does not count
 
 
 def quickest(seconds: Values) -> tuple[str, list[float]]:
@@ -68,16 +56,25 @@ def quickest(seconds: Values) -> tuple[str, list[float]]:
 
 
 def step(task: Task) -> list[Figures]:
-    """Time the training step of the guide's network on equal batches, then epochs of each side's own batches."""
+    """Time the training step of both networks on batches of one size, alone and with the making of the batch."""
     rows = []
     for flags in task.known["steps"]:
-        seconds, left = timed(task, sides.guide_steps, [sides.fast_steps], flags, rounds=2 * task.rounds + 1)
-        epochs, steps = timed(task, sides.guide_epochs, [sides.fast_epochs], flags)
-        each = {name: [value / steps[name] for value in values] for name, values in epochs.items()}
+        configs = {each: task.config(f"{flags} {_EPOCHS}", each) for each in task.precisions}
+        chosen, turns = configs[task.chosen], dict[str, Callable[[], Figures]]()
+        for way, given in (task.ways(chosen) if task.both else {}).items():
+            turns[f"guide{way}"] = partial(sides.guide_epoch, task, given)
+            for precision in ("fp32", task.half or "fp32"):
+                turns[f"guide {precision}"] = partial(harness.guide_steps, chosen, given.network, precision)
+        for precision, config in configs.items():
+            turns[f"fast {precision}"] = partial(harness.trained, config)
+        found = in_turn(turns, task.rounds)
+        each = {name: [run["s per step"] for run in runs] for name, runs in found.items()}
+        computed = "computed, s per step"  # by the device's clock
+        seconds = {name: [run.get(computed) or run["s per step"] for run in runs] for name, runs in found.items()}
         way, seconds["guide with its batch"] = quickest(each)
-        seconds["fast with its batch"] = each["fast"]
-        batch, _, *shape = left["fast fp32"]
-        rows += step_rows(f"{batch} x {'x'.join(map(str, shape))}", seconds, task, way[5:])
+        seconds["fast with its batch"] = each[f"fast {task.chosen}"]
+        shape = [chosen.patch_size] * 2 if task.app == "pathology" else chosen.crop_size
+        rows += step_rows(f"{chosen.batch_size} x {'x'.join(map(str, shape))}", seconds, task, way[5:])
     return rows
 
 
@@ -105,24 +102,22 @@ def inference(task: Task) -> list[Figures]:
     Fast alone has nothing to compare its answers with: its network has seen one epoch.
     """
     warm, run, scans = task.known["warm"] + " --epochs 1" * (not task.both), task.folder / "run", task.scans()
-    config = replace(task.config(warm), run=run)
-    harness.in_a_process(sides.train, config)
+    harness.in_a_process(sides.train, replace(task.config(warm), run=run))
     (task.folder / "scans").mkdir()
     for file in scans:
         (task.folder / "scans" / file.name).symlink_to(file.resolve())
     ways = [name for name, way in task.known["ways"].items() if way["precision"] in task.precisions]
-    seconds, left = timed(
-        task, sides.guide_inference, [partial(sides.fast_inference, way=name) for name in ways], warm, warm_up=False
-    )
-    each = {name: [value / len(scans) for value in values] for name, values in seconds.items()}
+    guides = task.ways(task.config(warm)) if task.both else {}
+    turns = {f"guide{way}": partial(sides.guide_inference, task, guides[way]) for way in guides if "patches" not in way}
+    found = in_turn(turns | {way: partial(sides.fast_inference, task, way) for way in ways}, task.rounds)
+    each = {name: [run["s"] / len(scans) for run in runs] for name, runs in found.items()}
     side, guide = quickest(each)
-    peak, theirs = left.get(side, (None, None))
     rows = [row(f"file to file, {name}{side[5:]}", "s", guide, each[name]) for name in ways]
-    if task.app != "pathology":  # where the guide's ways share a process
-        rows += [row(f"peak memory, {name}", "MiB", [peak] * task.both, [left[name][0]]) for name in ways]
+    peaks = {name: [run["MiB"] for run in runs] for name, runs in found.items()}
+    rows += [row(f"peak memory, {name}", "MiB", peaks.get(side, []), peaks[name]) for name in ways]
     for name in ways * task.both:
         judge = sides.judge_maps if task.app == "pathology" else sides.judge_masks
-        scores = judge(task, theirs, left[name][1])
+        scores = judge(task, found[side][-1]["to"], found[name][-1]["to"])
         rows += [row(f"{what}, {name}", "", *pair) for what, pair in scores.items()]
     return rows
 
@@ -161,7 +156,7 @@ def main() -> None:
             rows += found
             if given.output is not None:  # after each part, so that an interrupted run keeps the parts before
                 write_json(given.output, record)
-    print(table(record))
+    print(harness.table(record))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from itertools import accumulate, islice
 from pathlib import Path
@@ -27,24 +25,20 @@ from tqdm import tqdm
 from medspeed.apps import open_training
 from medspeed.apps.pathology.patches.tables import Tables
 from medspeed.benchmarks import GUIDES
-from medspeed.common.clock import synchronise
-from medspeed.common.data.batches import Batch
+from medspeed.benchmarks.peers import make_step
+from medspeed.common.clock import repeated
 from medspeed.common.files import read_json_lines
 from medspeed.common.host_memory import peak_memory
 from medspeed.common.run import Run
-from medspeed.common.training.fit import Setup, fit, train_step
+from medspeed.common.training.fit import Setup, fit
 from medspeed.common.training.setup import start_run
 
-Sides = Mapping[str, Callable[[], object]]
-Maker = Callable[..., Sides]
-Values = dict[str, list[float]]
 Figures = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_sides: dict[str, Callable[[], object]] = {}  # of a side's own process
-# A copy of this process would have its memory, and its threads.
-_one_process = partial(ProcessPoolExecutor, 1, multiprocessing.get_context("spawn"))
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_STEPS, _RATE = 10, 0.01  # of the guide, whose batch stays the same
 
 
 def guide_of(app: str) -> ModuleType:
@@ -68,11 +62,21 @@ def opened(config: Any) -> Iterator[tuple[Any, Setup, Run]]:  # noqa: ANN401 - a
             yield *open_training(config, run), run
 
 
-def step_of(setup: Setup, rate: float = 0.01) -> Callable[[Batch], object]:
-    """Return a training step of a batch."""
-    scaler = torch.amp.GradScaler(next(setup.network.parameters()).device.type, enabled=setup.precision == "fp16")
-    network, given = setup.network.train(), (setup.loss_function, setup.optimizer, scaler, setup.precision, rate)
-    return lambda batch: train_step(network, batch, *given)
+def guide_steps(config: Any, network: Mapping[str, Any], precision: str) -> Figures:  # noqa: ANN401 - an app's configuration
+    """Return what the guide's step takes in a precision, on one batch of ours again and again.
+
+    `network` are arguments of the guide's network; the channels of the image (the side of a patch) it takes from the
+    batch.
+    """
+    guide = guide_of(config.APP)
+    with opened(config) as (_, setup, run):
+        batch = next(iter(setup.batches.epoch(0)))
+    shape = batch.image.shape
+    own = {"in_channels": shape[1]} if len(shape) == 5 else {"patch": shape[-1]}
+    made = guide.make_network(**{**own, **network}).to(run.device)
+    step, _ = make_step(made, _RATE, guide.make_loss(), DTYPES.get(precision))
+    same = batch.image.contiguous(), guide.target(batch.label)
+    return {"s per step": median(repeated(lambda: step(*same), _STEPS)), "batch": list(shape)}
 
 
 def trained(config: Any) -> Figures:  # noqa: ANN401 - an app's configuration
@@ -116,20 +120,12 @@ def write_lists(tables: Tables, folder: Path, labels: int = 1) -> list[str]:
     return flags
 
 
-@contextmanager
-def apart(make: Maker, *arguments: object) -> Iterator[Sides]:
-    """Make sides in a new process that ends with the block; yield functions that run them there and wait.
+def in_a_process(measured: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what it returns
+    """Return what a function measures in a process of its own; a copy of this one would have its memory, and threads.
 
     What our runs tell the C library about freed memory holds for a whole process: it would help or hinder the guide.
     """
-    with _one_process() as process:
-        names = process.submit(_start, make, arguments).result()
-        yield {name: lambda name=name: process.submit(_run, name).result() for name in names}  # type: ignore[misc]
-
-
-def in_a_process(measured: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what it returns
-    """Return what a function measures in a process of its own, whose peak of memory is its own."""
-    with _one_process() as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(measured, *arguments).result()
 
 
@@ -141,31 +137,15 @@ def attempt(measured: Callable[[], Figures | str]) -> Figures | str:
         return f"failed: {type(error).__name__}: {error}"
 
 
-def _start(make: Maker, arguments: tuple[object, ...]) -> list[str]:
-    _sides.update(make(*arguments))
-    return list(_sides)
-
-
-def _run(name: str) -> object:
-    result = _sides[name]()
-    synchronise()
-    return result
-
-
-def in_turn(sides: Sides, rounds: int, warm_up: bool = True) -> tuple[Values, Figures]:
-    """Return the seconds of each side in each round, and what each returned last.
-
-    With `warm_up` one more round comes first and is not counted.
-    """
-    seconds: Values = {name: [] for name in sides}
-    left: Figures = {}
-    for name, side in tqdm([*sides.items()] * (rounds + warm_up), "sides in turn", leave=False):
-        synchronise()
-        began = time.perf_counter()
-        left[name] = side()
-        synchronise()
-        seconds[name].append(time.perf_counter() - began)
-    return {name: each[warm_up:] for name, each in seconds.items()}, left
+def in_turn(sides: Mapping[str, Callable[[], Figures]], rounds: int) -> dict[str, list[Figures]]:
+    """Return what each side tells in each round; they run one after the other, each in a new process."""
+    found: dict[str, list[Figures]] = {name: [] for name in sides}
+    with tqdm(total=len(sides) * rounds, unit="side", leave=False) as bar:
+        for name, side in [*sides.items()] * rounds:
+            bar.set_description(name)
+            found[name].append(in_a_process(side))
+            bar.update()
+    return found
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:

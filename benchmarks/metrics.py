@@ -15,6 +15,7 @@ PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs"
 PARSER.answer(__name__)
 
 import tempfile
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -22,7 +23,8 @@ import torch
 from monai import metrics
 from monai.transforms import LoadImage
 
-from medspeed.benchmarks.harness import in_turn, median, ratio
+from medspeed.benchmarks.harness import median, ratio
+from medspeed.common.clock import seconds_of
 from medspeed.common.data.label_files import write_label
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.evaluation import evaluate_files
@@ -35,8 +37,10 @@ def main() -> None:
         for file in sorted(given.references.glob("*.gz"))[:20]:
             volume, pairs[file.name] = read_volume(file), (Path(folder, file.name), file)
             write_label(Path(folder, file.name), np.roll(volume.voxels.astype(np.uint8), 3, 0), volume.affine)
-        ours = partial(evaluate_files, pairs, {"1": (1,)}, 2.0)
-        seconds, _ = in_turn({"MONAI": lambda: [*map(of_monai, pairs.values())], "evaluate": ours}, given.rounds)
+        sides: dict[str, Callable[[], object]] = {"MONAI": lambda: [*map(of_monai, pairs.values())]}
+        sides["evaluate"] = partial(evaluate_files, pairs, {"1": (1,)}, 2.0)
+        rounds = [{side: seconds_of(run) for side, run in sides.items()} for _ in range(given.rounds + 1)]
+        seconds = {side: [each[side] for each in rounds[1:]] for side in sides}  # after a warm-up
     print(*(f"{side}: {median(each)} s for {len(pairs)} pairs" for side, each in seconds.items()), sep="\n")
     print(f"ratio: {ratio(seconds['MONAI'], seconds['evaluate'])}, the median of {given.rounds} rounds")
 

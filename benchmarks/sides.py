@@ -1,11 +1,11 @@
 """The two sides of a comparison: the guide's script, and the app itself with the guide's network; what judges both."""
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
-from itertools import count, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from medspeed.apps.pathology.scan.scan import ProbabilityMap, choose_view, find_
 from medspeed.apps.pathology.slides.camelyon import read_slide_set
 from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.benchmarks import GUIDES
-from medspeed.benchmarks.harness import Sides, guide_of, opened, step_of, write_lists
+from medspeed.benchmarks.harness import DTYPES, Figures, guide_of, write_lists
 from medspeed.benchmarks.peers import Given, make_step
-from medspeed.common.clock import Clock
+from medspeed.common.clock import Clock, seconds_of
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import write_json
@@ -37,7 +37,6 @@ from medspeed.common.training.setup import choose_precision
 Scores = dict[str, tuple[list[float], list[float]]]  # of the guide and of fast
 
 _REGION = 9  # patches in each item of the pathology guide's dataset
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -103,55 +102,16 @@ class Task:
         return ways
 
 
-def done(batches: Iterable[Any], step: Callable[[Any], object]) -> int:
-    """Do a step of each batch; return how many."""
-    return len([step(batch) for batch in batches])
+def guide_epoch(task: Task, given: Given) -> Figures:
+    """Return what a step of the guide takes in its second epoch, with the making of the batch."""
+    network, how = task.guide.make_network(**given.network).to(task.device), DTYPES.get(task.usual)
+    loader, (step, _) = task.guide.training_loader(given), make_step(network, given.rate, task.guide.make_loss(), how)
 
+    def epoch() -> int:
+        return len([step(item["image"].to(task.device), item["label"].to(task.device)) for item in loader])
 
-def guide_step(task: Task, given: Given, precision: str) -> Callable[[torch.Tensor, torch.Tensor], float]:
-    """Return a step of the guide's network, of images and labels."""
-    network = task.guide.make_network(**given.network).to(task.device)
-    return make_step(network, given.rate, task.guide.make_loss(), _DTYPES.get(precision))[0]
-
-
-def guide_steps(task: Task, flags: str) -> Sides:
-    """Return the guide's steps on the batch that ours left."""
-    given = next(iter(task.ways(task.config(flags)).values()))
-    image, label = torch.load(task.folder / "batch.pt", weights_only=True)
-    same, precisions = (image, task.guide.target(label)), dict.fromkeys(["fp32", task.half or "fp32"])
-    return {f"guide {each}": partial(guide_step(task, given, each), *same) for each in precisions}
-
-
-def guide_epochs(task: Task, flags: str) -> Sides:
-    """Return the guide's epoch with a step of each batch, by each of its ways to load."""
-
-    def epoch(loader: Any, step: Callable[..., float]) -> int:  # noqa: ANN401 - MONAI's
-        return done(loader, lambda item: step(item["image"].to(task.device), item["label"].to(task.device)))
-
-    ways = task.ways(task.config(flags))
-    made = {way: (task.guide.training_loader(each), guide_step(task, each, task.usual)) for way, each in ways.items()}
-    return {f"guide{way}": partial(epoch, *each) for way, each in made.items()}
-
-
-def fast_steps(task: Task, flags: str) -> Sides:
-    """Return our steps on one batch, in each precision; the batch is left to the guide."""
-
-    def side(precision: Precision) -> Callable[[], object]:
-        with opened(task.config(flags, precision)) as (_, setup, _):
-            batch = next(iter(setup.batches.epoch(0)))
-        if precision == "fp32":
-            torch.save((batch.image.contiguous(), batch.label), task.folder / "batch.pt")
-        one_step, shape = step_of(setup), list(batch.image.shape)
-        return lambda: (one_step(batch), shape)[1]
-
-    return {f"fast {precision}": side(precision) for precision in task.precisions}
-
-
-def fast_epochs(task: Task, flags: str) -> Sides:
-    """Return our epoch with a step of each batch."""
-    with opened(task.config(flags)) as (_, setup, _):
-        epochs, one_step = count(), step_of(setup)
-    return {"fast": lambda: done(setup.batches.epoch(next(epochs)), one_step)}
+    steps = epoch()  # which starts processes
+    return {"s per step": seconds_of(epoch) / steps}
 
 
 def train(config: Any) -> Any:  # noqa: ANN401 - an app's configuration, and its summary
@@ -159,30 +119,28 @@ def train(config: Any) -> Any:  # noqa: ANN401 - an app's configuration, and its
     return import_module(f"medspeed.apps.{config.APP}.train").main(config)
 
 
-def guide_inference(task: Task, flags: str) -> Sides:
-    """Return the guide's inference; each side tells the process's peak memory, MiB, and its folder."""
+def guide_inference(task: Task, given: Given) -> Figures:
+    """Run the guide's inference; return its seconds, its process's peak memory, MiB, and the folder of its answers."""
+    to = Path(tempfile.mkdtemp(dir=task.folder))
 
-    def side(given: Given, to: Path) -> tuple[float, Path]:
+    def infer() -> None:
         network = task.guide.make_network(**given.network).to(task.device)
         network.load_state_dict(load_weights(task.folder / "run" / "best.safetensors"))
         task.guide.infer(task.scans(), network, to, given)
-        return peak_memory() / 2**20, to
 
-    ways = {way: given for way, given in task.ways(task.config(flags)).items() if "patches" not in way}
-    return {f"guide{way}": partial(side, given, task.folder / f"guide{way}") for way, given in ways.items()}
+    return {"s": seconds_of(infer), "MiB": peak_memory() / 2**20, "to": to}
 
 
-def fast_inference(task: Task, flags: str, way: str) -> Sides:
-    """Return ours, as `infer.py` does it; it tells the process's peak memory, MiB, and its folder."""
-    numbers, how = count(), {"device": str(task.device), "overlays": False, **task.known["ways"][way]}
+def fast_inference(task: Task, way: str) -> Figures:
+    """Run ours, as `infer.py` does it; return what `guide_inference` does."""
+    to, how = Path(tempfile.mkdtemp(dir=task.folder)), {"overlays": False, **task.known["ways"][way]}
 
-    def side() -> tuple[float, Path]:
-        to = task.folder / f"{way} {next(numbers)}"
-        found = medspeed.predict(task.folder / "run", task.folder / "scans", to, quiet=True, **how)
+    def infer() -> None:
+        run, scans, device = task.folder / "run", task.folder / "scans", str(task.device)
+        found = medspeed.predict(run, scans, to, quiet=True, device=device, **how)
         assert not found.failed, found.failed
-        return peak_memory() / 2**20, to
 
-    return {way: side}
+    return {"s": seconds_of(infer), "MiB": peak_memory() / 2**20, "to": to}
 
 
 def dices(some: Sequence[Path], others: Sequence[Path], regions: Mapping[str, Sequence[int]]) -> np.ndarray:

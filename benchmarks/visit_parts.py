@@ -28,8 +28,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medspeed.benchmarks.harness import Figures, attempt, guide_of, median, opened, trained
-from medspeed.benchmarks.peers import half_of, make_step
+from medspeed.benchmarks.harness import Figures, attempt, guide_steps, trained
 from medspeed.common.clock import repeated
 from medspeed.common.files import write_json
 from medspeed.common.observe.roofline import measure_ceiling
@@ -66,10 +65,7 @@ class Convolutions(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def survey(device: torch.device, to: Path) -> None:
-    """Time every distinct convolution of the networks, and narrow ones with two voxels of Z folded into the channels.
-
-    Folded, the same numbers come out in the same places: on wider tensor cores, of 4/3 of the operations.
-    """
+    """Time every distinct convolution of the networks."""
     dtype, rows = torch.bfloat16 if device.type == "cuda" else torch.float32, list[Figures]()
     buffer = torch.empty(2**30 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
     copied = 2 * buffer.numel() / min(repeated(buffer.clone, _ROUNDS))
@@ -78,15 +74,11 @@ def survey(device: torch.device, to: Path) -> None:
     for app, (make, *shapes) in NETWORKS.items():
         with Convolutions() as found:
             make().to("meta")(torch.empty(shapes[device.type == "cuda"], device="meta"))
-        for (image, weight, stride, *told), count in found.seen.items():
-            cases = {"as it is": (weight, stride)}
-            if weight[2:] == (3, 3, 3) and stride == (1, 1, 1) and weight[0] <= 32 and image[-1] % 2 == 0:
-                cases["folded"] = ((2 * weight[0], weight[1], 3, 3, 4), (1, 1, 2))
-            for name, (each, step) in cases.items():
-                x, w = (torch.rand(shape, device=device, dtype=dtype) for shape in (image, each))
-                case = {"app": app, "image": image, "weight": each, "stride": step, "form": name, "calls": count}
-                rows.append({**case, "ms": attempt(partial(layouts, x, w, (step, *told)))})
-                write_json(to, {**about, "convolutions": rows})
+        for (image, weight, *told), count in found.seen.items():
+            x, w = (torch.rand(each, device=device, dtype=dtype) for each in (image, weight))
+            case = {"app": app, "image": image, "weight": weight, "stride": told[0], "calls": count}
+            rows.append({**case, "ms": attempt(partial(layouts, x, w, told))})
+            write_json(to, {**about, "convolutions": rows})
 
 
 def layouts(image: torch.Tensor, weight: torch.Tensor, told: Sequence[Any]) -> Figures:
@@ -118,20 +110,10 @@ def steps(app: str, flags: Sequence[str], ways: Sequence[str], device: torch.dev
     for way in ways:
         choices = [f"--{name}={value}" for name, value in {**OFF, **WAYS[way]}.items()]
         config = parse_flags(app, [*flags, *choices, "--run", str(to.with_suffix("") / way)])
-        record[way] = attempt(partial(guide_steps, app, config, device) if way == "guide" else partial(trained, config))
+        guide = partial(guide_steps, config, {}, "fp16" if device.type == "cuda" else "fp32")
+        record[way] = attempt(guide if way == "guide" else partial(trained, config))
         print(f"{app} {way}: {record[way]}", flush=True)
         write_json(to, record)
-
-
-def guide_steps(app: str, config: Any, device: torch.device) -> Figures:  # noqa: ANN401 - an app's configuration
-    """Return the seconds of the guide's step, the same batch again and again."""
-    guide = guide_of(app)
-    with opened(config) as (_, setup, _):
-        batch = next(iter(setup.batches.epoch(0)))
-    network = guide.make_network(batch.image.shape[1 if batch.image.ndim == 5 else -1]).to(device)
-    step, _ = make_step(network, 0.01, guide.make_loss(), half_of(str(device)))
-    same = batch.image, guide.target(batch.label)
-    return {"s per step": median(repeated(lambda: step(*same), _ROUNDS)), "batch": list(batch.image.shape)}
 
 
 def main() -> None:

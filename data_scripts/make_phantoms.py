@@ -150,10 +150,11 @@ def make_parser() -> Parser:
         add = kinds.add_parser(kind, help=anatomy["what"], description=text, epilog=_EXAMPLES).add_argument
         add("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the dataset")
         add("--cases", type=int, required=kind == "mri", metavar="N", help="number of scans")
-        sizes = f"small: {anatomy['small']} (default); msd: {anatomy['msd']}"
-        add("--size", choices=get_args(Size), help=sizes)
         add("--seed", type=int, default=0, metavar="S", help="same seed, same bytes (default 0)")
-        if kind == "ct":
+        add = kinds.choices[kind].add_mutually_exclusive_group().add_argument
+        sizes = f"small: {anatomy['small']} (default); msd: {anatomy['msd']}"
+        add("--size", choices=get_args(Size), default="small", help=sizes)
+        if kind == "ct":  # which take their size from the labels
             around = "draw a CT around each label volume (or the first N) in this folder: MSD layout or .nii.gz files"
             add("--labels", type=Path, metavar="FOLDER", help=around)
     return parser
@@ -161,19 +162,11 @@ def make_parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    options = make_parser().parse_args(arguments)
-    size: Size = options.size or "small"
-
-    def work() -> str:
-        if options.kind == "mri":
-            folder = make_mri_phantoms(options.to, options.cases, size, options.seed)
-        elif options.size and options.labels:
-            raise ValueError(f"--size {size}: with --labels, scans take their size from the labels; drop one")
-        else:
-            folder = make_ct_phantoms(options.to, options.cases, size, options.labels, options.seed)
-        return f"{folder}: synthetic {options.kind.upper()} (MSD layout), seed {options.seed}; not for clinical use"
-
-    return run_program("make_phantoms", work)
+    options = vars(make_parser().parse_args(arguments))
+    kind, to = options.pop("kind"), options.pop("to")
+    make: Callable[..., Path] = make_ct_phantoms if kind == "ct" else make_mri_phantoms
+    told = f"synthetic {kind.upper()} (MSD layout), seed {options['seed']}; not for clinical use"
+    return run_program("make_phantoms", lambda: f"{make(to, **options)}: {told}")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ from medspeed.common.kernels.weights import half_weights
 
 STRIDE = 32
 """Pixels of the image between two neighbouring logits."""
-RECEPTIVE_FIELD = 435
-"""Pixels of the image, on each axis, that one cell of the last features can see."""
 _WIDTHS = (64, 128, 256, 512)
 
 

@@ -1,16 +1,12 @@
-"""Two small heads in MSD layout, 24 voxels of 1 mm a side; and sides that run in this process."""
+"""Two small heads in MSD layout, 24 voxels of 1 mm a side, and how to run sides in this process."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import nibabel
 import numpy as np
 import pytest
 
 from medspeed.benchmarks import harness
-from medspeed.benchmarks.harness import Sides
 from medspeed.common.files import write_json
 
 LABELS = {"0": "background", "1": "edema", "2": "non-enhancing tumor", "3": "enhancing tumour"}
@@ -46,14 +42,7 @@ def small_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def here(make: Any, *arguments: Any) -> Iterator[Sides]:
-    """Stand in for `apart`, which has tests of its own: the sides in this process, without its seconds of imports."""
-    yield dict(make(*arguments))
-
-
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Run the sides of comparisons here, and what has a process of its own."""
-    monkeypatch.setattr(harness, "apart", here)
+    """Run here what has a process of its own: without its seconds of imports."""
     monkeypatch.setattr(harness, "in_a_process", lambda measured, *arguments: measured(*arguments))

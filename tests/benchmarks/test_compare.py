@@ -13,11 +13,9 @@ import torch
 from medspeed.apps.pathology.model import PathologyModel
 from medspeed.apps.pathology.slides.camelyon import read_slide_set
 from medspeed.benchmarks import GUIDES, compare, harness, sides
-from medspeed.benchmarks.harness import in_turn
 from medspeed.benchmarks.peers import make_step
 from medspeed.benchmarks.sides import Task
 from medspeed.common.inference.model import write_model
-from medspeed.common.training.fit import train_step
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.data_scripts.make_slides import make_slides
 
@@ -103,11 +101,9 @@ def test_step_has_a_row_for_every_pair_of_sides(run, app):
 def test_both_sides_step_on_the_same_batch(data, tmp_path, monkeypatch, app):
     """The first losses are equal where the weights are, so image, labels and loss are (patches without smoothing)."""
     smooth = " --augmentation.label-smoothing 0" * (app == "pathology")
-    task, flags = Task(app, data[app], CPU, 1, 8, True, tmp_path), GUIDES[app]["steps"][0] + smooth
-    losses: dict[str, float] = {}
-
-    def noted(name: str, step: Any) -> Any:
-        return lambda *given: losses.setdefault(name, float(step(*given)))
+    task, losses = Task(app, data[app], CPU, 1, 8, True, tmp_path), dict[str, float]()
+    config = task.config(GUIDES[app]["steps"][0] + smooth, "fp32")
+    given = next(iter(task.ways(config).values()))
 
     def same_weights(network: torch.nn.Module) -> torch.nn.Module:
         draw = np.random.default_rng(0)
@@ -116,18 +112,16 @@ def test_both_sides_step_on_the_same_batch(data, tmp_path, monkeypatch, app):
                 value.data = torch.from_numpy(0.1 * draw.standard_normal(value.shape)).float()
         return network
 
-    def guide_step(network: torch.nn.Module, *given: Any) -> Any:
-        step, optimizer = make_step(same_weights(network), *given)
-        return noted("guide", step), optimizer
+    def guide_step(network: torch.nn.Module, *others: Any) -> Any:
+        step, optimizer = make_step(same_weights(network), *others)
+        return lambda *batch: losses.setdefault("guide", step(*batch)), optimizer
 
-    def fast_step(network: torch.nn.Module, *given: Any) -> Any:
-        return noted("fast", train_step)(same_weights(network), *given)
-
-    monkeypatch.setattr(sides, "make_step", guide_step)
-    monkeypatch.setattr(harness, "train_step", fast_step)
-    fast, guide = sides.fast_steps(task, flags), sides.guide_steps(task, flags)
-    in_turn({"guide": guide["guide fp32"], "fast": fast["fast fp32"]}, 1, warm_up=False)
-    assert losses["fast"] == pytest.approx(losses["guide"], rel=1e-4)
+    monkeypatch.setattr(harness, "make_step", guide_step)
+    harness.guide_steps(config, given.network, "fp32")
+    with harness.opened(config) as (_, setup, _):
+        batch = next(iter(setup.batches.epoch(0)))
+        loss = setup.loss_function(same_weights(setup.network.train())(batch.image), batch.label)
+    assert loss.item() == pytest.approx(losses["guide"], rel=1e-4)
 
 
 @pytest.mark.slow

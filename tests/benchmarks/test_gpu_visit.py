@@ -118,18 +118,14 @@ class Small(nn.Module):
         return out
 
 
-def test_each_distinct_convolution_is_timed_forward_and_backward_and_folded(tmp_path, monkeypatch):
+def test_each_distinct_convolution_is_timed_forward_and_backward(tmp_path, monkeypatch):
     monkeypatch.setattr(visit_parts, "NETWORKS", {"any": (Small, (1, 1, 4, 4, 4), (1, 1, 4, 4, 4))})
     monkeypatch.setattr(visit_parts, "measure_ceiling", lambda *_: 2e12)
     visit_parts.survey(torch.device("cpu"), tmp_path / "survey.json")
     found = json.loads((tmp_path / "survey.json").read_text())
     assert found["products, TFLOP/s"] == 2.0
-    rows = [(row["weight"], row["form"], row["calls"]) for row in found["convolutions"]]
-    assert rows == [
-        ([4, 1, 3, 3, 3], "as it is", 1), ([8, 1, 3, 3, 4], "folded", 1),
-        ([4, 4, 3, 3, 3], "as it is", 2), ([8, 4, 3, 3, 4], "folded", 2),
-        ([4, 2, 2, 2, 2], "as it is", 1),
-    ]  # fmt: skip
+    rows = [(row["weight"], row["stride"], row["calls"]) for row in found["convolutions"]]
+    assert rows == [([4, 1, 3, 3, 3], [1] * 3, 1), ([4, 4, 3, 3, 3], [1] * 3, 2), ([4, 2, 2, 2, 2], [2] * 3, 1)]
     for row in found["convolutions"]:
         assert set(row["ms"]) == set(visit_parts.LAYOUTS)
         for each in row["ms"].values():
@@ -147,18 +143,7 @@ def test_a_convolution_that_cannot_run_is_told_and_the_next_one_timed(tmp_path, 
     monkeypatch.setattr(visit_parts, "layouts", fails)
     visit_parts.survey(torch.device("cpu"), tmp_path / "survey.json")
     rows = json.loads((tmp_path / "survey.json").read_text())["convolutions"]
-    assert [row["ms"] for row in rows] == ["failed: OutOfMemoryError: no room"] * 2 + [{}] * 3
-
-
-def test_folded_convolutions_give_the_same_numbers_in_the_same_places():
-    """Two voxels of Z in the channels: a kernel of 4 along Z, in steps of two, holds the plain one twice."""
-    image, weight = torch.rand(1, 3, 4, 4, 6), torch.rand(2, 3, 3, 3, 3)
-    due = torch.nn.functional.conv3d(image, weight, padding=1)
-    folded = torch.zeros(2, 2, 3, 3, 3, 4)  # [place along Z, out, in, X, Y, Z]
-    folded[0, ..., :3], folded[1, ..., 1:] = weight, weight
-    found = torch.nn.functional.conv3d(image, folded.flatten(0, 1), stride=(1, 1, 2), padding=1)
-    inner = found.permute(0, 2, 3, 4, 1).reshape(1, 4, 4, 6, 2)  # as they lie, the channels innermost
-    torch.testing.assert_close(inner, due.permute(0, 2, 3, 4, 1))
+    assert [row["ms"] for row in rows] == ["failed: OutOfMemoryError: no room", {}, {}]
 
 
 def test_a_way_that_cannot_run_is_told(tmp_path, monkeypatch):

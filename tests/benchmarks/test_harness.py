@@ -1,31 +1,22 @@
 """Sides run in processes of their own, in turn; what they took becomes rows, and rows become a table."""
 
 import os
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from medspeed.benchmarks import sides
-from medspeed.benchmarks.compare import quickest, step_rows, timed
-from medspeed.benchmarks.harness import apart, call, row, show
+from medspeed.benchmarks.compare import quickest, step_rows
+from medspeed.benchmarks.harness import call, in_a_process, in_turn, row, show
 from medspeed.benchmarks.sides import Task
 
 
-def test_a_side_runs_elsewhere_each_time_in_the_same_process():
-    made: Any
-    with apart(dict, {"number": os.getpid}) as made:
-        assert list(made) == ["number"]
-        first = made["number"]()
-        assert first == made["number"]() != os.getpid()
-    with pytest.raises(ProcessLookupError):
-        os.kill(first, 0)
-
-
-def test_what_goes_wrong_there_is_raised_here():
-    with pytest.raises(ZeroDivisionError), apart(divmod, 1, 0):
-        pass
+def test_a_side_runs_in_a_process_that_ends():
+    assert in_a_process(os.getpid) != os.getpid()
+    with pytest.raises(ZeroDivisionError):
+        in_a_process(divmod, 1, 0)
 
 
 def options(monkeypatch, bf16=True, both=True, device="cpu"):
@@ -35,22 +26,16 @@ def options(monkeypatch, bf16=True, both=True, device="cpu"):
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("both", [True, False])
-def test_sides_run_in_turn_and_leave_what_they_return(monkeypatch, both):
+def test_sides_run_in_turn_and_tell_each_time():
     order: list[str] = []
 
-    def maker(name):
-        def side(flags):
-            order.append(name)
-            return f"{flags} {len(order)}"
+    def side(name):
+        order.append(name)
+        return {name: len(order)}
 
-        return lambda task, flags: {name: lambda: side(flags)}
-
-    seconds, left = timed(options(monkeypatch, both=both), maker("guide"), [maker("a"), maker("b")], "flags")
-    names = [*["guide"] * both, "a", "b"]
-    assert order == names * 3  # a warm-up and two rounds
-    assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys(names, 2)
-    assert left["b"] == f"flags {len(order)}"
+    found = in_turn({name: partial(side, name) for name in ("guide", "a", "b")}, 2)
+    assert order == ["guide", "a", "b"] * 2
+    assert found["b"] == [{"b": 3}, {"b": 6}]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from medspeed.benchmarks.fake_cuda import shim
 from medspeed.benchmarks.fake_cuda.costs import TABLE
 from medspeed.common.files import read_object
+from tests.gpu_shape.guards import MORE
 
 BUDGET = TABLE.with_name("inductor.json")  # write it anew from what the failing test shows, if that is meant
 Graphs = list[dict[str, int]]

@@ -3,8 +3,10 @@ import torch
 from monai.networks.nets import ResNet
 from torch import nn
 
-from medspeed.models.resnet18_fcn import RECEPTIVE_FIELD, STRIDE, ResNet18, resnet18_fcn
+from medspeed.models.resnet18_fcn import STRIDE, ResNet18, resnet18_fcn
 from tests.models.against_monai import both, check_to_the_bit
+
+RECEPTIVE_FIELD = 435  # pixels of the image, on each axis, that one cell of the last features can see
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@ import pytest
 
 from medspeed.benchmarks.fake_cuda.costs import Kernel, kernels, total
 from medspeed.benchmarks.fake_cuda.device import Layout, Operator
+from tests.gpu_shape.guards import exceeded
 
 FIRST, LAST = (8 * 64, 64, 16, 4, 1), (8 * 64, 1, 8 * 16, 8 * 4, 8)  # of [2, 8, 4, 4, 4]
 BYTES = 2 * 8 * 64 * 2  # of that in bf16
