@@ -1,4 +1,7 @@
-"""Estimate a training step on a GPU, without one: how long it would take, and the floor below it."""
+"""Count what a training step costs on a GPU, without one, beside its budget; estimate its time, and the floor below.
+
+Run: python benchmarks/floor.py [APP ...] [--gpu h200] [--write]
+"""
 
 from typing import NamedTuple
 
@@ -21,20 +24,24 @@ _DATA_SHEETS |= {"rtx5090": (209.5e12, 1.79e12)}
 GPUS = {"h200": Gpu(790e12, 4.3e12)} | {name: Gpu(0.8 * a, 0.9 * b) for name, (a, b) in _DATA_SHEETS.items()}
 
 PARSER = Parser(description=__doc__)
-PARSER.add_argument("app", choices=APPS)
+PARSER.add_argument("apps", nargs="*", choices=[*APPS, []], help="all by default")
 PARSER.add_argument("--gpu", choices=GPUS, default="h200", help="GPU to estimate for")
+PARSER.add_argument("--write", action="store_true", help="make what is counted now the budget")
 
 if __name__ == "__main__":
     PARSER.parse_args()
     shim.load()  # before torch is loaded
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from medspeed.benchmarks.fake_cuda.costs import Kernel, Kind, kernels
+from medspeed.benchmarks.fake_cuda.costs import TABLE, Kernel, Kind, kernels, total
 from medspeed.benchmarks.fake_cuda.device import Layout, Operator
-from medspeed.benchmarks.fake_cuda.steps import opened, write_data
+from medspeed.benchmarks.fake_cuda.steps import VARIANTS, flags_of, opened, write_data
+from medspeed.benchmarks.visit_parts import NETWORKS
+from medspeed.common.files import read_object, write_json
+from medspeed.common.observe.roofline import count_work, floor
 
 # Of the bandwidth of a large copy, and of the products of large matrices, what kernels of each kind reach.
 _BANDWIDTH: dict[Kind, float] = {
@@ -100,30 +107,57 @@ def compiled(operators: Sequence[Operator]) -> list[list[Kernel]]:
 
 
 def main() -> None:
-    """Count a step of an app and print its floor and its estimates on a GPU."""
-    given = PARSER.parse_args()
-    app, gpu, rows = given.app, GPUS[given.gpu], dict[str, Estimate]()
+    """Count the steps of apps, print what has changed and what is estimated, and write the budget where asked to."""
+    given, table = PARSER.parse_args(), read_object(TABLE)
+    for app in given.apps or APPS:
+        before, estimates = table.get(app, {}), dict[str, Estimate]()
+        table[app] = count(app, GPUS[given.gpu], estimates)
+        for variant, costs in table[app].items():
+            told = [_change(name, before.get(variant, {}).get(name), now) for name, now in costs.items()]
+            print(f"{app}, {variant}: {', '.join(told)}")
+        tell(app, given.gpu, estimates)
+    print(_ASSUMED)
+    if given.write:
+        write_json(TABLE, table)
+
+
+def count(app: str, gpu: Gpu, estimates: dict[str, Estimate]) -> dict[str, dict[str, int]]:
+    """Return what steps and a validation of an app cost; add estimates for a GPU."""
+    costs: dict[str, dict[str, int]] = {}
     with TemporaryDirectory() as folder:
         data = write_data(app, Path(folder) / "data")
-        for name, flags in (("plain torch", ("--kernels", "torch")), ("our fused kernels", ())):
-            with opened(app, data, flags) as training:
+        for variant in VARIANTS:
+            with opened(app, data, flags_of(app, variant)) as training:
                 operators = training.steps()[-1]
-            launched = [kernels(each) for each in operators]
-            rows[f"{name}, eager"] = estimate(launched, gpu)
-            if flags:
-                rows[f"{name}, compiled"] = estimate(compiled(operators), gpu)
-            rows[f"{name}, in a graph"] = estimate(launched, gpu, graph=True)
-    every = [kernel for each in launched for kernel in each]  # of our fused ones
-    least = sum(max(each.flops / gpu.flops, each.bytes / gpu.bandwidth) for each in every)
-    flops = sum(each.flops for each in every)
+                costs[variant] = total(operators)._asdict()
+                if variant == "bf16":
+                    costs["validation"] = total(training.validation())._asdict()
+            if variant in ("bf16", "bf16, plain torch"):
+                launched = [kernels(each) for each in operators]
+                estimates[f"{variant}, eager"] = estimate(launched, gpu)
+                estimates[f"{variant}, in a graph"] = estimate(launched, gpu, graph=True)
+                estimates[f"{variant}, compiled"] = estimate(compiled(operators), gpu)
+    return costs
+
+
+def tell(app: str, name: str, estimates: Mapping[str, Estimate]) -> None:
+    """Print the floor of an app's step on a GPU, and estimates above it."""
+    (make, _, shape), gpu = NETWORKS[app], GPUS[name]
+    work = count_work(make(), shape)
+    least, flops = floor(work, 2, *gpu), sum(each.flops for each in work)
     reached = f"{gpu.flops / 1e12:.0f} TFLOP/s and {gpu.bandwidth / 1e12:.2f} TB/s"
-    print(f"AN ESTIMATE, nothing was run: a training step of {app} in bf16 on one {given.gpu} ({reached})")
-    print(f"floor of our fused kernels, each at that speed, {flops / 1e12:.3f} TFLOP: {1e3 * least:.2f} ms")
-    for name, found in rows.items():
+    print(f"AN ESTIMATE, nothing was run: a training step of {app} in bf16 on one {name} ({reached})")
+    print(f"floor of its layers, {flops / 1e12:.3f} TFLOP: {1e3 * least:.2f} ms")
+    for each, found in estimates.items():
         times = f"device {1e3 * found.device:6.2f} ms, host {1e3 * found.host:6.2f} ms"
         share = f"{100 * least / max(found.device, found.host):3.0f} percent of the floor's speed"
-        print(f"{name:30} {found.kernels:4} kernels, {found.bytes / 1e9:6.2f} GB: {times}; {share}")
-    print(_ASSUMED)
+        print(f"{each:28} {found.kernels:4} kernels, {found.bytes / 1e9:6.2f} GB: {times}; {share}")
+
+
+def _change(name: str, before: int | None, now: int) -> str:
+    unit, shape = (1e9, "{:,.2f} G") if name in ("bytes", "float32_bytes", "flops") else (1, "{:.0f}")
+    told = f" (before {shape.format(before / unit)})" if before not in (None, now) else ""
+    return f"{name} {shape.format(now / unit)}{told}"
 
 
 if __name__ == "__main__":

@@ -59,9 +59,8 @@ FLAGS = {
     "benchmarks/ladder.py": f"{_SEEDS} device epochs",
     "benchmarks/speedrun.py": f"{_SEEDS} labels sides target warm",
     "benchmarks/metrics.py": "references rounds",
-    "benchmarks/floor.py": "gpu",
+    "benchmarks/floor.py": "gpu write",
     "benchmarks/visit_parts.py": "part to ways",
-    "benchmarks/fake_cuda/__main__.py": "write",
 }
 for _command in [each for each in FLAGS if not each.startswith(("benchmarks/", "data_scripts/make_phantoms.py"))]:
     FLAGS[_command] += " quiet verbose"
