@@ -136,6 +136,7 @@ def count(app: str, gpu: Gpu, estimates: dict[str, Estimate]) -> dict[str, dict[
                 launched = [kernels(each) for each in operators]
                 estimates[f"{variant}, eager"] = estimate(launched, gpu)
                 estimates[f"{variant}, in a graph"] = estimate(launched, gpu, graph=True)
+            if "plain" in variant:
                 estimates[f"{variant}, compiled"] = estimate(compiled(operators), gpu)
     return costs
 
@@ -151,7 +152,7 @@ def tell(app: str, name: str, estimates: Mapping[str, Estimate]) -> None:
     for each, found in estimates.items():
         times = f"device {1e3 * found.device:6.2f} ms, host {1e3 * found.host:6.2f} ms"
         share = f"{100 * least / max(found.device, found.host):3.0f} percent of the floor's speed"
-        print(f"{each:28} {found.kernels:4} kernels, {found.bytes / 1e9:6.2f} GB: {times}; {share}")
+        print(f"{each:30} {found.kernels:4} kernels, {found.bytes / 1e9:6.2f} GB: {times}; {share}")
 
 
 def _change(name: str, before: int | None, now: int) -> str:
