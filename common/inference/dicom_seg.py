@@ -60,18 +60,12 @@ def write_seg(
     version: str,
     keep_patient: bool = False,
 ) -> None:
-    """Write a label map as a binary DICOM segmentation with one segment per structure, atomically.
+    """Write a label map [X, Y, Z] uint8, on the grid of a series, as a binary DICOM segmentation, atomically.
 
-    The study, series and frame-of-reference UIDs are those of the source, so that viewers and archives can match them.
-    A structure without voxels keeps its segment, without frames; where none has any, all frames are stored, empty.
-
-    Args:
-        path: the file to write.
-        labels: [X, Y, Z] uint8, on the grid that `read_series` gives.
-        series: where the labels were found; the headers of its files are read again.
-        structures: a voxel may belong to several.
-        version: of what found them, up to 64 characters.
-        keep_patient: copy the attributes of patient, study and equipment, which are left empty otherwise.
+    Each structure is a segment; a voxel may belong to several. Without voxels it has no frames; where none has any, all
+    frames are stored, empty. The study, series and frame-of-reference UIDs are those of the source, whose headers are
+    read again, so that viewers and archives can match them. The `version` is that of what found the labels, up to 64
+    characters; `keep_patient` copies the attributes of patient, study and equipment, which are left empty otherwise.
 
     Raises:
         ValueError: a source header cannot be read or lacks what a segmentation must refer to.
@@ -84,21 +78,18 @@ def write_seg(
         f"{series.name}: cannot write a DICOM segmentation: a header cannot be read, or has a missing or "
         f"invalid value among {', '.join(due)}: correct the headers, or write NIfTI"
     )
-    try:
-        sources = [_source(file, keep_patient) for file in series.files]
-    except broken():  # pydicom's; it may quote the patient, as highdicom's below: neither is chained
-        raise refusal from None
     found_by = AlgorithmIdentificationSequence(ALGORITHM, codes.cid7162.ArtificialIntelligence, version)
     segments = [
         SegmentDescription(number, each.name, *_codes(each.name), "AUTOMATIC", found_by)
         for number, each in enumerate(structures, 1)
     ]
     masks = np.stack([np.isin(labels.T, region.members) for region in structures], axis=-1)  # [Z, Y, X, S]
+    given: dict[str, Any] = {"pixel_array": masks, "segment_descriptions": segments, "software_versions": version}
+    given |= {name: generate_uid() for name in ("series_instance_uid", "sop_instance_uid")}
     try:
-        given: dict[str, Any] = {"source_images": sources, "pixel_array": masks, "segment_descriptions": segments}
-        uids: dict[str, Any] = {name: generate_uid() for name in ("series_instance_uid", "sop_instance_uid")}
-        image = Segmentation(**given, **uids, software_versions=version, **_ATTRIBUTES)
-    except (AttributeError, TypeError, ValueError):  # highdicom's, of what a header lacks or holds
+        sources = [_source(file, keep_patient) for file in series.files]
+        image = Segmentation(source_images=sources, **given, **_ATTRIBUTES)
+    except broken():  # pydicom's and highdicom's may quote the patient: they are not chained
         raise refusal from None
     _set_distance(image, sources)
     content = io.BytesIO()
@@ -131,10 +122,8 @@ def _set_distance(image: Segmentation, sources: Sequence[pydicom.Dataset]) -> No
 def _codes(name: str) -> tuple[Any, Any]:
     """Return category and type of a structure; Tissue and Tissue where its name says nothing."""
     words = re.findall("[a-z]+", name.lower())
-    for word in words:
-        if word in LESIONS:
-            return codes.SCT.MorphologicallyAbnormalStructure, getattr(codes.SCT, LESIONS[word])
-    for word in words:
-        if word in ORGANS:
-            return codes.SCT.AnatomicalStructure, getattr(codes.SCT, word.capitalize())
+    for word in filter(LESIONS.__contains__, words):
+        return codes.SCT.MorphologicallyAbnormalStructure, getattr(codes.SCT, LESIONS[word])
+    for word in filter(ORGANS.__contains__, words):
+        return codes.SCT.AnatomicalStructure, getattr(codes.SCT, word.capitalize())
     return codes.SCT.Tissue, codes.SCT.Tissue

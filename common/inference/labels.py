@@ -29,10 +29,9 @@ class Region:
 
 @dataclass(frozen=True)
 class LabelScheme:
-    """From logits to label maps.
+    """Meaning of logits: of exclusive labels [labels, ...], unused numbers included, the highest wins (softmax).
 
-    Where labels are exclusive, the logits are [labels, ...], unused numbers included, and the highest wins (softmax);
-    else they are [regions, ...], and each region lies where its own is above 0 (sigmoid).
+    Else they are [regions, ...], and each region lies where its own is above 0 (sigmoid).
     """
 
     labels: tuple[str, ...]  # name of each label number, background first; "" for a number that is not used
@@ -105,15 +104,10 @@ def painted(regions: Sequence[Region], logits_of: Callable[[int], torch.Tensor])
 
 
 def dice_counts(prediction: torch.Tensor, truth: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
-    """Count, for each of R regions, the voxels that Dice is made of; the host does not wait for the device.
+    """Count the voxels that the Dice of R regions is made of, int64 [R, 2]; the host does not wait for the device.
 
-    Args:
-        prediction: labels of any shape, integers.
-        truth: labels of the same shape, on the same device.
-        regions: the structures.
-
-    Returns:
-        int64 [R, 2] on the device: voxels in both masks; voxels in the one plus voxels in the other.
+    That is the voxels in both masks, and those in the one plus those in the other. The labels are integers of one
+    shape, on one device.
     """
     assert prediction.shape == truth.shape, (prediction.shape, truth.shape)
     masks = [(region.mask(prediction), region.mask(truth)) for region in regions]
@@ -130,7 +124,7 @@ def dice_of_counts(counts: torch.Tensor) -> torch.Tensor:
 
 
 def mean_dice(counts: Sequence[torch.Tensor]) -> float:
-    """Return the mean over cases of the mean over regions, of counts [R, 2] of each case; waits for the device, once.
+    """Return the mean over cases of the mean over regions, of counts [R, 2] of each; waits for the device, once.
 
     Regions and cases without a Dice are left out; it is NaN where nothing is left.
     """

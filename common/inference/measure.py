@@ -69,19 +69,12 @@ def _axial_diameters(mask: np.ndarray, plane: np.ndarray) -> tuple[float, float]
     """Return the longest diameter in any slice of a mask [R, A, S], and the extent across it in that slice, in mm."""
     # In the plane itself, so that a tilted slice is measured as it lies; a step along an axis makes a column of it.
     flat = np.linalg.qr(plane)[1]
-    slices = [np.argwhere(mask[:, :, index]) for index in range(mask.shape[2])]
-    bounds = [np.linalg.norm(np.ptp(pixels, axis=0) + 1 if len(pixels) else [0, 0]) for pixels in slices]
-    bounds = [bound * float(np.linalg.norm(flat, 2)) for bound in bounds]
-    best = (0.0, 0.0)
-    for index in np.argsort(bounds)[::-1]:
-        if bounds[index] <= best[0]:
-            break  # no slice that is left can be longer
-        best = max(best, _diameters(mask[:, :, index], slices[index], flat))
-    return best
+    return max(_diameters(each, flat) for each in np.moveaxis(mask, 2, 0) if each.any())
 
 
-def _diameters(mask: np.ndarray, pixels: np.ndarray, flat: np.ndarray) -> tuple[float, float]:
+def _diameters(mask: np.ndarray, flat: np.ndarray) -> tuple[float, float]:
     """Return the largest distance of two points of a slice in mm, and the extent of all across that line."""
+    pixels = np.argwhere(mask)
     first, last = mask.argmax(axis=1), mask.shape[1] - 1 - mask[:, ::-1].argmax(axis=1)
     ends = pixels[(pixels[:, 1] == first[pixels[:, 0]]) | (pixels[:, 1] == last[pixels[:, 0]])]  # of columns: enough
     points = (ends[:, None] + _MIDDLES).reshape(-1, 2) @ flat.T
@@ -96,11 +89,9 @@ def warn_of_training(*runs: Path) -> None:
     """Warn if a run was trained on synthetic data or learned nothing: its results on patients are meaningless."""
     said: list[str] = []
     for run in runs:
-        with suppress(ValueError, OSError):
+        with suppress(ValueError, OSError, AttributeError):  # there is none, or it is damaged
             summary = read_object(run / "summary.json")
-            data, quality = (
-                found if isinstance(found := summary.get(key), dict) else {} for key in ("data", "quality")
-            )
+            data, quality = (summary.get(key) or {} for key in ("data", "quality"))
             if data.get("synthetic") is True:
                 said.append("was trained on SYNTHETIC DATA only: its results on patients are meaningless")
             if learned_nothing(quality.get("name"), quality.get("value")):
@@ -131,7 +122,7 @@ def with_doubts(
     """Return the measures of a scan's structures, each with what makes it uncertain.
 
     That is a figure of the scan that is unlike those of all training cases, if there are any, or a low `agreement`, the
-    Dice of several predictions with each other, by region; it is empty where there is one alone.
+    Dice of several predictions with each other, by region; empty for one alone.
     """
     rows = [*zip(*([*each.spacing, *each.size, *each.intensity] for each in (scan, *cases)), strict=True)]
     spare = _SPREAD * (max(rows[-1][1:], default=0) - min(rows[-3][1:], default=0))

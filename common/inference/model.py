@@ -43,14 +43,14 @@ class Member:
 
 
 class Ensemble(nn.Module):
-    """The mean of the logits of several networks that take the same windows."""
+    """Several networks that take the same windows."""
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
         super().__init__()
         self.members = nn.ModuleList(members)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return the mean logits [B, K, X, Y, Z] float32 of windows [B, C, X, Y, Z]."""
+        """Return the mean of their logits, [B, K, X, Y, Z] float32, of windows [B, C, X, Y, Z]."""
         total: torch.Tensor = reduce(torch.add, (each(image).float() for each in self.members))
         return total / len(self.members)
 
@@ -122,12 +122,12 @@ def arguments_of(build: Callable[..., nn.Module], given: Mapping[str, Any]) -> d
     return {name: value for name, value in takes.items() if isinstance(value, int | float | str | tuple)} | chosen
 
 
-def write_model(run: Path, app: str, model: Any) -> None:  # noqa: ANN401 - a dataclass: a VolumeModel, or the app's own
+def write_model(run: Path, app: str, model: Trained) -> None:
     """Write `model.json` into a run folder."""
     write_json(run / "model.json", {"app": app, **model_content(model)})
 
 
-def model_content(model: Any) -> dict[str, Any]:  # noqa: ANN401
+def model_content(model: Trained) -> dict[str, Any]:
     """Return the fields of a model as JSON content, with networks by name; empty tuples are left out."""
     content = {name: value for name, value in asdict(model).items() if value != ()}
     for each in (content, *content.get("members", ())):

@@ -61,9 +61,8 @@ def open_predictor(
     """Open the model of a run: its weights in torch, or what lies in `folder`/exports.
 
     Backend "auto" takes the engine where one fits this host and is this user's own, else torch on a GPU or where it has
-    the training's bf16 in hardware, else ONNX Runtime; what cannot be loaded is passed over, and the line says why.
-
-    Precision "auto" is that of the training with torch, else "fp32". ONNX Runtime works on the CPU in any case.
+    the training's bf16 in hardware, else ONNX Runtime, on the CPU; what cannot be loaded is passed over, and the line
+    says why. Precision "auto" is that of the training with torch, else "fp32".
 
     Raises:
         FileNotFoundError: the run has no such export.

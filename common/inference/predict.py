@@ -51,9 +51,9 @@ def thresholded(logits: torch.Tensor, grid: WorkingGrid, labelling: LabelScheme,
 def working_counts(
     cases: Sequence[PreparedCase], network: nn.Module, model: VolumeModel, check: Callable[[], None]
 ) -> list[torch.Tensor]:
-    """Return, for each labelled case, the counts [R, 2] of its Dice on the working grid (see `dice_counts`).
+    """Return the counts [R, 2] of each labelled case's Dice on the working grid, on the device (see `dice_counts`).
 
-    They stay on the network's device. Before each case `check` is called, which raises if the run should stop.
+    Before each case `check` is called, which raises if the run should stop.
     """
     device = next(network.parameters()).device
     predictor = torch_predictor(network.eval(), model.precision, tf32=True)
@@ -94,10 +94,10 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Re
     volume of logits on the file's grid ever exists.
 
     Args:
-        logits: [K, X, Y, Z] on the crop of the grid, any float dtype, any device; K >= 2 classes, or K == 1: the
-            difference foreground - background; with `regions`, which may overlap, one for each of them.
+        logits: [K, X, Y, Z] on the crop of the grid, any float dtype, any device; of classes K >= 2, or K == 1: the
+            difference foreground - background; else one for each region.
         grid: as the preparation returns it.
-        regions: None for classes.
+        regions: those that logits stand for, which may overlap; None for classes.
 
     Returns:
         Labels [X, Y, Z] uint8 in the file's axes, Fortran order.
@@ -222,10 +222,10 @@ def sliding_windows(
 def window_plan(
     shape: Shape, roi: Shape, overlap: float, device: torch.device
 ) -> tuple[tuple[Shape, ...], tuple[torch.Tensor, ...]]:
-    """Return where the windows lie in an image that is no smaller than one; kept and shared, so change nothing in it.
+    """Return the first voxel of each window in an image that is no smaller, X slowest; shared, so change nothing in it.
 
-    That is the first voxel of each, X slowest; and float32 factors [X, 1, 1] and [Y, Z] whose product turns a sum over
-    windows into their mean, 1 / (windows that cover a voxel); () for one window.
+    And float32 factors [X, 1, 1] and [Y, Z] whose product turns a sum over windows into their mean, 1 / (windows that
+    cover a voxel); () for one window.
     """
     along = [window_starts(length, side, overlap) for length, side in zip(shape, roi, strict=True)]
     starts = tuple((x, y, z) for x, y, z in product(*along))

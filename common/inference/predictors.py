@@ -42,8 +42,8 @@ def torch_predictor(
 ) -> Predictor:
     """Return a predictor that runs a network, in evaluation mode, in torch on its device, without gradients.
 
-    With `channels_last` its weights are laid out anew, as windows are; `tf32` lets convolutions in "fp32" on CUDA round
-    to TensorFloat-32, as training does.
+    With `channels_last` its weights are laid out anew, as windows are; `tf32` lets "fp32" on CUDA round as training
+    does.
     """
     assert not network.training, "a predictor needs network.eval()"
     if channels_last:

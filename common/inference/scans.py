@@ -190,8 +190,8 @@ class Segmenter:
                 shown = oriented_scan(image, labels, volume.affine, window=self.model.preparation.window)
                 draw_overlay(item.outputs[-1], shown, labelling.labels, item.name)
         doubts = [*dict.fromkeys(doubt for each in measured for doubt in each.uncertain.split("; ") if doubt)]
-        seconds = self.stages[item.name].seconds()
-        return {"measures": [asdict(each) for each in measured], "uncertain": doubts, "seconds": seconds}
+        rows, seconds = [asdict(each) for each in measured], self.stages[item.name].seconds()
+        return {"measures": rows, "uncertain": doubts, "seconds": seconds}
 
     def write_tables(self, records: dict[str, Record]) -> None:
         """Write `measurements.csv` and the seconds of all finished scans."""
@@ -199,18 +199,16 @@ class Segmenter:
         tag = {"model": " ".join(f"{each.run}:{each.sha256[:12]}" for each in self.model.members) or self.weights[:12]}
         rows = {name: [{**each, **tag} for each in record["measures"]] for name, record in records.items()}
         write_measures(table, rows, columns=[*(each.name for each in fields(Measures)), "model"])
-        write_json(
-            timings,
-            {
-                "backend": self.opened.backend,
-                "precision": self.opened.precision,
-                **tag,
-                "seconds": {name: record["seconds"] for name, record in records.items()},
-                "scans in this run": sum("write" in each.seconds() for each in self.stages.values()),
-                "seconds of this run": round(time.perf_counter() - self.began, 3),
-                "peak_memory_mib": round(peak_memory() / 2**20),
-            },
-        )
+        content = {
+            "backend": self.opened.backend,
+            "precision": self.opened.precision,
+            **tag,
+            "seconds": {name: record["seconds"] for name, record in records.items()},
+            "scans in this run": sum("write" in each.seconds() for each in self.stages.values()),
+            "seconds of this run": round(time.perf_counter() - self.began, 3),
+            "peak_memory_mib": round(peak_memory() / 2**20),
+        }
+        write_json(timings, content)
 
 
 def flipped_logits(

@@ -1,7 +1,6 @@
 """TensorRT engines at run time: is a plan the one that was built, does it fit this GPU, and running it.
 
-`tensorrt` (10 and 11) is the full library, whose engines serve the one kind of GPU that they were built on.
-`tensorrt_rtx` builds without a GPU, and its engines serve several kinds.
+Engines of `tensorrt` (10 and 11) serve the kind of GPU that built them, those of `tensorrt_rtx` several kinds.
 """
 
 import functools
@@ -18,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from medspeed.common.files import read_as, sha256_of
+from medspeed.common.files import read_as
 from medspeed.common.inference import ModelPrecision
 
 Flavour = Literal["tensorrt", "tensorrt_rtx"]
@@ -105,15 +104,6 @@ def read_manifest(plan: Path) -> EngineManifest:
     return manifest
 
 
-def verify_onnx(plan: Path, manifest: EngineManifest) -> None:
-    """Raise a ValueError if the ONNX model beside a plan is not the one that the plan was built from."""
-    onnx = plan.parent / manifest.onnx
-    if onnx.is_file() and (found := sha256_of(onnx)) != manifest.onnx_sha256:
-        due = f"the model that {plan.name} was built from ({manifest.onnx_sha256})"
-        why = "one of the two was changed or damaged; export the model again"
-        raise ValueError(f"{onnx}: sha256 {found} does not match {due}: {why}")
-
-
 def host_problem(plan: Path, manifest: EngineManifest, device: torch.device | None = None) -> str | None:
     """Return one line on why an engine cannot run on a GPU of this host, with the remedy; None where it should."""
     gpu = host_gpu(device)
@@ -156,10 +146,12 @@ class EnginePredictor:
     def __init__(self, plan: Path, device: torch.device) -> None:
         self.manifest = read_manifest(plan)
         content = plan.read_bytes()  # native code, never loaded unless it fits; which does not show who made it
-        if (found := hashlib.sha256(content).hexdigest()) != self.manifest.plan_sha256:
-            why = "the file was changed or damaged and is not loaded; rebuild it with: " + _rebuild_command(plan)
-            raise ValueError(f"{plan}: sha256 {found} does not match its manifest ({self.manifest.plan_sha256}): {why}")
-        verify_onnx(plan, self.manifest)
+        onnx, digests = plan.parent / self.manifest.onnx, [(plan, content, self.manifest.plan_sha256)]
+        digests += [(onnx, onnx.read_bytes(), self.manifest.onnx_sha256)] if onnx.is_file() else []
+        for file, read, due in digests:
+            if (found := hashlib.sha256(read).hexdigest()) != due:
+                why = f"the file was changed or damaged, no engine is loaded; rebuild it with: {_rebuild_command(plan)}"
+                raise ValueError(f"{file}: sha256 {found} does not match the engine's manifest ({due}): {why}")
         if (problem := host_problem(plan, self.manifest, device)) is not None:
             raise EngineUnavailableError(f"{plan}: {problem}")
         trt = tensorrt_module(self.manifest.flavour)

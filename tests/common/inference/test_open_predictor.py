@@ -183,7 +183,7 @@ def test_auto_does_not_pass_over_a_damaged_engine(run: Path, fake_tensorrt: Inst
     build(run, "fp32")
     plan = run / "exports" / "model_fp32.plan"
     plan.write_bytes(plan.read_bytes() + b"\0")
-    with pytest.raises(ValueError, match=r"model_fp32\.plan: sha256 .* does not match its manifest"):
+    with pytest.raises(ValueError, match=r"model_fp32\.plan: sha256 .* does not match the engine's manifest"):
         open_predictor(run, Model(), device=CPU)
 
 
