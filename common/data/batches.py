@@ -1,7 +1,4 @@
-"""Batches: crops cut from the cached cases and augmented, by random numbers that depend on their keys alone.
-
-So runs resume, and spread over processes, exactly.
-"""
+"""Batches: crops cut and augmented by random numbers of their keys alone, so that runs resume and spread exactly."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -23,9 +20,7 @@ _DRAWS = 12
 _NO_CROP = 2**62  # in the place of a crop number, so that the deal and the crops never share random numbers
 _FOREGROUND_SHARE = 0.5  # of the crops is centred on foreground. Source: the guide's RandCropByPosNegLabeld, pos = neg
 
-
 Make = Callable[..., Crops]
-Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class Batch:
     # [B, C, X, Y, Z] float32, normalised; from a fused kernel in the network's own precision and layout
     image: torch.Tensor
     label: torch.Tensor  # [B, 1, X, Y, Z] uint8, class numbers
-    cases: Names  # of the case of each crop
+    cases: tuple[str, ...]  # the name of the case of each crop
 
 
 class Draft(Batch):
@@ -46,7 +41,9 @@ class Draft(Batch):
     make: Make  # from the tables on the device to image and label
     key: int  # of what is made in the same way
 
-    def __init__(self, device: torch.device, tables: list[np.ndarray], make: Make, key: int, cases: Names) -> None:
+    def __init__(
+        self, device: torch.device, tables: list[np.ndarray], make: Make, key: int, cases: tuple[str, ...]
+    ) -> None:
         vars(self).update(device=device, tables=tables, make=make, key=key, cases=cases)
 
     def __getattr__(self, name: str) -> torch.Tensor:
@@ -61,19 +58,15 @@ class Draft(Batch):
 class Batches:
     """Where `fit` gets its batches from."""
 
-    open: Callable[[int, int], Generator[Batch, None, None]]  # what `epoch` returns
+    # From the number of an epoch, and of its first step (0), to its batches: the same whatever ran before
+    epoch: Callable[..., Generator[Batch, None, None]]
     steps_per_epoch: int
     resumes_within_epoch: bool  # whether `epoch` can start at any step; else at the first only
     made_on_device: bool  # whether each batch is made there, and like the others but for its numbers
     loader: Any = None  # MONAI's, where one makes them
 
-    def epoch(self, number: int, first_step: int = 0) -> Generator[Batch, None, None]:
-        """Yield the batches of one epoch, from a step on; the same for the same arguments, whatever ran before."""
-        return self.open(number, first_step)
 
-
-# From a range of an epoch's items, in their random order, to that part of a batch.
-Take = Callable[[slice], Batch]
+Take = Callable[[slice], Batch]  # from a range of an epoch's items, in their random order, to that part of a batch
 
 
 def keyed_batches(
@@ -84,14 +77,9 @@ def keyed_batches(
 ) -> Batches:
     """Return batches whose order and augmentation are keyed, so that an epoch goes on at any step as if never stopped.
 
-    Each partition gives an equal part of every batch, from its own items in its own order, so that it does not matter
-    which process holds which partitions; a batch is the local partitions' parts, one after the other.
-
-    Args:
-        partitions_here: of each partition that this process holds, from an epoch to what takes its items meanwhile.
-        steps_per_epoch: the same in every process.
-        each: items that one partition gives to a step.
-        prefetch_for: device of batches that keep the CPU busy, which are made one ahead; None makes each when wanted.
+    Each partition gives `each` items to every batch, its own in its own order, so that it does not matter which process
+    holds which partitions; a batch is the local partitions' parts, one after the other. `partitions_here` lead from an
+    epoch to what takes its items meanwhile. Batches that keep the CPU busy are made one ahead, for a device.
     """
 
     def made(takes: Sequence[Take], first_step: int) -> Generator[Batch, None, None]:
@@ -103,7 +91,7 @@ def keyed_batches(
                 image, label = (torch.cat([getattr(part, name) for part in parts]) for name in ("image", "label"))
                 yield Batch(image, label, tuple(name for part in parts for name in part.cases))
 
-    def epoch(number: int, first_step: int) -> Generator[Batch, None, None]:
+    def epoch(number: int, first_step: int = 0) -> Generator[Batch, None, None]:
         with ExitStack() as stack:
             batches = made([stack.enter_context(open_epoch(number)) for open_epoch in partitions_here], first_step)
             yield from batches if prefetch_for is None else prefetch(batches, prefetch_for)
@@ -129,14 +117,13 @@ def crop_batches(
 
     Args:
         caches: of the partitions that this process holds.
-        crops_per_case: in one epoch; a few more fill the last batch. (Where partitions are not of one size, the larger
-            ones may leave out a crop or two of their last cases.)
+        crops_per_case: in one epoch; a few more fill the last batch, and larger partitions may leave out one or two.
         batch_size: crops per step, over all partitions, by which it divides.
         cases_per_epoch: over all partitions; by default those of `caches`.
         partitions: in all processes.
         flip_axes: of "xyz"; each is flipped with probability 1/2.
         intensity: the image becomes image * (1 + s) + t with s and t uniform in [-intensity, intensity].
-        seed: of everything random here.
+        seed: of all draws.
         form: of images that a fused kernel makes, of cases that lie together; else they are float32 and contiguous.
     """
     cases = cases_per_epoch or sum(len(cache.cases_of(0)) for cache in caches)

@@ -24,6 +24,11 @@ class Case:
     image: Path
     label: Path | None
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Its files."""
+        return (self.image,) if self.label is None else (self.image, self.label)
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -108,7 +113,7 @@ def read_dataset(folder: Path) -> Dataset:
     cases = _cases(((entry["image"], entry["label"]) for entry in content["training"]), path)
     if not cases:
         raise ValueError(f"{path}: training: expected at least one image with a label, found none")
-    files = [file for case in cases for file in (case.image, case.label) if file is not None]
+    files = [file for case in cases for file in case.files]
     missing = [str(file.relative_to(folder)) for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(f"{path}: {len(missing)} of {len(files)} listed files are missing: {_listed(missing)}")
@@ -216,12 +221,11 @@ def merged_split(splits: Sequence[Split]) -> Split:
 def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case, ...]:
     """Return the cases of image and label files, relative to the folder of `path`."""
     cases = []
-    for entry in entries:
-        for file in map(PurePosixPath, filter(None, entry)):
+    for image_file, label_file in entries:
+        for file in map(PurePosixPath, filter(None, (image_file, label_file))):
             if file.is_absolute() or ".." in file.parts:
                 raise ValueError(f"{path}: {str(file)!r} points outside the dataset folder; expected a path within it")
-        image, label = (None if file is None else path.parent / file for file in entry)
-        assert image is not None
+        image, label = path.parent / image_file, None if label_file is None else path.parent / label_file
         name = stem_of(image.name)
         if name in ("", image.name):
             raise ValueError(f"{path}: {image.name}: expected an image file named NAME{' or NAME'.join(SUFFIXES)}")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from medspeed.common.data.dataset import Case, Dataset
-from medspeed.common.data.geometry import Shape, Spacing, box_above
+from medspeed.common.data.geometry import Shape, Spacing, box_above, triple
 from medspeed.common.data.preparation import Preparation, read_case
 from medspeed.common.data.store import file_state
 from medspeed.common.data.threads import map_in_threads
@@ -25,7 +25,7 @@ _SAMPLED = 100_000  # voxels of an image that its percentiles are of
 _AIR = -500.0  # HU: at or below it lies what surrounds a patient, of which there is more or less
 
 Window = tuple[float, float]  # lower and upper HU
-_Grid = tuple[np.ndarray, np.ndarray, np.ndarray]  # [3] each, along R, A, S: spacing in mm, shape and extent in voxels
+_Grid = tuple[np.ndarray, np.ndarray, np.ndarray]  # [3] along R, A, S: spacing in mm, shape and extent in voxels
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,18 @@ def fingerprint(
     Raises:
         ValueError: a file is damaged, image and label differ in geometry, a label is not listed, nothing is labelled.
     """
+
+    def summary(grids: Sequence[_Grid], foreground: Window | None, scans: tuple[CaseFigures, ...]) -> Fingerprint:
+        spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
+        size, box = triple(shape.round()), triple(extent.round())
+        return Fingerprint(dataset.modality, len(grids), tuple(spacing.tolist()), size, box, foreground, scans)
+
     if known is not None:
         headers = map_in_threads(lambda case: read_header(case.image), cases, "indexing", workers)
         grids = [_ras_grid(header.shape, header.affine) for header in headers]
         some = fingerprint(cases[:: -(-len(cases) // _KNOWN_READ)], dataset, store, None, workers)
-        return _summary(dataset, [(spacing, shape, shape) for spacing, shape in grids], None, some.scans)
-    files = [file for case in cases for file in (case.image, case.label) if file is not None]
-    sources = [[str(file.absolute()), *file_state(file)] for file in files]
+        return summary([(spacing, shape, shape) for spacing, shape in grids], None, some.scans)
+    sources = [[str(file.absolute()), *file_state(file)] for case in cases for file in case.files]
     key = [_FINGERPRINT_VERSION, list(dataset.modality), list(dataset.labels), sources]
     path = store / "fingerprint.json"
     with suppress(FileNotFoundError, ValueError):  # what is damaged is made again
@@ -84,7 +89,7 @@ def fingerprint(
     if not len(samples):
         raise ValueError(f"{dataset.folder}: no voxel of the training cases ({len(cases)}) has a label above 0")
     low, high = np.percentile(samples, [0.5, 99.5], axis=0)
-    found = _summary(dataset, grids, (float(low.min()), float(high.max())), scans)
+    found = summary(grids, (float(low.min()), float(high.max())), scans)
     write_json(path, {"key": key, "fingerprint": asdict(found)}, flush=False)
     return found
 
@@ -104,28 +109,26 @@ def plan_preparation(
     Raises:
         ValueError: what was asked for makes no sense.
     """
-    source = "as asked"
-    if spacing is None and known is not None:
-        spacing, source = known.spacing, f"known for {dataset.name}"
-    elif spacing is None:
-        right, anterior, superior = (round(size, 2) for size in figures.spacing)
-        spacing, source = (right, anterior, superior), f"median of {plural(figures.cases, 'training case')}"
+    those, channels = plural(figures.cases, "training case"), len(dataset.modality)
+    source = "as asked" if spacing else f"known for {dataset.name}" if known else f"median of {those}"
+    if spacing is None:
+        right, anterior, superior = known.spacing if known else (round(size, 2) for size in figures.spacing)
+        spacing = right, anterior, superior
     line = f"spacing ({', '.join(f'{size:g}' for size in spacing)}) mm: {source}"
-    modality = ", ".join(dataset.modality)
     if not is_ct(dataset):
+        modality = ", ".join(dataset.modality)
         if window is not None:
             raise ValueError(f"window {window}: applies to CT only, and the modality is {modality}; drop it")
         said = f"normalization: z-score per channel over nonzero voxels (modality {modality}, not CT)"
-        return Preparation(spacing, "zscore", None, len(dataset.modality)), (line, said)
-    source = "as asked"
-    if window is None and known is not None:
-        window, source = known.window, f"known for {dataset.name}"
+        return Preparation(spacing, "zscore", None, channels), (line, said)
+    source = "as asked" if window else f"known for {dataset.name}"
+    window = known.window if known and not window else window
     if window is None:
         assert figures.foreground is not None, "only headers were read"
         window = float(round(figures.foreground[0])), float(round(figures.foreground[1]))
-        source = f"0.5 and 99.5 percentiles of the foreground of {plural(figures.cases, 'training case')}"
+        source = f"0.5 and 99.5 percentiles of the foreground of {those}"
     said = f"window ({window[0]:g}, {window[1]:g}) HU: {source}"
-    return Preparation(spacing, "window", window, len(dataset.modality)), (line, said)
+    return Preparation(spacing, "window", window, channels), (line, said)
 
 
 def is_ct(dataset: Dataset) -> bool:
@@ -149,14 +152,6 @@ def scan_figures(volume: Volume, ct: bool) -> CaseFigures:
     return CaseFigures((right, anterior, superior), (width, depth, height), (low, middle, high))
 
 
-def _summary(
-    dataset: Dataset, grids: Sequence[_Grid], foreground: Window | None, scans: tuple[CaseFigures, ...]
-) -> Fingerprint:
-    spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
-    rounded = [tuple(sides.round().astype(int).tolist()) for sides in (shape, extent)]
-    return Fingerprint(dataset.modality, len(grids), tuple(spacing.tolist()), rounded[0], rounded[1], foreground, scans)
-
-
 def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, CaseFigures]:
     """Return a case's grid, intensities [N, C] of some foreground voxels, and its figures."""
     # Intensities choose the window of CT alone; of others the box around the first channel is enough.
@@ -165,17 +160,13 @@ def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, Case
     places = np.flatnonzero(numbers)
     chosen = places[np.linspace(0, len(places) - 1, min(len(places), VOXELS_PER_CASE)).astype(int)]
     spacing, shape = _ras_grid(image.voxels.shape, image.affine)
-    _, extent = _ras_grid(_extent(image.voxels), image.affine)
+    filled = torch.from_numpy((image.voxels != 0).T.view(np.uint8)).reshape(-1, *image.voxels.shape[2::-1])
+    box = box_above(filled, 0) or [(0, 1)] * 3
+    _, extent = _ras_grid(tuple(stop - first for first, stop in reversed(box)), image.affine)
     samples = image.voxels.reshape(numbers.size, -1, order="F")[chosen].astype(np.float64)
     volumes = np.bincount(numbers[places], minlength=len(dataset.labels)) * image.voxel_ml
     figures = replace(scan_figures(image, is_ct(dataset)), volumes_ml=tuple(volumes.round(3).tolist()))
     return (spacing, shape, extent), samples, figures
-
-
-def _extent(voxels: np.ndarray) -> tuple[int, ...]:
-    """Return the sides of the box around all voxels [X, Y, Z] or [X, Y, Z, C] other than 0; 1 if none is."""
-    box = box_above(torch.from_numpy((voxels != 0).T.view(np.uint8)).reshape(-1, *voxels.shape[2::-1]), 0)
-    return tuple(stop - first for first, stop in reversed(box)) if box is not None else (1, 1, 1)
 
 
 def _ras_grid(shape: tuple[int, ...], affine: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,12 +1,10 @@
-"""Where voxels lie: the grid of a file, and the grid a network works on.
+"""Where voxels lie: in a file, "oriented" (its axes turned and flipped to run along R, A, S), and in the working grid.
 
-A file's axes [X, Y, Z] run in any anatomical direction. They are first turned and flipped to run along R, A, S
-("oriented"), then the spacing is changed: the working grid keeps the first oriented voxel's centre, the directions and
-the field of view. All of it is the arithmetic of MONAI's `Orientationd` and `Spacingd`, in float64 and step by step, so
-that even exact ties of nearest-neighbour sampling fall on the same side. MONAI itself takes seconds to load.
+It is the arithmetic of MONAI's `Orientationd` and `Spacingd`, in float64 and step by step, so that even exact ties of
+nearest-neighbour sampling fall on the same side. MONAI itself takes seconds to load.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,12 +32,12 @@ class WorkingGrid:
 
     def cropped(self, start: Sequence[int], shape: Sequence[int]) -> "WorkingGrid":
         """Return the same grid with another crop."""
-        return replace(self, crop_start=_triple(start), crop_shape=_triple(shape))
+        return replace(self, crop_start=triple(start), crop_shape=triple(shape))
 
     @cached_property
     def file_axes(self) -> Shape:
         """Which axis of the file runs along R, A and S."""
-        return _triple(np.argsort(self._orientation[:, 0]))
+        return triple(np.argsort(self._orientation[:, 0]))
 
     @cached_property
     def flipped(self) -> tuple[bool, ...]:
@@ -49,7 +47,7 @@ class WorkingGrid:
     @cached_property
     def oriented_shape(self) -> Shape:
         """[X, Y, Z] of the file's voxels once they run along R, A, S."""
-        return _triple(self.native_shape[axis] for axis in self.file_axes)
+        return triple(self.native_shape[axis] for axis in self.file_axes)
 
     @cached_property
     def affine(self) -> np.ndarray:
@@ -86,7 +84,7 @@ def working_grid(shape: Sequence[int], affine: np.ndarray, spacing: Sequence[flo
     """Return the uncropped grid at a spacing (mm along R, A, S) of a file of this shape [X, Y, Z] and affine [4, 4]."""
     right, anterior, superior = (float(value) for value in spacing)
     native, nowhere = tuple(tuple(map(float, row)) for row in affine), (0, 0, 0)
-    grid = WorkingGrid(_triple(shape), native, (right, anterior, superior), nowhere, nowhere, nowhere)
+    grid = WorkingGrid(triple(shape), native, (right, anterior, superior), nowhere, nowhere, nowhere)
     whole = _working_affine(grid._oriented_affine, grid.oriented_shape, grid.spacing)[1]
     return replace(grid, shape=whole, crop_shape=whole)
 
@@ -114,7 +112,7 @@ def _working_affine(oriented: np.ndarray, shape: Shape, spacing: Sequence[float]
     affine = zoom_affine(oriented, target)
     whole, offset = compute_shape_offset(shape, oriented, affine)
     affine[:3, 3] = offset
-    return np.asarray(affine, np.float64), _triple(whole)
+    return np.asarray(affine, np.float64), triple(whole)
 
 
 def _positions(
@@ -137,7 +135,8 @@ def _positions(
     return positions
 
 
-def _triple(values: Any) -> Shape:  # noqa: ANN401 - anything iterable of whole numbers
+def triple(values: Iterable[Any]) -> Shape:
+    """Return three whole numbers."""
     x, y, z = (int(value) for value in values)
     return x, y, z
 
@@ -177,13 +176,8 @@ def compute_shape_offset(shape: Sequence[int], source: np.ndarray, target: np.nd
 
 def to_norm_affine(affine: np.ndarray, source: Sequence[int], target: Sequence[int]) -> np.ndarray:
     """Return an affine from voxels of a shape `target` to those of `source` for coordinates in [-1, 1]."""
-    to_source, to_target = (_normalised(torch.tensor(tuple(shape), dtype=torch.float64)) for shape in (source, target))
-    from_target = torch.from_numpy(np.linalg.inv(to_target.numpy()))
-    return (to_source @ torch.as_tensor(affine)[None] @ from_target)[0].numpy()
-
-
-def _normalised(sides: torch.Tensor) -> torch.Tensor:
-    """Return the affine [1, 4, 4] from voxels of a shape [3] to coordinates in [-1, 1]."""
-    matrix = torch.diag(torch.cat((2.0 / sides, sides.new_ones(1))))
-    matrix[:-1, -1] = 1.0 / sides - 1.0
-    return matrix[None]
+    to_source, to_target = np.eye(4), np.eye(4)
+    for matrix, shape in ((to_source, source), (to_target, target)):
+        matrix[:3] = np.column_stack((np.diag(2.0 / np.array(shape)), 1.0 / np.array(shape) - 1.0))
+    product = [torch.as_tensor(each)[None] for each in (to_source, affine, np.linalg.inv(to_target))]
+    return (product[0] @ product[1] @ product[2])[0].numpy()  # by torch, as MONAI: NumPy rounds otherwise

@@ -32,7 +32,7 @@ def monai_batches(loader: Any, to_batch: Callable[[Any], Batch], seed: int) -> B
     ranks. `to_batch` leads from what the loader yields to a batch on the device.
     """
 
-    def epoch(number: int, first_step: int) -> Generator[Batch, None, None]:
+    def epoch(number: int, first_step: int = 0) -> Generator[Batch, None, None]:
         if first_step == len(loader):  # nothing is left
             return
         assert first_step == 0, first_step

@@ -1,12 +1,11 @@
-"""Preparation of raw scans for the network: reorientation, resampling, normalization, foreground crop, fp16.
+"""Raw scans made ready for the network: oriented, resampled, normalized, cropped to the foreground, in fp16.
 
-Equivalent to MONAI's LoadImaged, EnsureChannelFirstd, Orientationd("RAS"), Spacingd(mode=("bilinear", "nearest")),
-ScaleIntensityRanged(clip=True) or NormalizeIntensityd(nonzero=True, channel_wise=True), and
-CropForegroundd(allow_smaller=True), but much faster: only the foreground box is resampled, one axis at a time.
+Equal to MONAI's LoadImaged, EnsureChannelFirstd, Orientationd("RAS"), Spacingd(mode=("bilinear", "nearest")),
+ScaleIntensityRanged(clip=True) or NormalizeIntensityd(nonzero=True, channel_wise=True), CropForegroundd; much faster.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -54,25 +53,17 @@ class PreparedCase:
 
 
 def prepare_case(case: Case, preparation: Preparation, allowed: Collection[int]) -> PreparedCase:
-    """Read and prepare a labelled case; its label map may contain the label numbers `allowed`.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_case` and `prepare_volume`.
-    """
+    """Read a labelled case by `read_case`, and prepare image and label."""
     volume, labels = read_case(case, preparation.channels, allowed)
     prepared = prepare_volume(case.name, volume, preparation)
     resampled = to_working(_in_memory_order(labels), prepared.grid, nearest=True)
-    return replace(prepared, label=_written(resampled, torch.uint8, lambda plane: plane)[0])
+    return replace(prepared, label=resampled[0].to(torch.uint8).contiguous())
 
 
 def read_case(
     case: Case, channels: int, allowed: Collection[int], first_only: bool = False
 ) -> tuple[Volume, np.ndarray]:
-    """Read the image of a labelled case, and its label values [X, Y, Z] uint8, which lie on the same grid.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_volume`, `check_same_grid` and `label_map`.
-    """
+    """Read the image of a labelled case, and its label values [X, Y, Z] uint8, of those `allowed`, on the same grid."""
     assert case.label is not None
     image, label = read_volume(case.image, channels, first_only), read_volume(case.label)
     check_same_grid(image, label)
@@ -175,25 +166,17 @@ def label_map(label: Volume, allowed: Collection[int]) -> np.ndarray:
 # on a plane at a time, which stays in its cache: in little more than half the time of steps on the whole volume.
 
 
-def _written(image: torch.Tensor, dtype: torch.dtype, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return [C, X, Y, Z] changed plane by plane, in another dtype and with its last axis innermost."""
-    result = torch.empty(image.shape, dtype=dtype, device=image.device)
-    for plane, out in _planes(image, result):
-        out.copy_(change(plane))
-    return result
-
-
 def windowed(image: torch.Tensor, window: tuple[float, float], dtype: torch.dtype) -> torch.Tensor:
     """Scale [C, X, Y, Z] of any real dtype from a window to [0, 1], and clip."""
     low, width = window[0], window[1] - window[0]
-    return _written(image, dtype, lambda plane: plane.to(torch.float32, copy=True).sub_(low).div_(width).clamp_(0, 1))
+    result = torch.empty(image.shape, dtype=dtype, device=image.device)
+    for plane, out in _planes(image, result):
+        out.copy_(plane.to(torch.float32, copy=True).sub_(low).div_(width).clamp_(0, 1))
+    return result
 
 
 def standardised(image: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Normalize each channel of [C, X, Y, Z] by the mean and standard deviation of its nonzero voxels.
-
-    Zeros stay zero; a constant channel becomes zero.
-    """
+    """Normalize each channel of [C, X, Y, Z] by mean and deviation of its nonzero voxels; a constant one becomes 0."""
     result = torch.empty(image.shape, dtype=dtype, device=image.device)
     for channel, mine in zip(torch.split(image, 1), torch.split(result, 1), strict=True):
         mean, deviation = _moments(channel)

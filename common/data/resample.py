@@ -16,7 +16,7 @@ SLAB_VOXELS = 2**18  # on a CPU as much is worked on at once as stays in its cac
 def to_working(voxels: torch.Tensor, grid: WorkingGrid, *, nearest: bool) -> torch.Tensor:
     """Carry voxels [C, z, y, x] (a NIfTI file's order in memory) to the crop of the working grid, [C, X, Y, Z].
 
-    They are float32, or keep their dtype where nothing is interpolated, as where the `nearest` one is taken.
+    They are float32, or keep their dtype where nothing is interpolated.
     """
     if not grid.separable:
         matrix = np.linalg.solve(np.asarray(grid.native_affine), grid.affine)
@@ -54,7 +54,9 @@ def resample(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> torch.Ten
         volume = _in_planes(volume, inner)
     depth = _slab_depth(volume)
     for start in range(0, shape[0], depth):
-        slab = _along(volume, 0, outer.part(start, start + depth))
+        rows = slice(start, start + depth)
+        weight = None if outer.weight is None else outer.weight[rows]
+        slab = _along(volume, 0, _Steps(outer.lower[rows], outer.upper[rows], weight))
         result[start : start + depth] = _in_planes(slab, inner) if outer_first else slab
     return result
 
@@ -88,10 +90,6 @@ class _Steps(NamedTuple):
     lower: torch.Tensor  # int64 [m]
     upper: torch.Tensor  # int64 [m]
     weight: torch.Tensor | None  # float32 [m] in [0, 1)
-
-    def part(self, start: int, stop: int) -> "_Steps":
-        weight = None if self.weight is None else self.weight[start:stop]
-        return _Steps(self.lower[start:stop], self.upper[start:stop], weight)
 
 
 def _needed(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> tuple[torch.Tensor, list[_Steps]]:

@@ -57,7 +57,7 @@ def sample_mean(ranks: Ranks) -> Callable[[Tensor, Tensor], Tensor]:
 def tiny_batches(ranks: Ranks, steps: int, before: Callable[[int], None] = lambda step: None) -> Batches:
     """Return rows of noise with a bright cube to find; `before` is called at each step, to wait, hang or fail."""
 
-    def epoch(number: int, first_step: int) -> Generator[Batch, None, None]:
+    def epoch(number: int, first_step: int = 0) -> Generator[Batch, None, None]:
         for step in range(first_step, steps):
             before(number * steps + step)
             generator = torch.Generator().manual_seed(1000 * number + step)

@@ -237,7 +237,7 @@ def test_a_run_takes_two_steps_validates_each_and_ends_what_made_the_others(tmp_
     def noted(*given):
         batches = tiny_batches(*given)
 
-        def epoch(number, first_step):
+        def epoch(number, first_step=0):
             try:
                 for batch in batches.epoch(number, first_step):
                     made.append(number)
@@ -245,7 +245,7 @@ def test_a_run_takes_two_steps_validates_each_and_ends_what_made_the_others(tmp_
             finally:
                 ended.append(number)
 
-        return replace(batches, open=epoch)
+        return replace(batches, epoch=epoch)
 
     monkeypatch.setattr("tests.common.training.fit_worker.tiny_batches", noted)
     fitted = train({"run": str(tmp_path), "fast_dev_run": True, "epochs": 2, "steps": 50})
