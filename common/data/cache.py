@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,48 +54,36 @@ class CaseCache:
     load: Callable[[int], CachedCase]  # from a number to the case in its place; called in threads
     ahead: int | None = None  # cases loaded ahead. None holds none, and asks `load` at every use
     epochs: float = math.inf  # of the run; for later ones nothing is loaded ahead
-    _here: dict[int, CachedCase] = field(default_factory=dict)
-    _coming: dict[int, Future[CachedCase]] = field(default_factory=dict)
-    _pool: ThreadPoolExecutor | None = None
+    _held: dict[int, CachedCase] = field(default_factory=dict)
 
     @contextmanager
     def epoch(self, number: int) -> Iterator[np.ndarray]:
-        """Have the cases of one epoch while it lasts, and load ahead for the next; yield their numbers, int64 [n]."""
-        numbers = self.cases_of(number)
+        """Have the cases of one epoch while it lasts, and load ahead for the next; yield their numbers, int64 [n].
+
+        What fails ahead fails again, and is raised, where it is wanted. No thread stays behind, however it is left.
+        """
+        numbers, new = self.cases_of(number), list[int]()
         if self.ahead is not None:
-            self._bring(numbers.tolist())
+            self._held = {each: self._held[each] for each in numbers.tolist() if each in self._held}
+            self._hold([each for each in numbers.tolist() if each not in self._held])
             following = self.cases_of(number + 1).tolist() if number + 1 < self.epochs else []
-            if new := [each for each in following if each not in self._here][: self.ahead]:
-                self._pool = ThreadPoolExecutor(1, "cases ahead")  # its thread ends when all are loaded
-                self._coming = {each: self._pool.submit(self.load, each) for each in new}
-                self._pool.shutdown(wait=False)
+            new = [each for each in following if each not in self._held][: self.ahead]
+        pool = ThreadPoolExecutor(1, "cases ahead")
         try:
+            for each in new:
+                pool.submit(self._hold, [each])
             yield numbers
-        except BaseException:  # the epoch is left early, for whatever reason: no thread stays behind
-            self._cancel()
-            raise
+            pool.shutdown()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def case(self, number: int) -> CachedCase:
         """Return a case of the present epoch."""
-        return self.load(number) if self.ahead is None else self._here[number]
+        return self.load(number) if self.ahead is None else self._held[number]
 
-    def _bring(self, wanted: list[int]) -> None:
-        """Have the wanted cases here and no other."""
-        for number in self._here.keys() - set(wanted):
-            del self._here[number]
-        try:
-            self._here |= {number: self._coming[number].result() for number in wanted if number in self._coming}
-        finally:
-            self._cancel()
-        missing = [number for number in wanted if number not in self._here]
-        loaded = map_in_threads(self.load, missing, "loading cases", progress=False)
-        self._here |= zip(missing, loaded, strict=True)
-
-    def _cancel(self) -> None:
-        """Cancel what has not begun, wait for what has, and end the thread."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        self._coming, self._pool = {}, None
+    def _hold(self, numbers: list[int]) -> None:
+        loaded = map_in_threads(self.load, numbers, "loading cases", progress=False)
+        self._held |= zip(numbers, loaded, strict=True)
 
 
 def fill_cache(

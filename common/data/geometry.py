@@ -52,7 +52,7 @@ class WorkingGrid:
     @cached_property
     def affine(self) -> np.ndarray:
         """[4, 4] float64: voxel index in the whole working grid to RAS mm."""
-        return _working_affine(self._oriented_affine, self.oriented_shape, self.spacing)[0]
+        return working_affine(self._oriented_affine, self.oriented_shape, self.spacing)[0]
 
     @cached_property
     def separable(self) -> bool:
@@ -85,7 +85,7 @@ def working_grid(shape: Sequence[int], affine: np.ndarray, spacing: Sequence[flo
     right, anterior, superior = (float(value) for value in spacing)
     native, nowhere = tuple(tuple(map(float, row)) for row in affine), (0, 0, 0)
     grid = WorkingGrid(triple(shape), native, (right, anterior, superior), nowhere, nowhere, nowhere)
-    whole = _working_affine(grid._oriented_affine, grid.oriented_shape, grid.spacing)[1]
+    whole = working_affine(grid._oriented_affine, grid.oriented_shape, grid.spacing)[1]
     return replace(grid, shape=whole, crop_shape=whole)
 
 
@@ -105,14 +105,29 @@ def box_above(volume: torch.Tensor, bound: float) -> Box | None:
     return tuple(box)
 
 
-def _working_affine(oriented: np.ndarray, shape: Shape, spacing: Sequence[float]) -> tuple[np.ndarray, Shape]:
-    """Return affine and shape of the working grid. Source: `monai.transforms.Spacing.__call__`."""
-    current = affine_to_spacing(oriented)
+def working_affine(oriented: np.ndarray, shape: Shape, spacing: Sequence[float]) -> tuple[np.ndarray, Shape]:
+    """Return affine and shape of the working grid of oriented voxels.
+
+    Source: `monai.transforms.Spacing.__call__`; `affine_to_spacing`, `zoom_affine`, `compute_shape_offset` in
+    `monai.data.utils`.
+    """
+    current = np.sqrt(np.sum(oriented[:3, :3] * oriented[:3, :3], axis=0))
     target = np.where(np.abs(current - spacing) <= AFFINE_TOL, current, spacing)
-    affine = zoom_affine(oriented, target)
-    whole, offset = compute_shape_offset(shape, oriented, affine)
-    affine[:3, 3] = offset
-    return np.asarray(affine, np.float64), triple(whole)
+    sheared = np.linalg.cholesky(oriented[:3, :3].T @ oriented[:3, :3]).T
+    rotation = oriented[:3, :3] @ np.linalg.inv(sheared)
+    affine = np.eye(4)
+    affine[:3, :3] = rotation @ np.diag(np.sign(np.diag(sheared)) * np.abs(target))
+    sides = np.array(shape, float)
+    corners = np.asarray(np.meshgrid(*((0.0, side - 1.0) for side in sides), indexing="ij")).reshape(3, -1)
+    corners = np.concatenate((corners, np.ones_like(corners[:1])))
+    reached = (np.linalg.solve(affine, oriented) @ corners)[:3]
+    whole = np.round(np.ptp(reached, axis=1) + 1.0)
+    affine[:3, 3] = oriented[:3, :3] @ (sides / 2.0) + oriented[:3, 3] - affine[:3, :3] @ (whole / 2.0)
+    for number, corner in enumerate((oriented @ corners)[:3].T):
+        if np.allclose(np.min(reached - reached[:, number : number + 1], 1), 0.0, rtol=AFFINE_TOL):
+            affine[:3, 3] = corner
+            break
+    return affine, triple(whole)
 
 
 def _positions(
@@ -141,41 +156,11 @@ def triple(values: Iterable[Any]) -> Shape:
     return x, y, z
 
 
-# Functions of these names in `monai.data.utils` and `monai.networks.utils` are the source of the following.
-
-
-def affine_to_spacing(affine: np.ndarray) -> np.ndarray:
-    """Return the spacing, [3] mm, along the axes of the voxels; 1 for an axis without length."""
-    spacing: np.ndarray = np.sqrt(np.sum(affine[:3, :3] * affine[:3, :3], axis=0))
-    return np.where(spacing == 0, 1.0, spacing)
-
-
-def zoom_affine(affine: np.ndarray, spacing: np.ndarray) -> np.ndarray:
-    """Return the affine of this rotation and a spacing, [3] mm, without shear and translation."""
-    matrix, result = affine[:3, :3], np.eye(4)
-    sheared = np.linalg.cholesky(matrix.T @ matrix).T
-    rotation = matrix @ np.linalg.inv(sheared)
-    result[:3, :3] = rotation @ np.diag(np.sign(np.diag(sheared)) * np.abs(spacing))
-    return result
-
-
-def compute_shape_offset(shape: Sequence[int], source: np.ndarray, target: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """Return the shape that voxels [X, Y, Z] of the affine `source` have with `target`, and its translation, [3] mm."""
-    sides = np.array(shape, float)
-    corners = np.asarray(np.meshgrid(*((0.0, side - 1.0) for side in sides), indexing="ij")).reshape(3, -1)
-    corners = np.concatenate((corners, np.ones_like(corners[:1])))
-    reached = (np.linalg.solve(target, source) @ corners)[:3]
-    corners = source @ corners
-    whole = np.round(np.ptp(reached, axis=1) + 1.0)
-    for corner in range(8):
-        if np.allclose(np.min(reached - reached[:, corner : corner + 1], 1), 0.0, rtol=AFFINE_TOL):
-            return whole.astype(int).tolist(), corners[:3, corner]
-    middle = source[:3, :3] @ (sides / 2.0) + source[:3, 3]
-    return whole.astype(int).tolist(), middle - target[:3, :3] @ (whole / 2.0)
-
-
 def to_norm_affine(affine: np.ndarray, source: Sequence[int], target: Sequence[int]) -> np.ndarray:
-    """Return an affine from voxels of a shape `target` to those of `source` for coordinates in [-1, 1]."""
+    """Return an affine from voxels of a shape `target` to those of `source` for coordinates in [-1, 1].
+
+    Source: `monai.networks.utils.to_norm_affine`.
+    """
     to_source, to_target = np.eye(4), np.eye(4)
     for matrix, shape in ((to_source, source), (to_target, target)):
         matrix[:3] = np.column_stack((np.diag(2.0 / np.array(shape)), 1.0 / np.array(shape) - 1.0))

@@ -1,7 +1,6 @@
 import itertools
 import shutil
 import threading
-import time
 import warnings
 import weakref
 from functools import lru_cache
@@ -220,14 +219,6 @@ def smart(loads, count=5, held=4, replaced=1, **settings) -> CaseCache:
     )
 
 
-def wait(cache: CaseCache) -> None:
-    for future in cache._coming.values():
-        future.exception()
-    until = time.monotonic() + 10
-    while ahead() and time.monotonic() < until:  # the thread ends a moment after its last case
-        time.sleep(0.01)
-
-
 def ahead() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("cases ahead")]
 
@@ -239,12 +230,21 @@ def test_only_what_is_new_is_loaded_and_in_the_background():
         with cache.epoch(epoch) as numbers:
             assert numbers.tolist() == smart_indices(5, 4, 1, epoch).tolist()
             assert [cache.case(number).name for number in numbers] == [f"case{number}" for number in numbers]
-            wait(cache)
-            following = [[0, 1, 2, 3], [4], [0], [1], [2], [3]][epoch + 1]
-            assert sorted(loads.loaded) == sorted(new + following)
-            assert all(loads.threads[number].startswith("cases ahead") for number in following)
+        following = [[0, 1, 2, 3], [4], [0], [1], [2], [3]][epoch + 1]
+        assert sorted(loads.loaded) == sorted(new + following)
         loads.loaded = following
-    assert ahead() == []
+        assert ahead() == []
+
+
+def test_the_training_does_not_wait_for_what_is_loaded_ahead():
+    trained = threading.Event()
+
+    def load(number):
+        assert number < 4 or trained.wait(10)
+        return placed(prepared(number % 5), "ram")
+
+    with smart(load, count=8, held=4, replaced=2).epoch(0):
+        trained.set()
 
 
 @pytest.mark.parametrize("epochs", [[0, 1, 2, 3, 9, 10, 4], [0, 1, 2, 3]])
@@ -254,7 +254,6 @@ def test_memory_never_holds_more_than_an_epoch_and_what_comes(epochs):
     batches = crop_batches([cache], 1, 3)
     for epoch in epochs:  # any epoch can be jumped to
         assert len(list(batches.epoch(epoch))) == 2
-        wait(cache)
     assert loads.most == 8
 
 
@@ -266,12 +265,11 @@ def test_a_case_that_fails_ahead_fails_the_next_epoch():
 
     cache = smart(load, count=8, held=4, replaced=2)
     with cache.epoch(0):
-        wait(cache)
+        pass
     with pytest.raises(OSError, match="no such entry"), cache.epoch(1):
         pass
     with cache.epoch(0) as numbers:  # what is sound can still be had
         assert numbers.tolist() == [0, 1, 2, 3]
-    wait(cache)
     assert ahead() == []
 
 
@@ -300,7 +298,7 @@ def test_nothing_is_loaded_for_an_epoch_after_the_last():
     cache = smart(loads, epochs=2)
     for epoch in range(2):
         with cache.epoch(epoch):
-            wait(cache)
+            pass
     assert sorted(loads.loaded) == [0, 1, 2, 3, 4]
 
 
