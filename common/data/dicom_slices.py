@@ -1,6 +1,6 @@
 """DICOM files by themselves: found below a folder, their headers read, checked and decoded; no patient is ever named.
 
-What pydicom says of a file, quoting it, is not passed on. It is imported where a file is asked for: it takes long.
+What pydicom says of a file, quoting it, is not passed on.
 """
 
 import io
@@ -17,6 +17,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pydicom
+from pydicom.encaps import get_frame
+from pydicom.errors import BytesLengthException, InvalidDicomError
+from pydicom.misc import is_dicom
+from pydicom.pixels.decoders.base import get_decoder
+from pydicom.uid import JPEG2000, UID, DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian, JPEG2000Lossless
 
 MAX_HEADER = 2**24  # bytes of a deflated file before its pixels
 GEOMETRY = {"Rows": 1, "Columns": 1, "PixelSpacing": 2, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
@@ -26,6 +32,11 @@ TAGS = [
     "NumberOfFrames", "PhotometricInterpretation", "SliceThickness", "RescaleSlope", "RescaleIntercept",
     "ModalityLUTSequence",
 ]  # fmt: skip
+# What pydicom and its decoders raise on damaged files; caught where they are called, and nowhere else.
+BROKEN: tuple[type[Exception], ...] = (
+    OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error,
+    zlib.error, BytesLengthException, InvalidDicomError,
+)  # fmt: skip
 T = TypeVar("T")
 
 
@@ -54,8 +65,6 @@ class Slice:
     @property
     def kind(self) -> str:
         """The name of its SOP class, such as "CT Image Storage"."""
-        from pydicom.uid import UID
-
         return UID(self.text("SOPClassUID")).name
 
 
@@ -75,8 +84,6 @@ def sequence_of(text: str) -> str:
 
 def quiet_dicom() -> None:
     """Keep pydicom and highdicom from quoting a file in a log or a warning, from now on: they may name the patient."""
-    import pydicom
-
     for library in ("pydicom", "highdicom"):
         logging.getLogger(library).setLevel(logging.CRITICAL + 1)
     pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
@@ -98,9 +105,6 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 def read_slice(path: Path) -> Slice | None:
     """Return what a header says, nothing where it is damaged; None for a file that is no DICOM."""
-    import pydicom
-    from pydicom.misc import is_dicom
-
     if not path.is_file() or not ask(lambda: is_dicom(path), True):  # a named pipe would wait for ever
         return None
     header = ask(lambda: pydicom.dcmread(inflated(path, 0), None, True, specific_tags=TAGS), pydicom.Dataset())
@@ -112,9 +116,6 @@ def inflated(path: Path, pixels: int) -> Path | io.BytesIO:
 
     pydicom would inflate all of it, a thousand times the file's size perhaps, even for a header.
     """
-    import pydicom
-    from pydicom.uid import DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian
-
     meta = pydicom.filereader.read_file_meta_info(path)
     deflated = DeflatedExplicitVRLittleEndian.encode()
     if meta.TransferSyntaxUID.encode() != deflated:
@@ -129,23 +130,12 @@ def ask(question: Callable[[], T], otherwise: T) -> T:
     """Return what pydicom answers, or something else where a damaged file makes it raise."""
     try:
         return question()
-    except broken():
+    except BROKEN:
         return otherwise
-
-
-def broken() -> tuple[type[Exception], ...]:
-    """Return what pydicom and its decoders raise on damaged files; caught where they are called, and nowhere else."""
-    from pydicom.errors import BytesLengthException, InvalidDicomError
-
-    usual = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
-    return (*usual, struct.error, zlib.error, BytesLengthException, InvalidDicomError)
 
 
 def check_image(one: Slice) -> None:
     """Refuse what is not one grey image with a place in space, values that are known, and a codec that is."""
-    from pydicom.pixels.decoders.base import get_decoder
-    from pydicom.uid import UID
-
     name, frames = one.name, sum(one.numbers("NumberOfFrames"))
     if "Enhanced" in one.kind or frames > 1:
         raise ValueError(f"{name} is an enhanced multi-frame image ({frames:.0f} frames): export single-frame slices")
@@ -174,10 +164,6 @@ def scale_of(one: Slice) -> tuple[float, ...]:
 
 def decode_slice(one: Slice) -> np.ndarray:
     """Return the stored values of a slice, [Y, X], any integer type."""
-    import pydicom
-    from pydicom.encaps import get_frame
-    from pydicom.uid import JPEG2000, JPEG2000Lossless
-
     due = tuple(int(*one.numbers(keyword)) for keyword in ("Rows", "Columns"))
 
     def decoded() -> np.ndarray:

@@ -14,7 +14,7 @@ from pydicom.sr.codedict import codes
 from pydicom.uid import generate_uid
 
 from medspeed.common.data.dicom import DicomSeries
-from medspeed.common.data.dicom_slices import broken, quiet_dicom
+from medspeed.common.data.dicom_slices import BROKEN, quiet_dicom
 from medspeed.common.files import atomic_path
 from medspeed.common.inference.labels import Region
 
@@ -89,7 +89,7 @@ def write_seg(
     try:
         sources = [_source(file, keep_patient) for file in series.files]
         image = Segmentation(source_images=sources, **given, **_ATTRIBUTES)
-    except broken():  # pydicom's and highdicom's may quote the patient: they are not chained
+    except BROKEN:  # pydicom's and highdicom's may quote the patient: they are not chained
         raise refusal from None
     _set_distance(image, sources)
     content = io.BytesIO()

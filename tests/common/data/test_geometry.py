@@ -26,7 +26,7 @@ def test_each_step_equals_monais_bit_for_bit(seed):
     affine, spacing = random_affine(seed), rng.choice([0.5, 1.0, 1.5, 2.0, 8.0], 3)
     shape = [int(side) for side in rng.integers(1, 300, 3)]
     spacing[0] = monai.affine_to_spacing(affine)[0] + rng.choice([-5e-4, 1e-2])  # nearly the file's own, which is kept
-    found, whole = working_affine(affine, triple(shape), spacing)
+    found, whole = working_affine(affine, triple(shape), spacing.tolist())
     own = monai.affine_to_spacing(affine)
     zoomed = monai.zoom_affine(affine, np.where(np.abs(own - spacing) <= 1e-3, own, spacing), diagonal=False)
     due, offset = monai.compute_shape_offset(shape, affine, zoomed)
