@@ -77,7 +77,7 @@ def cut(
     size: Shape,
     device: torch.device,
 ) -> Crops:
-    """Cut one crop from each of these cases, which lie by themselves; the host never waits for the device.
+    """Cut one crop from each of N cases, which lie by themselves; the host never waits for the device.
 
     Args:
         cases: [N], all in host memory or all on the device.
@@ -124,10 +124,6 @@ def crops_of_table(table: torch.Tensor, image: torch.Tensor, label: torch.Tensor
 
         made: Crops = gathered_crops(image, label, table, size, *form)
         return made
-    return _gather(table, image, label, size)
-
-
-def _gather(table: torch.Tensor, image: torch.Tensor, label: torch.Tensor, size: Shape) -> Crops:
     first, *steps = table[:, :4].unbind(1)
     x, y, z = (step[:, None] * torch.arange(side, device=image.device) for step, side in zip(steps, size, strict=True))
     index = first[:, None, None, None] + x[:, :, None, None] + y[:, None, :, None] + z[:, None, None]

@@ -83,7 +83,9 @@ class _Listed(TypedDict):
     synthetic: NotRequired[bool]
 
 
-class _Names(TypedDict):
+class SplitNames(TypedDict):
+    """What a split file holds."""
+
     training: list[str]
     validation: list[str]
     held_out: NotRequired[bool]
@@ -179,7 +181,7 @@ def read_split(dataset: Dataset, path: Path) -> Split:
     if not path.is_file():
         due = "a fraction such as 0.2, a fraction and a seed such as 0.2:7, 'all', or a JSON file with the lists"
         raise FileNotFoundError(f"split {str(path)!r}: no such file; expected {due} training and validation")
-    content = read_as(path, _Names)
+    content = read_as(path, SplitNames)
     by_name = {case.name: case for case in dataset.cases}
     sides = content["training"], content["validation"]
     for names in sides:
@@ -195,27 +197,6 @@ def read_split(dataset: Dataset, path: Path) -> Split:
     unused = len(by_name) - len(training) - len(validation) + len(both)
     description = f"{len(training)} training and {len(validation)} validation cases ({unused} unused) named in {path}"
     return Split(training, validation, not both, description)
-
-
-def read_names(path: Path) -> Split:
-    """Return a split as `read_split` does, but without its dataset: its cases have names only, and are not checked."""
-    content = read_as(path, _Names)
-    training, validation = ([Case(name, Path(), None) for name in content[side]] for side in ("training", "validation"))
-    return Split(tuple(training), tuple(validation), content.get("held_out", True), str(path))
-
-
-def merged_split(splits: Sequence[Split]) -> Split:
-    """Return the split of several models together: what any was trained on, and the validation cases that none was.
-
-    Where each trained one of them, as in a cross-validation, all validation cases remain, not held out.
-    """
-    if len(splits) == 1:
-        return splits[0]
-    training = {case for split in splits for case in split.training}
-    validation = {case for split in splits for case in split.validation}
-    unseen = validation - training if all(split.held_out for split in splits) else set()
-    description = f"{len(training)} cases trained at least one of {len(splits)} models, {len(unseen)} none of them"
-    return Split(tuple(sorted(training)), tuple(sorted(unseen or validation)), bool(unseen), description)
 
 
 def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case, ...]:

@@ -1,11 +1,11 @@
 """Headers of NIfTI, NRRD and MetaImage files (.nii, .nii.gz, .nrrd, .mha): where the voxels are, and what they mean.
 
-All are read here: SimpleITK (ITK 5.4) takes a damaged compressed .mha and metres for mm without an error, and opens
-whatever other file a header names.
+SimpleITK (ITK 5.4) takes a damaged .mha and metres for mm without an error, and opens whatever file a header names.
 """
 
 import gzip
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -138,13 +138,12 @@ def _warn_once(said: str) -> None:
 
 def _nifti_scale(header: nibabel.Nifti1Header, path: Path) -> tuple[float, float] | None:
     """Return scl_slope and scl_inter; a slope of 0 or not-a-number means that there are none."""
-    if np.isinf(header["scl_slope"]):
-        raise ValueError(f"{path}: scl_slope is infinite: correct its header")
-    try:
-        slope, inter = header.get_slope_inter()
-    except HeaderDataError as error:
-        raise ValueError(f"{path}: scl_slope is valid but scl_inter is not ({error}): correct its header") from error
-    return None if slope is None or (slope, inter) == (1.0, 0.0) else (slope, inter)
+    slope, inter = float(header["scl_slope"]), float(header["scl_inter"])
+    if slope == 0 or math.isnan(slope):
+        return None
+    if not (math.isfinite(slope) and math.isfinite(inter)):
+        raise ValueError(f"{path}: scl_slope is {slope:g}, scl_inter {inter:g}, expected numbers: correct its header")
+    return None if (slope, inter) == (1.0, 0.0) else (slope, inter)
 
 
 def text_header(path: Path) -> Header:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from medspeed.common.clock import Clock, repeated
-from medspeed.common.data.dataset import Case, make_synthetic, merged_split, read_dataset, read_names
+from medspeed.common.data.dataset import Case, Split, SplitNames, make_synthetic, read_dataset
 from medspeed.common.data.fingerprint import Fingerprint
 from medspeed.common.data.preparation import PreparedCase, prepare_case, prepare_volume
 from medspeed.common.data.threads import map_in_threads
@@ -26,6 +26,7 @@ from medspeed.common.export.model_card import filled, model_card, read_if_there,
 from medspeed.common.export.onnx_model import OPSET, numbers, read_metadata
 from medspeed.common.export.options import ExportConfig
 from medspeed.common.files import check_digest, read_as, sha256_of, write_json
+from medspeed.common.inference.evaluation import merged_split
 from medspeed.common.inference.measure import read_figures
 from medspeed.common.inference.model import Ensemble, VolumeModel, initialise, save_weights, write_model
 from medspeed.common.inference.predict import sample_windows
@@ -199,6 +200,12 @@ def write_ensemble(folder: Path, app: str, model: VolumeModel, runs: Sequence[Pa
         write_json(folder / f"{name}.json", content)
 
 
+def _read_names(path: Path) -> Split:
+    content = read_as(path, SplitNames)
+    training, validation = ([Case(name, Path(), None) for name in content[side]] for side in ("training", "validation"))
+    return Split(tuple(training), tuple(validation), content.get("held_out", True), str(path))
+
+
 def _data_of(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """Return "summary", "split" (by the names of cases: their dataset may have been moved) and "fingerprint"."""
     data = [read_if_there(run / "summary.json").get("data", {}) for run in runs]
@@ -206,7 +213,7 @@ def _data_of(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
     if any(each.get("synthetic") for each in data):
         summary["data"] = {**summary["data"], "synthetic": True}
     content: dict[str, dict[str, Any]] = {"summary": summary} if any(data) else {}
-    if splits := [read_names(run / "split.json") for run in runs if (run / "split.json").is_file()]:
+    if splits := [_read_names(run / "split.json") for run in runs if (run / "split.json").is_file()]:
         split = merged_split(splits)
         summary["cases"] = {"training": len(split.training), "validation": len(split.validation)}
         content["split"] = split.to_json()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from medspeed.common.console import say
-from medspeed.common.data.dataset import SUFFIXES, Dataset, merged_split, read_dataset, read_split
+from medspeed.common.data.dataset import SUFFIXES, Dataset, Split, read_dataset, read_split
 from medspeed.common.data.threads import map_in_threads, usable_cores
 from medspeed.common.data.volumes import read_header, read_volume
 from medspeed.common.files import plural, printable, read_object
@@ -145,3 +145,17 @@ def _segmented(runs: Sequence[Path], data: Path, output: Path, model: VolumeMode
         say(f"the {len(cases)} validation cases of the run{held_out}", "warning" if held_out else "note")
     segment_scans(InferConfig(tuple(runs), data, output, overlays=False), model, [case.image for case in cases])
     return {case.name: (output / case.image.name, case.label) for case in cases if case.label}
+
+
+def merged_split(splits: Sequence[Split]) -> Split:
+    """Return the split of several models together: what any was trained on, and the validation cases that none was.
+
+    Where each trained one of them, as in a cross-validation, all validation cases remain, not held out.
+    """
+    if len(splits) == 1:
+        return splits[0]
+    training = {case for split in splits for case in split.training}
+    validation = {case for split in splits for case in split.validation}
+    unseen = validation - training if all(split.held_out for split in splits) else set()
+    description = f"{len(training)} cases trained at least one of {len(splits)} models, {len(unseen)} none of them"
+    return Split(tuple(sorted(training)), tuple(sorted(unseen or validation)), bool(unseen), description)

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from medspeed.common.data.dataset import (
     Case,
     Dataset,
-    Split,
     make_synthetic,
-    merged_split,
     read_dataset,
     split_cases,
 )
@@ -271,17 +269,6 @@ def test_reads_the_real_lists(real_data):
     assert (len(brain.modality), len(brain.labels), len(brain.cases)) == (2, 4, 3)
     with pytest.raises(FileNotFoundError, match="41 of 82 listed files are missing: imagesTr/spleen_"):
         read_dataset(real_data / "msd_spleen_labels")
-
-
-def test_several_models_are_judged_on_what_none_was_trained_on():
-    a, b, c, d = (Case(name, Path(name), Path(name)) for name in "abcd")
-    first, second = Split((c, d), (a, b), True, ""), Split((a, d), (b, c), True, "")
-    assert merged_split([first]) == first
-    merged = merged_split([first, second])
-    assert (merged.training, merged.validation, merged.held_out) == ((a, c, d), (b,), True)
-    folds = merged_split([Split((b,), (a,), True, ""), Split((a,), (b,), True, "")])
-    assert (folds.training, folds.validation, folds.held_out) == ((a, b), (a, b), False)
-    assert not merged_split([first, Split((a, b), (a, b), False, "")]).held_out
 
 
 def test_a_set_is_made_once(tmp_path, monkeypatch):

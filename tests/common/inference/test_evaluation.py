@@ -15,10 +15,11 @@ from scipy.spatial import KDTree
 from scipy.spatial.distance import dice as dissimilarity
 from skimage.measure import regionprops
 
+from medspeed.common.data.dataset import Case, Split
 from medspeed.common.data.label_files import write_label
 from medspeed.common.data.volumes import Volume
 from medspeed.common.inference import evaluation, scores
-from medspeed.common.inference.evaluation import evaluate_folders, run_evaluation
+from medspeed.common.inference.evaluation import evaluate_folders, merged_split, run_evaluation
 from medspeed.common.inference.labels import LabelScheme, one_region_per_label
 from medspeed.common.inference.options import EvaluateConfig
 from medspeed.common.inference.scores import Evaluation, score
@@ -484,3 +485,14 @@ def test_a_run_is_evaluated_on_what_it_has_not_seen_of_its_dataset(kind, folders
     said = capsys.readouterr().out
     assert ("the 1 validation cases of the run" in said) == (kind != "another")
     assert ("NOT HELD OUT" in said) == (kind == "trained on")
+
+
+def test_several_models_are_judged_on_what_none_was_trained_on():
+    a, b, c, d = (Case(name, Path(name), Path(name)) for name in "abcd")
+    first, second = Split((c, d), (a, b), True, ""), Split((a, d), (b, c), True, "")
+    assert merged_split([first]) == first
+    merged = merged_split([first, second])
+    assert (merged.training, merged.validation, merged.held_out) == ((a, c, d), (b,), True)
+    folds = merged_split([Split((b,), (a,), True, ""), Split((a,), (b,), True, "")])
+    assert (folds.training, folds.validation, folds.held_out) == ((a, b), (a, b), False)
+    assert not merged_split([first, Split((a, b), (a, b), False, "")]).held_out
