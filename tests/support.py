@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import VolumeModel
+from medspeed.common.training.state import load_checkpoint
 from medspeed.models.unet3d import unet3d
 
 # Operators whose result reaches Python, or whose output size depends on values: on a GPU the host waits for them.
@@ -26,6 +28,13 @@ SYNCHRONISING = {
     "aten::unique_dim",
     "aten::bincount",
 }
+
+
+def last_weights(run: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a run's last checkpoint."""
+    found = load_checkpoint(run / "checkpoints")
+    assert found is not None, run
+    return found[0]
 
 
 def unet_model(

@@ -2,8 +2,6 @@
 
 import io
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,15 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from medspeed.common.files import flush_to_disk, from_json, names_folder, printable, sha256_of
+from medspeed.common.files import flush_to_disk, from_json, names_folder, printable
 from medspeed.common.inference.model import UNREADABLE, first_line, load_weights, save_weights
 from medspeed.common.run import Run
 from medspeed.common.training.optimizers import Novograd
 
 VALIDATIONS_HELD = 3  # validations in a row that must reach a target: one may be luck
 _KEPT = ("epoch", "step", "best", "best_epoch", "last", "recent")  # attributes that a checkpoint holds as they are
-_WEIGHTS, _STATE, _DIGEST = "weights.safetensors", "state.pt", "state.pt.sha256"
-_PREFIX = "epoch-"
+_STATE = "state of the training"  # beside the weights in a checkpoint: what torch.save makes of it, uint8
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,7 @@ class TrainingState:
         try:
             self._take_over(*found)
         except (*UNREADABLE, OverflowError) as error:
-            remedy = "remove the link and the folder it points to, to resume from the checkpoint before it"
+            remedy = "remove the link and the file it points to, to resume from the checkpoint before it"
             said = f"does not fit this run ({first_line(error)}); start a new run, or {remedy}"
             raise ValueError(f"{self._folder / 'last'}: {said}") from error
 
@@ -201,7 +198,7 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint as `folder/epoch-E-step-N`, point `folder/last` at it, then remove all but the one before.
 
-    The folder appears by one rename after all bytes have reached the disk, so a process killed at any moment leaves the
+    The file appears by one rename after all bytes have reached the disk, so a process killed at any moment leaves the
     earlier checkpoint or the new one, each whole.
 
     The position is the epoch, and the steps done in it; the state has tensors and plain containers only.
@@ -209,22 +206,12 @@ def save_checkpoint(
     Raises:
         OSError: the disk is full or read-only; names the folder; the earlier checkpoint is then still there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    final = folder / "{}{:06d}-step-{:06d}".format(_PREFIX, *position)
-    stream = io.BytesIO()  # torch.save into a file says nothing of a full disk
+    final = folder / "epoch-{:06d}-step-{:06d}.safetensors".format(*position)
+    stream = io.BytesIO()
     torch.save(state, stream)
     with names_folder(folder):
-        part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
-        try:
-            save_weights(part / _WEIGHTS, weights, {})
-            (part / _STATE).write_bytes(stream.getvalue())
-            (part / _DIGEST).write_text(sha256_of(part / _STATE))
-            for path in (part / _STATE, part / _DIGEST, part):
-                flush_to_disk(path)
-            if not final.exists():  # a resumed run stands where its checkpoint already is
-                part.rename(final)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        if not final.exists():  # a resumed run stands where its checkpoint already is
+            save_weights(final, weights | {_STATE: torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)}, {})
         link = folder / ".part-last"
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
@@ -232,7 +219,7 @@ def save_checkpoint(
         flush_to_disk(folder)
     kept = [final, *[each for each in _complete(folder) if each < final][-1:]]  # the one before, until this is proven
     for other in set(_complete(folder)) - set(kept):
-        shutil.rmtree(other)
+        other.unlink()
     return final
 
 
@@ -243,21 +230,19 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, An
         ValueError: it cannot be read, for instance a pickle that asks to run code, or its bytes have changed.
     """
     for left in folder.glob(".part-*"):
-        # A link that was about to become `last` is a folder too, when asked.
-        left.unlink() if left.is_symlink() or not left.is_dir() else shutil.rmtree(left)
+        left.unlink()
     complete = _complete(folder)
     if not complete:
         return None
-    newest = complete[-1]
     try:
-        if (newest / _DIGEST).is_file() and (newest / _DIGEST).read_text() != sha256_of(newest / _STATE):
-            raise ValueError(f"{_STATE} has changed since it was written")
-        state = torch.load(newest / _STATE, map_location="cpu", weights_only=True)
-        return load_weights(newest / _WEIGHTS), state
+        weights = load_weights(complete[-1])
+        state = io.BytesIO(weights.pop(_STATE).numpy().tobytes())
+        return weights, torch.load(state, map_location="cpu", weights_only=True)
     except (*UNREADABLE, OSError) as error:
         remedy = f"resume from {complete[-2].name}" if len(complete) > 1 else "start over"
-        raise ValueError(f"{newest}: cannot be loaded safely ({first_line(error)}); remove it to {remedy}") from error
+        said = f"cannot be loaded safely ({first_line(error)}); remove it to {remedy}"
+        raise ValueError(f"{complete[-1]}: {said}") from error
 
 
 def _complete(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+    return sorted(folder.glob("epoch-*"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medspeed.common.inference.model import load_weights
+from tests.support import last_weights
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,7 +52,7 @@ def test_two_ranks_have_the_losses_and_the_weights_of_one(runs):
     one, two = losses(runs / "1"), losses(runs / "2")
     assert len(one) == len(two) == 20
     assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4
-    weights, others = (load_weights(runs / name / "checkpoints/last/weights.safetensors") for name in ("1", "2"))
+    weights, others = (last_weights(runs / name) for name in ("1", "2"))
     assert max(float((weights[name] - others[name]).abs().max()) for name in weights) < 1e-5
 
 

@@ -19,11 +19,11 @@ from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.monai_batches import monai_crops
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.training.config import Parallel
 from medspeed.common.training.volume_config import Crops, Network, Windows
 from medspeed.data_scripts.make_phantoms import make_mri_phantoms
+from tests.support import last_weights
 
 TINY: dict[str, Any] = {
     "split": "0.2",
@@ -49,10 +49,6 @@ def run(heads, store, tmp_path_factory, any_quality):
 
 def losses(folder):
     return [json.loads(line)["losses"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def last_weights(folder):
-    return load_weights(folder / "checkpoints" / "last" / "weights.safetensors")
 
 
 def equal_weights(one, other):

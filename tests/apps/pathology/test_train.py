@@ -11,9 +11,9 @@ import torch
 from medspeed.apps.pathology import infer
 from medspeed.apps.pathology.config import RECIPES, PathologyConfig, ScanConfig
 from medspeed.apps.pathology.train import main
-from medspeed.common.inference.model import load_weights
 from medspeed.common.training.fit import train_step
 from medspeed.data_scripts.make_slides import make_slides
+from tests.support import last_weights
 
 SIZE = 1024
 TINY: dict[str, Any] = {
@@ -155,7 +155,7 @@ def test_two_ranks_share_the_patches(slides, store, tmp_path):
 
 
 def assert_equal_weights(one: Path, other: Path) -> None:
-    first, second = (load_weights(each / "checkpoints" / "last" / "weights.safetensors") for each in (one, other))
+    first, second = (last_weights(each) for each in (one, other))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from medspeed.common.inference.model import load_weights
+from tests.support import last_weights
 
 RUN = [
     "--split", "0.25", "--spacing", "[6,6,6]", "--channels", "[4,8]",
@@ -28,7 +28,7 @@ def uninterrupted(start, phantoms, store, tmp_path_factory):
 
 
 def final_weights(folder):
-    return load_weights(folder / "checkpoints" / "last" / "weights.safetensors")
+    return last_weights(folder)
 
 
 def assert_same_end(folder, other):

@@ -17,6 +17,7 @@ from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.training.fit import train_step
 from medspeed.common.training.volume_config import Windows
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
+from tests.support import last_weights
 
 TINY: dict[str, Any] = {
     "split": "0.25",
@@ -196,7 +197,7 @@ def test_the_monai_recipes_run_and_resume_at_epoch_boundaries(recipe, phantoms, 
         main(replace(config, run=tmp_path / "cut"))
     monkeypatch.undo()
     main(replace(config, resume=tmp_path / "cut"))
-    one, other = (load_weights(tmp_path / name / "checkpoints" / "last" / "weights.safetensors")
+    one, other = (last_weights(tmp_path / name)
                   for name in ("whole", "cut"))  # fmt: skip
     assert all(torch.equal(one[name], other[name]) for name in one)
 

@@ -2,7 +2,6 @@ import os
 import pickle
 import re
 import resource
-import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ import time
 import pytest
 import torch
 
-from medspeed.common.inference.model import load_weights
+from medspeed.common.inference.model import load_weights, save_weights
 from medspeed.common.training.state import load_checkpoint, save_checkpoint
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}
@@ -34,14 +33,14 @@ def test_round_trip(tmp_path):
     assert all(torch.equal(found[0][name], WEIGHTS[name]) for name in WEIGHTS)
     assert found[1]["step"] == 7
     assert found[1]["losses"] == [0.5, 0.25]
-    assert (tmp_path / "last").resolve() == tmp_path / "epoch-000002-step-000007"
+    assert (tmp_path / "last").resolve() == tmp_path / "epoch-000002-step-000007.safetensors"
 
 
 def test_the_newest_and_the_one_before_are_kept(tmp_path):
     for position in [(0, 1), (0, 2), (1, 0)]:
         save_checkpoint(tmp_path, position, WEIGHTS, {"position": list(position)})
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "epoch-000000-step-000002", "epoch-000001-step-000000", "last"]  # fmt: skip
+        "epoch-000000-step-000002.safetensors", "epoch-000001-step-000000.safetensors", "last"]  # fmt: skip
     found = load_checkpoint(tmp_path)
     assert found is not None
     assert found[1]["position"] == [1, 0]
@@ -51,15 +50,17 @@ def test_nothing_there(tmp_path):
     assert load_checkpoint(tmp_path / "none") is None
 
 
-@pytest.mark.parametrize("function", ["torch.save", "save_weights", "flush_to_disk"])
+@pytest.mark.parametrize(
+    "function",
+    ["torch.save", "medspeed.common.training.state.save_weights", "medspeed.common.files.flush_to_disk"],
+)
 def test_a_write_that_fails_keeps_the_checkpoint_before(tmp_path, monkeypatch, function):
     save_checkpoint(tmp_path, (0, 1), WEIGHTS, {"step": 1})
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    target = function if function.startswith("torch") else f"medspeed.common.training.state.{function}"
-    monkeypatch.setattr(target, full)
+    monkeypatch.setattr(function, full)
     with pytest.raises(OSError, match="No space left") as full_disk:
         save_checkpoint(tmp_path, (0, 2), WEIGHTS, {"step": 2})
     assert function == "torch.save" or full_disk.value.filename is not None
@@ -94,10 +95,8 @@ def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
         assert found[1]["step"] >= done
         assert torch.equal(found[0]["a"], torch.full((300_000,), float(found[1]["step"])))
         assert not list(tmp_path.glob(".part-*"))
-        for folder in tmp_path.glob("epoch-*"):
-            for file in folder.iterdir():
-                file.unlink()
-            folder.rmdir()
+        for file in tmp_path.glob("epoch-*"):
+            file.unlink()
 
 
 def test_what_a_killed_process_left_is_cleared_away(tmp_path):
@@ -105,9 +104,7 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path):
     whole = save_checkpoint(tmp_path, (1, 2), {"a": torch.ones(2)}, {"step": 2})
     (tmp_path / ".part-7").symlink_to(whole.name)
     (tmp_path / ".part-dangling").symlink_to("nowhere")
-    (tmp_path / ".part-8").mkdir()
-    (tmp_path / ".part-8" / "weights.safetensors").touch()
-    (tmp_path / ".part-9").touch()
+    (tmp_path / ".part-8").touch()
     checkpoint = load_checkpoint(tmp_path)
     assert checkpoint is not None
     assert torch.equal(checkpoint[0]["a"], torch.ones(2))
@@ -117,9 +114,9 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path):
 def test_a_pickled_bomb_is_named_and_never_runs(tmp_path):
     save_checkpoint(tmp_path, (0, 1), WEIGHTS, {"step": 1})
     marker = tmp_path / "executed"
-    (tmp_path / "epoch-000000-step-000001" / "state.pt").write_bytes(pickle.dumps(Bomb(marker), protocol=2))
-    (tmp_path / "epoch-000000-step-000001" / "state.pt.sha256").unlink()
-    with pytest.raises(ValueError, match=r"step-000001: cannot be loaded safely .* to start over"):
+    bomb = torch.frombuffer(bytearray(pickle.dumps(Bomb(marker), protocol=2)), dtype=torch.uint8)
+    save_weights((tmp_path / "last").resolve(), WEIGHTS | {"state of the training": bomb}, {})
+    with pytest.raises(ValueError, match=r"step-000001.safetensors: cannot be loaded safely .* to start over"):
         load_checkpoint(tmp_path)
     torch.save({"model": Bomb(marker)}, tmp_path / "model.pt")
     with pytest.raises(ValueError, match=r"model\.pt: cannot be loaded safely as a state dict"):
@@ -144,15 +141,15 @@ def test_a_full_disk_is_an_error_of_the_system_that_names_the_folder(tmp_path):
     assert found[1]["step"] == 1
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "state.pt"])
-def test_a_flipped_bit_is_refused_and_the_one_before_named(tmp_path, name):
+@pytest.mark.parametrize("place", [0.25, 0.75])  # of the state, and of the weights
+def test_a_flipped_bit_is_refused_and_the_one_before_named(tmp_path, place):
     for step in (1, 2):
         save_checkpoint(tmp_path, (0, step), {"a": torch.zeros(1000)}, {"optimizer": torch.zeros(1000)})
-    file = tmp_path / "last" / name
+    file = tmp_path / "last"
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 16
+    content[int(place * len(content))] ^= 16
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"has changed .* remove it to resume from epoch-000000-step-000001"):
         load_checkpoint(tmp_path)
-    shutil.rmtree(tmp_path / "epoch-000000-step-000002")
+    (tmp_path / "epoch-000000-step-000002.safetensors").unlink()
     assert load_checkpoint(tmp_path) is not None

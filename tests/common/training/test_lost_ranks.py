@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from medspeed.common.inference.model import load_weights
+from tests.support import last_weights
 
 FIT = "tests.common.training.fit_worker"
 LIMIT = 60.0  # seconds in which all must be over
@@ -17,7 +17,7 @@ SLOWED = {"epochs": 2, "steps": 20, "step_seconds": 0.05}
 
 
 def final_weights(run):
-    return load_weights(run / "checkpoints" / "last" / "weights.safetensors")
+    return last_weights(run)
 
 
 def losses(run):
@@ -87,7 +87,7 @@ def test_an_error_of_one_rank_is_seen_and_the_other_says_that_it_lost_it(start_r
     assert f"last -> {last}; " in lost
     assert f"resume={str(run)!r}" in lost
     assert "Traceback" not in texts[0] + texts[1]
-    assert Path(run / "checkpoints" / "last").resolve().name == "epoch-000001-step-000002"
+    assert Path(run / "checkpoints" / "last").resolve().stem == "epoch-000001-step-000002"
 
 
 def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on_exactly(uninterrupted, start_ranks, tmp_path):

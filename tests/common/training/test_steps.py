@@ -13,7 +13,6 @@ from medspeed.common.clock import Clock
 from medspeed.common.data.batches import Batch, crop_batches
 from medspeed.common.inference import Precision
 from medspeed.common.inference.labels import Region
-from medspeed.common.inference.model import load_weights
 from medspeed.common.kernels import trust
 from medspeed.common.ranks import SINGLE, Ranks
 from medspeed.common.run import Run
@@ -31,7 +30,7 @@ from tests import golden
 from tests.common.training.fit_worker import tiny_batches, train
 from tests.common.training.test_fit import held_on
 from tests.emulated_graph import Trace, emulated, record
-from tests.support import refuse_host_sync
+from tests.support import last_weights, refuse_host_sync
 
 CPU = torch.device("cpu")
 COUNT = 50
@@ -302,7 +301,7 @@ def test_when_no_graph_is_captured():
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
-    return load_weights(folder / "checkpoints" / "last" / "weights.safetensors")
+    return last_weights(folder)
 
 
 @pytest.mark.parametrize("norm", ["batch", pytest.param("group", marks=pytest.mark.slow)])

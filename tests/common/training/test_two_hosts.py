@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from medspeed.common.inference.model import load_weights
+from tests.support import last_weights
 
 HOSTS, ADDRESSES = ("medspeed-a", "medspeed-b"), ("10.77.0.1", "10.77.0.2")
 WISH = {"epochs": 2, "steps": 40, "step_seconds": 0.1, "checkpoint_seconds": 1.0}
@@ -89,6 +89,6 @@ def test_a_cut_cable_ends_both_hosts_and_the_run_goes_on_exactly(cable, start_no
         assert f"resume={str(run)!r}" in lines[0]
     statuses, texts = ends(start_nodes({**WISH, "run": str(run), "resume": True, "step_seconds": 0}, 29513), 120)
     assert statuses == [0, 0], texts
-    one, two = (load_weights(folder / "checkpoints" / "last" / "weights.safetensors") for folder in (whole, run))
+    one, two = (last_weights(folder) for folder in (whole, run))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "whole"]  # the leader alone wrote
