@@ -18,6 +18,7 @@ PARSER.add_argument("--json", type=Path, help="write all results to this JSON fi
 PARSER.add_argument("flags", nargs="*", help="flags of the app's train.py, after --")
 PARSER.answer(__name__)
 
+import math
 import os
 import sys
 import tempfile
@@ -104,8 +105,8 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
             few = replace(whole, epochs=epochs, validate_every=epochs)
             fit(replace(setup, validate=lambda *given: max(0.0, setup.validate(*given))), few, run)  # 0 for a NaN
             levels = whole.halvings() if isinstance(whole, SegmentationConfig) else None
-            deepest = [] if levels is None else [side // 2**levels for side in decided(whole.crop_size)]
-            auto = choose_precision("auto", run.device, deepest)
+            planes = math.inf if levels is None else decided(whole.crop_size)[0] // 2**levels
+            auto = choose_precision("auto", run.device, planes)
             step, doubled, other = step_times(setup, auto)
             parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto"))
         planned, every = whole.epochs, whole.validate_every

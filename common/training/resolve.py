@@ -145,7 +145,7 @@ def choose_volumes(
     chosen = {
         "crop_size": crop,
         "windows.size": config.windows.size or _within(window_sides(shape, extent), usual.window, divisor),
-        "precision": choose_precision(wish, run.device, [planes]),
+        "precision": choose_precision(wish, run.device, planes),
         "parallel.partitions": partitions,
         "batch_size": config.batch_size or -(-usual.batch_size // partitions) * partitions,
     }

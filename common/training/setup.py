@@ -153,10 +153,10 @@ def learning_rates(config: TrainingConfig, total_steps: int) -> list[float]:
     return [rate * factor(step / total_steps) for step in range(total_steps)]
 
 
-def choose_precision(wish: Literal["auto", Precision], device: torch.device, deepest: Sequence[int] = ()) -> Precision:
+def choose_precision(wish: Literal["auto", Precision], device: torch.device, planes: float = math.inf) -> Precision:
     """Return the precision to train in; "auto" is bf16 where the device computes it in hardware, and rightly.
 
-    `deepest` are the sides X, Y, Z of a crop at the coarsest level of a network of volumes; X alone will do.
+    A network of volumes leaves so many `planes` of a crop, along X, at its coarsest level.
 
     Raises:
         ValueError: fp16 on a CPU, whose convolutions have no half-precision gradients; or bf16 there, of two planes.
@@ -165,9 +165,9 @@ def choose_precision(wish: Literal["auto", Precision], device: torch.device, dee
         raise ValueError("precision fp16: needs a CUDA device; use bf16 or fp32 on this CPU")
     # torch 2.13's oneDNN (AVX-512 BF16) takes the weights' gradients of conv3d from memory that nobody wrote where the
     # first axis has exactly two planes, whatever the others; tests/common/training/test_setup.py has the check.
-    wrong = device.type == "cpu" and any(side <= 2 for side in deepest[:1])
+    wrong = device.type == "cpu" and planes <= 2
     if wish == "bf16" and wrong:
-        said = f"precision bf16: the network reduces a crop to {deepest[0]} planes, with wrong bf16 gradients on a CPU"
+        said = f"precision bf16: the network reduces a crop to {planes} planes, with wrong bf16 gradients on a CPU"
         raise ValueError(f"{said}; use fp32, or crops that are longer along the first axis")
     if wish != "auto":
         return wish

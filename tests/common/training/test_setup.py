@@ -64,12 +64,12 @@ def test_fp16_on_a_cpu_is_refused():
 @pytest.mark.parametrize(("planes", "precision"), [(1, "fp32"), (2, "fp32"), (3, "bf16")])
 def test_auto_avoids_bf16_on_a_cpu_where_two_planes_are_left_of_a_crop(monkeypatch, unlimited, planes, precision):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert choose_precision("auto", CPU, (planes, 4, 4)) == precision
+    assert choose_precision("auto", CPU, planes) == precision
 
 
 def test_bf16_on_a_cpu_is_refused_where_two_planes_are_left_of_a_crop():
     with pytest.raises(ValueError, match="precision bf16: the network reduces a crop to 2 planes"):
-        choose_precision("bf16", CPU, (2, 6, 6))
+        choose_precision("bf16", CPU, 2)
 
 
 @pytest.mark.parametrize("planes", [3, 4, 6, 8])
