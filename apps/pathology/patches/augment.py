@@ -13,7 +13,6 @@ from torch.nn.functional import grid_sample
 from medspeed.apps.pathology.config import Augmentation
 from medspeed.common.data.batches import keyed_uniforms
 from medspeed.common.data.crops import upload
-from medspeed.common.kernels.trust import trusts
 
 FUSED = "augmentation"
 """The name that `trusts` knows the kernels by."""
@@ -83,24 +82,6 @@ def augment(patches: torch.Tensor, draw: np.ndarray) -> torch.Tensor:
         _zoom_some_(images, some["side"], some["first"])
         result.index_copy_(0, upload(rows, patches.device), images.mul_(2).sub_(1))
     return result
-
-
-def augment_rows(
-    pixels: torch.Tensor, places: np.ndarray | None, draw: np.ndarray, dtype: torch.dtype, channels_last: bool
-) -> torch.Tensor:
-    """Return patches as drawn for each, by the kernels where they are trusted, else by `augment`.
-
-    Args:
-        pixels: [M, 3, S, S] uint8, red, green, blue.
-        places: [N] int, of the patches among them; None where they are all.
-        draw: [N] `DRAW`.
-        dtype: that the kernels give; `augment` gives float32.
-        channels_last: layout that the kernels give.
-    """
-    if not trusts(FUSED, pixels):
-        return augment(pixels if places is None else pixels.index_select(0, upload(places, pixels.device)), draw)
-    rows = np.arange(len(pixels)) if places is None else places
-    return augmented_by(upload(draw_table(draw, rows), pixels.device), pixels, dtype, channels_last)
 
 
 def augmented_by(table: torch.Tensor, pixels: torch.Tensor, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:

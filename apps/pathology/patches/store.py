@@ -15,7 +15,7 @@ from isal import isal_zlib
 from tqdm import tqdm
 
 from medspeed.apps.pathology.config import PathologyConfig
-from medspeed.apps.pathology.patches.augment import FUSED, augment_rows, augmented_by, draw_patches, draw_table
+from medspeed.apps.pathology.patches.augment import FUSED, augment, augmented_by, draw_patches, draw_table
 from medspeed.apps.pathology.patches.table import PatchTable, decode
 from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches, Draft, Take, keyed_batches, keyed_uniforms, partition_cases
@@ -174,9 +174,12 @@ def _shuffled(
         draw = draw_patches(config.augmentation, config.seed, epoch, some, table.size)
         (pixels, places), form = patches.find(some, device), (dtype_of(config.precision), config.channels_last)
         label, names = table.label[some].astype(np.float32), tuple(table.files[file].stem for file in table.file[some])
-        if places is not None and trusts(FUSED, pixels):
+        if trusts(FUSED, pixels):
             make = lambda rows, label: (augmented_by(rows, pixels, *form), label)  # noqa: E731
-            return Draft(device, [draw_table(draw, places), label], make, id(pixels), names)
-        return Batch(augment_rows(pixels, places, draw, *form), upload(label, device), names)
+            rows = np.arange(len(pixels)) if places is None else places
+            return Draft(device, [draw_table(draw, rows), label], make, id(pixels), names)
+        if places is not None:
+            pixels = pixels.index_select(0, upload(places, device))
+        return Batch(augment(pixels, draw), upload(label, device), names)
 
     yield take

@@ -6,7 +6,7 @@ import torch
 
 from medspeed.apps.pathology.config import Augmentation
 from medspeed.apps.pathology.patches import augment, augment_triton
-from medspeed.apps.pathology.patches.augment import augment_rows, draw_patches, draw_table
+from medspeed.apps.pathology.patches.augment import augmented_by, draw_patches, draw_table
 from medspeed.apps.pathology.patches.augment_triton import augmented, grey_sums
 
 STRONG = Augmentation((0.25, 0.75, 0.25, 0.4), (0.5, 2.0))
@@ -22,10 +22,9 @@ def pool(count, size):
     return pixels
 
 
-def both(monkeypatch, draw, pixels, places, dtype=torch.float32, channels_last=True):
-    expected = augment_rows(pixels, places, draw, dtype, channels_last)
-    monkeypatch.setattr(augment, "trusts", lambda name, tensor: name == "augmentation")
-    return augment_rows(pixels, places, draw, dtype, channels_last), expected
+def both(draw, pixels, places, dtype=torch.float32, channels_last=True):
+    table = torch.from_numpy(draw_table(draw, places))
+    return augmented_by(table, pixels, dtype, channels_last), augment.augment(pixels[places], draw)
 
 
 @pytest.mark.parametrize("steps", [1, 8])
@@ -35,32 +34,32 @@ def test_patches_are_those_of_the_twin(size, steps, monkeypatch):
     draw, places = draw_patches(STRONG, 1, 0, np.arange(24), size), np.arange(24)[::-1].copy()
     draw["element"] = np.arange(24) % 8
     draw["moves"] = augment._moves(size)[draw["element"]]
-    found, expected = both(monkeypatch, draw, pool(40, size), places)
+    found, expected = both(draw, pool(40, size), places)
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert (found - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_patches_in_half_precision(dtype, channels_last, monkeypatch):
+def test_patches_in_half_precision(dtype, channels_last):
     pixels, draw = pool(4, 15), draw_patches(STRONG, 2, 0, np.arange(4), 15)
-    found, expected = both(monkeypatch, draw, pixels, None, dtype, channels_last)
+    found, expected = both(draw, pixels, np.arange(4), dtype, channels_last)
     assert found.dtype == dtype
     assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     assert (found.float() - expected).abs().max() < torch.finfo(dtype).eps
 
 
-def test_without_jitter_and_zoom_pixels_are_only_moved(monkeypatch):
+def test_without_jitter_and_zoom_pixels_are_only_moved():
     draw = draw_patches(Augmentation((0, 0, 0, 0), (1, 1)), 0, 0, np.arange(16), 9)
-    found, expected = both(monkeypatch, draw, pool(16, 9), None)
+    found, expected = both(draw, pool(16, 9), np.arange(16))
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("zoom", [0.5, 0.93, 1.08, 2.0])
-def test_each_zoom_alone(zoom, monkeypatch):
+def test_each_zoom_alone(zoom):
     draw = draw_patches(Augmentation((0, 0, 0, 0), (1, 1)), 0, 0, np.arange(4), 21)
     augment.set_zooms(draw, np.full(4, zoom), 21)
-    found, expected = both(monkeypatch, draw, pool(4, 21), None)
+    found, expected = both(draw, pool(4, 21), np.arange(4))
     assert (found - expected).abs().max() < 1e-4
 
 
