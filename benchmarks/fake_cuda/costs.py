@@ -83,7 +83,10 @@ def kernels(one: Operator) -> list[Kernel]:
     read, written = (sum(each.size for each in some if each.device == "cuda") for some in (one.inputs, one.outputs))
     if one.name == "medspeed::crops":  # from images and labels of all the cases
         return [Kernel("gather", 2 * written + _bytes(one.inputs[2:]))]
-    if "::" in one.name:  # of this project, whose operators launch one kernel each
+    if one.name.startswith("medspeed::norm"):  # sums before what they are for: image and gradient are read twice
+        again = one.outputs[0].size * (2 if one.name.endswith("backward") else 1)
+        return [Kernel("norm", again), Kernel("norm", read + written)]
+    if "::" in one.name:  # of this project, whose other operators launch one kernel each
         return [Kernel("fused", read + written, one.flops)]
     return [_plain(one, read, written)]
 

@@ -1,6 +1,6 @@
-"""The operators of `norms`: each launches one kernel of `norms_triton`; and what they compute together.
+"""The operators of `norms`, a forward and a backward one: each launches two kernels of `norms_triton`.
 
-Images lie with their channels innermost. Sums are kept per program, and added in a fixed order by the next kernel.
+Images lie with their channels innermost. Sums are kept per program, and added in a fixed order by the second kernel.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ class FusedNorm(torch.autograd.Function):
         """Return the result and the image."""
         weight, bias, slope, residual, residual_bias, (*sizes, epsilon, kind, running, shift, momentum) = given
         added = None if residual is None else rows_of(residual)
-        tensors = image, norm_sums(image, *sizes), weight, bias, slope, added, residual_bias, running, shift
-        y, statistics = norm_apply(*tensors, *sizes, epsilon, momentum, kind)
-        ctx.save_for_backward(image, statistics, weight, bias, slope, residual_bias, y if kind == "sum_relu" else None)
+        tensors = image, weight, bias, slope, added, residual_bias, running, shift
+        y, statistics = norm_forward(*tensors, *sizes, epsilon, momentum, kind)
+        ctx.save_for_backward(image, y if kind == "sum_relu" else None, statistics, weight, bias, slope, residual_bias)
         ctx.set_materialize_grads(False)
         ctx.sizes, ctx.residual = (*sizes, kind), None if residual is None else residual.dtype
         return y, image
@@ -32,19 +32,16 @@ class FusedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, beside: Tensor | None) -> Any:  # noqa: ANN401
         """Return the gradients; those of further uses of the result (see `norms.fork`) are `ctx.more`."""
-        image, *given, residual_bias, y = ctx.saved_tensors
         gradients = [rows_of(each) for each in (gradient, *getattr(ctx, "more", ()))]
         ctx.more = ()
-        joined = y is not None or len(gradients) > 1 or not gradients[0].is_contiguous()
-        sums, *found = norm_gradient_sums(gradients, image, y, *given, *ctx.sizes, joined)
-        gradient = found[0] if joined else gradient
-        laid = gradient if joined else gradients[0]
+        image, y, *given = ctx.saved_tensors
+        join = y is not None or len(gradients) > 1 or not gradients[0].is_contiguous()
         beside = None if beside is None else rows_of(beside).contiguous()
-        dx, dweight, dbias, dslope, *dresidual_bias = norm_gradient(
-            laid, image, *given, residual_bias, sums, beside, *ctx.sizes
-        )
-        dresidual = None if ctx.residual is None else gradient.to(ctx.residual)
-        return dx, dweight, dbias, None if given[-1] is None else dslope, dresidual, *(dresidual_bias or [None]), None
+        found = norm_backward(gradients, image, y, beside, *given, *ctx.sizes, join)
+        dx, dweight, dbias, dslope, *others = found
+        gradient = others.pop(0) if join else gradient
+        dresidual, (*_, slope, _) = None if ctx.residual is None else gradient.to(ctx.residual), given
+        return dx, dweight, dbias, None if slope is None else dslope, dresidual, *(others or [None]), None
 
 
 def geometry(image: Tensor, groups: int, samples: int) -> tuple[tuple[int, int], int, int, dict[str, int]]:
@@ -59,30 +56,15 @@ def geometry(image: Tensor, groups: int, samples: int) -> tuple[tuple[int, int],
     return (-(-rows // (tiles * block)), samples), rows, tiles, constants
 
 
-def _parts(constants: dict[str, int]) -> int:
-    """Return how many programs' sums are added at once."""
-    return max(1, 2048 // (constants["BG"] * constants["BS"]))
+def _sums(kinds: int, image: Tensor, grid: tuple[int, int], constants: dict[str, int]) -> tuple[Tensor, int]:
+    """Return room for the sums [samples x programs, kinds, channels], and how many programs' are added at once."""
+    wide = constants["BG"] * constants["BS"]
+    return image.new_empty(grid[0] * grid[1], kinds, wide, dtype=torch.float32), max(1, 2048 // wide)
 
 
-def _sums_like(image: Tensor, groups: int, samples: int, kinds: int = 2) -> Tensor:
-    (programs, _), _, _, constants = geometry(image, groups, samples)
-    return image.new_empty(samples * programs, kinds, constants["BG"] * constants["BS"], dtype=torch.float32)
-
-
-@torch.library.custom_op("medspeed::norm_sums", mutates_args=())
-def norm_sums(image: Tensor, groups: int, samples: int) -> Tensor:
-    """Return means and squared deviations [samples x programs, 2, channels] of each program's rows."""
-    (grid, rows, tiles, constants), sums = geometry(image, groups, samples), _sums_like(image, groups, samples)
-    kernels.sums_kernel[grid](image, sums, rows, tiles, **constants)
-    return sums
-
-
-norm_sums.register_fake(_sums_like)
-
-
-@torch.library.custom_op("medspeed::norm_apply", mutates_args=("running",))
-def norm_apply(
-    image: Tensor, sums: Tensor, weight: Tensor, bias: Tensor, slope: Tensor | None, residual: Tensor | None,
+@torch.library.custom_op("medspeed::norm_forward", mutates_args=("running",))
+def norm_forward(
+    image: Tensor, weight: Tensor, bias: Tensor, slope: Tensor | None, residual: Tensor | None,
     residual_bias: Tensor | None, running: Sequence[Tensor], shift: Tensor | None,
     groups: int, samples: int, epsilon: float, momentum: float, kind: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -91,64 +73,55 @@ def norm_apply(
     The residual is given as `rows_of` has it.
     """
     grid, rows, tiles, constants = geometry(image, groups, samples)
-    y, statistics = _apply_like(image, sums, groups, samples, epsilon, momentum, kind)
+    sums, parts = _sums(2, image, grid, constants)
+    kernels.sums_kernel[grid](image, sums, rows, tiles, **constants)
+    y, statistics = _forward_like(image, groups, samples, epsilon, momentum, kind)
     tensors = image, sums, weight, bias, slope, residual, residual_bias, y, statistics
     moved = *(running or (None, None, None)), shift
     sizes = rows, tiles, grid[0], tiles * constants["BLOCK"], epsilon, momentum
-    switches = {"KIND": kind, "RESIDUAL": _stride(residual), "PARTS": _parts(constants)}
+    switches = {"KIND": kind, "RESIDUAL": _stride(residual), "PARTS": parts}
     kernels.apply_kernel[grid](*tensors, *moved, *sizes, **switches, **constants)
     return y, statistics
 
 
-@norm_apply.register_fake
-def _apply_like(image: Tensor, sums: Tensor, *given: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+@norm_forward.register_fake
+def _forward_like(image: Tensor, *given: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
     groups, samples, *_ = given[-5:]
-    return torch.empty_like(image), sums.new_empty(samples, 2, groups)
+    return torch.empty_like(image), image.new_empty(samples, 2, groups, dtype=torch.float32)
 
 
-@torch.library.custom_op("medspeed::norm_gradient_sums", mutates_args=())
-def norm_gradient_sums(
-    gradients: Sequence[Tensor], image: Tensor, y: Tensor | None, statistics: Tensor, weight: Tensor, bias: Tensor,
-    slope: Tensor | None, groups: int, samples: int, kind: str, join: bool,
+@torch.library.custom_op("medspeed::norm_backward", mutates_args=())
+def norm_backward(
+    gradients: Sequence[Tensor], image: Tensor, y: Tensor | None, beside: Tensor | None, statistics: Tensor,
+    weight: Tensor, bias: Tensor, slope: Tensor | None, residual_bias: Tensor | None,
+    groups: int, samples: int, kind: str, join: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Return sums [samples x programs, 4, channels] for the gradients of bias, weight, slope, a residual's bias.
+    """Return the gradients of the image, `beside` added, of weight, bias and slope, and of a residual and its bias.
 
-    And, to `join` them, the sum of the gradients, at most three as `rows_of` has them, where y of a sum is above 0.
+    Those given are at most three, as `rows_of` has them; to `join` is to return their sum, where y of a sum is above 0.
     """
     assert len(gradients) <= 3, f"{len(gradients)} branches of one normalisation"
     grid, rows, tiles, constants = geometry(image, groups, samples)
-    found: list[Tensor] = _gradient_sums_like(gradients, image, groups, samples, kind, join)
+    sums, parts = _sums(4, image, grid, constants)
+    learned = weight, bias, slope, residual_bias
+    found: list[Tensor] = _backward_like(gradients, image, *learned, groups, samples, kind, join)
+    dx, dweight, dbias, dslope, *others = found
+    joined, dresidual_bias = others[0] if join else None, None if residual_bias is None else others[-1]
     three = [*gradients, None, None][:3]
     strides = dict(zip(("FIRST", "SECOND", "THIRD"), map(_stride, three), strict=True))
-    tensors = *three, image, y, statistics, weight, bias, slope, *(*found, None)[:2]
-    kernels.gradient_sums_kernel[grid](*tensors, rows, tiles, **strides, KIND=kind, **constants)
+    known = statistics, weight, bias, slope, sums
+    kernels.gradient_sums_kernel[grid](*three, image, y, *known, joined, rows, tiles, **strides, KIND=kind, **constants)
+    laid, made = gradients[0] if joined is None else joined, (dx, dweight, dbias, dslope, dresidual_bias)
+    sizes = rows, tiles, grid[0]
+    kernels.gradient_kernel[grid](laid, image, *known, beside, *made, *sizes, KIND=kind, PARTS=parts, **constants)
     return found
 
 
-@norm_gradient_sums.register_fake
-def _gradient_sums_like(gradients: Sequence[Tensor], image: Tensor, *given: Any) -> list[Tensor]:  # noqa: ANN401
-    groups, samples, _, join = given[-4:]
-    return [_sums_like(image, groups, samples, 4), *([torch.empty_like(image)] if join else [])]
-
-
-@torch.library.custom_op("medspeed::norm_gradient", mutates_args=())
-def norm_gradient(
-    gradient: Tensor, image: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor, slope: Tensor | None,
-    residual_bias: Tensor | None, sums: Tensor, beside: Tensor | None, groups: int, samples: int, kind: str,
-) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of the image, `beside` added; of weight, bias, slope and, where there is one, that bias."""
-    grid, rows, tiles, constants = geometry(image, groups, samples)
-    found: list[Tensor] = _gradient_like(gradient, image, statistics, weight, bias, slope, residual_bias)
-    tensors = gradient, image, statistics, weight, bias, slope, sums, beside, *(*found, None)[:5]
-    kernels.gradient_kernel[grid](*tensors, rows, tiles, grid[0], KIND=kind, PARTS=_parts(constants), **constants)
-    return found
-
-
-@norm_gradient.register_fake
-def _gradient_like(gradient: Tensor, image: Tensor, *given: Any) -> list[Tensor]:  # noqa: ANN401
-    _, weight, _, _, residual_bias, *_ = given
-    learned = [weight, weight, weight[:1], *([] if residual_bias is None else [residual_bias])]
-    return [torch.empty_like(each) for each in (image, *learned)]
+@norm_backward.register_fake
+def _backward_like(gradients: Sequence[Tensor], image: Tensor, *given: Any) -> list[Tensor]:  # noqa: ANN401
+    weight, _, _, residual_bias, *_, join = given[-8:]
+    others = [*([image] if join else []), *([] if residual_bias is None else [residual_bias])]
+    return [torch.empty_like(each) for each in (image, weight, weight, weight[:1], *others)]
 
 
 def rows_of(tensor: Tensor) -> Tensor:
