@@ -84,14 +84,6 @@ def augment(patches: torch.Tensor, draw: np.ndarray) -> torch.Tensor:
     return result
 
 
-def augmented_by(table: torch.Tensor, pixels: torch.Tensor, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
-    """Return the patches of a table on the device (see `draw_table`), augmented by the kernels, [N, 3, S, S]."""
-    from medspeed.apps.pathology.patches.augment_triton import augmented, grey_sums
-
-    images: torch.Tensor = augmented(pixels, table, grey_sums(pixels, table), dtype, channels_last)
-    return images
-
-
 def draw_table(draw: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Return a draw of N patches at places [N] as the kernels read it, [N, 16] int32."""
     draw["place"] = places

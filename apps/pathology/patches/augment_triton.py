@@ -22,39 +22,24 @@ _CONTRAST, _SATURATION, _HUE = tl.constexpr(CONTRAST), tl.constexpr(SATURATION),
 _RED, _GREEN, _BLUE = tl.constexpr(GREY[0]), tl.constexpr(GREY[1]), tl.constexpr(GREY[2])
 
 
-@torch.library.custom_op("medspeed::grey_sums", mutates_args=())
-def grey_sums(pixels: Tensor, table: Tensor) -> Tensor:
-    """Return parts of each patch's sum of grey, as it is when its contrast is changed, [N, P] float32.
+@torch.library.custom_op("medspeed::augmented", mutates_args=())
+def augmented(pixels: Tensor, table: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
+    """Return the patches of a table's rows, augmented, [N, 3, S, S] of a floating dtype, to which float32 is rounded.
 
     Pixels are [M, 3, S, S] uint8, contiguous; the table is [N, 16] int32, of `draw_table`.
     """
-    sums: Tensor = _sums_like(pixels, table)
-    grey_kernel[sums.shape](pixels, table, sums, pixels.shape[2], block=_BLOCK, steps=_STEPS)
-    return sums
-
-
-@grey_sums.register_fake
-def _sums_like(pixels, table):
-    parts = triton.cdiv(pixels.shape[2] ** 2, _BLOCK * _STEPS)
-    return torch.empty(len(table), parts, device=pixels.device)
-
-
-@torch.library.custom_op("medspeed::augmented", mutates_args=())
-def augmented(pixels: Tensor, table: Tensor, greys: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
-    """Return the patches of a table's rows, augmented, [N, 3, S, S] of a floating dtype, to which float32 is rounded.
-
-    The greys are those of `grey_sums`, as are pixels and table.
-    """
-    images: Tensor = _images_like(pixels, table, greys, dtype, channels_last)
-    size, parts = pixels.shape[2], greys.shape[1]
-    _, channel, _, pixel = images.stride()
+    images: Tensor = _images_like(pixels, table, dtype, channels_last)
+    size, (_, channel, _, pixel) = pixels.shape[2], images.stride()
+    parts = triton.cdiv(size**2, _BLOCK * _STEPS)
+    sums = torch.empty(len(table), parts, device=pixels.device)  # of grey, as it is when the contrast is changed
+    grey_kernel[sums.shape](pixels, table, sums, size, block=_BLOCK, steps=_STEPS)
     wide, grid = triton.next_power_of_2(parts), (len(table), triton.cdiv(size**2, _BLOCK))
-    augment_kernel[grid](pixels, table, greys, images, size, parts, channel, pixel, wide=wide, block=_BLOCK)
+    augment_kernel[grid](pixels, table, sums, images, size, parts, channel, pixel, wide=wide, block=_BLOCK)
     return images
 
 
 @augmented.register_fake
-def _images_like(pixels, table, greys, dtype, channels_last):
+def _images_like(pixels, table, dtype, channels_last):
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty((len(table), *pixels.shape[1:]), dtype=dtype, device=pixels.device, memory_format=layout)
 

@@ -15,7 +15,7 @@ from isal import isal_zlib
 from tqdm import tqdm
 
 from medspeed.apps.pathology.config import PathologyConfig
-from medspeed.apps.pathology.patches.augment import FUSED, augment, augmented_by, draw_patches, draw_table
+from medspeed.apps.pathology.patches.augment import FUSED, augment, draw_patches, draw_table
 from medspeed.apps.pathology.patches.table import PatchTable, decode
 from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches, Draft, Take, keyed_batches, keyed_uniforms, partition_cases
@@ -175,7 +175,9 @@ def _shuffled(
         (pixels, places), form = patches.find(some, device), (dtype_of(config.precision), config.channels_last)
         label, names = table.label[some].astype(np.float32), tuple(table.files[file].stem for file in table.file[some])
         if trusts(FUSED, pixels):
-            make = lambda rows, label: (augmented_by(rows, pixels, *form), label)  # noqa: E731
+            from medspeed.apps.pathology.patches.augment_triton import augmented
+
+            make = lambda rows, label: (augmented(pixels, rows, *form), label)  # noqa: E731
             rows = np.arange(len(pixels)) if places is None else places
             return Draft(device, [draw_table(draw, rows), label], make, id(pixels), names)
         if places is not None:

@@ -63,6 +63,11 @@ def test_an_operator_of_our_own_is_one_kernel_over_what_it_takes_and_gives():
     assert kernels(operator("medspeed::some", [tensor(), tensor()], [tensor()])) == [Kernel("fused", 3 * BYTES)]
 
 
+def test_an_operator_that_needs_sums_is_two_kernels():
+    found = kernels(operator("medspeed::norm_backward", [tensor(), tensor()], [tensor()]))
+    assert found == [Kernel("fused", 2 * BYTES), Kernel("fused", 3 * BYTES)]
+
+
 def test_totals_add_up_and_tell_what_crosses_the_bus():
     wide = tensor(dtype="float32")
     ran = [

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from medspeed.apps.pathology.patches.augment import DRAW
-from medspeed.apps.pathology.patches.augment_triton import augmented, grey_sums
+from medspeed.apps.pathology.patches.augment_triton import augmented
 from tests.kernels import CAPABILITIES, compiled_not_launched
 
 
@@ -14,6 +14,5 @@ def test_the_kernels_compile_without_spilling(size, capability):
         torch.zeros(2, DRAW.itemsize // 4, dtype=torch.int32),
     )
     with compiled_not_launched(capability):
-        greys = grey_sums(pixels, table)
-        augmented(pixels, table, greys, torch.bfloat16, True)
-        augmented(pixels, table, greys, torch.float32, False)
+        augmented(pixels, table, torch.bfloat16, True)
+        augmented(pixels, table, torch.float32, False)

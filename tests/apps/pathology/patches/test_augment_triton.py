@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from medspeed.apps.pathology.config import Augmentation
-from medspeed.apps.pathology.patches.augment import augment, augmented_by, draw_patches, draw_table
+from medspeed.apps.pathology.patches.augment import augment, draw_patches, draw_table
 from tests.kernels import run_compiled, run_interpreted
 
 
@@ -40,8 +40,10 @@ def test_on_a_gpu_the_kernels_equal_their_twin(dtype):
     generator = torch.Generator("cuda").manual_seed(0)
     pixels = torch.randint(256, (80, 3, 224, 224), generator=generator, device="cuda", dtype=torch.uint8)
     draw, places = draw_patches(Augmentation(), 0, 0, np.arange(64), 224), np.arange(64) + 9
+    from medspeed.apps.pathology.patches.augment_triton import augmented
+
     table = torch.from_numpy(draw_table(draw, places)).cuda()
     expected = augment(pixels[9:73], draw)
-    found, again = (augmented_by(table, pixels, dtype, True) for _ in range(2))
+    found, again = (augmented(pixels, table, dtype, True) for _ in range(2))
     assert (found.float() - expected).abs().max() < max(1e-3, torch.finfo(dtype).eps)
     assert torch.equal(found, again)
