@@ -162,6 +162,5 @@ def _parts(batch: Batch, rate: Any) -> list[Tensor]:  # noqa: ANN401
 
 def _kind(batch: Batch) -> tuple[object, ...]:
     """Return what batches that a captured step can take have in common."""
-    if isinstance(batch, Draft):
-        return [table.shape for table in batch.tables], batch.key
-    return [(each.shape, each.dtype) for each in (batch.image, batch.label)], None
+    parts = batch.tables if isinstance(batch, Draft) else (batch.image, batch.label)
+    return [(each.shape, each.dtype) for each in parts], getattr(batch, "key", None)
