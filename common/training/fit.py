@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from medspeed.common.clock import StepTimer
+from medspeed.common.clock import StepTimer, nvtx_ranges, profiled_steps
 from medspeed.common.config import flat
 from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches
@@ -25,7 +25,6 @@ from medspeed.common.files import read_json_lines, write_text
 from medspeed.common.inference import Precision
 from medspeed.common.inference.model import load_weights
 from medspeed.common.observe.monitor import monitored
-from medspeed.common.observe.profiler import nvtx_ranges, profiled_steps
 from medspeed.common.observe.roofline import distance_to_limit
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig, decided

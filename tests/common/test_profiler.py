@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from medspeed.common.observe.profiler import RECORDED, SKIPPED, nvtx_ranges, profiled_steps
+from medspeed.common.clock import RECORDED, SKIPPED, nvtx_ranges, profiled_steps
 
 CPU = torch.device("cpu")
 SPANS = ("wait for batch", "forward", "loss", "backward", "optimizer")
