@@ -33,20 +33,14 @@ def parse_config(
     recipes: Mapping[str, Config],
     arguments: Sequence[str] | None = None,
     description: str = "",
-    resumable: Sequence[str] = (),
 ) -> Config:
-    """Parse the command line, by default that of the process.
+    """Parse the words of a command line, by default of the process's, into a frozen dataclass.
+
+    The `Args` of its docstring become the help, which its `GROUPS` (fields by title, "*" for all others) order. With
+    `--resume FOLDER` the defaults are those of FOLDER/config.yaml, and only its `RESUMABLE` fields may differ.
 
     A mistyped or unknown flag, a value of the wrong type and a `ValueError` from the dataclass end the program with
     status 2 and one line that names the flag; `--help` and `--print-config` end it with status 0.
-
-    Args:
-        kind: a frozen dataclass; its docstring's `Args` become the help, its `GROUPS` (fields by title, "*" for all
-            others) order it.
-        recipes: values of `kind` by name, chosen with `--recipe`; empty where the app has none.
-        arguments: the words of the command line.
-        description: begins the help.
-        resumable: with `--resume FOLDER` the defaults are those of FOLDER/config.yaml, and only these may differ.
     """
     leaves = _leaves(kind)
     parser = _parser(kind, leaves, description)
@@ -55,7 +49,7 @@ def parse_config(
     try:
         given = {} if file is None else _typed(f"{file}: ", read_yaml(file), leaves)
         given |= {name: value_of(name, leaves[name].type, each) for name, each in words.items()}
-        config = _complete(kind, recipes, given, resumable)
+        config = _complete(kind, recipes, given)
     except (ValueError, OSError) as error:
         name, *rest = str(error).split(" ", 1)
         parser.error(" ".join([flag_of(name) if name in leaves else name, *rest]))
@@ -65,15 +59,13 @@ def parse_config(
     return config
 
 
-def config_from_values(
-    kind: type[Config], recipes: Mapping[str, Config], values: Mapping[str, Any], resumable: Sequence[str] = ()
-) -> Config:
+def config_from_values(kind: type[Config], recipes: Mapping[str, Config], values: Mapping[str, Any]) -> Config:
     """Return the configuration of values by field, a group's as a mapping; for the arguments see `parse_config`.
 
     Raises:
         ValueError: names the field that does not exist, or whose value is of the wrong type or out of its bounds.
     """
-    return _complete(kind, recipes, _typed("", values, _leaves(kind)), resumable)
+    return _complete(kind, recipes, _typed("", values, _leaves(kind)))
 
 
 def config_to_yaml(config: object) -> str:
@@ -150,17 +142,16 @@ def _parser(kind: type, leaves: Mapping[str, _Leaf], description: str) -> Parser
     return parser
 
 
-def _complete(
-    kind: type[Config], recipes: Mapping[str, Config], given: Mapping[str, Any], resumable: Sequence[str] = ()
-) -> Config:
+def _complete(kind: type[Config], recipes: Mapping[str, Config], given: Mapping[str, Any]) -> Config:
     """Return the configuration of what is given, and for the rest of the run to resume, the recipe, or the defaults."""
     start = {name: leaf.default for name, leaf in _leaves(kind).items()}
+    resumable = getattr(kind, "RESUMABLE", ())
     resumed = bool(resumable) and given.get("resume") is not None
     if resumed:
         start = flat(config_from_yaml(kind, given["resume"] / "config.yaml"))
     elif recipes:
         start = flat(recipes[given.get("recipe") or next(iter(recipes))])
-    values, content = {**start, **given}, dict[str, Any]()
+    values, content = start | given, dict[str, Any]()
     if missing := [flag_of(name) for name, value in values.items() if value is MISSING]:
         raise ValueError(f"{', '.join(missing)}: required")
     for name, value in values.items():

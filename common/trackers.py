@@ -90,7 +90,7 @@ def _like_wandb(package: Any, run: "Trackers", known: str, project: str, options
 
     def close(failed: bool) -> None:
         with redirect_stdout(io.StringIO()):
-            begun.finish(**({"exit_code": int(failed)} if "settings" in options else {}))
+            begun.finish(*([int(failed)] if "settings" in options else []))
 
     return _Tracker(number, lambda values, step: begun.log(dict(values), step=step), files, close)
 

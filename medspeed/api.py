@@ -136,7 +136,7 @@ def _call(verb: str, app: App, given: dict[str, Any], quiet: bool) -> Any:
     main = importlib.import_module(f"medspeed.apps.{app}.{verb}").main
     recipes = importlib.import_module(f"medspeed.apps.{app}.config").RECIPES if verb == "train" else {}
     kind = get_type_hints(main)["config"]
-    config = config_from_values(kind, recipes, given, getattr(kind, "RESUMABLE", ()))
+    config = config_from_values(kind, recipes, given)
     with _settings_restored(), _ends_raised():
         if quiet:
             set_verbosity("silent")

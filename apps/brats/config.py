@@ -74,4 +74,4 @@ RECIPES = {"fast": BratsConfig(), "guide": GUIDE, "baseline": BASELINE}
 
 def parse(arguments: Sequence[str] | None = None) -> BratsConfig:
     """Parse the command line of `apps/brats/train.py`; with --resume, take the run's own configuration."""
-    return parse_config(BratsConfig, RECIPES, arguments, _DESCRIPTION, BratsConfig.RESUMABLE)
+    return parse_config(BratsConfig, RECIPES, arguments, _DESCRIPTION)

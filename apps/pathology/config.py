@@ -124,7 +124,7 @@ RECIPES = {"fast": PathologyConfig(), "guide": GUIDE, "baseline": BASELINE}
 
 def parse(arguments: Sequence[str] | None = None) -> PathologyConfig:
     """Parse the command line of `apps/pathology/train.py`; with --resume, take the run's own configuration."""
-    return parse_config(PathologyConfig, RECIPES, arguments, _DESCRIPTION, PathologyConfig.RESUMABLE)
+    return parse_config(PathologyConfig, RECIPES, arguments, _DESCRIPTION)
 
 
 @dataclass(frozen=True)

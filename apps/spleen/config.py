@@ -75,4 +75,4 @@ RECIPES = {"fast": SpleenConfig(), "guide": GUIDE, "baseline": BASELINE}
 
 def parse(arguments: Sequence[str] | None = None) -> SpleenConfig:
     """Parse the command line of `apps/spleen/train.py`; with --resume, take the run's own configuration."""
-    return parse_config(SpleenConfig, RECIPES, arguments, _DESCRIPTION, SpleenConfig.RESUMABLE)
+    return parse_config(SpleenConfig, RECIPES, arguments, _DESCRIPTION)

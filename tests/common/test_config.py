@@ -51,6 +51,7 @@ class ToyConfig:
     bounds: tuple[float, float] | None = None
     batch_size: int = 2
 
+    RESUMABLE: ClassVar[tuple[str, ...]] = ("resume", "data", "window.batch")
     GROUPS: ClassVar[dict[str, str]] = {"the data": "data spacing labels", "the rest": "*"}
 
     def __post_init__(self):
@@ -231,7 +232,7 @@ def test_a_hostile_file_is_refused_in_one_line_that_does_not_show_it(content, wo
     file.write_text(content)
     for flags in (["--config", str(file)], ["--resume", str(tmp_path)]):
         with pytest.raises(SystemExit, match="2"):
-            parse_config(ToyConfig, RECIPES, flags, resumable=("resume",))
+            parse_config(ToyConfig, RECIPES, flags)
         text = capsys.readouterr().err
         assert words in text
         assert str(file) in text
@@ -269,7 +270,7 @@ def test_a_resumed_run_keeps_its_own_values(tmp_path, capsys):
 
     def resumed(*arguments):
         given = ["--resume", str(tmp_path), *arguments]
-        return parse_config(ToyConfig, RECIPES, given, resumable=("resume", "data", "window.batch"))
+        return parse_config(ToyConfig, RECIPES, given)
 
     stored = ToyConfig(epochs=7, data=Path("/there"), resume=tmp_path, window=Window(4))
     assert resumed() == stored
