@@ -98,49 +98,11 @@ def _like_wandb(package: Any, run: "Trackers", known: str, project: str, options
 TRACKERS = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb, "trackio": _trackio}
 
 
-class _Line:
-    """What is on its way to a tracker: what fails waits, and goes with what comes a minute or more later."""
-
-    def __init__(self, name: str, run: "Trackers") -> None:
-        self.name, self._run = name, run
-        self._tracker: _Tracker | None = None
-        self._waiting: list[Callable[[_Tracker], Any]] = []
-        self._wait, self._retry = _RETRY_SECONDS, 0.0
-
-    def send(self, call: Callable[[_Tracker], Any], last: bool = False) -> None:
-        """Send a call after those that wait; the last one waits no more."""
-        self._waiting.append(call)
-        if time.monotonic() < self._retry and not last:
-            return
-        name, say = self.name, self._run.say
-        try:
-            self._tracker = self._tracker or self._open()
-            while self._waiting:
-                self._waiting[0](self._tracker)
-                del self._waiting[0]
-        except Exception as error:  # whatever it is, it must not cost a training
-            if self._retry == 0.0:
-                told = printable(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
-                say(f"{name}: {told}; the training goes on, and tries {name} again later", "warning")
-            self._retry, self._wait = time.monotonic() + self._wait, 2 * self._wait
-        if last and self._waiting:
-            say(f"{name}: not all of this run arrived; metrics.jsonl and summary.json have it", "warning")
-
-    def _open(self) -> _Tracker:
-        path = self._run.folder / "trackers.json"
-        ids = read_object(path) if path.exists() else {}
-        tracker = TRACKERS[self.name](self._run, str(ids.get(self.name, "")))
-        if tracker.id:
-            write_json(path, ids | {self.name: tracker.id})
-            self._run.say(f"{self.name}: run {tracker.id}")
-        return tracker
-
-
 class Trackers:
     """The trackers of a run, each of which may fail without harm; only the leader begins, so only it sends.
 
     The runs of an app are a project "medspeed-APP" (in MLflow an experiment). In the folder of the run, `trackers.json`
-    has the ids under which a resumed run goes on.
+    has the ids under which a resumed run goes on. What fails waits, and goes with what comes a minute or more later.
     """
 
     def __init__(
@@ -148,32 +110,60 @@ class Trackers:
     ) -> None:
         self.names, self.project, self.folder, self.say = dict.fromkeys(names), f"medspeed-{app}", folder, say
         self.settings, self.step = dict[str, Any](), 0
-        self._lines: list[_Line] = []
+        self._waiting, self._opened = dict[str, list[Callable[[_Tracker], Any]]](), dict[str, _Tracker]()
+        self._retry = dict[str, tuple[float, float]]()  # of those that failed: when to try again, and the wait after it
 
     def begin(self, settings: dict[str, Any], step: int) -> None:
         """Begin, or go on, with the settings of a run of which so many steps are done."""
         self.settings, self.step = settings, step
-        self._lines = [_Line(name, self) for name in self.names]
-        for line in self._lines:
-            if line.name != "tensorboard":  # which loads slowly, and can do nothing before the first figures
-                line.send(lambda tracker: None)
+        self._waiting = {name: [] for name in self.names}
+        for name in self.names:
+            if name != "tensorboard":  # which loads slowly, and can do nothing before the first figures
+                self._send(name, lambda tracker: None)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Log figures after so many steps."""
-        self._send(lambda tracker: tracker.scalars(values, step))
+        for name in self._waiting:
+            self._send(name, lambda tracker: tracker.scalars(values, step))
 
     def files(self, paths: Sequence[Path]) -> None:
         """Keep those files of the run that exist."""
-        self._send(lambda tracker: tracker.files([path for path in paths if path.is_file()]))
+        for name in self._waiting:
+            self._send(name, lambda tracker: tracker.files([path for path in paths if path.is_file()]))
 
     def close(self, failed: bool) -> None:
         """End what was begun; a run that failed, or was stopped, can go on."""
-        self._send(lambda tracker: tracker.close(failed), last=True)
-        self._lines = []
+        for name in self._waiting:
+            self._send(name, lambda tracker: tracker.close(failed), last=True)
+        self._waiting, self._opened, self._retry = {}, {}, {}
 
-    def _send(self, call: Callable[[_Tracker], Any], last: bool = False) -> None:
-        for line in self._lines:
-            line.send(call, last)
+    def _send(self, name: str, call: Callable[[_Tracker], Any], last: bool = False) -> None:
+        """Send a call to a tracker after those that wait; the last one waits no more."""
+        waiting, (due, wait) = self._waiting[name], self._retry.get(name, (0.0, _RETRY_SECONDS))
+        waiting.append(call)
+        if time.monotonic() < due and not last:
+            return
+        try:
+            tracker = self._opened.get(name) or self._open(name)
+            while waiting:
+                waiting[0](tracker)
+                del waiting[0]
+        except Exception as error:  # whatever it is, it must not cost a training
+            if name not in self._retry:
+                told = printable(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+                self.say(f"{name}: {told}; the training goes on, and tries {name} again later", "warning")
+            self._retry[name] = time.monotonic() + wait, 2 * wait
+        if last and waiting:
+            self.say(f"{name}: not all of this run arrived; metrics.jsonl and summary.json have it", "warning")
+
+    def _open(self, name: str) -> _Tracker:
+        path = self.folder / "trackers.json"
+        ids = read_object(path) if path.exists() else {}
+        tracker = self._opened[name] = TRACKERS[name](self, str(ids.get(name, "")))
+        if tracker.id:
+            write_json(path, ids | {name: tracker.id})
+            self.say(f"{name}: run {tracker.id}")
+        return tracker
 
 
 def check_installed(names: Sequence[str]) -> None:
