@@ -3,7 +3,7 @@
 import base64
 import gzip
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,12 @@ def write_report(directory: Path, summary: Json) -> Path:
         summary=summary,
         environment=read_object(directory / "environment.json"),
         epochs=read_json_lines(directory / "metrics.jsonl"),
-        stages=_stages(summary["seconds"]),
         # An app that judges patches has figures of all of them together, in its own order, and no regions.
         cases={name: per_case[name] for name in (ranked if quality["per_region"] else per_case)},
         pictures={name: _base64(path.read_bytes()) for name, path in pictures.items() if path.is_file()},
-        overlays=len(list((directory / "overlays").glob("*.png"))),
         scans={path.stem: read_object(path) for path in kept},
         left_out=len(files) - len(kept),
         colours=LABEL_COLOURS,
-        exported=lambda path: directory / "exports" / Path(path).name,
     )
     write_text(directory / "report.html", content)
     return directory / "report.html"
@@ -88,12 +85,6 @@ def write_report_case(directory: Path, name: str, scan: Scan, names: Sequence[st
         "truth": _base64(true),
     }
     write_json(directory / "report_cases" / f"{name}.json", content)
-
-
-def _stages(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each stage, and under `rest` what else the total holds."""
-    found = {name: each for name, each in seconds.items() if name != "total"}
-    return {**found, "rest": max(seconds["total"] - sum(found.values()), 0.0)}
 
 
 def _base64(content: bytes | Array) -> str:
