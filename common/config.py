@@ -151,7 +151,7 @@ def _complete(kind: type[Config], recipes: Mapping[str, Config], given: Mapping[
         start = flat(config_from_yaml(kind, given["resume"] / "config.yaml"))
     elif recipes:
         start = flat(recipes[given.get("recipe") or next(iter(recipes))])
-    values, content = start | given, dict[str, Any]()
+    values, content = {**start, **given}, dict[str, Any]()
     if missing := [flag_of(name) for name, value in values.items() if value is MISSING]:
         raise ValueError(f"{', '.join(missing)}: required")
     for name, value in values.items():
