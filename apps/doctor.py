@@ -44,20 +44,25 @@ _SIGNS = {"good": "+", "note": " ", "warning": "!", "error": "X"}
 _HOST = ("waited", "saved", "logged")  # what the host does between the steps
 
 
-def switches(config: TrainingConfig) -> dict[Bound, str]:
-    """Return what to turn for each bound; a bound for which this configuration has nothing to turn is left out."""
+def explanations(config: TrainingConfig, precision: str) -> dict[Bound, str]:
+    """Return what each bound is, and what to turn where this configuration has something to turn."""
     flag = "--cache auto" if isinstance(config, SegmentationConfig) else "--source resident"
     ours: bool = getattr(config, "ours", getattr(config, "source", "resident") == "resident")
-    late: tuple[Bound, ...] = ("disk", "preparation") if ours else ("disk", "decode", "preparation", "augmentation")
     gain = "keeps in memory what fits" if ours else "prepares each case once and augments whole batches on the device"
-    local = "write the run to a local disk (--run)"
+    kept, made = f"; use {flag}, which {gain}", "" if ours else f"; use {flag}, which {gain}"
+    larger = "raise --batch-size" if config.compile else "raise --batch-size, or try --compile"
+    late, local = "training waits for batches", "write the run to a local disk (--run)"
     return {
-        "validation": "raise --validate-every",
-        "checkpointing": local,
-        "logging": local,
-        "workers": "raise --workers",
-        "kernel launch": "raise --batch-size" + ("" if config.compile else ", or try --compile"),
-        **dict.fromkeys(late, f"use {flag}, which {gain}"),
+        "disk": f"{late}, limited by the disk{kept}",
+        "decode": f"{late}, limited by file decoding{made}",
+        "preparation": f"{late}, limited by deterministic transforms{kept}",
+        "augmentation": f"{late}, limited by random transforms{made}",
+        "workers": f"{late}: too few workers; raise --workers",
+        "validation": "validation dominates; raise --validate-every",
+        "checkpointing": f"writing checkpoints dominates; {local}",
+        "logging": f"logging dominates; {local}",
+        "kernel launch": f"the steps are too small: most of their time is independent of the batch size; {larger}",
+        "compute": f"the device is busy, but another precision is faster; use --precision {precision}",
     }
 
 
@@ -114,9 +119,9 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
         validations = -(-passes // every) if config.validate_every else planned // every
         times = _times(run, passes * training * per_epoch, validations * validation)
         prepared = run.clock.seconds().get("prepare", 0.0) * training
-    remedies = switches(config) | {"compute": f"use --precision {auto}"}
-    measured = Measured(times, parts, step, workers, len(os.sched_getaffinity(0)), doubled, other, remedies)
-    return diagnose(measured), measured, {"prepare": round(prepared, 1), "train": round(sum(times.values()), 1)}
+    measured = Measured(times, parts, step, workers, len(os.sched_getaffinity(0)), doubled, other)
+    verdict = diagnose(measured, explanations(config, auto))
+    return verdict, measured, {"prepare": round(prepared, 1), "train": round(sum(times.values()), 1)}
 
 
 def cut_short(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig, float, float]:

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,26 +20,13 @@ from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.inference import Precision
 from medspeed.common.training.fit import Setup, train_step
 
-Bound = str  # "nothing", or a key of `_TEXTS`
+Bound = str  # "nothing", or a key of `doctor.explanations`
 
 # A share below which no fix is worth the reader's time, and the gain from which an alternative is.
 _WORTH, _GAIN = 0.15, 1.15
 # Twice the batch for less than this many times the time: the step is bound by what does not grow with it.
 _HIDDEN = 1.4
 _OWN_BOUND: dict[str, Bound] = {"saved": "checkpointing", "logged": "logging", "validated": "validation"}
-_LATE = "training waits for batches"
-_TEXTS: dict[Bound, str] = {
-    "disk": f"{_LATE}, limited by the disk",
-    "decode": f"{_LATE}, limited by file decoding",
-    "preparation": f"{_LATE}, limited by deterministic transforms",
-    "augmentation": f"{_LATE}, limited by random transforms",
-    "workers": f"{_LATE}: too few workers",
-    "validation": "validation dominates",
-    "checkpointing": "writing checkpoints dominates",
-    "logging": "logging dominates",
-    "kernel launch": "the steps are too small: most of their time is independent of the batch size",
-    "compute": "the device is busy, but another precision is faster",
-}
 _ROUNDS = 5
 _CASES = 3  # whose transforms are timed one by one
 _BATCHES = 8
@@ -58,7 +45,6 @@ class Measured:
     cores: int  # that they could use
     doubled: float | None = None  # the step with twice the batch, where that could be measured
     other: float | None = None  # the step in the precision of "auto", where that is another
-    switches: Mapping[Bound, str] = field(default_factory=dict)  # what to turn for each bound, where there is something
 
 
 @dataclass(frozen=True)
@@ -72,8 +58,8 @@ class Verdict:
     shares: dict[str, float]  # of the training's time, by name
 
 
-def diagnose(measured: Measured) -> Verdict:
-    """Name what bounds a training.
+def diagnose(measured: Measured, explanations: Mapping[Bound, str]) -> Verdict:
+    """Name what bounds a training, and explain it.
 
     What takes the largest share besides computing is named if it takes 15 percent or more; waiting for batches is
     traced to what makes them. Else computing itself is looked at: whether it is mostly what each step costs whatever
@@ -91,8 +77,8 @@ def diagnose(measured: Measured) -> Verdict:
         bound, saved = "compute", share * (1 - measured.other / step)
     else:
         return Verdict("nothing", share, 1.0, f"healthy: the device computes {share:.0%} of the time", shares)
-    gain, switch = 1 / (1 - saved), measured.switches.get(bound)
-    text = f"{bound}: {_TEXTS[bound]} ({share:.0%}; up to {gain:.1f}x faster)" + (f"; {switch}" if switch else "")
+    gain = 1 / (1 - saved)
+    text = f"{bound}: {explanations[bound]} ({share:.0%} of the time; up to {gain:.1f}x faster)"
     return Verdict(bound, share, gain, text, shares)
 
 

@@ -26,19 +26,20 @@ if __name__ == "__main__":
     CONFIG = parse_config(PathologyExport, {}, description=__doc__)  # before torch: --help answers at once
 
 import re
-import tempfile
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+
+import torch
 
 from medspeed.apps.pathology.model import PathologyModel, load_model
 from medspeed.apps.pathology.patches.store import decoded
 from medspeed.apps.pathology.patches.tables import find_tables
-from medspeed.apps.pathology.quality import export_patches, judge_on, tiles
+from medspeed.apps.pathology.quality import patch_gate, tiles
 from medspeed.common.console import say
 from medspeed.common.export.bundle import NetworkConfig, write_bundle
-from medspeed.common.export.deploy import hand_over, run_to_export, tell
-from medspeed.common.export.int8 import quantise as quantised
+from medspeed.common.export.deploy import hand_over
+from medspeed.common.export.gate import Gate
 from medspeed.common.files import read_as
 from medspeed.common.inference.runs import import_weights
 from medspeed.common.run import Run, one_line_errors
@@ -68,10 +69,18 @@ def main(config: PathologyExport) -> Path:
     model = load_model(config.run)
     if config.to == "bundle":
         return write_patch_bundle(config.destination, config.run, model)
-    run = run_to_export(config)
-    if run is not None:
-        _export(config, model, run)
-    return hand_over(PathologyConfig.APP, TASK, config)
+
+    def open_gate(run: Run, scratch: Path) -> tuple[Gate, Callable[[], torch.Tensor]]:
+        """Judge on the patches that validated the run, or on synthetic ones."""
+        own, synthetic = run.directory / "plan.json", PathologyConfig(patch_size=model.patch_size, store=scratch)
+        trained = read_as(own, PathologyConfig) if own.is_file() else synthetic
+        trained = replace(trained, data=config.data or trained.data, init=None)
+        tables = find_tables(trained, run)
+        validation = decoded(tables.parts["validation"], trained, run)
+        gate = patch_gate(validation, model, run, tables.name)
+        return gate, lambda: tiles(decoded(tables.parts["training"], trained, run), model, _CALIBRATION_TILES)
+
+    return hand_over(PathologyConfig.APP, TASK, config, model, open_gate)
 
 
 def write_patch_bundle(folder: Path, run: Path, model: PathologyModel) -> Path:
@@ -89,23 +98,6 @@ def our_name(name: str) -> str:
     """Return our name of a weight of MONAI's `TorchVisionFCModel`, whose features are numbered; others stay."""
     name = re.sub(r"^fc\.", "head.", name)
     return re.sub(r"^features\.(\d)\.", lambda found: f"features.{_NUMBERED.get(found[1], found[1])}.", name)
-
-
-def _export(config: PathologyExport, model: PathologyModel, run: Run) -> None:
-    """Export behind the gate, on the patches that validated the run, or on synthetic ones."""
-    own, quantise = run.directory / "plan.json", None
-    with tempfile.TemporaryDirectory(prefix="export-") as scratch:
-        synthetic = PathologyConfig(patch_size=model.patch_size, store=Path(scratch))
-        trained = read_as(own, PathologyConfig) if own.is_file() else synthetic
-        trained = replace(trained, data=config.data or trained.data, init=None)
-        tables = find_tables(trained, run)
-        validation = decoded(tables.parts["validation"], trained, run)
-        if config.int8 or config.precision == "int8":
-            windows = tiles(decoded(tables.parts["training"], trained, run), model, _CALIBRATION_TILES)
-            quantise = partial(quantised, windows=windows)
-        best = model.build(run.directory / "best.safetensors").to(run.device).eval()
-        judge = judge_on(validation, model, run, tables.name)
-        tell(export_patches(best, model, judge, config.engines, run, quantise), judge, run)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ from medspeed.apps.pathology.patches.colours import colour_auc
 from medspeed.apps.pathology.patches.store import Patches, rank_rows
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.threads import prefetch
-from medspeed.common.export.export import Exports, Quantise, export
-from medspeed.common.export.gate import Judge
-from medspeed.common.export.tensorrt_engine import EngineChoice
+from medspeed.common.export.gate import Gate
 from medspeed.common.inference import Precision
 from medspeed.common.inference.predictors import Predictor, torch_predictor
 from medspeed.common.run import Run
@@ -75,25 +73,19 @@ def evaluate(parts: dict[str, Patches], best: nn.Module, precision: Precision, r
     return Quality(figure, found[f"{judged} AUC"], found, "validation", per_region={}, without_learning=trivial)
 
 
-def judge_on(validation: Patches, model: PathologyModel, run: Run, name: str) -> Judge:
-    """Return what the gate judges exports on: the logits of a tile, and the AUC of validation patches of a named set.
+def patch_gate(validation: Patches, model: PathologyModel, run: Run, name: str) -> Gate:
+    """Return what exports are judged on: the logits of a tile, and the AUC of validation patches of a named set.
 
-    The gate takes the first patches, tumour and normal in turn, and scores them one by one.
+    The gate takes the first patches, tumour and normal in turn, and scores them one by one; the models take images of
+    any size from a patch to a tile.
     """
     label = validation.table.label
     rows = _alternating(label)[:_GATE_PATCHES]
     scores = partial(patch_scores, validation, rows=rows, device=run.device, at_once=1)
     judge = lambda predictor: auc(label[rows], np.array(scores(predictor), np.float32))  # noqa: E731
-    return Judge(tiles(validation, model, 1), judge, f"patch AUC on {len(rows)} validation patches of {name}")
-
-
-def export_patches(
-    best: nn.Module, model: PathologyModel, judge: Judge, engine: EngineChoice, run: Run, int8: Quantise | None = None
-) -> Exports:
-    """Export the best weights behind the gate; the models take images of any size from a patch to a tile."""
-    about, size = {"name": "medspeed pathology", "labels": "normal tumour"}, (3, model.patch_size, model.patch_size)
-    batch = model.tile_batch
-    return export(best, judge, run, batch=batch, metadata=about, engine=engine, smallest=size, quantise=int8)
+    origin, smallest = f"patch AUC on {len(rows)} validation patches of {name}", (3, model.patch_size, model.patch_size)
+    about = {"name": "medspeed pathology", "labels": "normal tumour"}
+    return Gate(tiles(validation, model, 1), judge, origin, model.tile_batch, smallest, about)
 
 
 def tiles(patches: Patches, model: PathologyModel, count: int) -> torch.Tensor:

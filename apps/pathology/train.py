@@ -12,9 +12,10 @@ import torch
 from medspeed.apps.pathology.model import PathologyModel, choose, initialise_from, model_of
 from medspeed.apps.pathology.patches.store import decoded, hold, rank_rows, resident_batches
 from medspeed.apps.pathology.patches.tables import Tables, find_tables, keep_digests
-from medspeed.apps.pathology.quality import all_scores, call_size, evaluate, export_patches, judge_on
+from medspeed.apps.pathology.quality import all_scores, call_size, evaluate, patch_gate
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.batches import Batches
+from medspeed.common.export.export import export
 from medspeed.common.inference.model import write_model
 from medspeed.common.run import Run, one_line_errors
 from medspeed.common.training.config import decided
@@ -39,8 +40,8 @@ def main(config: PathologyConfig) -> RunSummary | None:
         quality = evaluate(parts, best, model.precision, run)  # AUC of the patches
         if not run.leader:
             return None
-        judge = judge_on(parts["validation"], model, run, data.name)
-        exported = export_patches(best, model, judge, config.engine, run)  # ONNX, the gate, TensorRT
+        gate = patch_gate(parts["validation"], model, run, data.name)
+        exported = export(best, gate, run, config.engine)  # ONNX, the gate, TensorRT
         return finish(config, data.about(), fitted, quality, exported, run)
 
 

@@ -6,11 +6,13 @@ and its published protobuf model_config.proto; the tests parse what is written h
 
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from medspeed.common.clock import Clock, repeated
 from medspeed.common.data.dataset import Case, Split, SplitNames, make_synthetic, read_dataset
@@ -19,22 +21,24 @@ from medspeed.common.data.preparation import PreparedCase, prepare_case, prepare
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.export.bundle import served_pipeline, write_volume_bundle
-from medspeed.common.export.export import GATE_CASES, Exported, Exports, export_volumes, judge_on
-from medspeed.common.export.gate import Judge
-from medspeed.common.export.int8 import quantise as quantised
+from medspeed.common.export.export import GATE_CASES, Exported, Exports, export, volume_gate
+from medspeed.common.export.gate import Gate
+from medspeed.common.export.int8 import quantise
 from medspeed.common.export.model_card import filled, model_card, read_if_there, write_package
 from medspeed.common.export.onnx_model import OPSET, numbers, read_metadata
 from medspeed.common.export.options import ExportConfig
 from medspeed.common.files import check_digest, read_as, sha256_of, write_json
 from medspeed.common.inference.evaluation import merged_split
 from medspeed.common.inference.measure import read_figures
-from medspeed.common.inference.model import Ensemble, VolumeModel, initialise, save_weights, write_model
+from medspeed.common.inference.model import Ensemble, Trained, VolumeModel, initialise, save_weights, write_model
 from medspeed.common.inference.predict import sample_windows
 from medspeed.common.inference.predictors import onnxruntime_predictor, read_onnx_metadata, with_exact_norms
 from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run
 
 Cases = tuple[Case, ...]
+# From a run and a folder for scratch to the gate, and what reads the windows that INT8 is calibrated on.
+OpenGate = Callable[[Run, Path], tuple[Gate, Callable[[], torch.Tensor]]]
 _CALIBRATION_CASES = 8
 _SYNTHETIC_CASES = 3
 _TIMED = 3  # windows, after one that sets up
@@ -55,35 +59,43 @@ def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, ph
         write_ensemble(config.run, app, model, config.model)
     if config.to == "bundle":
         return write_volume_bundle(config.destination, config.run, task, model)
-    run, quantise = run_to_export(config), None
-    if run is not None:
-        trained = model.build(config.run / "best.safetensors").to(run.device).eval()
+
+    def open_gate(run: Run, scratch: Path) -> tuple[Gate, Callable[[], torch.Tensor]]:
+        cases, others, origin = _find_cases(config, phantoms, scratch / "phantoms")
+        gate = volume_gate(cases, _prepared(cases, model), model, app, run, origin)
+        return gate, lambda: sample_windows(_prepared(others or cases, model), model, most=_CALIBRATION_CASES)
+
+    return hand_over(app, task, config, model, open_gate, served_pipeline(model))
+
+
+def hand_over(
+    app: str, task: str, config: ExportConfig, model: Trained, open_gate: OpenGate, pipeline: str | None = None
+) -> Path:
+    """Export a run, unless the model that Triton is to serve is there; return the exports' folder or the repository's.
+
+    For the arguments and errors see `export_run` and `write_triton`.
+    """
+    served = config.run / "exports" / f"model_{config.precision}.onnx"
+    if config.to != "triton" or config.int8 or not _is_current(served, config.run):
+        run = Run(config.run, choose_device(config.device), Clock(), resumed=True)
+        network = model.build(config.run / "best.safetensors").to(run.device).eval()
         with tempfile.TemporaryDirectory(prefix="export-") as scratch:
-            cases, others, origin = _find_cases(config, phantoms, Path(scratch) / "phantoms")
-            if config.int8 or config.precision == "int8":
-                windows = sample_windows(_prepared(others or cases, model), model, most=_CALIBRATION_CASES)
-                quantise = partial(quantised, windows=windows)
-            judge = judge_on(cases, _prepared(cases, model), model, run, origin)
-            tell(export_volumes(trained, model, judge, app, config.engines, run, quantise), judge, run)
-    return hand_over(app, task, config, model.overlap, served_pipeline(model))
-
-
-def run_to_export(config: ExportConfig) -> Run | None:
-    """Open the run on its device; None where nothing is to be made: a Triton repository of a model that is there."""
-    if config.to == "triton" and not config.int8 and config.served.is_file():
-        check_digest(config.run, config.served)
-        weights = read_onnx_metadata(config.served).get("weights_sha256")
-        if weights == sha256_of(config.run / "best.safetensors"):
-            return None
-    return Run(config.run, choose_device(config.device), Clock(), resumed=True)
-
-
-def hand_over(app: str, task: str, config: ExportConfig, overlap: float = 0.25, pipeline: str | None = None) -> Path:
-    """Return the folder of the exports, or write a Triton repository of one of them; see `write_triton`."""
+            gate, windows = open_gate(run, Path(scratch))
+            int8 = partial(quantise, windows=windows()) if config.int8 or config.precision == "int8" else None
+            exports = export(network, gate, run, config.engine if config.to == "engine" else "none", int8)
+            _tell(exports, gate, run)
     if config.to != "triton":
-        return config.run / "exports"
-    card = model_card(config.run, task)
-    return write_triton(config.destination, f"medspeed_{app}", config.served, card, overlap, pipeline)
+        return served.parent
+    card, overlap = model_card(config.run, task), getattr(model, "overlap", 0.25)
+    return write_triton(config.destination, f"medspeed_{app}", served, card, overlap, pipeline)
+
+
+def _is_current(model: Path, run: Path) -> bool:
+    """Return whether an ONNX model is there and of the run's weights; one that was changed is a ValueError."""
+    if not model.is_file():
+        return False
+    check_digest(run, model)
+    return read_onnx_metadata(model).get("weights_sha256") == sha256_of(run / "best.safetensors")
 
 
 def write_triton(
@@ -113,16 +125,16 @@ def write_triton(
     return write_package(repository / name, files | ({"inference.json": pipeline} if pipeline else {}))
 
 
-def tell(exports: Exports, judge: Judge, run: Run) -> None:
+def _tell(exports: Exports, gate: Gate, run: Run) -> None:
     """Say size, speed (of a window) and difference of exports as a table; keep all as `exports/exports.json`."""
     seconds = {}
     for model in exports:
         if model.kind == "onnx" and model.path is not None:
-            predict = partial(onnxruntime_predictor(Path(model.path)), judge.windows[:1])
+            predict = partial(onnxruntime_predictor(Path(model.path)), gate.windows[:1])
             seconds[model.precision] = statistics.median(repeated(predict, _TIMED))
     run.say(precision_table(exports, seconds), "result")
     rows = {kind: [asdict(each) for each in exports if each.kind == kind] for kind in ("onnx", "engine")}
-    stored = {"gate": judge.origin, "seconds per window in ONNX Runtime": seconds, **rows}
+    stored = {"gate": gate.origin, "seconds per window in ONNX Runtime": seconds, **rows}
     write_json(run.directory / "exports" / "exports.json", stored)
 
 
@@ -158,9 +170,7 @@ def _find_cases(config: ExportConfig, phantoms: str | None, scratch: Path) -> tu
         made = tuple(replace(case, label=None) for case in read_dataset(folder).cases)
         origin = "(synthetic scans, because the run's data are not available; pass --data for a Dice)"
         return made[:_SYNTHETIC_CASES], made[_SYNTHETIC_CASES:], origin
-    gate = others = tuple(case for case in read_dataset(folder).cases if case.label is not None)
-    if not gate:
-        raise ValueError(f"{folder}: no labelled case; the parity gate needs labels to compute Dice")
+    gate = others = read_dataset(folder).cases
     if own is not None and folder.resolve() == own.resolve():
         others = tuple(case for case in gate if case.name in split.get("training", ()))
         gate = tuple(case for case in gate if case.name in split.get("validation", ())) or gate

@@ -1,7 +1,7 @@
 """The end of a run: ONNX models and TensorRT engines in fp32, fp16 and INT8, each behind the parity gate."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -13,16 +13,8 @@ from torch import nn
 
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.preparation import PreparedCase
-from medspeed.common.export.gate import (
-    BATCH_SIZES,
-    Judge,
-    ParityError,
-    Reference,
-    check_half_range,
-    check_predictor,
-    take_reference,
-)
-from medspeed.common.export.onnx_model import Window, export_onnx
+from medspeed.common.export.gate import BATCH_SIZES, Gate, ParityError, Reference, check_predictor, take_reference
+from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.export.tensorrt_engine import EngineChoice, build_engine, choose_flavour
 from medspeed.common.files import plural, record_digests, sha256_of
 from medspeed.common.inference import ModelPrecision
@@ -77,34 +69,24 @@ def summary_of(exports: Exports) -> dict[str, Any]:
 
 
 def export(
-    network: nn.Module,
-    judge: Judge,
-    run: Run,
-    *,
-    batch: int,
-    metadata: Mapping[str, str],
-    engine: EngineChoice = "auto",
-    smallest: Window | None = None,
-    quantise: Quantise | None = None,
+    network: nn.Module, gate: Gate, run: Run, engine: EngineChoice = "auto", quantise: Quantise | None = None
 ) -> Exports:
     """Export a network to `exports`/model_{fp32,fp16,int8}.{onnx,plan} of a run, and say and return what came of it.
 
     What the gate refuses is not left there; a refused fp32 export is an error. Of those that passed there are engines;
-    without TensorRT the last record says why there are none. `quantise` makes the INT8 model; None makes none. For
-    `batch` and `smallest` see `export_onnx`; `metadata` are kept in the ONNX models, with the digest of the weights.
-
-    The network is the plain module on any device, with the weights of the run's best.safetensors; it is left as it is.
+    without TensorRT the last record says why there are none. `quantise` makes the INT8 model; None makes none. The
+    network is the plain module on any device, with the weights of the run's best.safetensors; it is left as it is.
 
     Raises:
         ParityError: the fp32 export does not compute what torch computes.
         EngineError: an engine in fp32 or fp16 was built and cannot be loaded.
     """
-    run.say(f"parity gate: {judge.origin}")
+    run.say(f"parity gate: {gate.origin}")
     with run.clock.stage("export"):
-        reference, folder = take_reference(network, judge), run.directory / "exports"
-        metadata = {**metadata, "weights_sha256": sha256_of(run.directory / "best.safetensors")}
-        window = tuple(judge.windows.shape[1:])
-        write = partial(export_onnx, network, window=window, metadata=metadata, smallest=smallest, batch=batch)
+        reference, folder = take_reference(network, gate), run.directory / "exports"
+        metadata = {**gate.metadata, "weights_sha256": sha256_of(run.directory / "best.safetensors")}
+        window, smallest = tuple(gate.windows.shape[1:]), gate.smallest
+        write = partial(export_onnx, network, window=window, metadata=metadata, smallest=smallest, batch=gate.batch)
         writers: dict[ModelPrecision, Callable[[Path], object]]
         writers = {"fp32": partial(write, precision="fp32"), "fp16": partial(write, precision="fp16")}
         writers |= {} if quantise is None else {"int8": partial(quantise, folder / "model_fp32.onnx")}
@@ -124,60 +106,42 @@ def export(
     return tuple(exports)
 
 
-def export_volumes(
-    network: nn.Module,
-    model: VolumeModel,
-    judge: Judge,
-    app: str,
-    engine: EngineChoice,
-    run: Run,
-    quantise: Quantise | None = None,
-) -> Exports:
-    """Export a segmentation network behind the gate; for the arguments and errors see `export`."""
-    metadata = {
-        "name": f"medspeed {app}",
-        "labels": " ".join(model.labelling.labels),
-        "regions": " ".join(region.name for region in model.labelling.regions),
-    }
-    if model.members:
-        metadata["members"] = " ".join(member.sha256 for member in model.members)
-    batch = model.window_batch
-    return export(network, judge, run, batch=batch, metadata=metadata, engine=engine, quantise=quantise)
-
-
-def judge_training(cases: Sequence[Case], prepared: Sequence[PreparedCase], model: VolumeModel, run: Run) -> Judge:
-    """Return what the gate judges on at the end of a training: as many validation cases as take little time."""
+def training_gate(
+    cases: Sequence[Case], prepared: Sequence[PreparedCase], model: VolumeModel, app: str, run: Run
+) -> Gate:
+    """Return the gate at the end of a training: on as many validation cases as take little time."""
     sizes = [zip(case.image.shape[1:], model.window_size, strict=True) for case in prepared[:GATE_CASES]]
     windows = (math.prod(len(window_starts(max(each), each[1], model.overlap)) for each in sides) for sides in sizes)
     count = max(1, sum(total <= _GATE_WINDOWS for total in accumulate(windows)))
-    return judge_on(cases[:count], prepared[:count], model, run, "of the validation set")
+    return volume_gate(cases[:count], prepared[:count], model, app, run, "of the validation set")
 
 
-def judge_on(
-    cases: Sequence[Case], prepared: Sequence[PreparedCase], model: VolumeModel, run: Run, origin: str
-) -> Judge:
-    """Return what the gate judges on: the Dice of cases that all have labels, or else their agreement with torch.
+def volume_gate(
+    cases: Sequence[Case], prepared: Sequence[PreparedCase], model: VolumeModel, app: str, run: Run, origin: str
+) -> Gate:
+    """Return the gate of a segmentation: the Dice of cases that all have labels, or else their agreement with torch.
 
     `prepared` are the same cases, prepared; `origin` says what they are.
     """
     truths = [read_truth(case) for case in cases if case.label is not None]  # once: each export is judged on them
-    quality = "Dice" if truths else "agreement with PyTorch"
+    quality, regions = "Dice" if truths else "agreement with PyTorch", model.labelling.regions
 
     def evaluate(predictor: Predictor) -> float:
         found = [torch.from_numpy(predict_labels(case, predictor, model, run.device)) for case in prepared]
         truths.extend(found if not truths else ())  # torch is the first to be judged: the exports must find its labels
-        pairs = zip(found, truths, strict=True)
-        return sum(case_dice(dice_counts(*pair, model.labelling.regions)) for pair in pairs) / len(found)
+        return sum(case_dice(dice_counts(*pair, regions)) for pair in zip(found, truths, strict=True)) / len(found)
 
-    return Judge(sample_windows(prepared, model), evaluate, f"{quality} on {plural(len(cases), 'case')} {origin}")
+    words = {"labels": model.labelling.labels, "regions": [region.name for region in regions]}
+    words |= {"members": [member.sha256 for member in model.members]} if model.members else {}
+    metadata = {"name": f"medspeed {app}", **{name: " ".join(each) for name, each in words.items()}}
+    origin = f"{quality} on {plural(len(cases), 'case')} {origin}"
+    return Gate(sample_windows(prepared, model), evaluate, origin, model.window_batch, metadata=metadata)
 
 
 def _checked_onnx(
     path: Path, precision: ModelPrecision, write: Callable[[Path], object], reference: Reference
 ) -> Exported:
     try:
-        if precision == "fp16":
-            check_half_range(reference)
         write(path)
         difference, change = check_predictor(reference, onnxruntime_predictor(path), precision, str(path))
     except ParityError as refusal:

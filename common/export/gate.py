@@ -2,14 +2,15 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from medspeed.common.export.onnx_model import Window
 from medspeed.common.inference import ModelPrecision
 from medspeed.common.inference.predictors import Predictor, torch_predictor
 
@@ -27,27 +28,30 @@ class ParityError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Judge:
-    """What exports are judged on."""
+class Gate:
+    """What exports are judged on, and what they are to take."""
 
     windows: torch.Tensor  # [N, C, *sides] float32, N >= 1, real ones of the size to export, on the CPU
     evaluate: Callable[[Predictor], float]  # quality, in [0, 1], of a predictor of windows on the network's device
     origin: str  # which quality, and on what, in words: "Dice on 3 validation cases"
+    batch: int = 1  # as for `smallest` and `metadata` see `export_onnx`
+    smallest: Window | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 class Reference(NamedTuple):
     """What torch computes in fp32, the measure of every export."""
 
-    judge: Judge
+    gate: Gate
     logits: torch.Tensor  # [N, K, *sides] of its windows, on the CPU
     quality: float
     activations: dict[str, torch.Tensor]  # the largest absolute value of each module's output, in the order of calls
 
 
-def take_reference(network: nn.Module, judge: Judge) -> Reference:
+def take_reference(network: nn.Module, gate: Gate) -> Reference:
     """Return what a network computes in fp32; the network itself, on any device and in any mode, is left as it is."""
     copied = copy.deepcopy(network).float().eval()
-    quality, largest = judge.evaluate(torch_predictor(copied)), dict[str, torch.Tensor]()
+    quality, largest = gate.evaluate(torch_predictor(copied)), dict[str, torch.Tensor]()
 
     def note(name: str, module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, torch.Tensor):
@@ -57,23 +61,7 @@ def take_reference(network: nn.Module, judge: Judge) -> Reference:
     for name, module in copied.named_modules():
         module.register_forward_hook(partial(note, name or "(the whole network)"))
     predict = torch_predictor(copied.cpu())
-    return Reference(judge, torch.cat([predict(window[None]) for window in judge.windows]), quality, largest)
-
-
-def check_half_range(reference: Reference) -> None:
-    """Check that half precision can hold what each module of the network computes, with room for other scans.
-
-    ONNX Runtime cannot tell: on the CPU it computes fp16 models in wider numbers.
-
-    Raises:
-        ParityError: an activation is not finite or too large; the error names the first such module.
-    """
-    for name, value in reference.activations.items():
-        if not value.item() <= HALF_BOUND:
-            raise ParityError(
-                f"half precision: an activation of module {name} reaches {value.item():.6g} "
-                f"(bound {HALF_BOUND:g}; the largest half-precision number is 65504)"
-            )
+    return Reference(gate, torch.cat([predict(window[None]) for window in gate.windows]), quality, largest)
 
 
 def check_predictor(
@@ -87,11 +75,18 @@ def check_predictor(
     """Return the largest difference of a logit from torch, in batches of each size, and the change of the quality.
 
     `predict` takes windows on `device`; the precision chooses the bounds: in fp16 and int8 logits need only be finite.
+    In fp16 the network's activations must fit, too: on the CPU ONNX Runtime computes in wider numbers, and cannot tell.
 
     Raises:
-        ParityError: a bound does not hold; it begins with the export's name.
+        ParityError: a bound does not hold; it begins with the export's name, and names the first module out of bounds.
     """
-    windows, differences = reference.judge.windows, []
+    for module, value in reference.activations.items() if precision == "fp16" else ():
+        if not value.item() <= HALF_BOUND:
+            raise ParityError(
+                f"{name}: half precision: an activation of module {module} reaches {value.item():.6g} "
+                f"(bound {HALF_BOUND:g}; the largest half-precision number is 65504)"
+            )
+    windows, differences = reference.gate.windows, []
     for size in batch_sizes:
         order = torch.arange(math.ceil(len(windows) / size) * size) % len(windows)  # the first fill up the last batch
         for some in order.reshape(-1, size):
@@ -100,7 +95,7 @@ def check_predictor(
     bound = LOGIT_BOUND if precision == "fp32" else math.inf
     if not (difference <= bound and math.isfinite(difference)):
         raise ParityError(f"{name}: a logit differs by {difference:.3g} from PyTorch in fp32 (bound {bound:g})")
-    quality = reference.judge.evaluate(predict)
+    quality = reference.gate.evaluate(predict)
     change = abs(quality - reference.quality)
     if not change <= QUALITY_BOUNDS[precision]:
         raise ParityError(

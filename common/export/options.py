@@ -64,16 +64,6 @@ class ExportConfig:
         return self.model[0] if len(self.model) == 1 or self.output is None else self.output
 
     @property
-    def engines(self) -> Literal["auto", "tensorrt", "tensorrt_rtx", "none"]:
-        """Which TensorRT builds engines: none unless they are asked for."""
-        return self.engine if self.to == "engine" else "none"
-
-    @property
     def destination(self) -> Path:
         """The folder of the repository or bundle."""
         return self.output or self.run / self.to
-
-    @property
-    def served(self) -> Path:
-        """The ONNX model of a run that a Triton repository serves."""
-        return self.run / "exports" / f"model_{self.precision}.onnx"

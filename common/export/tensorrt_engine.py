@@ -1,8 +1,4 @@
-"""TensorRT engines from ONNX models, with a manifest beside each.
-
-One code path serves `tensorrt` 10, 11 and `tensorrt_rtx`: the network is strongly typed, so that the precision is the
-ONNX model's own.
-"""
+"""TensorRT engines from ONNX models, by one code path for `tensorrt` 10, 11 and `tensorrt_rtx`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,11 +24,9 @@ from medspeed.common.inference.tensorrt_runtime import (
 )
 
 EngineChoice = Literal["auto", Flavour, "none"]
+# Compute capabilities that one RTX engine serves by default; the H100 and H200 (9.0) are not among them.
+# Source: TensorRT for RTX documentation, "CPU-Only AOT and TensorRT-RTX Engines", and the 1.5 support matrix.
 RTX_TARGETS = ("8.0", "8.6", "8.9", "12.0", "12.1")
-"""Compute capabilities that one RTX engine serves by default; the H100 and H200 (9.0) are not among them.
-
-Source: TensorRT for RTX documentation, "CPU-Only AOT and TensorRT-RTX Engines", and the 1.5 support matrix.
-"""
 RTX_TURING = "7.5"  # served by RTX too, but only by an engine built for it alone
 
 
@@ -94,6 +88,7 @@ def _serialized(trt: ModuleType, onnx_path: Path, shapes: Sequence[tuple[int, ..
     log = message_log(trt)
     log.messages.clear()
     builder = trt.Builder(log)
+    # Strongly typed: the precision is the ONNX model's own.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(onnx_path)):

@@ -13,7 +13,7 @@ from torch import nn
 from medspeed.common.data.dataset import Case, Split
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.volumes import Volume, read_volume
-from medspeed.common.export.export import GATE_CASES, Exports, export_volumes, judge_training, summary_of
+from medspeed.common.export.export import GATE_CASES, Exports, export, summary_of, training_gate
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.inference import TOLERANCE
 from medspeed.common.inference import postprocessing as post
@@ -175,11 +175,11 @@ def _draw(dice: float, case: Case, found: np.ndarray, truth: np.ndarray, model: 
 
 def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: SegmentationConfig, run: Run) -> Exports:
     """Export the best weights behind the gate, on some validation cases; for the arguments see `evaluate`."""
-    gate = data.split.validation[:GATE_CASES]
+    cases = data.split.validation[:GATE_CASES]
     with run.clock.stage("prepare"):
-        prepared = stored_cases(gate, model, config)
-    judge = judge_training(gate, prepared, model, run)
-    return export_volumes(best_network(model, fitted, run), model, judge, config.APP, config.engine, run)
+        prepared = stored_cases(cases, model, config)
+    gate = training_gate(cases, prepared, model, config.APP, run)
+    return export(best_network(model, fitted, run), gate, run, config.engine)
 
 
 def finish(

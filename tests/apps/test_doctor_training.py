@@ -2,7 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from medspeed.apps.doctor_training import Measured, diagnose
+from medspeed.apps.doctor import explanations
+from medspeed.apps.doctor_training import Measured, Verdict
+from medspeed.apps.doctor_training import diagnose as diagnosed
+from medspeed.apps.spleen.config import RECIPES
 
 HEALTHY = Measured(
     times={"waited": 2.0, "computed": 90.0, "saved": 1.0, "logged": 1.0, "validated": 6.0},
@@ -12,8 +15,11 @@ HEALTHY = Measured(
     cores=2,
     doubled=1.9,
     other=0.95,
-    switches={"disk": "use --cache ram", "kernel launch": "raise --batch_size", "compute": "use --precision bf16"},
 )
+
+
+def diagnose(measured: Measured, recipe: str = "baseline") -> Verdict:
+    return diagnosed(measured, explanations(RECIPES[recipe], "bf16"))
 
 
 def with_times(**times):
@@ -47,9 +53,9 @@ def test_waiting_is_traced_to_what_makes_the_batches(slow):
 
 
 def test_the_switch_to_turn_is_told_where_there_is_one():
-    measured = with_times(waited=102.0)
-    assert diagnose(replace(measured, batch={"disk": 5.0, "decode": 1.0})).text.endswith("; use --cache ram")
-    assert diagnose(replace(measured, batch={"decode": 5.0})).text.endswith("faster)")
+    measured = replace(with_times(waited=102.0), batch={"decode": 5.0})
+    assert "decoding; use --cache auto, which prepares each case once" in diagnose(measured).text
+    assert "limited by file decoding (51% of the time; up to 2.0x faster)" in diagnose(measured, "fast").text
 
 
 def test_workers_are_too_few_only_where_more_would_keep_up():
@@ -64,13 +70,13 @@ def test_a_step_that_hardly_grows_with_its_batch_is_too_small():
     verdict = diagnose(replace(HEALTHY, doubled=1.2))
     assert verdict.bound == "kernel launch"
     assert verdict.gain == pytest.approx(1 / (1 - 0.9 * 0.4))  # per sample 0.6 of the time, in 0.9 of the total
-    assert verdict.text.endswith("; raise --batch_size")
+    assert "; raise --batch-size, or try --compile (" in verdict.text
 
 
 def test_a_faster_precision_is_named_with_its_gain():
     verdict = diagnose(replace(HEALTHY, other=0.5))
     assert verdict.bound == "compute"
-    assert verdict.text.endswith("; use --precision bf16")
+    assert "; use --precision bf16 (" in verdict.text
     assert verdict.gain == pytest.approx(1 / (1 - 0.9 * 0.5))
 
 

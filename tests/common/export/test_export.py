@@ -15,7 +15,7 @@ from medspeed.common.clock import Clock
 from medspeed.common.export.deploy import precision_table
 from medspeed.common.export.export import Exported, summary_of
 from medspeed.common.export.export import export as export_network
-from medspeed.common.export.gate import Judge, ParityError
+from medspeed.common.export.gate import Gate, ParityError
 from medspeed.common.export.int8 import quantise
 from medspeed.common.export.onnx_model import HalfNetwork, export_onnx
 from medspeed.common.files import sha256_of, write_json
@@ -40,9 +40,9 @@ def export(
 ) -> Record:
     (folder / "best.safetensors").write_bytes(b"weights")
     run = Run(folder, torch.device("cpu"), Clock(), resumed=True)
-    judge = Judge(torch.rand(2, 1, 8, 8, 8), evaluate, "Dice on nothing")
+    gate = Gate(torch.rand(2, 1, 8, 8, 8), evaluate, "Dice on nothing", 2, metadata={"name": "t"})
     quantised = None if calibration is None else partial(quantise, windows=calibration)
-    found = export_network(network, judge, run, batch=2, metadata={"name": "t"}, engine=engine, quantise=quantised)
+    found = export_network(network, gate, run, engine, quantised)
     engines = [each for each in found if each.kind == "engine"]
     without = engines[0].reason if engines and not engines[0].precision else None
     return Record([each for each in found if each.kind == "onnx"], [] if without else engines, without)

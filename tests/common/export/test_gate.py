@@ -12,10 +12,9 @@ from torch import nn
 from medspeed.common.export.gate import (
     HALF_BOUND,
     QUALITY_BOUNDS,
-    Judge,
+    Gate,
     ParityError,
     Reference,
-    check_half_range,
     check_predictor,
     take_reference,
 )
@@ -30,7 +29,7 @@ def shifted(reference: Reference, by: float) -> Predictor:
     """A predictor that finds the reference logits of a window, plus a constant."""
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
-        rows = [next(i for i, known in enumerate(reference.judge.windows) if torch.equal(known, w)) for w in windows]
+        rows = [next(i for i, known in enumerate(reference.gate.windows) if torch.equal(known, w)) for w in windows]
         return reference.logits[rows] + by
 
     return predict
@@ -42,14 +41,14 @@ def steady(predict: Predictor) -> float:
 
 @pytest.fixture
 def reference(tiny: nn.Module) -> Reference:
-    return take_reference(tiny, Judge(torch.rand(4, 1, 8, 8, 8), steady, ""))
+    return take_reference(tiny, Gate(torch.rand(4, 1, 8, 8, 8), steady, ""))
 
 
 @pytest.mark.parametrize(("precision", "least", "most"), [("fp32", 0, 1e-5), ("fp16", 1e-6, 2e-2)])
 def test_exports_of_a_network_pass(
     network: nn.Module, windows: torch.Tensor, exported: Path, dices: Dices, precision: str, least: float, most: float
 ):
-    reference = take_reference(network, Judge(windows, dices(0.9, 0.9005, shape=UNET), ""))
+    reference = take_reference(network, Gate(windows, dices(0.9, 0.9005, shape=UNET), ""))
     assert network.training
     predict = onnxruntime_predictor(exported / f"model_{precision}.onnx")
     difference, change = check_predictor(reference, predict, precision, "it")  # type: ignore[arg-type]
@@ -58,7 +57,7 @@ def test_exports_of_a_network_pass(
 
 
 def test_the_reference_is_torch_in_evaluation_mode(network: nn.Module, windows: torch.Tensor, dices: Dices):
-    reference = take_reference(network, Judge(windows, dices(0.75, shape=UNET), ""))
+    reference = take_reference(network, Gate(windows, dices(0.75, shape=UNET), ""))
     with torch.no_grad():
         expected = copy.deepcopy(network).eval()(windows)
     torch.testing.assert_close(reference.logits, expected)
@@ -71,7 +70,7 @@ def test_the_export_of_other_weights_is_refused(
     other = copy.deepcopy(network)
     with torch.no_grad():
         next(other.parameters()).view(-1)[0] += 0.05
-    reference = take_reference(other, Judge(windows, dices(0.9, shape=UNET), ""))
+    reference = take_reference(other, Gate(windows, dices(0.9, shape=UNET), ""))
     path = exported / "model_fp32.onnx"
     with pytest.raises(ParityError, match=r"model_fp32\.onnx: a logit differs by .* \(bound 0\.001\)"):
         check_predictor(reference, onnxruntime_predictor(path), "fp32", str(path))
@@ -109,7 +108,7 @@ def test_logits_in_fp16_and_int8_need_only_be_finite(reference: Reference, preci
 def test_bound_of_the_dice(tiny: nn.Module, dices: Dices, precision: str, sign: int):
     for part, fine in ((0.9, True), (1.1, False)):
         changed = 0.8 + sign * part * QUALITY_BOUNDS[precision]
-        reference = take_reference(tiny, Judge(torch.rand(1, 1, 8, 8, 8), dices(0.8, changed), ""))
+        reference = take_reference(tiny, Gate(torch.rand(1, 1, 8, 8, 8), dices(0.8, changed), ""))
         predict = torch_predictor(copy.deepcopy(tiny).eval())
         if fine:
             check_predictor(reference, predict, precision, "it", (1,))  # type: ignore[arg-type]
@@ -119,18 +118,18 @@ def test_bound_of_the_dice(tiny: nn.Module, dices: Dices, precision: str, sign: 
 
 
 def test_a_dice_that_is_no_number_is_refused(reference: Reference):
-    unknown = reference._replace(judge=replace(reference.judge, evaluate=lambda predict: math.nan))
+    unknown = reference._replace(gate=replace(reference.gate, evaluate=lambda predict: math.nan))
     with pytest.raises(ParityError, match="validation quality nan"):
         check_predictor(unknown, shifted(reference, 0), "fp32", "it", (2,))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_every_window_goes_through_at_every_batch_size(tiny: nn.Module, count: int):
-    reference = take_reference(tiny, Judge(torch.rand(count, 1, 8, 8, 8), steady, ""))
+    reference = take_reference(tiny, Gate(torch.rand(count, 1, 8, 8, 8), steady, ""))
     seen: list[list[int]] = []
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
-        rows = [next(i for i, known in enumerate(reference.judge.windows) if torch.equal(known, w)) for w in windows]
+        rows = [next(i for i, known in enumerate(reference.gate.windows) if torch.equal(known, w)) for w in windows]
         seen.append(rows)
         return reference.logits[rows]
 
@@ -143,8 +142,8 @@ def test_every_window_goes_through_at_every_batch_size(tiny: nn.Module, count: i
 
 def half_range(network: nn.Module, windows: torch.Tensor) -> float:
     """The largest activation, where half precision can hold them all."""
-    reference = take_reference(network, Judge(windows, steady, ""))
-    check_half_range(reference)
+    reference = take_reference(network, Gate(windows, steady, ""))
+    check_predictor(reference, torch_predictor(copy.deepcopy(network).eval()), "fp16", "it")
     return max(value.item() for value in reference.activations.values())
 
 
@@ -177,16 +176,16 @@ def test_weights_that_half_precision_cannot_hold_are_refused(tiny: nn.Sequential
     windows = torch.rand(1, 1, 8, 8, 8)
     with pytest.raises(ParityError, match="activation of module 2 reaches"):
         half_range(tiny, 100 * windows)
-    reference = take_reference(tiny, Judge(1e-3 * windows, steady, ""))
+    reference = take_reference(tiny, Gate(1e-3 * windows, steady, ""))
     predict = onnxruntime_predictor(export_onnx(tiny, tmp_path / "m.onnx", (1, 8, 8, 8), "fp16", {}))
     with pytest.raises(ParityError, match=r"it: a logit differs by (inf|nan)"):
         check_predictor(reference, predict, "fp16", "it", (1,))
 
 
 def test_large_activations_are_refused_by_the_name_of_their_module(overflowing: nn.Module, dices: Dices):
-    reference = take_reference(overflowing, Judge(torch.rand(2, 1, 8, 8, 8), dices(0.9), ""))
-    with pytest.raises(ParityError, match=r"activation of module 0 reaches .* \(bound 32768"):
-        check_half_range(reference)
+    reference = take_reference(overflowing, Gate(torch.rand(2, 1, 8, 8, 8), dices(0.9), ""))
+    with pytest.raises(ParityError, match=r"it: half precision: an activation of module 0 reaches .* \(bound 32768"):
+        check_predictor(reference, torch_predictor(overflowing.eval()), "fp16", "it")
     assert reference.logits.abs().max() < 10  # fp32 computes it without ado
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from medspeed.common.clock import Clock
 from medspeed.common.export.export import Exported, export
-from medspeed.common.export.gate import Judge, ParityError, check_predictor, take_reference
+from medspeed.common.export.gate import Gate, ParityError, check_predictor, take_reference
 from medspeed.common.export.int8 import quantise
 from medspeed.common.export.onnx_model import export_onnx, read_metadata
 from medspeed.common.export.tensorrt_engine import build_engine
@@ -279,10 +279,8 @@ def threshold(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def int8_record(folder: Path, calibration: torch.Tensor) -> Exported:
     (folder / "best.safetensors").write_bytes(b"weights")
     run = Run(folder, torch.device("cpu"), Clock(), resumed=True)
-    judge = Judge(IMAGES[:2], dice, "Dice on images")
-    record = export(
-        Threshold(), judge, run, batch=2, metadata={}, engine="none", quantise=partial(quantise, windows=calibration)
-    )
+    gate = Gate(IMAGES[:2], dice, "Dice on images", batch=2)
+    record = export(Threshold(), gate, run, "none", partial(quantise, windows=calibration))
     assert [model.precision for model in record] == ["fp32", "fp16", "int8", ""]
     assert [model.reason for model in record] == [None, None, record[2].reason, "disabled"]
     return record[2]
@@ -309,7 +307,7 @@ def test_bad_calibration_is_refused_and_leaves_nothing(tmp_path: Path):
 
 @pytest.mark.parametrize(("bad", "least"), [(IMAGES * 1e-3, 0.0), (IMAGES * 0, 0.8)], ids=["scaled", "zeros"])
 def test_the_quality_alone_refuses_it_too(threshold: Path, tmp_path: Path, bad: torch.Tensor, least: float):
-    reference = take_reference(Threshold(), Judge(IMAGES[:2], dice, ""))
+    reference = take_reference(Threshold(), Gate(IMAGES[:2], dice, ""))
     assert reference.quality == 1
     path = tmp_path / "int8.onnx"
     quantise(threshold, path, bad)
