@@ -39,7 +39,7 @@ from medspeed.apps.pathology.quality import patch_gate, tiles
 from medspeed.common.console import say
 from medspeed.common.export.bundle import NetworkConfig, write_bundle
 from medspeed.common.export.deploy import hand_over
-from medspeed.common.export.gate import Gate
+from medspeed.common.export.export import Gate
 from medspeed.common.files import read_as
 from medspeed.common.inference.runs import import_weights
 from medspeed.common.run import Run, one_line_errors

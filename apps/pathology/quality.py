@@ -13,7 +13,7 @@ from medspeed.apps.pathology.patches.colours import colour_auc
 from medspeed.apps.pathology.patches.store import Patches, rank_rows
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.threads import prefetch
-from medspeed.common.export.gate import Gate
+from medspeed.common.export.export import Gate
 from medspeed.common.inference import Precision
 from medspeed.common.inference.predictors import Predictor, torch_predictor
 from medspeed.common.run import Run

@@ -21,8 +21,7 @@ from medspeed.common.data.preparation import PreparedCase, prepare_case, prepare
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.export.bundle import served_pipeline, write_volume_bundle
-from medspeed.common.export.export import GATE_CASES, Exported, Exports, export, volume_gate
-from medspeed.common.export.gate import Gate
+from medspeed.common.export.export import GATE_CASES, Exported, Exports, Gate, export, volume_gate
 from medspeed.common.export.int8 import quantise
 from medspeed.common.export.model_card import filled, model_card, read_if_there, write_package
 from medspeed.common.export.onnx_model import OPSET, numbers, read_metadata

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medspeed.common.export.gate import QUALITY_BOUNDS
+from medspeed.common.export.export import QUALITY_BOUNDS
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,8 @@ from torch import nn
 
 from medspeed.common.clock import Clock
 from medspeed.common.export.deploy import precision_table
-from medspeed.common.export.export import Exported, summary_of
+from medspeed.common.export.export import Exported, Gate, ParityError, summary_of
 from medspeed.common.export.export import export as export_network
-from medspeed.common.export.gate import Gate, ParityError
 from medspeed.common.export.int8 import quantise
 from medspeed.common.export.onnx_model import HalfNetwork, export_onnx
 from medspeed.common.files import sha256_of, write_json

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from medspeed.common.clock import Clock
-from medspeed.common.export.export import Exported, export
-from medspeed.common.export.gate import Gate, ParityError, check_predictor, take_reference
+from medspeed.common.export.export import Exported, Gate, ParityError, check_predictor, export, take_reference
 from medspeed.common.export.int8 import quantise
 from medspeed.common.export.onnx_model import export_onnx, read_metadata
 from medspeed.common.export.tensorrt_engine import build_engine

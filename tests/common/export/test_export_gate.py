@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from medspeed.common.export.gate import (
+from medspeed.common.export.export import (
     HALF_BOUND,
     QUALITY_BOUNDS,
     Gate,
