@@ -1,11 +1,13 @@
-"""MONAI bundles of trained networks: they run with MONAI alone and give the same label maps, or probabilities.
+"""MONAI bundles of trained networks, which run with MONAI alone and give the same results; models for Triton.
 
 A bundle is `bundle/`, filled in. Three of its transforms want a reason. Lambdad after Spacingd: on a plane that both
 grids share, MONAI's resampling takes 1e-15 of the neighbour too, and 0 would be foreground. CropForegroundd before
 NormalizeIntensityd: after it what lies below the mean is negative, and 0 no longer only the background. Expressions
 after Invertd: of equally large components KeepLargestConnectedComponentd keeps any.
 
-Source: MONAI bundle specification (docs.monai.io, mb_specification); configurations of the MONAI model zoo.
+Source: MONAI bundle specification (docs.monai.io, mb_specification); configurations of the MONAI model zoo; Triton's
+model repository and configuration guides (docs.nvidia.com/deeplearning/triton-inference-server) and its published
+protobuf model_config.proto, with which the tests parse what is written here.
 """
 
 import io
@@ -19,14 +21,17 @@ import torch
 from torch import nn
 
 from medspeed.common.export.model_card import filled, is_synthetic, model_card, write_package
+from medspeed.common.export.onnx_model import OPSET, numbers, read_metadata
 from medspeed.common.inference.labels import LabelScheme, painting_order
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.postprocessing import ROUNDING, logit_bars
+from medspeed.common.inference.predictors import with_exact_norms
 
 NetworkConfig = Mapping[str, Any]
 """A MONAI class as a bundle names it: "_target_" and every argument, such as {"_target_": "UNet", "in_channels": 1}."""
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 _VOLUMES = Path(__file__).with_name("bundle")
+_KEPT = ("weights_sha256", "precision", "labels", "regions", "window", "smallest")  # of metadata, in Triton's README
 _ROUNDING = 1e-4  # of the largest logit: what the order of sums may change
 
 
@@ -93,37 +98,24 @@ def write_bundle(
         FileExistsError: `folder` holds something.
         RuntimeError, ValueError: the weights do not fit MONAI's class, or that computes something else.
     """
-    known = {**values, "synthetic": is_synthetic(run), "version": metadata.version}
-    stored = io.BytesIO()  # torch.save would write the temporary name of a file into it
-    torch.save(_twin_weights(network, values["network"], shape, weights or network.state_dict()), stored)
-    usage = (templates / "usage.md").read_text(encoding="utf-8")
-    return write_package(
-        folder,
-        {
-            **{f"configs/{name}": _json(templates / name, known) for name in ("inference.json", "metadata.json")},
-            "models/model.pt": stored.getvalue(),
-            "docs/README.md": f"{model_card(run, task)}\n{usage}",
-            "LICENSE": LICENCE.read_text(encoding="utf-8"),
-        },
-    )
-
-
-def _twin_weights(
-    ours: nn.Module, named: NetworkConfig, shape: Sequence[int], weights: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the weights as plain tensors, once MONAI's network computes with them what ours does."""
     from monai.bundle import ConfigParser  # here: it takes a second to load
 
-    twin = ConfigParser({"network": dict(named)}).get_parsed_content("network").eval()
-    plain = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    twin = ConfigParser({"network": dict(values["network"])}).get_parsed_content("network").eval()
+    plain = {name: value.detach().cpu().contiguous() for name, value in (weights or network.state_dict()).items()}
     twin.load_state_dict(plain)
     example = torch.rand(tuple(shape), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found, due = twin(example), ours.cpu().eval()(example)
+        found, due = twin(example), network.cpu().eval()(example)
     same = found.shape[:2] == due.shape[:2] and found.numel() == due.numel()  # one number may be [1, 1] or [1, 1, 1, 1]
     if not same or float((found.flatten() - due.flatten()).abs().max()) > _ROUNDING * float(due.abs().max()):
-        raise ValueError(f"network {dict(named)}: takes the weights but computes other results: correct it")
-    return plain
+        raise ValueError(f"network {dict(values['network'])}: takes the weights but computes other results: correct it")
+    stored = io.BytesIO()  # torch.save would write the temporary name of a file into it
+    torch.save(plain, stored)
+    known = {**values, "synthetic": is_synthetic(run), "version": metadata.version}
+    usage = (templates / "usage.md").read_text(encoding="utf-8")
+    configs = {f"configs/{name}": _json(templates / name, known) for name in ("inference.json", "metadata.json")}
+    files = {"docs/README.md": f"{model_card(run, task)}\n{usage}", "LICENSE": LICENCE.read_text(encoding="utf-8")}
+    return write_package(folder, {**configs, "models/model.pt": stored.getvalue(), **files})
 
 
 def painting(labelling: LabelScheme) -> str:
@@ -140,3 +132,30 @@ def painting(labelling: LabelScheme) -> str:
             paint = f"torch.tensor({paints}, device=logits.device)[logits[{rivals}].argmax(0, keepdim=True)]"
         expression = f"torch.where({found} > 0, {paint}, {expression})"
     return expression
+
+
+def write_triton(
+    repository: Path, name: str, model: Path, card: str, overlap: float = 0.25, pipeline: str | None = None
+) -> Path:
+    """Write a model folder of a Triton repository, which may hold others, and return it: `triton/`, filled in.
+
+    The configuration leaves to the server what it can read from the model, one of exports/model_*.onnx. Its group
+    normalisations are in float64, since ONNX Runtime's are not exact in float32 (`with_exact_norms`). `pipeline` is the
+    inference.json that segments whole scans of volumes (see `served_pipeline`).
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        FileExistsError: `repository`/`name` holds something.
+        ValueError: the model is none that `export_onnx` wrote.
+    """
+    if not model.is_file():
+        raise FileNotFoundError(f"{model}: no such file; if the parity gate rejected it, serve another --precision")
+    metadata = read_metadata(model)
+    window, (_, best, most) = numbers(metadata["window"]), numbers(metadata["batch"])
+    kept = {key: metadata[key] for key in _KEPT if key in metadata}
+    values = {"name": name, "window": window, "best": best, "most": most, "kept": kept, "opset": OPSET}
+    values |= {"overlap": overlap, "pipeline": pipeline}
+    files: dict[str, str | bytes] = {"1/model.onnx": with_exact_norms(model), "MODEL_CARD.md": card}
+    for template in sorted(Path(__file__).with_name("triton").iterdir()):
+        files[template.stem] = filled(template, values)
+    return write_package(repository / name, files | ({"inference.json": pipeline} if pipeline else {}))

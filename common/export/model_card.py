@@ -114,9 +114,8 @@ def plain(value: object) -> object:
 
 def _figures(quality: dict[str, Any]) -> dict[str, float | None]:
     """Return the rows of the table of quality: of a segmentation by structure, of a classifier as it has them."""
-    cases, regions = quality.get("per_case", {}), quality.get("per_region", {})
-    mean = {"mean": quality["value"]}
+    cases, regions = quality["per_case"], quality.get("per_region")
     if not regions:
-        return cases or mean
+        return cases or {"mean": quality["value"]}
     worst = {"worst case": min(cases.values()), "cases": len(cases)} if cases else {}
-    return {**mean, **regions, **worst}
+    return {"mean": quality["value"], **regions, **worst}

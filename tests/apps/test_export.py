@@ -52,7 +52,7 @@ def test_weights_of_a_bundle_become_models_that_infer_takes(tmp_path, weights, c
     assert exports == tmp_path / "run" / "exports"
     said = capsys.readouterr().out
     assert "gate: agreement with PyTorch on 3 cases (synthetic scans" in said
-    assert "| fp32 |" in said
+    assert "| onnx fp32 |" in said
     record = json.loads((exports / "exports.json").read_text())
     assert [model["precision"] for model in record["onnx"]] == ["fp32", "fp16"]
     assert all(model["quality_delta"] <= 0.005 for model in record["onnx"])
@@ -80,7 +80,7 @@ def test_int8_is_made_where_it_is_asked_for_and_labels_judge_it(tmp_path, weight
     int8 = record["onnx"][2]
     assert int8["precision"] == "int8"
     assert bool(int8["path"]) != bool(int8["reason"])
-    assert "| int8 |" in capsys.readouterr().out
+    assert "| onnx int8 |" in capsys.readouterr().out
 
 
 def test_a_bundle_is_made_of_the_same_run(tmp_path, weights):

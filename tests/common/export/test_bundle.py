@@ -23,8 +23,7 @@ from medspeed.apps.pathology.export import write_patch_bundle
 from medspeed.apps.pathology.model import PathologyModel, normalised
 from medspeed.common.data.preparation import Preparation, prepare_volume
 from medspeed.common.data.volumes import read_volume
-from medspeed.common.export.bundle import LICENCE, painting, served_pipeline, write_volume_bundle
-from medspeed.common.export.deploy import write_triton
+from medspeed.common.export.bundle import LICENCE, painting, served_pipeline, write_triton, write_volume_bundle
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.inference.labels import LabelScheme, Region
 from medspeed.common.inference.model import VolumeModel, save_weights, write_model

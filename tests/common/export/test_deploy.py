@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
-from medspeed.common.export.deploy import write_triton
+from medspeed.common.export.bundle import write_triton
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.inference.predictors import onnxruntime_predictor
 from tests.common.export.stand_in import StandIn, configuration, serving

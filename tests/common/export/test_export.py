@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from medspeed.common.clock import Clock
-from medspeed.common.export.deploy import precision_table
+from medspeed.common.export.deploy import quantise, table_of
 from medspeed.common.export.export import Exported, Gate, ParityError, summary_of
 from medspeed.common.export.export import export as export_network
-from medspeed.common.export.int8 import quantise
 from medspeed.common.export.onnx_model import HalfNetwork, export_onnx
 from medspeed.common.files import sha256_of, write_json
 from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor
@@ -144,25 +143,41 @@ def test_int8_engine_that_does_not_run_is_refused_alone(
     assert {name for name in names(tmp_path) if "int8" in name} == {"model_int8.onnx"}
 
 
+@pytest.mark.parametrize(("fail", "why"), [("build", "TensorRT built no engine"), ("context", "cannot create")])
+def test_engines_that_cannot_be_built_or_loaded_cost_no_run_its_end(
+    tmp_path: Path, tiny: nn.Module, dices: Dices, engine_on_cpu: Any, fail: str, why: str
+):
+    (tmp_path / "exports").mkdir()
+    (tmp_path / "exports" / "model_fp16.plan").write_bytes(b"of an earlier export")
+    engine_on_cpu.fail = fail
+    record = export(tiny, tmp_path, dices(0.9))
+    assert [(engine.precision, engine.path, engine.ran) for engine in record.engines] == [
+        ("fp32", None, False), ("fp16", None, False)
+    ]  # fmt: skip
+    assert all(why in (engine.reason or "") for engine in record.engines)
+    assert names(tmp_path) == {"model_fp32.onnx", "model_fp16.onnx"}
+
+
 def test_table_of_precisions():
     record = (
         Exported("onnx", "fp32", "a.onnx", "0", 3 * 2**20, 1.5e-6, 0.0),
         Exported("onnx", "fp16", reason="half precision: |x| reaches\n70000"),
         Exported("onnx", "int8", "c.onnx", "0", 2**20, 0.5, 0.0012),
-        Exported("engine", "fp32", "a.plan", "0", 2**21),
-        Exported("engine", "int8", reason="no GPU"),
+        Exported("engine", "fp32", "a.plan", "0", 2**21, reason="no GPU"),
+        Exported("engine", "int8", reason="not built"),
     )
     assert summary_of(record)["onnx"]["int8"]["path"] == "c.onnx"
     assert summary_of(record)["engine"] == {**asdict(record[3]), "int8": asdict(record[4])}
-    assert precision_table(record, {"fp32": 1.5, "int8": 0.25}).splitlines() == [
-        "| precision | ONNX MiB | engine MiB | s per window in ONNX Runtime "
-        "| largest logit difference | quality change | verdict |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
-        "| fp32 | 3.0 | 2.0 | 1.500 | 1.5e-06 | 0.0000 | kept |",
-        "| fp16 | — | — | — | — | — | half precision: \\|x\\| reaches 70000 |",
-        "| int8 | 1.0 | — | 0.250 | 0.5 | 0.0012 | kept; engine: no GPU |",
+    assert table_of(record, {"fp32": 1.5, "int8": 0.25}).splitlines() == [
+        "| export | MiB | s per window in ONNX Runtime | largest logit difference | quality change | verdict |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
+        "| onnx fp32 | 3.0 | 1.500 | 1.5e-06 | 0.0000 | kept |",
+        "| onnx fp16 | — | — | — | — | half precision: \\|x\\| reaches 70000 |",
+        "| onnx int8 | 1.0 | 0.250 | 0.5 | 0.0012 | kept |",
+        "| engine fp32 | 2.0 | — | — | — | kept: no GPU |",
+        "| engine int8 | — | — | — | — | not built |",
     ]
-    assert "| 1.500 |" not in precision_table(record, {})
+    assert "| 1.500 |" not in table_of(record, {})
 
 
 def test_fp32_engine_that_computes_something_else_is_an_error(

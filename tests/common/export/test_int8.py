@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from medspeed.common.clock import Clock
+from medspeed.common.export.deploy import quantise
 from medspeed.common.export.export import Exported, Gate, ParityError, check_predictor, export, take_reference
-from medspeed.common.export.int8 import quantise
 from medspeed.common.export.onnx_model import export_onnx, read_metadata
 from medspeed.common.export.tensorrt_engine import build_engine
 from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor, with_exact_norms
@@ -129,7 +129,7 @@ def test_the_same_bytes_silently(
 def test_the_same_bytes_whatever_the_order_of_sets(int8: Path, exported: Path, windows: torch.Tensor, tmp_path: Path):
     np.save(tmp_path / "windows.npy", windows.numpy())
     script = (
-        "import sys, numpy, torch; from pathlib import Path; from medspeed.common.export.int8 import quantise; "
+        "import sys, numpy, torch; from pathlib import Path; from medspeed.common.export.deploy import quantise; "
         "a, b, c = map(Path, sys.argv[1:]); quantise(a, b, torch.from_numpy(numpy.load(c)))"
     )
     for seed in ("1", "2"):
