@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.predict import predict_logits
+from medspeed.common.inference.predictors import Predictor
 from medspeed.common.training.state import load_checkpoint
 from medspeed.models.unet3d import unet3d
 
@@ -50,6 +53,20 @@ def unet_model(
     arguments = {"channels": channels, "residual_units": residual_units}
     labelling = one_region_per_label(labels)
     return VolumeModel(unet3d, arguments, labelling, preparation, window_size, window_batch, 0.25, "fp32")
+
+
+def sliding_windows(
+    image: torch.Tensor,
+    predictor: Predictor,
+    roi: tuple[int, int, int],
+    overlap: float = 0.25,
+    batch_size: int = 4,
+    difference: bool = True,
+) -> torch.Tensor:
+    """Return `predict_logits` of a model that has such windows, with exclusive labels if the `difference` is wanted."""
+    model = unet_model((1.0, 1.0, 1.0), (4, 8), roi, window_batch=batch_size)
+    labelling = replace(model.labelling, exclusive=difference)
+    return predict_logits(image, predictor, replace(model, overlap=overlap, labelling=labelling))
 
 
 class _Watch(TorchDispatchMode):

@@ -24,28 +24,10 @@ from medspeed.common.inference.predictors import Predictor, torch_predictor
 Carry = Callable[[torch.Tensor], torch.Tensor]  # a volume on the working grid to its place in the file
 
 
-def predict_logits(
-    image: torch.Tensor, predictor: Predictor, model: VolumeModel, window: Shape | None = None
-) -> torch.Tensor:
-    """Return the logits [K, X, Y, Z] of a prepared image [C, X, Y, Z]; K == 1 for two exclusive classes.
-
-    Another `window` than the model's needs a predictor that takes any.
-    """
-    roi, batch, difference = window or model.window_size, model.window_batch, model.labelling.exclusive
-    return sliding_windows(image, predictor, roi, overlap=model.overlap, batch_size=batch, difference=difference)
-
-
 def predict_labels(case: PreparedCase, predictor: Predictor, model: VolumeModel, device: torch.device) -> np.ndarray:
     """Return the label map of a prepared case on the grid of its file, uint8 [X, Y, Z], computed on a device."""
     logits = predict_logits(case.image.to(device, torch.float32), predictor, model)
-    return thresholded(logits, case.grid, model.labelling, model.postprocessing)
-
-
-def thresholded(logits: torch.Tensor, grid: WorkingGrid, labelling: LabelScheme, steps: Steps = ()) -> np.ndarray:
-    """Return the label map of logits from `predict_logits` on the grid of the file, by the thresholds of the steps."""
-    bars = torch.tensor(logit_bars(labelling, steps)[-len(logits) :], dtype=logits.dtype, device=logits.device)
-    logits = logits - bars[:, None, None, None] if bars.any() else logits
-    return restore_labels(logits, grid, None if labelling.exclusive else labelling.regions)
+    return restore_labels(logits, case.grid, model.labelling, model.postprocessing)
 
 
 def working_counts(
@@ -85,7 +67,7 @@ def sample_windows(prepared: Sequence[PreparedCase], model: VolumeModel, most: i
     return torch.stack(windows)
 
 
-def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Region] | None = None) -> np.ndarray:
+def restore_labels(logits: torch.Tensor, grid: WorkingGrid, labelling: LabelScheme, steps: Steps = ()) -> np.ndarray:
     """Interpolate logits linearly to the grid of the file and take the class with the highest, or paint the regions.
 
     As MONAI's `Invertd(nearest_interp=False)` on the logits, then argmax. Outside the crop MONAI pads all classes
@@ -94,17 +76,19 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Re
     volume of logits on the file's grid ever exists.
 
     Args:
-        logits: [K, X, Y, Z] on the crop of the grid, any float dtype, any device; of classes K >= 2, or K == 1: the
-            difference foreground - background; else one for each region.
+        logits: [K, X, Y, Z] of `predict_logits` on the crop of the grid, any float dtype, any device.
         grid: as the preparation returns it.
-        regions: those that logits stand for, which may overlap; None for classes.
+        labelling: meaning of the logits.
+        steps: those whose thresholds hold; by default a probability of one half.
 
     Returns:
         Labels [X, Y, Z] uint8 in the file's axes, Fortran order.
     """
     assert tuple(logits.shape[1:]) == grid.crop_shape, (tuple(logits.shape), grid.crop_shape)
+    bars = torch.tensor(logit_bars(labelling, steps)[-len(logits) :], dtype=logits.dtype, device=logits.device)
+    logits = logits - bars[:, None, None, None] if bars.any() else logits
     labels = np.zeros(grid.native_shape, np.uint8, order="F")
-    over_zero = len(logits) == 1 or regions is not None  # else over the first class, the background
+    over_zero = len(logits) == 1 or not labelling.exclusive  # else over the first class, the background
     if over_zero:
         box = box_above(logits, 0)
     else:
@@ -126,9 +110,11 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, regions: Sequence[Re
         logit = F.pad(logits[number + (not over_zero)], padding).float()
         return carry(logit if background is None else logit - background)
 
-    classes = [Region("", (number,), number) for number in range(1, len(logits) + over_zero)]
+    regions = labelling.regions
+    if labelling.exclusive:
+        regions = tuple(Region("", (number,), number) for number in range(1, len(logits) + over_zero))
     z, y, x = (slice(first, stop) for first, stop in place)
-    labels.T[z, y, x] = painted(regions or classes, carried).cpu().numpy()
+    labels.T[z, y, x] = painted(regions, carried).cpu().numpy()
     return labels
 
 
@@ -167,29 +153,23 @@ def _sheared_way(grid: WorkingGrid, box: Box, start: Sequence[int]) -> tuple[Box
 
 
 @torch.no_grad()
-def sliding_windows(
-    image: torch.Tensor,
-    predictor: Predictor,
-    roi: Shape,
-    *,
-    overlap: float = 0.25,
-    batch_size: int = 4,
-    difference: bool = True,
+def predict_logits(
+    image: torch.Tensor, predictor: Predictor, model: VolumeModel, window: Shape | None = None
 ) -> torch.Tensor:
-    """Return the logits [K, X, Y, Z] float32 of a whole image [C, X, Y, Z], as means over overlapping windows.
+    """Return the logits [K, X, Y, Z] float32 of a prepared image [C, X, Y, Z], as means over overlapping windows.
 
-    Every call of the predictor gets exactly `batch_size` windows, since an engine has a fixed profile: the last batch
-    is filled up with its last window. Where a call runs out of memory, the batch is halved with a warning and the work
-    goes on from there. The host waits for the device once, at the end.
+    Every call of the predictor gets as many windows as the model says, since an engine has a fixed profile: the last
+    batch is filled up with its last window. Where a call runs out of memory, the batch is halved with a warning and the
+    work goes on from there. The host waits for the device once, at the end.
+
+    Of two exclusive classes only the difference foreground - background is summed, which halves memory and all later
+    work: K == 1, and the foreground is where it is > 0.
 
     Args:
         image: any float dtype. An axis shorter than the window is padded with zeros on both sides.
         predictor: on the image's device; it must neither write into its input nor keep it.
-        roi: window shape in voxels, each side at least 1.
-        overlap: part of a window that its neighbour also covers, in [0, 1).
-        batch_size: windows in one call of the predictor.
-        difference: of two classes, sum only the difference foreground - background, which halves memory and all
-            later work: K == 1, and the foreground is where it is > 0.
+        model: says how large the windows are, how far they overlap and what the logits mean.
+        window: X, Y, Z in voxels instead of the model's, for a predictor that takes any.
 
     Raises:
         ValueError: the logits are not finite.
@@ -201,11 +181,12 @@ def sliding_windows(
     assert image.ndim == 4, image.shape
     assert 0 not in image.shape, image.shape
     assert image.is_floating_point(), image.dtype
+    roi = window or model.window_size
     missing = [max(side - length, 0) for length, side in zip(image.shape[1:], roi, strict=True)]
     padding = [voxels for each in reversed(missing) for voxels in (each // 2, each - each // 2)]  # Z first, for F.pad
     padded = F.pad(image, padding) if any(padding) else image
-    starts, scales = window_plan((padded.shape[1], padded.shape[2], padded.shape[3]), roi, overlap, image.device)
-    total = _sum_windows(padded, predictor, roi, starts, batch_size, difference)
+    starts, scales = window_plan((padded.shape[1], padded.shape[2], padded.shape[3]), roi, model.overlap, image.device)
+    total = _sum_windows(padded, predictor, roi, starts, model.window_batch, model.labelling.exclusive)
     for scale in scales:
         total *= scale
     # The extremes carry NaN and infinity along; they take one pass and no memory, isfinite().all() 40 times as long.

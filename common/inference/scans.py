@@ -36,7 +36,7 @@ from medspeed.common.inference.postprocessing import (
     connected_components,
     foreground,
 )
-from medspeed.common.inference.predict import predict_logits, thresholded, window_starts
+from medspeed.common.inference.predict import predict_logits, restore_labels, window_starts
 from medspeed.common.inference.predictors import Predictor
 from medspeed.common.inference.runs import digest_of, open_models, pair_counts
 from medspeed.common.inference.scan_files import Scan, find_scans, read_scan, say_plan, scan_bytes
@@ -164,7 +164,7 @@ class Segmenter:
         with stage("windows"):
             logits = flipped_logits(image, self.opened.predict, model, window, self.config.flips, self.pairs)
         with stage("restore"):
-            labels = thresholded(logits, case.grid, model.labelling, model.postprocessing)
+            labels = restore_labels(logits, case.grid, model.labelling, model.postprocessing)
         return volume, labels, dice_of_counts(torch.stack(self.pairs).sum(dim=0)).tolist() if self.pairs else []
 
     def write(self, item: ScanItem, found: Found) -> Record:

@@ -20,7 +20,7 @@ from medspeed.common.inference import postprocessing as post
 from medspeed.common.inference.labels import Region, case_dice, dice_of_counts, learned_nothing
 from medspeed.common.inference.model import Trained, VolumeModel, write_model
 from medspeed.common.inference.postprocessing import CaseParts, Steps, case_parts
-from medspeed.common.inference.predict import predict_logits, read_truth, thresholded
+from medspeed.common.inference.predict import predict_logits, read_truth, restore_labels
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig
@@ -75,7 +75,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         draws = run.directory.is_dir()  # another host's ranks draw nothing
         for case, voxels in zip(cases, prepared, strict=True):
             logits = predict_logits(voxels.image.to(run.device, torch.float32), predictor, model)
-            labels, truth = thresholded(logits, voxels.grid, labelling), read_truth(case).numpy()
+            labels, truth = restore_labels(logits, voxels.grid, labelling), read_truth(case).numpy()
             found, true = (Volume(each, np.array(voxels.grid.native_affine), case.image) for each in (labels, truth))
             try:
                 scores: list[dict[str, Any]] | str = measured.score(found, true, labelling.structures, TOLERANCE)
@@ -83,7 +83,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
                 scores = measured.OUT_OF_MEMORY
             parts: dict[Steps, CaseParts] = {(): case_parts(labels, truth, labelling, true.voxel_ml)}
             for steps in post.thresholds(labelling) if not refusal else []:
-                other = thresholded(logits, voxels.grid, labelling, steps)
+                other = restore_labels(logits, voxels.grid, labelling, steps)
                 parts[steps] = case_parts(other, truth, labelling, true.voxel_ml)
             judged.append((parts, scores))
             if draws:

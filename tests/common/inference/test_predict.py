@@ -12,13 +12,18 @@ from medspeed.common.data.resample import to_working
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.labels import LabelScheme, Region, one_region_per_label
 from medspeed.common.inference.postprocessing import Postprocessing
-from medspeed.common.inference.predict import restore_labels, thresholded
+from medspeed.common.inference.predict import restore_labels
 
 ORIENTATIONS = [(axes, signs) for axes in permutations(range(3)) for signs in product((1, -1), repeat=3)]
 SHAPE = (19, 14, 11)
 SPACING = (1.53, 1.47, 2.11)  # no voxel of one grid lies exactly on one of the other: there MONAI's rounding decides
 LogitsOf = Callable[[Shape], torch.Tensor]
 CLOSE = 1e-5  # where two classes are nearer than this, either is right
+
+
+def restored(logits: torch.Tensor, grid: WorkingGrid) -> np.ndarray:
+    """Restore exclusive classes; one channel is the difference of two."""
+    return restore_labels(logits, grid, one_region_per_label(["", *map(str, range(1, max(len(logits), 2)))]))
 
 
 def affine_of(
@@ -78,7 +83,7 @@ def noise(classes: int) -> LogitsOf:
 @pytest.mark.parametrize(("axes", "signs"), ORIENTATIONS)
 def test_every_orientation_equals_monai(axes, signs):
     grid, logits, native = monai_way(affine_of(axes, signs), noise(2))
-    assert_equal_to_monai(restore_labels(logits, grid), native)
+    assert_equal_to_monai(restored(logits, grid), native)
 
 
 @pytest.mark.parametrize("classes", [2, 3, 5])
@@ -90,7 +95,7 @@ def test_every_orientation_equals_monai(axes, signs):
 def test_every_number_of_classes_equals_monai(classes, native, working):
     affine = affine_of(signs=(-1, 1, -1), spacing=native)
     grid, logits, found = monai_way(affine, noise(classes), spacing=working, margin=2)
-    assert_equal_to_monai(restore_labels(logits, grid), found)
+    assert_equal_to_monai(restored(logits, grid), found)
 
 
 @pytest.mark.parametrize(("shear", "turn"), [(0.0, 0.4), (0.3, 0.0), (0.25, -0.7)])
@@ -99,7 +104,7 @@ def test_oblique_grids_equal_monai(shear, turn, margin):
     affine = affine_of(signs=(-1, 1, 1), shear=shear, turn=turn)
     grid, logits, native = monai_way(affine, noise(3), margin=margin)
     assert grid.separable == (shear == 0)
-    assert_equal_to_monai(restore_labels(logits, grid), native)
+    assert_equal_to_monai(restored(logits, grid), native)
 
 
 @pytest.mark.parametrize(("shear", "turn"), [(0.0, 0.0), (0.3, 0.0), (-0.6, 0.5)])
@@ -118,7 +123,7 @@ def test_a_small_blob_anywhere_equals_monai(spacing, shear, turn):
     for _ in range(25):
         margin = int(rng.choice([0, 3]))
         grid, logits, native = monai_way(affine_of((1, 0, 2), (1, -1, 1), spacing, shear, turn), blob, margin=margin)
-        assert_equal_to_monai(restore_labels(logits, grid), native)
+        assert_equal_to_monai(restored(logits, grid), native)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -126,48 +131,48 @@ def test_one_channel_is_the_difference_of_two(dtype):
     grid = working_grid(SHAPE, affine_of(), SPACING).cropped((1, 2, 0), (4, 5, 9))
     difference = noise(1)(grid.crop_shape).to(dtype)
     two = torch.cat([torch.zeros_like(difference), difference])
-    found = restore_labels(difference, grid)
+    found = restored(difference, grid)
     assert 0 < found.mean() < 1
-    assert np.array_equal(found, restore_labels(two, grid))
+    assert np.array_equal(found, restored(two, grid))
     assert found.flags.f_contiguous
 
 
 def test_nothing_positive_gives_an_empty_mask():
     grid = working_grid(SHAPE, affine_of(), SPACING)
-    assert not restore_labels(torch.full((1, *grid.crop_shape), -1.0), grid).any()
-    assert not restore_labels(torch.zeros((3, *grid.crop_shape)), grid).any()  # all equal: background, as argmax says
+    assert not restored(torch.full((1, *grid.crop_shape), -1.0), grid).any()
+    assert not restored(torch.zeros((3, *grid.crop_shape)), grid).any()  # all equal: background, as argmax says
     between = torch.full((1, 41, 1, 1), -1.0)
     between[0, 3] = 1  # at 1.5 mm, and the file has voxels at 0 and 5 mm only
     fine = working_grid((5, 1, 1), np.diag([5.0, 1, 1, 1]), (0.5, 1, 1))
-    assert not restore_labels(between, fine).any()
+    assert not restored(between, fine).any()
 
 
 def test_of_equal_classes_the_first_is_taken():
     grid = working_grid((2, 1, 1), np.eye(4), (1.0, 1.0, 1.0))
     logits = torch.tensor([[0.0, 1], [2, 1], [2, 1]]).view(3, 2, 1, 1)
-    assert restore_labels(logits, grid).ravel().tolist() == [1, 0]
+    assert restored(logits, grid).ravel().tolist() == [1, 0]
 
 
 def test_known_voxels():
     """By hand: logits +1 and -3 at 0 and 4 mm cross zero at 1 mm; voxels of the file at 0, 1, 2, 3, 4 mm."""
     grid = working_grid((5, 1, 1), np.eye(4), (4.0, 1.0, 1.0))
-    assert restore_labels(torch.tensor([1.0, -3.0]).view(1, 2, 1, 1), grid).ravel().tolist() == [1, 0, 0, 0, 0]
-    assert restore_labels(torch.tensor([1.0, -1.5]).view(1, 2, 1, 1), grid).ravel().tolist() == [1, 1, 0, 0, 0]
+    assert restored(torch.tensor([1.0, -3.0]).view(1, 2, 1, 1), grid).ravel().tolist() == [1, 0, 0, 0, 0]
+    assert restored(torch.tensor([1.0, -1.5]).view(1, 2, 1, 1), grid).ravel().tolist() == [1, 1, 0, 0, 0]
     # Outside the crop logits are 0: foreground fades out, and is foreground as long as anything is left of it.
     half = grid.cropped((0, 0, 0), (1, 1, 1))
-    assert restore_labels(torch.ones(1, 1, 1, 1), half).ravel().tolist() == [1, 1, 1, 1, 0]
+    assert restored(torch.ones(1, 1, 1, 1), half).ravel().tolist() == [1, 1, 1, 1, 0]
 
 
 def test_logits_of_another_shape_are_a_programming_error():
     grid = working_grid(SHAPE, affine_of(), SPACING)
     with pytest.raises(AssertionError):
-        restore_labels(torch.zeros((2, 3, 3, 3)), grid)
+        restored(torch.zeros((2, 3, 3, 3)), grid)
 
 
 def there_and_back(label: torch.Tensor, grid: WorkingGrid) -> np.ndarray:
     """Carry [z, y, x] labels to the working grid, and back as logits of +1 and -1."""
     carried = to_working(label[None], grid, nearest=True).float()
-    return restore_labels(carried * 2 - 1, grid)
+    return restored(carried * 2 - 1, grid)
 
 
 def dice(a: np.ndarray, b: np.ndarray) -> float:
@@ -215,7 +220,7 @@ def test_the_gpu_restores_what_the_cpu_restores(shear, classes):
     grid = working_grid(SHAPE, affine_of((1, 0, 2), (1, -1, 1), shear=shear), SPACING)
     grid = grid.cropped((1, 1, 1), [n - 2 for n in grid.shape])
     logits = noise(classes)(grid.crop_shape)
-    assert np.mean(restore_labels(logits.cuda(), grid) != restore_labels(logits, grid)) < 1e-3
+    assert np.mean(restored(logits.cuda(), grid) != restored(logits, grid)) < 1e-3
 
 
 @pytest.mark.parametrize("value", [0.3, 0.5, 0.7])
@@ -225,9 +230,9 @@ def test_a_threshold_is_the_probability_that_a_voxel_must_exceed(value):
     probability, step = logits.double().sigmoid().numpy(), Postprocessing(("b",), threshold=value)
     regions = LabelScheme(("", "a", "b"), (Region("all", (1, 2), 1), Region("b", (2,), 2)), exclusive=False)
     inner, outer = probability[1] > value, probability[0] > 0.5
-    assert np.array_equal(thresholded(logits, grid, regions, (step,)), np.where(inner, 2, outer))
+    assert np.array_equal(restore_labels(logits, grid, regions, (step,)), np.where(inner, 2, outer))
     one = one_region_per_label(("background", "b"))
-    assert np.array_equal(thresholded(logits[1:], grid, one, (step,)), inner)  # the difference of two classes
+    assert np.array_equal(restore_labels(logits[1:], grid, one, (step,)), inner)  # the difference of two classes
     exact = logits.double().softmax(dim=0).numpy()[1] > value
-    assert np.array_equal(thresholded(logits, grid, one, (step,)), exact)
+    assert np.array_equal(restore_labels(logits, grid, one, (step,)), exact)
     assert torch.equal(logits, torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0)))

@@ -6,13 +6,12 @@ from torch import nn
 
 from medspeed.common.inference import open_predictor
 from medspeed.common.inference.open_predictor import repeating_predictor
-from medspeed.common.inference.predict import sliding_windows
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.kernels import trust
 from medspeed.models.segresnet3d import segresnet3d
 from medspeed.models.unet3d import unet3d
 from tests import emulated_graph
-from tests.support import refuse_host_sync
+from tests.support import refuse_host_sync, sliding_windows
 
 NETWORKS = {"unet": lambda: unet3d(1, 2, (4, 8)), "segresnet": lambda: segresnet3d(1, 2, 8)}
 

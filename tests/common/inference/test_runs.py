@@ -165,7 +165,7 @@ def test_each_network_on_a_gpu_has_a_verdict_of_its_own(exported, tmp_path, monk
 
 
 def test_scans_are_read_prepared_and_written_once_and_labelled_by_the_mean(runs, images, tmp_path, monkeypatch):
-    counts = dict.fromkeys(("read_scan", "prepare_volume", "thresholded", "write_label", "draw_overlay"), 0)
+    counts = dict.fromkeys(("read_scan", "prepare_volume", "restore_labels", "write_label", "draw_overlay"), 0)
     for name in counts:
         inner = getattr(scans_module, name)
 
