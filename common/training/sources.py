@@ -163,10 +163,7 @@ def volume_setup(
 
 
 def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run: Run) -> tuple[Batches, int]:
-    """Return batches of the prepared cases of this rank's partitions, and the bytes that they leave of a GPU's budget.
-
-    The cases lie as near the device as they fit.
-    """
+    """Return batches of the cases of this rank's partitions, and the bytes that these leave of a GPU's budget."""
     partitions, size = decided(config.parallel.partitions), decided(config.crop_size)
     cases, cache, ranks = data.split.training, config.caching(), run.ranks
     local = range(ranks.rank, partitions, ranks.world)

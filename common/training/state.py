@@ -199,9 +199,8 @@ def save_checkpoint(
     """Write a checkpoint as `folder/epoch-E-step-N`, point `folder/last` at it, then remove all but the one before.
 
     The file appears by one rename after all bytes have reached the disk, so a process killed at any moment leaves the
-    earlier checkpoint or the new one, each whole.
-
-    The position is the epoch, and the steps done in it; the state has tensors and plain containers only.
+    earlier checkpoint or the new one, each whole. The position is the epoch, and the steps done in it; the state has
+    tensors and plain containers only.
 
     Raises:
         OSError: the disk is full or read-only; names the folder; the earlier checkpoint is then still there.
