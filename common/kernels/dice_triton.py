@@ -18,25 +18,25 @@ _LEAST = tl.constexpr(-3e38)  # stands for the logit of a class that there is no
 
 
 class FusedLoss(torch.autograd.Function):
-    """The mean Dice loss of classes or regions (and of samples), plus `share` of the sum of the penalties, a scalar.
+    """The mean Dice loss of classes or regions (and of samples), plus the mean of the penalties, a scalar.
 
-    `batch` takes Dice over the batch as one, whose sums `total`, where it is not None, adds up over `world` ranks: the
-    gradient is then exact after DDP's mean. For logits, label and members see `loss_parts`.
+    `batch` takes Dice over the batches of the ranks as one, whose sums they add up: the gradient is then exact after
+    DDP's mean. For logits, label and members see `loss_parts`, for `smooth` `loss_of_parts`.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, *given: Any) -> Tensor:
-        """Keep what the gradient is computed from; given are members, batch, share, smooth, total and world."""
-        members, batch, share, smooth, total, world = given
+        """Keep what the gradient is computed from; given are members, batch, smooth and ranks."""
+        members, batch, smooth, ranks = given
         parts: Tensor = loss_parts(logits, label, members)
+        ctx.members, ctx.world = members, ranks.world if batch else 1
         if not batch:
             parts = parts.sum(2, keepdim=True)
-        elif total is not None:
-            parts = total(parts.sum((1, 2), keepdim=True))
+        elif ranks.world > 1:
+            parts = ranks.sum(parts.sum((1, 2), keepdim=True))
         loss: Tensor
-        loss, slopes = loss_of_parts(parts, batch, share, smooth)
+        loss, slopes = loss_of_parts(parts, batch, 1 / (logits if members else label).numel() / ctx.world, smooth)
         ctx.save_for_backward(logits, label, slopes)
-        ctx.members, ctx.world = members, world
         return loss
 
     @staticmethod
@@ -45,7 +45,7 @@ class FusedLoss(torch.autograd.Function):
         """Return the gradient of the logits."""
         logits, label, slopes = ctx.saved_tensors
         weight = weight if ctx.world == 1 else weight * ctx.world
-        return loss_gradient(logits, label, slopes, weight, ctx.members), *[None] * 7
+        return loss_gradient(logits, label, slopes, weight, ctx.members), *[None] * 5
 
 
 @torch.library.custom_op("medspeed::loss_parts", mutates_args=())

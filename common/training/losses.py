@@ -55,8 +55,12 @@ def soft_dice(
     assert wanted, f"{channels} channel: background and foreground, or {len(regions)} regions, need one each"
     assert label.shape == (len(logits), 1, *logits.shape[2:]), f"logits {logits.shape}, label {label.shape}"
     if _fits(logits, label):
+        from medspeed.common.kernels.dice_triton import FusedLoss
+
+        apply: Callable[..., Tensor] = FusedLoss.apply
         members = [256 * number + member for number, region in enumerate(regions) for member in region.members]
-        return _fused(logits, label, members, batch, ranks)
+        loss = apply(logits, label, members, batch, _SMOOTH, ranks)
+        return loss if batch else ranks.sum(loss / ranks.world)
     each = _error_sums(logits, label, regions) if regions or channels == 2 else _class_sums(logits, label)
     if not batch:
         return ranks.sum((_dice(each).mean() + each.penalty.sum() / count) / ranks.world)
@@ -114,18 +118,6 @@ def _fits(logits: Tensor, label: Tensor) -> bool:
     dense = logits.is_contiguous() or logits.is_contiguous(memory_format=torch.channels_last_3d)
     single = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return trusts(FUSED, logits) and dense and single and label.is_contiguous() and logits[0].numel() < 2**31
-
-
-def _fused(logits: Tensor, label: Tensor, members: Sequence[int], batch: bool, ranks: Ranks) -> Tensor:
-    """Return the loss by its kernels; `members` are those of regions, none of classes."""
-    from medspeed.common.kernels.dice_triton import FusedLoss
-
-    share = 1 / (logits if members else label).numel()
-    apply: Callable[..., Tensor] = FusedLoss.apply
-    if not batch:
-        return ranks.sum(apply(logits, label, members, False, share, _SMOOTH, None, 1) / ranks.world)
-    total = ranks.sum if ranks.world > 1 else None
-    return apply(logits, label, members, True, share / ranks.world, _SMOOTH, total, ranks.world)
 
 
 def _dice(sums: _Sums) -> Tensor:
