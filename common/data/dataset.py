@@ -24,11 +24,6 @@ class Case:
     image: Path
     label: Path | None
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Its files."""
-        return (self.image,) if self.label is None else (self.image, self.label)
-
 
 @dataclass(frozen=True)
 class Dataset:
@@ -115,7 +110,7 @@ def read_dataset(folder: Path) -> Dataset:
     cases = _cases(((entry["image"], entry["label"]) for entry in content["training"]), path)
     if not cases:
         raise ValueError(f"{path}: training: expected at least one image with a label, found none")
-    files = [file for case in cases for file in case.files]
+    files = [file for case in cases for file in (case.image, case.label) if file]
     missing = [str(file.relative_to(folder)) for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(f"{path}: {len(missing)} of {len(files)} listed files are missing: {_listed(missing)}")

@@ -76,7 +76,8 @@ def fingerprint(
         grids = [_ras_grid(header.shape, header.affine) for header in headers]
         some = fingerprint(cases[:: -(-len(cases) // _KNOWN_READ)], dataset, store, None, workers)
         return summary([(spacing, shape, shape) for spacing, shape in grids], None, some.scans)
-    sources = [[str(file.absolute()), *file_state(file)] for case in cases for file in case.files]
+    files = (file for case in cases for file in (case.image, case.label) if file)
+    sources = [[str(file.absolute()), *file_state(file)] for file in files]
     key = [_FINGERPRINT_VERSION, list(dataset.modality), list(dataset.labels), sources]
     path = store / "fingerprint.json"
     with suppress(FileNotFoundError, ValueError):  # what is damaged is made again

@@ -7,27 +7,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
-
-from medspeed.common.data.dataset import Case, Dataset, Split
-from medspeed.common.data.preparation import label_map
-from medspeed.common.data.threads import map_in_threads
-from medspeed.common.data.volumes import read_volume
+from medspeed.common.data.dataset import Dataset, Split
 from medspeed.common.files import plural, read_rows
 
 # What folds are stratified by: the labels in a case (of a slide: tumour or normal), and their volume in mm3.
 Content = tuple[Sequence[str], int]
 
 
-def split_fold(dataset: Dataset, fold: int, folds: int, groups: str | None, seed: int, workers: int | None) -> Split:
-    """Hold out one of the folds of a dataset; each label map is read once. For the arguments see `deal_folds`."""
-    cases = dataset.cases
-    contents = map_in_threads(lambda case: _content(case, dataset), cases, "reading labels", workers)
-    record = deal_folds({case.name: each for case, each in zip(cases, contents, strict=True)}, folds, groups, seed)
-    held, rest = (
-        tuple(case for case in cases if (record["fold_of"][case.name] == fold) == out) for out in (True, False)
-    )
-    description = f"fold {fold} of {folds} (from 0): {len(held)} of {plural(len(cases), 'case')} held out"
+def split_fold(
+    dataset: Dataset, volumes_ml: Sequence[Sequence[float]], fold: int, folds: int, groups: str | None, seed: int
+) -> Split:
+    """Hold out one fold of a dataset, of whose cases the volume of each label is known; else see `deal_folds`."""
+    contents = {}
+    for case, volumes in zip(dataset.cases, volumes_ml, strict=True):
+        labels = [label for label, volume in zip(dataset.labels, volumes, strict=True) if volume]
+        contents[case.name] = labels or ["no label"], round(sum(volumes) * 1000)
+    record = deal_folds(contents, folds, groups, seed)
+    held = tuple(case for case in dataset.cases if record["fold_of"][case.name] == fold)
+    rest = tuple(case for case in dataset.cases if record["fold_of"][case.name] != fold)
+    description = f"fold {fold} of {folds} (from 0): {len(held)} of {plural(len(contents), 'case')} held out"
     return Split(rest, held, True, f"{description}; {record['how']}", {"fold": fold, **record})
 
 
@@ -101,12 +99,3 @@ def _listed_groups(path: Path, column: str, names: Sequence[str]) -> dict[str, s
         if found.setdefault(case, group) != group:
             raise ValueError(f"{where}: an earlier line gives {case} another {column}; keep one of them")
     return found
-
-
-def _content(case: Case, dataset: Dataset) -> Content:
-    assert case.label is not None, "labelled cases have labels"
-    volume = read_volume(case.label)
-    numbers = label_map(volume, dataset.numbers).ravel(order="K")
-    counts = np.bincount(numbers[numbers > 0], minlength=len(dataset.labels)).tolist()
-    found = [label for label, count in zip(dataset.labels, counts, strict=True) if count] or ["no label"]
-    return found, round(sum(counts) * 1000 * volume.voxel_ml)

@@ -1,6 +1,6 @@
 """Batches from MONAI's own datasets and loaders, for the recipes `baseline` and `guide`."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,15 +114,14 @@ class ForwardingThreadDataLoader(ThreadDataLoader):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches; raise what the producer thread raised."""
-        items = _and_error(super(ThreadDataLoader, self).__iter__())
-        for item in ThreadBuffer(items, self.buffer_size, self.buffer_timeout):
+
+        def and_error() -> Iterator[Any]:
+            try:
+                yield from DataLoader.__iter__(self)
+            except Exception as error:  # it crosses to the reading thread, whatever it is; a reader that stops is none
+                yield error
+
+        for item in ThreadBuffer(and_error(), self.buffer_size, self.buffer_timeout):
             if isinstance(item, Exception):
                 raise item
             yield item
-
-
-def _and_error(items: Iterable[Any]) -> Iterator[Any]:
-    try:
-        yield from items
-    except Exception as error:  # it crosses to the reading thread, whatever it is; a reader that stops is none
-        yield error

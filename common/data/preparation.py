@@ -14,8 +14,15 @@ import numpy as np
 import torch
 
 from medspeed.common.data.dataset import Case
-from medspeed.common.data.geometry import Box, Spacing, WorkingGrid, box_above, working_grid
-from medspeed.common.data.resample import SLAB_VOXELS, to_working
+from medspeed.common.data.geometry import (
+    SLAB_VOXELS,
+    Box,
+    Spacing,
+    WorkingGrid,
+    box_above,
+    to_working,
+    working_grid,
+)
 from medspeed.common.data.volumes import ALWAYS_TRIED, Volume, check_same_grid, read_volume
 from medspeed.common.host_memory import free_memory
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from medspeed.common.data.dataset import Case
-from medspeed.common.data.geometry import Box, Shape, WorkingGrid, box_above
+from medspeed.common.data.geometry import Box, Shape, WorkingGrid, box_above, resample, resample_sheared
 from medspeed.common.data.preparation import PreparedCase
-from medspeed.common.data.resample import resample, resample_sheared
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.labels import LabelScheme, Region, dice_counts, painted
 from medspeed.common.inference.model import VolumeModel

@@ -106,17 +106,20 @@ def _divided(
     kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
     if run.resumed and (run.directory / "plan.json").is_file():
         return read_split(dataset, kept), read_as(measured, Fingerprint)
-    split = split_cases(dataset, config.split)
-    if config.fold is not None:
-        split = split_fold(dataset, config.fold, decided(config.folds), config.groups, config.seed, config.workers)
+    store = store_folder(config.store / "fingerprints", dataset.folder)
+    if config.fold is None:
+        split = split_cases(dataset, config.split)
+    else:  # all cases are measured, so that folds prepare alike
+        figures = fingerprint(dataset.cases, dataset, store, None, config.workers)
+        volumes = [scan.volumes_ml for scan in figures.scans]
+        split = split_fold(dataset, volumes, config.fold, decided(config.folds), config.groups, config.seed)
     if config.fast_dev_run:
         parts = config.parallel.partitions or run.ranks.world
         run.say(DEV_RUN, "warning")
         training, validation = split.training[: max(2, parts)], split.validation[:parts]
         split = replace(split, training=training, validation=validation, description=f"{split.description}; shortened")
-    store = store_folder(config.store / "fingerprints", dataset.folder)
-    cases = split.training if config.fold is None or config.fast_dev_run else dataset.cases  # folds prepare alike
-    figures = fingerprint(cases, dataset, store, known, config.workers)
+    if config.fold is None or config.fast_dev_run:
+        figures = fingerprint(split.training, dataset, store, known, config.workers)
     run.say(split.description)
     write_json(kept, split.to_json())
     write_json(measured, asdict(figures))

@@ -7,8 +7,7 @@ import torch
 from monai.data import MetaTensor
 from monai.transforms import Compose, CropForegroundd, Invertd, Orientationd, Spacingd
 
-from medspeed.common.data.geometry import Shape, WorkingGrid, working_grid
-from medspeed.common.data.resample import to_working
+from medspeed.common.data.geometry import Shape, WorkingGrid, to_working, working_grid
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.labels import LabelScheme, Region, one_region_per_label
 from medspeed.common.inference.postprocessing import Postprocessing
