@@ -110,21 +110,14 @@ def crop_batches(
     seed: int = 0,
     form: Form = PLAIN,
 ) -> Batches:
-    """Return foreground-balanced random crops from cached cases.
+    """Return foreground-balanced random crops from the caches of the partitions here, out of `partitions` in all.
 
     Half of the crops are centred on a random voxel of a random foreground class of the case, the others lie anywhere.
-    Where a crop lies and how it is augmented depends on (seed, epoch, case, crop) alone.
+    Each of the `flip_axes` is flipped with probability 1/2, and the image becomes image * (1 + s) + t with s and t
+    uniform in [-intensity, intensity]. All of it depends on (seed, epoch, case, crop) alone.
 
-    Args:
-        caches: of the partitions that this process holds.
-        crops_per_case: in one epoch; a few more fill the last batch, and larger partitions may leave out one or two.
-        batch_size: crops per step, over all partitions, by which it divides.
-        cases_per_epoch: over all partitions; by default those of `caches`.
-        partitions: in all processes.
-        flip_axes: of "xyz"; each is flipped with probability 1/2.
-        intensity: the image becomes image * (1 + s) + t with s and t uniform in [-intensity, intensity].
-        seed: of all draws.
-        form: of images that a fused kernel makes, of cases that lie together; else they are float32 and contiguous.
+    Cases per epoch (by default those of the caches) and crops per step are those of all partitions; the last batch is
+    filled up. Images have the `form` where the cases lie together and a fused kernel makes them; else they are float32.
     """
     cases = cases_per_epoch or sum(len(cache.cases_of(0)) for cache in caches)
     steps, each = -(-cases * crops_per_case // batch_size), batch_size // partitions

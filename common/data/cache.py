@@ -136,12 +136,11 @@ def measure_budgets(device: torch.device, folder: Path, processes: int = 1) -> d
 def plan_cache(
     sizes: Sequence[int], mode: CacheMode, budgets: Mapping[Tier, int], asked: int | None, share: float
 ) -> CachePlan:
-    """Decide where the cases lie, before any is read, from the bytes that each may take.
+    """Decide where the cases lie, before any is read, from the bytes that each may take; see `measure_budgets`.
 
     Mode "gpu", "ram" or "disk" puts all cases there, "auto" in the first of them with room; "smart" holds as many as
     `asked` (None: as fit) at a time in the fastest memory, and replaces a share of them after each epoch, which is
-    loaded ahead and needs room, too; "none" keeps nothing, so that each case is prepared from its raw file whenever it
-    is used. For the budgets see `measure_budgets`.
+    loaded ahead and needs room, too; "none" keeps nothing: each case is prepared from its raw file at every use.
 
     Raises:
         ValueError: the cases do not fit where they were asked for, or there is no such place.

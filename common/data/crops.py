@@ -77,15 +77,10 @@ def cut(
     size: Shape,
     device: torch.device,
 ) -> Crops:
-    """Cut one crop from each of N cases, which lie by themselves; the host never waits for the device.
+    """Cut a crop of a size X, Y, Z from each of N cases, which lie by themselves, all on the host or on the device.
 
-    Args:
-        cases: [N], all in host memory or all on the device.
-        starts: [N, 3] int64, first voxel of each crop along X, Y, Z, before it is flipped.
-        flips: [N, 3] bool, whether it is then flipped along each axis.
-        changes: [N, 2] float32, by which its image is multiplied, and what is then added.
-        size: of the crops, X, Y, Z in voxels.
-        device: where the crops are wanted.
+    `starts` [N, 3] int64 is the first voxel of each crop, `flips` [N, 3] bool says along which axes it is then turned,
+    `changes` [N, 2] float32 by what its image is multiplied, and what is added. The host never waits for the device.
     """
     there = cases[0].image.device
     pin = device.type == "cuda" and there.type == "cpu"

@@ -79,7 +79,7 @@ def nifti_header(path: Path) -> Header:
     """Read the header of a .nii or .nii.gz file that is there; axes of length 1 behind the third are left out.
 
     Raises:
-        ValueError: it is no such file, or says what cannot be used; names it, and the remedy.
+        ValueError: it is no such file, or says what cannot be used; names it, and the remedy. Likewise `text_header`.
     """
     with path.open("rb") as file:
         magic = file.read(2)
@@ -147,11 +147,7 @@ def _nifti_scale(header: nibabel.Nifti1Header, path: Path) -> tuple[float, float
 
 
 def text_header(path: Path) -> Header:
-    """Read the header of a .nrrd or .mha file that is there; a single channel is none.
-
-    Raises:
-        ValueError: it is no such file, or says what cannot be used; names it, and the remedy.
-    """
+    """Read the header of a .nrrd or .mha file that is there; a single channel is none."""
     with path.open("rb") as file:
         start = file.read(_MOST_TEXT)
     nrrd = path.suffix.lower() == ".nrrd"

@@ -62,11 +62,7 @@ def read_volume(path: Path, channels: int = 1, first_only: bool = False) -> Volu
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of a file that `read_volume` reads.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_volume`, for problems visible in the header.
-    """
+    """Return the header of a file that `read_volume` reads; raise as it does for what is visible there."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     if not path.name.lower().endswith(SUFFIXES):
@@ -77,11 +73,7 @@ def read_header(path: Path) -> Header:
 
 
 def check_affine(affine: np.ndarray, prefix: str = "") -> None:
-    """Refuse an affine [4, 4], voxel index to RAS mm, that no scanner produces.
-
-    Raises:
-        ValueError: it is singular or not finite, or its voxels are too small, too large or too far away.
-    """
+    """Raise a ValueError for an affine [4, 4], voxel index to RAS mm, that no scanner produces."""
     sides, origin = np.linalg.norm(affine[:3, :3], axis=0), affine[:3, 3]
     if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) <= 1e-6 * sides.prod():
         raise ValueError(f"{prefix}the affine is singular or not finite, {affine.tolist()}: correct it with nibabel")
@@ -94,11 +86,7 @@ def check_affine(affine: np.ndarray, prefix: str = "") -> None:
 
 
 def check_same_grid(image: Volume, label: Volume, kind: str = "image") -> None:
-    """Refuse a label that does not lie voxel on voxel on its image, or on what else `kind` says.
-
-    Raises:
-        ValueError: the shapes differ, or corners are over a tenth of a voxel apart; shows files, shapes and affines.
-    """
+    """Raise a ValueError for a label of another shape than its image, or what else `kind` says, or a tenth voxel off."""
     shape = image.voxels.shape[:3]
     corners = np.array([[x, y, z, 1] for x in (0, shape[0]) for y in (0, shape[1]) for z in (0, shape[2])], np.float64)
     distance = np.abs(corners @ (image.affine - label.affine).T).max()
