@@ -86,7 +86,7 @@ def check_affine(affine: np.ndarray, prefix: str = "") -> None:
 
 
 def check_same_grid(image: Volume, label: Volume, kind: str = "image") -> None:
-    """Raise a ValueError for a label of another shape than its image, or what else `kind` says, or a tenth voxel off."""
+    """Raise a ValueError for a label of another shape than its image (or other `kind`), or over a tenth voxel off."""
     shape = image.voxels.shape[:3]
     corners = np.array([[x, y, z, 1] for x in (0, shape[0]) for y in (0, shape[1]) for z in (0, shape[2])], np.float64)
     distance = np.abs(corners @ (image.affine - label.affine).T).max()
