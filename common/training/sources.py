@@ -275,16 +275,14 @@ def _cache_plan(
 
     A smart cache rotates within each partition, all alike: by the number of cases of the `smallest` of all.
     """
-    cache, ranks = config.caching(), run.ranks
+    cache, here = config.caching(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mode, smart = cast(CacheMode, cache.mode), cache.mode == "smart"
     asked = None if config.fast_dev_run else cache.cases  # its few cases may be fewer
-    sizes = {case: prepared_bytes(case, model.preparation) for case in mine}
-    some = sorted(mine, key=lambda case: -sizes[case])[:smallest] if smart else mine
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    sizes = sorted((prepared_bytes(case, model.preparation) for case in mine), reverse=True)
     budgets = tiers.measure_budgets(run.device, _kept_in(mine[0], model, config), here * (parts if smart else 1))
     if smart and "gpu" in budgets:
         budgets["gpu"] //= parts
-    plan_of = partial(tiers.plan_cache, [sizes[case] for case in some], mode, budgets, share=cache.share)
+    plan_of = partial(tiers.plan_cache, sizes[: smallest if smart else None], mode, budgets, share=cache.share)
 
     def held() -> int:
         """Return the number that decides what is trained on, which every rank and every later start takes."""
@@ -293,8 +291,6 @@ def _cache_plan(
         write_json(kept, {"cases": number})
         return number
 
-    plan = plan_of(asked=ranks.once(held) if smart else None)
-    run.say(plan.words)
-    if cache.reshuffle is not None:
-        run.say(f"cache: redistributed every {cache.reshuffle} epochs")
+    plan = plan_of(asked=run.ranks.once(held) if smart else None)
+    run.say(plan.words + (f"; redistributed every {cache.reshuffle} epochs" if cache.reshuffle else ""))
     return plan
