@@ -11,6 +11,7 @@ from torch import nn
 from medspeed.apps.pathology.model import PathologyModel, normalised
 from medspeed.apps.pathology.patches.colours import colour_auc
 from medspeed.apps.pathology.patches.store import Patches, rank_rows
+from medspeed.apps.pathology.patches.table import of_each_kind
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.threads import prefetch
 from medspeed.common.export.export import Gate
@@ -20,7 +21,7 @@ from medspeed.common.run import Run
 from medspeed.common.training.evaluate import Quality, doubts
 
 _AT_ONCE = 256  # patches in one call
-_GATE_PATCHES = 1024  # the gate scores so many validation patches with each export
+_GATE_PATCHES = 512  # of each kind: those for validation that the gate scores with each export
 
 
 def patch_scores(
@@ -76,11 +77,11 @@ def evaluate(parts: dict[str, Patches], best: nn.Module, precision: Precision, r
 def patch_gate(validation: Patches, model: PathologyModel, run: Run, name: str) -> Gate:
     """Return what exports are judged on: the logits of a tile, and the AUC of validation patches of a named set.
 
-    The gate takes the first patches, tumour and normal in turn, and scores them one by one; the models take images of
-    any size from a patch to a tile.
+    The gate takes the first patches, as many with tumour as without, and scores them one by one; the models take images
+    of any size from a patch to a tile.
     """
     label = validation.table.label
-    rows = _alternating(label)[:_GATE_PATCHES]
+    rows = of_each_kind(label, _GATE_PATCHES)
     scores = partial(patch_scores, validation, rows=rows, device=run.device, at_once=1)
     judge = lambda predictor: auc(label[rows], np.array(scores(predictor), np.float32))  # noqa: E731
     origin, smallest = f"patch AUC on {len(rows)} validation patches of {name}", (3, model.patch_size, model.patch_size)
@@ -91,14 +92,8 @@ def patch_gate(validation: Patches, model: PathologyModel, run: Run, name: str) 
 def tiles(patches: Patches, model: PathologyModel, count: int) -> torch.Tensor:
     """Return tiles [N, 3, T, T] float32 of real patches side by side."""
     size, side = model.patch_size, -(-model.tile_size // model.patch_size)
-    rows = np.resize(_alternating(patches.table.label), count * side * side)
+    needed = count * side * side
+    rows = np.resize(of_each_kind(patches.table.label, -(-needed // 2)), needed)
     grid = normalised(patches.take(rows, torch.device("cpu"))).reshape(count, side, side, 3, size, size)
     whole = grid.permute(0, 3, 1, 4, 2, 5).reshape(count, 3, side * size, side * size)
     return whole[:, :, : model.tile_size, : model.tile_size].contiguous()
-
-
-def _alternating(label: np.ndarray) -> np.ndarray:
-    """Return all row numbers, tumour and normal in turn while both last."""
-    places = np.concatenate([np.arange(np.count_nonzero(label == value)) for value in (0, 1)])
-    rows = np.concatenate([np.flatnonzero(label == value) for value in (0, 1)])
-    return rows[np.argsort(places, kind="stable")]

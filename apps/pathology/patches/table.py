@@ -56,6 +56,11 @@ class PatchTable:
         return found.hexdigest()
 
 
+def of_each_kind(labels: np.ndarray, count: int) -> np.ndarray:
+    """Return the rows of the first `count` patches with tumour and of as many without, or of all there are, sorted."""
+    return np.sort(np.concatenate([np.flatnonzero(labels == label)[:count] for label in (0, 1)]))
+
+
 def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
     """Read the patches that labels.csv lists: a header with image, label and, where they are divided, split.
 

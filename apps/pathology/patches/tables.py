@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from medspeed.apps.pathology.config import DEFAULTS, PathologyConfig, Reader
-from medspeed.apps.pathology.patches.table import PatchTable, read_coordinates, read_patch_folder
+from medspeed.apps.pathology.patches.table import PatchTable, of_each_kind, read_coordinates, read_patch_folder
 from medspeed.apps.pathology.slides.camelyon import SlideEntry, read_slide_set
 from medspeed.apps.pathology.slides.masks import ASSUMED_MPP, MPP_TOLERANCE, SlideMask, tissue_mask, tumour_mask
 from medspeed.apps.pathology.slides.reader import Slide, open_slide
@@ -62,7 +62,7 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
     if config.fast_dev_run:
         run.say(DEV_RUN, "warning")
         count = max(_FEW, config.batch_size or 0)
-        parts |= {name: table.take(_of_each_kind(table.label, count)) for name, table in parts.items()}
+        parts |= {name: table.take(of_each_kind(table.label, count)) for name, table in parts.items()}
     shown = ", ".join(f"{len(table)} {name}" for name, table in parts.items())
     size = f"{parts['training'].size} pixels" + (f" of {tables.mpp:g} um" if tables.mpp else "")
     run.say(f"data: {tables.folder} ({tables.name}; patches of {size}: {shown})")
@@ -164,7 +164,7 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     rows = [np.flatnonzero(held == side) for side in (False, True)]
     testing = [entry for entry in slides.testing if not entry.tumour or entry.marks]
     if config.fast_dev_run:  # the first slide with and the first without tumour
-        rows, testing = [part[_of_each_kind(labels[part], 1)] for part in rows], []
+        rows, testing = [part[of_each_kind(labels[part], 1)] for part in rows], []
     entries = {part: [slides.training[row] for row in some] for part, some in zip(_NEEDED, rows, strict=True)}
     parts = {}
     for part, some in (entries | ({"testing": testing} if testing else {})).items():
@@ -173,7 +173,7 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
         if lacking := [f"{path.stem} {per_slide - count}" for path, count in given if count < per_slide]:
             run.say(f"some slides have room for fewer than {per_slide} patches; missing: {', '.join(lacking)}")
     mpp = _pixel_size([entry.path for part in _NEEDED for entry in entries[part]], config.reader, run)
-    return Tables(slides.folder, slides.name, slides.synthetic, mpp, parts, per_slide)
+    return Tables(folder, slides.name, slides.synthetic, mpp, parts, per_slide)
 
 
 def _pixel_size(files: Sequence[Path], reader: Reader, run: Run) -> float | None:
@@ -190,10 +190,6 @@ def _pixel_size(files: Sequence[Path], reader: Reader, run: Run) -> float | None
     return known[len(known) // 2] if known else None
 
 
-def _of_each_kind(labels: np.ndarray, count: int) -> np.ndarray:
-    return np.sort(np.concatenate([np.flatnonzero(labels == label)[:count] for label in (0, 1)]))
-
-
 def sample_patches(entries: Sequence[SlideEntry], config: PathologyConfig, progress: bool = False) -> PatchTable:
     """Draw patches from annotated slides: half of those of a slide with tumour show tumour, the others normal tissue.
 
@@ -208,8 +204,7 @@ def sample_patches(entries: Sequence[SlideEntry], config: PathologyConfig, progr
         ValueError: one is damaged, a slide with tumour has neither, or there is no room for a single patch.
     """
     ordered, size = sorted(entries, key=lambda entry: entry.name), decided(config.patch_size)
-    draw = partial(_draw, config=config, per_slide=decided(config.patches_per_slide), size=size)
-    pairs = map_in_threads(draw, ordered, "drawing patches", config.workers, progress)
+    pairs = map_in_threads(partial(_draw, config=config), ordered, "drawing patches", config.workers, progress)
     parts = [corners for pair in pairs for corners in pair]
     place = np.repeat(np.arange(len(parts)), [len(corners) for corners in parts])
     if not len(place):
@@ -223,11 +218,12 @@ def sample_patches(entries: Sequence[SlideEntry], config: PathologyConfig, progr
     )
 
 
-def _draw(entry: SlideEntry, config: PathologyConfig, per_slide: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+def _draw(entry: SlideEntry, config: PathologyConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the corners of a slide's tumour and of its normal patches, each [M, 2] int64."""
     slide, named = open_slide(entry.path, config.reader), hashlib.sha256(entry.name.encode()).digest()[:8]
     generator = np.random.default_rng([config.seed, int.from_bytes(named)])
-    base, wanted = slide.levels[0], per_slide // 2 if entry.tumour else 0
+    base, size, per_slide = slide.levels[0], decided(config.patch_size), decided(config.patches_per_slide)
+    wanted = per_slide // 2 if entry.tumour else 0
     positive = negative = np.empty((0, 2), np.int64)
     if entry.tumour:
         finest = max(1.0, size / _PIXELS_PER_PATCH, math.sqrt(base.width * base.height / _MASK_PIXELS))

@@ -43,8 +43,8 @@ _LEAST, _MOST = 0.1, 0.85  # opacity at probability 0 and 1: tissue shows throug
 class View:
     """How a network sees a slide, and how the square cells of its answer lie on it, from the upper left corner on."""
 
-    level: int  # what is read, an index into `Slide.levels`, of `size` (width, height)
-    size: tuple[int, int]
+    level: int  # what is read, an index into `Slide.levels`
+    size: tuple[int, int]  # of that level: width, height
     downsample: float  # pixels of level 0 per pixel of that level
     pitch: int  # pixels of that level that become 32 of the network's; 32 where nothing is resized
     base_mpp: float  # um per pixel of level 0, known or assumed; `reason` says in one line why
@@ -160,7 +160,7 @@ def write_probability_tif(path: Path, found: ProbabilityMap, mpp: float | None, 
     pixel of level 0, is unknown they are left open. Stride, offset and scale stand as JSON in its description.
     """
     place = {"slide": slide, "stride_px": found.stride, "offset_px": found.stride / 2, "mpp": mpp}
-    density = None if mpp is None else 1e4 / (mpp * found.stride)
+    density = mpp and 1e4 / (mpp * found.stride)
     with atomic_path(path) as part:
         tifffile.imwrite(
             part,

@@ -40,17 +40,12 @@ class SlideEntry:
 
 @dataclass(frozen=True)
 class SlideSet:
-    """The slides of a folder, and its name, from slides.json where there is one; `synthetic` ones are drawn.
+    """The slides of a folder by name, and its own name, from slides.json where there is one; `synthetic` are drawn."""
 
-    Training slides, which validate too, and testing ones are sorted by name; a testing slide with tumour may come
-    without marks.
-    """
-
-    folder: Path
     name: str
     synthetic: bool
-    training: tuple[SlideEntry, ...]
-    testing: tuple[SlideEntry, ...]
+    training: tuple[SlideEntry, ...]  # they validate, too
+    testing: tuple[SlideEntry, ...]  # those with tumour may come without marks
 
 
 def is_slide(path: Path) -> bool:
@@ -117,7 +112,7 @@ def read_slide_set(folder: Path) -> SlideSet:
     tests = tuple(_entry(path, folder, "testing", synthetic, reference) for path in testing)
     known = reference is not None or any(entry.tumour for entry in tests)
     entries = tuple(_entry(path, folder, "training", synthetic, None) for path in training)
-    return SlideSet(folder, name, synthetic, entries, tests if known else ())
+    return SlideSet(name, synthetic, entries, tests if known else ())
 
 
 def _slides(folder: Path, half: str) -> list[Path]:
