@@ -161,13 +161,9 @@ def read_coordinates(path: Path, images: Path) -> PatchTable:
     offsets = np.array([(column * step, row * step) for row in range(GRID) for column in range(GRID)])
     centres = np.array([(x, y) for _, x, y, _ in regions])
     flags = np.array([flags for *_, flags in regions], np.uint8).reshape(-1, GRID, GRID)
-    return PatchTable(
-        files=_find(names, images, path),
-        file=np.repeat(np.array([names.index(name) for name, *_ in regions], np.int32), GRID**2),
-        corner=(centres[:, None] - REGION // 2 + offsets).reshape(-1, 2).astype(np.int32),
-        label=flags.transpose(0, 2, 1).reshape(-1),
-        size=PATCH_SIZE,
-    )
+    file = np.repeat(np.array([names.index(name) for name, *_ in regions], np.int32), GRID**2)
+    corner = (centres[:, None] - REGION // 2 + offsets).reshape(-1, 2).astype(np.int32)
+    return PatchTable(_find(names, images, path), file, corner, flags.transpose(0, 2, 1).reshape(-1), PATCH_SIZE)
 
 
 def _region(row: list[str], where: str) -> tuple[str, int, int, list[int]]:

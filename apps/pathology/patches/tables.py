@@ -209,13 +209,9 @@ def sample_patches(entries: Sequence[SlideEntry], config: PathologyConfig, progr
     place = np.repeat(np.arange(len(parts)), [len(corners) for corners in parts])
     if not len(place):
         raise ValueError(f"{len(entries)} slides: no room for a patch of {size} pixels; choose a smaller --patch-size")
-    return PatchTable(
-        files=tuple(entry.path for entry in ordered),
-        file=(place // 2).astype(np.int32),
-        corner=np.concatenate(parts).astype(np.int32),
-        label=(1 - place % 2).astype(np.uint8),
-        size=size,
-    )
+    files, file, label = tuple(entry.path for entry in ordered), place // 2, 1 - place % 2
+    corner = np.concatenate(parts).astype(np.int32)
+    return PatchTable(files, file.astype(np.int32), corner, label.astype(np.uint8), size)
 
 
 def _draw(entry: SlideEntry, config: PathologyConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -239,15 +239,9 @@ def draw_heatmap(path: Path, slide: Slide, found: ProbabilityMap) -> None:
     axes = figure.subplots()
     axes.imshow(image, extent=(0, image.shape[1] * downsample, image.shape[0] * downsample, 0))
     rows, columns = found.values.shape
-    drawn = axes.imshow(
-        found.values,
-        extent=(0, columns * found.stride, rows * found.stride, 0),
-        cmap="viridis",
-        vmin=0,
-        vmax=1,
-        alpha=np.where(found.scanned, _LEAST + (_MOST - _LEAST) * found.values, 0),
-        interpolation="nearest",
-    )
+    extent = (0, columns * found.stride, rows * found.stride, 0)
+    alpha = np.where(found.scanned, _LEAST + (_MOST - _LEAST) * found.values, 0)
+    drawn = axes.imshow(found.values, "viridis", extent=extent, alpha=alpha, vmin=0, vmax=1, interpolation="nearest")
     axes.set(xlim=(0, level.width), ylim=(level.height, 0))
     axes.set_axis_off()
     opaque = ScalarMappable(drawn.norm, drawn.cmap)
