@@ -20,16 +20,16 @@ from medspeed.apps.pathology.patches.table import PatchTable, decode
 from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches, Draft, Take, keyed_batches, keyed_uniforms, partition_cases
 from medspeed.common.data.cache import measure_budgets
-from medspeed.common.data.crops import pinned, upload
+from medspeed.common.data.crops import upload
 from medspeed.common.data.store import store_folder
-from medspeed.common.data.threads import map_in_threads
+from medspeed.common.data.threads import map_in_threads, usable_cores
 from medspeed.common.files import atomic_path, read_object, write_json
 from medspeed.common.kernels.trust import trusts
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
 from medspeed.common.training.setup import batch_trials, dtype_of, trust_kernels
 
-_SENT_AT_ONCE = 64  # patches that a thread gathers and sends to the device in one go
+_SENT_AT_ONCE = 1024  # patches that threads gather, and that are sent to the device, in one go
 _CHECKED_AT_ONCE = 2**24  # bytes
 _ORDER = 2**61  # in the place of a stream number, so that the order and the augmentation never share random numbers
 
@@ -58,15 +58,22 @@ class Patches:
         return upload(self.pixels[places], device), None
 
     def on_device(self, rows: np.ndarray, device: torch.device) -> "Patches":
-        """Return the patches of some rows, ascending, with their pixels on the device; threads send a piece each."""
-        sent = torch.empty((len(rows), *self.pixels.shape[1:]), dtype=torch.uint8, device=device)
+        """Return the patches of some rows, ascending, with their pixels on the device; the host never holds all.
 
-        def send(start: int) -> None:
-            part = slice(start, start + _SENT_AT_ONCE)
-            sent[part].copy_(pinned(np.take(self.pixels, rows[part], axis=0), device), non_blocking=True)
-
-        map_in_threads(send, range(0, len(rows), _SENT_AT_ONCE), "patches", progress=False)
+        Threads fill a buffer, pinned for a GPU, which is then sent.
+        """
+        shape, pin = self.pixels.shape[1:], device.type == "cuda"
+        sent = torch.empty((len(rows), *shape), dtype=torch.uint8, device=device)
+        buffer = torch.empty((min(len(rows), _SENT_AT_ONCE), *shape), dtype=torch.uint8, pin_memory=pin)
+        for first in range(0, len(rows), _SENT_AT_ONCE):
+            some = rows[first : first + _SENT_AT_ONCE]
+            parts = (np.array_split(each, usable_cores()) for each in (some, buffer.numpy()[: len(some)]))
+            map_in_threads(self._gather, list(zip(*parts, strict=True)), "patches", progress=False)
+            sent[first : first + len(some)].copy_(buffer[: len(some)])
         return Patches(self.table, sent, rows)
+
+    def _gather(self, part: tuple[np.ndarray, np.ndarray]) -> None:
+        np.take(self.pixels, part[0], axis=0, out=part[1], mode="clip")  # "raise" would write a copy first
 
 
 def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
