@@ -224,7 +224,7 @@ def test_a_non_finite_loss_stops_with_step_and_case_and_keeps_the_checkpoint(pha
     with pytest.raises(FloatingPointError, match=r"loss nan at step 5 \(epoch 2\), cases phantom_"):
         main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "run", **TINY))
     last = (tmp_path / "run" / "checkpoints" / "last").resolve()
-    assert last.name == "epoch-000001-step-000001"  # one in every step: the step before
+    assert last.name == "epoch-000001-step-000001.safetensors"  # one in every step: the step before
 
 
 def test_a_run_folder_in_use_is_refused(run, phantoms):
