@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.benchmark import Timer
 
 from medspeed.benchmarks.harness import Figures, attempt, guide_steps, trained
 from medspeed.common.clock import repeated
@@ -93,15 +94,9 @@ def layouts(image: torch.Tensor, weight: torch.Tensor, told: Sequence[Any]) -> F
         with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
             for name, mask in PASSES.items():
                 run = partial(backward, mask) if mask else forward
-                (seconds,) = repeated(partial(several, run), 1)
-                found.setdefault(layout, {})[name] = round(1000 * seconds / _ROUNDS, 4)
+                seconds = Timer("run()", globals={"run": run}).timeit(_ROUNDS).mean
+                found.setdefault(layout, {})[name] = round(1000 * seconds, 4)
     return found
-
-
-def several(call: Callable[[], object]) -> None:
-    """Call so often that the wait for the device at the end counts for little."""
-    for _ in range(_ROUNDS):
-        call()
 
 
 def steps(app: str, flags: Sequence[str], ways: Sequence[str], device: torch.device, to: Path) -> None:

@@ -39,17 +39,14 @@ def find_network(name: str, trusted: bool = True) -> Callable[..., Any]:
     short = name if name in there else f"{name}3d"
     if short in there:
         return getattr(importlib.import_module(there[short]), short)  # type: ignore[no-any-return]
-    build = _imported(name) if trusted else None
 
-    @functools.wraps(build or networks, updated=())
-    def own(*channels: int, **arguments: Any) -> Any:  # noqa: ANN401
-        if build is None:
-            remedy = f"if you trust it, pass --network {name}; its exported models need none (--backend onnxruntime)"
-            raise PermissionError(f"network {name}: the code of this model's author: {remedy}")
-        return build(*channels, **arguments)
+    def refuse(*_: object, **__: object) -> None:
+        remedy = f"if you trust it, pass --network {name}; its exported models need none (--backend onnxruntime)"
+        raise PermissionError(f"network {name}: the code of this model's author: {remedy}")
 
+    own: Any = functools.partial(_imported(name) if trusted else refuse)
     own.__name__ = name  # as model.json keeps it
-    return own
+    return own  # type: ignore[no-any-return]
 
 
 def _imported(name: str) -> Callable[..., Any]:

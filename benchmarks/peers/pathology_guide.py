@@ -63,20 +63,14 @@ ADJUST: tuple[Callable[[Image.Image, float], Image.Image], ...] = (  # brightnes
 )
 
 
-class ColorJitterd(mt.RandomizableTransform):  # type: ignore[misc] # monai has no types
-    """TorchVision's ColorJitter of one image: four factors, each uniform, in random order."""
-
-    def __init__(self) -> None:
-        super().__init__(prob=1.0)
-
-    def __call__(self, data: Item) -> Item:
-        """Return the item with its "image" [3, Y, X] uint8 jittered."""
-        factors = [self.R.uniform(max(0.0, 1.0 - spread), 1.0 + spread) for spread in SPREADS[:3]]
-        factors.append(self.R.uniform(-SPREADS[3], SPREADS[3]))
-        image = Image.fromarray(np.ascontiguousarray(np.moveaxis(np.asarray(data["image"], np.uint8), 0, -1)))
-        for part in self.R.permutation(4):
-            image = ADJUST[part](image, factors[part])
-        return {**data, "image": np.moveaxis(np.asarray(image), -1, 0)}
+def jitter(image: np.ndarray) -> np.ndarray:
+    """Return an image [3, Y, X] uint8 with TorchVision's ColorJitter: four factors, each uniform, in random order."""
+    *near_one, turn = ((2 * torch.rand(4) - 1) * torch.tensor(SPREADS)).tolist()
+    factors = [*(1.0 + each for each in near_one), turn]
+    picture = Image.fromarray(np.ascontiguousarray(np.moveaxis(np.asarray(image, np.uint8), 0, -1)))
+    for part in torch.randperm(4).tolist():
+        picture = ADJUST[part](picture, factors[part])
+    return np.moveaxis(np.asarray(picture), -1, 0)
 
 
 def scaling() -> list[Callable[..., Any]]:
@@ -86,7 +80,8 @@ def scaling() -> list[Callable[..., Any]]:
 
 def patch_transforms() -> list[Callable[..., Any]]:
     """Return the random transforms of one patch, with the conversions of the script's numpy backend."""
-    drawn = [ColorJitterd(), mt.RandFlipd("image", spatial_axis=-1, prob=0.5), mt.RandRotate90d("image", prob=0.5)]
+    drawn = [mt.Lambdad("image", jitter, track_meta=False)]
+    drawn += [mt.RandFlipd("image", spatial_axis=-1, prob=0.5), mt.RandRotate90d("image", prob=0.5)]
     zoom = mt.RandZoomd("image", prob=0.5, min_zoom=0.9, max_zoom=1.1)
     cast, scale = scaling()
     return [*drawn, cast, zoom, scale, mt.ToTensord("image", track_meta=False)]
