@@ -147,8 +147,8 @@ def main() -> None:
         if task.half is None:
             print(f"bf16: this processor only emulates it, so no side runs in it; fast chooses {task.chosen}")
         record: dict[str, Any] = {
-            "app": given.app, "environment": environment(device), "data": str(given.data), "cases": given.cases,
-            "rounds": given.rounds, "fast chooses": task.chosen, "rows": rows,
+            "app": given.app, "environment": environment(device), "data": str(given.data or "generated"),
+            "cases": given.cases, "rounds": given.rounds, "fast chooses": task.chosen, "rows": rows,
         }  # fmt: skip
         for part in given.part:
             found = globals()[part](task)
