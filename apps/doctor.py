@@ -119,7 +119,8 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
         validations = -(-passes // every) if config.validate_every else planned // every
         times = _times(run, passes * training * per_epoch, validations * validation)
         prepared = run.clock.seconds().get("prepare", 0.0) * training
-    measured = Measured(times, parts, step, workers, len(os.sched_getaffinity(0)), doubled, other)
+    cores = len(os.sched_getaffinity(0))
+    measured = Measured(times, parts, step, workers=workers, cores=cores, doubled=doubled, other=other)
     verdict = diagnose(measured, explanations(config, auto))
     return verdict, measured, {"prepare": round(prepared, 1), "train": round(sum(times.values()), 1)}
 

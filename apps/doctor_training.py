@@ -22,10 +22,8 @@ from medspeed.common.training.fit import Setup, train_step
 
 Bound = str  # "nothing", or a key of `doctor.explanations`
 
-# A share below which no fix is worth the reader's time, and the gain from which an alternative is.
-_WORTH, _GAIN = 0.15, 1.15
-# Twice the batch for less than this many times the time: the step is bound by what does not grow with it.
-_HIDDEN = 1.4
+_WORTH, _GAIN = 0.15, 1.15  # a share below which no fix is worth the reader's time; the gain from which one is
+_HIDDEN = 1.4  # twice the batch in less than so many times the time: bound by what does not grow with it
 _OWN_BOUND: dict[str, Bound] = {"saved": "checkpointing", "logged": "logging", "validated": "validation"}
 _ROUNDS = 5
 _CASES = 3  # whose transforms are timed one by one

@@ -86,7 +86,8 @@ def patch_gate(validation: Patches, model: PathologyModel, run: Run, name: str) 
     judge = lambda predictor: auc(label[rows], np.array(scores(predictor), np.float32))  # noqa: E731
     origin, smallest = f"patch AUC on {len(rows)} validation patches of {name}", (3, model.patch_size, model.patch_size)
     about = {"name": "medspeed pathology", "labels": "normal tumour"}
-    return Gate(tiles(validation, model, 1), judge, origin, model.tile_batch, smallest, about)
+    windows = tiles(validation, model, 1)
+    return Gate(windows, judge, origin, batch=model.tile_batch, smallest=smallest, metadata=about)
 
 
 def tiles(patches: Patches, model: PathologyModel, count: int) -> torch.Tensor:

@@ -22,12 +22,13 @@ from medspeed.common.export.export import GATE_CASES, Exports, Gate, export, vol
 from medspeed.common.export.model_card import model_card, read_if_there
 from medspeed.common.export.onnx_model import read_metadata
 from medspeed.common.export.options import ExportConfig
-from medspeed.common.files import atomic_path, check_digest, read_as, sha256_of, write_json
+from medspeed.common.files import atomic_path, check_digest, read_as, write_json
 from medspeed.common.inference.evaluation import merged_split
 from medspeed.common.inference.measure import read_figures
 from medspeed.common.inference.model import Ensemble, Trained, VolumeModel, initialise, save_weights, write_model
+from medspeed.common.inference.open_predictor import unfit
 from medspeed.common.inference.predict import sample_windows
-from medspeed.common.inference.predictors import onnx_errors, onnxruntime_predictor, read_onnx_metadata
+from medspeed.common.inference.predictors import onnx_errors, onnxruntime_predictor
 from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run
 
@@ -72,9 +73,13 @@ def hand_over(
     For the arguments and errors see `export_run` and `write_triton`.
     """
     served = config.run / "exports" / f"model_{config.precision}.onnx"
-    if config.to != "triton" or config.int8 or not _is_current(served, config.run):
+    weights, made = config.run / "best.safetensors", False
+    if config.to == "triton" and not config.int8 and served.is_file():
+        check_digest(config.run, served)
+        made = unfit(served, weights) is None
+    if not made:
         run = Run(config.run, choose_device(config.device), Clock(), resumed=True)
-        network = model.build(config.run / "best.safetensors").to(run.device).eval()
+        network = model.build(weights).to(run.device).eval()
         with tempfile.TemporaryDirectory(prefix="export-") as scratch:
             gate, windows = open_gate(run, Path(scratch))
             int8 = partial(quantise, windows=windows()) if config.int8 or config.precision == "int8" else None
@@ -82,16 +87,8 @@ def hand_over(
             _tell(exports, gate, run)
     if config.to != "triton":
         return served.parent
-    card, overlap = model_card(config.run, task), getattr(model, "overlap", 0.25)
-    return write_triton(config.destination, f"medspeed_{app}", served, card, overlap, pipeline)
-
-
-def _is_current(model: Path, run: Path) -> bool:
-    """Return whether an ONNX model is there and of the run's weights; one that was changed is a ValueError."""
-    if not model.is_file():
-        return False
-    check_digest(run, model)
-    return read_onnx_metadata(model).get("weights_sha256") == sha256_of(run / "best.safetensors")
+    card = model_card(config.run, task)
+    return write_triton(config.destination, f"medspeed_{app}", served, card, getattr(model, "overlap", 0.25), pipeline)
 
 
 def _tell(exports: Exports, gate: Gate, run: Run) -> None:
@@ -158,10 +155,9 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> None:
     """Write an fp32 model of `export_onnx` with convolutions in INT8: symmetric scales, per channel for the weights.
 
     Ranges of activations are the least and the largest value over all windows [N, C, *sides] float32, N >= 1, real ones
-    as the network is to see them, which go through one at a time. (Entropy or percentiles need all activations at once,
-    and are no better: on networks trained on phantoms the Dice of three scans changes by 0.0007 and 0.0003.) The fp16
-    model is no better start: ONNX Runtime replaces a scale in half precision below 6.1e-5 by 1, which would silence any
-    channel of small weights. The file is written whole or not at all; equal model and windows give equal bytes.
+    as the network is to see them, which go through one at a time; entropy or percentiles need all activations at once,
+    and are no better. Nor is the fp16 model a better start: ONNX Runtime replaces a scale in half precision below
+    6.1e-5 by 1. The file is written whole or not at all; the same model and windows give the same bytes.
 
     Source:
         Placement: TensorRT documentation, "Q/DQ Placement Recommendations" (inputs of weighted operators, not outputs).

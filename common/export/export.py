@@ -23,7 +23,7 @@ from medspeed.common.files import plural, record_digests, sha256_of
 from medspeed.common.inference import ModelPrecision
 from medspeed.common.inference.labels import case_dice, dice_counts
 from medspeed.common.inference.model import VolumeModel
-from medspeed.common.inference.predict import predict_labels, read_truth, sample_windows, window_starts
+from medspeed.common.inference.predict import predict_labels, read_truth, sample_windows
 from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor, torch_predictor
 from medspeed.common.inference.tensorrt_runtime import (
     EngineError,
@@ -40,7 +40,7 @@ QUALITY_BOUNDS = {"fp32": 0.001, "fp16": 0.005, "int8": 0.01}  # most that the v
 HALF_BOUND = 32768.0  # largest activation in half precision, which ends at 65504: another scan may bring twice as much
 BATCH_SIZES = (1, 2, 3)
 GATE_CASES = 8  # the gate runs each export on so many cases,
-_GATE_WINDOWS = 48  # at the end of a training on as many as have so many windows: large scans take a CPU a minute each
+_GATE_WINDOWS = 24  # at the end of a training on as many as fill so many windows: large scans take a CPU a minute each
 Quantise = Callable[[Path, Path], None]  # writes the INT8 model of an fp32 one
 
 
@@ -92,11 +92,8 @@ Exports = tuple[Exported, ...]
 
 def summary_of(exports: Exports) -> dict[str, Any]:
     """Return "onnx" and "engine" of a run's summary: the first's fields, the others under their precisions."""
-    found = {}
-    for kind in ("onnx", "engine"):
-        first, *rest = (asdict(each) for each in exports if each.kind == kind)
-        found[kind] = {**first, **{each["precision"]: each for each in rest}}
-    return found
+    rows = {kind: [asdict(each) for each in exports if each.kind == kind] for kind in ("onnx", "engine")}
+    return {kind: {**first, **{each["precision"]: each for each in rest}} for kind, (first, *rest) in rows.items()}
 
 
 def export(
@@ -113,10 +110,11 @@ def export(
     """
     run.say(f"parity gate: {gate.origin}")
     with run.clock.stage("export"):
-        reference, folder = take_reference(network, gate), run.directory / "exports"
+        reference = take_reference(network, gate)
+        folder = run.directory / "exports"
         metadata = {**gate.metadata, "weights_sha256": sha256_of(run.directory / "best.safetensors")}
-        window, smallest = tuple(gate.windows.shape[1:]), gate.smallest
-        write = partial(export_onnx, network, window=window, metadata=metadata, smallest=smallest, batch=gate.batch)
+        write = partial(export_onnx, network, window=tuple(gate.windows.shape[1:]), metadata=metadata)
+        write = partial(write, smallest=gate.smallest, batch=gate.batch)
         writers: dict[ModelPrecision, Callable[[Path], object]]
         writers = {"fp32": partial(write, precision="fp32"), "fp16": partial(write, precision="fp16")}
         writers |= {} if quantise is None else {"int8": partial(quantise, folder / "model_fp32.onnx")}
@@ -140,9 +138,8 @@ def training_gate(
     cases: Sequence[Case], prepared: Sequence[PreparedCase], model: VolumeModel, app: str, run: Run
 ) -> Gate:
     """Return the gate at the end of a training: on as many validation cases as take little time."""
-    sizes = [zip(case.image.shape[1:], model.window_size, strict=True) for case in prepared[:GATE_CASES]]
-    windows = (math.prod(len(window_starts(max(each), each[1], model.overlap)) for each in sides) for sides in sizes)
-    count = max(1, sum(total <= _GATE_WINDOWS for total in accumulate(windows)))
+    voxels = accumulate(case.image[0].numel() for case in prepared[:GATE_CASES])
+    count = max(1, sum(total <= _GATE_WINDOWS * math.prod(model.window_size) for total in voxels))
     return volume_gate(cases[:count], prepared[:count], model, app, run, "of the validation set")
 
 
@@ -165,7 +162,7 @@ def volume_gate(
     words |= {"members": [member.sha256 for member in model.members]} if model.members else {}
     metadata = {"name": f"medspeed {app}", **{name: " ".join(each) for name, each in words.items()}}
     origin = f"{quality} on {plural(len(cases), 'case')} {origin}"
-    return Gate(sample_windows(prepared, model), evaluate, origin, model.window_batch, metadata=metadata)
+    return Gate(sample_windows(prepared, model), evaluate, origin, batch=model.window_batch, metadata=metadata)
 
 
 def _checked_onnx(
@@ -183,14 +180,16 @@ def _checked_onnx(
 
 
 def _checked_engine(onnx: Path, reference: Reference, flavour: Flavour, device: torch.device) -> Exported:
-    plan, none, ran = onnx.with_suffix(".plan"), Exported("engine", onnx.stem[len("model_") :], flavour=flavour), False
+    plan, ran = onnx.with_suffix(".plan"), False
+    none = Exported("engine", onnx.stem.removeprefix("model_"), flavour=flavour)
     try:
         manifest = build_engine(onnx, flavour)
         none = replace(none, version=manifest.version, targets=manifest.targets)
         built = replace(none, path=str(plan), sha256=manifest.plan_sha256, bytes=plan.stat().st_size)
         if (problem := host_problem(plan, manifest, device)) is not None:
             return replace(built, reason=problem)
-        predict, sizes, ran = EnginePredictor(plan, device), sorted({*BATCH_SIZES, manifest.batch[1]}), True
+        predict = EnginePredictor(plan, device)
+        ran, sizes = True, sorted({*BATCH_SIZES, manifest.batch[1]})
         difference, change = check_predictor(reference, predict, manifest.precision, str(plan), sizes, device)
     except (ParityError, EngineError) as refusal:
         _remove(plan)

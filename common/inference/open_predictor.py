@@ -75,7 +75,7 @@ def open_predictor(
     takes = get_args(Precision if backend == "torch" else ModelPrecision)
     if backend != "auto" and exact not in takes:
         raise ValueError(f"precision {exact}: backend {backend} takes {', '.join(takes)}")
-    stale = _unfit(onnx, weights)
+    stale = unfit(onnx, weights)
     if stale and (backend in ("tensorrt", "onnxruntime") or exact == "int8"):
         raise ValueError(stale)
 
@@ -118,7 +118,7 @@ def _quick_in_torch(network: nn.Module, precision: Precision) -> Predictor:
     return torch_predictor(network, precision, channels_last=ours)
 
 
-def _unfit(onnx: Path, weights: Path) -> str | None:
+def unfit(onnx: Path, weights: Path) -> str | None:
     """Return a line on an ONNX model that cannot be read, or was made of other weights than its run's."""
     if not (onnx.is_file() and weights.is_file()):
         return None
