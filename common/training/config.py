@@ -12,6 +12,7 @@ from medspeed.common.config import flat
 from medspeed.common.inference import Precision
 
 T = TypeVar("T")
+DEV_RUN = "FAST DEV RUN: two steps on a few cases; the results of this run are meaningless"
 Check = tuple[str, bool, str]  # field, whether it holds, its bound in words
 
 

@@ -33,7 +33,6 @@ from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.optimizers import moments_trial
 from medspeed.common.training.volume_config import SegmentationConfig
 
-DEV_RUN = "FAST DEV RUN: two steps on a few cases; the results of this run are meaningless"
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # from the part of the run that is done to a factor, both 0 to 1

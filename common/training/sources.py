@@ -26,18 +26,11 @@ from medspeed.common.inference.labels import mean_dice
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predict import working_counts
 from medspeed.common.run import Run
-from medspeed.common.training.config import decided
+from medspeed.common.training.config import DEV_RUN, decided
 from medspeed.common.training.fit import Setup
 from medspeed.common.training.losses import build_loss, say_inexact
 from medspeed.common.training.optimizers import build_optimizer
-from medspeed.common.training.setup import (
-    DEV_RUN,
-    compile_if_asked,
-    dtype_of,
-    network_trials,
-    trust_kernels,
-    volume_trials,
-)
+from medspeed.common.training.setup import compile_if_asked, dtype_of, network_trials, trust_kernels, volume_trials
 from medspeed.common.training.volume_config import SegmentationConfig
 
 S = TypeVar("S", bound=SegmentationConfig)
@@ -138,11 +131,10 @@ def volume_setup(
     network = model.build(None if resumed else config.init).to(run.device)
     if config.channels_last:
         network = network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    trust_kernels(network_trials(network, config, run), config, run)
     if config.ours:
         batches, room = our_batches(data, model, config, run)
     else:
-        batches, room = monai_batches(guide(config, model.preparation, run.device), data, model, config, run), 0
+        batches, room = guide_batches(guide(config, model.preparation, run.device), data, model, config, run), 0
     with run.clock.stage("prepare"):
         judged = stored_cases(run.ranks.shard(data.split.validation), model, config, run.leader and not config.ours)
     with run.clock.stage("cache"):
@@ -150,7 +142,8 @@ def volume_setup(
     if run.device.type == "cuda":
         run.say(f"validation: {sum(case.image.is_cuda for case in held)} of {len(held)} cases kept in GPU memory")
     with run.clock.stage("compile"):
-        trust_kernels(volume_trials(config, model, batches, run.ranks.world, run.device), config, run)
+        trials = volume_trials(config, model, batches, run.ranks.world, run.device)
+        trust_kernels([*network_trials(network, config, run), *trials], config, run)
     windows = (model.window_batch, model.preparation.channels, *model.window_size)
     compile_if_asked(network, batches, windows, config, run)
     say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
@@ -220,7 +213,7 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
     return crop_batches(caches, *sizes, *changes, (dtype_of(config.precision), bool(config.channels_last))), plan.free
 
 
-def monai_batches(
+def guide_batches(
     transforms: Transforms, data: Data, model: VolumeModel, config: SegmentationConfig, run: Run
 ) -> Batches:
     """Return the batches of recipes baseline and guide: by MONAI's transforms and loaders.

@@ -20,8 +20,7 @@ from medspeed.common.data.folds import deal_folds
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.files import read_object, write_json
 from medspeed.common.run import Run
-from medspeed.common.training.config import decided
-from medspeed.common.training.setup import DEV_RUN
+from medspeed.common.training.config import DEV_RUN, decided
 
 _NEEDED = ("training", "validation")
 _FEW = 16  # patches of each kind that a fast dev run takes
