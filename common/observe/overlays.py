@@ -207,9 +207,10 @@ def _draw_legend(page: Image.Image, scan: Scan, names: Sequence[str], top: int) 
     pen, face, left = ImageDraw.Draw(page), font(8 * 130 / 72), _MARGIN
     volumes = [scan.labels] if scan.truth is None else [scan.labels, scan.truth]
     box = tuple(slice(first, last + 1) for first, last in scan.extent)
-    occurring = sorted({label for volume in volumes for label in _labels_in(volume[box])})
-    named = ((label, names[label] if label < len(names) else f"label {label}") for label in occurring)
-    keys = [(5, _colour(label), f"{label}: {printable(name)[:20]}") for label, name in named]
+    keys = []
+    for label in sorted({int(each) for volume in volumes for each in np.unique(volume[box].ravel(order="K")) if each}):
+        name = names[label] if label < len(names) else f"label {label}"
+        keys.append((5, LABEL_COLOURS[(label - 1) % len(LABEL_COLOURS)], f"{label}: {printable(name)[:20]}"))
     keys += [(5, "#C6C6C6", "filled: prediction"), (1, "#808080", "outlined: reference")][: len(volumes)]
     for half, colour, text in keys:
         width = 65 + round(face.getlength(text))
@@ -220,12 +221,3 @@ def _draw_legend(page: Image.Image, scan: Scan, names: Sequence[str], top: int) 
         _write(page, (left + 39, middle), text, 8, "lm")
         left += width
     return top + _LEGEND_ROW
-
-
-def _labels_in(labels: Array) -> list[int]:
-    """Return the labels above background that occur."""
-    return [int(label) for label in np.unique(labels.ravel(order="K")) if label > 0]
-
-
-def _colour(label: int) -> str:
-    return LABEL_COLOURS[(label - 1) % len(LABEL_COLOURS)]
