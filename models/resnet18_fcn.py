@@ -36,7 +36,7 @@ class ResidualBlock(nn.Module):
             beside = batch_norm_relu(norm, convolution(beside), relu=False)  # type: ignore[arg-type]
         return batch_norm_relu(self.bn2, x, beside)
 
-    def trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
+    def kernel_trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
         """Return the `norm_trial` of the normalisations."""
         return norm_trial(RELU, InBlock(self.bn1.num_features), dtype, device)
 

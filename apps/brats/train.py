@@ -83,7 +83,7 @@ def choose(config: BratsConfig, data: Data, network: Build, run: Run) -> BratsCo
     fused = False
     if run.device.type == "cuda":
         norm = norms.GroupNormReLU(8, decided(chosen.network.filters))
-        trial = norm.trial(dtype_of(chosen.precision), run.device)
+        trial = norm.kernel_trial(dtype_of(chosen.precision), run.device)
         fused = bool(trust.choose([trial], config.kernels, config.store, run.say))
     return replace(chosen, channels_last=faster_channels_last(chosen.precision, run.device, fused))
 

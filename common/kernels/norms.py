@@ -33,15 +33,13 @@ class GroupNormReLU(nn.GroupNorm):
         """Return what `forward` does, and the image for a shortcut around what follows: its gradients meet here."""
         if trusts(GROUP, image) and channels_innermost(image):
             return fused_norm(image, self.weight, self.bias, self.num_groups, len(image), self.eps)
-        weight: Tensor = self.weight
-        bias: Tensor = self.bias
         if not (image.is_cuda and torch.is_autocast_enabled("cuda")):
-            return F.relu(F.group_norm(image, self.num_groups, weight, bias, self.eps), inplace=True), image
+            return F.relu(super().forward(image), inplace=True), image
         with torch.autocast("cuda", enabled=False):  # which would take float32, and all that follows with it
-            weight, bias = weight.to(image.dtype), bias.to(image.dtype)
+            weight, bias = self.weight.to(image.dtype), self.bias.to(image.dtype)
             return F.relu(F.group_norm(image, self.num_groups, weight, bias, self.eps), inplace=True), image
 
-    def trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
+    def kernel_trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
         """Return the `norm_trial` of this module."""
         return norm_trial(GROUP, self, dtype, device)
 
@@ -78,7 +76,7 @@ class BatchNormPReLU(nn.Module):
             activated = activated + residual_bias.view(-1, 1, 1, 1)
         return activated if residual is None else activated + residual
 
-    def trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
+    def kernel_trial(self, dtype: torch.dtype, device: torch.device) -> Trial:
         """Return the `norm_trial` of this module."""
         return norm_trial(BATCH, self, dtype, device)
 

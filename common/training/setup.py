@@ -188,9 +188,9 @@ def network_trials(network: nn.Module, config: TrainingConfig, run: Run) -> list
 
     Of each kind it is that of the first, whose images are the largest.
     """
-    tried: dict[type, Any] = {type(each): each for each in reversed([*network.modules()]) if hasattr(each, "trial")}
-    found = [each.trial(dtype_of(config.precision), run.device) for each in tried.values()]
-    return [*found, moments_trial(run.device)]
+    modules: list[Any] = [each for each in network.modules() if hasattr(each, "kernel_trial")]
+    first = {type(each): each for each in reversed(modules)}.values()
+    return [*(each.kernel_trial(dtype_of(config.precision), run.device) for each in first), moments_trial(run.device)]
 
 
 def volume_trials(
