@@ -33,9 +33,8 @@ class Steps:
 
     def __init__(self, compute: Compute, rates: Sequence[float], state: TrainingState) -> None:
         self._compute, self.state, self._done, device = compute, state, state.steps_done, state.losses.device
-        self._rates: Sequence[float | Tensor] = rates
-        if isinstance(state.optimizer, Novograd):  # the others take a number of the host's
-            self._rates = torch.tensor(rates, device=device).unbind()
+        on_device = isinstance(state.optimizer, Novograd)  # the others take a number of the host's
+        self._rates: Sequence[float] | Tensor = torch.tensor(rates, device=device) if on_device else rates
         self.shape: Sequence[int] = ()  # of the images
         self.release()
 
