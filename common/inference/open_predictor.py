@@ -34,6 +34,7 @@ from medspeed.common.kernels import trust
 _NORMS = (nn.BatchNorm2d, nn.BatchNorm3d)
 _TRANSPOSED = (nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _STORE = Path("~/.cache/medspeed")  # of verdicts, as of `--store`
 _MOST_SHAPES = 2  # that are captured: each holds the memory of a call of its own
 _TOLERANCE = 0.01  # of the logits: some kernels add in another order each time
@@ -115,7 +116,17 @@ def _quick_in_torch(network: nn.Module, precision: Precision) -> Predictor:
         # On a GPU torch's group normalisation gives contiguous memory back: all that follows would be turned.
         on_cpu = next(network.parameters()).device.type == "cpu"
         ours = on_cpu or not any(isinstance(each, nn.GroupNorm) for each in network.modules())
-    return torch_predictor(network, precision, channels_last=ours)
+    return (channels_last_predictor if ours else torch_predictor)(network, precision)
+
+
+def channels_last_predictor(network: nn.Module, precision: Precision) -> Predictor:
+    """Return a `torch_predictor` of weights, laid out anew, and windows whose channels are innermost."""
+    for weight in network.parameters():
+        if weight.ndim in _CHANNELS_LAST:
+            weight.data = weight.data.contiguous(memory_format=_CHANNELS_LAST[weight.ndim])
+    predict = torch_predictor(network, precision)
+    # Not contiguous(): with one channel that changes nothing, and the first convolution goes the slow way.
+    return lambda windows: predict(windows.clone(memory_format=_CHANNELS_LAST[windows.ndim]))
 
 
 def unfit(onnx: Path, weights: Path) -> str | None:

@@ -17,7 +17,6 @@ Predictor = Callable[[torch.Tensor], torch.Tensor]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Limits of ONEDNN_MAX_CPU_ISA below the instructions for bfloat16. Source: oneDNN, "CPU Dispatcher Control"
 _WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @contextmanager
@@ -37,26 +36,17 @@ def ieee_fp32() -> Iterator[None]:
             each.fp32_precision = precision
 
 
-def torch_predictor(
-    network: nn.Module, precision: Precision = "fp32", channels_last: bool = False, tf32: bool = False
-) -> Predictor:
+def torch_predictor(network: nn.Module, precision: Precision = "fp32", tf32: bool = False) -> Predictor:
     """Return a predictor that runs a network, in evaluation mode, in torch on its device, without gradients.
 
-    With `channels_last` its weights are laid out anew, as windows are; `tf32` lets "fp32" on CUDA round as training
-    does.
+    With `tf32` "fp32" on CUDA rounds as training does.
     """
     assert not network.training, "a predictor needs network.eval()"
-    if channels_last:
-        for weight in network.parameters():
-            if weight.ndim in _CHANNELS_LAST:
-                weight.data = weight.data.contiguous(memory_format=_CHANNELS_LAST[weight.ndim])
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
         half = torch.autocast(windows.device.type, _DTYPES.get(precision), enabled=precision in _DTYPES)
         with torch.no_grad(), half, nullcontext() if tf32 else ieee_fp32():
-            # Not contiguous(): with one channel that changes nothing, and the first convolution goes the slow way.
-            laid_out = windows.clone(memory_format=_CHANNELS_LAST[windows.ndim]) if channels_last else windows
-            logits: torch.Tensor = network(laid_out)
+            logits: torch.Tensor = network(windows)
         return logits.float()
 
     return predict

@@ -14,6 +14,7 @@ from torch import nn
 
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.inference import Precision
+from medspeed.common.inference.open_predictor import channels_last_predictor
 from medspeed.common.inference.predictors import computes_bf16, onnxruntime_predictor, torch_predictor, with_exact_norms
 from medspeed.common.training.setup import choose_precision
 from medspeed.models.segresnet3d import segresnet3d
@@ -44,14 +45,12 @@ def windows() -> torch.Tensor:
     return torch.rand(3, *WINDOW, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("predictor", [torch_predictor, channels_last_predictor])
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("bf16", 5e-2), ("fp16", 5e-3)])
-def test_torch_predictor(
-    network: nn.Module, windows: torch.Tensor, precision: Precision, bound: float, channels_last: bool
-):
+def test_torch_predictor(network: nn.Module, windows: torch.Tensor, precision: Precision, bound: float, predictor: Any):
     with torch.no_grad():
         expected = network(windows)
-    logits = torch_predictor(copy.deepcopy(network), precision, channels_last)(windows)
+    logits = predictor(copy.deepcopy(network), precision)(windows)
     assert (logits.dtype, logits.shape, logits.requires_grad) == (torch.float32, (3, 2, 16, 16, 16), False)
     difference = float((logits - expected).abs().max())
     assert difference <= bound
@@ -65,7 +64,7 @@ def test_torch_predictor_computes_in_the_asked_precision_and_lays_out_windows_an
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     network.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0], output)))
     torch_predictor(network)(windows)
-    torch_predictor(network, "bf16", channels_last=True)(windows)
+    channels_last_predictor(network, "bf16")(windows)
     assert [output.dtype for _, output in seen] == [torch.float32, torch.bfloat16]
     assert seen[1][0].stride() == (16**3, 1, 16**2, 16, 1)  # of one channel too, where no value moves
     assert network.weight.is_contiguous(memory_format=torch.channels_last_3d)

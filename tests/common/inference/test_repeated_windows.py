@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from medspeed.common.inference import open_predictor
-from medspeed.common.inference.open_predictor import repeating_predictor
+from medspeed.common.inference.open_predictor import channels_last_predictor, repeating_predictor
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.kernels import trust
 from medspeed.models.segresnet3d import segresnet3d
@@ -97,7 +97,7 @@ def test_a_capture_that_fails_is_said_and_costs_nothing_else(monkeypatch, known)
 @pytest.mark.parametrize("name", NETWORKS)
 @torch.no_grad()
 def test_the_work_on_windows_reads_nothing_from_the_host_and_is_the_same_for_all(name):
-    predict, traces = torch_predictor(NETWORKS[name]().eval(), "bf16", channels_last=True), []
+    predict, traces = channels_last_predictor(NETWORKS[name]().eval(), "bf16"), []
     for scale in (1.0, 1e-3):
         trace = emulated_graph.Trace()
         windows = scale * torch.rand(2, 1, 16, 16, 8)
