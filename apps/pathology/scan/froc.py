@@ -30,13 +30,9 @@ class FrocResult:
     false_positives: NDArray[np.float64]
     sensitivities: NDArray[np.float64]
     at_rates: tuple[float, ...]
+    score: float  # Camelyon16's: the mean sensitivity at its rates
     slides: int
     lesions: int
-
-    @property
-    def score(self) -> float:
-        """Camelyon16's score, the mean sensitivity at its rates."""
-        return float(np.mean(self.at_rates))
 
 
 def find_lesions(mask: np.ndarray, mpp: float) -> NDArray[np.int32]:
@@ -108,7 +104,7 @@ def froc(slides: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> FrocResult |
         for scores, count in ((wrong, len(slides)), (right, lesions))
     )
     at_rates = np.interp(FALSE_POSITIVE_RATES, rates[::-1], shares[::-1])
-    return FrocResult(rates, shares, tuple(at_rates.tolist()), len(slides), lesions)
+    return FrocResult(rates, shares, tuple(at_rates.tolist()), float(np.mean(at_rates)), len(slides), lesions)
 
 
 def auc(labels: np.ndarray, scores: np.ndarray) -> float:

@@ -65,11 +65,6 @@ class View:
         beyond = np.pad(tissue.mask, ((0, 1), (0, 1)))
         return np.asarray(beyond[np.minimum(row, height)[:, None], np.minimum(column, width)])
 
-    def corners(self, cells: np.ndarray, patch_size: int, stride: int) -> np.ndarray:
-        """Return the upper left corners, [N, 2] (x, y) in the level, of patches centred on cells (row, column)."""
-        patch, cell = self.span(patch_size), self.span(stride)
-        return np.asarray(cells[:, ::-1] * cell - -(-(patch - cell) // 2))
-
 
 @dataclass(frozen=True)
 class ProbabilityMap:
@@ -133,7 +128,8 @@ def scan_slide(
     starts = [np.arange(0, length, side) for length in scanned.shape]
     occupied = np.logical_or.reduceat(np.logical_or.reduceat(scanned, starts[0], 0), starts[1], 1)
     tiles = np.argwhere(occupied) * side
-    corners = view.corners(tiles - halo, model.patch_size, stride) * view.downsample
+    patch, cell = view.span(model.patch_size), view.span(stride)
+    corners = ((tiles - halo)[:, ::-1] * cell - -(-(patch - cell) // 2)) * view.downsample  # patches lie around cells
     base = np.ceil(corners).astype(np.int64)  # reading takes the level's pixel to the left
     size = (view.span(pixels), view.span(pixels))
     parts = (slice(start, start + batch) for start in range(0, len(tiles), batch))
