@@ -36,14 +36,11 @@ _ORDER = 2**61  # in the place of a stream number, so that the order and the aug
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """The patches of a table, decoded; `rows` [M] int64, ascending, says of which rows, None of all.
-
-    Their pixels, [M, 3, S, S] uint8 RGB, are pages of a file, read when touched, or a tensor on the device.
-    """
+    """The patches of a table, decoded."""
 
     table: PatchTable
-    pixels: np.ndarray | torch.Tensor
-    rows: np.ndarray | None = None
+    pixels: np.ndarray | torch.Tensor  # [M, 3, S, S] uint8 RGB: pages of a file, read when touched, or on the device
+    rows: np.ndarray | None = None  # of the table, [M] int64, ascending; None of all
 
     def take(self, rows: np.ndarray, device: torch.device) -> torch.Tensor:
         """Return the pixels of some rows of the table on the device, [B, 3, S, S] uint8; the host does not wait."""

@@ -33,17 +33,14 @@ _PLACES = 2**21  # pixels of a mask that patches are drawn from at most, evenly 
 
 @dataclass(frozen=True)
 class Tables:
-    """The patches of a run: parts for training, validation and, where there are some, testing; and where they are from.
-
-    Where the data do not say it, `mpp` (um per pixel) is None, and `per_slide` where patches are listed.
-    """
+    """The patches of a run, to train, to validate and, where there are some, to test; and where they are from."""
 
     folder: Path
     name: str
     synthetic: bool
-    mpp: float | None
+    mpp: float | None  # um per pixel; None where the data do not say it
     parts: dict[str, PatchTable]
-    per_slide: int | None = None
+    per_slide: int | None = None  # None where patches are listed
 
     def about(self) -> dict[str, Any]:
         """Return what the summary of a run says of its data, and how many patches trained and validated it."""

@@ -21,15 +21,11 @@ _CURVE, _SCORE = "#0072B2", "#D55E00"
 
 @dataclass(frozen=True)
 class FrocResult:
-    """The free-response curve: one point for each score at which something is gained or lost, then (0, 0).
+    """The free-response curve: one point for each score at which something is gained or lost, then (0, 0)."""
 
-    It is false positives per slide, falling, against the share of lesions found, both [K] float64; `at_rates` is the
-    latter at each of FALSE_POSITIVE_RATES.
-    """
-
-    false_positives: NDArray[np.float64]
-    sensitivities: NDArray[np.float64]
-    at_rates: tuple[float, ...]
+    false_positives: NDArray[np.float64]  # [K], per slide, falling
+    sensitivities: NDArray[np.float64]  # [K], the share of lesions found
+    at_rates: tuple[float, ...]  # sensitivities at each of FALSE_POSITIVE_RATES
     score: float  # Camelyon16's: the mean sensitivity at its rates
     slides: int
     lesions: int

@@ -70,10 +70,9 @@ class View:
 class ProbabilityMap:
     """Probabilities of tumour over a whole slide, cell by cell from its upper left corner on."""
 
-    # [H, W] float32 in [0, 1], of the patch around each cell's centre; 0 where not scanned ([H, W] bool)
-    values: np.ndarray
+    values: np.ndarray  # [H, W] float32 in [0, 1], of the patch around each cell's centre; 0 where not scanned
     stride: float  # side of a cell in pixels of level 0, need not be whole
-    scanned: np.ndarray
+    scanned: np.ndarray  # [H, W] bool
     tiles: int  # regions of the slide that the network was given
 
 
@@ -175,8 +174,7 @@ def write_probability_tif(path: Path, found: ProbabilityMap, mpp: float | None, 
 def find_detections(found: ProbabilityMap, base_mpp: float) -> np.ndarray:
     """Return the peaks of a map, the surest first: [D, 3] float64 rows (score, x, y) in pixels of level 0.
 
-    A peak suppresses others in a box of 746 um around it (`base_mpp`: um per pixel of level 0), which on Camelyon16's
-    slides scanned every 64 pixels is MONAI's box of 48 cells.
+    A peak suppresses others in a box of 746 um around it (`base_mpp`: um per pixel of level 0).
     """
     peaks = detect(found.values, max(1, round(BOX_UM / (found.stride * base_mpp))))
     peaks[:, 1:] = np.floor((peaks[:, 1:] + 0.5) * found.stride)

@@ -1,8 +1,4 @@
-"""Where a slide holds tissue (saturation at low power, split by Otsu's threshold), and where tumour.
-
-Source of the groups and of the masks' values: the README of the CAMELYON16 data and ASAP's own conversion of outlines
-to masks: "Tumor", "_0" and "_1" are tumour, "_2" and "Exclusion" are none though an outline around them says so.
-"""
+"""Where a slide holds tissue (saturation at low power, split by Otsu's threshold), and where tumour."""
 
 import math
 import xml.etree.ElementTree as ElementTree
@@ -36,6 +32,8 @@ BLACK, BLACK_SPREAD = 0.5, 0.1
 _MIN_INK = 100.0  # um: a pen draws broader and longer; smaller pieces are refraction at torn edges, and pigment
 _INK_MARGIN = 16.0  # um by which strokes are widened: their edges blend into the glass
 MIN_TISSUE, MAX_HOLE = 100.0, 100.0  # um: the side of the square below which specks go and holes are filled
+# The latter are no tumour though an outline around them says so. Source, as of the values: the README of the CAMELYON16
+# data and ASAP's own conversion of outlines to masks.
 TUMOUR_GROUPS, EXCLUDED_GROUPS = ("Tumor", "_0", "_1"), ("_2", "Exclusion")
 TUMOUR_VALUES = (1, 255)  # of a mask: those of the public bucket hold 1, those of the challenge's first release 255
 _MOST_APART = 0.02  # by which the sides of a slide and of its mask may differ: scanners pad slides to whole tiles

@@ -126,19 +126,12 @@ _LIBRARIES: dict[str, tuple[Callable[[Path, Layout], Opened], str]] = {
 
 
 class Slide:
-    """An open slide, closed when it is let go; threads may read from it at the same time.
-
-    Attributes:
-        reader: the library that reads it.
-        levels: largest first.
-        mpp: um per pixel at level 0; None where the file does not say.
-        damaged: the tiles that could not be decoded so far: level, column and row in its grid.
-    """
+    """An open slide, closed when it is let go; threads may read from it at the same time."""
 
     def __init__(self, path: Path, reader: str, opened: Opened) -> None:
-        self.path, self.name, self.reader = path, path.stem, reader
-        self.levels, self.mpp, self._read = opened
-        self.damaged: set[tuple[int, int, int]] = set()
+        self.path, self.name, self.reader = path, path.stem, reader  # the library that reads it
+        self.levels, self.mpp, self._read = opened  # largest first; um per pixel at level 0, None where not known
+        self.damaged: set[tuple[int, int, int]] = set()  # level, column and row of the tiles not decoded so far
         self._seen = [np.zeros(level.grid, bool) for level in self.levels]  # the tiles whose bytes were looked at
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
