@@ -57,13 +57,12 @@ class View:
     def on_tissue(self, tissue: SlideMask, stride: int) -> np.ndarray:
         """Return the cells, `stride` pixels of the network wide, whose centre lies on tissue, [rows, columns] bool."""
         cell = self.span(stride)
+        side = cell * self.downsample  # in pixels of level 0
         row, column = (
-            ((np.arange(math.ceil(side / cell)) + 0.5) * (cell * self.downsample) / tissue.downsample).astype(np.int64)
-            for side in self.size[::-1]
+            np.minimum(((np.arange(math.ceil(length / cell)) + 0.5) * side / tissue.downsample).astype(np.int64), most)
+            for length, most in zip(self.size[::-1], tissue.mask.shape, strict=True)
         )
-        height, width = tissue.mask.shape
-        beyond = np.pad(tissue.mask, ((0, 1), (0, 1)))
-        return np.asarray(beyond[np.minimum(row, height)[:, None], np.minimum(column, width)])
+        return np.asarray(np.pad(tissue.mask, ((0, 1), (0, 1)))[row[:, None], column])  # beyond the mask is no tissue
 
 
 @dataclass(frozen=True)
