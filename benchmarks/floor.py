@@ -113,7 +113,8 @@ def main() -> None:
         before, estimates = table.get(app, {}), dict[str, Estimate]()
         table[app] = count(app, GPUS[given.gpu], estimates)
         for variant, costs in table[app].items():
-            told = [_change(name, before.get(variant, {}).get(name), now) for name, now in costs.items()]
+            was = before.get(variant, costs)
+            told = [f"{name} {now:,}{f' (before {was[name]:,})' * (was[name] != now)}" for name, now in costs.items()]
             print(f"{app}, {variant}: {', '.join(told)}")
         tell(app, given.gpu, estimates)
     print(_ASSUMED)
@@ -153,12 +154,6 @@ def tell(app: str, name: str, estimates: Mapping[str, Estimate]) -> None:
         times = f"device {1e3 * found.device:6.2f} ms, host {1e3 * found.host:6.2f} ms"
         share = f"{100 * least / max(found.device, found.host):3.0f} percent of the floor's speed"
         print(f"{each:30} {found.kernels:4} kernels, {found.bytes / 1e9:6.2f} GB: {times}; {share}")
-
-
-def _change(name: str, before: int | None, now: int) -> str:
-    unit, shape = (1e9, "{:,.2f} G") if name in ("bytes", "float32_bytes", "flops") else (1, "{:.0f}")
-    told = f" (before {shape.format(before / unit)})" if before not in (None, now) else ""
-    return f"{name} {shape.format(now / unit)}{told}"
 
 
 if __name__ == "__main__":

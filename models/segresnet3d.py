@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from medspeed.common.kernels.norms import GroupNormReLU
 from medspeed.common.kernels.weights import half_weights
 
 _GROUPS = 8
+_doubled = partial(F.interpolate, scale_factor=(2.0, 2.0, 2.0), mode="trilinear", align_corners=False)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, bias: bool = False) -> nn.Sequential:
@@ -38,16 +40,13 @@ class ResidualBlock(nn.Module):
         return x
 
 
-class Doubling(nn.Upsample):
+class Doubling(nn.Module):
     """Trilinear upsampling; on a GPU in the precision of the image, where autocast would use float32."""
-
-    def __init__(self) -> None:
-        super().__init__(scale_factor=(2.0, 2.0, 2.0), mode="trilinear", align_corners=False)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """Return [B, C, 2 X, 2 Y, 2 Z] for [B, C, X, Y, Z]."""
         if not image.is_cuda or image.dtype == torch.float32:
-            return super().forward(image)
+            return _doubled(image)
         return HalfDoubling.apply(image)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -59,7 +58,7 @@ class HalfDoubling(torch.autograd.Function):
         """Return [B, C, 2 X, 2 Y, 2 Z] for [B, C, X, Y, Z]."""
         ctx.shape = image.shape
         with torch.autocast(image.device.type, enabled=False):
-            return F.interpolate(image, scale_factor=(2.0, 2.0, 2.0), mode="trilinear", align_corners=False)
+            return _doubled(image)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
