@@ -48,18 +48,12 @@ def fill(
     listing: Callable[[], dict[str, Any]],
     most: int,
 ) -> Path:
-    """Make the items of a set whose files are missing, on all cores, then its list; return the folder.
+    """Make the items of a set whose files are missing, `most` at a time, then its list; return the folder.
 
-    The list is written last, so that a folder that has one is whole. Until then `unfinished.json` holds the parameters:
-    a second run with the same ones goes on where the first one stopped, others are refused.
-
-    Args:
-        whole: the JSON file that a whole set has, in a folder that is new, empty, or holds this very set.
-        parameters: all that decides the set's bytes, a "seed" too; kept in the list under "phantom".
-        items: the files of each item.
-        make: writes the files of the item of an index, the same each time; called from several threads.
-        listing: returns the rest of the list; called when all items are there.
-        most: how many items are made at a time.
+    The list, `whole`, is written last, so that a folder that has it is whole. Until then `unfinished.json` holds the
+    parameters: a second run with the same ones goes on where the first one stopped, others are refused. They are all
+    that decides the set's bytes, a "seed" too, and are kept in the list under "phantom". `make` writes the files of the
+    item of an index, the same each time, from several threads; `listing` returns the rest of the list.
     """
     if parameters["seed"] < 0:
         raise ValueError(f"--seed {parameters['seed']}: must be 0 or more")

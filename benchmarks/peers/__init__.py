@@ -27,6 +27,7 @@ Chain = Sequence[Transform]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of logits and labels
 
 _HELD = 3  # validations in a row that must reach a target
+AXES = (("L", "R"), ("P", "A"), ("I", "S"))  # of the patient, from and to
 
 
 def parse(description: str | None, own: Mapping[str, Any], words: Sequence[str] | None) -> Given:

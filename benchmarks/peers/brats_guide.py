@@ -26,7 +26,6 @@ from medspeed.benchmarks.peers import Given
 
 SPACING = (1.0, 1.0, 1.0)
 CROP, ROI = (224, 224, 144), (240, 240, 160)
-AXES = (("L", "R"), ("P", "A"), ("I", "S"))
 # MSD's labels: 1 edema, 2 non-enhancing, 3 enhancing tumour. The tutorial has 2 as the enhancing one, and what it
 # reports as ET is the other (tutorials issue 1355); TC and WT are the same either way.
 LABELS = ["edema", "non-enhancing", "enhancing"]
@@ -68,7 +67,7 @@ def fixed_transforms(keys: Sequence[str], given: Given) -> list[Callable[..., An
         mt.ToDeviced(keys, given.device),
         mt.EnsureChannelFirstd("image"),
         *([mt.Lambdad("label", label_to_regions)] if "label" in keys else []),
-        mt.Orientationd(keys, axcodes="RAS", labels=AXES),
+        mt.Orientationd(keys, axcodes="RAS", labels=peers.AXES),
         mt.Spacingd(keys, pixdim=given.spacing, mode=modes),
     ]
 

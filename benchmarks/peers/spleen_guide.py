@@ -25,7 +25,6 @@ from medspeed.benchmarks.peers import Given
 
 SPACING, WINDOW = (1.5, 1.5, 2.0), (-57.0, 164.0)
 CROP, ROI = (96, 96, 96), (160, 160, 160)
-AXES = (("L", "R"), ("P", "A"), ("I", "S"))
 REGIONS = {"spleen": (1,)}
 METRIC, FALLS = "foreground Dice", False  # the learning rate
 HELD = 9  # of the sorted cases, the last ones validate
@@ -42,7 +41,7 @@ def fixed_transforms(keys: Sequence[str], given: Given) -> list[Callable[..., An
     return [
         mt.LoadImaged(keys),
         mt.EnsureChannelFirstd(keys),
-        mt.Orientationd(keys, axcodes="RAS", labels=AXES),
+        mt.Orientationd(keys, axcodes="RAS", labels=peers.AXES),
         mt.Spacingd(keys, pixdim=given.spacing, mode=modes),
         mt.ScaleIntensityRanged("image", *WINDOW, 0.0, 1.0, clip=True),
         mt.CropForegroundd(keys, source_key="image", allow_smaller=True),
