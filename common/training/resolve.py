@@ -87,17 +87,12 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
 def check_partitions(config: TrainingConfig, ranks: int) -> None:
     """Check that so many ranks can share the partitions, and that the batch divides; a ValueError says what would."""
     partitions, batch_size = decided(config.parallel.partitions), decided(config.batch_size)
-    accumulate = config.parallel.accumulate
-    problem = ""
-    if not config.alike() and partitions != ranks:
-        problem = "would not compute the same with MONAI's sources or losses, which work per rank"
-        remedy = f"use {partitions} ranks, or start a new run"
-    elif partitions % ranks:
-        fitting = ", ".join(str(n) for n in range(1, partitions + 1) if partitions % n == 0)
-        problem = "cannot share them evenly"
-        remedy = f"use {fitting} ranks, or start a new run with --parallel.partitions {ranks}"
-    if problem:
-        said = f"{ranks} ranks {problem}, so this run cannot resume exactly"
+    accumulate, alike = config.parallel.accumulate, config.alike()
+    fitting = [n for n in range(1, partitions + 1) if partitions % n == 0] if alike else [partitions]
+    if ranks not in fitting:
+        per_rank = "would not compute the same with MONAI's sources or losses, which work per rank"
+        said = f"{ranks} ranks {'cannot share them evenly' if alike else per_rank}, so this run cannot resume exactly"
+        remedy = f"use {', '.join(map(str, fitting))} ranks, or start a new run with --parallel.partitions {ranks}"
         raise ValueError(f"parallel.partitions {partitions}: {said}; {remedy}")
     if batch_size % (divisor := partitions * accumulate):
         why = f"{partitions} partitions, each split into {accumulate} micro-batches"

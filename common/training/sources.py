@@ -227,9 +227,7 @@ def guide_batches(
     even = -(-len(cases) // ranks.world) * ranks.world
     mine = ranks.shard([cases[index % len(cases)] for index in range(even)])
 
-    def check(case: Case) -> None:
-        read_case(case, model.preparation.channels, model.labelling.numbers)
-
+    check = partial(read_case, channels=model.preparation.channels, allowed=model.labelling.numbers)
     with run.clock.stage("prepare"):
         map_in_threads(check, list(dict.fromkeys(mine)), "checking cases", config.workers, run.leader)
     with run.clock.stage("cache"):
