@@ -28,7 +28,7 @@ from medspeed.benchmarks import GUIDES
 from medspeed.benchmarks.peers import make_step
 from medspeed.common.clock import repeated
 from medspeed.common.files import read_json_lines
-from medspeed.common.host_memory import peak_memory
+from medspeed.common.inference.folder_job import peak_memory
 from medspeed.common.run import Run
 from medspeed.common.training.fit import Setup, fit
 from medspeed.common.training.setup import start_run

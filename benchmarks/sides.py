@@ -27,8 +27,8 @@ from medspeed.common.clock import Clock, seconds_of
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import write_json
-from medspeed.common.host_memory import peak_memory
 from medspeed.common.inference import Precision
+from medspeed.common.inference.folder_job import peak_memory
 from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.predictors import computes_bf16
 from medspeed.common.run import Run

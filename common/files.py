@@ -223,22 +223,7 @@ DIGESTS = "digests.json"
 
 
 def record_digests(folder: Path, files: Iterable[Path]) -> None:
-    """Keep the SHA-256 of files of a folder in its `digests.json`, for `check_digest`; those of others stay."""
+    """Keep the SHA-256 of files of a folder in its `digests.json`; those of others stay."""
     record = folder / DIGESTS
     known = read_object(record) if record.is_file() else {}
     write_json(record, known | {file.relative_to(folder).as_posix(): sha256_of(file) for file in files})
-
-
-def check_digest(folder: Path, file: Path) -> None:
-    """Check that a file of a folder is the one that `digests.json` names, where it names it.
-
-    Raises:
-        ValueError: the file was changed or damaged, or the record is.
-    """
-    record = folder / DIGESTS
-    due = read_object(record).get(file.relative_to(folder).as_posix()) if record.is_file() else None
-    if due is not None and file.is_file() and (found := sha256_of(file)) != due:
-        raise ValueError(
-            f"{file}: SHA-256 {found} does not match {record.name} ({due}): the file was changed or damaged; "
-            f"restore it, or remove {record.name} if you changed it yourself"
-        )

@@ -1,9 +1,8 @@
-"""Memory of the host: what this process may still take, what it has had, whether it keeps what it freed."""
+"""Memory of the host: what this process may still take, and whether it keeps what it freed."""
 
 import ctypes
 import re
 import resource
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,17 +29,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for name, value in _KEEP.items():
             mallopt(name, value)
-
-
-def peak_memory() -> int:
-    """Return the most memory that this process has had at once, bytes (its resident set).
-
-    Linux hands getrusage's figure on to children, which would begin with the peak of the process that started them.
-    """
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.is_file() else None  # a sandbox may leave it out
-    peak = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def free_memory() -> int:

@@ -105,17 +105,6 @@ def join_ranks(device: str) -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-def wait_for_all() -> None:
-    """Under torchrun wait until every process has come here, for a day at most; else do nothing.
-
-    torchrun ends all processes when one of them ends with an error: none may do so while others are still at work.
-    """
-    if torchrun_place()[1] > 1:
-        dist.init_process_group("gloo", timeout=_CONTROL_LIMIT)
-        dist.barrier()
-        dist.destroy_process_group()
-
-
 def open_run(
     root: Path, directory: Path | None, resume: Path | None, device: str, config: str, seed: int, ranks: Ranks = SINGLE
 ) -> Run:

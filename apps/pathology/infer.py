@@ -23,8 +23,8 @@ from medspeed.apps.pathology.slides.reader import Slide, open_slide
 from medspeed.common.clock import Stages
 from medspeed.common.console import hides_bar, say
 from medspeed.common.files import plural, sha256_of
-from medspeed.common.host_memory import keep_freed_memory, peak_memory
-from medspeed.common.inference.folder_job import FolderJob, Item, Prediction, Predictions, Record
+from medspeed.common.host_memory import keep_freed_memory
+from medspeed.common.inference.folder_job import FolderJob, Item, Prediction, Predictions, Record, peak_memory
 from medspeed.common.inference.measure import warn_of_training
 from medspeed.common.inference.open_predictor import open_predictor
 from medspeed.common.inference.scores import write_measures

@@ -7,22 +7,26 @@ the last one. It vouches for the outputs of its own weights, options and input f
 import errno
 import json
 import os
+import re
+import resource
+import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 from medspeed.common.console import Kind, hides_bar, say, wants_traceback
 from medspeed.common.data.threads import thread_pool
 from medspeed.common.files import locked, part_ending, plural, printable, read_object, write_json
 from medspeed.common.ranks import torchrun_place
-from medspeed.common.run import wait_for_all
 
 Record = dict[str, Any]
 Source = TypeVar("Source")
@@ -257,3 +261,25 @@ def _refuse(foreign: Iterable[Path]) -> None:
     for path in foreign:
         why = "already exists, not written by a run into this folder: choose another --output"
         raise FileExistsError(f"{path}: {why}")
+
+
+def wait_for_all() -> None:
+    """Under torchrun wait until every process has come here, for a day at most; else do nothing.
+
+    torchrun ends all processes when one of them ends with an error: none may do so while others are still at work.
+    """
+    if torchrun_place()[1] > 1:
+        dist.init_process_group("gloo", timeout=timedelta(days=1))
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def peak_memory() -> int:
+    """Return the most memory that this process has had at once, bytes (its resident set).
+
+    Linux hands getrusage's figure on to children, which would begin with the peak of the process that started them.
+    """
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.is_file() else None  # a sandbox may leave it out
+    peak = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

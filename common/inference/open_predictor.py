@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from medspeed.common.files import check_digest, sha256_of
+from medspeed.common.files import DIGESTS, read_object, sha256_of
 from medspeed.common.inference import AnyPrecision, Backend, ModelPrecision, Precision
 from medspeed.common.inference.model import Ensemble, Trained, first_line
 from medspeed.common.inference.predictors import (
@@ -213,3 +213,18 @@ def _in_a_graph(predict: Predictor, windows: torch.Tensor, about: str, say: Call
     except RuntimeError as error:
         say(f"windows: no CUDA graph, capture failed: {first_line(error)}")
     return predict
+
+
+def check_digest(folder: Path, file: Path) -> None:
+    """Check that a file of a folder is the one that `digests.json` names, where it names it.
+
+    Raises:
+        ValueError: the file was changed or damaged, or the record is.
+    """
+    record = folder / DIGESTS
+    due = read_object(record).get(file.relative_to(folder).as_posix()) if record.is_file() else None
+    if due is not None and file.is_file() and (found := sha256_of(file)) != due:
+        raise ValueError(
+            f"{file}: SHA-256 {found} does not match {record.name} ({due}): the file was changed or damaged; "
+            f"restore it, or remove {record.name} if you changed it yourself"
+        )

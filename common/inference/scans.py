@@ -23,8 +23,8 @@ from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.threads import usable_cores
 from medspeed.common.data.volumes import Volume
 from medspeed.common.files import plural, printable, write_json
-from medspeed.common.host_memory import free_memory, keep_freed_memory, peak_memory
-from medspeed.common.inference.folder_job import FolderJob, Item, Predictions, Record
+from medspeed.common.host_memory import free_memory, keep_freed_memory
+from medspeed.common.inference.folder_job import FolderJob, Item, Predictions, Record, peak_memory
 from medspeed.common.inference.labels import LabelScheme, dice_of_counts
 from medspeed.common.inference.measure import Measures, measure, read_figures, warn_of_training, with_doubts
 from medspeed.common.inference.model import VolumeModel, model_content

@@ -21,15 +21,16 @@ _log = logging.getLogger(__name__)
 SECONDS = "seconds"  # since the run began, without the time between a stop and a resume
 # The panels of `monitor.png` and their columns of `monitor.csv`, where a value that the device does not have is empty.
 PANELS = {
-    "CPU of this run (%, 100 is one core)": ("process_cpu_percent",),  # this process and its children
-    "CPU of the host (% of all cores)": ("host_cpu_percent",),
-    "memory of this run (GiB)": ("process_memory_gib",),  # resident, with children; what they share counts in each
-    "disk, read and written (MB/s)": ("read_mb_per_s", "written_mb_per_s"),  # 10^6 bytes that reached it, with children
-    "GPU utilisation (%)": ("gpu_percent",),
-    "GPU memory (GiB)": ("gpu_memory_gib",),  # of all processes
-    "GPU power (W)": ("gpu_power_w",),
+    "CPU of this run (%, 100 is one core)": "process_cpu_percent",  # this process and its children
+    "CPU of the host (% of all cores)": "host_cpu_percent",
+    "memory of this run (GiB)": "process_memory_gib",  # resident, with children; what they share counts in each
+    "disk, read (MB/s)": "read_mb_per_s",  # 10^6 bytes that came from it, with children
+    "disk, written (MB/s)": "written_mb_per_s",
+    "GPU utilisation (%)": "gpu_percent",
+    "GPU memory (GiB)": "gpu_memory_gib",  # of all processes
+    "GPU power (W)": "gpu_power_w",
 }
-COLUMNS = (SECONDS, *(name for names in PANELS.values() for name in names))
+COLUMNS = (SECONDS, *PANELS.values())
 _SHORTEST, _JOIN_SECONDS = 0.1, 10.0  # CPU times come in hundredths of a second: none shorter
 
 
@@ -125,17 +126,13 @@ def draw_monitor(csv_path: Path, png_path: Path) -> None:
     from medspeed.common.observe.plots import draw_curve, save_png, style
 
     values = dict(zip(COLUMNS, np.genfromtxt(lines, delimiter=",", ndmin=2).T, strict=True))
-    panels = [each for each in PANELS.items() if "GPU" not in each[0] or np.isfinite(values[each[1][0]]).any()]
+    panels = [(title, values[name]) for title, name in PANELS.items() if np.isfinite(values[name]).any()]
     figure = Figure(figsize=(8, 1.3 * len(panels) + 0.3), dpi=120, layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True)
-    for axis, (title, names) in zip(axes, panels, strict=True):
+    for axis, (title, column) in zip(axes, panels, strict=True):
         style(axis)
-        for name, colour in zip(names, ("#0072B2", "#D55E00"), strict=False):
-            draw_curve(axis, values[SECONDS], values[name], color=colour, label=name.split("_")[0])
-        if len(names) > 1:
-            axis.legend(frameon=False, fontsize=8)
-        means = ", ".join(f"{np.nanmean(values[name]):.1f}" for name in names)
-        axis.set_title(f"{title}: mean {means}", loc="left", fontsize=9)
+        draw_curve(axis, values[SECONDS], column, color="#0072B2")
+        axis.set_title(f"{title}: mean {np.nanmean(column):.1f}", loc="left", fontsize=9)
         axis.set_ylim(bottom=0)
     axes[-1].set_xlabel("seconds", fontsize=9)
     save_png(png_path, figure)

@@ -132,20 +132,6 @@ def test_what_does_not_fit_is_named(content, problem, tmp_path):
         read_as(path, Inner, "copy it again")
 
 
-def test_a_file_that_changed_behind_its_record_is_refused(tmp_path):
-    weights, model = tmp_path / "best.safetensors", tmp_path / "exports" / "model.onnx"
-    files.check_digest(tmp_path, weights)  # neither is there
-    for file in (weights, model):
-        write_text(file, file.name)
-        files.record_digests(tmp_path, [file])
-    for file in (weights, model):
-        files.check_digest(tmp_path, file)
-    model.write_text("rotten")
-    files.check_digest(tmp_path, weights)
-    with pytest.raises(ValueError, match=r"model\.onnx: SHA-256 .* does not match digests\.json .*restore it"):
-        files.check_digest(tmp_path, model)
-
-
 def test_writing_from_many_threads_leaves_the_umask(tmp_path):
     before = os.umask(0o027)
     os.umask(before)

@@ -35,29 +35,6 @@ def test_kept_memory_costs_no_page_faults():
     assert kept < given_back / 10
 
 
-CHILD = """
-from medspeed.common.host_memory import peak_memory
-
-before = peak_memory()
-held = bytearray(2**28)
-print(before, peak_memory() - before)
-"""
-PARENT = f"""
-import subprocess, sys
-
-held = bytearray(2**29)
-del held
-subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
-"""
-
-
-def test_the_peak_is_the_process_s_own_and_counts_what_it_takes():
-    done = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, check=True)
-    before, more = map(int, done.stdout.split())
-    assert 2**22 < before < 2**28
-    assert 0.9 * 2**28 < more < 2**29
-
-
 def write(folder: Path, **contents: object) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():

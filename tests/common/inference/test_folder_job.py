@@ -1,6 +1,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -368,3 +370,26 @@ def test_a_file_that_is_gone_is_named_without_its_folder(folder):
     with pytest.raises(ValueError, match=r"^b: a file cannot be read \(No such file"):
         job.items[1].stamp()
     assert job.finished(job.items[1]) is None
+
+
+CHILD = """
+from medspeed.common.inference.folder_job import peak_memory
+
+before = peak_memory()
+held = bytearray(2**28)
+print(before, peak_memory() - before)
+"""
+PARENT = f"""
+import subprocess, sys
+
+held = bytearray(2**29)
+del held
+subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
+"""
+
+
+def test_the_peak_is_the_process_s_own_and_counts_what_it_takes():
+    done = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, check=True)
+    before, more = map(int, done.stdout.split())
+    assert 2**22 < before < 2**29  # what the parent had
+    assert 0.9 * 2**28 < more < 2**29

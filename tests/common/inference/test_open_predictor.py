@@ -14,9 +14,10 @@ from torch import nn
 
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.export.tensorrt_engine import build_engine, choose_flavour
+from medspeed.common.files import record_digests, write_text
 from medspeed.common.inference import Backend, Precision
 from medspeed.common.inference.model import save_weights
-from medspeed.common.inference.open_predictor import fold_norms, open_predictor
+from medspeed.common.inference.open_predictor import check_digest, fold_norms, open_predictor
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.inference.tensorrt_runtime import EngineError, EnginePredictor, EngineUnavailableError
 from medspeed.models.resnet18_fcn import resnet18_fcn
@@ -306,3 +307,17 @@ def test_a_network_without_batch_normalisation_is_returned_as_it_is():
 def test_statistics_that_still_change_are_a_programmers_error():
     with pytest.raises(AssertionError, match=r"network\.eval\(\)"):
         fold_norms(unet3d(1, 2, (4, 8)).train())
+
+
+def test_a_file_that_changed_behind_its_record_is_refused(tmp_path):
+    weights, model = tmp_path / "best.safetensors", tmp_path / "exports" / "model.onnx"
+    check_digest(tmp_path, weights)  # neither is there
+    for file in (weights, model):
+        write_text(file, file.name)
+        record_digests(tmp_path, [file])
+    for file in (weights, model):
+        check_digest(tmp_path, file)
+    model.write_text("rotten")
+    check_digest(tmp_path, weights)
+    with pytest.raises(ValueError, match=r"model\.onnx: SHA-256 .* does not match digests\.json .*restore it"):
+        check_digest(tmp_path, model)
