@@ -1,5 +1,6 @@
 """What tests of several modules share: watching the operators that a piece of code launches."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.inference.labels import one_region_per_label
-from medspeed.common.inference.model import VolumeModel
+from medspeed.common.inference.model import NOTE, VolumeModel
 from medspeed.common.inference.predict import predict_logits
 from medspeed.common.inference.predictors import Predictor
 from medspeed.common.training.state import load_checkpoint
@@ -53,6 +55,13 @@ def unet_model(
     arguments = {"channels": channels, "residual_units": residual_units}
     labelling = one_region_per_label(labels)
     return VolumeModel(unet3d, arguments, labelling, preparation, window_size, window_batch, 0.25, "fp32")
+
+
+def note_of(weights: Path) -> dict[str, Any]:
+    """Return the metadata that `save_weights` wrote with the weights."""
+    with safe_open(weights, framework="pt") as stream:
+        found: dict[str, Any] = json.loads(stream.metadata()[NOTE])
+    return found
 
 
 def sliding_windows(

@@ -22,7 +22,8 @@ from medspeed.common.inference import Precision
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.postprocessing import Steps
 
-_NOTE = "medspeed"  # name of what stands beside the tensors of a file
+NOTE = "medspeed"
+"""Name of the metadata that stand beside the tensors of a safetensors file, as JSON."""
 _MOST = 4096  # of a window's side, a window batch, a network's channels
 
 # What a network raises that is built of wrong arguments, or does not take an image.
@@ -142,14 +143,7 @@ def save_weights(path: Path, weights: dict[str, torch.Tensor], metadata: dict[st
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
     note = json.dumps(metadata | {"sha256": _digest(tensors)}, sort_keys=True)
     with atomic_path(path) as part:
-        part.write_bytes(save(tensors, {_NOTE: note}))  # one entry: safetensors writes several in any order
-
-
-def read_note(path: Path) -> dict[str, str]:
-    """Return the metadata that `save_weights` wrote with the weights; empty for a file of another program."""
-    with safe_open(path, framework="pt") as stream:
-        note = json.loads((stream.metadata() or {}).get(_NOTE, "{}"))
-    return {str(name): str(value) for name, value in note.items()}
+        part.write_bytes(save(tensors, {NOTE: note}))  # one entry: safetensors writes several in any order
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -171,7 +165,9 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         raise FileNotFoundError(f"{path}: no such weights file")
     if path.suffix == ".safetensors":
         try:
-            weights, recorded = load_file(path), read_note(path).get("sha256")
+            with safe_open(path, framework="pt") as stream:
+                recorded = json.loads((stream.metadata() or {}).get(NOTE, "{}")).get("sha256")
+            weights = load_file(path)
         except (SafetensorError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}: truncated, or not a safetensors file ({first_line(error)})") from error
         if recorded is not None and recorded != _digest(weights):

@@ -178,8 +178,6 @@ def predict_logits(
         Equal to `monai.inferers.sliding_window_inference` with its constant weights.
     """
     assert image.ndim == 4, image.shape
-    assert 0 not in image.shape, image.shape
-    assert image.is_floating_point(), image.dtype
     roi = window or model.window_size
     missing = [max(side - length, 0) for length, side in zip(image.shape[1:], roi, strict=True)]
     padding = [voxels for each in reversed(missing) for voxels in (each // 2, each - each // 2)]  # Z first, for F.pad
@@ -264,10 +262,9 @@ def _sum_windows(
 
 
 def _halved(batch_size: int, roi: Shape, error: torch.OutOfMemoryError) -> int:
-    if batch_size == 1:
-        said = f"one window of {roi} voxels (batch_size 1) does not fit into the device's memory: lower the window size"
-        raise torch.OutOfMemoryError(f"{said} (roi), use half precision, or free device memory") from error
-    half = batch_size // 2
-    said = f"a batch of {batch_size} windows of {roi} voxels does not fit into the device's memory: trying {half}"
-    warnings.warn(f"{said}; batch_size={half} avoids this", stacklevel=5)
+    said, half = f"of {roi} voxels does not fit into the device's memory", batch_size // 2
+    if not half:
+        remedy = "lower the window size, use half precision, or free device memory"
+        raise torch.OutOfMemoryError(f"one window {said}: {remedy}") from error
+    warnings.warn(f"a batch of {batch_size} windows {said}: trying {half}; batch_size={half} avoids this", stacklevel=5)
     return half

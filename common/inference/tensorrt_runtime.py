@@ -8,8 +8,6 @@ import hashlib
 import importlib
 import shlex
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -171,15 +169,21 @@ class EnginePredictor:
         self._check(windows)
         if not windows.is_contiguous() or windows.data_ptr() % _ALIGNMENT:  # a part of an image
             windows = windows.clone(memory_format=torch.contiguous_format)
-        context, log = self._context, message_log(self._trt)
-        log.messages.clear()
-        with _queue(self._stream) as stream:
+        context, stream = self._context, self._stream
+        message_log(self._trt).messages.clear()
+        # On the current stream itself, if it is the default one, TensorRT would wait for the device in every call.
+        current = torch.cuda.current_stream(self.device) if stream else None
+        with torch.cuda.device(self.device if stream else -1):
+            if stream and current:
+                stream.wait_stream(current)
             accepted = [context.set_input_shape(self._input, tuple(windows.shape))]
             logits = torch.empty(tuple(context.get_tensor_shape(self._output)), device=self.device)
             for name, tensor in ((self._input, windows), (self._output, logits)):
                 accepted.append(context.set_tensor_address(name, tensor.data_ptr()))
-            if not (all(accepted) and context.execute_async_v3(stream)):
+            if not (all(accepted) and context.execute_async_v3(stream.cuda_stream if stream else 0)):
                 raise failure(f"{self._plan}: windows {tuple(windows.shape)} could not be run", self._trt)
+            if stream and current:
+                current.wait_stream(stream)
         return logits
 
     def _check(self, windows: torch.Tensor) -> None:
@@ -195,19 +199,3 @@ class EnginePredictor:
 def _rebuild_command(plan: Path) -> str:
     int8 = " --int8" if plan.stem.endswith("int8") else ""
     return f"medspeed export APP --model {shlex.quote(str(plan.parent.parent))} --to engine{int8}"
-
-
-@contextmanager
-def _queue(stream: torch.cuda.Stream | None) -> Iterator[int]:
-    """Yield the handle of a stream that starts after the current stream's work and that the current stream awaits.
-
-    Its GPU is the current one meanwhile. On the default stream itself TensorRT would wait for the device in every call.
-    """
-    if stream is None:
-        yield 0
-        return
-    with torch.cuda.device(stream.device):
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        yield stream.cuda_stream
-        current.wait_stream(stream)

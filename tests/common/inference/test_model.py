@@ -11,12 +11,12 @@ from torch import nn
 
 from medspeed.common.inference.labels import LabelScheme, Region
 from medspeed.common.inference.measure import warn_of_training
-from medspeed.common.inference.model import initialise, load_weights, read_note, save_weights, write_model
+from medspeed.common.inference.model import initialise, load_weights, save_weights, write_model
 from medspeed.common.inference.postprocessing import Postprocessing
 from medspeed.common.inference.runs import import_weights, load_models
 from medspeed.models import find_network
 from medspeed.models.segresnet3d import segresnet3d
-from tests.support import unet_model
+from tests.support import note_of, unet_model
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}
 UNET = unet_model((1.5, 1.5, 2.0), (4, 8), (16, 16, 16))
@@ -179,7 +179,7 @@ def test_weights_of_another_network_name_what_this_one_is_made_of(model, words, 
 
 def test_weights_with_a_note(tmp_path):
     save_weights(tmp_path / "w.safetensors", WEIGHTS, {"dice": "0.9"})
-    assert read_note(tmp_path / "w.safetensors")["dice"] == "0.9"
+    assert note_of(tmp_path / "w.safetensors")["dice"] == "0.9"
     assert torch.equal(load_weights(tmp_path / "w.safetensors")["a"], WEIGHTS["a"])
 
 

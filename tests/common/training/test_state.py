@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from medspeed.common import files
-from medspeed.common.inference.model import load_weights, read_note, save_weights
+from medspeed.common.inference.model import load_weights, save_weights
 from medspeed.common.training import fit, state
 from tests.common.training.fit_worker import train
 from tests.common.training.test_fit import state_of
-from tests.support import last_weights
+from tests.support import last_weights, note_of
 
 METRIC = [0.5, 0.7, 0.6]
 
@@ -56,7 +56,7 @@ def test_the_last_kept_are_those_in_the_file(tmp_path):
         fill(kept, number)
         kept.keep_best({"epoch": str(number)})
     kept.close()
-    assert read_note(tmp_path / "best.safetensors")["epoch"] == "5"
+    assert note_of(tmp_path / "best.safetensors")["epoch"] == "5"
     assert float(kept_in(tmp_path)[0, 0]) == 5.0
 
 
@@ -100,7 +100,7 @@ def test_killed_at_any_moment_a_run_goes_on_to_the_same_best_weights(tmp_path, m
             patch.setattr(module, "flush_to_disk", snapshot)
         train({"run": str(whole), "metric": METRIC, **wish})
     due = (whole / "best.safetensors").read_bytes()
-    assert read_note(whole / "best.safetensors")["epoch"] == "2"
+    assert note_of(whole / "best.safetensors")["epoch"] == "2"
     torn, behind = 0, 0
     for folder in found:
         last, written = folder / "checkpoints" / "last", folder / "best.safetensors"
@@ -109,7 +109,7 @@ def test_killed_at_any_moment_a_run_goes_on_to_the_same_best_weights(tmp_path, m
         if last.is_symlink():
             _, content = state.load_checkpoint(last.parent) or ({}, {})
             epochs, known = content["epoch"], content["best_epoch"]
-        newest = int(read_note(written)["epoch"]) if written.exists() else 0
+        newest = int(note_of(written)["epoch"]) if written.exists() else 0
         assert newest >= known, folder
         behind += newest > known
         if not (folder / "config.yaml").exists():
