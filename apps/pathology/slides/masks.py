@@ -113,6 +113,8 @@ def split(saturation: np.ndarray) -> float | None:
 
 def _ink(image: np.ndarray, spread: np.ndarray, saturation: np.ndarray, side: float) -> np.ndarray:
     """Return where blue, green or black ink lies, with a margin, [H, W] bool; `side`: um of a pixel."""
+    from scipy.ndimage import binary_dilation
+
     red, green, blue = (image[..., channel].astype(np.float32) for channel in range(3))
     # Hue by sectors, for red the least channel or green the greatest: elsewhere it is outside INK_HUES.
     most = np.maximum(spread, 1)
@@ -122,8 +124,6 @@ def _ink(image: np.ndarray, spread: np.ndarray, saturation: np.ndarray, side: fl
     black = (image.max(-1) < BLACK * 255) & (spread < BLACK_SPREAD * 255)
     found = _without_small((coloured & (saturation > INK_SATURATION)) | black, (_MIN_INK / side) ** 2)
     margin = round(_INK_MARGIN / side)
-    from scipy.ndimage import binary_dilation
-
     return binary_dilation(found, np.ones((3, 3), bool), iterations=margin) if margin and found.any() else found
 
 
@@ -168,14 +168,13 @@ def rasterise(path: Path, width: int, height: int, downsample: float) -> np.ndar
     A pixel is `downsample` pixels of level 0, and belongs to an outline if its centre is inside by the even-odd rule.
     """
     mask = np.zeros((height, width), bool)
-    outlines = [(polygon / downsample, tumour) for polygon, tumour in read_asap(path)]
-    vertices = np.concatenate([np.empty((0, 2)), *(polygon for polygon, _ in outlines)])
-    outside = ((vertices < -1) | (vertices > np.array([width, height]) + 1)).any(1)
-    if outside.any():
-        x, y = vertices[outside][0].round(1)
-        what = f"a vertex at ({x:g}, {y:g}) is outside the slide, {width} x {height} pixels at the level used"
-        raise ValueError(f"{path}: {what}: does the annotation belong to another slide?")
-    for polygon, tumour in sorted(outlines, key=lambda outline: not outline[1]):  # what is excluded, last
+    for outline, tumour in sorted(read_asap(path), key=lambda found: not found[1]):  # what is excluded, last
+        polygon = outline / downsample
+        outside = ((polygon < -1) | (polygon > np.array([width, height]) + 1)).any(1)
+        if outside.any():
+            x, y = polygon[outside][0].round(1)
+            what = f"a vertex at ({x:g}, {y:g}) is outside the slide, {width} x {height} pixels at the level used"
+            raise ValueError(f"{path}: {what}: does the annotation belong to another slide?")
         _fill(mask, polygon, tumour)
     return mask
 
