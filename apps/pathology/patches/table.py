@@ -24,8 +24,6 @@ _AT_ONCE = 256  # patches that are decoded in one go
 _LONGEST = 4096  # pixels of a patch's side
 # MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py: regions, grid and patches.
 REGION, GRID, PATCH_SIZE = 768, 3, 224
-# What Pillow raises for files that are no images; they may say more pixels than it decodes.
-BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +134,7 @@ def _read_image(file: Path, size: int | None = None) -> np.ndarray:
             width, height = image.size
             if width == height == (size or width) <= _LONGEST:
                 return np.asarray(image.convert("RGB"))
-    except BAD_IMAGE as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # it may say too many pixels
         raise ValueError(f"{file}: cannot be read as an image ({error}); copy it again") from error
     due = f"{size} x {size} like the network or the first patch" if size else f"squares of up to {_LONGEST}"
     raise ValueError(f"{file}: {width} x {height} pixels, expected {due}")
