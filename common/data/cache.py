@@ -87,11 +87,7 @@ class CaseCache:
 
 
 def fill_cache(
-    cases: Sequence[PreparedCase],
-    tier: Tier,
-    crop_size: Shape,
-    device: torch.device,
-    numbers: np.ndarray | None = None,
+    cases: Sequence[PreparedCase], tier: Tier, crop_size: Shape, device: torch.device, numbers: np.ndarray | None = None
 ) -> CaseCache:
     """Put prepared, labelled cases in a tier; every epoch trains on all of them.
 

@@ -14,15 +14,7 @@ import numpy as np
 import torch
 
 from medspeed.common.data.dataset import Case
-from medspeed.common.data.geometry import (
-    SLAB_VOXELS,
-    Box,
-    Spacing,
-    WorkingGrid,
-    box_above,
-    to_working,
-    working_grid,
-)
+from medspeed.common.data.geometry import SLAB_VOXELS, Box, Spacing, WorkingGrid, box_above, to_working, working_grid
 from medspeed.common.data.volumes import ALWAYS_TRIED, Volume, check_same_grid, read_volume
 from medspeed.common.host_memory import free_memory
 

@@ -136,7 +136,7 @@ def volume_setup(
     else:
         batches, room = guide_batches(guide(config, model.preparation, run.device), data, model, config, run), 0
     with run.clock.stage("prepare"):
-        judged = stored_cases(run.ranks.shard(data.split.validation), model, config, run.leader and not config.ours)
+        judged = stored_cases(run.ranks.shard(data.split.validation), model, config, run.leader)
     with run.clock.stage("cache"):
         held = tiers.hold_cases(judged, room, run.device)
     if run.device.type == "cuda":
