@@ -14,7 +14,7 @@ from medspeed.common.data.geometry import Shape, Spacing, box_above, triple
 from medspeed.common.data.preparation import Preparation, read_case
 from medspeed.common.data.store import file_state
 from medspeed.common.data.threads import map_in_threads
-from medspeed.common.data.volumes import Volume, read_header
+from medspeed.common.data.volumes import Volume
 from medspeed.common.files import from_json, plural, read_object, write_json
 
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
@@ -49,7 +49,7 @@ class Fingerprint:
     shape: Shape  # the median per axis R, A, S, voxels of the file
     extent: Shape  # the same of the box around what is not 0 in the channels that were read: of CT all, else the first
     # Percentiles 0.5 and 99.5 of the voxels with a label above 0, pooled over the cases, the lowest and the highest of
-    # these channels, in the file's unit (CT: HU); None where only headers were read, whose extent is the shape
+    # these channels, in the file's unit (CT: HU); None in some runs of earlier versions
     foreground: Window | None
     scans: tuple[CaseFigures, ...] = ()  # of those read, that scans are compared with when the model is used
 
@@ -60,22 +60,13 @@ def fingerprint(
     """Measure training cases, which have labels: spacing, shape, foreground intensity.
 
     A folder, the `store`, keeps the figures; they are measured again when a file or a list has changed. Where the
-    preparation of the dataset is known only headers are read, and 16 cases for the figures of scans.
+    preparation of the dataset is known, at most 16 cases are read, evenly spread.
 
     Raises:
         ValueError: a file is damaged, image and label differ in geometry, a label is not listed, nothing is labelled.
     """
-
-    def summary(grids: Sequence[_Grid], foreground: Window | None, scans: tuple[CaseFigures, ...]) -> Fingerprint:
-        spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
-        size, box = triple(shape.round()), triple(extent.round())
-        return Fingerprint(dataset.modality, len(grids), tuple(spacing.tolist()), size, box, foreground, scans)
-
     if known is not None:
-        headers = map_in_threads(lambda case: read_header(case.image), cases, "indexing", workers)
-        grids = [_ras_grid(header.shape, header.affine) for header in headers]
-        some = fingerprint(cases[:: -(-len(cases) // _KNOWN_READ)], dataset, store, None, workers)
-        return summary([(spacing, shape, shape) for spacing, shape in grids], None, some.scans)
+        cases = cases[:: -(-len(cases) // _KNOWN_READ)]
     files = (file for case in cases for file in (case.image, case.label) if file)
     sources = [[str(file.absolute()), *file_state(file)] for file in files]
     key = [_FINGERPRINT_VERSION, list(dataset.modality), list(dataset.labels), sources]
@@ -90,7 +81,16 @@ def fingerprint(
     if not len(samples):
         raise ValueError(f"{dataset.folder}: no voxel of the training cases ({len(cases)}) has a label above 0")
     low, high = np.percentile(samples, [0.5, 99.5], axis=0)
-    found = summary(grids, (float(low.min()), float(high.max())), scans)
+    spacing, shape, extent = (np.median(figures, axis=0) for figures in zip(*grids, strict=True))
+    found = Fingerprint(
+        modality=dataset.modality,
+        cases=len(cases),
+        spacing=tuple(spacing.tolist()),
+        shape=triple(shape.round()),
+        extent=triple(extent.round()),
+        foreground=(float(low.min()), float(high.max())),
+        scans=scans,
+    )
     write_json(path, {"key": key, "fingerprint": asdict(found)}, flush=False)
     return found
 
@@ -125,7 +125,7 @@ def plan_preparation(
     source = "as asked" if window else f"known for {dataset.name}"
     window = known.window if known and not window else window
     if window is None:
-        assert figures.foreground is not None, "only headers were read"
+        assert figures.foreground is not None
         window = float(round(figures.foreground[0])), float(round(figures.foreground[1]))
         source = f"0.5 and 99.5 percentiles of the foreground of {those}"
     said = f"window ({window[0]:g}, {window[1]:g}) HU: {source}"

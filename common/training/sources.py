@@ -70,7 +70,7 @@ def read_volumes(
         run: whose folder keeps them.
         phantoms: kind, size and version of those of `make_phantoms.py`: "ct-small-2"; None for an app without any.
         real: name of the folder of the real scans that `fetch_msd.py` downloads.
-        known: preparations of CT datasets by the name that a dataset gives itself, which spare reading its voxels.
+        known: preparations of CT datasets by the name that a dataset gives itself, which spare reading all of it.
 
     Raises:
         FileNotFoundError, ValueError: the dataset or the split cannot be used.
