@@ -24,6 +24,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _MAX_DISAGREEMENT = 0.25  # of pixdim; the slices of a tilted gantry lie 15 percent further apart along the shear
 _DATATYPES = (2, 4, 8, 16, 64, 256, 512, 768, 1024, 1280)  # integers and floats of 1 to 8 bytes. Source: nifti1.h
 _MOST_TEXT = 2**16  # bytes of a header that is text
+_TRUE = ("T", "t", "1")  # begins what MetaImage takes for true
 _REMEDY = "save it again with 3D Slicer or SimpleITK"
 _TYPES = {
     "i1": "char int8", "u1": "uchar uint8", "i2": "short int16", "u2": "ushort uint16", "i4": "int int32",
@@ -197,7 +198,7 @@ def _meta(fields: Mapping[str, str], start: int) -> Header:
     """Source: itk.org/Wiki/ITK/MetaIO/Documentation."""
     if fields["elementdatafile"] != "LOCAL" or int(fields.get("headersize", "0")):
         raise ValueError(f"its voxels lie in another file, {fields['elementdatafile']}")
-    if not _true(fields.get("binarydata", "True")):
+    if fields.get("binarydata", "True")[0] not in _TRUE:
         raise ValueError("its voxels are text")
     _check_mm(fields.get("distanceunits", "mm"))
     sizes, samples = tuple(map(int, fields["dimsize"].split())), int(fields.get("elementnumberofchannels", "1"))
@@ -206,22 +207,15 @@ def _meta(fields: Mapping[str, str], start: int) -> Header:
         said = f"DimSize {fields['dimsize']} with {samples} channels"
         raise ValueError(f"{said}, expected 3 axes, or 4 with channels last")
     unturned = " ".join(map(str, np.eye(count, dtype=int).ravel()))
-    turn = _numbers(_first_of(fields, "transformmatrix", "rotation", "orientation") or unturned, count**2)
-    origin = _numbers(_first_of(fields, "offset", "origin", "position") or "0 " * count, count)
+    matrix = fields.get("transformmatrix") or fields.get("rotation") or fields.get("orientation") or unturned
+    turn = _numbers(matrix, count**2)
+    origin = _numbers(fields.get("offset") or fields.get("origin") or fields.get("position") or "0 " * count, count)
     spacing = _numbers(fields["elementspacing" if "elementspacing" in fields else "elementsize"], count)
     affine = _to_ras((turn.reshape(count, count) * spacing[:, None]).T[:3, :3], origin[:3], _SPACES["lps"])
-    big = _true(_first_of(fields, "binarydatabyteordermsb", "elementbyteordermsb"))
+    big = (fields.get("binarydatabyteordermsb") or fields.get("elementbyteordermsb") or "False")[0] in _TRUE
     channels, sizes = (0, (samples, *sizes)) if samples > 1 else (3 if count == 4 else None, sizes)
-    packed: Packed = "zlib" if _true(fields.get("compresseddata", "False")) else "raw"
+    packed: Packed = "zlib" if fields.get("compresseddata", "False")[0] in _TRUE else "raw"
     return Header(sizes, channels, _dtype(fields["elementtype"].removeprefix("MET_"), big), affine, packed, start)
-
-
-def _first_of(fields: Mapping[str, str], *names: str) -> str:
-    return next((fields[name] for name in names if name in fields), "")
-
-
-def _true(text: str) -> bool:
-    return text[:1] in ("T", "t", "1")
 
 
 def _check_mm(*units: str) -> None:
