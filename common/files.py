@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -134,17 +134,9 @@ def from_json(kind: type[T], content: Mapping[str, Any]) -> T:
     if is_dataclass(kind) and (unknown := content.keys() - {field.name for field in fields(kind)}):
         raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
     try:
-        return msgspec.convert(content, kind, dec_hook=_path)
+        return msgspec.convert(content, kind, dec_hook=lambda kind, value: Path(value) if kind is Path else value)
     except msgspec.ValidationError as error:
         raise ValueError(str(error).replace("`$.", "`")) from error
-
-
-def _path(kind: type, value: Any) -> Any:  # noqa: ANN401 - what msgspec has no type for
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    if isinstance(value, get_origin(kind) or kind):
-        return value
-    raise TypeError(f"expected {kind}, found {value!r}")
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
