@@ -78,31 +78,26 @@ def keep_digests(tables: Tables, run: Run) -> None:
     write_json(path, digests)
 
 
-def hold_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
+def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, run: Run) -> np.ndarray:
     """Return which slides or patches validate, [N] bool: a share of those with tumour (label 1), and of those without.
 
     It depends on the seed and the names, not on their order. Of two or more of a kind, each side gets one at least; a
-    single one trains. A ValueError says that there are fewer than two of either.
+    single one trains; a ValueError says that there are fewer than two of either. Those of a fold are kept: split.json.
     """
+    if config.fold is not None:
+        contents = {name: (["tumour" if label else "normal"], 0) for name, label in zip(names, labels, strict=True)}
+        record = deal_folds(contents, decided(config.folds), config.groups, config.seed)
+        held = np.array([record["fold_of"][name] == config.fold for name in names])
+        sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in _NEEDED}
+        write_json(run.directory / "split.json", {"fold": config.fold, "held_out": True, **record, **sides})
+        return held
     held = np.zeros(len(names), bool)
-    keys = [hashlib.sha256(f"{seed}:{name}".encode()).digest() for name in names]
+    keys = [hashlib.sha256(f"{config.seed}:{name}".encode()).digest() for name in names]
     for label in (0, 1):
         rows = sorted(np.flatnonzero(labels == label).tolist(), key=keys.__getitem__)
-        held[rows[: min(max(round(fraction * len(rows)), 1), len(rows) - 1)] if rows else []] = True
+        held[rows[: min(max(round(config.held_out * len(rows)), 1), len(rows) - 1)] if rows else []] = True
     if not held.any():
         raise ValueError(f"found {len(names)} for training; holding one out needs two with tumour or two without")
-    return held
-
-
-def _held(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, run: Run) -> np.ndarray:
-    """Return which validate, as `hold_out` does, or those of a fold, kept as `split.json`."""
-    if config.fold is None:
-        return hold_out(labels, names, config.held_out, config.seed)
-    contents = {name: (["tumour" if label else "normal"], 0) for name, label in zip(names, labels, strict=True)}
-    record = deal_folds(contents, decided(config.folds), config.groups, config.seed)
-    held = np.array([record["fold_of"][name] == config.fold for name in names])
-    sides = {part: np.array(names)[held == (part == "validation")].tolist() for part in ("training", "validation")}
-    write_json(run.directory / "split.json", {"fold": config.fold, "held_out": True, **record, **sides})
     return held
 
 
@@ -142,7 +137,7 @@ def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
         # Patches of one slide may come on both sides, unless --groups tells which slide they are from.
         name = "{0.name}:[0, 0]" if config.fold is None else "{1}"
         names = [name.format(file, file.relative_to(folder).as_posix()) for file in training.files]
-        held = _held(training.label, names, config, run)
+        held = hold_out(training.label, names, config, run)
         cut = {"training": training.take(~held), "validation": training.take(held)}
         parts = cut | {part: table for part, table in parts.items() if part not in cut}
     elif config.fold is not None:
@@ -156,7 +151,7 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     config = replace(config, patch_size=config.patch_size or usual["patch_size"], patches_per_slide=per_slide)
     slides = read_slide_set(folder)
     labels = np.array([entry.tumour for entry in slides.training])
-    held = _held(labels, [entry.name for entry in slides.training], config, run)
+    held = hold_out(labels, [entry.name for entry in slides.training], config, run)
     rows = [np.flatnonzero(held == side) for side in (False, True)]
     testing = [entry for entry in slides.testing if not entry.tumour or entry.marks]
     if config.fast_dev_run:  # the first slide with and the first without tumour

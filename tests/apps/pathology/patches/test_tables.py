@@ -142,26 +142,31 @@ def test_a_resumed_run_refuses_other_patches(slides, tmp_path):
         keep_digests(replace(tables, parts={**tables.parts, "validation": tables.parts["training"]}), run)
 
 
+def held(labels: np.ndarray, names: list[str], fraction: float, seed: int) -> np.ndarray:
+    nowhere: Any = None
+    return hold_out(labels, names, PathologyConfig(held_out=fraction, seed=seed), nowhere)
+
+
 @pytest.mark.parametrize(
-    ("tumour", "normal", "held"), [(4, 4, (1, 1)), (8, 20, (2, 5)), (2, 3, (1, 1)), (1, 3, (0, 1)), (3, 0, (1, 0))]
+    ("tumour", "normal", "share"), [(4, 4, (1, 1)), (8, 20, (2, 5)), (2, 3, (1, 1)), (1, 3, (0, 1)), (3, 0, (1, 0))]
 )
-def test_a_share_of_each_kind_is_held_out(tumour, normal, held):
+def test_a_share_of_each_kind_is_held_out(tumour, normal, share):
     labels, names = np.array([1] * tumour + [0] * normal), [f"slide_{n}" for n in range(tumour + normal)]
-    out = hold_out(labels, names, 0.25, 0)
-    assert (int(labels[out].sum()), int((1 - labels[out]).sum())) == held
+    out = held(labels, names, 0.25, 0)
+    assert (int(labels[out].sum()), int((1 - labels[out]).sum())) == share
 
 
 def test_what_is_held_out_depends_on_seed_and_names_alone():
     labels, names = np.array([0, 1] * 20), [f"slide_{n}" for n in range(40)]
-    out = hold_out(labels, names, 0.3, 5)
-    assert np.array_equal(hold_out(labels, names[::-1], 0.3, 5)[::-1], hold_out(labels[::-1], names, 0.3, 5))
-    assert not np.array_equal(out, hold_out(labels, names, 0.3, 6))
-    assert out[np.argsort(names)].tolist() == hold_out(labels[np.argsort(names)], sorted(names), 0.3, 5).tolist()
+    out = held(labels, names, 0.3, 5)
+    assert np.array_equal(held(labels, names[::-1], 0.3, 5)[::-1], held(labels[::-1], names, 0.3, 5))
+    assert not np.array_equal(out, held(labels, names, 0.3, 6))
+    assert out[np.argsort(names)].tolist() == held(labels[np.argsort(names)], sorted(names), 0.3, 5).tolist()
 
 
 def test_nothing_to_hold_out():
     with pytest.raises(ValueError, match="found 2 for training; holding one out"):
-        hold_out(np.array([1, 0]), ["a", "b"], 0.5, 0)
+        held(np.array([1, 0]), ["a", "b"], 0.5, 0)
 
 
 def test_each_slide_is_held_out_by_one_fold(slides, tmp_path):
