@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 from tqdm import tqdm
 
-from medspeed.apps.pathology.scan.froc import auc, draw_froc, find_lesions, froc, write_froc_csv
+from medspeed.apps.pathology.scan.froc import auc, find_lesions, froc, write_froc
 from medspeed.apps.pathology.scan.scan import read_detections_csv
 from medspeed.apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_slide_set
 from medspeed.apps.pathology.slides.layout import MAX_MPP, MIN_MPP
@@ -102,8 +102,7 @@ def main(config: EvaluateConfig) -> SlideScores:
     if curve is None:
         say(f"FROC: not computed, no lesions larger than isolated tumour cells in {len(judged)} slides", "result")
     else:
-        write_froc_csv(config.scans / "froc.csv", curve)
-        draw_froc(config.scans / "froc.png", curve)
+        write_froc(config.scans, curve)
         at = " and ".join(f"{size:g}" for size in masks)
         say(f"FROC: {score:.4f}, {count} lesions in {curve.slides} slides, masks at {at} um", "result")
     kinds = f"{labels.sum():.0f} of {len(judged)} slides with tumour"

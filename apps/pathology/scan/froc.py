@@ -116,12 +116,15 @@ def auc(labels: np.ndarray, scores: np.ndarray) -> float:
     return float((below + upto).sum() / 2 / (count * others))
 
 
-def draw_froc(path: Path, result: FrocResult) -> None:
-    """Draw the curve over false positives per slide (logarithmic), and the six points of the score, as a PNG."""
+def write_froc(folder: Path, result: FrocResult) -> None:
+    """Write the curve's points as froc.csv, most false positives first, and its picture with the score as froc.png."""
     from matplotlib.figure import Figure
 
     from medspeed.common.observe.plots import save_png, style
 
+    points = zip(result.false_positives.tolist(), result.sensitivities.tolist(), strict=True)
+    rows = "".join(f"{false!r},{share!r}\n" for false, share in points)
+    write_text(folder / "froc.csv", "false_positives_per_slide,sensitivity\n" + rows)
     figure = Figure(figsize=(7, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
     style(axes, "sensitivity, lesions", _CURVE)
@@ -134,11 +137,4 @@ def draw_froc(path: Path, result: FrocResult) -> None:
     axes.set_xticks(FALSE_POSITIVE_RATES, [f"{rate:g}" for rate in FALSE_POSITIVE_RATES])
     axes.set(xlim=(rates[0], rates[-1]), ylim=(0, 1.08), xlabel="false positives per slide")
     axes.set_title(f"FROC score {result.score:.3f}: {result.lesions} lesions, {result.slides} slides", loc="left")
-    save_png(path, figure)
-
-
-def write_froc_csv(path: Path, result: FrocResult) -> None:
-    """Write the curve's points as CSV: `false_positives_per_slide,sensitivity`, most false positives first."""
-    points = zip(result.false_positives.tolist(), result.sensitivities.tolist(), strict=True)
-    rows = "".join(f"{false!r},{share!r}\n" for false, share in points)
-    write_text(path, "false_positives_per_slide,sensitivity\n" + rows)
+    save_png(folder / "froc.png", figure)

@@ -124,7 +124,6 @@ def _slides(folder: Path, half: str) -> list[Path]:
 
 
 def _entry(path: Path, folder: Path, half: str, synthetic: bool, reference: dict[str, bool] | None) -> SlideEntry:
-    """Return a slide with its annotation and its mask, each None where it is missing."""
     name, bases = path.stem.lower(), (folder / half, folder)
     outlines = (base / place / f"{path.stem}.xml" for base in bases for place in ("annotations", "lesion_annotations"))
     masks = (base / "masks" / f"{path.stem}{MASK_ENDING}.tif" for base in bases)

@@ -136,7 +136,6 @@ def read_layout(path: Path) -> Layout:
 
 
 def _require_sound(path: Path, size: int, levels: tuple[Level, ...]) -> None:
-    """Raise a ValueError where the levels cannot be those of a file of `size` bytes, or ask for too much memory."""
     for level in levels:
         wide, high, listed = level.tile_width, level.tile_height, len(level.offsets)
         if min(wide, high) < 1 or not listed == len(level.counts) == math.prod(level.grid):

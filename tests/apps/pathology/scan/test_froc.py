@@ -10,10 +10,9 @@ from medspeed.apps.pathology.scan.froc import (
     FALSE_POSITIVE_RATES,
     auc,
     detect,
-    draw_froc,
     find_lesions,
     froc,
-    write_froc_csv,
+    write_froc,
 )
 
 
@@ -184,7 +183,7 @@ def result():
 
 
 def test_the_table_is_the_curve(tmp_path, result):
-    write_froc_csv(tmp_path / "froc.csv", result)
+    write_froc(tmp_path, result)
     with (tmp_path / "froc.csv").open() as stream:
         header, *rows = csv.reader(stream)
     assert header == ["false_positives_per_slide", "sensitivity"]
@@ -193,7 +192,7 @@ def test_the_table_is_the_curve(tmp_path, result):
 
 
 def test_the_picture_shows_curve_and_score(tmp_path, result):
-    draw_froc(tmp_path / "froc.png", result)
+    write_froc(tmp_path, result)
     with Image.open(tmp_path / "froc.png") as image:
         pixels = np.asarray(image.convert("RGB")).astype(int)
     assert pixels.shape == (600, 840, 3)
