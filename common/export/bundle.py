@@ -140,7 +140,7 @@ def write_triton(
     """Write a model folder of a Triton repository, which may hold others, and return it: `triton/`, filled in.
 
     The configuration leaves to the server what it can read from the model, one of exports/model_*.onnx. Its group
-    normalisations are in float64, since ONNX Runtime's are not exact in float32 (`with_exact_norms`). `pipeline` is the
+    normalisations are written out, since ONNX Runtime's own are not exact (`with_exact_norms`). `pipeline` is the
     inference.json that segments whole scans of volumes (see `served_pipeline`).
 
     Raises:
