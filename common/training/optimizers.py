@@ -155,11 +155,9 @@ class Novograd(_Uncompiled):
         """Return a buffer as tensors with the parameters' shapes and strides (foreach kernels want equal strides)."""
         parts = torch.split(flat.view(-1), [count * BLOCK for count in self._blocks])
         # `empty_like` gives the strides a dense tensor of that memory format has, also for a parameter that is not.
-        strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self._parameters]
-        return [
-            part.as_strided(parameter.shape, stride, part.storage_offset())
-            for part, parameter, stride in zip(parts, self._parameters, strides, strict=True)
-        ]
+        dense = [torch.empty_like(parameter, device="meta") for parameter in self._parameters]
+        pairs = zip(parts, dense, strict=True)
+        return [part.as_strided(each.shape, each.stride(), part.storage_offset()) for part, each in pairs]
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # no closure: nothing here needs the loss twice
