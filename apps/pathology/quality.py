@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from medspeed.apps.pathology.model import PathologyModel, normalised
-from medspeed.apps.pathology.patches.colours import colour_auc
 from medspeed.apps.pathology.patches.store import Patches, rank_rows
 from medspeed.apps.pathology.patches.table import of_each_kind
 from medspeed.apps.pathology.scan.froc import auc
@@ -21,6 +20,8 @@ from medspeed.common.run import Run
 from medspeed.common.training.evaluate import Quality, doubts
 
 _AT_ONCE = 256  # patches in one call
+_BINS = 16  # of each channel's histogram
+_MOST = 4096  # training patches whose colours are looked at, evenly spread
 _GATE_PATCHES = 512  # of each kind: those for validation that the gate scores with each export
 
 
@@ -98,3 +99,30 @@ def tiles(patches: Patches, model: PathologyModel, count: int) -> torch.Tensor:
     grid = normalised(patches.take(rows, torch.device("cpu"))).reshape(count, side, side, 3, size, size)
     whole = grid.permute(0, 3, 1, 4, 2, 5).reshape(count, 3, side * size, side * size)
     return whole[:, :, : model.tile_size, : model.tile_size].contiguous()
+
+
+def colour_auc(training: Patches, judged: Patches) -> float:
+    """Return the AUC of a logistic regression on the colour histograms of patches, fitted to the training patches.
+
+    The features are square roots of shares, standardised; the penalty on their squared weights is 1.
+    """
+    rows = np.linspace(0, len(training.table) - 1, min(len(training.table), _MOST)).astype(np.int64)
+    fitted, label = histograms(training, rows), training.table.label[rows]
+    centre, spread = fitted.mean(0), fitted.std(0) + 1e-6
+    inputs = np.insert((fitted - centre) / spread, 0, 1.0, axis=1)
+    weights, penalty = np.zeros(inputs.shape[1]), np.eye(inputs.shape[1])
+    penalty[0, 0] = 1e-6  # of the bias
+    for _ in range(25):  # steps of Newton's method, far more than it takes
+        found = 1 / (1 + np.exp(-(inputs @ weights).clip(-30, 30)))
+        bend = (inputs * (found * (1 - found))[:, None]).T @ inputs + penalty
+        weights -= np.linalg.solve(bend, inputs.T @ (found - label) + penalty @ weights)
+    return auc(judged.table.label, (histograms(judged, np.arange(len(judged.table))) - centre) / spread @ weights[1:])
+
+
+def histograms(patches: Patches, rows: np.ndarray) -> np.ndarray:
+    """Return the square roots of the shares of red's, green's and blue's levels in some patches, [M, 48]."""
+    counted = []
+    for row in rows:
+        levels = np.asarray(patches.pixels[row])[:, ::2, ::2].reshape(3, -1) // (256 // _BINS)
+        counted.append(np.bincount((levels + np.arange(0, 3 * _BINS, _BINS)[:, None]).ravel(), minlength=3 * _BINS))
+    return np.sqrt(np.array(counted) / levels.shape[1])
