@@ -193,12 +193,12 @@ def resample(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> torch.Ten
     """
     # The inner axes are done in slabs that stay in the cache, and before the outer one unless that loses half of it.
     volume, (outer, *inner) = _needed(volume, positions)
-    backwards = [_direction(steps) for steps in (outer, *inner)]
-    if None not in backwards:  # the same voxels, at most from the other end
-        axes = [axis for axis, turned in enumerate(backwards) if turned]
+    steps = outer, *inner
+    if all(each.turned is not None for each in steps):  # the same voxels, at most from the other end
+        axes = [axis for axis, each in enumerate(steps) if each.turned]
         return volume.flip(axes) if axes else volume
-    shape = [len(steps.lower) for steps in (outer, *inner)]
-    interpolates = any(steps.weight is not None for steps in (outer, *inner))
+    shape = [len(each.lower) for each in steps]
+    interpolates = any(each.weight is not None for each in steps)
     result = volume.new_empty(shape, dtype=torch.float32 if interpolates else volume.dtype)
     outer_first = 2 * shape[0] <= volume.shape[0]
     if not outer_first:
@@ -240,6 +240,7 @@ class _Steps(NamedTuple):
     lower: torch.Tensor  # int64 [m]
     upper: torch.Tensor  # int64 [m]
     weight: torch.Tensor | None  # float32 [m] in [0, 1)
+    turned: bool | None = None  # whether they take each voxel once from the last to the first; None if not in a row
 
 
 def _needed(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> tuple[torch.Tensor, list[_Steps]]:
@@ -254,18 +255,10 @@ def _needed(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> tuple[torc
         first = int(lower.min())
         volume = volume.narrow(axis, first, int(upper.max()) + 1 - first)
         tensors = [torch.from_numpy(values).to(volume.device) for values in (lower - first, upper - first, weight)]
-        steps.append(_Steps(tensors[0], tensors[1], tensors[2] if weight.any() else None))
+        straight, turned = ((lower[::way] - first == range(len(lower))).all() for way in (1, -1))
+        in_row = not straight if (straight or turned) and not weight.any() else None
+        steps.append(_Steps(tensors[0], tensors[1], tensors[2] if weight.any() else None, in_row))
     return volume, steps
-
-
-def _direction(steps: _Steps) -> bool | None:
-    """Return whether the steps take each voxel once from the last to the first; None if not in a row at all."""
-    if steps.weight is not None:
-        return None
-    row = torch.arange(len(steps.lower), device=steps.lower.device)
-    if torch.equal(steps.lower, row):
-        return False
-    return True if torch.equal(steps.lower.flip(0), row) else None
 
 
 def _in_planes(volume: torch.Tensor, inner: Sequence[_Steps]) -> torch.Tensor:
