@@ -9,10 +9,10 @@ import nibabel as nib
 import numpy as np
 import torch
 
+from medspeed.common.data.cache import file_state
 from medspeed.common.data.dataset import Case, Dataset
 from medspeed.common.data.geometry import Shape, Spacing, box_above, triple
 from medspeed.common.data.preparation import Preparation, read_case
-from medspeed.common.data.store import file_state
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.data.volumes import Volume
 from medspeed.common.files import from_json, plural, read_object, write_json

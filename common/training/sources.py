@@ -13,13 +13,12 @@ from torch import nn
 
 from medspeed.common.data import cache as tiers
 from medspeed.common.data.batches import Batches, crop_batches, partition_cases
-from medspeed.common.data.cache import CacheMode, CachePlan, CaseCache, smart_indices
+from medspeed.common.data.cache import CacheMode, CachePlan, CaseCache, prepared_case, smart_indices, store_folder
 from medspeed.common.data.crops import CachedCase, place_case
 from medspeed.common.data.dataset import Case, Dataset, Split, make_synthetic, read_dataset, read_split, split_cases
 from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct
 from medspeed.common.data.folds import split_fold
 from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case, read_case
-from medspeed.common.data.store import prepared_bytes, prepared_case, store_folder
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.files import plural, read_as, read_object, write_json
 from medspeed.common.inference.labels import mean_dice
@@ -269,7 +268,7 @@ def _cache_plan(
     cache, here = config.caching(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mode, smart = cast(CacheMode, cache.mode), cache.mode == "smart"
     asked = None if config.fast_dev_run else cache.cases  # its few cases may be fewer
-    sizes = sorted((prepared_bytes(case, model.preparation) for case in mine), reverse=True)
+    sizes = sorted((tiers.prepared_bytes(case, model.preparation) for case in mine), reverse=True)
     budgets = tiers.measure_budgets(run.device, _kept_in(mine[0], model, config), here * (parts if smart else 1))
     if smart and "gpu" in budgets:
         budgets["gpu"] //= parts

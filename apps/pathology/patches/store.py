@@ -19,9 +19,8 @@ from medspeed.apps.pathology.patches.augment import FUSED, augment, draw_patches
 from medspeed.apps.pathology.patches.table import PatchTable, decode
 from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches, Draft, Take, keyed_batches, keyed_uniforms, partition_cases
-from medspeed.common.data.cache import measure_budgets
+from medspeed.common.data.cache import measure_budgets, store_folder
 from medspeed.common.data.crops import upload
-from medspeed.common.data.store import store_folder
 from medspeed.common.data.threads import map_in_threads, usable_cores
 from medspeed.common.files import atomic_path, read_object, write_json
 from medspeed.common.kernels.trust import trusts

@@ -22,7 +22,9 @@ from medspeed.common.data.cache import (
     hold_cases,
     measure_budgets,
     plan_cache,
+    read_entry,
     smart_indices,
+    write_entry,
 )
 from medspeed.common.data.crops import (
     PLAIN,
@@ -37,7 +39,6 @@ from medspeed.common.data.crops import (
 )
 from medspeed.common.data.geometry import working_grid
 from medspeed.common.data.preparation import PreparedCase
-from medspeed.common.data.store import read_entry, write_entry
 from tests.support import refuse_host_sync
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from medspeed.common.data.cache import UnusableEntryError, read_entry, write_entry
 from medspeed.common.data.geometry import working_grid
 from medspeed.common.data.preparation import PreparedCase
-from medspeed.common.data.store import UnusableEntryError, read_entry, write_entry
 
 KEY = json.dumps({"image": "ab", "spacing": [1.5, 1.5, 2.0], "version": 1})
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from medspeed.common.data import store
+from medspeed.common.data import cache as store
+from medspeed.common.data.cache import file_state, prepared_case
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case
-from medspeed.common.data.store import file_state, prepared_case
 from medspeed.common.data.threads import map_in_threads
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -147,7 +147,7 @@ def test_a_changed_source_is_seen(cases, folder, made, caplog, which):
     entries = get(cases, folder)
     assert made == ["a"]
     assert is_right(entries[1], cases[1])
-    assert [record.name for record in caplog.records] == ["medspeed.common.data.store"]
+    assert [record.name for record in caplog.records] == ["medspeed.common.data.cache"]
     assert f"a.safetensors: preparing it again: stale: {which} " in caplog.text
 
 
@@ -212,7 +212,7 @@ def test_labels_outside_the_list_are_named(cases, folder):
 SHARED = """
 import json, sys, time
 from pathlib import Path
-from medspeed.common.data import store
+from medspeed.common.data import cache as store
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.preparation import Preparation, prepare_case
 from medspeed.common.data.threads import map_in_threads
