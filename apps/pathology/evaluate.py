@@ -73,8 +73,7 @@ def main(config: EvaluateConfig) -> SlideScores:
     judged, for_froc, sizes = {}, [], set()
     scans, broken = _read_scans(config.scans)
     for record, scan in tqdm(scans.items(), unit="slide", desc="reference", leave=False, disable=hides_bar()):
-        name = scan["name"]
-        entry = entries.get(name)
+        name, entry = scan["name"], entries.get(scan["name"])
         reason = _why_not(entry, scan)
         if entry is None or reason:
             left_out[name] = reason

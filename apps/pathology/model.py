@@ -70,15 +70,9 @@ def choose(config: PathologyConfig, count: int, device: torch.device, ranks: int
     precision = config.precision
     if config.recipe == "guide" and precision == "auto":
         precision = "fp16" if device.type == "cuda" else "fp32"  # the guide's autocast("cuda")
-    return replace(
-        config.optimized(),
-        tile_size=tile_size,
-        parallel=replace(config.parallel, partitions=partitions),
-        batch_size=batch_size,
-        epochs=epochs,
-        validate_every=validate_every,
-        precision=choose_precision(precision, device),
-    )
+    config = replace(config.optimized(), tile_size=tile_size, parallel=replace(config.parallel, partitions=partitions))
+    precision = choose_precision(precision, device)
+    return replace(config, batch_size=batch_size, epochs=epochs, validate_every=validate_every, precision=precision)
 
 
 def model_of(config: PathologyConfig, device: torch.device) -> PathologyModel:

@@ -33,10 +33,9 @@ def main(config: PathologyConfig) -> RunSummary | None:
         data = read_data(config, run)  # which patches train, validate and test
         config, model = resolve(config, data, run)  # every open field decided, said, and kept as plan.json
         fitted = fit(setup(config, data, model, run), config, run)
-        best, tables = best_network(model, fitted, run), {**data.parts}
-        if config.source != "resident":
-            del tables["training"]  # which MONAI's loaders read patch by patch
-        parts = {name: decoded(table, config, run) for name, table in tables.items()}
+        best = best_network(model, fitted, run)
+        held = [name for name in data.parts if name != "training" or config.source == "resident"]  # not MONAI's
+        parts = {name: decoded(data.parts[name], config, run) for name in held}
         quality = evaluate(parts, best, model.precision, run)  # AUC of the patches
         if not run.leader:
             return None
