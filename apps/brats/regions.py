@@ -1,15 +1,12 @@
 """The regions of a brain tumour, from the names that a dataset gives its labels."""
 
 import re
-from typing import Literal
 
 from medspeed.common.data.dataset import Dataset
 from medspeed.common.inference.labels import LabelScheme, Region
 
-Regions = Literal["names", "labels", "brats2013", "brats2018", "brats2023"]
-
-# What datasets call the three tissues, in lower case letters and digits. Sources: MSD Task01 (dataset.json), the BraTS
-# papers (Menze 2015; Bakas 2018; Baid 2021) and the BraTS 2023 challenge pages.
+# What datasets call the three tissues, in lower case letters and digits; a tumour is a tumor. Sources: MSD Task01
+# (dataset.json), the BraTS papers (Menze 2015; Bakas 2018; Baid 2021) and the BraTS 2023 challenge pages.
 TISSUES: dict[str, tuple[str, ...]] = {
     "edema": (
         "edema", "oedema", "peritumoral edema", "peritumoral oedema", "peritumoral edematous tissue",
@@ -17,15 +14,14 @@ TISSUES: dict[str, tuple[str, ...]] = {
         "surrounding non enhancing flair hyperintensity", "surrounding nonenhancing flair hyperintensity",
     ),
     "core": (
-        "non enhancing tumor", "non enhancing tumour", "nonenhancing tumor", "nonenhancing tumour", "non enhancing",
-        "non enhancing tumor core", "non enhancing tumour core", "nonenhancing tumor core", "necrosis", "necrotic",
-        "necrotic core", "necrotic tumor core", "necrotic tumour core", "necrotic and non enhancing tumor core",
-        "necrotic and non enhancing tumor", "necrotic and non enhancing tumour", "necrotic non enhancing tumor core",
-        "necrotic and non enhancing tumour core", "ncr", "net", "netc", "ncr net", "ncrnet",
+        "non enhancing tumor", "nonenhancing tumor", "non enhancing", "non enhancing tumor core",
+        "nonenhancing tumor core", "necrosis", "necrotic", "necrotic core", "necrotic tumor core",
+        "necrotic and non enhancing tumor core", "necrotic and non enhancing tumor",
+        "necrotic non enhancing tumor core", "ncr", "net", "netc", "ncr net", "ncrnet",
     ),
     "enhancing": (
-        "enhancing tumor", "enhancing tumour", "enhancing", "gd enhancing tumor", "gd enhancing tumour",
-        "gadolinium enhancing tumor", "enhancing tissue", "active tumor", "active tumour", "et",
+        "enhancing tumor", "enhancing", "gd enhancing tumor", "gadolinium enhancing tumor", "enhancing tissue",
+        "active tumor", "et",
     ),
 }  # fmt: skip
 # The challenge's own regions (Menze et al., "The multimodal brain tumor image segmentation benchmark", TMI 2015).
@@ -38,7 +34,7 @@ NUMBERINGS: dict[str, dict[int, str]] = {
 }
 
 
-def choose_labelling(dataset: Dataset, regions: Regions) -> LabelScheme:
+def choose_labelling(dataset: Dataset, regions: str) -> LabelScheme:
     """Return the regions that a network learns, each with a sigmoid of its own, in the order TC, WT, ET.
 
     "names" finds the tissues by the labels' names; "labels" makes each label a region, whatever it is; "brats2013",
@@ -74,8 +70,8 @@ def _renamed(dataset: Dataset, regions: str) -> tuple[str, ...]:
 def _tissues(dataset: Dataset, labels: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Return the label numbers of each tissue."""
     by_name = {name: tissue for tissue, names in TISSUES.items() for name in names}
-    plain = {number: re.sub(r"[^a-z0-9]+", " ", name.lower()).strip() for number, name in enumerate(labels) if number}
-    named = {number: by_name.get(name) for number, name in plain.items() if labels[number]}
+    plain = [re.sub(r"[^a-z0-9]+", " ", name.lower().replace("tumour", "tumor")).strip() for name in labels]
+    named = {number: by_name.get(name) for number, name in enumerate(plain) if number and labels[number]}
     found = {tissue: tuple(number for number, each in named.items() if each == tissue) for tissue in TISSUES}
     unknown = [f"{number} {labels[number]!r}" for number, tissue in named.items() if tissue is None]
     missing = [tissue for tissue, numbers in found.items() if not numbers]

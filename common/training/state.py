@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from medspeed.common.files import flush_to_disk, from_json, names_folder, printable
+from medspeed.common.files import flush_to_disk, names_folder, printable
 from medspeed.common.inference.model import UNREADABLE, first_line, load_weights, save_weights
 from medspeed.common.run import Run
 from medspeed.common.training.optimizers import Novograd
@@ -21,25 +20,6 @@ from medspeed.common.training.optimizers import Novograd
 VALIDATIONS_HELD = 3  # validations in a row that must reach a target: one may be luck
 _KEPT = ("epoch", "step", "best", "best_epoch", "last", "recent")  # attributes that a checkpoint holds as they are
 _STATE = "state of the training"  # beside the weights in a checkpoint: what torch.save makes of it, uint8
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """What a checkpoint holds besides the weights."""
-
-    epoch: int
-    step: int
-    best: float
-    best_epoch: int
-    last: float
-    recent: list[float]
-    per_epoch: int
-    losses: list[float]
-    optimizer: dict[str, Any]
-    scaler: dict[str, Any]
-    random: torch.Tensor
-    seconds: dict[str, float]
-    random_on_device: torch.Tensor | None = None
 
 
 class TrainingState:
@@ -132,18 +112,22 @@ class TrainingState:
         """Write a checkpoint, after a look at the losses; only the leader does, and the others need not be told."""
         if self._run.leader:
             self._run.ranks.at_step(0)  # it may take long
-            state = {name: getattr(self, name) for name in _KEPT} | {
-                "per_epoch": len(self.losses),
-                "losses": self.checked(),
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self._scaler.state_dict(),
-                "random": torch.get_rng_state(),
-                "seconds": self._run.clock.seconds(),
-                "random_on_device": torch.cuda.get_rng_state(self._run.device) if self._on_cuda else None,
-            }
+            content = self._content()
             self.close()
-            save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), state)
+            save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), content)
         self._saved = time.monotonic()
+
+    def _content(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides the weights."""
+        return {name: getattr(self, name) for name in _KEPT} | {
+            "losses": self.checked(),
+            "per_epoch": len(self.losses),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "random": torch.get_rng_state(),
+            "seconds": self._run.clock.seconds(),
+            "random_on_device": torch.cuda.get_rng_state(self._run.device) if self._on_cuda else None,
+        }
 
     def restore(self) -> None:
         """Take over the newest checkpoint, where there is one; the leader reads it and hands it to the others.
@@ -164,22 +148,24 @@ class TrainingState:
             raise ValueError(f"{self._folder / 'last'}: {said}") from error
 
     def _take_over(self, weights: dict[str, torch.Tensor], content: Mapping[str, Any]) -> None:
-        state, per_epoch = from_json(_Saved, content), len(self.losses)
-        if state.per_epoch != per_epoch:
-            said = f"the checkpoint has {state.per_epoch} steps per epoch, this run has {per_epoch}; "
+        if differing := sorted(content.keys() ^ self._content().keys()):
+            raise ValueError(f"it has other fields than this version: {', '.join(differing)}")
+        epoch, step, losses, per_epoch = (content[name] for name in ("epoch", "step", "losses", "per_epoch"))
+        if per_epoch != len(self.losses):
+            said = f"the checkpoint has {per_epoch} steps per epoch, this run has {len(self.losses)}; "
             raise ValueError(f"{said}the training cases or the batch size have changed: it cannot resume exactly")
-        if state.epoch < 0 or not 0 <= state.step == len(state.losses) <= per_epoch:
-            raise ValueError(f"epoch {state.epoch}, step {state.step} with {len(state.losses)} losses")
+        if epoch < 0 or not 0 <= step == len(losses) <= per_epoch:
+            raise ValueError(f"epoch {epoch}, step {step} with {len(losses)} losses")
         self._network.load_state_dict(weights)
-        self.optimizer.load_state_dict(state.optimizer)
-        self._scaler.load_state_dict(state.scaler)
-        torch.set_rng_state(state.random)
-        if self._on_cuda and state.random_on_device is not None:
-            self._spread(state.random_on_device)
+        self.optimizer.load_state_dict(content["optimizer"])
+        self._scaler.load_state_dict(content["scaler"])
+        torch.set_rng_state(content["random"])
+        if self._on_cuda and content["random_on_device"] is not None:
+            self._spread(content["random_on_device"])
         for name in _KEPT:
-            setattr(self, name, getattr(state, name))
-        self.losses[: self.step] = torch.tensor(state.losses, device=self.losses.device)
-        for name, seconds in state.seconds.items():
+            setattr(self, name, content[name])
+        self.losses[:step] = torch.tensor(losses, device=self.losses.device)
+        for name, seconds in content["seconds"].items():
             self._run.clock.add(name, seconds)
 
     @property
