@@ -205,8 +205,7 @@ def finish(
         **summary_of(exported),
     }
     write_json(run.directory / "summary.json", summary)
-    seconds = ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds"].items())
-    run.say(f"seconds: {seconds}")
+    run.say(f"seconds: {', '.join(f'{name} {value:.1f}' for name, value in summary['seconds'].items())}")
     run.say(f"summary: {run.directory / 'summary.json'}", "result")
     from medspeed.common.observe.report import write_report  # here: a training needs none of it
 

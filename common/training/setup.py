@@ -237,13 +237,10 @@ def _tolerance(dtype: torch.dtype) -> float:
     return max(1e-4, 2 * torch.finfo(dtype).eps)
 
 
-def trust_kernels(trials: Sequence[trust.Trial], config: TrainingConfig, run: Run) -> frozenset[str]:
+def trust_kernels(trials: Sequence[trust.Trial], config: TrainingConfig, run: Run) -> None:
     """Choose, on a GPU, among fused variants and their twins (see `trust.choose`), the same on all ranks."""
-    if run.device.type != "cuda":
-        return frozenset()
-    names = run.ranks.once(lambda: trust.choose(trials, config.kernels, config.store, run.say))
-    trust.take(names)
-    return names
+    if run.device.type == "cuda":
+        trust.take(run.ranks.once(lambda: trust.choose(trials, config.kernels, config.store, run.say)))
 
 
 def compile_if_asked(

@@ -136,16 +136,17 @@ class TrainingState:
             ValueError: it has other steps per epoch, is of another network, or not one that this program wrote.
         """
         found = self._run.ranks.once(lambda: load_checkpoint(self._folder))
-        if found is None:
-            if self._on_cuda:
-                self._spread(torch.cuda.get_rng_state(self._run.device))
-            return
         try:
-            self._take_over(*found)
+            if found is not None:
+                self._take_over(*found)
         except (*UNREADABLE, OverflowError) as error:
             remedy = "remove the link and the file it points to, to resume from the checkpoint before it"
             said = f"does not fit this run ({first_line(error)}); start a new run, or {remedy}"
             raise ValueError(f"{self._folder / 'last'}: {said}") from error
+        if self._on_cuda:  # each rank draws numbers of its own, for dropout
+            seed, offset = torch.cuda.get_rng_state(self._run.device).view(torch.int64).tolist()  # eight bytes each
+            own = torch.tensor([seed + self._run.ranks.rank, offset])
+            torch.cuda.set_rng_state(own.view(torch.uint8), self._run.device)
 
     def _take_over(self, weights: dict[str, torch.Tensor], content: Mapping[str, Any]) -> None:
         if differing := sorted(content.keys() ^ self._content().keys()):
@@ -161,7 +162,7 @@ class TrainingState:
         self._scaler.load_state_dict(content["scaler"])
         torch.set_rng_state(content["random"])
         if self._on_cuda and content["random_on_device"] is not None:
-            self._spread(content["random_on_device"])
+            torch.cuda.set_rng_state(content["random_on_device"], self._run.device)
         for name in _KEPT:
             setattr(self, name, content[name])
         self.losses[:step] = torch.tensor(losses, device=self.losses.device)
@@ -171,12 +172,6 @@ class TrainingState:
     @property
     def _on_cuda(self) -> bool:
         return self._run.device.type == "cuda"
-
-    def _spread(self, leaders: torch.Tensor) -> None:
-        """Go on drawing as the leader's CUDA generator, but each rank numbers of its own: for dropout."""
-        seed, offset = leaders.view(torch.int64).tolist()  # eight bytes each
-        own = torch.tensor([seed + self._run.ranks.rank, offset]).view(torch.uint8)
-        torch.cuda.set_rng_state(own, self._run.device)
 
 
 def save_checkpoint(

@@ -227,7 +227,8 @@ def test_kernels_are_tried_on_a_gpu_only(device, wish, taken, tmp_path):
     trials = [trust.Trial(name, partial(work, name, value), 1e-3) for name, value in (("right", 1.0), ("wrong", 2.0))]
     config = TrainingConfig(kernels=wish, store=tmp_path / "store")
     with trust.trusting():
-        assert trust_kernels(trials, config, Run(tmp_path, torch.device(device), Clock(), False)) == taken
+        trust_kernels(trials, config, Run(tmp_path, torch.device(device), Clock(), False))
+        assert trust._trusted == taken
     assert bool(asked) == bool(taken)
 
 
