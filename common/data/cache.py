@@ -210,13 +210,8 @@ def prepared_case(case: Case, preparation: Preparation, allowed: Collection[int]
         FileNotFoundError, ValueError: as `prepare_case`, which gets the `allowed` label numbers.
     """
     assert case.label is not None
-    decisive = {
-        "image": file_state(case.image),
-        "label": file_state(case.label),
-        "classes": sorted(allowed),
-        "version": PREPARATION_VERSION,
-        **asdict(preparation),
-    }
+    sources = {"image": file_state(case.image), "label": file_state(case.label)}
+    decisive = {**sources, "classes": sorted(allowed), "version": PREPARATION_VERSION, **asdict(preparation)}
     path, key = folder / f"{case.name}.safetensors", json.dumps(decisive, sort_keys=True)
     with suppress(FileNotFoundError, UnusableEntryError):
         return read_entry(path, case.name, key)

@@ -55,13 +55,11 @@ class Split:
 
     def to_json(self) -> dict[str, Any]:
         """Return the split by case names; written to a file, `split_cases` takes it back."""
-        return {
-            "description": self.description,
-            "held_out": self.held_out,
+        sides = {
             "training": [case.name for case in self.training],
             "validation": [case.name for case in self.validation],
-            **self.record,
         }
+        return {"description": self.description, "held_out": self.held_out, **sides, **self.record}
 
 
 class _Entry(TypedDict):

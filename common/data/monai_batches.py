@@ -4,18 +4,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
+from monai import transforms as mt
 from monai.data import CacheDataset, DataLoader, Dataset, ThreadBuffer, ThreadDataLoader
 from monai.data.utils import set_rnd
-from monai.transforms import (
-    Compose,
-    EnsureChannelFirstd,
-    LoadImaged,
-    NormalizeIntensityd,
-    Orientationd,
-    ScaleIntensityRanged,
-    Spacingd,
-    ToDeviced,
-)
 
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.data.dataset import Case
@@ -69,7 +60,7 @@ def monai_crops(
     if left or not cases_per_step:
         raise ValueError(f"batch_size {batch_size}: must be a multiple of crops.per_case ({crops_per_case}) with MONAI")
     items = [{"image": str(case.image), "label": str(case.label), "name": case.name} for case in cases]
-    chain = Compose(list(transforms))
+    chain = mt.Compose(list(transforms))
     given = {"batch_size": cases_per_step, "shuffle": True, "generator": torch.Generator()}
     if cached:
         cache = CacheDataset(items, chain, cache_rate=1.0, num_workers=workers, copy_cache=False)
@@ -88,19 +79,19 @@ def monai_crops(
 def read_transforms(preparation: Preparation, device: torch.device | None = None) -> list[Callable[[Any], Any]]:
     """Return the transforms that read image and label onto the working grid, in the guides' order; on `device`."""
     return [
-        LoadImaged(KEYS),
-        *([] if device is None else [ToDeviced(KEYS, device)]),
-        EnsureChannelFirstd(KEYS),
-        Orientationd(KEYS, axcodes="RAS", labels=(("L", "R"), ("P", "A"), ("I", "S"))),
-        Spacingd(KEYS, pixdim=preparation.spacing, mode=("bilinear", "nearest")),
+        mt.LoadImaged(KEYS),
+        *([] if device is None else [mt.ToDeviced(KEYS, device)]),
+        mt.EnsureChannelFirstd(KEYS),
+        mt.Orientationd(KEYS, axcodes="RAS", labels=(("L", "R"), ("P", "A"), ("I", "S"))),
+        mt.Spacingd(KEYS, pixdim=preparation.spacing, mode=("bilinear", "nearest")),
     ]
 
 
 def normalise_transforms(preparation: Preparation) -> list[Callable[[Any], Any]]:
     """Return what scales the image to [0, 1] in its window, or each channel to its own z-scores."""
     if preparation.window is not None:
-        return [ScaleIntensityRanged("image", *preparation.window, 0.0, 1.0, clip=True)]
-    return [NormalizeIntensityd("image", nonzero=True, channel_wise=True)]
+        return [mt.ScaleIntensityRanged("image", *preparation.window, 0.0, 1.0, clip=True)]
+    return [mt.NormalizeIntensityd("image", nonzero=True, channel_wise=True)]
 
 
 def plain(tensor: Any) -> torch.Tensor:  # noqa: ANN401 - a MetaTensor or a Tensor
