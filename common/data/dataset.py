@@ -55,11 +55,9 @@ class Split:
 
     def to_json(self) -> dict[str, Any]:
         """Return the split by case names; written to a file, `split_cases` takes it back."""
-        sides = {
-            "training": [case.name for case in self.training],
-            "validation": [case.name for case in self.validation],
-        }
-        return {"description": self.description, "held_out": self.held_out, **sides, **self.record}
+        training, validation = ([case.name for case in side] for side in (self.training, self.validation))
+        about = {"description": self.description, "held_out": self.held_out}
+        return {**about, "training": training, "validation": validation, **self.record}
 
 
 class _Entry(TypedDict):
