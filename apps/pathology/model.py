@@ -101,3 +101,9 @@ def initialise_from(network: nn.Module, path: Path) -> str:
         problem = " ".join(str(error).split())[:300]
         raise ValueError(f"{path}: not the weights of TorchVision's ResNet-18 ({problem})") from error
     return f"weights: features from {path}, head initialized randomly"
+
+
+def binary_cross_entropy(logits: torch.Tensor, label: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
+    """Return the mean binary cross-entropy of logits [B, 1, 1, 1] and labels [B] float, 0 or 1, each smoothed."""
+    targets = label * (1 - 2 * smoothing) + smoothing
+    return nn.functional.binary_cross_entropy_with_logits(logits.float().flatten(), targets)

@@ -6,10 +6,11 @@ if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from medspeed.apps.pathology.model import PathologyModel, choose, initialise_from, model_of
+from medspeed.apps.pathology.model import PathologyModel, binary_cross_entropy, choose, initialise_from, model_of
 from medspeed.apps.pathology.patches.store import decoded, hold, rank_rows, resident_batches
 from medspeed.apps.pathology.patches.tables import Tables, find_tables, keep_digests
 from medspeed.apps.pathology.quality import all_scores, call_size, evaluate, patch_gate
@@ -21,7 +22,6 @@ from medspeed.common.run import Run, one_line_errors
 from medspeed.common.training.config import decided
 from medspeed.common.training.evaluate import RunSummary, best_network, finish
 from medspeed.common.training.fit import Setup, fit
-from medspeed.common.training.losses import binary_cross_entropy
 from medspeed.common.training.optimizers import build_optimizer
 from medspeed.common.training.resolve import keep_plan
 from medspeed.common.training.setup import compile_if_asked, network_trials, start_run, trust_kernels
@@ -85,7 +85,7 @@ def setup(config: PathologyConfig, data: Tables, model: PathologyModel, run: Run
     return Setup(
         network=network,
         batches=batches,
-        loss_function=binary_cross_entropy(config.augmentation.label_smoothing),
+        loss_function=partial(binary_cross_entropy, smoothing=config.augmentation.label_smoothing),
         optimizer=build_optimizer(decided(config.optimizer), network.parameters(), decided(config.learning_rate)),
         precision=model.precision,
         validate=lambda net, _: auc(validation.table.label, all_scores(validation, net, model.precision, run)),

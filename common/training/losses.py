@@ -1,4 +1,4 @@
-"""Losses: of classes that exclude each other (softmax), of regions that may overlap (sigmoid), and of patches."""
+"""Losses of volumes: of classes that exclude each other (softmax), and of regions that may overlap (sigmoid)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -66,16 +66,6 @@ def soft_dice(
         return ranks.sum((_dice(each).mean() + each.penalty.sum() / count) / ranks.world)
     sums = _Sums(*ranks.sum(torch.stack([value.sum(0) for value in each])))
     return _dice(sums).mean() + sums.penalty.sum() / (count * ranks.world)
-
-
-def binary_cross_entropy(smoothing: float = 0.0) -> Loss:
-    """Return the mean binary cross-entropy of logits [B, 1, 1, 1] and labels [B] float, 0 or 1, each smoothed."""
-
-    def loss(logits: Tensor, label: Tensor) -> Tensor:
-        targets = label * (1 - 2 * smoothing) + smoothing
-        return torch.nn.functional.binary_cross_entropy_with_logits(logits.float().flatten(), targets)
-
-    return loss
 
 
 _MONAI = {"monai_dice_ce": "DiceCELoss", "monai_dice_focal": "DiceFocalLoss", "monai_dice": "DiceLoss"}

@@ -1,11 +1,13 @@
+import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from medspeed.apps.pathology.config import GUIDE, PathologyConfig
-from medspeed.apps.pathology.model import choose, initialise_from, model_of
+from medspeed.apps.pathology.model import binary_cross_entropy, choose, initialise_from, model_of
 from medspeed.common.inference.model import save_weights
 from medspeed.common.training.config import Parallel, decided
 from medspeed.common.training.resolve import check_partitions
@@ -113,3 +115,22 @@ def test_a_damaged_file_is_named(tmp_path: Path):
     (tmp_path / "resnet18.pth").write_bytes(b"no weights at all")
     with pytest.raises(ValueError, match=r"resnet18\.pth: cannot be loaded safely as a state dict"):
         initialise_from(resnet18_fcn(64), tmp_path / "resnet18.pth")
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_binary_cross_entropy_by_hand(smoothing):
+    logits, label = torch.tensor([2.0, -1.0, 0.5]).reshape(3, 1, 1, 1), torch.tensor([1.0, 0.0, 1.0])
+    expected = 0.0
+    for logit, truth in zip([2.0, -1.0, 0.5], [1.0, 0.0, 1.0], strict=True):
+        target = 1 - smoothing if truth else smoothing
+        p = 1 / (1 + math.exp(-logit))
+        expected -= (target * math.log(p) + (1 - target) * math.log(1 - p)) / 3
+    assert binary_cross_entropy(logits, label, smoothing).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_binary_cross_entropy_of_equal_parts_averages_to_that_of_the_whole():
+    logits, label = torch.randn(8, 1, 1, 1, generator=torch.Generator().manual_seed(0)), torch.arange(8.0) % 2
+    loss = partial(binary_cross_entropy, smoothing=0.05)
+    halves = (loss(logits[:4], label[:4]) + loss(logits[4:], label[4:])) / 2
+    assert halves.item() == pytest.approx(loss(logits, label).item(), rel=1e-6)
+    assert loss(logits.bfloat16(), label).dtype == torch.float32

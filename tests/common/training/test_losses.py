@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medspeed.common.inference.labels import Region
-from medspeed.common.training.losses import binary_cross_entropy, build_loss, soft_dice
+from medspeed.common.training.losses import build_loss, soft_dice
 from tests.support import refuse_host_sync
 
 REGIONS = (Region("TC", (2, 3), 2), Region("WT", (1, 2, 3), 1), Region("ET", (3,), 3))
@@ -271,22 +271,3 @@ def test_ours_and_monais_names_agree():
     logits, label = drawn()
     ours = build_loss("dice_focal", regions=REGIONS)(logits, label)
     assert ours.item() == pytest.approx(build_loss("monai_dice_focal", regions=REGIONS)(logits, label).item(), abs=1e-5)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_binary_cross_entropy_by_hand(smoothing):
-    logits, label = torch.tensor([2.0, -1.0, 0.5]).reshape(3, 1, 1, 1), torch.tensor([1.0, 0.0, 1.0])
-    expected = 0.0
-    for logit, truth in zip([2.0, -1.0, 0.5], [1.0, 0.0, 1.0], strict=True):
-        target = 1 - smoothing if truth else smoothing
-        p = 1 / (1 + math.exp(-logit))
-        expected -= (target * math.log(p) + (1 - target) * math.log(1 - p)) / 3
-    assert binary_cross_entropy(smoothing)(logits, label).item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_binary_cross_entropy_of_equal_parts_averages_to_that_of_the_whole():
-    logits, label = torch.randn(8, 1, 1, 1, generator=torch.Generator().manual_seed(0)), torch.arange(8.0) % 2
-    loss = binary_cross_entropy(0.05)
-    halves = (loss(logits[:4], label[:4]) + loss(logits[4:], label[4:])) / 2
-    assert halves.item() == pytest.approx(loss(logits, label).item(), rel=1e-6)
-    assert loss(logits.bfloat16(), label).dtype == torch.float32

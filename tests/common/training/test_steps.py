@@ -1,6 +1,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from medspeed.apps.pathology.model import binary_cross_entropy
 from medspeed.common.clock import Clock
 from medspeed.common.data.batches import Batch, crop_batches
 from medspeed.common.inference import Precision
@@ -19,7 +21,7 @@ from medspeed.common.run import Run
 from medspeed.common.training import steps as module
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.fit import train_step
-from medspeed.common.training.losses import binary_cross_entropy, soft_dice
+from medspeed.common.training.losses import soft_dice
 from medspeed.common.training.optimizers import build_optimizer
 from medspeed.common.training.state import TrainingState
 from medspeed.common.training.steps import Steps, choose_steps, why_eager
@@ -64,7 +66,7 @@ APPS: dict[str, tuple[Any, Any, Callable[[int], Batch]]] = {
         lambda logits, label: soft_dice(logits, label, REGIONS),
         volumes(4, 4),
     ),
-    "pathology": (lambda: resnet18_fcn(32), binary_cross_entropy(0.05), patches),
+    "pathology": (lambda: resnet18_fcn(32), partial(binary_cross_entropy, smoothing=0.05), patches),
 }
 
 
