@@ -62,14 +62,10 @@ def read_volumes(
 ) -> Data:
     """Read the dataset of --data, or small phantoms, which it says loudly; split it and take its fingerprint.
 
-    The leader decides for all ranks. A resumed run finds the split and the fingerprint of its first start.
-
-    Args:
-        config: of the run.
-        run: whose folder keeps them.
-        phantoms: kind, size and version of those of `make_phantoms.py`: "ct-small-2"; None for an app without any.
-        real: name of the folder of the real scans that `fetch_msd.py` downloads.
-        known: preparations of CT datasets by the name that a dataset gives itself, which spare reading all of it.
+    The leader decides for all ranks. A resumed run finds the split and the fingerprint of its first start. `phantoms`
+    is kind, size and version of those of `make_phantoms.py` ("ct-small-2"), None for an app without any; `real` the
+    name of the folder of scans that `fetch_msd.py` downloads; `known` has preparations of CT datasets, by the name that
+    a dataset gives itself, which spare reading all of it.
 
     Raises:
         FileNotFoundError, ValueError: the dataset or the split cannot be used.
@@ -143,8 +139,9 @@ def volume_setup(
     with run.clock.stage("compile"):
         trials = volume_trials(config, model, batches, run.ranks.world, run.device)
         trust_kernels([*network_trials(network, config, run), *trials], config, run)
-    windows = (model.window_batch, model.preparation.channels, *model.window_size)
-    compile_if_asked(network, batches, windows, config, run)
+    compile_if_asked(
+        network, batches, (model.window_batch, model.preparation.channels, *model.window_size), config, run
+    )
     say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
     scheme = model.labelling
     loss = build_loss(config.loss, run.ranks, () if scheme.exclusive else scheme.regions)

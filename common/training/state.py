@@ -52,8 +52,6 @@ class TrainingState:
 
     def note_step(self, step: int, cases: tuple[str, ...]) -> None:
         """Count a step whose loss stands in its place, and keep the names of its cases."""
-        if step == 0:
-            self._cases.clear()
         self._cases[step] = cases
         self.step = step + 1
 
