@@ -12,6 +12,7 @@ import yaml
 
 from medspeed.common.clock import Clock
 from medspeed.common.config import config_content, config_to_yaml
+from medspeed.common.data import fingerprint
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.files import write_text
 from medspeed.common.ranks import Ranks
@@ -76,10 +77,11 @@ def test_labels_may_have_gaps_and_a_name_alone_is_no_reason_to_skip_the_fingerpr
     assert len(data.split.training) == 2
 
 
-def test_what_the_app_knows_spares_reading_the_voxels(scans, tmp_path, run):
+def test_what_the_app_knows_spares_reading_all_scans(scans, tmp_path, run, monkeypatch):
+    monkeypatch.setattr(fingerprint, "_KNOWN_READ", 1)
     known = Preparation((1.5, 1.5, 2.0), "window", (-57.0, 164.0))
     config, data = read(scans, tmp_path, run, {"Spleen": known})
-    assert data.figures.foreground is None
+    assert (data.figures.cases, len(data.split.training)) == (1, 2)
     assert choose_volumes(config, data, USUAL, unet3d, run).spacing == (1.5, 1.5, 2.0)
 
 
