@@ -191,10 +191,8 @@ def partition_cases(count: int, partitions: int, number: int, seed: int = 0, rou
     """Return the indices of the cases of one partition, int64; each of range(count) is in exactly one partition.
 
     Round 0 deals in turn: number, number + partitions, ... A later round permutes all cases first, with a permutation
-    that depends on (seed, round) alone. Sizes differ by one at most; `number` counts from 0.
-
-    Raises:
-        ValueError: there are more partitions than cases.
+    that depends on (seed, round) alone. Sizes differ by one at most; `number` counts from 0. More partitions than cases
+    are a ValueError.
     """
     if not 1 <= partitions <= count:
         raise ValueError(f"partitions {partitions}: must be between 1 and the number of training cases ({count})")

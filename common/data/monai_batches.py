@@ -50,11 +50,8 @@ def monai_crops(
     """Return batches of MONAI's random crops on the device, image [B, C, X, Y, Z] float32, label [B, 1, X, Y, Z] uint8.
 
     The transforms lead from a case's files to `crops_per_case` items "image" [C, X, Y, Z] and "label" [1, X, Y, Z].
-    Each rank must have as many cases; `batch_size` is its own. If cached, CacheDataset, which is filled now, and
-    ThreadDataLoader take `workers` threads; else Dataset and DataLoader take as many processes.
-
-    Raises:
-        ValueError: the batch is no multiple of the crops per case, which MONAI's loader takes together.
+    Each rank must have as many cases; `batch_size` is its own, a multiple of the crops per case. Cached, CacheDataset
+    (filled now) and ThreadDataLoader take `workers` threads; else Dataset and DataLoader take as many processes.
     """
     cases_per_step, left = divmod(batch_size, crops_per_case)
     if left or not cases_per_step:

@@ -70,11 +70,7 @@ def read_case(
 
 
 def case_grid(path: Path, shape: Sequence[int], affine: np.ndarray, spacing: Spacing) -> WorkingGrid:
-    """Return the working grid of a file of this shape [X, Y, Z] and affine [4, 4], uncropped.
-
-    Raises:
-        ValueError: it has so many more voxels than the file that one of the two spacings must be wrong.
-    """
+    """Return the uncropped working grid of a file; a ValueError says that one of the two spacings must be wrong."""
     grid = working_grid(shape, affine, spacing)
     if math.prod(grid.shape) > _MOST_FINER * math.prod(shape):
         said = f"{path}: its {tuple(shape)} voxels become {grid.shape} at spacing {spacing} mm, more than {_MOST_FINER}"
@@ -145,11 +141,7 @@ def _reachable(grid: WorkingGrid, native_box: Box) -> WorkingGrid:
 
 
 def label_map(label: Volume, allowed: Collection[int]) -> np.ndarray:
-    """Return the label values, [X, Y, Z] uint8 in file order.
-
-    Raises:
-        ValueError: a value is not allowed; names the file, the allowed values and those found.
-    """
+    """Return the label values, [X, Y, Z] uint8 in file order; a ValueError names those that are not allowed."""
     with np.errstate(invalid="ignore"):  # a value that uint8 cannot hold is seen below
         values = label.voxels.astype(np.uint8, order="K", copy=False)
     listed = np.isin(np.arange(256), list(allowed))
