@@ -63,31 +63,38 @@ class CaseCache:
     ahead: int | None = None  # cases loaded ahead. None holds none, and asks `load` at every use
     epochs: float = math.inf  # of the run; for later ones nothing is loaded ahead
     _held: dict[int, CachedCase] = field(default_factory=dict)
+    _pool: ThreadPoolExecutor | None = None  # of what is loaded ahead
 
     @contextmanager
     def epoch(self, number: int) -> Iterator[np.ndarray]:
         """Have the cases of one epoch while it lasts, and load ahead for the next; yield their numbers, int64 [n].
 
-        What fails ahead fails again, and is raised, where it is wanted. No thread stays behind, however it is left.
+        The next epoch waits for what is loaded ahead; what failed there fails again, and is raised. No thread stays
+        behind an epoch that is left early.
         """
-        numbers, new = self.cases_of(number), list[int]()
+        numbers = self.cases_of(number)
         if self.ahead is not None:
+            self._wait()
             self._held = {each: self._held[each] for each in numbers.tolist() if each in self._held}
             self._hold([each for each in numbers.tolist() if each not in self._held])
             following = self.cases_of(number + 1).tolist() if number + 1 < self.epochs else []
-            new = [each for each in following if each not in self._held][: self.ahead]
-        pool = ThreadPoolExecutor(1, "cases ahead")
+            self._pool = ThreadPoolExecutor(1, "cases ahead")
+            for each in [each for each in following if each not in self._held][: self.ahead]:
+                self._pool.submit(self._hold, [each])
+            self._pool.shutdown(wait=False)  # its thread ends with the last of them
         try:
-            for each in new:
-                pool.submit(self._hold, [each])
             yield numbers
-            pool.shutdown()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:
+            self._wait(cancel=True)
+            raise
 
     def case(self, number: int) -> CachedCase:
         """Return a case of the present epoch."""
         return self.load(number) if self.ahead is None else self._held[number]
+
+    def _wait(self, cancel: bool = False) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=cancel)
 
     def _hold(self, numbers: list[int]) -> None:
         loaded = map_in_threads(self.load, numbers, "loading cases", progress=False)

@@ -19,7 +19,7 @@ from medspeed.common.files import from_json, plural, read_object, write_json
 
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
 VOXELS_PER_CASE = 10_000
-_FINGERPRINT_VERSION = 5
+_FINGERPRINT_VERSION = 6
 _KNOWN_READ = 16  # cases of a dataset whose preparation is known
 _SAMPLED = 100_000  # voxels of an image that its percentiles are of
 _AIR = -500.0  # HU: at or below it lies what surrounds a patient, of which there is more or less
@@ -166,7 +166,7 @@ def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, Case
     _, extent = _ras_grid(tuple(stop - first for first, stop in reversed(box)), image.affine)
     samples = image.voxels.reshape(numbers.size, -1, order="F")[chosen].astype(np.float64)
     volumes = np.bincount(numbers[places], minlength=len(dataset.labels)) * image.voxel_ml
-    figures = replace(scan_figures(image, is_ct(dataset)), volumes_ml=tuple(volumes.round(3).tolist()))
+    figures = replace(scan_figures(image, is_ct(dataset)), volumes_ml=tuple(volumes.round(9).tolist()))
     return (spacing, shape, extent), samples, figures
 
 

@@ -88,8 +88,11 @@ def write_seg(
     given |= {name: generate_uid() for name in ("series_instance_uid", "sop_instance_uid")}
     try:
         sources = [_source(file, keep_patient) for file in series.files]
+    except BROKEN:  # pydicom's; it may quote the patient, as highdicom's below: neither is chained
+        raise refusal from None
+    try:
         image = Segmentation(source_images=sources, **given, **_ATTRIBUTES)
-    except BROKEN:  # pydicom's and highdicom's may quote the patient: they are not chained
+    except (AttributeError, TypeError, ValueError):  # highdicom's, of what a header lacks or holds
         raise refusal from None
     _set_distance(image, sources)
     content = io.BytesIO()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from medspeed.common.files import read_as
+from medspeed.common.files import read_as, read_object
 from medspeed.common.inference import ModelPrecision
 
 Flavour = Literal["tensorrt", "tensorrt_rtx"]
@@ -197,5 +197,6 @@ class EnginePredictor:
 
 
 def _rebuild_command(plan: Path) -> str:
-    int8 = " --int8" if plan.stem.endswith("int8") else ""
-    return f"medspeed export APP --model {shlex.quote(str(plan.parent.parent))} --to engine{int8}"
+    run, int8 = plan.parent.parent, " --int8" if plan.stem.endswith("int8") else ""
+    app = read_object(run / "model.json")["app"] if (run / "model.json").is_file() else "APP"
+    return f"medspeed export {app} --model {shlex.quote(str(run))} --to engine{int8}"

@@ -106,7 +106,7 @@ def _divided(
         run.say(DEV_RUN, "warning")
         training, validation = split.training[: max(2, parts)], split.validation[:parts]
         split = replace(split, training=training, validation=validation, description=f"{split.description}; shortened")
-    if config.fold is None or config.fast_dev_run:
+    if config.fold is None:
         figures = fingerprint(split.training, dataset, store, known, config.workers)
     run.say(split.description)
     write_json(kept, split.to_json())
