@@ -31,8 +31,7 @@ from medspeed.common.host_memory import free_memory
 CacheMode = Literal["auto", "gpu", "ram", "disk", "smart", "none"]
 
 _SHARE = 0.5  # of the free memory; the network, its gradients and activations need the rest
-_MEMORIES: tuple[Tier, ...] = ("gpu", "ram")  # the faster one first
-_PLACES: dict[Tier, str] = {"gpu": "GPU memory", "ram": "host memory"}
+_MEMORIES: dict[Tier, str] = {"gpu": "GPU memory", "ram": "host memory"}  # the faster one first
 
 
 @dataclass(frozen=True)
@@ -151,10 +150,8 @@ def plan_cache(
 
     Mode "gpu", "ram" or "disk" puts all cases there, "auto" in the first of them with room; "smart" holds as many as
     `asked` (None: as fit) at a time in the fastest memory, and replaces a share of them after each epoch, which is
-    loaded ahead and needs room, too; "none" keeps nothing: each case is prepared from its raw file at every use.
-
-    Raises:
-        ValueError: the cases do not fit where they were asked for, or there is no such place.
+    loaded ahead and needs room, too; "none" keeps nothing: each case is prepared from its raw file at every use. Cases
+    that do not fit where they were asked for, or a place that there is not, are a ValueError.
     """
     count, gpu = len(sizes), budgets.get("gpu", 0)
     total = f"cache {mode}: {plural(count, 'case')}, up to {_amount(sum(sizes))}"
@@ -175,14 +172,14 @@ def plan_cache(
             replaced = min(math.ceil(held * share), count - held)  # as MONAI's
             needed = sum(largest[: held + replaced])
             if needed <= room:
-                said = f" in {_PLACES[tier]} ({_amount(room)} free)"
+                said = f" in {_MEMORIES[tier]} ({_amount(room)} free)"
                 if mode == "smart":
                     said = f"{said}, {held} at a time and {replaced} replaced after each epoch: up to {_amount(needed)}"
                 return CachePlan(tier, held, replaced, total + said, gpu - (needed if tier == "gpu" else 0))
     if mode in ("auto", "disk"):
         slow = ", read at every use: if that is slow, use --cache smart" if mode == "auto" else ""
         return CachePlan("disk", count, 0, f"{total} in the memory-mapped prepared store{slow}", gpu)
-    free = " and ".join(f"{_amount(room)} of {_PLACES[tier]}" for tier, room in rooms.items())
+    free = " and ".join(f"{_amount(room)} of {_MEMORIES[tier]}" for tier, room in rooms.items())
     some = f", {held} at a time with those loaded ahead up to {_amount(needed)}" if mode == "smart" else ""
     raise ValueError(
         f"{total}{some}, but only {free} is free for the cache: use --cache auto or disk, or hold fewer cases at a "
@@ -202,10 +199,6 @@ def _amount(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
-class UnusableEntryError(ValueError):
-    """An entry that is damaged, or was made from other sources or with other parameters; the message says which."""
-
-
 def prepared_case(case: Case, preparation: Preparation, allowed: Collection[int], folder: Path) -> PreparedCase:
     """Return a case prepared: memory-mapped from the folder if it is there and sound, else made and kept there.
 
@@ -220,14 +213,14 @@ def prepared_case(case: Case, preparation: Preparation, allowed: Collection[int]
     sources = {"image": file_state(case.image), "label": file_state(case.label)}
     decisive = {**sources, "classes": sorted(allowed), "version": PREPARATION_VERSION, **asdict(preparation)}
     path, key = folder / f"{case.name}.safetensors", json.dumps(decisive, sort_keys=True)
-    with suppress(FileNotFoundError, UnusableEntryError):
+    with suppress(FileNotFoundError, ValueError):
         return read_entry(path, case.name, key)
     with locked(folder / "locks" / f"{case.name}.lock"):
         try:
             return read_entry(path, case.name, key)  # made by another process while this one waited
         except FileNotFoundError:
             pass
-        except UnusableEntryError as reason:
+        except ValueError as reason:
             logging.getLogger(__name__).warning("%s: preparing it again: %s", path, reason)
         prepared = prepare_case(case, preparation, allowed)
         try:
@@ -265,25 +258,22 @@ def write_entry(path: Path, case: PreparedCase, key: str) -> None:
 def read_entry(path: Path, name: str, key: str, check: bool = True) -> PreparedCase:
     """Map a prepared case into memory, and check it against its checksum unless this process has just written it.
 
-    Nothing is copied: the tensors are pages of the file, read when touched; writing to them never reaches the file.
-
-    Raises:
-        FileNotFoundError: there is no such entry.
-        UnusableEntryError: it is damaged, or its key is another one.
+    Nothing is copied: the tensors are pages of the file, read when touched; writing to them never reaches the file. A
+    ValueError says how it is damaged, or what of its key has changed.
     """
     try:
         with safe_open(path, framework="pt") as stored:
             about = json.loads((stored.metadata() or {}).get("about", "{}"))
             tensors = {part: stored.get_tensor(part) for part in stored.keys()}  # noqa: SIM118 - it is no dict
     except (SafetensorError, ValueError) as error:
-        raise UnusableEntryError(f"damaged: {error}") from error
+        raise ValueError(f"damaged: {error}") from error
     found, grid = about.get("key", ""), about.get("grid", "")
     if check and _checksum(found, grid, tensors) != about.get("crc32"):
-        raise UnusableEntryError("damaged: CRC-32 mismatch, or written by another version")
+        raise ValueError("damaged: CRC-32 mismatch, or written by another version")
     if found != key:
         before, now = json.loads(found), json.loads(key)
         changed = [f"{part} {before.get(part)} is now {now[part]}" for part in now if before.get(part) != now[part]]
-        raise UnusableEntryError(f"stale: {', '.join(changed)}")
+        raise ValueError(f"stale: {', '.join(changed)}")
     return PreparedCase(name, tensors["image"], tensors["label"], from_json(WorkingGrid, json.loads(grid)))
 
 
