@@ -15,7 +15,7 @@ import torch
 
 from medspeed.common.data.dataset import Case
 from medspeed.common.data.geometry import SLAB_VOXELS, Box, Spacing, WorkingGrid, box_above, to_working, working_grid
-from medspeed.common.data.volumes import ALWAYS_TRIED, Volume, check_same_grid, read_volume
+from medspeed.common.data.volumes import ALWAYS_TRIED, MAX_SIDE, MIN_SIDE, Volume, check_same_grid, read_volume
 from medspeed.common.host_memory import free_memory
 
 CPU = torch.device("cpu")
@@ -35,8 +35,8 @@ class Preparation:
 
     def __post_init__(self) -> None:
         assert (self.window is not None) == (self.normalisation == "window"), self
-        if not all(0 < value < math.inf for value in self.spacing):
-            raise ValueError(f"spacing {self.spacing}: expected three lengths in mm, each above 0")
+        if not all(MIN_SIDE <= side <= MAX_SIDE for side in self.spacing):
+            raise ValueError(f"spacing {self.spacing}: must be {MIN_SIDE} to {MAX_SIDE} mm")
         if self.window is not None and not -math.inf < self.window[0] < self.window[1] < math.inf:
             raise ValueError(f"window {self.window}: the lower bound must be below the upper bound, both in HU")
 

@@ -22,8 +22,7 @@ from medspeed.common.inference import Precision
 from medspeed.common.inference.labels import LabelScheme
 from medspeed.common.inference.postprocessing import Steps
 
-NOTE = "medspeed"
-"""Name of the metadata that stand beside the tensors of a safetensors file, as JSON."""
+NOTE = "medspeed"  # name of the metadata that stand beside the tensors of a safetensors file, as JSON
 _MOST = 4096  # of a window's side, a window batch, a network's channels
 
 # What a network raises that is built of wrong arguments, or does not take an image.
@@ -74,12 +73,10 @@ class VolumeModel:
     modality: tuple[str, ...] = ()  # name of each channel, as in dataset.json; nothing in files that do not name them
 
     def __post_init__(self) -> None:
-        """Raise a ValueError that names the field, the value and the bound, where a value is out of it."""
         parts: tuple[VolumeModel | Member, ...] = (self, *self.members)
         given = [each for part in parts for each in part.arguments.values()]
         sizes = [side for each in given for side in (each if isinstance(each, (list, tuple)) else [each])]
         small = all(abs(size) <= _MOST for size in sizes if isinstance(size, (int, float)))
-        spacing = self.preparation.spacing
         names = {region.name for region in self.labelling.regions}
         unknown = {name for step in self.postprocessing for name in step.structures} - names
         for name, value, holds, bound in (
@@ -88,7 +85,6 @@ class VolumeModel:
             ("window_size", self.window_size, all(1 <= side <= _MOST for side in self.window_size), f"1 to {_MOST}"),
             ("window_batch", self.window_batch, 1 <= self.window_batch <= _MOST, f"1 to {_MOST}"),
             ("overlap", self.overlap, 0 <= self.overlap < 1, "in [0, 1)"),
-            ("spacing", spacing, all(0.01 <= side <= 100 for side in spacing), "0.01 to 100 mm"),
         ):
             if not holds:
                 raise ValueError(f"{name} {value}: must be {bound}")
@@ -111,8 +107,7 @@ class VolumeModel:
 def arguments_of(build: Callable[..., nn.Module], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a network's function: those given that are not None, and its own defaults where JSON can.
 
-    Raises:
-        ValueError: the function does not take one of those given.
+    One that the function does not take is a ValueError.
     """
     takes = {name: each.default for name, each in [*inspect.signature(build).parameters.items()][2:]}
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -197,8 +192,7 @@ def initialise(
 ) -> None:
     """Initialize a network, made of some arguments, with the weights of a file (see `load_weights`).
 
-    Raises:
-        ValueError: names (after `rename`) or shapes differ; says which, and what the network is `made_of`.
+    A ValueError says which names (after `rename`) or shapes differ, and what the network is `made_of`.
     """
     weights = {rename(name): value for name, value in load_weights(path).items()}
     own, given = ({name: tuple(each.shape) for name, each in some.items()} for some in (network.state_dict(), weights))

@@ -264,8 +264,8 @@ def test_an_image_without_foreground_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"spacing": (1.0, 0.0, 1.0)}, r"spacing \(1.0, 0.0, 1.0\): expected three lengths in mm"),
-        ({"spacing": (1.0, float("nan"), 1.0)}, "three lengths in mm"),
+        ({"spacing": (1.0, 0.0, 1.0)}, r"spacing \(1.0, 0.0, 1.0\): must be 0.01 to 100 mm"),
+        ({"spacing": (1.0, float("nan"), 1.0)}, "must be 0.01 to 100 mm"),
         ({"window": (5.0, 5.0)}, "the lower bound must be below"),
         ({"window": (float("-inf"), 5.0)}, r"window \(-inf, 5.0\): the lower bound"),
     ],
