@@ -37,11 +37,6 @@ class Dataset:
     test_cases: tuple[Case, ...]  # the cases without labels, sorted by name; their files need not be there
     synthetic: bool  # the scans are phantoms
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The label numbers."""
-        return tuple(number for number, name in enumerate(self.labels) if name)
-
 
 @dataclass(frozen=True)
 class Split:
@@ -118,10 +113,8 @@ def read_dataset(folder: Path) -> Dataset:
 def make_synthetic(folder: Path, script: str, *flags: str) -> Path:
     """Return the folder of a synthetic set; it is made where it is not whole yet.
 
-    It is drawn by the program of `data_scripts` that `script` names ("make_phantoms"), with these flags and `--to`.
-
-    Raises:
-        OSError: the program failed; it has said why on stderr.
+    It is drawn by the program of `data_scripts` that `script` names ("make_phantoms"), with these flags and `--to`. An
+    OSError is raised where that fails; it has said why on stderr.
     """
     if any((folder / name).is_file() for name in ("dataset.json", "slides.json")):  # written last
         return folder
@@ -140,7 +133,8 @@ def split_cases(dataset: Dataset, split: str) -> Split:
 
     Raises:
         FileNotFoundError: `split` is neither a fraction nor "all", and no such file exists.
-        ValueError: the fraction is not between 0 and 1, the dataset is too small, the file names a case wrongly.
+        ValueError: the fraction is not between 0 and 1, the dataset is too small; the file names a case that there is
+            not, or one twice or on both sides.
     """
     total = len(dataset.cases)
     if split == "all":
@@ -163,12 +157,7 @@ def split_cases(dataset: Dataset, split: str) -> Split:
 
 
 def read_split(dataset: Dataset, path: Path) -> Split:
-    """Return the split in a JSON file, such as one of `Split.to_json`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a case is named wrongly, twice, or on both sides.
-    """
+    """Return the split in a JSON file, such as one of `Split.to_json`; for the errors see `split_cases`."""
     if not path.is_file():
         due = "a fraction such as 0.2, a fraction and a seed such as 0.2:7, 'all', or a JSON file with the lists"
         raise FileNotFoundError(f"split {str(path)!r}: no such file; expected {due} training and validation")

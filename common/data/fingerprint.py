@@ -105,10 +105,7 @@ def plan_preparation(
     """Choose how cases are prepared: as asked, else as is known for the dataset, else from its fingerprint.
 
     Its modality decides the normalisation: a window (HU) for CT, z-scores for everything else. The spacing is in mm,
-    along R, A, S. A line each on spacing and normalisation gives the reason.
-
-    Raises:
-        ValueError: what was asked for makes no sense.
+    along R, A, S. A line each on spacing and normalisation gives the reason. What makes no sense is a ValueError.
     """
     those, channels = plural(figures.cases, "training case"), len(dataset.modality)
     source = "as asked" if spacing else f"known for {dataset.name}" if known else f"median of {those}"
@@ -156,7 +153,8 @@ def scan_figures(volume: Volume, ct: bool) -> CaseFigures:
 def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, CaseFigures]:
     """Return a case's grid, intensities [N, C] of some foreground voxels, and its figures."""
     # Intensities choose the window of CT alone; of others the box around the first channel is enough.
-    image, labels = read_case(case, len(dataset.modality), dataset.numbers, first_only=not is_ct(dataset))
+    allowed = [number for number, name in enumerate(dataset.labels) if name]
+    image, labels = read_case(case, len(dataset.modality), allowed, first_only=not is_ct(dataset))
     numbers = labels.ravel(order="F")  # as in the file, so that flattening copies nothing
     places = np.flatnonzero(numbers)
     chosen = places[np.linspace(0, len(places) - 1, min(len(places), VOXELS_PER_CASE)).astype(int)]

@@ -34,10 +34,8 @@ def deal_folds(contents: Mapping[str, Content], folds: int, groups: str | None, 
 
     The largest groups (see `group_cases`) come first, each to a fold with the fewest cases; of several, to that with
     the fewest of the same labels, rare ones weighing more. Groups with the same labels go by volume. A digest of seed
-    and names decides what is left, so that the result is the same on every platform.
-
-    Raises:
-        FileNotFoundError, ValueError: a case has no group, or there are fewer groups than folds.
+    and names decides what is left, so that the result is the same on every platform. Fewer groups than folds are a
+    ValueError.
     """
     group_of, members = group_cases(groups, sorted(contents)), dict[str, list[str]]()
     for name, group in group_of.items():
@@ -67,11 +65,8 @@ def group_cases(groups: str | None, names: Sequence[str]) -> dict[str, str]:
     """Return the group of each case, by name: the case itself without `groups`.
 
     `groups` is "FILE.csv:COLUMN", a table whose first column names the cases, with or without suffix; or a regular
-    expression, whose first group (without one, the whole match) is the group.
-
-    Raises:
-        FileNotFoundError: there is no such table.
-        ValueError: it is no table or no regular expression, or a case has no group; names them.
+    expression, whose first group (without one, the whole match) is the group. What is neither, and cases without a
+    group, are a ValueError that names them; a table that is not there is a FileNotFoundError.
     """
     path, _, column = (groups or "").rpartition(":")
     try:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from medspeed.common.export.model_card import filled, is_synthetic, model_card, write_package
-from medspeed.common.export.onnx_model import OPSET, numbers, read_metadata
+from medspeed.common.export.onnx_model import OPSET, read_metadata
 from medspeed.common.inference.labels import LabelScheme, painting_order
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.postprocessing import ROUNDING, logit_bars
@@ -151,7 +151,7 @@ def write_triton(
     if not model.is_file():
         raise FileNotFoundError(f"{model}: no such file; if the parity gate rejected it, serve another --precision")
     metadata = read_metadata(model)
-    window, (_, best, most) = numbers(metadata["window"]), numbers(metadata["batch"])
+    window, (_, best, most) = (tuple(map(int, metadata[name].split())) for name in ("window", "batch"))
     kept = {key: metadata[key] for key in _KEPT if key in metadata}
     values = {"name": name, "window": window, "best": best, "most": most, "kept": kept, "opset": OPSET}
     values |= {"overlap": overlap, "pipeline": pipeline}

@@ -101,12 +101,9 @@ def export(
 ) -> Exports:
     """Export a network to `exports`/model_{fp32,fp16,int8}.{onnx,plan} of a run, and say and return what came of it.
 
-    What the gate refuses is not left there; a refused fp32 export is an error. Of those that passed there are engines;
-    without TensorRT the last record says why there are none. `quantise` makes the INT8 model; None makes none. The
-    network is the plain module on any device, with the weights of the run's best.safetensors; it is left as it is.
-
-    Raises:
-        ParityError: the fp32 export does not compute what torch computes.
+    What the gate refuses is not left there; a refused fp32 export is a ParityError. Of those that passed there are
+    engines; without TensorRT the last record says why there are none. `quantise` makes the INT8 model; None makes none.
+    The network is the plain module on any device, with the weights of the run's best.safetensors; it is left as it is.
     """
     run.say(f"parity gate: {gate.origin}")
     with run.clock.stage("export"):
@@ -233,9 +230,7 @@ def check_predictor(
 
     `predict` takes windows on `device`; the precision chooses the bounds: in fp16 and int8 logits need only be finite.
     In fp16 the network's activations must fit, too: on the CPU ONNX Runtime computes in wider numbers, and cannot tell.
-
-    Raises:
-        ParityError: a bound does not hold; it begins with the export's name, and names the first module out of bounds.
+    A ParityError begins with the export's name, and names the bound that does not hold, or the first module out of it.
     """
     for module, value in reference.activations.items() if precision == "fp16" else ():
         if not value.item() <= HALF_BOUND:

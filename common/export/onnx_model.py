@@ -14,8 +14,7 @@ from torch import nn
 from medspeed.common.files import atomic_path
 from medspeed.common.inference.predictors import onnx_errors, read_onnx_metadata
 
-Window = tuple[int, ...]
-"""Shape (C, *sides) of one window: C, X, Y, Z of a volume or C, Y, X of an image."""
+Window = tuple[int, ...]  # shape (C, *sides) of one window: C, X, Y, Z of a volume or C, Y, X of an image
 _SIZES, _BATCH = r"\d{1,6}( \d{1,6}){2,3}", r"\d{1,6} \d{1,6} \d{1,6}"
 OPSET = 21  # the first in which group normalisation is one operator
 
@@ -49,10 +48,7 @@ def export_onnx(
     path of this machine is in them. The arguments behind it, from `window` on, are kept as metadata.
 
     Sides in which `window` and `smallest`, by default the same, differ are free. An engine is tuned for `batch` windows
-    in one call, and takes 1 to this many, or to 4.
-
-    Raises:
-        ValueError: the model is no valid ONNX.
+    in one call, and takes 1 to this many, or to 4. What is no valid ONNX is a ValueError.
     """
     import onnx  # here, as torch.onnx: only the end of a run needs them
 
@@ -101,8 +97,3 @@ def read_metadata(path: Path) -> dict[str, str]:
         if not re.fullmatch(kind, found.get(name, "")):
             raise ValueError(f"{path}: no `{name}` in its metadata: the model was not exported by medspeed")
     return found
-
-
-def numbers(words: str) -> tuple[int, ...]:
-    """Return the whole numbers of a line of metadata, such as a window or a batch."""
-    return tuple(int(word) for word in words.split())

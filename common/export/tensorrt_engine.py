@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 import torch
 
-from medspeed.common.export.onnx_model import numbers, read_metadata
+from medspeed.common.export.onnx_model import read_metadata
 from medspeed.common.files import atomic_path, sha256_of, write_json
 from medspeed.common.inference import ModelPrecision
 from medspeed.common.inference.tensorrt_runtime import (
@@ -31,11 +31,7 @@ RTX_TURING = "7.5"  # served by RTX too, but only by an engine built for it alon
 
 
 def choose_flavour(choice: EngineChoice = "auto") -> Flavour:
-    """Return the flavour that builds engines here; "auto" prefers full TensorRT.
-
-    Raises:
-        EngineUnavailableError: there is none; one line with the remedy.
-    """
+    """Return the flavour that builds engines here, "auto" full TensorRT first; or raise an EngineUnavailableError."""
     gpu, reason = host_gpu(), "disabled"
     wanted: dict[EngineChoice, tuple[Flavour, ...]] = {"auto": tuple(INSTALL), "none": ()}
     for flavour in wanted.get(choice, (cast(Flavour, choice),)):
@@ -53,14 +49,11 @@ def choose_flavour(choice: EngineChoice = "auto") -> Flavour:
 def build_engine(onnx_path: Path, flavour: Flavour) -> EngineManifest:
     """Build the engine of a model beside it (`MODEL.plan`), write its manifest (`MODEL.plan.json`), and return that.
 
-    The metadata that `export_onnx` wrote say how many windows it takes in one call; the flavour is installed.
-
-    Raises:
-        EngineError: TensorRT cannot build the engine; the message holds its log.
-        ValueError: `export_onnx` did not write the model.
+    The metadata that `export_onnx` wrote, without which it is a ValueError, say how many windows it takes in one call;
+    the flavour is installed. Where TensorRT cannot build the engine, an EngineError holds its log.
     """
     trt, gpu, metadata = cast(ModuleType, tensorrt_module(flavour)), host_gpu(), read_metadata(onnx_path)
-    window, smallest, batch = (numbers(metadata[name]) for name in ("window", "smallest", "batch"))
+    window, smallest, batch = (tuple(map(int, metadata[name].split())) for name in ("window", "smallest", "batch"))
     turing = flavour == "tensorrt_rtx" and gpu == RTX_TURING
     shapes = [(count, *sides) for count, sides in zip(batch, (smallest, window, window), strict=True)]
     plan = onnx_path.with_suffix(".plan")

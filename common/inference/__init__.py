@@ -2,11 +2,8 @@
 
 from typing import Literal
 
-Precision = Literal["fp32", "bf16", "fp16"]
-"""What torch trains and computes in."""
-ModelPrecision = Literal["fp32", "fp16", "int8"]
-"""What an ONNX model or an engine may be in: INT8 is made from the export in fp32."""
+Precision = Literal["fp32", "bf16", "fp16"]  # what torch trains and computes in
+ModelPrecision = Literal["fp32", "fp16", "int8"]  # of ONNX models and engines: INT8 is made from the export in fp32
 AnyPrecision = Literal[Precision, ModelPrecision]
 Backend = Literal["tensorrt", "onnxruntime", "torch"]
-TOLERANCE = 2.0
-"""mm, of the normalised surface Dice."""
+TOLERANCE = 2.0  # mm, of the normalised surface Dice

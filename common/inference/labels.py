@@ -39,7 +39,6 @@ class LabelScheme:
     exclusive: bool
 
     def __post_init__(self) -> None:
-        """Raise a ValueError unless each region has a name of its own and label numbers that there are."""
         numbers, names = range(min(len(self.labels), 256)), [region.name for region in self.regions]
         known = all(region.members and {*region.members, region.value} <= {*numbers} for region in self.regions)
         if not known or len(set(names)) < len(names):

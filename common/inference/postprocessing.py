@@ -28,15 +28,10 @@ class Postprocessing:
     threshold: float = 0.5  # probability that their voxels must exceed (of exclusive labels against the background)
 
     def __post_init__(self) -> None:
-        """Raise a ValueError for a volume or threshold that is none."""
         if not 0 <= self.smallest_ml < math.inf:
             raise ValueError(f"smallest_ml {self.smallest_ml}: must be a volume in ml; 0 keeps all")
         if not 0 < self.threshold < 1:
             raise ValueError(f"threshold {self.threshold}: must be a probability, above 0 and below 1")
-
-    def numbers(self, labelling: LabelScheme) -> list[int]:
-        """Return the label numbers of its structures."""
-        return sorted({number for name in self.structures for number in labelling.structures[name]})
 
     def kept(self, sizes: np.ndarray, voxel_ml: float) -> np.ndarray:
         """Return which components stay, bool [N + 1], by their voxels [N + 1]; number 0, outside, has none."""
@@ -100,7 +95,7 @@ def case_parts(labels: np.ndarray, truth: np.ndarray, labelling: LabelScheme, vo
     counts = dice_counts(torch.from_numpy(labels), torch.from_numpy(truth), labelling.regions)
     for group in cleaned_together(labelling):
         parts = connected_components(np.isin(labels, [number for region in group for number in region.members]))
-        columns = [_sizes(parts)]
+        columns = [np.bincount(parts[parts > 0], minlength=1)]
         for region in group:
             found = np.isin(labels, region.members)
             both = found & np.isin(truth, region.members)
@@ -151,10 +146,6 @@ def _after(case: CaseParts, number: int, rows: slice, wish: Postprocessing) -> C
     lost = table[~wish.kept(table[:, 0], case.voxel_ml), 1:].sum(axis=0).reshape(-1, 2)
     counts[rows] -= torch.from_numpy(lost)
     return case._replace(counts=counts)
-
-
-def _sizes(parts: np.ndarray) -> np.ndarray:
-    return np.bincount(parts[parts > 0], minlength=1)
 
 
 def foreground(labels: np.ndarray) -> tuple[slice, ...]:

@@ -74,14 +74,9 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, labelling: LabelSche
     voxels around it. Only the box of those is interpolated, class by class, as the difference class - background: no
     volume of logits on the file's grid ever exists.
 
-    Args:
-        logits: [K, X, Y, Z] of `predict_logits` on the crop of the grid, any float dtype, any device.
-        grid: as the preparation returns it.
-        labelling: meaning of the logits.
-        steps: those whose thresholds hold; by default a probability of one half.
-
-    Returns:
-        Labels [X, Y, Z] uint8 in the file's axes, Fortran order.
+    The logits, [K, X, Y, Z] of any float dtype on any device, are those of `predict_logits` on the crop of the grid.
+    The thresholds of the steps hold; by default a probability of one half. Labels are [X, Y, Z] uint8 in the file's
+    axes, Fortran order.
     """
     assert tuple(logits.shape[1:]) == grid.crop_shape, (tuple(logits.shape), grid.crop_shape)
     bars = torch.tensor(logit_bars(labelling, steps)[-len(logits) :], dtype=logits.dtype, device=logits.device)
@@ -159,7 +154,8 @@ def predict_logits(
 
     Every call of the predictor gets as many windows as the model says, since an engine has a fixed profile: the last
     batch is filled up with its last window. Where a call runs out of memory, the batch is halved with a warning and the
-    work goes on from there. The host waits for the device once, at the end.
+    work goes on from there. The host waits for the device once, at the end. Source: as
+    `monai.inferers.sliding_window_inference` with its constant weights.
 
     Of two exclusive classes only the difference foreground - background is summed, which halves memory and all later
     work: K == 1, and the foreground is where it is > 0.
@@ -173,9 +169,6 @@ def predict_logits(
     Raises:
         ValueError: the logits are not finite.
         torch.OutOfMemoryError: a single window is too large for the device.
-
-    Source:
-        Equal to `monai.inferers.sliding_window_inference` with its constant weights.
     """
     assert image.ndim == 4, image.shape
     roi = window or model.window_size

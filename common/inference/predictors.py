@@ -12,8 +12,8 @@ from torch import nn
 
 from medspeed.common.inference import Precision
 
+# From windows [B, C, *sides] float32 to logits [B, K, *sides] float32 on their device; sides: X, Y, Z or Y, X
 Predictor = Callable[[torch.Tensor], torch.Tensor]
-"""From windows [B, C, *sides] float32 to logits [B, K, *sides] float32 on their device; sides: X, Y, Z or Y, X."""
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Limits of ONEDNN_MAX_CPU_ISA below the instructions for bfloat16. Source: oneDNN, "CPU Dispatcher Control"
 _WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
@@ -104,9 +104,7 @@ def onnx_errors(path: Path) -> Iterator[None]:
 def onnxruntime_predictor(path: Path) -> Predictor:
     """Return a predictor that runs an ONNX model on the CPU; windows and logits may lie on another device.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the model is damaged, or windows do not have the shape that it takes.
+    A damaged model, or windows of a shape that it does not take, are a ValueError.
     """
     import onnxruntime  # here, since a run on a GPU has no need of it
 

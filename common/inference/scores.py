@@ -13,16 +13,13 @@ import torch
 from scipy.ndimage import binary_erosion, find_objects
 from scipy.spatial import KDTree
 
-from medspeed.common.data.geometry import box_above
 from medspeed.common.data.preparation import label_map
 from medspeed.common.data.volumes import Volume, check_same_grid
 from medspeed.common.files import printable, write_json, write_text
-from medspeed.common.inference.postprocessing import connected_components
+from medspeed.common.inference.postprocessing import connected_components, foreground
 
-Labels = Mapping[str, Sequence[int]]
-"""Structures by name, each with the label numbers that make it up; they may overlap, as the regions of a tumor do."""
-Scores = dict[str, Any]
-"""Name ("label") and metrics (see `options.DEFINITIONS`) of a structure in a case; None for an undefined one."""
+Labels = Mapping[str, Sequence[int]]  # label numbers of structures, by name; they may overlap, as a tumor's regions do
+Scores = dict[str, Any]  # name ("label") and metrics (see `options.DEFINITIONS`) of a structure; None: undefined
 
 OUT_OF_MEMORY = "out of memory while surfaces were compared: take a machine with more memory"
 _ROUNDING = 1e-5  # mm by which a distance may exceed the tolerance: affines are stored as float32
@@ -88,9 +85,8 @@ def _cell(value: object) -> object:
 def score(prediction: Volume, reference: Volume, labels: Labels | None, tolerance: float) -> list[Scores]:
     """Compare two label maps [X, Y, Z], structure by structure; other grids, or no labels, are a ValueError."""
     check_same_grid(reference, prediction, "reference")
-    occupied = np.logical_or(prediction.voxels.T, reference.voxels.T).view(np.uint8)  # [z, y, x], as a file lies
-    z, y, x = (slice(*each) for each in box_above(torch.from_numpy(occupied)[None], 0) or ((0, 0),) * 3)
-    crops = (replace(each, voxels=each.voxels[x, y, z]) for each in (prediction, reference))
+    box = foreground(np.logical_or(prediction.voxels, reference.voxels).view(np.uint8))
+    crops = (replace(each, voxels=each.voxels[box]) for each in (prediction, reference))
     maps = [np.ascontiguousarray(label_map(each, range(256)).T) for each in crops]
     objects = [dict(enumerate(find_objects(each) if each.size else (), start=1)) for each in maps]
     if labels is None:

@@ -132,10 +132,8 @@ class EnginePredictor:
     Every call returns memory of its own. Its work is queued, not awaited: the current stream is made to wait for it.
 
     Raises:
-        FileNotFoundError: the plan, or the manifest beside it, is missing.
-        ValueError: a digest does not fit; nothing was loaded then.
-        EngineUnavailableError: the engine was built for another GPU, flavour or version; the line holds the remedy.
-        EngineError: TensorRT refuses the plan.
+        FileNotFoundError, ValueError: see `read_manifest`; or a digest does not fit; nothing was loaded then.
+        EngineUnavailableError, EngineError: it is for another GPU, flavour or version; TensorRT refuses the plan.
     """
 
     def __init__(self, plan: Path, device: torch.device) -> None:
