@@ -16,7 +16,8 @@ PARSER = Parser(description=__doc__)
 PARSER.add_argument("--app", choices=APPS, help="also run a short training of this app (else machine check only)")
 PARSER.add_argument("--json", type=Path, help="write all results to this JSON file")
 PARSER.add_argument("flags", nargs="*", help="flags of the app's train.py, after --")
-PARSER.answer(__name__)
+if __name__ == "__main__":
+    PARSER.parse_args()  # before torch is loaded: --help answers at once
 
 import math
 import os

@@ -25,7 +25,8 @@ PARSER.add_argument("--cases", type=int, default=8, help="cases (pathology: all 
 PARSER.add_argument("--rounds", type=int, default=3, help="repetitions of each side")
 PARSER.add_argument("--device", help="cpu or cuda; the GPU by default if there is one")
 PARSER.add_argument("--output", type=Path, help="JSON file for the results")
-PARSER.answer(__name__)
+if __name__ == "__main__":
+    PARSER.parse_args()  # before torch is loaded: --help answers at once
 
 import shlex
 import statistics

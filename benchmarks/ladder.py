@@ -26,7 +26,8 @@ PARSER.add_argument("--device", choices=("cpu", "cuda"), help="the GPU by defaul
 PARSER.add_argument("--seeds", type=int, default=1, help="number of rounds, each with its own seed")
 PARSER.add_argument("--epochs", type=int, help="epochs of each rung; those of rungs.yaml by default")
 PARSER.add_argument("--output", type=Path, help="folder for the results; runs/ladder-APP by default")
-PARSER.answer(__name__)
+if __name__ == "__main__":
+    PARSER.parse_args()  # before torch is loaded: --help answers at once
 
 import os
 import statistics

@@ -12,7 +12,8 @@ from medspeed.common.flags import Parser
 PARSER = Parser(description=__doc__)
 PARSER.add_argument("--references", type=Path, required=True, help="label maps (.nii.gz), best of MSD's size")
 PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs")
-PARSER.answer(__name__)
+if __name__ == "__main__":
+    PARSER.parse_args()  # before torch is loaded: --help answers at once
 
 import tempfile
 from collections.abc import Callable

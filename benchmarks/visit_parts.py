@@ -17,7 +17,8 @@ PARSER.add_argument("--part", required=True, choices=("survey", *APPS), help="su
 PARSER.add_argument("--to", type=Path, required=True, help="JSON file for the results")
 PARSER.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ways to run a step")
 PARSER.add_argument("flags", nargs="*", help="flags of train.py, after --")
-PARSER.answer(__name__)
+if __name__ == "__main__":
+    PARSER.parse_args()  # before torch is loaded: --help answers at once
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -134,11 +134,7 @@ def synchronise() -> None:
 
 
 def nvtx_ranges() -> AbstractContextManager[None]:
-    """Return a block in which spans and operators are ranges that Nsight Systems shows.
-
-    Raises:
-        ValueError: this torch has no NVTX.
-    """
+    """Return a block whose spans and operators Nsight Systems shows as ranges; without NVTX that is a ValueError."""
     if torch.version.cuda is None:
         built = f"torch {torch.__version__} is built without NVTX"
         raise ValueError(f"profile nvtx: {built}; use --profile torch, or a torch built for CUDA")

@@ -60,10 +60,9 @@ def parse_config(
 
 
 def config_from_values(kind: type[Config], recipes: Mapping[str, Config], values: Mapping[str, Any]) -> Config:
-    """Return the configuration of values by field, a group's as a mapping; for the arguments see `parse_config`.
+    """Return the configuration of values by field, a group's as a mapping (see `parse_config`).
 
-    Raises:
-        ValueError: names the field that does not exist, or whose value is of the wrong type or out of its bounds.
+    A ValueError names the field that does not exist, or whose value is of the wrong type or out of its bounds.
     """
     return _complete(kind, recipes, _typed("", values, _leaves(kind)))
 

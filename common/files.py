@@ -39,10 +39,8 @@ def atomic_path(path: Path, flush: bool = True) -> Iterator[Path]:
 
     A reader sees the old file or the whole new one, never a part, also when the process is killed at any moment.
     The temporary name keeps the suffixes of `path`, since libraries choose the format by them. Without `flush` nobody
-    waits for the disk: for what is checked when it is read and can be made again.
-
-    Raises:
-        OSError: the folder, which it names, cannot be written or the disk is full; `path` is then as it was.
+    waits for the disk: for what is checked when it is read and can be made again. The OSError of a full disk, or of a
+    folder that cannot be written, names the folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".part-{token_hex(4)}-{part_ending(path.name)}")
@@ -128,8 +126,7 @@ def read_as(path: Path, kind: type[T], remedy: str = "fix it") -> T:
 def from_json(kind: type[T], content: Mapping[str, Any]) -> T:
     """Return the dataclass whose `asdict` went through JSON: lists are tuples again, texts paths, objects dataclasses.
 
-    Raises:
-        ValueError: a field is missing, is not one of the dataclass, or is of another type; it is named.
+    A ValueError names a field that is missing, is not one of the dataclass, or is of another type.
     """
     if is_dataclass(kind) and (unknown := content.keys() - {field.name for field in fields(kind)}):
         raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
@@ -140,11 +137,7 @@ def from_json(kind: type[T], content: Mapping[str, Any]) -> T:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON-lines file, if it is there; a last line that a crash cut short is left out.
-
-    Raises:
-        ValueError: another line is no JSON; names the file.
-    """
+    """Read a JSON-lines file, if there is one, but for a last line that a crash cut short; a ValueError names it."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
         return [json.loads(line) for line in lines[:-1] if line]
@@ -153,11 +146,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield, of each line of a CSV file that is not empty, where it stands ("FILE, line N") and its cells.
-
-    Raises:
-        ValueError: it is no CSV in UTF-8.
-    """
+    """Yield the place of each line of a CSV file in UTF-8 that is not empty ("FILE, line N"), and its cells."""
     with path.open(newline="", encoding="utf-8-sig") as stream:
         reader = csv.reader(stream)
         try:
@@ -178,8 +167,7 @@ def locked(path: Path) -> Iterator[None]:
 def hold(path: Path) -> None:
     """Lock a file for this process, not for those it forks, until it is released or the process ends.
 
-    Raises:
-        BlockingIOError: another process, or another thread of this one, has done so; says which.
+    A BlockingIOError says which other process, or that another thread of this one, has done so.
     """
     path = path.resolve()
     if path in _HELD:  # the system would let this process in again

@@ -82,11 +82,6 @@ class Parser(argparse.ArgumentParser):
             set_verbosity(verbosity)
         return found, others
 
-    def answer(self, module: str) -> None:
-        """Parse now if this module is the program: called before torch is loaded, so that --help does not wait."""
-        if module == "__main__":
-            self.parse_args()
-
     def add_field(self, section: argparse._ActionsContainer, name: str, expected: Any, text: str) -> None:  # noqa: ANN401
         """Add the flag of a field of a type to this parser or a group of it; `value_of` reads what it was given."""
         core, flag, hidden = _core(expected), flag_of(name), argparse.SUPPRESS
@@ -140,11 +135,7 @@ def shown_default(default: Any) -> str:  # noqa: ANN401 - a value of a field
 
 
 def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: ANN401 - a type and its value
-    """Return the value of a field from the words of its flag: several, or one such as "64,64,48" or "[64,64,48]".
-
-    Raises:
-        ValueError: they are no value of that type.
-    """
+    """Return the value of a field from the words of its flag: several, or one such as "64,64,48" or "[64,64,48]"."""
     core, given = _core(expected), [words] if isinstance(words, str) else words
     if float in (core, *get_args(core)):
         given = [re.sub(r"(?<!\d)\.(?=\d)", "0.", word) for word in given]  # of .5

@@ -1,7 +1,4 @@
-"""Several processes that train one network together, one per device: torchrun starts them, torch's DDP joins them.
-
-On one process all of this is a no-op, and none of it needs a process group.
-"""
+"""Several processes, one per device, that train one network (torchrun starts them, DDP joins them); a no-op on one."""
 
 import os
 import socket
@@ -122,14 +119,8 @@ class Ranks:
 
     @property
     def leader(self) -> bool:
-        """Whether this process is the one that writes."""
+        """Whether this process is the one that writes and speaks."""
         return self.rank == 0
-
-    @torch.no_grad()
-    def _total(self, tensor: Tensor) -> Tensor:
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks, from which all compute the same loss.
@@ -138,7 +129,9 @@ class Ranks:
         """
         if self.world == 1:
             return tensor
-        return self._total(tensor) + self.world * (tensor - tensor.detach())
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total + self.world * (tensor - tensor.detach())
 
     def shard(self, items: Sequence[T]) -> list[T]:
         """Return this rank's part of a list that is the same on every rank: every `world`-th item; may be empty."""
@@ -163,8 +156,7 @@ class Ranks:
     def once(self, make: Callable[[], T]) -> T:
         """Return what `make` returns on the leader, which alone calls it.
 
-        Raises:
-            SystemExit: `make` failed; the leader raises the error itself, the others end quietly with status 1.
+        Where it fails, the leader raises the error itself, and the others end quietly with status 1.
         """
         found: list[T] = []
         try:
@@ -199,7 +191,8 @@ class Ranks:
         if self.world == 1 or not buffers:
             return
         flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers])
-        parts = torch.split(self._total(flat) / self.world, [buffer.numel() for buffer in buffers])
+        dist.all_reduce(flat)
+        parts = torch.split(flat / self.world, [buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view_as(buffer))
 
@@ -227,8 +220,7 @@ def torchrun_place() -> tuple[int, int, int | None]:
 def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     """Return the device of a name: "auto" (CUDA where there is one), "cpu", "cuda" (that of a local rank) or "cuda:N".
 
-    Raises:
-        ValueError: the name is no device, or the device is not there.
+    A ValueError says that the name is no device, or that the device is not there.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

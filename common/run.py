@@ -52,14 +52,9 @@ class Run:
     ranks: Ranks = SINGLE  # the processes that train together
     trackers: Trackers = field(default_factory=Trackers)  # where curves and files go besides
 
-    @property
-    def leader(self) -> bool:
-        """Whether this process is the one that writes and speaks."""
-        return self.ranks.leader
-
     def say(self, line: str, kind: Kind = "note") -> None:
         """Keep a line in `run.log`, and print it as `--quiet` and `--verbose` allow; only the leader does."""
-        if not self.leader:
+        if not self.ranks.leader:
             return
         line = printable(line, "\n")
         with names_folder(self.directory), (self.directory / "run.log").open("a", encoding="utf-8") as log:
@@ -203,12 +198,9 @@ def environment(device: torch.device) -> dict[str, Any]:
 
     It has "+changes" where files differ from it, and is None outside a repository.
     """
-    info, command = (
-        Path("/proc/cpuinfo"),
-        ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"],
-    )
+    info, here, quiet, revision = Path("/proc/cpuinfo"), Path(__file__).parent, subprocess.DEVNULL, None
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
     model = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
-    here, quiet, revision = Path(__file__).parent, subprocess.DEVNULL, None
     with suppress(OSError, subprocess.SubprocessError):
         revision = subprocess.check_output(command, cwd=here, stderr=quiet, text=True, timeout=10).strip()
     return {

@@ -44,7 +44,7 @@ def main(config: BratsConfig) -> RunSummary | None:
         config, model = resolve(config, data, run)  # every open field decided, said, and kept as plan.json
         fitted = fit(setup(config, data, model, run), config, run)
         quality = evaluate(model, fitted, data, config, run)  # on the grid of the files
-        if not run.leader:
+        if not run.ranks.leader:
             return None
         exported = export_best(model, fitted, data, config, run)  # ONNX, the gate, TensorRT
         return finish(config, data.about(), fitted, quality, exported, run)  # summary.json, the report

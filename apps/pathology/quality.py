@@ -67,7 +67,7 @@ def evaluate(parts: dict[str, Patches], best: nn.Module, precision: Precision, r
     for doubt in doubts(found[f"{judged} AUC"], True, "AUC"):
         run.say(doubt, "warning")
     trivial: dict[str, Any] = {}
-    if "training" in parts and run.leader:
+    if "training" in parts and run.ranks.leader:
         value = colour_auc(parts["training"], parts[judged])
         trivial = {"value": value, "how": "logistic regression on color histograms"}
         run.say(f"without learning: AUC {value:.4f} ({trivial['how']})")

@@ -37,7 +37,7 @@ def main(config: PathologyConfig) -> RunSummary | None:
         held = [name for name in data.parts if name != "training" or config.source == "resident"]  # not MONAI's
         parts = {name: decoded(data.parts[name], config, run) for name in held}
         quality = evaluate(parts, best, model.precision, run)  # AUC of the patches
-        if not run.leader:
+        if not run.ranks.leader:
             return None
         gate = patch_gate(parts["validation"], model, run, data.name)
         exported = export(best, gate, run, config.engine)  # ONNX, the gate, TensorRT

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from medspeed.common.inference import Precision
 
 # From windows [B, C, *sides] float32 to logits [B, K, *sides] float32 on their device; sides: X, Y, Z or Y, X
 Predictor = Callable[[torch.Tensor], torch.Tensor]
-_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Limits of ONEDNN_MAX_CPU_ISA below the instructions for bfloat16. Source: oneDNN, "CPU Dispatcher Control"
 _WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 # [batch, C, X, Y, Z] becomes [batch, groups, C / groups * X, Y * Z], whose means are taken over the last axis first.
@@ -72,6 +72,11 @@ def ieee_fp32() -> Iterator[None]:
             each.fp32_precision = precision
 
 
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a network, and in training its loss, computes in a precision."""
+    return torch.autocast(device.type, DTYPES.get(precision), enabled=precision in DTYPES)
+
+
 def torch_predictor(network: nn.Module, precision: Precision = "fp32", tf32: bool = False) -> Predictor:
     """Return a predictor that runs a network, in evaluation mode, in torch on its device, without gradients.
 
@@ -80,8 +85,7 @@ def torch_predictor(network: nn.Module, precision: Precision = "fp32", tf32: boo
     assert not network.training, "a predictor needs network.eval()"
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
-        half = torch.autocast(windows.device.type, _DTYPES.get(precision), enabled=precision in _DTYPES)
-        with torch.no_grad(), half, nullcontext() if tf32 else ieee_fp32():
+        with torch.no_grad(), autocast(precision, windows.device), nullcontext() if tf32 else ieee_fp32():
             logits: torch.Tensor = network(windows)
         return logits.float()
 

@@ -18,9 +18,8 @@ from medspeed.common.files import atomic_path, printable
 Array = NDArray[Any]
 Box = tuple[slice, ...]
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; those that show best on grey come first.
 LABEL_COLOURS = ("#E69F00", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00", "#0072B2")
-"""Of the labels 1, 2, ..., in turn (Okabe and Ito)."""
+"""Of the labels 1, 2, ..., in turn: Okabe and Ito's, for colour-blind readers; what shows best on grey comes first."""
 _OPACITY = 0.45  # of the prediction's fill
 _EXTREMES = ImageFilter.MinFilter, ImageFilter.MaxFilter
 _PLANES = ("sagittal, x", "coronal, y", "axial, z")  # by the axis they cut

@@ -26,13 +26,8 @@ def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str 
     """Draw loss, validation metric and epoch time over the epochs as a PNG.
 
     The metric, in [0, 1], has its own axis, a mark for each validation and a star for the best one. No records give
-    empty axes; a value that is missing or not finite leaves a gap.
-
-    Args:
-        path: to write.
-        records: one for each epoch, in order: "epoch" (from 1), "loss" (mean over the epoch), "seconds", and the
-            metric by its name in small letters, where the epoch was validated.
-        metric: name of what the validations measured.
+    empty axes; a value that is missing or not finite leaves a gap. Each of the records has "epoch" (from 1, in order),
+    "loss" (mean over the epoch), "seconds" and, where it was validated, the metric by its name in small letters.
     """
     epochs, loss, values, seconds = (_column(records, name) for name in ("epoch", "loss", metric.lower(), "seconds"))
     figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")

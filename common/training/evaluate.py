@@ -103,12 +103,12 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     shown = ", ".join(f"{name} {value:.4f}" for name, value in by_region.items() if value is not None)
     worst = min(dice, key=dice.__getitem__)
     run.say(f"Dice on the native grid: {mean:.4f} ({shown}), worst {dice[worst]:.4f} ({printable(worst)})", "result")
-    if run.leader:
+    if run.ranks.leader:
         evaluation.write(run.directory)
     for doubt in doubts(mean, split.held_out):
         run.say(doubt, "warning")
     chosen = choose_postprocessing([parts for parts, _ in judged], refusal, model, config, run)
-    trivial = _without_learning(model, data, config, run) if run.leader else {}
+    trivial = _without_learning(model, data, config, run) if run.ranks.leader else {}
     name, selected = "foreground Dice, native grid, best weights", "validation" if split.held_out else "training"
     return Quality(name, mean, dice, selected, by_region, evaluation.summary, chosen, trivial)
 

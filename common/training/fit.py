@@ -24,12 +24,13 @@ from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.files import read_json_lines, write_text
 from medspeed.common.inference import Precision
 from medspeed.common.inference.model import load_weights
+from medspeed.common.inference.predictors import autocast
 from medspeed.common.observe.monitor import monitored
 from medspeed.common.observe.roofline import distance_to_limit
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.losses import Loss
-from medspeed.common.training.setup import GracefulStop, autocast, dtype_of, learning_rates
+from medspeed.common.training.setup import GracefulStop, dtype_of, learning_rates
 from medspeed.common.training.state import TrainingState
 from medspeed.common.training.steps import Steps, choose_steps
 
@@ -112,7 +113,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                     with timer.host("logged"):
                         log.step(len(batch.cases) * ranks.world)
                 stop.after_step()
-                if stop.requested or state.seconds_since_save() >= save_every:
+                if stop.requested or time.monotonic() - state.saved >= save_every:
                     if batches.resumes_within_epoch or state.step == per_epoch:
                         with timer.host("saved"):
                             state.save()
@@ -155,10 +156,7 @@ def train_step(
 
     With fp16 the loss is scaled, and a step with non-finite gradients is skipped, inside the optimizer. The ranks
     exchange their gradients once, in the last micro-batch. Our Novograd reads a learning rate on the device there; a
-    scalar `one` there saves a kernel.
-
-    Raises:
-        ValueError: the batch does not divide into micro-batches.
+    scalar `one` there saves a kernel. A batch that does not divide into micro-batches is a ValueError.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate

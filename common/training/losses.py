@@ -117,7 +117,7 @@ def _dice(sums: _Sums) -> Tensor:
 
 def _class_sums(logits: Tensor, label: Tensor) -> _Sums:
     """Sum over the voxels of each sample, [B, K], for any number of classes."""
-    log_probability = torch.log_softmax(logits, 1, dtype=_working_dtype(logits))
+    log_probability = torch.log_softmax(logits, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
     numbers = torch.arange(logits.shape[1], dtype=torch.uint8, device=logits.device)
     y = (label == numbers.view(1, -1, 1, 1, 1)).to(log_probability.dtype)
     error = log_probability.exp() - y
@@ -146,7 +146,7 @@ class _ErrorSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, regions: Sequence[Region]) -> Tensor:  # noqa: ANN401
         shape = (len(logits), len(regions) or 1, *logits.shape[2:])
-        error = torch.empty(shape, dtype=_working_dtype(logits), device=logits.device)
+        error = torch.empty(shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
         ctx.samples = 1 if logits.device.type == "cpu" else len(logits)  # on a CPU what stays in its cache
         parts = zip(*(torch.split(each, ctx.samples) for each in (logits, label, error)), strict=True)
         sums = [_forward_part(some, numbers, regions, wrong) for some, numbers, wrong in parts]
@@ -204,10 +204,6 @@ def _backward_part(error: Tensor, weights: Tensor, focal: bool) -> Tensor:
     right = 1 - wrong
     steep = right.clamp(min=_LEAST).log_().mul_(right).mul_(-2).add_(wrong).mul_(wrong).mul_(error)
     return slope.mul_(right).addcmul_(steep, penalty)
-
-
-def _working_dtype(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _sum_voxels(values: Tensor) -> Tensor:

@@ -116,10 +116,7 @@ def choose_volumes(
     """Decide what the configuration of a segmentation leaves open; what the user gave always wins.
 
     From the median shape X, Y, Z and the median extent of the heads, in voxels of the working grid, `window_sides` says
-    what a window covers, before it is cut to the largest.
-
-    Raises:
-        ValueError: what was asked for does not fit the data or the device.
+    what a window covers, before it is cut to the largest. What does not fit the data or the device is a ValueError.
     """
     fields = {**usual.fields, **choose_sizes(config, build, run.device.type)}
     config = replaced(config, {name: each for name, each in fields.items() if flat(config)[name] is None}).optimized()
@@ -214,8 +211,7 @@ def choose_sizes(config: SegmentationConfig, build: Build, device: str) -> dict[
 def choose_divisor(config: SegmentationConfig, build: Build, channels: int) -> tuple[int, nn.Module | None]:
     """Return the power of 2 that must divide the sides of crops and windows; if found by trial, the network on "meta".
 
-    Raises:
-        ValueError: the network takes no images of `channels`; or a crop or window of the configuration is no multiple.
+    A ValueError says that it takes no images of `channels`, or what crop or window is no multiple.
     """
     if (levels := config.halvings()) is not None:
         return 2**levels, None  # the configuration has checked them
@@ -236,8 +232,7 @@ def choose_divisor(config: SegmentationConfig, build: Build, channels: int) -> t
 def coarsest_planes(network: nn.Module, channels: int, size: Size, told: str = "crop_size") -> int:
     """Return the fewest voxels along X that a convolution of a network on "meta" reads from images of a size X, Y, Z.
 
-    Raises:
-        ValueError: the network does not take them, does not return logits of their size, or does not use a weight.
+    A ValueError says that it does not take them, does not return logits of their size, or does not use a weight.
     """
     planes = [size[0]]
     kernels = (each for each in network.modules() if isinstance(each, nn.Conv3d) and max(each.kernel_size) > 1)

@@ -4,7 +4,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from itertools import chain, count
@@ -23,7 +23,7 @@ from medspeed.common.files import release
 from medspeed.common.host_memory import keep_freed_memory
 from medspeed.common.inference import Precision
 from medspeed.common.inference.model import VolumeModel
-from medspeed.common.inference.predictors import computes_bf16, torch_predictor
+from medspeed.common.inference.predictors import DTYPES, autocast, computes_bf16, torch_predictor
 from medspeed.common.kernels import trust
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import STOP_SIGNALS, Run, exit_by_signal, how_to_go_on, join_ranks, open_run, take_signals
@@ -32,8 +32,6 @@ from medspeed.common.training import losses
 from medspeed.common.training.config import TrainingConfig, decided
 from medspeed.common.training.optimizers import moments_trial
 from medspeed.common.training.volume_config import SegmentationConfig
-
-_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # from the part of the run that is done to a factor, both 0 to 1
     "constant": lambda done: 1.0,
@@ -64,7 +62,7 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
             run.trackers.close(failed=False)
         except BaseException as error:
             mistake, begun = isinstance(error, (ValueError, OSError)), (run.directory / "plan.json").exists()
-            if run.leader and mistake and not run.resumed and not begun:
+            if run.ranks.leader and mistake and not run.resumed and not begun:
                 for path in run.directory.iterdir():  # never a folder: a user may keep the store in it
                     if (path.suffix or path.name) in (".yaml", ".json", ".log", ".lock") and path.is_file():
                         path.unlink()
@@ -175,12 +173,7 @@ def choose_precision(wish: Literal["auto", Precision], device: torch.device, pla
 
 def dtype_of(precision: Literal["auto", Precision]) -> torch.dtype:
     """Return what a network of a decided precision computes in."""
-    return _DTYPES.get(precision, torch.float32)
-
-
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which the forward pass and the loss run."""
-    return torch.autocast(device.type, dtype=_DTYPES.get(precision, torch.bfloat16), enabled=precision != "fp32")
+    return DTYPES.get(precision, torch.float32)
 
 
 def network_trials(network: nn.Module, config: TrainingConfig, run: Run) -> list[trust.Trial]:
@@ -193,13 +186,11 @@ def network_trials(network: nn.Module, config: TrainingConfig, run: Run) -> list
     return [*(each.kernel_trial(dtype_of(config.precision), run.device) for each in first), moments_trial(run.device)]
 
 
-def volume_trials(
-    config: SegmentationConfig, model: VolumeModel, batches: Batches, ranks: int, device: torch.device
-) -> list[trust.Trial]:
+def volume_trials(config: SegmentationConfig, model: VolumeModel, batches: Batches, run: Run) -> list[trust.Trial]:
     """Return the trials of a decided run: of its loss, and of what makes its batches where they lie on the device."""
-    dtype, scheme = dtype_of(config.precision), model.labelling
+    dtype, scheme, device = dtype_of(config.precision), model.labelling, run.device
     layout = torch.channels_last_3d if config.channels_last else torch.contiguous_format
-    each, *sides = shape = [decided(config.batch_size) // ranks, scheme.channels, *decided(config.crop_size)]
+    each, *sides = shape = [decided(config.batch_size) // run.ranks.world, scheme.channels, *decided(config.crop_size)]
     about = f"{each} x {scheme.channels} x {sides[1:]}, {config.loss}, {dtype}, {layout}"
     loss = losses.build_loss(config.loss, regions=() if scheme.exclusive else scheme.regions)
 

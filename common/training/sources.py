@@ -65,10 +65,8 @@ def read_volumes(
     The leader decides for all ranks. A resumed run finds the split and the fingerprint of its first start. `phantoms`
     is kind, size and version of those of `make_phantoms.py` ("ct-small-2"), None for an app without any; `real` the
     name of the folder of scans that `fetch_msd.py` downloads; `known` has preparations of CT datasets, by the name that
-    a dataset gives itself, which spare reading all of it.
-
-    Raises:
-        FileNotFoundError, ValueError: the dataset or the split cannot be used.
+    a dataset gives itself, which spare reading all of it. A dataset or split that cannot be used is a FileNotFoundError
+    or ValueError.
     """
     with run.clock.stage("prepare"):
         folder = config.data
@@ -131,13 +129,13 @@ def volume_setup(
     else:
         batches, room = guide_batches(guide(config, model.preparation, run.device), data, model, config, run), 0
     with run.clock.stage("prepare"):
-        judged = stored_cases(run.ranks.shard(data.split.validation), model, config, run.leader)
+        judged = stored_cases(run.ranks.shard(data.split.validation), model, config, run.ranks.leader)
     with run.clock.stage("cache"):
         held = tiers.hold_cases(judged, room, run.device)
     if run.device.type == "cuda":
         run.say(f"validation: {sum(case.image.is_cuda for case in held)} of {len(held)} cases kept in GPU memory")
     with run.clock.stage("compile"):
-        trials = volume_trials(config, model, batches, run.ranks.world, run.device)
+        trials = volume_trials(config, model, batches, run)
         trust_kernels([*network_trials(network, config, run), *trials], config, run)
     compile_if_asked(
         network, batches, (model.window_batch, model.preparation.channels, *model.window_size), config, run
@@ -163,7 +161,7 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
     mine = [cases[index] for part in parts for index in part]
     plan = _cache_plan(mine, len(local), len(cases) // partitions, model, config, run)
     with run.clock.stage("prepare"):  # "none" and "smart" prepare a case when it is needed
-        prepared = [] if cache.mode in ("none", "smart") else stored_cases(mine, model, config, run.leader)
+        prepared = [] if cache.mode in ("none", "smart") else stored_cases(mine, model, config, run.ranks.leader)
     if ranks.world > 1:
         names = ", ".join(case.name for case in mine)
         for share in ranks.gather([f"rank {ranks.rank} holds {len(mine)} of {len(cases)} cases: {names}"]):
@@ -225,7 +223,7 @@ def guide_batches(
 
     check = partial(read_case, channels=model.preparation.channels, allowed=model.labelling.numbers)
     with run.clock.stage("prepare"):
-        map_in_threads(check, list(dict.fromkeys(mine)), "checking cases", config.workers, run.leader)
+        map_in_threads(check, list(dict.fromkeys(mine)), "checking cases", config.workers, run.ranks.leader)
     with run.clock.stage("cache"):
         return monai_crops(
             mine,

@@ -35,7 +35,7 @@ class TrainingState:
         self._network, self.optimizer, self._scaler = network, optimizer, scaler
         self.losses = torch.zeros(per_epoch, device=run.device)  # of the present epoch; `Steps` writes them
         self._cases: dict[int, tuple[str, ...]] = {}
-        self._saved = time.monotonic()
+        self.saved = time.monotonic()  # when this process was here, or last saved
         self._writing: Future[None] | None = None
 
     @property
@@ -102,18 +102,14 @@ class TrainingState:
         if writing is not None:
             writing.result()
 
-    def seconds_since_save(self) -> float:
-        """Return the seconds since the last checkpoint of this process."""
-        return time.monotonic() - self._saved
-
     def save(self) -> None:
         """Write a checkpoint, after a look at the losses; only the leader does, and the others need not be told."""
-        if self._run.leader:
+        if self._run.ranks.leader:
             self._run.ranks.at_step(0)  # it may take long
             content = self._content()
             self.close()
             save_checkpoint(self._folder, (self.epoch, self.step), self._network.state_dict(), content)
-        self._saved = time.monotonic()
+        self.saved = time.monotonic()
 
     def _content(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides the weights."""
@@ -130,8 +126,7 @@ class TrainingState:
     def restore(self) -> None:
         """Take over the newest checkpoint, where there is one; the leader reads it and hands it to the others.
 
-        Raises:
-            ValueError: it has other steps per epoch, is of another network, or not one that this program wrote.
+        A ValueError says that it has other steps per epoch, is of another network, or not one that this program wrote.
         """
         found = self._run.ranks.once(lambda: load_checkpoint(self._folder))
         try:
@@ -179,10 +174,7 @@ def save_checkpoint(
 
     The file appears by one rename after all bytes have reached the disk, so a process killed at any moment leaves the
     earlier checkpoint or the new one, each whole. The position is the epoch, and the steps done in it; the state has
-    tensors and plain containers only.
-
-    Raises:
-        OSError: the disk is full or read-only; names the folder; the earlier checkpoint is then still there.
+    tensors and plain containers only. The OSError of a full or read-only disk names the folder.
     """
     final = folder / "epoch-{:06d}-step-{:06d}.safetensors".format(*position)
     stream = io.BytesIO()
@@ -204,8 +196,7 @@ def save_checkpoint(
 def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
     """Return weights and state of the newest whole checkpoint below `folder`, or None; remove what is half-written.
 
-    Raises:
-        ValueError: it cannot be read, for instance a pickle that asks to run code, or its bytes have changed.
+    A ValueError names one whose bytes have changed, or that asks to run code.
     """
     for left in folder.glob(".part-*"):
         left.unlink()

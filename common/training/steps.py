@@ -66,8 +66,7 @@ class Steps:
     def capture(self) -> Callable[[], object]:
         """Capture a step on the sample, unless there is one, which the run's steps repeat from here on; return it.
 
-        Raises:
-            RuntimeError: whatever a driver, a library or the memory refuses; the run's steps stay eager.
+        A RuntimeError is what a driver, a library or the memory refuses; the run's steps then stay eager.
         """
         if self._replay is None:
             with self._undone():

@@ -70,12 +70,3 @@ def test_help_shows_types_and_defaults(capsys):
     assert "What it does. And a second paragraph." in text
     for line in ("--cases N to take (default: 3)", "--to PATH folder --link no copies --sides", "of it (default: a b)"):
         assert line in text
-
-
-def test_only_the_program_answers_at_once(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["tool", "--nothing-known"])
-    made = Parser(prog="tool")
-    made.answer("medspeed.benchmarks.tool")
-    with pytest.raises(SystemExit, match="2"):
-        made.answer("__main__")
-    assert "--nothing-known: no such flag" in capsys.readouterr().err

@@ -161,7 +161,7 @@ def test_a_process_that_does_not_lead_writes_and_says_nothing(tmp_path, capsys):
     run = open_run(tmp_path, None, None, "cpu", "a: 1\n", 0, Follower(1, 2, 1, control=tmp_path / "run"))
     run.say("hello")
     assert run.directory == tmp_path / "run"
-    assert not run.leader
+    assert not run.ranks.leader
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
 

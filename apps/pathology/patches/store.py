@@ -82,17 +82,17 @@ def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
     path = store_folder(config.store / "patches", table.files[0].parent) / f"patches-{table.digest()[:16]}.npy"
     with run.clock.stage("prepare"):
         run.ranks.once(lambda: _keep(path, table, config, run))
-        if not run.leader:
+        if not run.ranks.leader:
             _keep(path, table, config, run)  # nothing is left to do, but in a store of its own
         return Patches(table, np.load(path, mmap_mode="r"))
 
 
 def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> None:
     """Decode patches into a file, and note its checksum beside it, where these are not there and sound."""
-    note, shape = path.with_suffix(".json"), (len(table), 3, table.size, table.size)
+    note, shape, leads = path.with_suffix(".json"), (len(table), 3, table.size, table.size), run.ranks.leader
     with suppress(FileNotFoundError, ValueError, EOFError):
         kept, pixels = read_object(note), np.load(path, mmap_mode="r")
-        if pixels.shape == shape and kept.get("crc32") == _crc32(pixels, run.leader):  # its name says for which table
+        if pixels.shape == shape and kept.get("crc32") == _crc32(pixels, leads):  # its name says for which table
             return
     path.parent.mkdir(parents=True, exist_ok=True)
     needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
@@ -101,7 +101,7 @@ def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> N
         raise OSError(f"{path.parent}: {said}; free some space, choose another --store, or fewer --patches-per-slide")
     with atomic_path(path) as part:
         pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
-        with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not run.leader)) as bar:
+        with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not leads)) as bar:
             for rows, read in decode(table, config.reader, config.workers, run.say):
                 pixels[rows] = read
                 bar.update(len(rows))

@@ -159,7 +159,7 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     entries = {part: [slides.training[row] for row in some] for part, some in zip(_NEEDED, rows, strict=True)}
     parts = {}
     for part, some in (entries | ({"testing": testing} if testing else {})).items():
-        table = parts[part] = sample_patches(some, config, run.leader)
+        table = parts[part] = sample_patches(some, config, run.ranks.leader)
         given = zip(table.files, np.bincount(table.file, minlength=len(table.files)), strict=True)
         if lacking := [f"{path.stem} {per_slide - count}" for path, count in given if count < per_slide]:
             run.say(f"some slides have room for fewer than {per_slide} patches; missing: {', '.join(lacking)}")

@@ -1,11 +1,13 @@
 """Trials of the fused kernels, some planted wrong; run by `test_trials.py` with Triton's interpreter."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from medspeed.apps.spleen.config import SpleenConfig
+from medspeed.common.clock import Clock
 from medspeed.common.data import crops
 from medspeed.common.data.batches import crop_batches
 from medspeed.common.data.cache import fill_cache
@@ -13,6 +15,8 @@ from medspeed.common.data.crops import Tier
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.kernels import crops_triton, dice_triton, trust
 from medspeed.common.kernels.trust import choose, trusting
+from medspeed.common.ranks import Ranks
+from medspeed.common.run import Run
 from medspeed.common.training import losses
 from medspeed.common.training.setup import dtype_of, volume_trials
 from tests.support import unet_model
@@ -39,7 +43,7 @@ def trials_of(config, ranks=1, tier: Tier = "gpu"):
     cases = [PreparedCase("a", volume, label, grid=None)]  # type: ignore[arg-type]  # nobody looks at it
     cache = fill_cache(cases, tier, (16, 16, 16), CPU)
     batches = crop_batches([cache], 4, 4, form=(dtype_of(config.precision), True))
-    return volume_trials(config, MODEL, batches, ranks, CPU)
+    return volume_trials(config, MODEL, batches, Run(Path(), CPU, Clock(), False, Ranks(0, ranks)))
 
 
 def chosen(config, store, ranks=1):

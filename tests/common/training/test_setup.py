@@ -17,12 +17,12 @@ import torch
 
 from medspeed.common.clock import Clock
 from medspeed.common.data.batches import Batch
+from medspeed.common.inference.predictors import autocast
 from medspeed.common.kernels import trust
 from medspeed.common.run import Run
 from medspeed.common.training import setup
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.setup import (
-    autocast,
     choose_precision,
     compile_if_asked,
     learning_rates,
