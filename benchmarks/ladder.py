@@ -48,6 +48,7 @@ from medspeed.common.files import write_json, write_text
 from medspeed.common.run import environment
 from medspeed.common.training.config import TrainingConfig
 
+RAM_DISK = Path("/dev/shm")
 _SHORT = 2  # epochs of a single change, of which the second is timed
 _BEFORE, _FIRST, _MEMORY = "to the rung before", "to the first", "peak memory, MiB"
 
@@ -74,12 +75,14 @@ def measure(app: str, data: Path, kind: str, seeds: int, epochs: int, folder: Pa
     rungs = climb(app, kind, data, folder / "store")
     *_, fast = rungs.values()
     with ExitStack() as stack:
-        ram = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        ram = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=RAM_DISK))) if RAM_DISK.is_dir() else None
         singles = {"fast itself": fast, **beside(app, fast, ram), "fast again": fast}
         bar = stack.enter_context(tqdm(total=seeds * len(rungs) + len(singles), desc=f"ladder {app}", unit="rung"))
 
-        def run(config: TrainingConfig, **changes: object) -> Figures | str:
+        def run(config: TrainingConfig | str, **changes: object) -> Figures | str:
             bar.update()
+            if isinstance(config, str):
+                return config
             return attempt(partial(in_a_process, trained, replace(config, **changes)))  # type: ignore[arg-type]
 
         rounds: list[Figures] = []
@@ -112,9 +115,10 @@ def climb(app: str, kind: str, data: Path, store: Path) -> dict[str, TrainingCon
     return {**rungs, "fast's augmentation and schedule: fast": fast}  # label smoothing, too
 
 
-def beside(app: str, fast: TrainingConfig, ram: Path) -> dict[str, TrainingConfig]:
-    """Return single changes of fast; `ram` is a folder in a RAM disk."""
-    rungs = {"the store in a RAM disk (--store /dev/shm)": replace(fast, store=ram)}
+def beside(app: str, fast: TrainingConfig, ram: Path | None) -> dict[str, TrainingConfig | str]:
+    """Return single changes of fast, or why one cannot run; `ram` is a folder in a RAM disk, if there is one."""
+    disk = replace(fast, store=ram) if ram else f"there is no {RAM_DISK}"
+    rungs: dict[str, TrainingConfig | str] = {"the store in a RAM disk (--store /dev/shm)": disk}
     for rung, changes in {**RUNGS["all"]["beside"], **RUNGS[app]["beside"]}.items():
         rungs[rung] = replaced(fast, _tuples(changes))
     return rungs

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from medspeed.apps import APPS, parse_flags
+from medspeed.benchmarks import ladder
 from medspeed.benchmarks.harness import attempt, in_a_process, trained
 from medspeed.benchmarks.ladder import RUNGS, beside, climb, climbed, markdown
 from medspeed.common.config import flat
@@ -60,11 +61,22 @@ def test_the_climb_goes_from_the_baseline_to_fast_with_equal_batches(app, kind):
 def test_single_changes_change_what_their_names_say(app):
     *_, fast = climb(app, "cpu", Path("data"), Path("store")).values()
     for name, config in beside(app, fast, Path("ram")).items():
+        assert not isinstance(config, str)
         different = changed(fast, config)
         assert different, name
         if "(--" in name:
             flag = name.partition("(--")[2].split()[0].rstrip(",)").replace("-", "_")
             assert {flag, flag.removeprefix("no_"), f"{flag}.name"} & different, name
+
+
+def test_without_a_ram_disk_its_rung_says_so_and_the_others_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "RAM_DISK", tmp_path / "none")
+    monkeypatch.setattr(ladder, "in_a_process", lambda measured, config: rung(0.1, 0.5))
+    found = ladder.measure("spleen", Path("data"), "cpu", 1, 1, tmp_path)
+    (missing,) = [each for each in found["beside"].values() if isinstance(each, str)]
+    assert missing == f"there is no {tmp_path / 'none'}"
+    assert len(found["beside"]) > 3
+    assert missing in markdown({**found, "metric": "Dice"})
 
 
 def test_a_part_that_fails_says_why():
