@@ -9,7 +9,6 @@
 # make clean                  delete .venv and caches
 PYTHON ?= python3
 BIN := .venv/bin
-RECORD = benchmarks/records/$(shell date +%F)_$(APP)-guide-against-fast/record.json
 PYTEST := $(BIN)/python -m pytest -n logical --dist loadfile
 
 .PHONY: help train docs doctor ladder record image-test setup setup-dev check test test-all clean
@@ -31,8 +30,7 @@ ladder: setup-dev
 	$(BIN)/python benchmarks/ladder.py $(APP) $(ARGS)
 
 record: setup-dev
-	@test ! -e $(RECORD) || { echo "$(RECORD): already exists; move it"; exit 1; }
-	$(BIN)/python benchmarks/compare.py $(APP) --output $(RECORD) $(ARGS)
+	$(BIN)/python benchmarks/compare.py $(APP) --output benchmarks/records $(ARGS)
 
 image-test:
 	tests/image_test.sh

@@ -3,8 +3,8 @@
 Run: python benchmarks/compare.py APP [--data FOLDER] [--part step inference quality] [--output FILE.json]
 
 `--data` is a dataset in MSD layout, best of MSD's own size, or for pathology a set of slides; by default synthetic ones
-of that size are made. The record of `make record` is the file of all parts; docs/benchmarks.md shows its table, which
-is printed last.
+of that size are made. `make record` passes the folder of all records, in which a new one gets the file of all parts and
+a README; docs/benchmarks.md shows its table, which is printed last.
 Ours is the app itself, with the guide's network (benchmarks/guides.yaml); of the guide's ways to load regions of nine
 patches the quicker counts. `--sides fast` runs ours alone, to compare two versions: python benchmarks/compare.py
 spleen --data FOLDER --part step --sides fast --cases 2 --rounds 1, in turn in the work tree of each.
@@ -24,13 +24,14 @@ PARSER.add_argument("--sides", choices=("both", "fast"), default="both", help="f
 PARSER.add_argument("--cases", type=int, default=8, help="cases (pathology: all slides); half as many are segmented")
 PARSER.add_argument("--rounds", type=int, default=3, help="repetitions of each side")
 PARSER.add_argument("--device", help="cpu or cuda; the GPU by default if there is one")
-PARSER.add_argument("--output", type=Path, help="JSON file for the results")
+PARSER.add_argument("--output", type=Path, help="JSON file for the results, or a folder of records")
 if __name__ == "__main__":
     PARSER.parse_args()  # before torch is loaded: --help answers at once
 
 import shlex
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -42,10 +43,12 @@ from medspeed.apps import parse_flags
 from medspeed.benchmarks import harness, sides
 from medspeed.benchmarks.harness import Figures, in_turn, make_data, row, show
 from medspeed.benchmarks.sides import Task
-from medspeed.common.files import write_json
+from medspeed.common.files import write_json, write_text
+from medspeed.common.inference.predictors import computes_bf16
 from medspeed.common.run import environment
 
 Values = dict[str, list[float]]  # of each side, one of each round
+_README = "# {}, guide against fast\n\n    {}\n\nBoth sides run in turn; figures are medians.\n"
 _EPOCHS = "--epochs 3 --validate-every 3"  # of ours where steps are timed; the first does not count
 
 
@@ -57,23 +60,27 @@ def quickest(seconds: Values) -> tuple[str, list[float]]:
 
 
 def step(task: Task) -> list[Figures]:
-    """Time the training step of both networks on batches of one size, alone and with the making of the batch."""
+    """Time a training step alone, by the device's clock (on CUDA ours cuts its crops in it), and with its batch."""
     rows = []
     for flags in task.known["steps"]:
         configs = {each: task.config(f"{flags} {_EPOCHS}", each) for each in task.precisions}
         chosen, turns = configs[task.chosen], dict[str, Callable[[], Figures]]()
+        same = task.app, task.folder / "batch.pt"
+        if task.both:
+            harness.in_a_process(harness.save_batch, configs["fp32"], same[1])
         for way, given in (task.ways(chosen) if task.both else {}).items():
             turns[f"guide{way}"] = partial(sides.guide_epoch, task, given)
             for precision in ("fp32", task.half or "fp32"):
-                turns[f"guide {precision}"] = partial(harness.guide_steps, chosen, given.network, precision)
+                turns[f"guide {precision}"] = partial(harness.guide_steps, *same, given.network, precision)
         for precision, config in configs.items():
             turns[f"fast {precision}"] = partial(harness.trained, config)
         found = in_turn(turns, task.rounds)
-        each = {name: [run["s per step"] for run in runs] for name, runs in found.items()}
-        computed = "computed, s per step"  # by the device's clock
-        seconds = {name: [run.get(computed) or run["s per step"] for run in runs] for name, runs in found.items()}
-        way, seconds["guide with its batch"] = quickest(each)
-        seconds["fast with its batch"] = each[f"fast {task.chosen}"]
+        seconds, whole = (
+            {name: [run[key] for run in runs if key in run] for name, runs in found.items()}
+            for key in (harness.COMPUTED, harness.WHOLE)
+        )
+        way, seconds["guide with its batch"] = quickest(whole)
+        seconds["fast with its batch"] = whole[f"fast {task.chosen}"]
         shape = [chosen.patch_size] * 2 if task.app == "pathology" else chosen.crop_size
         rows += step_rows(f"{chosen.batch_size} x {'x'.join(map(str, shape))}", seconds, task, way[5:])
     return rows
@@ -91,7 +98,7 @@ def step_rows(what: str, seconds: Values, task: Task, way: str = "") -> list[Fig
     for guide, fast in dict.fromkeys(pairs):
         if f"fast {fast}" in seconds:
             pair = f"both {fast}" if guide == fast else f"guide {guide}, fast {fast}"
-            name = f"training step, {what}, {pair if task.both else f'fast {fast}'}"
+            name = f"training step alone, {what}, {pair if task.both else f'fast {fast}'}, by the device's clock"
             rows.append(row(name, "s", seconds.get(f"guide {guide}", []), seconds[f"fast {fast}"]))
     batches = [seconds.get(f"{side} with its batch", []) for side in ("guide", "fast")]
     return [*rows, row(f"training step, {what}, with the making of the batch{way}", "s", *batches)]
@@ -136,11 +143,22 @@ def quality(task: Task) -> list[Figures]:
     return [row(f"{known['judged']}, {task.rounds} seeds, equal epochs", "", scores["guide"], scores["fast"])]
 
 
+def new_record(records: Path, app: str, device: torch.device) -> Path:
+    """Return the folder of a new record, named by date and device; one without a README was interrupted."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu" + "-bf16" * computes_bf16(device)
+    folder = records / f"{time.strftime('%F')}_{name.lower().replace(' ', '-')}_{app}-guide-against-fast"
+    if (folder / "README.md").exists():
+        PARSER.error(f"--output {records}: {folder.name} already exists; move it")
+    return folder
+
+
 def main() -> None:
     """Run the parts that were asked for, print their rows, and write all of it as JSON."""
     given = PARSER.parse_args()
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows: list[Figures] = []
+    made = new_record(given.output, given.app, device) if given.output and given.output.is_dir() else None
+    output = made / "record.json" if made else given.output
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
         sizes, data = (given.rounds, given.cases, given.sides == "both"), given.data
         data = data.resolve() if data else make_data(given.app, "large", Path(folder) / "data")
@@ -155,9 +173,13 @@ def main() -> None:
             found = globals()[part](task)
             print(f"== {part}", *map(show, found), sep="\n", flush=True)
             rows += found
-            if given.output is not None:  # after each part, so that an interrupted run keeps the parts before
-                write_json(given.output, record)
+            if output is not None:  # after each part, so that an interrupted run keeps the parts before
+                write_json(output, record)
     print(harness.table(record))
+    if made is not None:
+        command = shlex.join(["python", *record["environment"]["command"]])
+        write_text(made / "README.md", _README.format(given.app.capitalize(), command))
+        print(f"{made}: say in its README what a reader must know, and show the table above in docs/benchmarks.md")
 
 
 if __name__ == "__main__":

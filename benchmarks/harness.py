@@ -26,7 +26,7 @@ from medspeed.apps import open_training
 from medspeed.apps.pathology.patches.tables import Tables
 from medspeed.benchmarks import GUIDES
 from medspeed.benchmarks.peers import make_step
-from medspeed.common.clock import repeated
+from medspeed.common.clock import StepTimer, synchronise
 from medspeed.common.files import read_json_lines
 from medspeed.common.inference.folder_job import peak_memory
 from medspeed.common.run import Run
@@ -38,6 +38,7 @@ Figures = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+WHOLE, COMPUTED = "s per step", "computed, s per step"  # with the wait for its batch; by the device's clock, without
 _STEPS, _RATE = 10, 0.01  # of the guide, whose batch stays the same
 
 
@@ -62,21 +63,30 @@ def opened(config: Any) -> Iterator[tuple[Any, Setup, Run]]:  # noqa: ANN401 - a
             yield *open_training(config, run), run
 
 
-def guide_steps(config: Any, network: Mapping[str, Any], precision: str) -> Figures:  # noqa: ANN401 - an app's configuration
-    """Return what the guide's step takes in a precision, on one batch of ours again and again.
+def save_batch(config: Any, to: Path) -> None:  # noqa: ANN401 - an app's configuration
+    """Save a batch of ours for `guide_steps`, image [B, C, *sides] float32 and label; call it `in_a_process`."""
+    with opened(config) as (_, setup, _):
+        batch = next(iter(setup.batches.epoch(0)))
+        torch.save((batch.image.float().contiguous(), batch.label), to)
+
+
+def guide_steps(app: str, batch: Path, network: Mapping[str, Any], precision: str) -> Figures:
+    """Return what the guide's step takes in a precision, on the same batch again and again, by the clock of ours.
 
     `network` are arguments of the guide's network; the channels of the image (the side of a patch) it takes from the
-    batch.
+    batch, a file of `save_batch`.
     """
-    guide = guide_of(config.APP)
-    with opened(config) as (_, setup, run):
-        batch = next(iter(setup.batches.epoch(0)))
-    shape = batch.image.shape
-    own = {"in_channels": shape[1]} if len(shape) == 5 else {"patch": shape[-1]}
-    made = guide.make_network(**{**own, **network}).to(run.device)
+    guide, (image, label) = guide_of(app), torch.load(batch, weights_only=True)
+    own = {"in_channels": image.shape[1]} if image.ndim == 5 else {"patch": image.shape[-1]}
+    made, timer = guide.make_network(**{**own, **network}).to(image.device), StepTimer(image.device)
     step, _ = make_step(made, _RATE, guide.make_loss(), DTYPES.get(precision))
-    same = batch.image.contiguous(), guide.target(batch.label)
-    return {"s per step": median(repeated(lambda: step(*same), _STEPS)), "batch": list(shape)}
+    same, seconds = (image, guide.target(label)), list[float]()
+    for _ in range(_STEPS + 1):  # the first sets up
+        with timer.computing():
+            step(*same)
+        synchronise()
+        seconds.append(timer.read()["computed"])
+    return {COMPUTED: median(seconds[1:]), "batch": list(image.shape)}
 
 
 def trained(config: Any) -> Figures:  # noqa: ANN401 - an app's configuration
@@ -91,8 +101,8 @@ def trained(config: Any) -> Figures:  # noqa: ANN401 - an app's configuration
     waited = sum(each["waited"] for each in later) / sum(each["seconds"] for each in later)
     return {
         "first epoch, s": epochs[0]["seconds"],
-        "s per step": round(statistics.median(each["seconds"] for each in later) / per_epoch, 5),
-        "computed, s per step": (fitted.limit or {}).get("seconds_per_step"),  # by the device's clock
+        WHOLE: round(statistics.median(each["seconds"] for each in later) / per_epoch, 5),
+        COMPUTED: round(statistics.median(each["computed"] for each in later) / per_epoch, 5),
         "samples per s": statistics.median(each["samples_per_second"] for each in later),
         "waited, percent": round(100 * waited, 1),
         "s per validation": round(stages.get("validate", 0.0) / max(1, len(curve)), 4),

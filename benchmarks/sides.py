@@ -21,7 +21,7 @@ from medspeed.apps.pathology.scan.scan import ProbabilityMap, choose_view, find_
 from medspeed.apps.pathology.slides.camelyon import read_slide_set
 from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.benchmarks import GUIDES
-from medspeed.benchmarks.harness import DTYPES, Figures, guide_of, write_lists
+from medspeed.benchmarks.harness import DTYPES, WHOLE, Figures, guide_of, write_lists
 from medspeed.benchmarks.peers import Given, make_step
 from medspeed.common.clock import Clock, seconds_of
 from medspeed.common.data.dataset import read_dataset
@@ -111,7 +111,7 @@ def guide_epoch(task: Task, given: Given) -> Figures:
         return len([step(item["image"].to(task.device), item["label"].to(task.device)) for item in loader])
 
     steps = epoch()  # which starts processes
-    return {"s per step": seconds_of(epoch) / steps}
+    return {WHOLE: seconds_of(epoch) / steps}
 
 
 def train(config: Any) -> Any:  # noqa: ANN401 - an app's configuration, and its summary

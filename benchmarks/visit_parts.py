@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 
-from medspeed.benchmarks.harness import Figures, attempt, guide_steps, trained
+from medspeed.benchmarks.harness import Figures, attempt, guide_steps, in_a_process, save_batch, trained
 from medspeed.common.clock import repeated
 from medspeed.common.files import write_json
 from medspeed.common.observe.roofline import measure_ceiling
@@ -85,7 +85,7 @@ def survey(device: torch.device, to: Path) -> None:
 
 def layouts(image: torch.Tensor, weight: torch.Tensor, told: Sequence[Any]) -> Figures:
     """Return the milliseconds of a convolution and its gradients in each layout."""
-    found: Figures = {}
+    found, threads = Figures(), torch.get_num_threads()  # of which a `Timer` takes one unless told
     last = torch.channels_last if image.ndim == 4 else torch.channels_last_3d
     for layout, (inner, benchmark) in LAYOUTS.items():
         order = last if inner else torch.contiguous_format
@@ -95,7 +95,7 @@ def layouts(image: torch.Tensor, weight: torch.Tensor, told: Sequence[Any]) -> F
         with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
             for name, mask in PASSES.items():
                 run = partial(backward, mask) if mask else forward
-                seconds = Timer("run()", globals={"run": run}).timeit(_ROUNDS).mean
+                seconds = Timer("run()", globals={"run": run}, num_threads=threads).timeit(_ROUNDS).mean
                 found.setdefault(layout, {})[name] = round(1000 * seconds, 4)
     return found
 
@@ -106,10 +106,15 @@ def steps(app: str, flags: Sequence[str], ways: Sequence[str], device: torch.dev
     for way in ways:
         choices = [f"--{name}={value}" for name, value in {**OFF, **WAYS[way]}.items()]
         config = parse_flags(app, [*flags, *choices, "--run", str(to.with_suffix("") / way)])
-        guide = partial(guide_steps, config, {}, "fp16" if device.type == "cuda" else "fp32")
-        record[way] = attempt(guide if way == "guide" else partial(trained, config))
+        record[way] = attempt(partial(guide, config, device, to) if way == "guide" else partial(trained, config))
         print(f"{app} {way}: {record[way]}", flush=True)
         write_json(to, record)
+
+
+def guide(config: Any, device: torch.device, to: Path) -> Figures:  # noqa: ANN401 - an app's configuration
+    """Return what the guide's step takes as it runs there, on a batch of ours, which stays beside the figures."""
+    in_a_process(save_batch, config, to.with_suffix(".pt"))
+    return guide_steps(config.APP, to.with_suffix(".pt"), {}, "fp16" if device.type == "cuda" else "fp32")
 
 
 def main() -> None:

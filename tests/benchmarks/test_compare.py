@@ -1,8 +1,11 @@
 """Each part of `compare.py` runs at a tiny scale, and its rows are of both sides."""
 
 import json
+import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nibabel
@@ -15,6 +18,7 @@ from medspeed.apps.pathology.slides.camelyon import read_slide_set
 from medspeed.benchmarks import GUIDES, compare, harness, sides
 from medspeed.benchmarks.peers import make_step
 from medspeed.benchmarks.sides import Task
+from medspeed.common.data.batches import Batch
 from medspeed.common.inference.model import write_model
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from medspeed.data_scripts.make_slides import make_slides
@@ -88,6 +92,49 @@ def test_ours_alone_steps_without_the_guide_and_without_what_is_emulated(run, mo
     assert ("only emulates" in capsys.readouterr().out) is not bf16
 
 
+def test_the_guides_steps_run_where_nothing_of_ours_does_on_a_float32_batch_by_the_clock_of_ours(
+    data, tmp_path, monkeypatch
+):
+    """Whatever the precision of our run: its batch may be of another dtype and layout, as a fused kernel makes it."""
+    task, batch = Task("brats", data["brats"], CPU, 1, 8, True, tmp_path), tmp_path / "batch.pt"
+    image = torch.rand(2, 4, 16, 16, 16, dtype=torch.bfloat16).to(memory_format=torch.channels_last_3d)
+    label = torch.ones(2, 1, 16, 16, 16, dtype=torch.uint8)
+    setup = SimpleNamespace(batches=SimpleNamespace(epoch=lambda _: iter([Batch(image, label, ("a", "b"))])))
+    with monkeypatch.context() as patched:
+        patched.setattr(harness, "opened", lambda config: nullcontext((None, setup, None)))
+        harness.save_batch(None, batch)
+    saved, _ = torch.load(batch, weights_only=True)
+    assert saved.dtype == torch.float32
+    assert saved.is_contiguous()
+    assert torch.equal(saved, image.float())
+    monkeypatch.setattr(harness, "opened", lambda config: pytest.fail("a run of ours in the guide's process"))
+    given = next(iter(task.ways(task.config(GUIDES["brats"]["steps"][0])).values()))
+    found = harness.guide_steps("brats", batch, given.network, "fp32")
+    assert found["computed, s per step"] > 0
+    assert found["batch"] == [2, 4, 16, 16, 16]
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_record_lies_in_a_folder_of_date_device_and_app_and_only_a_finished_one_is_refused(
+    data, tmp_path, monkeypatch, capsys, bf16
+):
+    monkeypatch.setattr(compare, "computes_bf16", lambda device: bf16)
+    monkeypatch.setattr(compare, "step", lambda task: [harness.row("a step", "s", [2.0], [1.0])])
+    line = ["compare.py", "brats", "--data", data["brats"], "--device", "cpu", "--part", "step", "--output", tmp_path]
+    monkeypatch.setattr(sys, "argv", list(map(str, line)))
+    folder = compare.new_record(tmp_path, "brats", CPU)
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d_cpu{'-bf16' * bf16}_brats-guide-against-fast", folder.name)
+    folder.mkdir()
+    (folder / "record.json").write_text("of one that was interrupted")
+    compare.main()
+    assert json.loads((folder / "record.json").read_text())["rows"][0]["ratio"] == 2.0
+    assert f"compare.py brats --data {data['brats']}" in (folder / "README.md").read_text()
+    assert "README" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert f"{folder.name} already exists; move it" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("app", GUIDES)
 def test_step_has_a_row_for_every_pair_of_sides(run, app):
@@ -117,7 +164,8 @@ def test_both_sides_step_on_the_same_batch(data, tmp_path, monkeypatch, app):
         return lambda *batch: losses.setdefault("guide", step(*batch)), optimizer
 
     monkeypatch.setattr(harness, "make_step", guide_step)
-    harness.guide_steps(config, given.network, "fp32")
+    harness.save_batch(config, tmp_path / "batch.pt")
+    harness.guide_steps(app, tmp_path / "batch.pt", given.network, "fp32")
     with harness.opened(config) as (_, setup, _):
         batch = next(iter(setup.batches.epoch(0)))
         loss = setup.loss_function(same_weights(setup.network.train())(batch.image), batch.label)

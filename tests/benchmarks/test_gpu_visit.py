@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from medspeed.benchmarks import visit_parts
 
@@ -133,6 +134,19 @@ def test_each_distinct_convolution_is_timed_forward_and_backward(tmp_path, monke
             assert min(each.values()) > 0
 
 
+def test_convolutions_are_timed_with_all_threads(monkeypatch):
+    made: list[Any] = []
+
+    def timer(*words: Any, **how: Any) -> Any:
+        made.append(how["num_threads"])
+        return Timer(*words, **how)
+
+    monkeypatch.setattr(visit_parts, "Timer", timer)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    visit_parts.layouts(torch.rand(1, 1, 4, 4), torch.rand(1, 1, 1, 1), [[1, 1], [0, 0], [1, 1], False, [0, 0], 1])
+    assert set(made) == {3}
+
+
 def test_a_convolution_that_cannot_run_is_told_and_the_next_one_timed(tmp_path, monkeypatch):
     def fails(image: torch.Tensor, weight: torch.Tensor, told: Any) -> Any:
         if weight.shape[1] == 1:
@@ -200,7 +214,7 @@ def test_the_whole_visit_is_rehearsed_with_a_part_that_fails_and_one_that_takes_
     assert len({row["app"] for row in parts["survey"]["convolutions"]}) == 3
     for app in ("spleen", "pathology"):
         for way in ("guide", "eager"):
-            assert parts[f"steps-{app}"][way]["s per step"] > 0, (app, way)
+            assert parts[f"steps-{app}"][way]["computed, s per step"] > 0, (app, way)
         for way in ("graph", "fused"):  # on a CPU there is neither, and the flags lead to the same steps
             assert parts[f"steps-{app}"][way]["losses"] == parts[f"steps-{app}"]["eager"]["losses"]
     assert {side: len(runs) for side, runs in parts["target"]["runs"].items()} == {"fast": 1, "warm": 1}
