@@ -40,24 +40,30 @@ def _tensorboard(run: "Trackers", known: str) -> _Tracker:
 def _mlflow(run: "Trackers", known: str) -> _Tracker:
     for name, value in (("MAX_RETRIES", "1"), ("TIMEOUT", "10")):  # MLflow's own are minutes of waiting
         os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
-    import mlflow
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
 
-    if not known:
-        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", run.project))
-    number = mlflow.start_run(known or None, run_name=run.folder.name, nested=True).info.run_id  # beside a user's
-    if not known:
-        mlflow.log_params(run.settings)
-    last = max((each.step for each in mlflow.MlflowClient().get_metric_history(number, "loss")), default=0)
+    client, number, last = MlflowClient(), known, 0
+    if number:
+        client.update_run(number, status="RUNNING")
+        last = max((point.step for point in client.get_metric_history(number, "loss")), default=0)
+    else:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", run.project)
+        found = client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else client.create_experiment(name)
+        number = client.create_run(experiment, run_name=run.folder.name).info.run_id
+        client.log_batch(number, params=[Param(name, str(value)[:500]) for name, value in run.settings.items()])
 
     def scalars(values: Mapping[str, float], step: int) -> None:
         if step > last or "loss" not in values:  # a resumed run may do an epoch again
-            mlflow.log_metrics(dict(values), step, run_id=number)
+            now = int(time.time() * 1000)
+            client.log_batch(number, [Metric(name, value, now, step) for name, value in values.items()])
 
     def files(paths: Sequence[Path]) -> None:
         for path in paths:
-            mlflow.log_artifact(str(path), run_id=number)
+            client.log_artifact(number, str(path))
 
-    return _Tracker(number, scalars, files, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED"))
+    return _Tracker(number, scalars, files, lambda failed: client.set_terminated(number, "FAILED" if failed else None))
 
 
 def _wandb(run: "Trackers", known: str) -> _Tracker:

@@ -161,6 +161,30 @@ def test_a_server_of_mlflow_that_does_not_answer_costs_one_warning(tmp_path, mon
 
 @theirs
 @pytest.mark.slow
+def test_mlflow_leaves_a_users_run_and_experiment_alone_and_cuts_long_settings(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow")
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    said: list[str] = []
+    mlflow.set_experiment("mine")
+    with mlflow.start_run() as users:
+        for first in (0, 1):  # the second goes on with the run of the first
+            found = Trackers(("mlflow",), "spleen", tmp_path, lambda line, kind="note": said.append(line))
+            found.begin({"long": "x" * 7000}, first)
+            found.scalars({"loss": 0.25}, first + 1)
+            found.close(failed=not first)
+        assert mlflow.active_run().info.run_id == users.info.run_id
+    with mlflow.start_run() as later:
+        assert later.info.experiment_id == users.info.experiment_id
+    number = json.loads((tmp_path / "trackers.json").read_text())["mlflow"]
+    assert said == [f"mlflow: run {number}"] * 2  # no warning
+    ours = mlflow.get_run(number)
+    assert mlflow.get_experiment(ours.info.experiment_id).name == "medspeed-spleen"
+    assert (ours.info.status, len(ours.data.params["long"])) == ("FINISHED", 500)
+
+
+@theirs
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
 def test_a_package_like_wandb_keeps_a_run_offline_and_goes_on_with_it(package, tmp_path, monkeypatch):
     pytest.importorskip(package, reason=f"needs {package}: pip install {package}")
