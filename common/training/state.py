@@ -2,6 +2,7 @@
 
 import io
 import math
+import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -113,10 +114,13 @@ class TrainingState:
 
     def _content(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides the weights."""
+        optimizer = self.optimizer.state_dict()
+        for group in optimizer["param_groups"]:
+            group["lr"] = float(group["lr"])  # a view of all steps' rates would be saved with them
         return {name: getattr(self, name) for name in _KEPT} | {
             "losses": self.checked(),
             "per_epoch": len(self.losses),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "scaler": self._scaler.state_dict(),
             "random": torch.get_rng_state(),
             "seconds": self._run.clock.seconds(),
@@ -170,7 +174,7 @@ class TrainingState:
 def save_checkpoint(
     folder: Path, position: tuple[int, int], weights: dict[str, torch.Tensor], state: dict[str, Any]
 ) -> Path:
-    """Write a checkpoint as `folder/epoch-E-step-N`, point `folder/last` at it, then remove all but the one before.
+    """Write `folder/epoch-E-step-N.safetensors`, point `folder/last` at it, then remove all but the one before.
 
     The file appears by one rename after all bytes have reached the disk, so a process killed at any moment leaves the
     earlier checkpoint or the new one, each whole. The position is the epoch, and the steps done in it; the state has
@@ -199,10 +203,14 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, An
     A ValueError names one whose bytes have changed, or that asks to run code.
     """
     for left in folder.glob(".part-*"):
-        left.unlink()
+        # An earlier version left folders; a link that was about to become `last` is a folder too, when asked.
+        left.unlink() if left.is_symlink() or not left.is_dir() else shutil.rmtree(left)
     complete = _complete(folder)
-    if not complete:
+    newest = max([*complete, *folder.glob("epoch-??????-step-??????")], default=None)
+    if newest is None:
         return None
+    if newest.is_dir():
+        raise ValueError(f"{newest}: a checkpoint of an earlier version; resume with that version, or start a new run")
     try:
         weights = load_weights(complete[-1])
         state = io.BytesIO(weights.pop(_STATE).numpy().tobytes())
@@ -214,4 +222,4 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, An
 
 
 def _complete(folder: Path) -> list[Path]:
-    return sorted(folder.glob("epoch-*"))
+    return sorted(folder.glob("epoch-??????-step-??????.safetensors"))

@@ -117,6 +117,14 @@ def state_of(folder, per_epoch):
     return TrainingState(run_in(folder), network, torch.optim.Adam(network.parameters()), SCALER, per_epoch)
 
 
+def test_a_checkpoint_holds_one_learning_rate_not_those_of_all_steps(tmp_path):
+    state, rates = state_of(tmp_path, 3), torch.linspace(1, 0, 100_000)
+    state.optimizer.param_groups[0]["lr"] = rates[3]
+    state.save()
+    assert (tmp_path / "checkpoints" / "last").stat().st_size < 100_000
+    assert state.optimizer.param_groups[0]["lr"].data_ptr() == rates[3].data_ptr()  # the steps still read it there
+
+
 def test_a_state_comes_back_whole(tmp_path):
     state = state_of(tmp_path, 3)
     state.epoch = 2
