@@ -59,6 +59,16 @@ def test_its_trial_passes_and_finds_a_planted_fault(everywhere, monkeypatch):
     assert "off by" in trust.difference(trial.fused(), trial.work(), trial.tolerance)
 
 
+def test_its_trial_times_what_the_kernel_replaces_alone():
+    """Twice its ten operators, and what they are given."""
+    trial = optimizers.moments_trial(torch.device("cpu"))
+    first = trial.work()
+    with torch.profiler.profile() as recorded:
+        second = trial.work()
+    assert sum(event.cpu_parent is None for event in recorded.events()) <= 2 * 12 + 2
+    assert all(map(torch.equal, first, second))
+
+
 @pytest.mark.slow
 def test_the_kernel_compiles_without_spilling():
     run_compiled("tests/common/kernels/compile_moments.py")
