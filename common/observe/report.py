@@ -4,6 +4,7 @@ import base64
 import gzip
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,19 @@ def write_report(directory: Path, summary: Json) -> Path:
     pictures = {name: directory / f"{name}.png" for name in ("progress", "monitor")}
     files = [path for name in ranked if (path := directory / "report_cases" / f"{name}.json").is_file()]
     kept = files[: np.count_nonzero(np.cumsum([path.stat().st_size for path in files]) <= _LARGEST_PAGE - _REST)]
+    scans, environment = dict[str, Json](), directory / "environment.json"
+    for path in kept:
+        with suppress(ValueError):  # a damaged one is left out
+            scans[path.stem] = read_object(path)
     content = _template().render(
         name=directory.resolve().name,
         summary=summary,
-        environment=read_object(directory / "environment.json"),
+        environment=read_object(environment) if environment.is_file() else {},
         epochs=read_json_lines(directory / "metrics.jsonl"),
         # An app that judges patches has figures of all of them together, in its own order, and no regions.
         cases={name: per_case[name] for name in (ranked if quality["per_region"] else per_case)},
         pictures={name: _base64(path.read_bytes()) for name, path in pictures.items() if path.is_file()},
-        scans={path.stem: read_object(path) for path in kept},
+        scans=scans,
         left_out=len(files) - len(kept),
         colours=LABEL_COLOURS,
     )

@@ -377,6 +377,17 @@ def unpacked(case: dict[str, Any], name: str) -> np.ndarray:
     return np.frombuffer(gzip.decompress(base64.b64decode(case[name])), np.uint8).reshape(case["shape"])
 
 
+def test_a_damaged_case_or_no_environment_costs_only_itself(tmp_path: Path):
+    folder = hand_made_run(tmp_path)
+    add_case(folder, "good")
+    add_case(folder, "bad")
+    (folder / "report_cases" / "bad.json").write_text("{")
+    (folder / "environment.json").unlink()
+    page = write_report(folder, json.loads((folder / "summary.json").read_text())).read_text()
+    assert re.findall(r'<option value="0">(.*) \(', page.split("</option>")[0]) == ["good"]
+    assert "<option" not in page.split("</option>")[1].split("</select>")[0]
+
+
 def test_a_case_is_made_small_by_means_and_middles(tmp_path: Path):
     image = np.zeros((384, 3, 2), np.uint8)
     image[0::2], image[1::2] = 10, 30  # pairs along x become one voxel: their mean is 20
