@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import psutil
 import torch
 from torch.autograd.profiler_util import EventList
-from torch.profiler import profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from medspeed.common.files import atomic_path, write_text
 
@@ -133,13 +133,12 @@ def synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def nvtx_ranges() -> AbstractContextManager[None]:
-    """Return a block whose spans and operators Nsight Systems shows as ranges; without NVTX that is a ValueError."""
-    if torch.version.cuda is None:
+def check_nvtx() -> None:
+    """Raise a ValueError if torch cannot mark ranges for Nsight Systems here."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
         built = f"torch {torch.__version__} is built without NVTX"
-        raise ValueError(f"profile nvtx: {built}; use --profile torch, or a torch built for CUDA")
-    ranges: AbstractContextManager[None] = torch.autograd.profiler.emit_nvtx()  # type: ignore[no-untyped-call]
-    return ranges
+        found = built if torch.version.cuda is None else "torch finds no NVIDIA GPU"
+        raise ValueError(f"profile nvtx: {found}; use --profile torch, or a torch built for CUDA and a GPU")
 
 
 @contextmanager
@@ -155,11 +154,19 @@ def profiled_steps(folder: Path, device: torch.device) -> Iterator[Callable[[], 
     none = f"No step was recorded: the first {SKIPPED} are skipped, and the training ended before another was done.\n"
     write_text(folder / "operations.txt", none)
     recording = profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])],
         schedule=schedule(wait=SKIPPED - 1, warmup=1, active=RECORDED, repeat=1),
         on_trace_ready=partial(_write, folder, on_cuda),
     )
+
+    def step() -> None:
+        if recording.step_num + 1 == SKIPPED:
+            synchronise()  # what earlier steps left running is not part of the recorded ones
+        if recording.step_num < SKIPPED + RECORDED:
+            recording.step()
+
     with recording:
-        yield recording.step
+        yield step
 
 
 def _write(folder: Path, on_cuda: bool, recording: profile) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from medspeed.common.clock import StepTimer, nvtx_ranges, profiled_steps
+from medspeed.common.clock import StepTimer, profiled_steps
 from medspeed.common.config import flat
 from medspeed.common.console import hides_bar
 from medspeed.common.data.batches import Batch, Batches
@@ -95,7 +95,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     steps = Steps(lambda batch, rate: train_step(parallel, batch, *given, rate, parts, one), rates, state)
     choose_steps(steps, batches, state.epoch, config, run)
     log = Log(run, config, rates, state) if ranks.leader else None
-    marked = nvtx_ranges() if config.profile == "nvtx" else nullcontext()
+    marked: Any = torch.autograd.profiler.emit_nvtx(config.profile == "nvtx")  # type: ignore[no-untyped-call]
     shown = closing(log) if log else nullcontext()
     with closing(state), closing(GracefulStop(ranks, state.save)) as stop, marked, shown:
         for epoch in range(state.epoch, epochs):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from medspeed.common.clock import check_nvtx
 from medspeed.common.config import config_to_yaml
 from medspeed.common.data import crops
 from medspeed.common.data.batches import Batches
@@ -50,6 +51,8 @@ def start_run(config: TrainingConfig) -> Iterator[Run]:
     with join_ranks(config.device) as ranks, take_signals(STOP_SIGNALS, exit_by_signal):
         root = Path("runs") / config.APP
         ranks.once(lambda: check_installed(config.log))
+        if config.profile == "nvtx":
+            ranks.once(check_nvtx)
         run = open_run(root, config.run, config.resume, config.device, config_to_yaml(config), config.seed, ranks)
         run = replace(run, trackers=Trackers(config.log, config.APP, run.directory, run.say))
         if run.device.type == "cpu":

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from medspeed.common.clock import RECORDED, SKIPPED, nvtx_ranges, profiled_steps
+from medspeed.apps.spleen.config import SpleenConfig
+from medspeed.apps.spleen.train import main
+from medspeed.common import clock
+from medspeed.common.clock import RECORDED, SKIPPED, check_nvtx, profiled_steps
 
 CPU = torch.device("cpu")
 SPANS = ("wait for batch", "forward", "loss", "backward", "optimizer")
@@ -177,15 +180,43 @@ def test_after_the_window_nothing_is_recorded(tmp_path):
     assert found_in(tmp_path)["ProfilerStep*"][1] == RECORDED
 
 
+def test_the_device_is_awaited_once_before_the_window_and_nothing_is_counted_after_it(tmp_path, monkeypatch):
+    calls: list[Any] = []
+
+    class Recording(profile):
+        def __init__(self, **options: Any) -> None:
+            calls.append(options["activities"])
+            super().__init__(**options)
+
+        def step(self) -> None:
+            calls.append("step")
+            super().step()
+
+    monkeypatch.setattr(clock, "profile", Recording)
+    monkeypatch.setattr(clock, "synchronise", lambda: calls.append("wait"))
+    train(tmp_path, SKIPPED + RECORDED + 5, Training())
+    steps = ["step"] * (SKIPPED + RECORDED)
+    assert calls == [[ProfilerActivity.CPU], *steps[: SKIPPED - 1], "wait", *steps[SKIPPED - 1 :]]
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has NVTX")
-def test_without_nvtx_its_ranges_are_refused_at_once():
+def test_without_nvtx_its_ranges_are_refused():
     with pytest.raises(ValueError, match=r"profile nvtx: torch .* is built without NVTX; use --profile torch"):
-        nvtx_ranges()
+        check_nvtx()
+
+
+def test_without_a_gpu_its_ranges_are_refused_before_the_run_has_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="profile nvtx: torch finds no NVIDIA GPU; use --profile torch, "):
+        main(SpleenConfig(run=tmp_path / "run", profile="nvtx"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.gpu
 def test_nvtx_ranges_on_a_gpu():
-    with nvtx_ranges(), record_function("a"), record_function("b"):
+    check_nvtx()
+    with torch.autograd.profiler.emit_nvtx(), record_function("a"), record_function("b"):
         torch.ones(3, device="cuda").sum()
 
 
