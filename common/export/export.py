@@ -156,7 +156,6 @@ def volume_gate(
         return sum(case_dice(dice_counts(*pair, regions)) for pair in zip(found, truths, strict=True)) / len(found)
 
     words = {"labels": model.labelling.labels, "regions": [region.name for region in regions]}
-    words |= {"members": [member.sha256 for member in model.members]} if model.members else {}
     metadata = {"name": f"medspeed {app}", **{name: " ".join(each) for name, each in words.items()}}
     origin = f"{quality} on {plural(len(cases), 'case')} {origin}"
     return Gate(sample_windows(prepared, model), evaluate, origin, batch=model.window_batch, metadata=metadata)

@@ -4,9 +4,8 @@ import hashlib
 import inspect
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,29 +32,6 @@ Trained = Any  # a `VolumeModel`, or an app's own: it has `precision`, and `buil
 
 
 @dataclass(frozen=True)
-class Member:
-    """A network of an ensemble (see `VolumeModel`), the name of the run it is from, and the SHA-256 of its weights."""
-
-    run: str
-    sha256: str
-    network: Callable[..., nn.Module]
-    arguments: Mapping[str, Any]
-
-
-class Ensemble(nn.Module):
-    """Several networks that take the same windows."""
-
-    def __init__(self, members: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.members = nn.ModuleList(members)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return the mean of their logits, [B, K, X, Y, Z] float32, of windows [B, C, X, Y, Z]."""
-        total: torch.Tensor = reduce(torch.add, (each(image).float() for each in self.members))
-        return total / len(self.members)
-
-
-@dataclass(frozen=True)
 class VolumeModel:
     """Everything inference needs to know about a volume segmentation network: the content of `model.json`."""
 
@@ -68,13 +44,10 @@ class VolumeModel:
     overlap: float  # fraction of a window that its neighbour shares
     precision: Precision  # used in training, and for inference in PyTorch
     postprocessing: Steps = ()  # steps, as chosen on validation cases
-    # networks of an ensemble, whose logits are averaged; the first is `network`. Empty for a single one
-    members: tuple[Member, ...] = ()
     modality: tuple[str, ...] = ()  # name of each channel, as in dataset.json; nothing in files that do not name them
 
     def __post_init__(self) -> None:
-        parts: tuple[VolumeModel | Member, ...] = (self, *self.members)
-        given = [each for part in parts for each in part.arguments.values()]
+        given = self.arguments.values()
         sizes = [side for each in given for side in (each if isinstance(each, (list, tuple)) else [each])]
         small = all(abs(size) <= _MOST for size in sizes if isinstance(size, (int, float)))
         names = {region.name for region in self.labelling.regions}
@@ -91,14 +64,11 @@ class VolumeModel:
 
     def build(self, weights: Path | None = None) -> nn.Module:
         """Return the network with weights of a file, or random ones; a ValueError says what does not fit."""
-        built = []
-        for part in self.members or (self,):
-            try:
-                built.append(part.network(self.preparation.channels, self.labelling.channels, **part.arguments))
-            except BROKEN as error:
-                said = f"model.json: invalid arguments {dict(part.arguments)} ({first_line(error)})"
-                raise ValueError(said) from error
-        network = Ensemble(built) if self.members else built[0]
+        try:
+            network = self.network(self.preparation.channels, self.labelling.channels, **self.arguments)
+        except BROKEN as error:
+            said = f"model.json: invalid arguments {dict(self.arguments)} ({first_line(error)})"
+            raise ValueError(said) from error
         if weights is not None:
             initialise(network, weights, made_of=self.arguments)
         return network
