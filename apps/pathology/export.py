@@ -26,7 +26,6 @@ if __name__ == "__main__":
     CONFIG = parse_config(PathologyExport, {}, description=__doc__)  # before torch: --help answers at once
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,15 +69,16 @@ def main(config: PathologyExport) -> Path:
     if config.to == "bundle":
         return write_patch_bundle(config.destination, config.run, model)
 
-    def open_gate(run: Run, scratch: Path) -> tuple[Gate, Callable[[], torch.Tensor]]:
+    def open_gate(run: Run, scratch: Path, int8: bool) -> tuple[Gate, torch.Tensor | None]:
         """Judge on the patches that validated the run, or on synthetic ones."""
         own, synthetic = run.directory / "plan.json", PathologyConfig(patch_size=model.patch_size, store=scratch)
         trained = read_as(own, PathologyConfig) if own.is_file() else synthetic
         trained = replace(trained, data=config.data or trained.data, init=None)
         tables = find_tables(trained, run)
         validation = decoded(tables.parts["validation"], trained, run)
-        gate = patch_gate(validation, model, run, tables.name)
-        return gate, lambda: tiles(decoded(tables.parts["training"], trained, run), model, _CALIBRATION_TILES)
+        training = decoded(tables.parts["training"], trained, run) if int8 else None
+        windows = None if training is None else tiles(training, model, _CALIBRATION_TILES)
+        return patch_gate(validation, model, run, tables.name), windows
 
     return hand_over(PathologyConfig.APP, TASK, config, model, open_gate)
 

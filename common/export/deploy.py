@@ -22,7 +22,7 @@ from medspeed.common.export.export import GATE_CASES, Exports, Gate, export, vol
 from medspeed.common.export.model_card import model_card, read_if_there
 from medspeed.common.export.onnx_model import read_metadata
 from medspeed.common.export.options import ExportConfig
-from medspeed.common.files import atomic_path, read_as, write_json
+from medspeed.common.files import DIGESTS, atomic_path, read_as, write_json
 from medspeed.common.inference.ensemble import Ensemble, RunModel
 from medspeed.common.inference.evaluation import merged_split
 from medspeed.common.inference.measure import read_figures
@@ -34,8 +34,8 @@ from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run
 
 Cases = tuple[Case, ...]
-# From a run and a folder for scratch to the gate, and what reads the windows that INT8 is calibrated on.
-OpenGate = Callable[[Run, Path], tuple[Gate, Callable[[], torch.Tensor]]]
+# From a run, a folder for scratch and whether INT8 is wanted to the gate, and the windows that INT8 is calibrated on.
+OpenGate = Callable[[Run, Path, bool], tuple[Gate, torch.Tensor | None]]
 _CALIBRATION_CASES = 8
 _SYNTHETIC_CASES = 3
 # Quantised: they hold nearly all of the arithmetic and of the bytes, and TensorRT fuses what follows them as it likes.
@@ -58,13 +58,15 @@ def export_run(app: str, task: str, config: ExportConfig, model: RunModel, phant
     if config.to == "bundle":
         return write_volume_bundle(config.destination, config.run, task, model)
 
-    def open_gate(run: Run, scratch: Path) -> tuple[Gate, Callable[[], torch.Tensor]]:
+    def open_gate(run: Run, scratch: Path, int8: bool) -> tuple[Gate, torch.Tensor | None]:
         cases, others, origin = _find_cases(config, phantoms, scratch / "phantoms")
+        few = others or cases  # gone before the gate's own are prepared
+        windows = sample_windows(_prepared(few, model), model, most=_CALIBRATION_CASES) if int8 else None
         gate = volume_gate(cases, _prepared(cases, model), model, app, run, origin)
         if model.members:
             digests = " ".join(member.sha256 for member in model.members)
             gate = replace(gate, metadata={**gate.metadata, "members": digests})
-        return gate, lambda: sample_windows(_prepared(others or cases, model), model, most=_CALIBRATION_CASES)
+        return gate, windows
 
     return hand_over(app, task, config, model, open_gate, served_pipeline(model))
 
@@ -80,13 +82,14 @@ def hand_over(
     weights, made = config.run / "best.safetensors", False
     if config.to == "triton" and not config.int8 and served.is_file():
         check_digest(config.run, served)
-        made = unfit(served, weights) is None
+        passed = f"exports/{served.name}" in read_if_there(config.run / DIGESTS)  # the gate
+        made = passed and weights.is_file() and unfit(served, weights) is None
     if not made:
         run = Run(config.run, choose_device(config.device), Clock(), resumed=True)
         network = model.build(weights).to(run.device).eval()
         with tempfile.TemporaryDirectory(prefix="export-") as scratch:
-            gate, windows = open_gate(run, Path(scratch))
-            int8 = partial(quantise, windows=windows()) if config.int8 or config.precision == "int8" else None
+            gate, windows = open_gate(run, Path(scratch), config.int8 or config.precision == "int8")
+            int8 = None if windows is None else partial(quantise, windows=windows)
             exports = export(network, gate, run, config.engine if config.to == "engine" else "none", int8)
             _tell(exports, gate, run)
     if config.to != "triton":

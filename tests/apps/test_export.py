@@ -2,6 +2,7 @@
 
 import json
 from typing import Literal
+from unittest import mock
 
 import numpy as np
 import onnxruntime
@@ -18,7 +19,7 @@ from medspeed.apps.pathology.model import load_model as load_pathology
 from medspeed.apps.spleen.export import SpleenExport, imported_model
 from medspeed.apps.spleen.export import main as export_spleen
 from medspeed.apps.spleen.infer import main as infer_spleen
-from medspeed.common.export.deploy import _find_cases
+from medspeed.common.export.deploy import _find_cases, hand_over
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.files import record_digests, sha256_of
 from medspeed.common.inference.model import save_weights
@@ -138,6 +139,25 @@ def test_what_changed_behind_the_record_of_a_run_is_neither_used_nor_handed_over
             export_spleen(spleen(tmp_path, to=to))
     with pytest.raises(ValueError, match=r"best\.safetensors: the file has changed"):
         open_predictor(run, model, device=torch.device("cpu"))
+
+
+def test_triton_gets_no_model_that_no_gate_has_passed(tmp_path, weights):
+    run, gate = tmp_path / "run", mock.Mock(side_effect=InterruptedError("the gate"))
+    model = imported_model(spleen(tmp_path))
+    import_weights(run, "spleen", model, weights)
+
+    def serve():
+        return hand_over("spleen", "a task", spleen(tmp_path, to="triton"), model, gate)
+
+    metadata = {"weights_sha256": sha256_of(run / "best.safetensors")}
+    path = export_onnx(model.build(), run / "exports" / "model_fp32.onnx", (1, 32, 32, 32), "fp32", metadata)
+    with pytest.raises(InterruptedError):  # as a process that was killed before its gate leaves it
+        serve()
+    record_digests(run, [path])
+    assert (serve() / "1" / "model.onnx").is_file()
+    (run / "best.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"best\.safetensors"):
+        serve()
 
 
 def test_a_summary_that_says_nothing_is_no_data(tmp_path, weights):

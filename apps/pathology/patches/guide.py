@@ -101,7 +101,11 @@ def why_not_cucim(device: torch.device) -> str | None:
     """Return why cuCIM's kernels cannot run, None where they can."""
     if device.type != "cuda":
         return f"the device is {device.type}"
-    return None if find_spec("cupy") else "cupy is not installed (pip install -e '.[gpu]')"
+    if find_spec("cupy") is None:
+        return "cupy is not installed (pip install -e '.[gpu]')"
+    import cupy
+
+    return None if cupy.is_available() else "cupy finds no GPU"
 
 
 def cucim_transform(augmentation: Augmentation) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -28,7 +28,7 @@ from medspeed.common.run import Run
 from medspeed.common.training.config import decided
 from medspeed.common.training.setup import batch_trials, dtype_of, trust_kernels
 
-_SENT_AT_ONCE = 1024  # patches that threads gather, and that are sent to the device, in one go
+_SENT_AT_ONCE = 2**28  # bytes of patches that threads gather, and that are sent to the device, in one go
 _CHECKED_AT_ONCE = 2**24  # bytes
 _ORDER = 2**61  # in the place of a stream number, so that the order and the augmentation never share random numbers
 
@@ -59,10 +59,11 @@ class Patches:
         Threads fill a buffer, pinned for a GPU, which is then sent.
         """
         shape, pin = self.pixels.shape[1:], device.type == "cuda"
+        at_once = min(len(rows), max(1, _SENT_AT_ONCE // math.prod(shape)))
         sent = torch.empty((len(rows), *shape), dtype=torch.uint8, device=device)
-        buffer = torch.empty((min(len(rows), _SENT_AT_ONCE), *shape), dtype=torch.uint8, pin_memory=pin)
-        for first in range(0, len(rows), _SENT_AT_ONCE):
-            some = rows[first : first + _SENT_AT_ONCE]
+        buffer = torch.empty((at_once, *shape), dtype=torch.uint8, pin_memory=pin)
+        for first in range(0, len(rows), at_once):
+            some = rows[first : first + at_once]
             parts = (np.array_split(each, usable_cores()) for each in (some, buffer.numpy()[: len(some)]))
             map_in_threads(self._gather, list(zip(*parts, strict=True)), "patches", progress=False)
             sent[first : first + len(some)].copy_(buffer[: len(some)])

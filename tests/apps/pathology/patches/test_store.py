@@ -218,7 +218,7 @@ def test_patches_are_sent_through_a_buffer_and_never_lie_in_host_memory_as_a_who
     nothing: Any = None
     patches = Patches(nothing, pixels)
     rows = np.arange(1, 40, 2)  # of 48 KiB each
-    monkeypatch.setattr(patch_store, "_SENT_AT_ONCE", 2)  # ten pieces
+    monkeypatch.setattr(patch_store, "_SENT_AT_ONCE", 100_000)  # bytes: ten pieces of two
     assert np.array_equal(patches.on_device(rows, CPU).pixels, pixels[rows])
     assert np.array_equal(patches.on_device(rows[:5], CPU).pixels, pixels[rows[:5]])  # the last piece is half of one
     made: list[int] = []
