@@ -18,12 +18,11 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 import yaml
 
 from medspeed.common.files import from_json
-from medspeed.common.flags import Parser, as_type, flag_of, near, placeholder, shown_default, value_of
+from medspeed.common.flags import SHOWN, Parser, as_type, flag_of, near, placeholder, shown_default, value_of
 
 Config = TypeVar("Config")
 
 _MOST_YAML, _DEEPEST_YAML = 1_000_000, 8
-_SHOWN = 60  # letters of a foreign word in an error
 _OPEN = "What has no default is chosen from the data and the device, or not used; the value null means the same.\n"
 _NOTE = "A list is written 64 64 48 or 64,64,48. Flags may have underscores instead of dashes."
 
@@ -176,8 +175,8 @@ def _typed(where: str, content: Mapping[Any, Any], leaves: Mapping[str, _Leaf], 
             continue
         name = f"{name}.name" if f"{name}.name" in leaves else name
         if name not in leaves:
-            raise ValueError(f"{where}{name[:_SHOWN]}: no such field{near(name[:_SHOWN], leaves)}")
-        values[name] = as_type(f"{where}{name} {str(value)[:_SHOWN]}", leaves[name].type, value)
+            raise ValueError(f"{where}{name[:SHOWN]}: no such field{near(name[:SHOWN], leaves)}")
+        values[name] = as_type(f"{where}{name} {str(value)[:SHOWN]}", leaves[name].type, value)
     return values
 
 

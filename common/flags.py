@@ -37,7 +37,7 @@ _VERBOSITIES = {
     "verbose": "print every choice in a line of its own, and tracebacks of errors",
 }
 _WIDEST = 28  # letters of choices that stand beside their flag
-_SHOWN = 60  # letters of a value in an error
+SHOWN = 60  # letters of a value in an error
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -141,7 +141,7 @@ def value_of(name: str, expected: Any, words: str | list[str]) -> Any:  # noqa: 
         given = [re.sub(r"(?<!\d)\.(?=\d)", "0.", word) for word in given]  # of .5
         given = [re.sub(r"(?<=\d)\.(?!\d)", ".0", word).lstrip("+") for word in given]  # of 1.
     value: Any = " ".join(given)
-    told = f"{flag_of(name)} {value[:_SHOWN]}"
+    told = f"{flag_of(name)} {value[:SHOWN]}"
     if value == "null" and core is not expected:
         value = None
     elif core is bool:

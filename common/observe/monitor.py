@@ -51,8 +51,7 @@ def monitored(folder: Path, device: torch.device, every: float = 1.0) -> Iterato
 
     if device.type == "cuda" and importlib.util.find_spec("pynvml") is None:
         _log.warning("monitor.csv has no GPU utilisation or power; to record them: pip install nvidia-ml-py")
-    work = _sample, path, device, every, stop
-    thread = threading.Thread(target=guarded, args=work, name="monitor", daemon=True)
+    thread = threading.Thread(target=guarded, args=(_sample, path, device, every, stop), name="monitor", daemon=True)
     thread.start()
     try:
         yield

@@ -74,9 +74,7 @@ def count_work(network: nn.Module, shape: Sequence[int]) -> list[Work]:
     """Count the work of a training step's layers on a batch [B, C, *sides], forward and backward, without computing it.
 
     Convolutions, matrix products, normalisations and interpolations count; a multiplication with its addition as two.
-    The network is left as it is.
-
-    Source: torch.utils.flop_counter, which knows the operators.
+    The network is left as it is. torch.utils.flop_counter knows the operators.
     """
     from torch.utils.flop_counter import flop_registry  # here: the start of a run has no need of it
 

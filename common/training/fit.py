@@ -77,7 +77,6 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     metric that counts is the leader's. The last epoch is always validated.
 
     Raises:
-        ValueError: a batch does not divide into the micro-batches.
         FloatingPointError: a loss is not finite; names step and cases; the last checkpoint is from before.
         SystemExit: SIGTERM (143), SIGINT (130), SIGHUP (129) or SIGUSR1 (138) came; the step was finished and saved.
     """

@@ -68,10 +68,13 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
             return replaced(read_as(path, type(config)), {name: given[name] for name in config.RESUMABLE})
         chosen = choose()
         device = "CPU" if run.device.type == "cpu" else "GPU"
-        made = [each for each in flat(chosen).items() if each[1] != given[each[0]] and each[0] not in _TOLD]
-        flags = [_as_flag(*each) for each in made]
-        for flag in flags:
-            run.say(f"default for this {device}: {flag}", "detail")
+        flags = []
+        for name, value in flat(chosen).items():
+            if value != given[name] and name not in _TOLD:
+                words = value if isinstance(value, tuple) else (value,)
+                typed = (word if isinstance(word, str) else json.dumps(word) for word in words)
+                flags.append(shlex.join([flag_of(name), *typed]))
+                run.say(f"default for this {device}: {flags[-1]}", "detail")
         if flags:
             run.say(f"defaults for this {device} (override any with its flag): {' '.join(flags)}")
         write_json(path, config_content(chosen))
@@ -97,12 +100,6 @@ def check_partitions(config: TrainingConfig, ranks: int) -> None:
     if batch_size % (divisor := partitions * accumulate):
         why = f"{partitions} partitions, each split into {accumulate} micro-batches"
         raise ValueError(f"batch_size {batch_size}: must be a multiple of {divisor} ({why})")
-
-
-def _as_flag(name: str, value: object) -> str:
-    words = value if isinstance(value, tuple) else (value,)
-    typed = (word if isinstance(word, str) else json.dumps(word) for word in words)
-    return shlex.join([flag_of(name), *typed])
 
 
 def choose_volumes(

@@ -180,10 +180,7 @@ def dtype_of(precision: Literal["auto", Precision]) -> torch.dtype:
 
 
 def network_trials(network: nn.Module, config: TrainingConfig, run: Run) -> list[trust.Trial]:
-    """Return the trials of the optimizer's kernel, and of those that modules of a network have.
-
-    Of each kind it is that of the first, whose images are the largest.
-    """
+    """Return the trials of the optimizer's kernel, and of each kind's first module, whose images are the largest."""
     modules: list[Any] = [each for each in network.modules() if hasattr(each, "kernel_trial")]
     first = {type(each): each for each in reversed(modules)}.values()
     return [*(each.kernel_trial(dtype_of(config.precision), run.device) for each in first), moments_trial(run.device)]

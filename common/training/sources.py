@@ -137,9 +137,8 @@ def volume_setup(
     with run.clock.stage("compile"):
         trials = volume_trials(config, model, batches, run)
         trust_kernels([*network_trials(network, config, run), *trials], config, run)
-    compile_if_asked(
-        network, batches, (model.window_batch, model.preparation.channels, *model.window_size), config, run
-    )
+    windows = (model.window_batch, model.preparation.channels, *model.window_size)
+    compile_if_asked(network, batches, windows, config, run)
     say_inexact(config.loss, run.ranks, config.parallel.accumulate, run)
     scheme = model.labelling
     loss = build_loss(config.loss, run.ranks, () if scheme.exclusive else scheme.regions)

@@ -33,6 +33,7 @@ class TrainingState:
         self.best, self.best_epoch, self.last = -math.inf, 0, math.nan  # metrics of the validations
         self.recent: list[float] = []  # of the last `VALIDATIONS_HELD` at most
         self._run, self._folder = run, run.directory / "checkpoints"
+        self._on_cuda = run.device.type == "cuda"
         self._network, self.optimizer, self._scaler = network, optimizer, scaler
         self.losses = torch.zeros(per_epoch, device=run.device)  # of the present epoch; `Steps` writes them
         self._cases: dict[int, tuple[str, ...]] = {}
@@ -165,10 +166,6 @@ class TrainingState:
         self.losses[:step] = torch.tensor(losses, device=self.losses.device)
         for name, seconds in content["seconds"].items():
             self._run.clock.add(name, seconds)
-
-    @property
-    def _on_cuda(self) -> bool:
-        return self._run.device.type == "cuda"
 
 
 def save_checkpoint(

@@ -64,10 +64,7 @@ class Steps:
         self._slots = [torch.empty_like(part, device=self._loss.device).copy_(part) for part in parts]
 
     def capture(self) -> Callable[[], object]:
-        """Capture a step on the sample, unless there is one, which the run's steps repeat from here on; return it.
-
-        A RuntimeError is what a driver, a library or the memory refuses; the run's steps then stay eager.
-        """
+        """Return a step on the sample, captured once for the run's steps; after a RuntimeError these stay eager."""
         if self._replay is None:
             with self._undone():
                 self._replay = record(self._on_sample)
