@@ -96,8 +96,7 @@ class CaseCache:
             self._pool.shutdown(cancel_futures=cancel)
 
     def _hold(self, numbers: list[int]) -> None:
-        loaded = map_in_threads(self.load, numbers, "loading cases", progress=False)
-        self._held |= zip(numbers, loaded, strict=True)
+        self._held |= zip(numbers, map_in_threads(self.load, numbers), strict=True)
 
 
 def fill_cache(
@@ -112,7 +111,7 @@ def fill_cache(
         placed = place_together(cases, crop_size, device)
     else:
         each = partial(place_case, tier=tier, crop_size=crop_size, device=device)
-        placed = map_in_threads(each, cases, "placing cases", progress=False)
+        placed = map_in_threads(each, cases)
     by_number = dict(zip(known.tolist(), placed, strict=True))
     return CaseCache(lambda epoch: known, crop_size, device, tier != "gpu", by_number.__getitem__)
 
@@ -203,11 +202,8 @@ def prepared_case(case: Case, preparation: Preparation, allowed: Collection[int]
     """Return a case prepared: memory-mapped from the folder if it is there and sound, else made and kept there.
 
     A stale or damaged entry is made anew, which is logged. Processes may share the folder: each entry is made by one of
-    them and replaced whole. It is NAME.safetensors, so that each dataset and preparation had better have a folder.
-
-    Raises:
-        OSError: the folder cannot be written, or is full; the entries already there are kept.
-        FileNotFoundError, ValueError: as `prepare_case`, which gets the `allowed` label numbers.
+    them and replaced whole. It is NAME.safetensors, so that each dataset and preparation had better have a folder. An
+    OSError says that this cannot be written, or is full; the entries already there are kept.
     """
     assert case.label is not None
     sources = {"image": file_state(case.image), "label": file_state(case.label)}

@@ -60,7 +60,7 @@ def place_together(cases: Sequence[PreparedCase], crop_size: Shape, device: torc
     placed: list[CachedCase] = []
     while len(placed) < len(cases):
         some = cases[len(placed) : len(placed) + _AT_ONCE]
-        for case in map_in_threads(read, some, "placing cases", progress=False):
+        for case in map_in_threads(read, some):
             x, y, z = case.label.shape
             first, end = ends[len(placed)], ends[len(placed) + 1]
             images[:, first:end].view(-1, *case.shape)[:, :x, :y, :z].copy_(case.image, non_blocking=True)

@@ -60,7 +60,7 @@ def find_series(folder: Path) -> tuple[DicomSeries, ...]:
     Other files, DICOMDIR and objects that are no images are left out; files with a broken header are counted in a log.
     """
     quiet_dicom()
-    found = map_in_threads(read_slice, sorted(files_below(folder)), "reading headers", progress=False)
+    found = map_in_threads(read_slice, sorted(files_below(folder)))
     slices = [one for one in found if one]
     known = [one for one in slices if one.text("SOPClassUID") and one.text("SeriesInstanceUID")]
     if lost := len(slices) - len(known):
@@ -97,7 +97,7 @@ def read_series(series: DicomSeries) -> Volume:
         if 8 * x * y * z > max(free := free_memory(), ALWAYS_TRIED):  # stored values of 4 bytes at most, and float32
             said = f"its {x} x {y} x {z} voxels need {x * y * z / 2**27:.1f} GiB of memory, {free / 2**30:.1f} are free"
             raise ValueError(f"{said}: export fewer slices, or use a machine with more memory")
-        frames = map_in_threads(decode_slice, slices, "slices", progress=False)
+        frames = map_in_threads(decode_slice, slices)
         voxels = _rescaled(frames, [scale_of(one) for one in slices])
     except ValueError as error:
         raise ValueError(f"{series.name}: {error}") from None

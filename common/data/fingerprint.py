@@ -60,10 +60,8 @@ def fingerprint(
     """Measure training cases, which have labels: spacing, shape, foreground intensity.
 
     A folder, the `store`, keeps the figures; they are measured again when a file or a list has changed. Where the
-    preparation of the dataset is known, at most 16 cases are read, evenly spread.
-
-    Raises:
-        ValueError: a file is damaged, image and label differ in geometry, a label is not listed, nothing is labelled.
+    preparation of the dataset is known, at most 16 cases are read, evenly spread. What `read_case` refuses is a
+    ValueError; so is that nothing is labelled.
     """
     if known is not None:
         cases = cases[:: -(-len(cases) // _KNOWN_READ)]

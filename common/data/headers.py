@@ -77,11 +77,7 @@ def sides_in_mm(lengths: np.ndarray) -> str:
 
 
 def nifti_header(path: Path) -> Header:
-    """Read the header of a .nii or .nii.gz file that is there; axes of length 1 behind the third are left out.
-
-    Raises:
-        ValueError: it is no such file, or says what cannot be used; names it, and the remedy. Likewise `text_header`.
-    """
+    """Read the header of a .nii or .nii.gz file that is there; axes of length 1 behind the third are left out."""
     with path.open("rb") as file:
         magic = file.read(2)
     if not magic:

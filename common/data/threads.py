@@ -21,13 +21,9 @@ def usable_cores() -> int:
 
 
 def map_in_threads(
-    function: Callable[[Item], Result],
-    items: Sequence[Item],
-    title: str,
-    workers: int | None = None,
-    progress: bool = True,
+    function: Callable[[Item], Result], items: Sequence[Item], title: str = "", workers: int | None = None
 ) -> list[Result]:
-    """Return `[function(item) for item in items]`, computed in parallel under a progress bar; without one, say it.
+    """Return `[function(item) for item in items]`, computed in parallel; a title is that of a progress bar, or said.
 
     The first error, or Ctrl-C, cancels what has not begun, waits for what has, and is raised. By default there is a
     worker for each of `usable_cores`; torch runs single-threaded in it.
@@ -36,8 +32,8 @@ def map_in_threads(
         return []
     with thread_pool(min(workers or usable_cores(), len(items)), "case") as pool:
         futures = [pool.submit(function, item) for item in items]
-        bar = tqdm(as_completed(futures), title, len(items), unit="case", disable=hides_bar(not progress))
-        if progress and bar.disable:
+        bar = tqdm(as_completed(futures), title, len(items), unit="case", disable=hides_bar(not title))
+        if title and bar.disable:
             say(f"{title}: {len(items)}")
         for future in bar:
             future.result()

@@ -222,7 +222,7 @@ def guide_batches(
 
     check = partial(read_case, channels=model.preparation.channels, allowed=model.labelling.numbers)
     with run.clock.stage("prepare"):
-        map_in_threads(check, list(dict.fromkeys(mine)), "checking cases", config.workers, run.ranks.leader)
+        map_in_threads(check, list(dict.fromkeys(mine)), "checking cases" if run.ranks.leader else "", config.workers)
     with run.clock.stage("cache"):
         return monai_crops(
             mine,
@@ -244,7 +244,7 @@ def stored_cases(
     def stored(case: Case) -> PreparedCase:
         return prepared_case(case, model.preparation, model.labelling.numbers, _kept_in(case, model, config))
 
-    return map_in_threads(stored, cases, "preparing cases", config.workers, progress)
+    return map_in_threads(stored, cases, "preparing cases" if progress else "", config.workers)
 
 
 def _kept_in(case: Case, model: VolumeModel, config: SegmentationConfig) -> Path:

@@ -65,7 +65,7 @@ class Patches:
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
             parts = (np.array_split(each, usable_cores()) for each in (some, buffer.numpy()[: len(some)]))
-            map_in_threads(self._gather, list(zip(*parts, strict=True)), "patches", progress=False)
+            map_in_threads(self._gather, list(zip(*parts, strict=True)))
             sent[first : first + len(some)].copy_(buffer[: len(some)])
         return Patches(self.table, sent, rows)
 

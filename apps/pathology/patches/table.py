@@ -119,7 +119,7 @@ def decode(
         for rows in np.split(group, range(_AT_ONCE, len(group), _AT_ONCE)):
             if slide is None:
                 files = [table.files[file] for file in table.file[rows]]
-                read = map_in_threads(partial(_read_image, size=size), files, "images", workers, progress=False)
+                read = map_in_threads(partial(_read_image, size=size), files, workers=workers)
                 pixels = np.stack(read)
             else:
                 pixels = slide.read_many(table.corner[rows].astype(np.int64), (size, size), workers=workers)

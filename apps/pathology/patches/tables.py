@@ -195,7 +195,8 @@ def sample_patches(entries: Sequence[SlideEntry], config: PathologyConfig, progr
         ValueError: one is damaged, a slide with tumour has neither, or there is no room for a single patch.
     """
     ordered, size = sorted(entries, key=lambda entry: entry.name), decided(config.patch_size)
-    pairs = map_in_threads(partial(_draw, config=config), ordered, "drawing patches", config.workers, progress)
+    title = "drawing patches" if progress else ""
+    pairs = map_in_threads(partial(_draw, config=config), ordered, title, config.workers)
     parts = [corners for pair in pairs for corners in pair]
     place = np.repeat(np.arange(len(parts)), [len(corners) for corners in parts])
     if not len(place):

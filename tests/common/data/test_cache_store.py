@@ -63,7 +63,7 @@ def get(
     cases: list[Case], folder: Path, preparation: Preparation = WINDOW, classes: int = 3, workers: int | None = None
 ) -> list[PreparedCase]:
     one = partial(prepared_case, preparation=preparation, allowed=range(classes), folder=folder)
-    return map_in_threads(one, cases, "preparing cases", workers, progress=False)
+    return map_in_threads(one, cases, workers=workers)
 
 
 def is_right(entry: PreparedCase, case: Case, preparation: Preparation = WINDOW) -> bool:
@@ -233,7 +233,7 @@ for folder, upper in ("shared", 200.0), ("disputed", upper_bound):
     def stored(case):
         return store.prepared_case(case, wanted, range(3), root / folder)
 
-    entries = map_in_threads(stored, cases, "cases", 2, progress=False)
+    entries = map_in_threads(stored, cases, workers=2)
     print(json.dumps([[e.name, e.image.double().sum().item(), e.label.long().sum().item()] for e in entries]))
     print(json.dumps(made))
 """

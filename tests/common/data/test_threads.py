@@ -22,7 +22,7 @@ def test_results_come_in_the_order_of_the_items():
         time.sleep(0.05 if item == 0 else 0)
         return item * item
 
-    assert map_in_threads(slow_first, range(5), "squares", workers=3, progress=False) == [0, 1, 4, 9, 16]
+    assert map_in_threads(slow_first, range(5), workers=3) == [0, 1, 4, 9, 16]
     assert map_in_threads(slow_first, [], "squares") == []
 
 
@@ -31,16 +31,16 @@ def test_as_many_threads_as_asked_or_as_cores():
         time.sleep(0.02)
         return threading.current_thread().name
 
-    assert len(set(map_in_threads(thread_name, range(6), "threads", workers=3, progress=False))) == 3
+    assert len(set(map_in_threads(thread_name, range(6), workers=3))) == 3
     cores = len(os.sched_getaffinity(0))
-    assert len(set(map_in_threads(thread_name, range(4 * cores), "threads", progress=False))) == cores
+    assert len(set(map_in_threads(thread_name, range(4 * cores)))) == cores
 
 
 def test_torch_is_single_threaded_in_the_threads_only():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        counts = map_in_threads(lambda _: torch.get_num_threads(), range(3), "threads", workers=2, progress=False)
+        counts = map_in_threads(lambda _: torch.get_num_threads(), range(3), workers=2)
         assert counts == [1, 1, 1]
         assert torch.get_num_threads() == 2
         started_later: list[int] = []
@@ -62,7 +62,7 @@ def test_the_first_error_cancels_the_rest():
             raise ValueError("item 2")
 
     with pytest.raises(ValueError, match="item 2"):
-        map_in_threads(fail_at_two, range(50), "items", workers=1, progress=False)
+        map_in_threads(fail_at_two, range(50), workers=1)
     assert begun[:3] == [0, 1, 2]
     assert len(begun) <= 4
 
@@ -77,7 +77,7 @@ def test_ctrl_c_cancels_the_rest():
         time.sleep(0.05)
 
     with pytest.raises(KeyboardInterrupt):
-        map_in_threads(interrupted_at_two, range(100), "items", workers=2, progress=False)
+        map_in_threads(interrupted_at_two, range(100), workers=2)
     assert len(begun) < 10
 
 
