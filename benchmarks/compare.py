@@ -41,7 +41,7 @@ import torch
 
 from medspeed.apps import parse_flags
 from medspeed.benchmarks import harness, sides
-from medspeed.benchmarks.harness import Figures, in_turn, make_data, row, show
+from medspeed.benchmarks.harness import COMPUTED, WHOLE, Figures, in_turn, make_data, row, show
 from medspeed.benchmarks.sides import Task
 from medspeed.common.files import write_json, write_text
 from medspeed.common.inference.predictors import computes_bf16
@@ -76,8 +76,7 @@ def step(task: Task) -> list[Figures]:
             turns[f"fast {precision}"] = partial(harness.trained, config)
         found = in_turn(turns, task.rounds)
         seconds, whole = (
-            {name: [run[key] for run in runs if key in run] for name, runs in found.items()}
-            for key in (harness.COMPUTED, harness.WHOLE)
+            {way: [run[key] for run in runs if key in run] for way, runs in found.items()} for key in (COMPUTED, WHOLE)
         )
         way, seconds["guide with its batch"] = quickest(whole)
         seconds["fast with its batch"] = whole[f"fast {task.chosen}"]
