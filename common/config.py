@@ -28,10 +28,7 @@ _NOTE = "A list is written 64 64 48 or 64,64,48. Flags may have underscores inst
 
 
 def parse_config(
-    kind: type[Config],
-    recipes: Mapping[str, Config],
-    arguments: Sequence[str] | None = None,
-    description: str = "",
+    kind: type[Config], recipes: Mapping[str, Config], arguments: Sequence[str] | None = None, description: str = ""
 ) -> Config:
     """Parse the words of a command line, by default of the process's, into a frozen dataclass.
 
@@ -59,10 +56,7 @@ def parse_config(
 
 
 def config_from_values(kind: type[Config], recipes: Mapping[str, Config], values: Mapping[str, Any]) -> Config:
-    """Return the configuration of values by field, a group's as a mapping (see `parse_config`).
-
-    A ValueError names the field that does not exist, or whose value is of the wrong type or out of its bounds.
-    """
+    """Return the configuration of values by field, a group's as a mapping; a ValueError names one that is wrong."""
     return _complete(kind, recipes, _typed("", values, _leaves(kind)))
 
 

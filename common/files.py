@@ -124,10 +124,7 @@ def read_as(path: Path, kind: type[T], remedy: str = "fix it") -> T:
 
 
 def from_json(kind: type[T], content: Mapping[str, Any]) -> T:
-    """Return the dataclass whose `asdict` went through JSON: lists are tuples again, texts paths, objects dataclasses.
-
-    A ValueError names a field that is missing, is not one of the dataclass, or is of another type.
-    """
+    """Return the dataclass whose `asdict` went through JSON; a ValueError names a missing, unknown or wrong field."""
     if is_dataclass(kind) and (unknown := content.keys() - {field.name for field in fields(kind)}):
         raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
     try:
@@ -165,10 +162,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def hold(path: Path) -> None:
-    """Lock a file for this process, not for those it forks, until it is released or the process ends.
-
-    A BlockingIOError says which other process, or that another thread of this one, has done so.
-    """
+    """Lock a file for this process (not those it forks) till it is released or ends; a BlockingIOError says who has."""
     path = path.resolve()
     if path in _HELD:  # the system would let this process in again
         raise BlockingIOError(f"{path.parent}: in use by this process already; wait until that is done")

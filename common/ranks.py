@@ -218,10 +218,7 @@ def torchrun_place() -> tuple[int, int, int | None]:
 
 
 def choose_device(name: str, local_rank: int | None = None) -> torch.device:
-    """Return the device of a name: "auto" (CUDA where there is one), "cpu", "cuda" (that of a local rank) or "cuda:N".
-
-    A ValueError says that the name is no device, or that the device is not there.
-    """
+    """Return a device by name: "auto" (CUDA, if there), "cpu", "cuda" (a local rank's), "cuda:N"; else a ValueError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")

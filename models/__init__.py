@@ -27,11 +27,10 @@ def check_name(name: str | None) -> tuple[str, bool, str]:
     return "network.name", bool(holds), f"one of {', '.join(there)}, or your.module:function"
 
 
-def find_network(name: str, trusted: bool = True) -> Callable[..., Any]:
+def find_network(name: str) -> Callable[..., Any]:
     """Return the function of a network by a name that `check_name` knows; ValueError where there is none.
 
-    A user's own is imported from what is installed or from the current folder: its code runs. Where it is not
-    `trusted`, it is not imported, and the function only raises a PermissionError.
+    A user's own is imported from what is installed or from the current folder: its code runs.
     """
     there, (_, holds, choices) = networks(), check_name(name)
     if not holds:
@@ -39,21 +38,12 @@ def find_network(name: str, trusted: bool = True) -> Callable[..., Any]:
     short = name if name in there else f"{name}3d"
     if short in there:
         return getattr(importlib.import_module(there[short]), short)  # type: ignore[no-any-return]
-
-    def refuse(*_: object, **__: object) -> None:
-        remedy = f"if you trust it, pass --network {name}; its exported models need none (--backend onnxruntime)"
-        raise PermissionError(f"network {name}: the code of this model's author: {remedy}")
-
-    own: Any = functools.partial(_imported(name) if trusted else refuse)
-    own.__name__ = name  # as model.json keeps it
-    return own  # type: ignore[no-any-return]
-
-
-def _imported(name: str) -> Callable[..., Any]:
     (module, _, function), here = name.partition(":"), str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     try:
-        return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+        own: Any = functools.partial(getattr(importlib.import_module(module), function))
     except (ImportError, SyntaxError, AttributeError) as error:
         raise ValueError(f"network {name}: cannot be imported, installed or from {here}: {error}") from error
+    own.__name__ = name  # as model.json keeps it
+    return own  # type: ignore[no-any-return]

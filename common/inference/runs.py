@@ -1,6 +1,7 @@
 """Trained runs: read, imported and opened; several, such as folds, as the mean of their logits in each window."""
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -24,6 +25,7 @@ from medspeed.common.inference.predictors import Predictor
 Model = TypeVar("Model")
 Find = Callable[..., Callable[..., nn.Module]]  # `medspeed.models.find_network`
 
+_OWN = re.compile(r"\w+(\.\w+)*:\w+")  # the name of a network of the user's own
 _SHARED = ("labelling", "preparation", "window_size", "overlap")
 
 
@@ -64,7 +66,7 @@ def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None 
     def named(stored: str) -> Callable[..., nn.Module]:
         if given is not None and given.__name__ != stored:
             raise ValueError(f"its network is {stored}, not {network}: drop --network, or name the run's own")
-        return given or find(stored, trusted=False)
+        return given or (_refusing(stored) if _OWN.fullmatch(stored) else find(stored))
 
     models = [read_model(run, app, RunModel, named) for run in runs]
     if len(models) == 1:
@@ -89,6 +91,15 @@ def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None 
         say("no post-processing, since the models' own differ: choose with --largest-component or --smallest-ml")
         return replace(shared, postprocessing=())
     return shared
+
+
+def _refusing(name: str) -> Callable[..., nn.Module]:
+    def refuse(*_: object, **__: object) -> nn.Module:
+        remedy = f"if you trust it, pass --network {name}; its exported models need none (--backend onnxruntime)"
+        raise PermissionError(f"network {name}: the code of this model's author: {remedy}")
+
+    refuse.__name__ = name  # as model.json keeps it
+    return refuse
 
 
 def _check_shared(run: Path, model: RunModel, first_run: Path, first: RunModel) -> None:
