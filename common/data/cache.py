@@ -102,10 +102,7 @@ class CaseCache:
 def fill_cache(
     cases: Sequence[PreparedCase], tier: Tier, crop_size: Shape, device: torch.device, numbers: np.ndarray | None = None
 ) -> CaseCache:
-    """Put prepared, labelled cases in a tier; every epoch trains on all of them.
-
-    Their numbers in the dataset, int64, are the key of their random draws; by default 0, 1, 2, ...
-    """
+    """Put labelled cases in a tier, for all epochs; their numbers, int64, by default 0, 1, 2, ..., key random draws."""
     known = np.arange(len(cases)) if numbers is None else numbers
     if tier == "gpu":
         placed = place_together(cases, crop_size, device)

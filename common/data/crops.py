@@ -37,10 +37,7 @@ class CachedCase:
 
 
 def place_case(case: PreparedCase, tier: Tier, crop_size: Shape, device: torch.device) -> CachedCase:
-    """Put a prepared, labelled case in a tier, by itself: "disk" leaves it where it is.
-
-    Crops of `crop_size` X, Y, Z will be cut from it.
-    """
+    """Put a labelled case, for crops of `crop_size` X, Y, Z, in a tier, by itself: "disk" leaves it where it is."""
     assert case.label is not None
     copied = partial(upload, device=device) if tier == "gpu" else torch.clone if tier == "ram" else torch.Tensor.detach
     shape = _padded(case, crop_size)

@@ -185,11 +185,9 @@ def to_working(voxels: torch.Tensor, grid: WorkingGrid, *, nearest: bool) -> tor
 def resample(volume: torch.Tensor, positions: Sequence[np.ndarray]) -> torch.Tensor:
     """Interpolate linearly between the voxels of a volume [n0, n1, n2] of any real dtype, axis by axis.
 
-    The positions say, per axis, where the new voxels lie: float64 [m] in [0, n - 1]; whole numbers pick voxels.
-
-    Returns:
-        [m0, m1, m2] float32; the dtype of `volume` where every position is a whole number; a view of it where nothing
-        changes but the extent.
+    The positions say, per axis, where the new voxels lie: float64 [m] in [0, n - 1]; whole numbers pick voxels. The
+    new ones, [m0, m1, m2], are float32; of the dtype of `volume` where every position is a whole number; a view of it
+    where nothing changes but the extent.
     """
     # The inner axes are done in slabs that stay in the cache, and before the outer one unless that loses half of it.
     volume, (outer, *inner) = _needed(volume, positions)

@@ -83,8 +83,7 @@ def prepare_volume(
 ) -> PreparedCase:
     """Prepare a scan that is already in memory, without a label; inference uses float32, without rounding.
 
-    Raises:
-        ValueError: the image has no foreground, or its working grid needs too much memory; names the file.
+    An image without foreground, or a working grid that needs too much memory, is a ValueError, which names the file.
     """
     voxels = _in_memory_order(volume.voxels).to(device)
     native_box = _foreground_box(voxels, preparation)

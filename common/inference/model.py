@@ -122,9 +122,7 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
     """Read a state dict from a .safetensors file, or from a .pt or .pth file such as that of a MONAI bundle.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, or contains anything but tensors.
+    A file that is damaged, or holds anything but tensors, is a ValueError.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such weights file")

@@ -46,7 +46,6 @@ class Postprocessing:
         return kept
 
     def __str__(self) -> str:
-        """Return the words for logs."""
         words = [f"threshold {self.threshold:g}"] if self.threshold != 0.5 else []
         words += ["only the largest component"] if self.largest else []
         words += [f"components of at least {self.smallest_ml:g} ml"] if self.smallest_ml else []

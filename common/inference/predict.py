@@ -160,15 +160,10 @@ def predict_logits(
     Of two exclusive classes only the difference foreground - background is summed, which halves memory and all later
     work: K == 1, and the foreground is where it is > 0.
 
-    Args:
-        image: any float dtype. An axis shorter than the window is padded with zeros on both sides.
-        predictor: on the image's device; it must neither write into its input nor keep it.
-        model: says how large the windows are, how far they overlap and what the logits mean.
-        window: X, Y, Z in voxels instead of the model's, for a predictor that takes any.
-
-    Raises:
-        ValueError: the logits are not finite.
-        torch.OutOfMemoryError: a single window is too large for the device.
+    The image is of any float dtype; an axis shorter than the window is padded with zeros on both sides. The predictor,
+    on its device, must neither write into its input nor keep it; one that takes any size may be given another `window`,
+    X, Y, Z in voxels, than the model's. Logits that are not finite are a ValueError, a single window too large for the
+    device is a torch.OutOfMemoryError.
     """
     assert image.ndim == 4, image.shape
     roi = window or model.window_size
