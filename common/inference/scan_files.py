@@ -89,7 +89,7 @@ def say_plan(
     needs = {"host": (host if gpu else host + computed, free_memory())}
     if gpu:
         needs[str(device)] = computed, torch.cuda.mem_get_info(device)[0]
-    words = [f"{need / 2**30:.1f} of {free / 2**30:.1f} GiB free on the {name}" for name, (need, free) in needs.items()]
+    words = [f"{need / 2**30:.1f} GiB ({free / 2**30:.1f} free) on the {name}" for name, (need, free) in needs.items()]
     say(f"memory: at most {in_flight} scans at a time, {', '.join(words)}, plus a batch of windows")
     if any(need > free for need, free in needs.values()):
         text = "WARNING: that may exceed the free memory; segment the largest scans one at a time, or on another host"

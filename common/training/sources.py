@@ -113,12 +113,16 @@ def _divided(
 
 
 def volume_setup(
-    config: S, data: Data, model: VolumeModel, guide: Callable[[S, Preparation, torch.device], Transforms], run: Run
+    config: S,
+    data: Data,
+    model: VolumeModel,
+    guide: Callable[[S, Preparation, torch.device], Transforms] | None,
+    run: Run,
 ) -> Setup:
     """Build the network of a decided run, the source of its batches, the loss and the optimizer.
 
     The network starts with the weights of --init, unless there is a checkpoint, whose weights `fit` takes. Batches come
-    from our store, or by MONAI's transforms of the `guide`; what validates is from our store.
+    from our store, or by MONAI's transforms of the `guide`, where the app has one; what validates is from our store.
     """
     resumed = (run.directory / "checkpoints" / "last").exists()
     network = model.build(None if resumed else config.init).to(run.device)
@@ -127,6 +131,7 @@ def volume_setup(
     if config.ours:
         batches, room = our_batches(data, model, config, run)
     else:
+        assert guide is not None, f"{config.APP} has no guide: its checks require `ours`"
         batches, room = guide_batches(guide(config, model.preparation, run.device), data, model, config, run), 0
     with run.clock.stage("prepare"):
         judged = stored_cases(run.ranks.shard(data.split.validation), model, config, run.ranks.leader)

@@ -53,7 +53,7 @@ def test_a_plan_that_cannot_fit_is_told(tmp_path, monkeypatch, capsys):
     scans = [scan(tmp_path, (50, 40, 30), (1.0, 1.0, 1.0), f"{number}.nii.gz") for number in range(2)]
     say_plan(scans, FINE, CPU, 5, 2**40)
     said = capsys.readouterr().out
-    assert "memory: at most 5 scans at a time, 0.0 of" in said
+    assert "memory: at most 5 scans at a time, 0.0 GiB (" in said
     assert "WARNING" not in said
     monkeypatch.setattr("medspeed.common.inference.scan_files.free_memory", lambda: 2**20)
     say_plan(scans, FINE, CPU, 5, 2**19)
