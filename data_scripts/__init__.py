@@ -3,12 +3,12 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm import tqdm
-from tqdm.contrib.concurrent import thread_map
 
 from medspeed.common.console import hides_bar, say
 from medspeed.common.files import read_object, write_json
@@ -37,7 +37,9 @@ def run_program(name: str, work: Callable[[], str | int], status: int = 2) -> in
 def on_each(items: Sequence[Item], work: Callable[[Item], None], title: str, most: int) -> None:
     """Do some work for each item, on all cores but `most` at a time, under a progress bar; an error stops the rest."""
     workers, hidden = min(os.cpu_count() or 1, most), hides_bar(not items)
-    thread_map(work, items, tqdm_class=tqdm, max_workers=workers, desc=title, unit="case", disable=hidden)
+    with ThreadPoolExecutor(workers) as pool:  # tqdm's own would load notebook's bars
+        for _ in tqdm(pool.map(work, items), title, len(items), unit="case", disable=hidden):
+            pass
 
 
 def fill(

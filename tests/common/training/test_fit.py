@@ -141,11 +141,11 @@ def test_a_state_comes_back_whole(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_the_random_numbers_of_cuda_go_on_where_the_checkpoint_stands(rank, tmp_path, monkeypatch):
     device = {"state": torch.tensor([5, 12]).view(torch.uint8)}
-    monkeypatch.setattr(TrainingState, "_on_cuda", True)
     monkeypatch.setattr("torch.cuda.get_rng_state", lambda _: device["state"])
     monkeypatch.setattr("torch.cuda.set_rng_state", lambda state, _: device.update(state=state))
     for found in (12, 4096):
         state = TrainingState(run_in(tmp_path, Rank(rank)), nn.Linear(2, 2), make()[1], SCALER, 3)
+        state._on_cuda = True
         state.restore()
         assert device["state"].view(torch.int64).tolist() == [5 + rank, found]
         device["state"] = torch.tensor([5, 4096]).view(torch.uint8)
