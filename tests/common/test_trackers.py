@@ -164,7 +164,8 @@ def test_a_server_of_mlflow_that_does_not_answer_costs_one_warning(tmp_path, mon
 def test_mlflow_leaves_a_users_run_and_experiment_alone_and_cuts_long_settings(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow")
     monkeypatch.chdir(tmp_path)
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")  # not for later tests
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)  # which `set_experiment` sets: undone at the end
     said: list[str] = []
     mlflow.set_experiment("mine")
     with mlflow.start_run() as users:
