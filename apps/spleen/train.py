@@ -5,6 +5,8 @@ from medspeed.apps.spleen.config import SpleenConfig, parse
 if __name__ == "__main__":
     CONFIG = parse()  # before torch is loaded, so that --help and a mistyped flag answer at once
 
+from dataclasses import replace
+
 from medspeed.apps.spleen import guide
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.inference.labels import one_region_per_label
@@ -25,7 +27,7 @@ DEFAULTS = {
         crop=(96, 96, 96), window=(160, 160, 160), window_batch=4, batch_size=16, steps=480,
     ),
     "cpu": Defaults(
-        {"channels_last": True, "crops.per_case": 4, "crops.flips": "", "optimizer": "muon"},
+        {"crops.per_case": 4, "crops.flips": "", "optimizer": "muon"},
         crop=(48, 48, 32), window=(160, 160, 160), window_batch=1, batch_size=4, steps=96,
     ),
 }  # fmt: skip
@@ -54,7 +56,13 @@ def read_data(config: SpleenConfig, run: Run) -> Data:
 def resolve(config: SpleenConfig, data: Data, run: Run) -> tuple[SpleenConfig, VolumeModel]:
     """Decide what the configuration leaves open, and what it trains."""
     usual, network = DEFAULTS[run.device.type], find_network(config.network_name)
-    config = keep_plan(config, lambda: choose_volumes(config, data, usual, network, run), run)
+
+    def choose() -> SpleenConfig:
+        chosen = choose_volumes(config, data, usual, network, run)
+        fast = chosen.precision == "bf16"  # in float32 the U-Net takes a third longer so, with AVX2
+        return replace(chosen, channels_last=fast) if chosen.channels_last is None else chosen
+
+    config = keep_plan(config, choose, run)
     scheme = one_region_per_label(data.dataset.labels)
     return config, volume_model(config, data, network, scheme, usual.window_batch, run)
 

@@ -89,6 +89,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
     scaler = torch.amp.GradScaler(run.device.type, enabled=precision == "fp16")
     state, timer = TrainingState(run, network, optimizer, scaler, per_epoch), StepTimer(run.device)
     state.restore()
+    total_seconds = run.clock.seconds()["total"]
     parallel = ranks.parallel(network.train())
     given, one = (setup.loss_function, optimizer, scaler, precision), torch.ones((), device=run.device)
     steps = Steps(lambda batch, rate: train_step(parallel, batch, *given, rate, parts, one), rates, state)
@@ -125,6 +126,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
             run.clock.add("train", seconds)
             if (epoch + 1) % validate_every == 0 or epoch + 1 == epochs:
                 record[metric] = _validated(setup, config, state, stop, run)
+                total_seconds = run.clock.seconds()["total"]  # here, since it is when a target was reached
                 stop.agree()
             if log:
                 with timer.host("logged"):
@@ -135,7 +137,7 @@ def fit(setup: Setup, config: TrainingConfig, run: Run) -> Fitted:
                     state.save()
                 stop.exit_if_requested()
     best = ranks.once(lambda: load_weights(run.directory / "best.safetensors"))
-    held, total_seconds = None if target is None else state.holds(target), run.clock.seconds()["total"]
+    held = None if target is None else state.holds(target)
     limit = distance_to_limit(network, steps.shape, timer.typical(), dtype_of(precision), run) if ranks.leader else None
     return Fitted(best, state.best, state.best_epoch, state.last, state.steps_done, held, total_seconds, limit)
 

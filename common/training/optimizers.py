@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -52,40 +52,50 @@ class Muon(_Uncompiled):
     def step(self) -> None:  # type: ignore[override]  # no closure: nothing here needs the loss twice
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group["lr"])
+            given = [each for each in group["params"] if each.grad is not None]
+            if given:
+                self._update(given, [each.grad for each in given], group["lr"])
 
-    def _update(self, parameter: Tensor, gradient: Tensor, lr: float) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["momentum"] = torch.zeros_like(parameter)
-        moment = state["momentum"].lerp_(gradient, 1 - _BETA1)
-        update = gradient.lerp(moment, _BETA1)
-        if parameter.ndim < 2:
-            length = torch.linalg.vector_norm(update).clamp(min=_TINY)
-            parameter.sub_(update / length, alpha=lr * math.sqrt(update.numel()))
-            return
-        matrix = update.flatten(1)
-        rate = lr * math.sqrt(max(1, len(matrix) / matrix.shape[1]))
-        parameter.sub_(orthogonal(matrix).reshape(parameter.shape), alpha=rate)
+    def _update(self, given: Sequence[Tensor], gradients: Sequence[Tensor], lr: float) -> None:
+        for each in given:
+            if not self.state[each]:
+                self.state[each]["momentum"] = torch.zeros_like(each)
+        moments = [self.state[each]["momentum"] for each in given]
+        torch._foreach_lerp_(moments, gradients, 1 - _BETA1)
+        updates = torch._foreach_lerp(gradients, moments, _BETA1)
+        lengths = torch._foreach_norm(updates)
+        torch._foreach_clamp_min_(lengths, _TINY)
+        torch._foreach_div_(updates, lengths)
+        turned = iter(orthogonal([each.flatten(1) for each in updates if each.ndim > 1]))
+        for each, update in zip(given, updates, strict=True):
+            if each.ndim < 2:
+                each.sub_(update, alpha=lr * math.sqrt(each.numel()))
+            else:
+                wide = max(1, len(each) ** 2 / each.numel())
+                each.sub_(next(turned).reshape(each.shape), alpha=lr * math.sqrt(wide))
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Return a matrix [M, N] with the singular vectors of this one and singular values near 1 (0.7 to 1.2).
+def orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return matrices [M, N] of length 1 with their singular vectors kept and singular values near 1 (0.7 to 1.2).
 
     Five steps of the Newton-Schulz iteration with the coefficients of Jordan et al., on the smaller of the two Gram
-    matrices, so that large kernels cost two large products. Singular values below a hundredth of the norm end lower.
+    matrices, so that large kernels cost two large products; Gram matrices of one size go through it together. Singular
+    values below a hundredth of the length end lower.
     """
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    wide = wide / torch.linalg.matrix_norm(wide).clamp(min=_TINY)
-    gram, one = wide @ wide.T, torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
-    whole = one
-    for _ in range(5):
-        factor = 3.4445 * one - 4.7750 * gram + 2.0315 * gram @ gram
-        whole, gram = factor @ whole, factor @ gram @ factor
-    found: Tensor = whole @ wide
-    return found if found.shape == matrix.shape else found.T
+    wide = [each if len(each) <= each.shape[1] else each.T for each in matrices]
+    found = list(matrices)
+    for side in {len(each): None for each in wide}:
+        places = [place for place, each in enumerate(wide) if len(each) == side]
+        gram = torch.stack([wide[place] @ wide[place].T for place in places])
+        factor = whole = one = torch.eye(side, dtype=gram.dtype, device=gram.device)
+        for step in range(5):
+            gram = factor @ gram @ factor if step else gram
+            factor = torch.baddbmm(3.4445 * one - 4.7750 * gram, gram, gram, alpha=2.0315)
+            whole = factor @ whole if step else factor
+        for place, each in zip(places, whole, strict=True):
+            turned = each @ wide[place]
+            found[place] = turned if turned.shape == matrices[place].shape else turned.T
+    return found
 
 
 class Novograd(_Uncompiled):

@@ -405,7 +405,9 @@ def test_optimizers_by_name():
 def test_an_orthogonal_matrix_keeps_singular_vectors_and_has_singular_values_near_1(shape):
     u, _, v = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(1)), full_matrices=False)
     values = torch.linspace(1.0, 0.1, min(shape))
-    turned = u.T @ orthogonal(7 * (u * values) @ v) @ v.T
+    given = (u * values) @ v / values.norm()
+    other, turned = (u.T @ each @ v.T for each in orthogonal([given.flip(0), given]))  # of one size: at once
+    assert not torch.allclose(other, turned, atol=1e-2)
     assert torch.allclose(turned, torch.diag(turned.diagonal()), atol=1e-4)
     assert 0.65 < turned.diagonal().min() < turned.diagonal().max() < 1.25
 
