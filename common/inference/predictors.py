@@ -87,7 +87,8 @@ def torch_predictor(network: nn.Module, precision: Precision = "fp32", tf32: boo
 
     def predict(windows: torch.Tensor) -> torch.Tensor:
         exact = nullcontext() if tf32 else ieee_fp32()
-        with torch.no_grad(), autocast(precision, windows.device), exact, _SingleVolumes():
+        faster = _SingleVolumes() if windows.device.type == "cpu" and precision == "fp32" else nullcontext()
+        with torch.no_grad(), autocast(precision, windows.device), exact, faster:
             logits: torch.Tensor = network(windows)
         return logits.float()
 
@@ -101,10 +102,10 @@ class _SingleVolumes(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:  # noqa: ANN401
-        if function is torch.conv3d and len(given) == 7 and not named:
+        if function is torch.conv3d and len(given) == 7 and isinstance(given[4], tuple):
             image, weight, bias, stride, padding, dilation, groups = given
-            single = len(image) == 1 and image.dtype == weight.dtype == torch.float32 and image.device.type == "cpu"
-            if single and not torch.is_autocast_enabled("cpu") and torch.backends.mkldnn.is_available():
+            plain = image.dtype == weight.dtype == torch.float32 and not torch.compiler.is_compiling()
+            if plain and len(image) == 1 and torch.backends.mkldnn.is_available():
                 return torch.mkldnn_convolution(image, weight, bias, padding, stride, dilation, groups)
         return function(*given, **(named or {}))
 

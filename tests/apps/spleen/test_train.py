@@ -50,6 +50,13 @@ def test_a_run_leaves_all_that_it_promises(run):
     assert len(list((run / "overlays").glob("*.png"))) == 1
 
 
+def test_in_float32_channels_are_outermost_on_a_cpu_unless_asked_for(run, phantoms, store, tmp_path):
+    assert json.loads((run / "plan.json").read_text())["channels_last"] is torch.cuda.is_available()
+    asked = {**TINY, "channels_last": True, "fast_dev_run": True, "engine": "none"}
+    main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "asked", **asked))
+    assert json.loads((tmp_path / "asked" / "plan.json").read_text())["channels_last"] is True
+
+
 def test_the_reports_viewer_names_the_labels(run):
     (case,) = json.loads((run / "split.json").read_text())["validation"]
     assert json.loads((run / "report_cases" / f"{case}.json").read_text())["labels"] == {"1": "spleen"}

@@ -58,6 +58,21 @@ def test_torch_predictor(network: nn.Module, windows: torch.Tensor, precision: P
     logits += 1  # the caller may change it in place
 
 
+@pytest.mark.parametrize("more", [{}, {"bias": False}, {"padding": "same", "stride": 1}, {"padding_mode": "circular"}])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_single_volume_gets_the_logits_that_it_gets_among_others(more: dict[str, Any], channels_last: bool):
+    torch.manual_seed(0)
+    sides: dict[str, Any] = {"stride": (1, 2, 1), "padding": (2, 1, 0), "dilation": (1, 1, 2), "groups": 2}
+    layers = nn.Sequential(nn.Conv3d(2, 4, 3, **{**sides, **more}), nn.ConvTranspose3d(4, 2, 2, 2), nn.Conv3d(2, 1, 1))
+    if channels_last:
+        layers = layers.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    windows = torch.rand(2, 2, 9, 10, 11)
+    with torch.no_grad():
+        expected = layers(windows)
+    assert torch.allclose(torch_predictor(layers.eval())(windows[:1]), expected[:1], atol=1e-6)
+
+
+
 def test_torch_predictor_computes_in_the_asked_precision_and_lays_out_windows_and_weights(windows: torch.Tensor):
     """The layout of what comes out of a convolution is the processor's kernels' to choose, not ours."""
     network = nn.Conv3d(1, 4, 3).eval()
