@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medspeed.apps import APPS, open_training, parse_flags
+from medspeed.common.config import replaced, wait_longer
 from medspeed.common.flags import Parser
 
 PARSER = Parser(description=__doc__)
@@ -18,6 +19,7 @@ PARSER.add_argument("--json", type=Path, help="write all results to this JSON fi
 PARSER.add_argument("flags", nargs="*", help="flags of the app's train.py, after --")
 if __name__ == "__main__":
     PARSER.parse_args()  # before torch is loaded: --help answers at once
+    wait_longer()  # as trainings do
 
 import math
 import os
@@ -28,7 +30,6 @@ from typing import Any
 
 from medspeed.apps.doctor_machine import check_machine
 from medspeed.apps.doctor_training import Bound, Measured, Verdict, batch_parts, diagnose, step_times
-from medspeed.common.config import replaced
 from medspeed.common.console import say
 from medspeed.common.data.dataset import read_dataset, split_cases
 from medspeed.common.files import read_json_lines, write_json
@@ -63,6 +64,7 @@ def explanations(config: TrainingConfig, precision: str) -> dict[Bound, str]:
         "checkpointing": f"writing checkpoints dominates; {local}",
         "logging": f"logging dominates; {local}",
         "kernel launch": f"the steps are too small: most of their time is independent of the batch size; {larger}",
+        "threads": f"one thread is as fast as all: they wait for each other; unset OMP_* and GOMP_*, or {larger}",
         "compute": f"the device is busy, but another precision is faster; use --precision {precision}",
     }
 
@@ -113,7 +115,7 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
             levels = whole.halvings() if isinstance(whole, SegmentationConfig) else None
             planes = math.inf if levels is None else decided(whole.crop_size)[0] // 2**levels
             auto = choose_precision("auto", run.device, planes)
-            step, doubled, other = step_times(setup, auto)
+            step, doubled, other, single = step_times(setup, auto)
             parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto"))
         planned, every = whole.epochs, whole.validate_every
         passes = planned if config.epochs else max(1, round(planned / training))  # a plan goes by steps
@@ -121,7 +123,7 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
         times = _times(run, passes * training * per_epoch, validations * validation)
         prepared = run.clock.seconds().get("prepare", 0.0) * training
     cores = len(os.sched_getaffinity(0))
-    measured = Measured(times, parts, step, workers=workers, cores=cores, doubled=doubled, other=other)
+    measured = Measured(times, parts, step, workers, cores, doubled=doubled, other=other, single=single)
     verdict = diagnose(measured, explanations(config, auto))
     return verdict, measured, {"prepare": round(prepared, 1), "train": round(sum(times.values()), 1)}
 

@@ -23,6 +23,7 @@ from medspeed.common.training.fit import Setup, train_step
 Bound = str  # "nothing", or a key of `doctor.explanations`
 
 _WORTH, _GAIN = 0.15, 1.15  # a share below which no fix is worth the reader's time; the gain from which one is
+_THREADS = 1.1  # one thread in less than so many times the time of all: they gain nothing
 _HIDDEN = 1.4  # twice the batch in less than so many times the time: bound by what does not grow with it
 _OWN_BOUND: dict[str, Bound] = {"saved": "checkpointing", "logged": "logging", "validated": "validation"}
 _ROUNDS = 5
@@ -43,6 +44,7 @@ class Measured:
     cores: int  # that they could use
     doubled: float | None = None  # the step with twice the batch, where that could be measured
     other: float | None = None  # the step in the precision of "auto", where that is another
+    single: float | None = None  # the step by one thread, where there are several and they compute it
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def diagnose(measured: Measured, explanations: Mapping[Bound, str]) -> Verdict:
 
     What takes the largest share besides computing is named if it takes 15 percent or more; waiting for batches is
     traced to what makes them. Else computing itself is looked at: whether it is mostly what each step costs whatever
-    its batch, and whether another precision was faster.
+    its batch, whether another precision was faster, and whether one thread is as fast as all.
     """
     total, step = sum(measured.times.values()), measured.step
     shares = {name: seconds / total for name, seconds in measured.times.items()}
@@ -73,6 +75,8 @@ def diagnose(measured: Measured, explanations: Mapping[Bound, str]) -> Verdict:
         bound, saved = "kernel launch", share * (1 - measured.doubled / 2 / step)
     elif measured.other is not None and step >= _GAIN * measured.other:
         bound, saved = "compute", share * (1 - measured.other / step)
+    elif measured.single is not None and measured.single < _THREADS * step:
+        bound, saved = "threads", share * (1 - measured.single / measured.cores / step)
     else:
         return Verdict("nothing", share, 1.0, f"healthy: the device computes {share:.0%} of the time", shares)
     gain = 1 / (1 - saved)
@@ -110,15 +114,20 @@ def batch_parts(batches: Batches, cache: str) -> tuple[dict[Bound, float], int |
     return {name: cases * statistics.median(part.get(name, 0.0) for part in per_case) for name in names}, workers
 
 
-def step_times(setup: Setup, auto: Precision) -> tuple[float, float | None, float | None]:
-    """Return the seconds of a step, of one with twice the batch (None: no memory), and of one in another precision."""
+def step_times(setup: Setup, auto: Precision) -> tuple[float, float | None, float | None, float | None]:
+    """Return the seconds of a step, with twice the batch (None: no memory), in another precision, and by one thread."""
     with closing(setup.batches.epoch(0)) as batches:
         batch = next(batches)
     now, doubled = _step(setup, batch, setup.precision), None
     with suppress(torch.OutOfMemoryError):
         twice = Batch(batch.image.repeat_interleave(2, 0), batch.label.repeat_interleave(2, 0), batch.cases * 2)
         doubled = _step(setup, twice, setup.precision)
-    return now, doubled, None if setup.precision == auto else _step(setup, batch, auto)
+    other, single, threads = None if setup.precision == auto else _step(setup, batch, auto), None, torch.get_num_threads()
+    if batch.image.device.type == "cpu" and threads > 1:
+        torch.set_num_threads(1)
+        single = _step(setup, batch, setup.precision)
+        torch.set_num_threads(threads)
+    return now, doubled, other, single
 
 
 def _step(setup: Setup, batch: Batch, precision: Precision) -> float:

@@ -27,10 +27,16 @@ _OPEN = "What has no default is chosen from the data and the device, or not used
 _NOTE = "A list is written 64 64 48 or 64,64,48. Flags may have underscores instead of dashes."
 
 
-# How long the threads of GNU's OpenMP look for work before they sleep: the first sets ten times as long where a process
-# has more of them than cores, as a training has, whose batches are made beside it; the second leaves the rest as it is
-# by default. Sleeping and waking cost 10 to 20 percent of a training step on two cores.
-_WAITS = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "300000"}
+def wait_longer() -> None:
+    """Let threads look for work for longer before they sleep, unless the user says how; torch must not be loaded yet.
+
+    GNU's OpenMP looks 300,000 times, but 100 times where a process has more threads than cores, as a training has, whose
+    batches are made beside it: that costs 10 to 20 percent of a step on two cores. The first variable makes the 100
+    1,000, the second keeps the 300,000.
+    """
+    waits = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "300000"}
+    if not waits.keys() & os.environ.keys():
+        os.environ |= waits
 
 
 def parse_config(
@@ -42,11 +48,10 @@ def parse_config(
     `--resume FOLDER` the defaults are those of FOLDER/config.yaml, and only its `RESUMABLE` fields may differ.
 
     A mistyped or unknown flag, a value of the wrong type and a `ValueError` from the dataclass end the program with
-    status 2 and one line that names the flag; `--help` and `--print-config` end it with status 0. Unless the user has
-    set either, a program's own environment gets `_WAITS`, which torch reads as it is loaded.
+    status 2 and one line that names the flag; `--help` and `--print-config` end it with status 0.
     """
-    if arguments is None and not _WAITS.keys() & os.environ.keys():
-        os.environ |= _WAITS
+    if arguments is None:
+        wait_longer()
     leaves = _leaves(kind)
     parser = _parser(kind, leaves, description)
     words = vars(parser.parse_args(arguments))

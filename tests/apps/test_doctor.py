@@ -195,7 +195,7 @@ def test_what_computes_but_could_be_faster(fast, monkeypatch):
 def test_the_fast_recipe_is_healthy(store, tmp_path, capsys, monkeypatch):
     # How long a step, a layout or the disk takes is the machine's choice, and the load's; the cases above test those.
     healthy = {"computed": 9.0, "waited": 0.3, "saved": 0.3, "logged": 0.1, "validated": 0.3}
-    monkeypatch.setattr(doctor, "step_times", lambda *given: (1.0, 1.9, None))
+    monkeypatch.setattr(doctor, "step_times", lambda *given: (1.0, 1.9, None, None))
     monkeypatch.setattr(doctor, "_times", lambda *given: healthy)
     given = ["--app", "spleen", "--json", str(tmp_path / "found.json"), "--", "--store", str(store)]
     assert doctor.main(given) == 0

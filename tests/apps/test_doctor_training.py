@@ -73,8 +73,15 @@ def test_a_step_that_hardly_grows_with_its_batch_is_too_small():
     assert "; raise --batch-size, or try --compile (" in verdict.text
 
 
+def test_threads_that_gain_nothing_are_named():
+    verdict = diagnose(replace(HEALTHY, single=1.05))
+    assert verdict.bound == "threads"
+    assert "; unset OMP_* and GOMP_*, or raise --batch-size" in verdict.text
+    assert verdict.gain == pytest.approx(1 / (1 - 0.9 * (1 - 1.05 / 2)))  # at best each of the two does half
+
+
 def test_a_faster_precision_is_named_with_its_gain():
-    verdict = diagnose(replace(HEALTHY, other=0.5))
+    verdict = diagnose(replace(HEALTHY, other=0.5, single=1.05))
     assert verdict.bound == "compute"
     assert "; use --precision bf16 (" in verdict.text
     assert verdict.gain == pytest.approx(1 / (1 - 0.9 * 0.5))

@@ -1,3 +1,4 @@
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -247,6 +248,23 @@ def test_a_tilde_is_the_users_home(tmp_path, monkeypatch):
         assert parse(*flags).data == tmp_path / "scans"
     assert parse("--data=~").data == tmp_path  # in YAML that is null
     assert parse("--data=~nobody-of-this-name/a").data == Path("~nobody-of-this-name/a")
+
+
+@pytest.mark.parametrize(
+    ("given", "due"),
+    [((), ("ACTIVE", "300000")), (("OMP_WAIT_POLICY",), ("users", None)), (("GOMP_SPINCOUNT",), (None, "users"))],
+)
+def test_a_program_lets_threads_wait_unless_the_user_says_how(given, due, monkeypatch):
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    for name in names:
+        monkeypatch.setenv(name, "users")
+        if name not in given:
+            monkeypatch.delenv(name)
+    parse()  # a test's or a notebook's own words: nothing is changed
+    assert [os.environ.get(name) for name in names] == ["users" if name in given else None for name in names]
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    parse_config(ToyConfig, RECIPES)
+    assert tuple(map(os.environ.get, names)) == due
 
 
 @pytest.mark.parametrize("printing", ["--print-config", "--print_config"])

@@ -165,7 +165,8 @@ def test_mlflow_leaves_a_users_run_and_experiment_alone_and_cuts_long_settings(t
     mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")  # not for later tests
-    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)  # which `set_experiment` sets: undone at the end
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "")  # which `set_experiment` sets: undone at the end
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID")
     said: list[str] = []
     mlflow.set_experiment("mine")
     with mlflow.start_run() as users:
