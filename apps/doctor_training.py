@@ -122,7 +122,8 @@ def step_times(setup: Setup, auto: Precision) -> tuple[float, float | None, floa
     with suppress(torch.OutOfMemoryError):
         twice = Batch(batch.image.repeat_interleave(2, 0), batch.label.repeat_interleave(2, 0), batch.cases * 2)
         doubled = _step(setup, twice, setup.precision)
-    other, single, threads = None if setup.precision == auto else _step(setup, batch, auto), None, torch.get_num_threads()
+    other = None if setup.precision == auto else _step(setup, batch, auto)
+    single, threads = None, torch.get_num_threads()
     if batch.image.device.type == "cpu" and threads > 1:
         torch.set_num_threads(1)
         single = _step(setup, batch, setup.precision)

@@ -56,7 +56,7 @@ class Muon(_Uncompiled):
             if given:
                 self._update(given, [each.grad for each in given], group["lr"])
 
-    def _update(self, given: Sequence[Tensor], gradients: Sequence[Tensor], lr: float) -> None:
+    def _update(self, given: list[Tensor], gradients: list[Tensor], lr: float) -> None:
         for each in given:
             if not self.state[each]:
                 self.state[each]["momentum"] = torch.zeros_like(each)

@@ -72,7 +72,6 @@ def test_a_single_volume_gets_the_logits_that_it_gets_among_others(more: dict[st
     assert torch.allclose(torch_predictor(layers.eval())(windows[:1]), expected[:1], atol=1e-6)
 
 
-
 def test_torch_predictor_computes_in_the_asked_precision_and_lays_out_windows_and_weights(windows: torch.Tensor):
     """The layout of what comes out of a convolution is the processor's kernels' to choose, not ours."""
     network = nn.Conv3d(1, 4, 3).eval()
