@@ -105,7 +105,7 @@ class _SingleVolumes(TorchFunctionMode):
         if function is torch.conv3d and len(given) == 7 and isinstance(given[4], tuple):
             image, weight, bias, stride, padding, dilation, groups = given
             plain = image.dtype == weight.dtype == torch.float32 and not torch.compiler.is_compiling()
-            if plain and len(image) == 1 and torch.backends.mkldnn.is_available():
+            if plain and len(image) == 1 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
                 return torch.mkldnn_convolution(image, weight, bias, padding, stride, dilation, groups)
         return function(*given, **(named or {}))
 

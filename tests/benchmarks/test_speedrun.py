@@ -17,6 +17,8 @@ from medspeed.benchmarks.speedrun import Course, parse_options, summary_of
 from medspeed.common import console
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
+ROOT = Path(__file__).parents[2]
+
 
 def run(seconds, held=True, judged=0.9):
     stages = {"start": 1.0, "train": seconds - 1.0}
@@ -157,3 +159,17 @@ def test_both_sides_run_and_are_judged(tmp_path, monkeypatch, capsys):
         assert 0 <= found["judged anew"] <= 1
         assert found["steps"] > 2
     assert "ratio, median" in capsys.readouterr().out
+
+
+RECORDS = sorted((ROOT / "benchmarks" / "records").glob("*speedrun*"))
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_readme_and_docs_say_what_a_record_says(record):
+    summary = json.loads((record / "record.json").read_text())["summary"]
+    guide, fast = (f"{summary[side]['seconds']['median']:.1f} s" for side in ("guide", "fast"))
+    row = f"| {guide} | {fast} | {float(summary['ratio, median']):.1f}x |"
+    assert row in (ROOT / "README.md").read_text(encoding="utf-8")
+    (line,) = (line for line in (ROOT / "docs" / "benchmarks.md").read_text().splitlines() if record.name in line)
+    assert row in line
+    assert line.endswith(f"| {summary['guide']['arrived']}, {summary['fast']['arrived']} |")
