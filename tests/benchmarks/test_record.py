@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, and the README's rows, are the records' figures, and nothing else."""
+"""The tables of docs/benchmarks.md are the records' figures, and nothing else; `test_speedrun.py` has the README's."""
 
 import json
 import re
@@ -12,7 +12,6 @@ RECORDS = ROOT / "benchmarks" / "records"
 
 
 TEXT = (ROOT / "docs" / "benchmarks.md").read_text()
-README = (ROOT / "README.md").read_text()
 
 
 def results_table(folder):
@@ -26,14 +25,6 @@ def test_the_page_shows_the_table_of_the_record_that_it_links_to(app):
     place = rf"<!-- record of {app} -->\n\n(.*?)\n\n<!-- end -->.*?benchmarks/records/([\w.-]+)"
     shown, name = re.findall(place, TEXT, re.DOTALL)[0]
     assert shown == results_table(RECORDS / name)
-
-
-def test_the_rows_of_the_readme_are_those_of_the_record_it_links_to():
-    rows = re.findall(r"^\| [^|]+ \| [^|]+ \| [^|]+ \| [+\d.x-]+ \|$", README, re.MULTILINE)
-    (name,) = set(re.findall(r"benchmarks/records/([\w.-]+)", README))
-    assert len(rows) == 3
-    assert set(rows) <= set(results_table(RECORDS / name).splitlines())
-    assert not any("warm" in each for each in rows)  # a filled cache is not compared with computing anew
 
 
 def numbers(content):

@@ -325,7 +325,8 @@ def test_bundle_and_triton_client_give_the_label_maps_of_infer(tmp_path: Path, k
             found = read_volume(folder / name)
             assert found.voxels.dtype == np.uint8
             assert np.allclose(found.affine, volume.affine, atol=1e-5)
-            assert np.count_nonzero(found.voxels != due) <= 1e-5 * due.size
+            # A bundle convolves single volumes without oneDNN: voxels at a threshold may round to its other side.
+            assert np.count_nonzero(found.voxels != due) <= 5e-5 * due.size
 
 
 def served(folder: Path, trained: Trained) -> Path:
