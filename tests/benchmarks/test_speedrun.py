@@ -168,7 +168,8 @@ RECORDS = sorted((ROOT / "benchmarks" / "records").glob("*speedrun*"))
 def test_readme_and_docs_say_what_a_record_says(record):
     summary = json.loads((record / "record.json").read_text())["summary"]
     guide, fast = (f"{summary[side]['seconds']['median']:.1f} s" for side in ("guide", "fast"))
-    row = f"| {guide} | {fast} | {float(summary['ratio, median']):.1f}x |"
+    *bound, ratio = str(summary["ratio, median"]).split()  # ">=" where a seed of the guide never arrives
+    row = f"| {guide} | {fast} | {' '.join([*bound, f'{float(ratio):.1f}x'])} |"
     assert row in (ROOT / "README.md").read_text(encoding="utf-8")
     (line,) = (line for line in (ROOT / "docs" / "benchmarks.md").read_text().splitlines() if record.name in line)
     assert row in line
