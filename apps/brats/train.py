@@ -31,7 +31,7 @@ DEFAULTS = {
         crop=(224, 224, 144), window=(160, 160, 160), window_batch=2, batch_size=1, steps=31_040, validations=5,
     ),
     "cpu": Defaults(
-        {"crops.per_case": 4, "crops.flips": "x", "optimizer": "muon"},
+        {"crops.per_case": 1, "crops.flips": "x", "optimizer": "muon"},
         crop=(32, 32, 32), window=(96, 64, 64), window_batch=1, batch_size=4, steps=112, validations=5,
     ),
 }  # fmt: skip

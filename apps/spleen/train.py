@@ -27,7 +27,7 @@ DEFAULTS = {
         crop=(96, 96, 96), window=(160, 160, 160), window_batch=4, batch_size=16, steps=480,
     ),
     "cpu": Defaults(
-        {"crops.per_case": 4, "crops.flips": "", "optimizer": "muon"},
+        {"crops.per_case": 1, "crops.flips": "", "optimizer": "muon"},
         crop=(48, 48, 32), window=(160, 160, 160), window_batch=1, batch_size=4, steps=96,
     ),
 }  # fmt: skip

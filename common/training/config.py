@@ -56,7 +56,7 @@ class TrainingConfig:
         workers: data-loading processes or preparation threads; all available cores by default.
         batch_size: crops or patches per step, over all ranks.
         optimizer: muon, novograd, monai_novograd (MONAI's), adam or sgd; by default the app's.
-        learning_rate: initial learning rate; 0.05 with muon, else 0.01, by default.
+        learning_rate: initial learning rate; 0.025 with muon, else 0.01, by default.
         schedule: how the learning rate changes over the run.
         epochs: passes over the training data.
         precision: fp32, bf16, fp16 (with loss scaling) or auto (bf16 if the device supports it; guide: fp16 on GPUs).
@@ -151,7 +151,7 @@ class TrainingConfig:
     def optimized(self) -> Self:
         """Return the configuration with optimizer and learning rate decided: Novograd, where the app takes no other."""
         name = self.optimizer or "novograd"
-        return replace(self, optimizer=name, learning_rate=self.learning_rate or (0.05 if name == "muon" else 0.01))
+        return replace(self, optimizer=name, learning_rate=self.learning_rate or (0.025 if name == "muon" else 0.01))
 
     def plan_epochs(self, steps: int, per_epoch: int, validations: int) -> tuple[int, int]:
         """Return the epochs of the run, of as many steps as usual, and those between two of as many validations."""

@@ -56,7 +56,7 @@ def test_what_a_guides_recipe_loads_is_seen():
 
 
 def test_nothing_needless_is_loaded_until_the_first_step_is_done(phantoms, store, tmp_path):
-    small = ["--crop_size", "[16,16,16]", "--windows.size", "[32,32,32]", "--channels", "[4,8]", "--batch_size", "4"]
+    small = ["--crop_size", "[16,16,16]", "--windows.size", "[32,32,32]", "--channels", "[4,8]", "--batch_size", "1"]
     small += ["--data", str(phantoms), "--store", str(store), "--run", str(tmp_path / "run"), "--device", "cpu"]
     found = loaded(TO_THE_SECOND_STEP.format(app="spleen"), *small) & NEEDLESS
     assert found == set()

@@ -13,7 +13,10 @@ from medspeed.common.training.fit import train_step
 from medspeed.common.training.setup import start_run
 
 TINY = {
-    "spleen": ("--channels", "[4,8]", "--crop_size", "[16,16,16]", "--windows.size", "[16,16,16]", "--batch_size", "4"),
+    "spleen": (
+        "--channels", "[4,8]", "--crop_size", "[16,16,16]", "--crops.per_case", "4", "--windows.size", "[16,16,16]",
+        "--batch_size", "4",
+    ),
     "brats": (
         "--network.filters", "8", "--network.blocks_down", "[1,1]", "--crop_size", "[16,16,16]",
         "--windows.size", "[16,16,16]", "--batch_size", "1",

@@ -8,12 +8,12 @@ import pytest
 from medspeed.apps.spleen.config import SpleenConfig
 from medspeed.apps.spleen.train import main
 from medspeed.common.training import fit
-from medspeed.common.training.volume_config import Windows
+from medspeed.common.training.volume_config import Crops, Windows
 
 TINY: dict[str, Any] = {
     "split": "0.25", "spacing": (6.0, 6.0, 6.0), "channels": (4, 8), "crop_size": (16, 16, 16), "batch_size": 4,
     "windows": Windows(size=(32, 32, 32)), "epochs": 2, "precision": "fp32", "engine": "none", "device": "cpu",
-    "learning_rate": 0.01,
+    "learning_rate": 0.01, "crops": Crops(per_case=4),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from medspeed.common.inference.labels import dice_counts, dice_of_counts, one_re
 from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.training.fit import train_step
-from medspeed.common.training.volume_config import Windows
+from medspeed.common.training.volume_config import Crops, Windows
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from tests.support import last_weights
 
@@ -24,6 +24,7 @@ TINY: dict[str, Any] = {
     "spacing": (6.0, 6.0, 6.0),
     "channels": (4, 8),
     "crop_size": (16, 16, 16),
+    "crops": Crops(per_case=4),
     "windows": Windows(size=(32, 32, 32)),
     "batch_size": 4,
     "epochs": 2,
@@ -194,7 +195,7 @@ def test_surfaces_that_memory_does_not_hold_do_not_cost_the_export(phantoms, sto
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["baseline", "guide"])
 def test_the_monai_recipes_run_and_resume_at_epoch_boundaries(recipe, phantoms, store, tmp_path, monkeypatch):
-    tiny = {**TINY, "batch_size": 8, "workers": 1, "engine": "none", "validate_every": 1}
+    tiny = TINY | {"batch_size": 8, "workers": 1, "engine": "none", "validate_every": 1, "crops": RECIPES[recipe].crops}
     config = replace(RECIPES[recipe], data=phantoms, store=store, **tiny)
     whole = main(replace(config, run=tmp_path / "whole"))
     assert whole is not None

@@ -98,7 +98,7 @@ def test_every_open_field_is_decided_and_what_was_given_wins(scans, tmp_path, ru
 @pytest.mark.parametrize(
     ("given", "optimizer", "rate"),
     [
-        ({}, "muon", 0.05),
+        ({}, "muon", 0.025),
         ({"optimizer": "novograd"}, "novograd", 0.01),
         ({"optimizer": "adam", "learning_rate": 0.001}, "adam", 0.001),
         ({"learning_rate": 0.02}, "muon", 0.02),
