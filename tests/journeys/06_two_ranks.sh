@@ -4,7 +4,7 @@ set -euo pipefail
 source "$(dirname "$0")/tiny.sh"
 
 [ -f heads/dataset.json ] || medspeed data make-phantoms mri --to heads --cases 5
-flags=(--data heads --epochs 1 --parallel.partitions 2 --spacing 6 6 6 --network.filters 8 --network.blocks-down 1 1
+flags=(--data heads --epochs 4 --parallel.partitions 2 --spacing 6 6 6 --network.filters 8 --network.blocks-down 1 1
     --crop-size 16 16 16 --windows.size 24 24 24 --batch-size 4 "${store[@]}")
 export OMP_NUM_THREADS=1
 torchrun --standalone --nproc-per-node 2 --no-python -- medspeed train brats --run two "${flags[@]}"

@@ -29,7 +29,7 @@ from medspeed.models.unet3d import UNet3d
 from tests.support import unet_model
 
 MODEL = unet_model((4.0, 4.0, 4.0), (4, 8), (24, 24, 16), window_batch=2)
-SMALL = {"channels": (4, 8), "crop_size": [16, 16, 16], "windows": {"size": (32, 32, 32)}, "batch_size": 4}
+SMALL = {"channels": (4, 8), "crop_size": [16, 16, 16], "windows": {"size": (32, 32, 32)}, "batch_size": 1}
 
 
 @pytest.fixture(scope="module")
