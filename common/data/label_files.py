@@ -22,8 +22,8 @@ _TO_LPS = np.array([-1.0, -1.0, 1.0])
 def write_label(path: Path, labels: np.ndarray, affine: np.ndarray) -> None:
     """Write a label map [X, Y, Z] uint8 as .nii.gz, .nii, .nrrd or .mha, atomically; Fortran order is the fastest.
 
-    The gzip members are compressed in threads; their number does not change the bytes of the file. The affine [4, 4],
-    voxel index to RAS mm, is a NIfTI file's sform, and also its qform if it has no shear.
+    The gzip members are compressed in threads. The affine [4, 4], voxel index to RAS mm, is a NIfTI file's sform, and
+    also its qform if it has no shear.
     """
     assert labels.dtype == np.uint8, labels.dtype
     ending, voxels = path.suffix.lower(), labels.ravel(order="F")
@@ -82,7 +82,6 @@ def _row(numbers: Iterable[float], between: str = " ") -> str:
 
 
 def gzipped(content: bytes | np.ndarray) -> bytes:
-    """Return a gzip member without time and name, so that equal input gives equal bytes."""
-    # igzip.compress now and then finds other matches in the same bytes in a new thread (isal 1.9.1).
+    """Return a gzip member without time and name; isal 1.9.1 now and then finds other matches in the same bytes."""
     member = isal_zlib.compressobj(level=1, wbits=31)
     return member.compress(content) + member.flush()

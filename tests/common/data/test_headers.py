@@ -270,7 +270,7 @@ def test_no_cut_and_no_flipped_byte_of_compressed_voxels_goes_unnoticed(tmp_path
     write_label(path, labels, np.eye(4))
     content = bytearray(path.read_bytes())
     start = len(content) - len(content.split(b"\n\n" if path.suffix == ".nrrd" else b"LOCAL\n", 1)[1])
-    place = data.draw(st.integers(start, len(content) - 1))
+    place = start + data.draw(st.integers(0, 999)) * (len(content) - start) // 1000  # isal's length varies
     if data.draw(st.booleans()):
         del content[place:]
     else:

@@ -1,5 +1,4 @@
 import gzip
-import io
 import math
 import os
 import subprocess
@@ -331,12 +330,11 @@ def test_the_qform_counts_only_where_it_says_the_same(tmp_path):
     assert (int(sheared.header["sform_code"]), int(sheared.header["qform_code"])) == (1, 0)
 
 
-def test_the_same_label_gives_the_same_bytes(tmp_path):
-    for name in ("a", "b"):
-        write_label(tmp_path / f"{name}.nii.gz", voxels_of(np.uint8), AFFINE)
-    assert (tmp_path / "a.nii.gz").read_bytes() == (tmp_path / "b.nii.gz").read_bytes()
-    with gzip.open(io.BytesIO((tmp_path / "a.nii.gz").read_bytes())) as stream:  # any gzip reads it
-        assert len(stream.read()) == 352 + 60
+def test_a_label_file_says_neither_when_nor_where_it_was_written(tmp_path):
+    write_label(tmp_path / "a.nii.gz", voxels_of(np.uint8), AFFINE)
+    content = (tmp_path / "a.nii.gz").read_bytes()
+    assert content[3:8] == bytes(5)  # flags, among them the name's, and the time
+    assert len(gzip.decompress(content)) == 352 + 60
 
 
 @pytest.mark.parametrize("size", [59, 60, 61, 119, 120, 121, 1000])
@@ -348,8 +346,9 @@ def test_a_large_label_is_a_gzip_file_of_many_members_however_many_threads_write
     for cores in (1, 2, 9):
         monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
         write_label(tmp_path / "a.nii.gz", labels, AFFINE)
-        written.add((tmp_path / "a.nii.gz").read_bytes())
-    (content,) = written
+        content = (tmp_path / "a.nii.gz").read_bytes()
+        written.add(gzip.decompress(content))
+    assert len(written) == 1
     members, rest = [], content
     while rest:
         member = zlib.decompressobj(31)

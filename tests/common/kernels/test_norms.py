@@ -299,9 +299,12 @@ def test_a_shortcut_joined_with_a_convolution_computes_the_same(units, everywher
         counts.append(counted["aten::convolution"])
         runs.append(found)
     assert counts[0] - counts[1] == (2 if units > 1 else 0)  # one of each level but the last
-    for (name, one), other in zip(runs[1].named_parameters(), runs[0].named_parameters(), strict=True):
-        if one.grad is not None and other[1].grad is not None:
-            assert (one.grad - other[1].grad).norm() <= 0.05 * other[1].grad.norm() + 1e-6, name
+    apart, joined = (
+        {name: each.grad for name, each in run.named_parameters() if each.grad is not None} for run in runs
+    )
+    whole = torch.nn.utils.get_total_norm(apart.values())
+    for name in apart.keys() & joined.keys():  # a slope's gradient is one sum, which may come out near zero
+        assert (joined[name] - apart[name]).norm() <= 0.05 * apart[name].norm() + 0.005 * whole, name
     assert torch.allclose(runs[1].eval()(image), runs[0].eval()(image), atol=1e-2)
 
 
