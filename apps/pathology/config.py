@@ -19,7 +19,7 @@ DEFAULTS = {
     # epochs, so that small and large sets train equally long; a GPU's are the guide's 400,000 patches for 10 epochs. Of
     # a tile, `core` pixels have logits that are kept.
     "cuda": {"patch_size": 224, "patches_per_slide": 2000, "batch_size": 256, "steps": 15_600, "core": 1536},
-    "cpu": {"patch_size": 96, "patches_per_slide": 400, "batch_size": 32, "steps": 400, "core": 1024},
+    "cpu": {"patch_size": 96, "patches_per_slide": 400, "batch_size": 32, "steps": 150, "core": 1024},
 }
 
 

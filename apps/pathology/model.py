@@ -70,6 +70,7 @@ def choose(config: PathologyConfig, count: int, device: torch.device, ranks: int
     precision = config.precision
     if config.recipe == "guide" and precision == "auto":
         precision = "fp16" if device.type == "cuda" else "fp32"  # the guide's autocast("cuda")
+    config = replace(config, optimizer=config.optimizer or ("muon" if device.type == "cpu" else None))
     config = replace(config.optimized(), tile_size=tile_size, parallel=replace(config.parallel, partitions=partitions))
     precision = choose_precision(precision, device)
     return replace(config, batch_size=batch_size, epochs=epochs, validate_every=validate_every, precision=precision)

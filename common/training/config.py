@@ -13,6 +13,7 @@ from medspeed.common.inference import Precision
 
 T = TypeVar("T")
 DEV_RUN = "FAST DEV RUN: two steps on a few cases; the results of this run are meaningless"
+VALIDATIONS_HELD = 3  # validations in a row that must reach a target: one may be luck
 Check = tuple[str, bool, str]  # field, whether it holds, its bound in words
 
 
@@ -154,10 +155,13 @@ class TrainingConfig:
         return replace(self, optimizer=name, learning_rate=self.learning_rate or (0.025 if name == "muon" else 0.01))
 
     def plan_epochs(self, steps: int, per_epoch: int, validations: int) -> tuple[int, int]:
-        """Return the epochs of the run, of as many steps as usual, and those between two of as many validations."""
+        """Return the epochs of the run, of as many steps as usual, and those between two of as many validations.
+
+        A run with a target has at least the validations that must hold it.
+        """
         if self.fast_dev_run:
             return 2, 1  # each of one step and validated
-        epochs = self.epochs or -(-steps // per_epoch)
+        epochs = self.epochs or max(-(-steps // per_epoch), VALIDATIONS_HELD if self.until else 1)
         return epochs, self.validate_every or max(1, epochs // validations)
 
     def alike(self) -> bool:

@@ -23,10 +23,9 @@ from medspeed.common.inference.postprocessing import CaseParts, Steps, case_part
 from medspeed.common.inference.predict import predict_logits, read_truth, restore_labels
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.run import Run
-from medspeed.common.training.config import TrainingConfig
+from medspeed.common.training.config import VALIDATIONS_HELD, TrainingConfig
 from medspeed.common.training.fit import Fitted
 from medspeed.common.training.sources import Data, stored_cases
-from medspeed.common.training.state import VALIDATIONS_HELD
 from medspeed.common.training.volume_config import SegmentationConfig
 
 

@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ BLOCK = 1024
 
 MOMENTS = "second_moments"  # the name that `trusts` knows their kernel by
 _BETA1, _BETA2, _EPSILON = 0.9, 0.98, 1e-8  # the first is Muon's too. Source: MONAI's Novograd
+_LARGE = 512  # rows and columns of a kernel that Muon does not make orthogonal
 _TINY = 1e-30  # what no length is below, so that a gradient of zeros changes nothing
 
 
@@ -39,7 +41,8 @@ class Muon(_Uncompiled):
         w   = w - lr * sqrt(max(1, rows / columns)) * orthogonal(u)      (kernels: [O, I, ...] is O rows)
         w   = w - lr * u / sqrt(mean(u^2))                               (biases, slopes, scales)
 
-    Frozen parameters are left as they are; the learning rate may be changed between steps.
+    A kernel of at least 512 rows and columns moves as far along u itself: its orthogonal matrix would take longer than
+    the rest of the step. Frozen parameters are left as they are; the learning rate may be changed between steps.
 
     Source:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
@@ -66,13 +69,15 @@ class Muon(_Uncompiled):
         lengths = torch._foreach_norm(updates)
         torch._foreach_clamp_min_(lengths, _TINY)
         torch._foreach_div_(updates, lengths)
-        turned = iter(orthogonal([each.flatten(1) for each in updates if each.ndim > 1]))
-        for each, update in zip(given, updates, strict=True):
-            if each.ndim < 2:
-                each.sub_(update, alpha=lr * math.sqrt(each.numel()))
-            else:
-                wide = max(1, len(each) ** 2 / each.numel())
+        sides = [min(len(each), each.numel() // len(each)) if each.ndim > 1 else 0 for each in given]
+        small = [side and side < _LARGE for side in sides]
+        turned = iter(orthogonal([each.flatten(1) for each in compress(updates, small)]))
+        for each, update, side, turns in zip(given, updates, sides, small, strict=True):
+            wide = max(1, len(each) ** 2 / each.numel()) if side else each.numel()
+            if turns:
                 each.sub_(next(turned).reshape(each.shape), alpha=lr * math.sqrt(wide))
+            else:  # `update` has length 1, an orthogonal matrix the root of its smaller side
+                each.sub_(update, alpha=lr * math.sqrt(wide * max(1, side)))
 
 
 def orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:

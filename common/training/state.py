@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from medspeed.common.files import flush_to_disk, names_folder, printable
 from medspeed.common.inference.model import UNREADABLE, first_line, load_weights, save_weights
 from medspeed.common.run import Run
+from medspeed.common.training.config import VALIDATIONS_HELD
 from medspeed.common.training.optimizers import Novograd
 
-VALIDATIONS_HELD = 3  # validations in a row that must reach a target: one may be luck
 _KEPT = ("epoch", "step", "best", "best_epoch", "last", "recent")  # attributes that a checkpoint holds as they are
 _STATE = "state of the training"  # beside the weights in a checkpoint: what torch.save makes of it, uint8
 

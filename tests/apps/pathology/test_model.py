@@ -24,7 +24,19 @@ def test_small_and_large_sets_train_equally_long():
     for count in (320, 3200, 32_000):
         config = chosen(PathologyConfig(), count)
         each = count // decided(config.batch_size)
-        assert 400 <= decided(config.epochs) * each < 400 + each
+        assert 150 <= decided(config.epochs) * each < 150 + each
+
+
+def test_a_run_with_a_target_has_the_validations_that_must_hold_it():
+    found = chosen(PathologyConfig(until="auc=0.9"), 32_000)
+    assert (found.epochs, found.validate_every) == (3, 1)
+    assert chosen(PathologyConfig(until="auc=0.9", epochs=2), 32_000).epochs == 2  # what was asked for wins
+
+
+def test_muon_trains_on_a_cpu_and_novograd_on_a_gpu():
+    sized = PathologyConfig(patch_size=96, mpp=0.5, patches_per_slide=400)
+    assert [choose(sized, 3200, device).optimizer for device in (CPU, CUDA)] == ["muon", "novograd"]
+    assert choose(replace(sized, optimizer="adam"), 3200, CPU).optimizer == "adam"
 
 
 def test_a_set_smaller_than_a_batch_is_one_batch():

@@ -438,6 +438,17 @@ def test_muon_moves_a_vector_by_the_rate_along_its_momentum():
     assert still.tolist() == frozen.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(("rows", "columns", "length"), [(512, 520, 512**0.5), (1040, 520, (2 * 520) ** 0.5)])
+def test_muon_moves_a_large_matrix_along_its_momentum_as_far_as_an_orthogonal_one(rows, columns, length):
+    large, small = (nn.Parameter(torch.zeros(size)) for size in ((rows, 8, columns // 8), (4, 40)))
+    large.grad, small.grad = (
+        torch.randn(each.shape, generator=torch.Generator().manual_seed(2)) for each in (large, small)
+    )
+    Muon([large, small], 0.1).step()
+    assert torch.allclose(large, -0.1 * length * large.grad / large.grad.norm(), atol=1e-6)
+    assert not torch.allclose(small, -0.1 * 2 * small.grad / small.grad.norm(), atol=1e-3)  # it is made orthogonal
+
+
 def test_muon_goes_on_from_its_state_as_if_it_had_not_stopped():
     network = small_network()
     optimizer = Muon(network.parameters(), 0.05)
