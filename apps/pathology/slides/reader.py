@@ -7,6 +7,7 @@ JPEG tile with damage in its middle; none sees wrong bits that still decode (cuC
 
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ WHITE = 255  # what lies outside a slide, was never scanned or cannot be decoded
 # fails at every tile.
 _CUCIM_COMPRESSIONS = {1, 5, 7, 8, 32946, 33003, 33005}
 _UNREADABLE = (RuntimeError, ValueError)  # what reading damage raises
+_CUCIM_OPENS = threading.Lock()  # where two threads open their first slides at once, one start in 100 crashes (26.10)
 
 
 # A file in one of the libraries: what it has of levels and pixel size, and what reads a box within a level as
@@ -42,7 +44,8 @@ def _open_cucim(path: Path, layout: Layout) -> Opened:
     if layout.predicted:
         raise ValueError("does not decode deflate with a predictor: it crashes")
     try:
-        image: Any = CuImage(str(path))
+        with _CUCIM_OPENS:
+            image: Any = CuImage(str(path))
         sizes = [tuple(size) for size in image.resolutions["level_dimensions"]]
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"cuCIM: {error}") from error

@@ -2,7 +2,10 @@ import gc
 import os
 import subprocess
 import sys
+import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +181,23 @@ def test_readers_are_imported_when_first_asked_for():
     modules = ["cucim", "openslide", "tifffile", "imagecodecs", "torch"]
     done = subprocess.run([sys.executable, "-c", program, *modules], cwd=Path(__file__).parents[4], check=False)
     assert done.returncode == 0
+
+
+def test_cucim_opens_one_slide_at_a_time(pyramid, monkeypatch):
+    """Two first slides opened at once crash about one process in a hundred (cuCIM 26.10)."""
+    clara = pytest.importorskip("cucim.clara")
+    real, alone = clara.CuImage, threading.Lock()
+
+    def opened(path):
+        assert alone.acquire(blocking=False), "two open at once"
+        time.sleep(0.02)
+        alone.release()
+        return real(path)
+
+    monkeypatch.setattr(clara, "CuImage", opened)
+    with ThreadPoolExecutor(4) as pool:
+        slides = list(pool.map(lambda _: open_slide(pyramid[0], "cucim"), range(8)))
+    assert {slide.reader for slide in slides} == {"cucim"}
 
 
 def test_a_slide_is_closed_when_it_is_let_go(pyramid):
