@@ -84,6 +84,7 @@ def train(guide: ModuleType, given: Given) -> None:
     """
     began = last = psutil.Process().create_time()
     stages, curve, best, steps = dict[str, float](), list[tuple[int, float, float]](), dict[str, Any](), 0
+    at = list[dict[str, Any]]()  # what each validation had taken
 
     def lap(stage: str) -> None:
         nonlocal last
@@ -112,13 +113,14 @@ def train(guide: ModuleType, given: Given) -> None:
             if value >= max((each for *_, each in curve), default=-math.inf):
                 best = copy.deepcopy(network.state_dict())
             curve.append((epoch, round(last - began, 3), value))
+            at.append({"seconds": curve[-1][1], "steps": steps, "stages": dict(stages)})
             held = len(curve) >= _HELD and min(each for *_, each in curve[-_HELD:]) >= given.until
             if held:
                 break
     if given.to:
         given.to.mkdir(parents=True, exist_ok=True)
         torch.save(best, given.to / "best.pt")
-        found = {"held": held, "seconds": curve[-1][1], "steps": steps, "stages": stages, "curve": curve}
+        found = {"held": held, **at[-1], "curve": curve, "at": at}
         (given.to / "run.json").write_text(json.dumps(found))
 
 

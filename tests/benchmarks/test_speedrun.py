@@ -13,7 +13,7 @@ import torch
 
 from medspeed.benchmarks import speedrun
 from medspeed.benchmarks.peers import read_pairs, train
-from medspeed.benchmarks.speedrun import Course, parse_options, summary_of
+from medspeed.benchmarks.speedrun import Course, arrival, parse_options, summary_of
 from medspeed.common import console
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 
@@ -88,6 +88,16 @@ def test_the_guide_ends_after_three_validations_in_a_row_at_the_target(tmp_path)
 
 def test_a_guide_that_never_arrives_is_told_of_at_its_end(tmp_path):
     assert train_until(tmp_path, [0.9, 0.9], most=2)["held"] is False
+
+
+def test_a_run_that_set_the_target_tells_when_it_was_there(tmp_path):
+    run = train_until(tmp_path, [0.5, 0.7, 0.6, 0.65, 0.7, 0.7], most=6)
+    assert (run["held"], run["steps"]) == (False, 12)
+    found = arrival(run, 0.6)
+    assert found is not None
+    assert (found["held"], found["steps"], found["seconds"]) == (True, 8, run["curve"][3][1])  # after the fourth
+    assert found["seconds"] == pytest.approx(sum(found["stages"].values()), abs=0.01)
+    assert arrival(run, 0.66) is None
 
 
 def mask(path, columns):
