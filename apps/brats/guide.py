@@ -20,7 +20,7 @@ def transforms(config: BratsConfig, preparation: Preparation, device: torch.devi
     """
     from monai import transforms as monai  # here: MONAI takes longer to load than all the rest
 
-    from medspeed.common.data.monai_batches import KEYS, normalise_transforms, read_transforms
+    from medspeed.common.training.monai_batches import KEYS, normalise_transforms, read_transforms
 
     fixed = read_transforms(preparation, device if config.cache == "monai" else None)
     size, intensity = decided(config.crop_size), config.crops.intensity

@@ -18,7 +18,7 @@ def transforms(config: SpleenConfig, preparation: Preparation, device: torch.dev
     # Here: MONAI takes longer to load than all the rest.
     from monai.transforms import CropForegroundd, EnsureTyped, FgBgToIndicesd, RandCropByPosNegLabeld, SpatialPadd
 
-    from medspeed.common.data.monai_batches import KEYS, normalise_transforms, read_transforms
+    from medspeed.common.training.monai_batches import KEYS, normalise_transforms, read_transforms
 
     crop, size = CropForegroundd(KEYS, source_key="image", allow_smaller=True), decided(config.crop_size)
     fixed = [*read_transforms(preparation), *normalise_transforms(preparation), crop]

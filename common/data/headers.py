@@ -1,7 +1,4 @@
-"""Headers of NIfTI, NRRD and MetaImage files (.nii, .nii.gz, .nrrd, .mha): where the voxels are, and what they mean.
-
-SimpleITK (ITK 5.4) takes a damaged .mha and metres for mm without an error, and opens whatever file a header names.
-"""
+"""Headers of NIfTI, NRRD and MetaImage files (.nii, .nii.gz, .nrrd, .mha): where the voxels are, and what they mean."""
 
 import gzip
 import logging

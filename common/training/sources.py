@@ -18,7 +18,7 @@ from medspeed.common.data.crops import CachedCase, place_case
 from medspeed.common.data.dataset import Case, Dataset, Split, make_synthetic, read_dataset, read_split, split_cases
 from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct
 from medspeed.common.data.folds import split_fold
-from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case, read_case
+from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.files import plural, read_as, read_object, write_json
 from medspeed.common.inference.labels import mean_dice
@@ -33,9 +33,6 @@ from medspeed.common.training.setup import compile_if_asked, dtype_of, network_t
 from medspeed.common.training.volume_config import SegmentationConfig
 
 S = TypeVar("S", bound=SegmentationConfig)
-Transforms = Sequence[Callable[[Any], Any]]
-
-_RECENT = 8  # cases that the cache "none" keeps since they were used last
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ def volume_setup(
     config: S,
     data: Data,
     model: VolumeModel,
-    guide: Callable[[S, Preparation, torch.device], Transforms] | None,
+    guide: Callable[[S, Preparation, torch.device], Sequence[Callable[[Any], Any]]] | None,
     run: Run,
 ) -> Setup:
     """Build the network of a decided run, the source of its batches, the loss and the optimizer.
@@ -132,7 +129,10 @@ def volume_setup(
         batches, room = our_batches(data, model, config, run)
     else:
         assert guide is not None, f"{config.APP} has no guide: its checks require `ours`"
-        batches, room = guide_batches(guide(config, model.preparation, run.device), data, model, config, run), 0
+        from medspeed.common.training.monai_batches import guide_batches  # here: MONAI takes longer than all the rest
+
+        transforms = guide(config, model.preparation, run.device)
+        batches, room = guide_batches(transforms, data.split.training, model, config, run), 0
     with run.clock.stage("prepare"):
         judged = stored_cases(run.ranks.shard(data.split.validation), model, config, run.ranks.leader)
     with run.clock.stage("cache"):
@@ -188,7 +188,7 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
         replaced = plan.replaced or int(len(part) > plan.held)
         return cast(np.ndarray, part[smart_indices(len(part), plan.held, replaced, epoch)])
 
-    recent = lru_cache(max(_RECENT, decided(config.batch_size)))(load)  # fewer than a batch's are prepared twice for it
+    recent = lru_cache(max(8, decided(config.batch_size)))(load)  # fewer than a batch's are prepared twice for it
     changing = partial(
         CaseCache,
         crop_size=size,
@@ -211,36 +211,6 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
     return crop_batches(caches, *sizes, *changes, (dtype_of(config.precision), bool(config.channels_last))), plan.free
 
 
-def guide_batches(
-    transforms: Transforms, data: Data, model: VolumeModel, config: SegmentationConfig, run: Run
-) -> Batches:
-    """Return the batches of recipes baseline and guide: by MONAI's transforms and loaders.
-
-    MONAI says little about a bad file, so each is read and checked first. Each rank has a part of the cases; the last
-    ones begin anew with the first cases, so that all are equally long, as in the guide.
-    """
-    from medspeed.common.data.monai_batches import monai_crops  # here: MONAI takes longer to load than all the rest
-
-    cases, ranks = data.split.training, run.ranks
-    even = -(-len(cases) // ranks.world) * ranks.world
-    mine = ranks.shard([cases[index % len(cases)] for index in range(even)])
-
-    check = partial(read_case, channels=model.preparation.channels, allowed=model.labelling.numbers)
-    with run.clock.stage("prepare"):
-        map_in_threads(check, list(dict.fromkeys(mine)), "checking cases" if run.ranks.leader else "", config.workers)
-    with run.clock.stage("cache"):
-        return monai_crops(
-            mine,
-            transforms,
-            cached=config.cache == "monai",
-            crops_per_case=decided(config.crops.per_case),
-            batch_size=decided(config.batch_size) // ranks.world,
-            workers=config.workers,
-            seed=config.seed * ranks.world + ranks.rank,
-            device=run.device,
-        )
-
-
 def stored_cases(
     cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig, progress: bool = False
 ) -> list[PreparedCase]:
@@ -253,7 +223,6 @@ def stored_cases(
 
 
 def _kept_in(case: Case, model: VolumeModel, config: SegmentationConfig) -> Path:
-    """Return the folder of the prepared cases of one dataset and one preparation."""
     return store_folder(config.store / "prepared", case.image.parent.parent, model.preparation)
 
 

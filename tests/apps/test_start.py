@@ -52,7 +52,7 @@ def test_importing_an_app_loads_nothing_that_the_fast_recipe_does_not_need(app):
 
 def test_what_a_guides_recipe_loads_is_seen():
     """The test above can fail."""
-    assert "monai" in loaded(IMPORTED.format(module="medspeed.common.data.monai_batches")) & NEEDLESS
+    assert "monai" in loaded(IMPORTED.format(module="medspeed.common.training.monai_batches")) & NEEDLESS
 
 
 def test_nothing_needless_is_loaded_until_the_first_step_is_done(phantoms, store, tmp_path):

@@ -17,9 +17,9 @@ from medspeed.apps.pathology.config import Augmentation, PathologyConfig
 from medspeed.apps.pathology.patches.augment import jitter_
 from medspeed.apps.pathology.patches.table import IMAGES, PatchTable
 from medspeed.common.data.batches import Batch, Batches
-from medspeed.common.data.monai_batches import monai_batches, plain
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
+from medspeed.common.training.monai_batches import monai_batches, plain
 
 
 class ColourJitterd(mt.RandomizableTransform):  # type: ignore[misc]

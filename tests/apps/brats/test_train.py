@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import nibabel as nib
@@ -14,13 +15,14 @@ from medspeed.apps.brats import infer
 from medspeed.apps.brats.config import RECIPES, BratsConfig
 from medspeed.apps.brats.guide import transforms
 from medspeed.apps.brats.train import main
-from medspeed.common.data import monai_batches
 from medspeed.common.data.dataset import read_dataset
-from medspeed.common.data.monai_batches import monai_crops
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference.options import InferConfig
+from medspeed.common.ranks import SINGLE
+from medspeed.common.training import monai_batches
 from medspeed.common.training.config import Parallel
+from medspeed.common.training.monai_batches import monai_crops
 from medspeed.common.training.volume_config import Crops, Network, Windows
 from medspeed.data_scripts.make_phantoms import make_mri_phantoms
 from tests.support import last_weights
@@ -185,9 +187,8 @@ def test_the_guides_cache_stays_as_it_was(heads, monkeypatch):
         return made[0]
 
     monkeypatch.setattr(monai_batches, "CacheDataset", cache_dataset)
-    batches = monai_crops(
-        cases, chain, cached=True, crops_per_case=1, batch_size=2, workers=1, seed=0, device=torch.device("cpu")
-    )
+    run: Any = SimpleNamespace(device=torch.device("cpu"), ranks=SINGLE)
+    batches = monai_crops(cases, chain, replace(config, cache="monai", batch_size=2, workers=1), run)
     cached = [torch.as_tensor(item["image"]) for item in made[0]._cache]
     before = [image.clone() for image in cached]
     for epoch in range(4):

@@ -1,6 +1,7 @@
 """Batches from MONAI's own datasets and loaders, for the recipes `baseline` and `guide`."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,12 @@ from monai.data.utils import set_rnd
 
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.data.dataset import Case
-from medspeed.common.data.preparation import Preparation
+from medspeed.common.data.preparation import Preparation, read_case
+from medspeed.common.data.threads import map_in_threads
+from medspeed.common.inference.model import VolumeModel
+from medspeed.common.run import Run
+from medspeed.common.training.config import decided
+from medspeed.common.training.volume_config import SegmentationConfig
 
 Transforms = Sequence[Callable[[Any], Any]]
 KEYS = ("image", "label")
@@ -36,41 +42,50 @@ def monai_batches(loader: Any, to_batch: Callable[[Any], Batch], seed: int) -> B
     return Batches(epoch, len(loader), resumes_within_epoch=False, made_on_device=False, loader=loader)
 
 
-def monai_crops(
-    cases: Sequence[Case],
-    transforms: Transforms,
-    *,
-    cached: bool,
-    crops_per_case: int,
-    batch_size: int,
-    workers: int | None,
-    seed: int,
-    device: torch.device,
+def guide_batches(
+    transforms: Transforms, cases: Sequence[Case], model: VolumeModel, config: SegmentationConfig, run: Run
 ) -> Batches:
+    """Return the batches of recipes baseline and guide: by MONAI's transforms and loaders.
+
+    MONAI says little about a bad file, so each is read and checked first. Each rank has a part of the cases; the last
+    ones begin anew with the first cases, so that all are equally long, as in the guide.
+    """
+    even = -(-len(cases) // run.ranks.world) * run.ranks.world
+    mine = run.ranks.shard([cases[index % len(cases)] for index in range(even)])
+    check = partial(read_case, channels=model.preparation.channels, allowed=model.labelling.numbers)
+    with run.clock.stage("prepare"):
+        title = "checking cases" if run.ranks.leader else ""
+        map_in_threads(check, list(dict.fromkeys(mine)), title, config.workers)
+    with run.clock.stage("cache"):
+        return monai_crops(mine, transforms, config, run)
+
+
+def monai_crops(cases: Sequence[Case], transforms: Transforms, config: SegmentationConfig, run: Run) -> Batches:
     """Return batches of MONAI's random crops on the device, image [B, C, X, Y, Z] float32, label [B, 1, X, Y, Z] uint8.
 
-    The transforms lead from a case's files to `crops_per_case` items "image" [C, X, Y, Z] and "label" [1, X, Y, Z].
-    Each rank must have as many cases; `batch_size` is its own, a multiple of the crops per case. Cached, CacheDataset
-    (filled now) and ThreadDataLoader take `workers` threads; else Dataset and DataLoader take as many processes.
+    The transforms lead from a case's files to `crops.per_case` items "image" [C, X, Y, Z] and "label" [1, X, Y, Z]. The
+    cases are this rank's, as many as every rank's. Cached, CacheDataset (filled now) and ThreadDataLoader take
+    `workers` threads; else Dataset and DataLoader take as many processes.
     """
-    cases_per_step, left = divmod(batch_size, crops_per_case)
+    per_case, workers, world = decided(config.crops.per_case), config.workers, run.ranks.world
+    cases_per_step, left = divmod(batch_size := decided(config.batch_size) // world, per_case)
     if left or not cases_per_step:
-        raise ValueError(f"batch_size {batch_size}: must be a multiple of crops.per_case ({crops_per_case}) with MONAI")
+        raise ValueError(f"batch_size {batch_size}: must be a multiple of crops.per_case ({per_case}) with MONAI")
     items = [{"image": str(case.image), "label": str(case.label), "name": case.name} for case in cases]
     chain = mt.Compose(list(transforms))
     given = {"batch_size": cases_per_step, "shuffle": True, "generator": torch.Generator()}
-    if cached:
+    if config.cache == "monai":
         cache = CacheDataset(items, chain, cache_rate=1.0, num_workers=workers, copy_cache=False)
         loader = ForwardingThreadDataLoader(cache, num_workers=0, **given)
     else:
         loader = DataLoader(Dataset(items, chain), num_workers=workers or 0, **given)
 
     def to_batch(items: dict[str, Any]) -> Batch:
-        image = items["image"].to(device, torch.float32, non_blocking=True)
-        label = items["label"].to(device, torch.uint8, non_blocking=True)
+        image = items["image"].to(run.device, torch.float32, non_blocking=True)
+        label = items["label"].to(run.device, torch.uint8, non_blocking=True)
         return Batch(plain(image), plain(label), tuple(items["name"]))
 
-    return monai_batches(loader, to_batch, seed)
+    return monai_batches(loader, to_batch, config.seed * world + run.ranks.rank)
 
 
 def read_transforms(preparation: Preparation, device: torch.device | None = None) -> list[Callable[[Any], Any]]:

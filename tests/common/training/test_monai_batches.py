@@ -1,14 +1,18 @@
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import monai.data
 import pytest
 import torch
 
 from medspeed.common.data.dataset import Case
-from medspeed.common.data.monai_batches import ForwardingThreadDataLoader, monai_crops
+from medspeed.common.ranks import SINGLE
 from medspeed.common.run import one_line_errors
+from medspeed.common.training.monai_batches import ForwardingThreadDataLoader, monai_crops
+from medspeed.common.training.volume_config import Crops, SegmentationConfig
 
 
 class Scans(monai.data.Dataset):  # type: ignore[misc]
@@ -53,8 +57,9 @@ def die(item):
 
 def test_a_loader_process_that_is_killed_ends_the_program_in_a_line(capsys):
     cases = [Case("scan", Path("scan.nii.gz"), Path("label.nii.gz"))]
-    cpu = torch.device("cpu")
-    batches = monai_crops(cases, [die], cached=False, crops_per_case=1, batch_size=1, workers=1, seed=0, device=cpu)
+    config = SegmentationConfig(cache="uncached", crops=Crops(per_case=1), batch_size=1, workers=1)
+    run: Any = SimpleNamespace(device=torch.device("cpu"), ranks=SINGLE)
+    batches = monai_crops(cases, [die], config, run)
     with pytest.raises(SystemExit, match="1"), one_line_errors():
         list(batches.epoch(0))
     assert "a data-loading process was killed" in capsys.readouterr().err.splitlines()[0]
