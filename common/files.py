@@ -192,8 +192,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-DIGESTS = "digests.json"
-"""The file of a run that holds the digests of its ONNX models; weights hold their own, an engine has its manifest."""
+DIGESTS = "digests.json"  # of a run, of its ONNX models; weights hold their own, an engine has its manifest
 
 
 def record_digests(folder: Path, files: Iterable[Path]) -> None:

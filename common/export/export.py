@@ -1,14 +1,10 @@
-"""The end of a run: ONNX models and TensorRT engines in fp32, fp16 and INT8, each behind the parity gate.
-
-The gate: an export is kept only if it computes what torch computes, in logits and in validation quality.
-"""
+"""The end of a run: ONNX models and TensorRT engines, kept only if they compute what torch does: the parity gate."""
 
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,18 +17,11 @@ from medspeed.common.export.onnx_model import Window, export_onnx
 from medspeed.common.export.tensorrt_engine import EngineChoice, build_engine, choose_flavour
 from medspeed.common.files import plural, record_digests, sha256_of
 from medspeed.common.inference import ModelPrecision
+from medspeed.common.inference import tensorrt_runtime as engines
 from medspeed.common.inference.labels import case_dice, dice_counts
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predict import predict_labels, read_truth, sample_windows
 from medspeed.common.inference.predictors import Predictor, onnxruntime_predictor, torch_predictor
-from medspeed.common.inference.tensorrt_runtime import (
-    EngineError,
-    EnginePredictor,
-    EngineUnavailableError,
-    Flavour,
-    host_problem,
-    manifest_path,
-)
 from medspeed.common.run import Run
 
 LOGIT_BOUND = 1e-3  # most that a logit may differ from torch in fp32
@@ -40,7 +29,7 @@ QUALITY_BOUNDS = {"fp32": 0.001, "fp16": 0.005, "int8": 0.01}  # most that the v
 HALF_BOUND = 32768.0  # largest activation in half precision, which ends at 65504: another scan may bring twice as much
 BATCH_SIZES = (1, 2, 3)
 GATE_CASES = 8  # the gate runs each export on so many cases,
-_GATE_WINDOWS = 24  # at the end of a training on as many as fill so many windows: large scans take a CPU a minute each
+GATE_WINDOWS = 24  # at the end of a training on as many as fill so many windows: large scans take a CPU a minute each
 Quantise = Callable[[Path, Path], None]  # writes the INT8 model of an fp32 one
 
 
@@ -120,7 +109,7 @@ def export(
         record_digests(run.directory, kept)
         try:
             flavour, device = choose_flavour(engine), next(network.parameters()).device
-        except EngineUnavailableError as error:
+        except engines.EngineUnavailableError as error:
             exports.append(Exported("engine", reason=str(error)))
         else:
             exports += [_checked_engine(path, reference, flavour, device) for path in kept]
@@ -129,15 +118,6 @@ def export(
         line = f"{each.kind} {each.precision}".rstrip() + f": {said}{f' ({each.reason})' if each.reason else ''}"
         run.say(line, "note" if each.path or not each.precision else "warning")
     return tuple(exports)
-
-
-def training_gate(
-    cases: Sequence[Case], prepared: Sequence[PreparedCase], model: VolumeModel, app: str, run: Run
-) -> Gate:
-    """Return the gate at the end of a training: on as many validation cases as take little time."""
-    voxels = accumulate(case.image[0].numel() for case in prepared[:GATE_CASES])
-    count = max(1, sum(total <= _GATE_WINDOWS * math.prod(model.window_size) for total in voxels))
-    return volume_gate(cases[:count], prepared[:count], model, app, run, "of the validation set")
 
 
 def volume_gate(
@@ -175,19 +155,19 @@ def _checked_onnx(
     return Exported("onnx", precision, str(path), sha256_of(path), path.stat().st_size, difference, change, ran=True)
 
 
-def _checked_engine(onnx: Path, reference: Reference, flavour: Flavour, device: torch.device) -> Exported:
+def _checked_engine(onnx: Path, reference: Reference, flavour: engines.Flavour, device: torch.device) -> Exported:
     plan, ran = onnx.with_suffix(".plan"), False
     none = Exported("engine", onnx.stem.removeprefix("model_"), flavour=flavour)
     try:
         manifest = build_engine(onnx, flavour)
         none = replace(none, version=manifest.version, targets=manifest.targets)
         built = replace(none, path=str(plan), sha256=manifest.plan_sha256, bytes=plan.stat().st_size)
-        if (problem := host_problem(plan, manifest, device)) is not None:
+        if (problem := engines.host_problem(plan, manifest, device)) is not None:
             return replace(built, reason=problem)
-        predict = EnginePredictor(plan, device)
+        predict = engines.EnginePredictor(plan, device)
         ran, sizes = True, sorted({*BATCH_SIZES, manifest.batch[1]})
         difference, change = check_predictor(reference, predict, manifest.precision, str(plan), sizes, device)
-    except (ParityError, EngineError) as refusal:
+    except (ParityError, engines.EngineError) as refusal:
         _remove(plan)
         if isinstance(refusal, ParityError) and none.precision == "fp32":
             raise
@@ -197,7 +177,7 @@ def _checked_engine(onnx: Path, reference: Reference, flavour: Flavour, device: 
 
 def _remove(*refused: Path) -> None:
     for path in refused:
-        for each in (path, manifest_path(path)):
+        for each in (path, engines.manifest_path(path)):
             each.unlink(missing_ok=True)
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,12 @@ from torch import nn
 from medspeed.common.data.dataset import Case, Split
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.data.volumes import Volume, read_volume
-from medspeed.common.export.export import GATE_CASES, Exports, export, summary_of, training_gate
+from medspeed.common.export.export import GATE_CASES, GATE_WINDOWS, Exports, export, summary_of, volume_gate
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.inference import TOLERANCE
 from medspeed.common.inference import postprocessing as post
 from medspeed.common.inference.labels import Region, case_dice, dice_of_counts, learned_nothing
 from medspeed.common.inference.model import Trained, VolumeModel, write_model
-from medspeed.common.inference.postprocessing import CaseParts, Steps, case_parts
 from medspeed.common.inference.predict import predict_logits, read_truth, restore_labels
 from medspeed.common.inference.predictors import torch_predictor
 from medspeed.common.run import Run
@@ -45,6 +45,7 @@ class Quality:
 
 _TRACKED = ("summary.json", "report.html", "best.safetensors", "model.json", "config.yaml", "plan.json")  # by trackers
 RunSummary = dict[str, Any]  # the content of summary.json
+Parts = dict[post.Steps, post.CaseParts]  # of a validation case, by the steps that are tried
 _RULE_CASES = 16  # of the training that simple rules are made from
 _SIDE = 40  # voxels of a case that are looked at, along each axis, evenly spread
 _LEVELS = 64  # of intensities, and of the share of cases
@@ -80,10 +81,10 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
                 scores: list[dict[str, Any]] | str = measured.score(found, true, labelling.structures, TOLERANCE)
             except MemoryError:  # the run must not end before its export
                 scores = measured.OUT_OF_MEMORY
-            parts: dict[Steps, CaseParts] = {(): case_parts(labels, truth, labelling, true.voxel_ml)}
+            parts: Parts = {(): post.case_parts(labels, truth, labelling, true.voxel_ml)}
             for steps in post.thresholds(labelling) if not refusal else []:
                 other = restore_labels(logits, voxels.grid, labelling, steps)
-                parts[steps] = case_parts(other, truth, labelling, true.voxel_ml)
+                parts[steps] = post.case_parts(other, truth, labelling, true.voxel_ml)
             judged.append((parts, scores))
             if draws:
                 _draw(case_dice(parts[()].counts), case, labels, truth, model, run, len(split.validation))
@@ -136,7 +137,11 @@ def no_choice(config: SegmentationConfig, split: Split) -> str:
 
 
 def choose_postprocessing(
-    cases: Sequence[Mapping[Steps, CaseParts]], refusal: str, model: VolumeModel, config: SegmentationConfig, run: Run
+    cases: Sequence[Mapping[post.Steps, post.CaseParts]],
+    refusal: str,
+    model: VolumeModel,
+    config: SegmentationConfig,
+    run: Run,
 ) -> dict[str, Any]:
     """Choose what gains Dice on validation cases; write it into `model.json`, say it, and return it for the summary."""
     before = [case_dice(case[()].counts) for case in cases]
@@ -177,7 +182,9 @@ def export_best(model: VolumeModel, fitted: Fitted, data: Data, config: Segmenta
     cases = data.split.validation[:GATE_CASES]
     with run.clock.stage("prepare"):
         prepared = stored_cases(cases, model, config)
-    gate = training_gate(cases, prepared, model, config.APP, run)
+    voxels = accumulate(case.image[0].numel() for case in prepared)
+    few = max(1, sum(total <= GATE_WINDOWS * math.prod(model.window_size) for total in voxels))
+    gate = volume_gate(cases[:few], prepared[:few], model, config.APP, run, "of the validation set")
     return export(best_network(model, fitted, run), gate, run, config.engine)
 
 

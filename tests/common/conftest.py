@@ -198,11 +198,7 @@ def fake_tensorrt(monkeypatch: pytest.MonkeyPatch) -> InstallFake:
     def install(version: str = "11.4.0", gpu: str | None = "9.0", flavour: str = "tensorrt") -> Any:
         module = _fake_module(flavour, version)
         monkeypatch.setitem(sys.modules, flavour, module)
-        for user in (
-            "medspeed.common.inference.tensorrt_runtime",
-            "medspeed.common.export.tensorrt_engine",
-        ):
-            monkeypatch.setattr(f"{user}.host_gpu", lambda device=None: gpu)
+        monkeypatch.setattr("medspeed.common.inference.tensorrt_runtime.host_gpu", lambda device=None: gpu)
         monkeypatch.setattr("medspeed.common.inference.tensorrt_runtime._ALIGNMENT", 64)
         return module
 

@@ -117,8 +117,7 @@ def test_a_changed_byte_never_reaches_the_real_library(
 
 def test_rtx_targets_a_turing_gpu_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("tensorrt_rtx")
-    for user in ("medspeed.common.inference.tensorrt_runtime", "medspeed.common.export.tensorrt_engine"):
-        monkeypatch.setattr(f"{user}.host_gpu", lambda device=None: "7.5")
+    monkeypatch.setattr("medspeed.common.inference.tensorrt_runtime.host_gpu", lambda device=None: "7.5")
     built = build_engine(folder / "model_fp16.onnx", "tensorrt_rtx")
     assert built.targets == ("7.5",)
 
