@@ -20,7 +20,7 @@ Check = tuple[str, bool, str]  # field, whether it holds, its bound in words
 def decided(value: T | None) -> T:
     """Return the value of a field of a decided configuration."""
     if value is None:  # as in a plan.json that somebody changed: see `medspeed.common.training.resolve`
-        raise ValueError("a field of this run's plan.json is empty; restore the file, or start a new run")
+        raise ValueError("a field is open in plan.json (restore it, or start a new run), or in this app's DEFAULTS")
     return value
 
 
