@@ -14,6 +14,7 @@ from torch import nn
 
 from medspeed.common.config import config_content, flat, read_yaml, replaced
 from medspeed.common.data.fingerprint import plan_preparation
+from medspeed.common.data.geometry import triple
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.files import read_as, read_object, write_json
 from medspeed.common.flags import flag_of
@@ -188,8 +189,7 @@ def _check_memory(config: SegmentationConfig, channels: int, run: Run) -> None:
 
 def _within(shape: Sequence[int], limit: Sequence[int], divisor: int) -> Size:
     """Return, per axis, the smaller of the two, rounded up to what the network's levels divide."""
-    x, y, z = (-(-min(side, most) // divisor) * divisor for side, most in zip(shape, limit, strict=True))
-    return x, y, z
+    return triple(-(-min(side, most) // divisor) * divisor for side, most in zip(shape, limit, strict=True))
 
 
 def network_arguments(config: SegmentationConfig, build: Build) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import io
 import math
-import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -200,14 +199,12 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, An
     A ValueError names one whose bytes have changed, or that asks to run code.
     """
     for left in folder.glob(".part-*"):
-        # An earlier version left folders; a link that was about to become `last` is a folder too, when asked.
-        left.unlink() if left.is_symlink() or not left.is_dir() else shutil.rmtree(left)
+        left.unlink()
+    if (folder / "last").is_dir():
+        raise ValueError(f"{folder}: a checkpoint of an earlier version; resume with that version, or start a new run")
     complete = _complete(folder)
-    newest = max([*complete, *folder.glob("epoch-??????-step-??????")], default=None)
-    if newest is None:
+    if not complete:
         return None
-    if newest.is_dir():
-        raise ValueError(f"{newest}: a checkpoint of an earlier version; resume with that version, or start a new run")
     try:
         weights = load_weights(complete[-1])
         state = io.BytesIO(weights.pop(_STATE).numpy().tobytes())
