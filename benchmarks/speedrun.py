@@ -10,7 +10,7 @@ of the process to the third. A seed of the guide that got there while the target
 claim is checked by other code: the saved weights segment the validation cases file to file, and MONAI's metric judges
 the masks (pathology: SciPy's ranks judge the patches). A seed of ours that never arrives counts as infinite. The guide
 gets twice its epochs; where a seed has not arrived then, the ratio is a lower bound. With --target none is set first,
-and with --sides fast the guide does not run.
+and with --sides fast the guide does not run. With --whole there is no target: both train for all their stated epochs.
 """
 
 import sys
@@ -34,6 +34,7 @@ PARSER.add_argument("--labels", type=Path, help="real label maps for spleen-guid
 PARSER.add_argument("--seeds", type=int, help="number of runs of each side, with seeds 0, 1, ...")
 PARSER.add_argument("--sides", choices=("both", "guide", "fast"), default="both", help="what runs")
 PARSER.add_argument("--target", type=float, help="Dice or AUC to reach, instead of what the guide ends with")
+PARSER.add_argument("--whole", action="store_true", help="compare what the whole trainings end with")
 PARSER.add_argument("--warm", action="store_true", help="run fast a second time with each seed, its caches filled")
 PARSER.add_argument("--output", type=Path, help="JSON file for the record")
 
@@ -47,6 +48,8 @@ def parse_options(words: Sequence[str] = ()) -> tuple[Namespace, list[str]]:
         PARSER.error("--sides fast: the guide sets no target then, so pass --target")
     if "cases" in TASKS[given.task] and not given.data and not given.labels:
         PARSER.error(f"{given.task}: pass the real label maps (--labels), or phantoms made around them (--data)")
+    if given.task.startswith("real-") and not given.data:
+        PARSER.error(f"{given.task}: pass real data (--data)")
     return given, words[end + 1 :]
 
 
@@ -92,9 +95,10 @@ def main() -> None:
         more = ("--cases", record["cases"], "--labels", given.labels.resolve()) if around else ()
         data = given.data or make_data(record["app"], "small", folder / "data", *more)
         course = Course(folder, data.resolve(), record, flags)
-        ends = [] if given.target else [course.guide(seed, math.inf)["curve"][-1][-1] for seed in seeds]
-        target = given.target or math.floor(1000 * min(ends)) / 1000
-        record["target"] = {"value": target, "the guide's seeds": ends}
+        known = math.inf if given.whole else given.target
+        ends = [] if known else [course.guide(seed, math.inf, False)["curve"][-1][-1] for seed in seeds]
+        target = known or math.floor(1000 * min(ends)) / 1000
+        record["target"] = None if given.whole else {"value": target, "the guide's seeds": ends}
         print(f"target: {target:g}", f"(the guide's seeds: {', '.join(f'{end:.4f}' for end in ends)})" * bool(ends))
         for seed in seeds:
             for side in sides:
@@ -110,20 +114,23 @@ def main() -> None:
 
 def summary_of(runs: Mapping[str, Sequence[Json]], target: float) -> Json:
     """Return medians and spreads over the seeds of each side, and the median of how many times as fast as the guide."""
-    found, seconds = Json(), dict[str, list[float]]()
+    found, seconds, whole = Json(), dict[str, list[float]](), math.isinf(target)
     for side, each in runs.items():
-        seconds[side] = [run["seconds"] if run["held"] or side == "guide" else math.inf for run in each]
+        seconds[side] = [run["seconds"] if run["held"] or whole or side == "guide" else math.inf for run in each]
         three = {"median": statistics.median(seconds[side]), "least": min(seconds[side]), "most": max(seconds[side])}
-        found[side] = {
+        arrived = {
             "arrived": f"{sum(run['held'] for run in each)} of {len(each)}",
             "at the target when judged anew": f"{sum(run['judged anew'] >= target for run in each)} of {len(each)}",
+        }
+        found[side] = {
+            **({"judged anew": [run["judged anew"] for run in each]} if whole else arrived),
             "seconds": {name: round(value, 2) if math.isfinite(value) else None for name, value in three.items()},
             "steps": [run["steps"] for run in each],
             "seconds of each stage, median": {
                 stage: round(statistics.median(run["stages"][stage] for run in each), 2) for stage in each[0]["stages"]
             },
         }
-    if {"guide", "fast"} <= seconds.keys():
+    if {"guide", "fast"} <= seconds.keys() and not whole:
         ratio = statistics.median(a / b for a, b in zip(seconds["guide"], seconds["fast"], strict=True))
         found["ratio, median"] = f"{'' if all(run['held'] for run in runs['guide']) else '>= '}{ratio:.2f}"
     return found
@@ -145,8 +152,8 @@ class Course:
     task: Json
     flags: Sequence[str]
 
-    def guide(self, seed: int, target: float) -> Json:
-        """Return what the guide took to a target; it takes its stated epochs to an infinite one."""
+    def guide(self, seed: int, target: float, judge: bool = True) -> Json:
+        """Return what the guide took to a target, and what its weights are worth; to infinity, its stated epochs."""
         first = self.folder / f"guide-{seed}-{math.inf}"
         if first.exists() and (found := arrival(read_object(first / "run.json"), target)):
             return self._judged(first, seed, found)
@@ -155,13 +162,20 @@ class Course:
         words += ["--to", run, *shlex.split(self.task["guide"]), *self._parts(seed)]
         call(f"benchmarks/peers/{self.task['app']}_guide.py", *words)
         found = read_object(run / "run.json")
-        return found if most == 1 else self._judged(run, seed, found)
+        return self._judged(run, seed, found) if judge else found
 
     def fast(self, seed: int, target: float, name: str) -> Json:
-        """Return what fast took to a target; a store belongs to a seed."""
+        """Return what fast took to a target, to infinity all its epochs; a store belongs to a seed."""
         run, metric = self.folder / f"{name}-{seed}", self.task["metric"]
         words = ["--data", self.data, "--run", run, "--store", self.folder / f"store-{seed}", "--seed", seed]
-        words += ["--until", f"{metric}={target:g}", "--engine", "none", *shlex.split(self.task["fast"]), *self.flags]
+        words += [
+            "--until",
+            f"{metric}={min(target, 1):g}",
+            "--engine",
+            "none",
+            *shlex.split(self.task["fast"]),
+            *self.flags,
+        ]
         call(f"apps/{self.task['app']}/train.py", *words, *([] if metric == "auc" else self._parts(seed)))
         summary = read_object(run / "summary.json")
         end, seconds = summary["target"], summary["seconds"]
@@ -174,13 +188,14 @@ class Course:
         """Return the flags of what trains and what validates: names of cases, or the patches that ours draws."""
         if self.task["metric"] == "dice":
             path = self.folder / "split.json"
-            write_json(path, split_cases(read_dataset(self.data), "0.2:0").to_json())
+            write_json(path, split_cases(read_dataset(self.data), self.task.get("split", "0.2:0")).to_json())
             return ["--split", path]
         return write_lists(self._tables(seed), self.folder)
 
     def _tables(self, seed: int) -> Tables:
         """Return the patches that ours draws."""
-        config = parse_flags("pathology", shlex.split(f"--data '{self.data}' --seed {seed} {self.task['fast']}"))
+        words = shlex.split(f"--data '{self.data}' --seed {seed} {self.task['fast']}")
+        config = parse_flags("pathology", [*words, *self.flags])
         return find_tables(config, Run(self.folder, torch.device("cpu"), Clock(), False))
 
     def _judged(self, run: Path, seed: int, found: Json) -> Json:

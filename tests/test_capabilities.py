@@ -37,6 +37,7 @@ FLAGS = {
     "apps/spleen/train.py": f"{_TRAIN} {_VOLUMES} window",
     "apps/brats/train.py": f"{_TRAIN} {_VOLUMES} regions",
     "apps/pathology/train.py": f"{_TRAIN} source lists mpp held_out reader patches_per_slide patch_size "
+    "patches_per_epoch "
     "augmentation.jitter augmentation.zoom augmentation.label_smoothing channels_last tile_size",
     "apps/spleen/infer.py": f"{_INFER} network flips fit_windows largest_component smallest_ml keep_patient",
     "apps/brats/infer.py": f"{_INFER} network flips fit_windows largest_component smallest_ml keep_patient",

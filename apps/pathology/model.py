@@ -66,7 +66,10 @@ def choose(config: PathologyConfig, count: int, device: torch.device, ranks: int
         raise ValueError(f"tile_size {tile_size}: must be {bound}; {why}")
     partitions = config.parallel.partitions or ranks
     batch_size = config.batch_size or max(1, min(usual["batch_size"], count) // partitions) * partitions
-    epochs, validate_every = config.plan_epochs(usual["steps"], max(1, count // batch_size), _VALIDATIONS)
+    usually = usual.get("epoch") if (config.source, config.epochs) == ("resident", None) else None
+    per_epoch = min(count, max(config.patches_per_epoch or usually or count, batch_size))
+    epochs, validate_every = config.plan_epochs(usual["steps"], max(1, per_epoch // batch_size), _VALIDATIONS)
+    config = replace(config, patches_per_epoch=per_epoch if config.source == "resident" else None)
     precision = config.precision
     if config.recipe == "guide" and precision == "auto":
         precision = "fp16" if device.type == "cuda" else "fp32"  # the guide's autocast("cuda")

@@ -55,6 +55,9 @@ def test_flags_of_the_app_follow_two_dashes(capsys):
     with pytest.raises(SystemExit):
         parse_options(["brats", "--sides", "fast"])
     assert "--target" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_options(["real-ct", "--whole"])
+    assert "pass real data" in capsys.readouterr().err
 
 
 def train_until(folder, values, most):
@@ -169,6 +172,14 @@ def test_both_sides_run_and_are_judged(tmp_path, monkeypatch, capsys):
         assert 0 <= found["judged anew"] <= 1
         assert found["steps"] > 2
     assert "ratio, median" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", words.replace("--target 0.0001", "--whole").split())
+    speedrun.main()
+    record = json.loads(output.read_text())
+    assert record["target"] is None
+    assert [record["runs"][side][0]["steps"] for side in ("guide", "fast")] == [2 * 2, 3 * 2]  # all their epochs
+    found = {side: record["summary"][side]["judged anew"] for side in ("guide", "fast")}
+    assert found == {side: [record["runs"][side][0]["judged anew"]] for side in found}
+    assert "ratio, median" not in record["summary"]
 
 
 RECORDS = sorted((ROOT / "benchmarks" / "records").glob("*speedrun*"))

@@ -151,31 +151,42 @@ def rank_rows(patches: Patches, run: Run) -> np.ndarray:
 def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig, device: torch.device) -> Batches:
     """Return batches of a decided configuration, in random order, of the partitions here, whose patches are held.
 
-    They are image [B, 3, S, S] in [-1, 1], float32 unless made by fused kernels, and label [B] float32. An epoch leaves
-    out what fills no batch; a ValueError says that there is none.
+    They are image [B, 3, S, S] in [-1, 1], float32 unless made by fused kernels, and label [B] float32. A pass over
+    all leaves out what fills no batch; each epoch goes on where the last one ended. No full batch is a ValueError.
     """
     count, partitions = len(patches.table), decided(config.parallel.partitions)
     each = decided(config.batch_size) // partitions
-    steps = count // partitions // each
-    if not steps:
+    per_pass = count // partitions // each
+    if not per_pass:
         said = f"{count} training patches in {partitions} partitions do not fill one batch"
         raise ValueError(f"batch_size {config.batch_size}: {said}; choose a smaller one, or more patches")
     rows = [partition_cases(count, partitions, number) for number in here]
     ahead = None if isinstance(patches.pixels, torch.Tensor) else device
-    return keyed_batches([partial(_shuffled, patches, part, config, device) for part in rows], steps, each, ahead)
+    steps = min(per_pass, (config.patches_per_epoch or count) // partitions // each)
+    sizes = steps * each, per_pass * each
+    parts = [partial(_shuffled, patches, part, config, device, *sizes) for part in rows]
+    return keyed_batches(parts, steps, each, ahead)
 
 
 @contextmanager
 def _shuffled(
-    patches: Patches, rows: np.ndarray, config: PathologyConfig, device: torch.device, epoch: int
+    patches: Patches,
+    rows: np.ndarray,
+    config: PathologyConfig,
+    device: torch.device,
+    per_epoch: int,
+    per_pass: int,
+    epoch: int,
 ) -> Iterator[Take]:
-    """Yield what takes and augments patches of some rows, in the order of this epoch."""
-    draws = keyed_uniforms(config.seed, epoch, rows, np.full(len(rows), _ORDER), 1)[:, 0]
-    order, table = rows[np.argsort(draws, kind="stable")], patches.table
+    """Yield what takes and augments patches of some rows, so many in an epoch, in an order of each pass over them."""
+    table, first = patches.table, epoch * per_epoch
+    passes = range(first // per_pass, (first + per_epoch - 1) // per_pass + 1)
+    orders = {number: _order(rows, config.seed, number) for number in passes}
 
     def take(part: slice) -> Batch:
-        some = order[part]
-        draw = draw_patches(config.augmentation, config.seed, epoch, some, table.size)
+        number, start = divmod(first + part.start, per_pass)
+        some = orders[number][start : start + part.stop - part.start]
+        draw = draw_patches(config.augmentation, config.seed, number, some, table.size)
         (pixels, places), form = patches.find(some, device), (dtype_of(config.precision), config.channels_last)
         label, names = table.label[some].astype(np.float32), tuple(table.files[file].stem for file in table.file[some])
         if trusts(FUSED, pixels):
@@ -189,3 +200,8 @@ def _shuffled(
         return Batch(augment(pixels, draw), upload(label, device), names)
 
     yield take
+
+
+def _order(rows: np.ndarray, seed: int, number: int) -> np.ndarray:
+    draws = keyed_uniforms(seed, number, rows, np.full(len(rows), _ORDER), 1)[:, 0]
+    return rows[np.argsort(draws, kind="stable")]

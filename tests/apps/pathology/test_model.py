@@ -24,12 +24,23 @@ def test_small_and_large_sets_train_equally_long():
     for count in (320, 3200, 32_000):
         config = chosen(PathologyConfig(), count)
         each = count // decided(config.batch_size)
+        each = min(each, 38)  # 1216 patches
         assert 150 <= decided(config.epochs) * each < 150 + each
+
+
+def test_the_usual_run_is_validated_four_times_and_epochs_asked_for_are_of_all_patches():
+    found = chosen(PathologyConfig(), 32_000)
+    assert (found.patches_per_epoch, found.epochs, found.validate_every) == (1216, 4, 1)
+    assert chosen(PathologyConfig(epochs=3), 32_000).patches_per_epoch == 32_000
+    assert chosen(PathologyConfig(epochs=3, patches_per_epoch=640), 32_000).patches_per_epoch == 640
+    assert chosen(PathologyConfig(patches_per_epoch=8), 32_000).patches_per_epoch == 32  # one batch
+    assert chosen(GUIDE, 32_000).patches_per_epoch is None
 
 
 def test_a_run_with_a_target_has_the_validations_that_must_hold_it():
     found = chosen(PathologyConfig(until="auc=0.9"), 32_000)
-    assert (found.epochs, found.validate_every) == (3, 1)
+    assert (found.epochs, found.validate_every) == (4, 1)
+    assert chosen(PathologyConfig(until="auc=0.9", patches_per_epoch=32_000), 32_000).epochs == 3
     assert chosen(PathologyConfig(until="auc=0.9", epochs=2), 32_000).epochs == 2  # what was asked for wins
 
 
@@ -47,7 +58,7 @@ def test_a_set_smaller_than_a_batch_is_one_batch():
 def test_what_was_asked_for_wins():
     config = PathologyConfig(batch_size=10, epochs=3, validate_every=2, tile_size=1024, precision="fp32").optimized()
     found = chosen(config)
-    sizes = replace(config, patch_size=96, mpp=0.5, patches_per_slide=400)
+    sizes = replace(config, patch_size=96, mpp=0.5, patches_per_slide=400, patches_per_epoch=3200)
     assert found == replace(sizes, parallel=Parallel(partitions=1))
     assert (model_of(found, CPU).tile_size, model_of(found, CPU).precision) == (1024, "fp32")
 

@@ -1,5 +1,6 @@
 import threading
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -140,6 +141,17 @@ def batches_of(
     rows = np.flatnonzero(np.isin(np.arange(COUNT) % partitions, here))
     config = PathologyConfig(batch_size=size, parallel=Parallel(partitions=partitions), seed=3)
     return patch_batches(patches.on_device(rows, CPU) if on_device else patches, here, config, CPU)
+
+
+def test_epochs_of_a_part_of_the_patches_make_the_same_passes(patches: Patches):
+    config = PathologyConfig(batch_size=5, parallel=Parallel(partitions=1), seed=3)
+    whole = [list(patch_batches(patches, range(1), config, CPU).epoch(number)) for number in range(3)]
+    parts = patch_batches(patches, range(1), replace(config, patches_per_epoch=17), CPU)
+    assert (parts.steps_per_epoch, len(whole[0])) == (3, 4)
+    found = [batch for number in range(3) for batch in parts.epoch(number)]
+    for one, other in zip([*whole[0], *whole[1], whole[2][0]], found, strict=True):
+        assert torch.equal(one.image, other.image)
+        assert torch.equal(one.label, other.label)
 
 
 def test_an_epoch_takes_each_patch_once_at_most_with_its_label(patches: Patches):
