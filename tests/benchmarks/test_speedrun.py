@@ -176,7 +176,7 @@ def test_both_sides_run_and_are_judged(tmp_path, monkeypatch, capsys):
     speedrun.main()
     record = json.loads(output.read_text())
     assert record["target"] is None
-    assert [record["runs"][side][0]["steps"] for side in ("guide", "fast")] == [2 * 2, 3 * 2]  # all their epochs
+    assert [record["runs"][side][0]["steps"] for side in ("guide", "fast")] == [2 * 2, 3]  # all their epochs
     found = {side: record["summary"][side]["judged anew"] for side in ("guide", "fast")}
     assert found == {side: [record["runs"][side][0]["judged anew"]] for side in found}
     assert "ratio, median" not in record["summary"]
