@@ -44,7 +44,9 @@ def parse_options(words: Sequence[str] = ()) -> tuple[Namespace, list[str]]:
     words = list(words or sys.argv[1:])
     end = words.index("--") if "--" in words else len(words)
     given = PARSER.parse_args(words[:end])
-    if given.sides == "fast" and given.target is None:
+    if given.whole and given.target is not None:
+        PARSER.error("--whole trains to no target; leave out --target, or --whole")
+    if given.sides == "fast" and given.target is None and not given.whole:
         PARSER.error("--sides fast: the guide sets no target then, so pass --target")
     if "cases" in TASKS[given.task] and not given.data and not given.labels:
         PARSER.error(f"{given.task}: pass the real label maps (--labels), or phantoms made around them (--data)")

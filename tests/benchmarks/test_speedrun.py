@@ -56,6 +56,10 @@ def test_flags_of_the_app_follow_two_dashes(capsys):
         parse_options(["brats", "--sides", "fast"])
     assert "--target" in capsys.readouterr().err
     with pytest.raises(SystemExit):
+        parse_options(["brats", "--whole", "--target", "0.9"])
+    assert "leave out --target" in capsys.readouterr().err
+    assert parse_options(["brats", "--whole", "--sides", "fast"])[0].whole
+    with pytest.raises(SystemExit):
         parse_options(["real-ct", "--whole"])
     assert "pass real data" in capsys.readouterr().err
 
