@@ -28,7 +28,7 @@ DEFAULTS = {
     ),
     "cpu": Defaults(
         {"crops.per_case": 1, "crops.flips": "", "optimizer": "muon"},
-        crop=(48, 48, 32), window=(160, 160, 160), window_batch=1, batch_size=4, steps=96,
+        crop=(48, 48, 32), window=(160, 160, 160), window_batch=1, batch_size=4, steps=96, crops_per_scan=12,
     ),
 }  # fmt: skip
 # MONAI tutorials, acceleration/fast_training_tutorial, by the name that MSD's Task09 gives itself.

@@ -99,17 +99,21 @@ def plan_preparation(
     spacing: Spacing | None = None,
     window: Window | None = None,
     known: Preparation | None = None,
+    finest: float = 0.0,
 ) -> tuple[Preparation, tuple[str, str]]:
     """Choose how cases are prepared: as asked, else as is known for the dataset, else from its fingerprint.
 
     Its modality decides the normalisation: a window (HU) for CT, z-scores for everything else. The spacing is in mm,
-    along R, A, S. A line each on spacing and normalisation gives the reason. What makes no sense is a ValueError.
+    along R, A, S; what is not asked is no finer than `finest`. A line each on spacing and normalisation gives the
+    reason. What makes no sense is a ValueError.
     """
     those, channels = plural(figures.cases, "training case"), len(dataset.modality)
     source = "as asked" if spacing else f"known for {dataset.name}" if known else f"median of {those}"
     if spacing is None:
-        right, anterior, superior = known.spacing if known else (round(size, 2) for size in figures.spacing)
+        usual = known.spacing if known else (round(size, 2) for size in figures.spacing)
+        right, anterior, superior = (max(size, finest) for size in usual)
         spacing = right, anterior, superior
+        source += f", but no finer than {finest:g} mm, so that few crops cover a scan" * (min(spacing) == finest)
     line = f"spacing ({', '.join(f'{size:g}' for size in spacing)}) mm: {source}"
     if not is_ct(dataset):
         modality = ", ".join(dataset.modality)

@@ -252,15 +252,11 @@ def moments_trial(device: torch.device) -> Trial:
 
 def build_optimizer(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
     """Return an optimizer for a network's parameters, with the learning rate to start with."""
-    if name == "novograd":
-        return Novograd(parameters, lr)
-    if name == "muon":
-        return Muon(parameters, lr)
     if name == "monai_novograd":
         from monai.optimizers import Novograd as MonaiNovograd  # here: MONAI takes longer to load than all the rest
 
         return MonaiNovograd(parameters, lr)  # type: ignore[no-any-return]
-    if name == "adam":
-        return torch.optim.Adam(parameters, lr)
-    # Source of both numbers: the MONAI fast training tutorial since May 2022.
-    return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=4e-5)
+    if name == "sgd":  # Source of both numbers: the MONAI fast training tutorial since May 2022.
+        return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=4e-5)
+    kinds = {"novograd": Novograd, "muon": Muon, "adam": torch.optim.Adam}
+    return kinds[name](parameters, lr)  # type: ignore[no-any-return]

@@ -15,7 +15,6 @@ from torch import nn
 from medspeed.common.config import config_content, flat, read_yaml, replaced
 from medspeed.common.data.fingerprint import plan_preparation
 from medspeed.common.data.geometry import triple
-from medspeed.common.data.preparation import Preparation
 from medspeed.common.files import read_as, read_object, write_json
 from medspeed.common.flags import flag_of
 from medspeed.common.host_memory import free_memory
@@ -52,6 +51,7 @@ class Defaults:
     batch_size: int
     steps: int  # of the whole training, about, so that small and large datasets train equally long
     validations: int = 10  # in it, about
+    crops_per_scan: float = math.inf  # at most: the spacing is coarser where it would take more, unless it is given
 
 
 def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
@@ -118,7 +118,11 @@ def choose_volumes(
     """
     fields = {**usual.fields, **choose_sizes(config, build, run.device.type)}
     config = replaced(config, {name: each for name, each in fields.items() if flat(config)[name] is None}).optimized()
-    preparation, lines = _preparation(config, data)
+    free = config.ours and config.init is None  # not MONAI's recipe, nor weights, which are made for a spacing
+    voxels = math.prod(config.crop_size or usual.crop) * (usual.crops_per_scan if free else math.inf)
+    finest = round((math.prod(data.figures.shape) * math.prod(data.figures.spacing) / voxels) ** (1 / 3), 1)  # mm
+    known = getattr(config, "window", None), data.known
+    preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, *known, finest)
     for line in lines:
         run.say(line)
     prepared = {"spacing": preparation.spacing, "window": preparation.window}
@@ -149,21 +153,17 @@ def choose_volumes(
     return replaced(config, {"epochs": epochs, "validate_every": validate_every})
 
 
-def _preparation(config: SegmentationConfig, data: Data) -> tuple[Preparation, tuple[str, ...]]:
-    window = getattr(config, "window", None)
-    return plan_preparation(data.dataset, data.figures, config.spacing, window, data.known)
-
-
 def volume_model(
     config: SegmentationConfig, data: Data, network: Build, labelling: LabelScheme, window_batch: int, run: Run
 ) -> VolumeModel:
     """Return what a decided configuration trains, and keep it as `model.json`; `window_batch` windows go at once."""
     assert config.precision != "auto", "the configuration is not decided"
+    window = getattr(config, "window", None)
     model = VolumeModel(
         network=network,
         arguments=network_arguments(config, network),
         labelling=labelling,
-        preparation=_preparation(config, data)[0],
+        preparation=plan_preparation(data.dataset, data.figures, config.spacing, window)[0],
         window_size=decided(config.windows.size),
         window_batch=window_batch,
         overlap=config.windows.overlap,

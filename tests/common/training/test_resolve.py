@@ -85,6 +85,27 @@ def test_what_the_app_knows_spares_reading_all_scans(scans, tmp_path, run, monke
     assert choose_volumes(config, data, USUAL, unet3d, run).spacing == (1.5, 1.5, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("fields", "crops_per_scan", "spacing"),
+    [
+        ({}, 12, (2.0, 2.0, 4.0)),  # 4.8 crops of 16 x 16 x 8 voxels fill a scan of 20 x 24 x 10
+        # 40 x 48 x 40 mm in 1.2 crops: a voxel of 31.25 cubic mm, of side 3.15; the thick slices stay as they are.
+        ({}, 1.2, (3.1, 3.1, 4.0)),
+        ({"crop_size": (16, 16, 16)}, 1.2, (2.5, 2.5, 4.0)),  # twice the crop, half the voxel
+        ({"crop_size": (16, 16, 16)}, 0.1, (5.7, 5.7, 5.7)),
+        ({"spacing": (1.0, 1.0, 1.0)}, 1.2, (1.0, 1.0, 1.0)),
+        ({"init": "weights.safetensors"}, 1.2, (2.0, 2.0, 4.0)),  # made for a spacing
+        ({"cache": "monai"}, 1.2, (2.0, 2.0, 4.0)),  # the guide's
+    ],
+)
+def test_small_crops_get_a_coarser_spacing(fields, crops_per_scan, spacing, scans, tmp_path, run):
+    config, data = read(scans, tmp_path, run, **fields)
+    chosen = choose_volumes(config, data, replace(USUAL, crops_per_scan=crops_per_scan), unet3d, run)
+    assert chosen.spacing == spacing
+    said = (run.directory / "run.log").read_text(encoding="utf-8")
+    assert ("but no finer than" in said) == (spacing[0] in (3.1, 2.5, 5.7))
+
+
 def test_every_open_field_is_decided_and_what_was_given_wins(scans, tmp_path, run):
     config, data = read(scans, tmp_path, run, spacing=(2.0, 2.0, 2.0), crops=Crops(per_case=3))
     chosen = choose_volumes(config, data, USUAL, unet3d, run)
