@@ -81,6 +81,11 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "augmentation.label_smoothing": 0.05, "augmentation.zoom": [0.9, 1.1], "parallel.partitions": 1,
         "learning_rate": 0.0002,
     }),
+    "pathology-plain": ("pathology", _PATHOLOGY | {
+        "recipe": "fast", "source": "resident", "optimizer": "muon", "schedule": "cosine", "channels_last": True,
+        "augmentation.label_smoothing": 0.0, "augmentation.zoom": [1.0, 1.0], "parallel.partitions": 1,
+        "learning_rate": 0.0002,
+    }),
     "pathology-guide": ("pathology", _PATHOLOGY | {
         "recipe": "guide", "source": "uncached", "optimizer": "monai_novograd", "schedule": "cosine",
         "channels_last": False, "augmentation.label_smoothing": 0.0, "augmentation.zoom": [0.9, 1.1],

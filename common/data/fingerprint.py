@@ -110,8 +110,7 @@ def plan_preparation(
     those, channels = plural(figures.cases, "training case"), len(dataset.modality)
     source = "as asked" if spacing else f"known for {dataset.name}" if known else f"median of {those}"
     if spacing is None:
-        usual = known.spacing if known else (round(size, 2) for size in figures.spacing)
-        right, anterior, superior = (max(size, finest) for size in usual)
+        right, anterior, superior = (max(round(size, 2), finest) for size in (known or figures).spacing)
         spacing = right, anterior, superior
         source += f", but no finer than {finest:g} mm, so that few crops cover a scan" * (min(spacing) == finest)
     line = f"spacing ({', '.join(f'{size:g}' for size in spacing)}) mm: {source}"

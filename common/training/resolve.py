@@ -125,8 +125,7 @@ def choose_volumes(
     preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, *known, finest)
     for line in lines:
         run.say(line)
-    prepared = {"spacing": preparation.spacing, "window": preparation.window}
-    config = replaced(config, {name: value for name, value in prepared.items() if hasattr(config, name)})
+    config = replaced(config, {n: getattr(preparation, n) for n in ("spacing", "window") if hasattr(config, n)})
     channels, partitions = len(data.dataset.modality), config.parallel.partitions or run.ranks.world
     divisor, network = choose_divisor(config, build, channels)
     sizes, both = (data.figures.shape, data.figures.extent), (data.figures.spacing, preparation.spacing)

@@ -8,13 +8,14 @@ import torch
 
 from medspeed.apps.spleen import evaluate, infer
 from medspeed.apps.spleen.config import RECIPES, SpleenConfig
-from medspeed.apps.spleen.train import main
+from medspeed.apps.spleen.train import main, read_data, resolve
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference import postprocessing, scores
 from medspeed.common.inference.labels import dice_counts, dice_of_counts, one_region_per_label
 from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
 from medspeed.common.training.fit import train_step
+from medspeed.common.training.setup import start_run
 from medspeed.common.training.volume_config import Crops, Windows
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms
 from tests.support import last_weights
@@ -51,11 +52,18 @@ def test_a_run_leaves_all_that_it_promises(run):
     assert len(list((run / "overlays").glob("*.png"))) == 1
 
 
-def test_in_float32_channels_are_outermost_on_a_cpu_unless_asked_for(run, phantoms, store, tmp_path):
-    assert json.loads((run / "plan.json").read_text())["channels_last"] is torch.cuda.is_available()
-    asked = {**TINY, "channels_last": True, "fast_dev_run": True, "engine": "none"}
-    main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "asked", **asked))
-    assert json.loads((tmp_path / "asked" / "plan.json").read_text())["channels_last"] is True
+@pytest.mark.parametrize(
+    ("capability", "asked", "last"), [("AVX2", None, False), ("AVX512", None, True), ("AVX2", True, True)]
+)
+def test_in_float32_channels_are_outermost_on_a_cpu_with_avx2_unless_asked_for(
+    capability, asked, last, phantoms, store, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    given = {**TINY, "device": "cpu", "precision": "fp32", "channels_last": asked, "engine": "none"}
+    config = SpleenConfig(data=phantoms, store=store, run=tmp_path / "run", **given)
+    with start_run(config) as run:
+        data = read_data(config, run)
+        assert resolve(config, data, run)[0].channels_last is last
 
 
 def test_the_reports_viewer_names_the_labels(run):
