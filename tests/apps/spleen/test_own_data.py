@@ -61,7 +61,7 @@ def train(folder, tmp_path, **more):
 def test_mr_with_two_labels_whose_numbers_leave_some_out(tmp_path, capsys):
     labels = {0: "background", 1: "brain", 4: "nucleus"}
     folder = write_set(tmp_path / "data", "Heads", "MRI", labels, mr_like)
-    summary = train(folder, tmp_path)
+    summary = train(folder, tmp_path, crop_size=(24, 24, 16))
     said = capsys.readouterr().out
     assert "z-score" in said
     assert "spacing (2, 2, 3) mm: median of 3 training cases" in said
