@@ -61,7 +61,7 @@ def resolve(config: SpleenConfig, data: Data, run: Run) -> tuple[SpleenConfig, V
 
     def choose() -> SpleenConfig:
         chosen = choose_volumes(config, data, usual, network, run)
-        fast = chosen.precision == "bf16" or cpu.get_cpu_capability() == "AVX512"  # with AVX2 it takes longer so
+        fast = chosen.precision == "bf16" or cpu.get_cpu_capability() == "AVX512"  # slower with AVX2
         return replace(chosen, channels_last=fast) if chosen.channels_last is None else chosen
 
     config = keep_plan(config, choose, run)

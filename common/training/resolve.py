@@ -118,8 +118,8 @@ def choose_volumes(
     """
     fields = {**usual.fields, **choose_sizes(config, build, run.device.type)}
     config = replaced(config, {name: each for name, each in fields.items() if flat(config)[name] is None}).optimized()
-    free = config.ours and config.init is None  # not MONAI's recipe, nor weights, which are made for a spacing
-    voxels = math.prod(config.crop_size or usual.crop) * (usual.crops_per_scan if free else math.inf)
+    coarsens = config.ours and config.init is None  # not MONAI's recipe, nor weights, which are made for a spacing
+    voxels = math.prod(config.crop_size or usual.crop) * (usual.crops_per_scan if coarsens else math.inf)
     finest = round((math.prod(data.figures.shape) * math.prod(data.figures.spacing) / voxels) ** (1 / 3), 1)  # mm
     known = getattr(config, "window", None), data.known
     preparation, lines = plan_preparation(data.dataset, data.figures, config.spacing, *known, finest)
