@@ -25,7 +25,6 @@ from tqdm import tqdm
 from medspeed.apps import open_training
 from medspeed.apps.pathology.patches.tables import Tables
 from medspeed.benchmarks import GUIDES
-from medspeed.benchmarks.peers import make_step
 from medspeed.common.clock import StepTimer, synchronise
 from medspeed.common.files import read_json_lines
 from medspeed.common.inference.folder_job import peak_memory
@@ -43,7 +42,7 @@ _STEPS, _RATE = 10, 0.01  # of the guide, whose batch stays the same
 
 
 def guide_of(app: str) -> ModuleType:
-    """Return the guide of an app: a script of `benchmarks/peers`."""
+    """Return the guide of an app: a script of `benchmarks/peers`, whose MONAI (300 MiB) no process of ours loads."""
     return import_module(f"medspeed.benchmarks.peers.{app}_guide")
 
 
@@ -79,7 +78,7 @@ def guide_steps(app: str, batch: Path, network: Mapping[str, Any], precision: st
     guide, (image, label) = guide_of(app), torch.load(batch, weights_only=True)
     own = {"in_channels": image.shape[1]} if image.ndim == 5 else {"patch": image.shape[-1]}
     made, timer = guide.make_network(**{**own, **network}).to(image.device), StepTimer(image.device)
-    step, _ = make_step(made, _RATE, guide.make_loss(), DTYPES.get(precision))
+    step, _ = guide.peers.make_step(made, _RATE, guide.make_loss(), DTYPES.get(precision))
     same, seconds = (image, guide.target(label)), list[float]()
     for _ in range(_STEPS + 1):  # the first sets up
         with timer.computing():

@@ -2,6 +2,7 @@
 
 import shlex
 import tempfile
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from monai.metrics import compute_dice
 
 import medspeed
 from medspeed.apps import parse_flags
@@ -22,7 +22,6 @@ from medspeed.apps.pathology.slides.camelyon import read_slide_set
 from medspeed.apps.pathology.slides.reader import open_slide
 from medspeed.benchmarks import GUIDES
 from medspeed.benchmarks.harness import DTYPES, WHOLE, Figures, guide_of, write_lists
-from medspeed.benchmarks.peers import Given, make_step
 from medspeed.common.clock import Clock, seconds_of
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.volumes import read_volume
@@ -86,15 +85,16 @@ class Task:
         words += ["--precision", precision or self.chosen, *shlex.split(f"{self.known['fast']} {flags}")]
         return parse_flags(self.app, list(map(str, words)))
 
-    def ways(self, config: Any) -> dict[str, Given]:  # noqa: ANN401 - the app's configuration
+    def ways(self, config: Any) -> dict[str, Namespace]:  # noqa: ANN401 - the app's configuration
         """Return what the guide's script is told, with our data and batch; by its ways to load, in words for a row."""
         words = ["--data", str(self.data), "--device", str(self.device), *shlex.split(self.known["guide"])]
         if self.app != "pathology":
             words += ["--split", config.split, "--crop", *map(str, config.crop_size)]
             return {"": self.guide.parse_flags([*words, "--batch", str(config.batch_size // self.known["crops"])])}
-        tables, ways = find_tables(config, Run(self.folder, self.device, Clock(), resumed=False)), dict[str, Given]()
+        tables = find_tables(config, Run(self.folder, self.device, Clock(), resumed=False))
         reader = open_slide(read_slide_set(self.data).training[0].path).reader  # which ours takes, too
         words += ["--patch", str(config.patch_size), "--reader", reader]
+        ways = dict[str, Namespace]()
         for kind, each in (("patches", 1), ("regions", _REGION)):
             own = [*words, "--batch", str(config.batch_size // each), *write_lists(tables, self.folder, each)]
             ways[f" (guide: {kind}, workers)"] = self.guide.parse_flags(own)
@@ -102,10 +102,11 @@ class Task:
         return ways
 
 
-def guide_epoch(task: Task, given: Given) -> Figures:
+def guide_epoch(task: Task, given: Namespace) -> Figures:
     """Return what a step of the guide takes in its second epoch, with the making of the batch."""
     network, how = task.guide.make_network(**given.network).to(task.device), DTYPES.get(task.usual)
-    loader, (step, _) = task.guide.training_loader(given), make_step(network, given.rate, task.guide.make_loss(), how)
+    step, _ = task.guide.peers.make_step(network, given.rate, task.guide.make_loss(), how)
+    loader = task.guide.training_loader(given)
 
     def epoch() -> int:
         return len([step(item["image"].to(task.device), item["label"].to(task.device)) for item in loader])
@@ -119,7 +120,7 @@ def train(config: Any) -> Any:  # noqa: ANN401 - an app's configuration, and its
     return import_module(f"medspeed.apps.{config.APP}.train").main(config)
 
 
-def guide_inference(task: Task, given: Given) -> Figures:
+def guide_inference(task: Task, given: Namespace) -> Figures:
     """Run the guide's inference; return its seconds, its process's peak memory, MiB, and the folder of its answers."""
     to = Path(tempfile.mkdtemp(dir=task.folder))
 
@@ -145,6 +146,8 @@ def fast_inference(task: Task, way: str) -> Figures:
 
 def dices(some: Sequence[Path], others: Sequence[Path], regions: Mapping[str, Sequence[int]]) -> np.ndarray:
     """Return the Dice of each region in each pair of files of label maps, [N, R]; 1 where it is in neither."""
+    from monai.metrics import compute_dice  # here, where no side is timed
+
     found = []
     for paths in zip(some, others, strict=True):
         voxels = [read_volume(path).voxels.astype(np.int64) for path in paths]

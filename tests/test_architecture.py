@@ -66,6 +66,13 @@ def test_what_must_start_at_once_does_not_load_torch(module):
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("module", ["compare", "ladder", "visit_parts", "harness"])
+def test_a_process_that_measures_our_side_does_not_load_monai(module):
+    """Each measured process imports the script that starts it: MONAI would count as 300 MiB of our peak memory."""
+    program = f"import sys, medspeed.benchmarks.{module}; sys.exit('monai' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
 def test_torch_load_is_always_weights_only():
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -15,7 +15,7 @@ import torch
 
 from medspeed.apps.pathology.model import PathologyModel
 from medspeed.apps.pathology.slides.camelyon import read_slide_set
-from medspeed.benchmarks import GUIDES, compare, harness, sides
+from medspeed.benchmarks import GUIDES, compare, harness, peers, sides
 from medspeed.benchmarks.peers import make_step
 from medspeed.benchmarks.sides import Task
 from medspeed.common.data.batches import Batch
@@ -163,7 +163,7 @@ def test_both_sides_step_on_the_same_batch(data, tmp_path, monkeypatch, app):
         step, optimizer = make_step(same_weights(network), *others)
         return lambda *batch: losses.setdefault("guide", step(*batch)), optimizer
 
-    monkeypatch.setattr(harness, "make_step", guide_step)
+    monkeypatch.setattr(peers, "make_step", guide_step)
     harness.save_batch(config, tmp_path / "batch.pt")
     harness.guide_steps(app, tmp_path / "batch.pt", given.network, "fp32")
     with harness.opened(config) as (_, setup, _):
