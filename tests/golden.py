@@ -32,6 +32,7 @@ _SPLEEN = _VOLUMES | {"window": [-100, 200], "crops.per_case": 2, "channels": [4
 _BRATS = _VOLUMES | {"regions": "names", "network.filters": 8, "network.blocks_down": [1, 1], "parallel.partitions": 1}
 _PATHOLOGY = _COMMON | {
     "batch_size": 4, "patch_size": 64, "tile_size": 512, "mpp": 0.25, "held_out": 0.2, "learning_rate": 0.00002,
+    "augmentation.jitter": [64 / 255, 0.75, 0.25, 0.04],
 }  # fmt: skip
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,6 +86,11 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "recipe": "fast", "source": "resident", "optimizer": "muon", "schedule": "cosine", "channels_last": True,
         "augmentation.label_smoothing": 0.0, "augmentation.zoom": [1.0, 1.0], "parallel.partitions": 1,
         "learning_rate": 0.0002,
+    }),
+    "pathology-plain-colours": ("pathology", _PATHOLOGY | {
+        "recipe": "fast", "source": "resident", "optimizer": "muon", "schedule": "cosine", "channels_last": True,
+        "augmentation.label_smoothing": 0.0, "augmentation.zoom": [1.0, 1.0], "parallel.partitions": 1,
+        "augmentation.jitter": [0.0, 0.0, 0.0, 0.0], "learning_rate": 0.0002,
     }),
     "pathology-guide": ("pathology", _PATHOLOGY | {
         "recipe": "guide", "source": "uncached", "optimizer": "monai_novograd", "schedule": "cosine",

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from medspeed.apps.pathology.config import DEFAULTS, PathologyConfig
+from medspeed.apps.pathology.config import DEFAULTS, JITTER, PathologyConfig
 from medspeed.common.inference import Precision
 from medspeed.common.inference.model import initialise, load_weights
 from medspeed.common.inference.runs import read_model
@@ -74,7 +74,10 @@ def choose(config: PathologyConfig, count: int, device: torch.device, ranks: int
     if config.recipe == "guide" and precision == "auto":
         precision = "fp16" if device.type == "cuda" else "fp32"  # the guide's autocast("cuda")
     config = replace(config, optimizer=config.optimizer or ("muon" if device.type == "cpu" else None))
-    config = replace(config.optimized(), tile_size=tile_size, parallel=replace(config.parallel, partitions=partitions))
+    jitter = config.augmentation.jitter or (JITTER if device.type == "cuda" else (0.0, 0.0, 0.0, 0.0))
+    changed = replace(config.augmentation, jitter=jitter)
+    config = replace(config.optimized(), augmentation=changed, tile_size=tile_size)
+    config = replace(config, parallel=replace(config.parallel, partitions=partitions))
     precision = choose_precision(precision, device)
     return replace(config, batch_size=batch_size, epochs=epochs, validate_every=validate_every, precision=precision)
 

@@ -13,6 +13,7 @@ from torch.nn.functional import grid_sample
 from medspeed.apps.pathology.config import Augmentation
 from medspeed.common.data.batches import keyed_uniforms
 from medspeed.common.data.crops import upload
+from medspeed.common.training.config import decided
 
 FUSED = "augmentation"
 """The name that `trusts` knows the kernels by."""
@@ -44,7 +45,7 @@ def draw_patches(augmentation: Augmentation, seed: int, epoch: int, samples: np.
 
     It is a pure function of seed, epoch and the sample's number.
     """
-    draw, spread, zoom = np.zeros(len(samples), DRAW), np.array(augmentation.jitter), augmentation.zoom
+    draw, spread, zoom = np.zeros(len(samples), DRAW), np.array(decided(augmentation.jitter)), augmentation.zoom
     colours = keyed_uniforms(seed, epoch, samples, np.full(len(samples), _JITTER), 8)
     low, high = np.maximum(_NEUTRAL - spread, [0, 0, 0, -0.5]), _NEUTRAL + spread
     moves = keyed_uniforms(seed, epoch, samples, np.full(len(samples), _MOVES), 4)
@@ -116,7 +117,7 @@ def jitter_(images: torch.Tensor, factors: np.ndarray, order: np.ndarray) -> Non
     weights = upload(shares.astype(np.float32), images.device).view(-1, 10, 1, 1, 1)
     for place in range(4):
         _turn_some_(images, np.flatnonzero(places == place), weights[:, 9, 0])
-        if place < 3:
+        if place < 3 and (own[:, place] != 1).any():
             needed = bool(grey[:, place].any()), bool(mean[:, place].any())
             _blend_(images, weights[:, 3 * place : 3 * place + 3], *needed)
 

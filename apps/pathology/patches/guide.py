@@ -42,7 +42,7 @@ class ColourJitterd(mt.RandomizableTransform):  # type: ignore[misc]
 def cpu_transforms(augmentation: Augmentation) -> list[Any]:
     """Return the script's random transforms of images in [0, 255], and its scaling from there to [-1, 1]."""
     return [
-        ColourJitterd(augmentation.jitter),
+        ColourJitterd(decided(augmentation.jitter)),
         mt.RandFlipd("image", spatial_axis=-1, prob=0.5),
         mt.RandRotate90d("image", prob=0.5),
         mt.CastToTyped("image", dtype=np.float32),
@@ -110,7 +110,7 @@ def why_not_cucim(device: torch.device) -> str | None:
 
 def cucim_transform(augmentation: Augmentation) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the script's transforms of batches [B, 3, Y, X] on a GPU, drawn from generators that nobody can seed."""
-    jitter = dict(zip(("brightness", "contrast", "saturation", "hue"), augmentation.jitter, strict=True))
+    jitter = dict(zip(("brightness", "contrast", "saturation", "hue"), decided(augmentation.jitter), strict=True))
     steps = (
         mt.RandCuCIM(name="rand_color_jitter", prob=1.0, **jitter),
         mt.RandCuCIM(name="rand_image_flip", prob=0.5, spatial_axis=-1),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from medspeed.apps.pathology.config import GUIDE, PathologyConfig
+from medspeed.apps.pathology.config import GUIDE, JITTER, Augmentation, PathologyConfig
 from medspeed.apps.pathology.model import binary_cross_entropy, choose, initialise_from, model_of
 from medspeed.common.inference.model import save_weights
 from medspeed.common.training.config import Parallel, decided
@@ -50,6 +50,16 @@ def test_muon_trains_on_a_cpu_and_novograd_on_a_gpu():
     assert choose(replace(sized, optimizer="adam"), 3200, CPU).optimizer == "adam"
 
 
+def test_the_guide_jitters_colours_and_so_does_fast_on_a_gpu_but_not_on_a_cpu():
+    """Real patches end better without, in the short trainings of a CPU: see benchmarks/LOG.md."""
+    sized, none = PathologyConfig(patch_size=96), (0, 0, 0, 0)
+    found = [choose(each, 3200, CPU).augmentation.jitter for each in (sized, replace(GUIDE, patch_size=96))]
+    assert found == [none, JITTER]
+    assert choose(sized, 3200, CUDA).augmentation.jitter == JITTER
+    asked = replace(sized, augmentation=Augmentation(jitter=(0.1, 0.2, 0.3, 0.04)))
+    assert choose(asked, 3200, CPU).augmentation == Augmentation((0.1, 0.2, 0.3, 0.04))
+
+
 def test_a_set_smaller_than_a_batch_is_one_batch():
     assert chosen(PathologyConfig(), 12).batch_size == 12
     assert chosen(PathologyConfig(), 13, ranks=2).batch_size == 12  # equal shares, none beyond the set
@@ -57,6 +67,7 @@ def test_a_set_smaller_than_a_batch_is_one_batch():
 
 def test_what_was_asked_for_wins():
     config = PathologyConfig(batch_size=10, epochs=3, validate_every=2, tile_size=1024, precision="fp32").optimized()
+    config = replace(config, augmentation=Augmentation(JITTER))
     found = chosen(config)
     sizes = replace(config, patch_size=96, mpp=0.5, patches_per_slide=400, patches_per_epoch=3200)
     assert found == replace(sizes, parallel=Parallel(partitions=1))

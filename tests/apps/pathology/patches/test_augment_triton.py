@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from medspeed.apps.pathology.config import Augmentation
+from medspeed.apps.pathology.config import JITTER, Augmentation
 from medspeed.apps.pathology.patches.augment import augment, draw_patches, draw_table
 from tests.kernels import run_compiled, run_interpreted
 
@@ -18,7 +18,7 @@ def test_the_kernels_compile_without_spilling():
 
 
 def test_the_table_moves_pixels_as_numpy_does():
-    draw = draw_patches(Augmentation(zoom=(0.9, 1.1)), 0, 0, np.arange(64), 35)
+    draw = draw_patches(Augmentation(JITTER, (0.9, 1.1)), 0, 0, np.arange(64), 35)
     pixels, y, x = np.arange(35.0 * 35).reshape(35, 35), *np.divmod(np.arange(35 * 35), 35)
     for row, flip, turns in zip(draw_table(draw, np.arange(64)), *divmod(draw["element"], 4), strict=True):
         found = pixels.ravel()[row[1] + y * row[2] + x * row[3]].reshape(35, 35)
@@ -26,7 +26,7 @@ def test_the_table_moves_pixels_as_numpy_does():
 
 
 def test_the_table_has_the_draw_of_each_patch_and_its_place():
-    draw = draw_patches(Augmentation(zoom=(0.9, 1.1)), 0, 0, np.arange(64), 32)
+    draw = draw_patches(Augmentation(JITTER, (0.9, 1.1)), 0, 0, np.arange(64), 32)
     table = draw_table(draw, np.arange(64)[::-1])
     assert np.array_equal(table[:, 0], np.arange(64)[::-1])
     assert np.array_equal(np.take_along_axis(draw["order"], table[:, 6:7].astype(np.int64), axis=1), np.ones((64, 1)))
@@ -39,7 +39,7 @@ def test_the_table_has_the_draw_of_each_patch_and_its_place():
 def test_on_a_gpu_the_kernels_equal_their_twin(dtype):
     generator = torch.Generator("cuda").manual_seed(0)
     pixels = torch.randint(256, (80, 3, 224, 224), generator=generator, device="cuda", dtype=torch.uint8)
-    draw, places = draw_patches(Augmentation(zoom=(0.9, 1.1)), 0, 0, np.arange(64), 224), np.arange(64) + 9
+    draw, places = draw_patches(Augmentation(JITTER, (0.9, 1.1)), 0, 0, np.arange(64), 224), np.arange(64) + 9
     from medspeed.apps.pathology.patches.augment_triton import augmented
 
     table = torch.from_numpy(draw_table(draw, places)).cuda()

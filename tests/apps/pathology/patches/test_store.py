@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medspeed.apps.pathology.config import Augmentation, PathologyConfig
+from medspeed.apps.pathology.config import JITTER, Augmentation, PathologyConfig
 from medspeed.apps.pathology.patches import store as patch_store
 from medspeed.apps.pathology.patches.store import (
     Patches,
@@ -32,6 +32,7 @@ from tests.support import refuse_host_sync
 
 CPU = torch.device("cpu")
 COUNT = 23
+COLOURS = Augmentation(JITTER)
 MOVES = Augmentation((0, 0, 0, 0), (1.0, 1.0))  # flips and quarter turns
 
 
@@ -139,12 +140,12 @@ def batches_of(
 ) -> Batches:
     here = range(partitions) if mine is None else mine
     rows = np.flatnonzero(np.isin(np.arange(COUNT) % partitions, here))
-    config = PathologyConfig(batch_size=size, parallel=Parallel(partitions=partitions), seed=3)
+    config = PathologyConfig(batch_size=size, parallel=Parallel(partitions=partitions), augmentation=COLOURS, seed=3)
     return patch_batches(patches.on_device(rows, CPU) if on_device else patches, here, config, CPU)
 
 
 def test_epochs_of_a_part_of_the_patches_make_the_same_passes(patches: Patches):
-    config = PathologyConfig(batch_size=5, parallel=Parallel(partitions=1), seed=3)
+    config = PathologyConfig(batch_size=5, parallel=Parallel(partitions=1), augmentation=COLOURS, seed=3)
     whole = [list(patch_batches(patches, range(1), config, CPU).epoch(number)) for number in range(3)]
     parts = patch_batches(patches, range(1), replace(config, patches_per_epoch=17), CPU)
     assert (parts.steps_per_epoch, len(whole[0])) == (3, 4)
