@@ -75,9 +75,8 @@ def choose(config: PathologyConfig, count: int, device: torch.device, ranks: int
         precision = "fp16" if device.type == "cuda" else "fp32"  # the guide's autocast("cuda")
     config = replace(config, optimizer=config.optimizer or ("muon" if device.type == "cpu" else None))
     jitter = config.augmentation.jitter or (JITTER if device.type == "cuda" else (0.0, 0.0, 0.0, 0.0))
-    changed = replace(config.augmentation, jitter=jitter)
-    config = replace(config.optimized(), augmentation=changed, tile_size=tile_size)
-    config = replace(config, parallel=replace(config.parallel, partitions=partitions))
+    config = replace(config.optimized(), tile_size=tile_size, parallel=replace(config.parallel, partitions=partitions))
+    config = replace(config, augmentation=replace(config.augmentation, jitter=jitter))
     precision = choose_precision(precision, device)
     return replace(config, batch_size=batch_size, epochs=epochs, validate_every=validate_every, precision=precision)
 
