@@ -26,9 +26,14 @@ def keep_freed_memory() -> None:
     third of a SegResNet's training step on two CPU cores. A process then never shrinks below its peak.
     """
     with suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for name, value in _KEEP.items():
-            mallopt(name, value)
+        for setting in _KEEP.items():
+            ctypes.CDLL(None).mallopt(*setting)
+
+
+def give_back_freed_memory() -> None:
+    """Give back once what was freed and kept, before work that allocates otherwise and would add to it."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_memory() -> int:

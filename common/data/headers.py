@@ -34,6 +34,7 @@ _SPACES = {  # NRRD's, to RAS
 # What reading a damaged gzip stream raises; isal's type stub takes its own class for an instance.
 _DAMAGED = cast(tuple[type[Exception], ...], (EOFError, gzip.BadGzipFile, isal_zlib.error))
 Packed = Literal["raw", "gzip", "zlib"]
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 
 class Header(NamedTuple):
@@ -123,11 +124,6 @@ def _nifti_affine(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
         remedy = "if the sform is right, image.set_qform(image.affine) in nibabel corrects the file"
         _warn_once(f"{path}: {said}, which other programs may use: {remedy}")
     return affine
-
-
-@cache
-def _warn_once(said: str) -> None:
-    logging.getLogger(__name__).warning(said)
 
 
 def _nifti_scale(header: nibabel.Nifti1Header, path: Path) -> tuple[float, float] | None:

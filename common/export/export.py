@@ -16,6 +16,7 @@ from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.export.onnx_model import Window, export_onnx
 from medspeed.common.export.tensorrt_engine import EngineChoice, build_engine, choose_flavour
 from medspeed.common.files import plural, record_digests, sha256_of
+from medspeed.common.host_memory import give_back_freed_memory
 from medspeed.common.inference import ModelPrecision
 from medspeed.common.inference import tensorrt_runtime as engines
 from medspeed.common.inference.labels import case_dice, dice_counts
@@ -31,6 +32,7 @@ BATCH_SIZES = (1, 2, 3)
 GATE_CASES = 8  # the gate runs each export on so many cases,
 GATE_WINDOWS = 24  # at the end of a training on as many as fill so many windows: large scans take a CPU a minute each
 Quantise = Callable[[Path, Path], None]  # writes the INT8 model of an fp32 one
+Writer = Callable[[Path], object]  # writes a model
 
 
 class ParityError(ValueError):
@@ -96,12 +98,13 @@ def export(
     """
     run.say(f"parity gate: {gate.origin}")
     with run.clock.stage("export"):
+        give_back_freed_memory()  # of the training
         reference = take_reference(network, gate)
         folder = run.directory / "exports"
         metadata = {**gate.metadata, "weights_sha256": sha256_of(run.directory / "best.safetensors")}
         write = partial(export_onnx, network, window=tuple(gate.windows.shape[1:]), metadata=metadata)
         write = partial(write, smallest=gate.smallest, batch=gate.batch)
-        writers: dict[ModelPrecision, Callable[[Path], object]]
+        writers: dict[ModelPrecision, Writer]
         writers = {"fp32": partial(write, precision="fp32"), "fp16": partial(write, precision="fp16")}
         writers |= {} if quantise is None else {"int8": partial(quantise, folder / "model_fp32.onnx")}
         exports = [_checked_onnx(folder / f"model_{each}.onnx", each, writers[each], reference) for each in writers]
@@ -141,9 +144,8 @@ def volume_gate(
     return Gate(sample_windows(prepared, model), evaluate, origin, batch=model.window_batch, metadata=metadata)
 
 
-def _checked_onnx(
-    path: Path, precision: ModelPrecision, write: Callable[[Path], object], reference: Reference
-) -> Exported:
+def _checked_onnx(path: Path, precision: ModelPrecision, write: Writer, reference: Reference) -> Exported:
+    give_back_freed_memory()  # of what computed before; ONNX Runtime takes its own
     try:
         write(path)
         difference, change = check_predictor(reference, onnxruntime_predictor(path), precision, str(path))
@@ -176,9 +178,8 @@ def _checked_engine(onnx: Path, reference: Reference, flavour: engines.Flavour, 
 
 
 def _remove(*refused: Path) -> None:
-    for path in refused:
-        for each in (path, engines.manifest_path(path)):
-            each.unlink(missing_ok=True)
+    for path in (*refused, *map(engines.manifest_path, refused)):
+        path.unlink(missing_ok=True)
 
 
 def take_reference(network: nn.Module, gate: Gate) -> Reference:

@@ -53,15 +53,13 @@ class TrainingState:
 
     def note_step(self, step: int, cases: tuple[str, ...]) -> None:
         """Count a step whose loss stands in its place, and keep the names of its cases."""
-        self._cases[step] = cases
-        self.step = step + 1
+        self._cases[step], self.step = cases, step + 1
 
     def note_validation(self, value: float, epoch: int) -> bool:
         """Keep the metric of a validation; return whether it is the best so far; raise a ValueError if it is a NaN."""
         if math.isnan(value):
             raise ValueError("no validation case has any foreground, so there is no metric: choose another --split")
-        self.last = value
-        self.recent = [*self.recent, value][-VALIDATIONS_HELD:]
+        self.last, self.recent = value, [*self.recent, value][-VALIDATIONS_HELD:]
         if value <= self.best:
             return False
         self.best, self.best_epoch = value, epoch
