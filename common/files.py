@@ -64,8 +64,7 @@ def part_ending(name: str) -> str:
 
 def printable(text: str, but: str = "") -> str:
     """Return a text that stays one line wherever it is shown: what is not printable is escaped, `but` some."""
-    kept = (each if each.isprintable() or each in but else each.encode("unicode_escape").decode() for each in text)
-    return "".join(kept)
+    return "".join(one if one.isprintable() or one in but else one.encode("unicode_escape").decode() for one in text)
 
 
 def plural(count: int, noun: str) -> str:

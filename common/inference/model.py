@@ -67,8 +67,7 @@ class VolumeModel:
         try:
             network = self.network(self.preparation.channels, self.labelling.channels, **self.arguments)
         except BROKEN as error:
-            said = f"model.json: invalid arguments {dict(self.arguments)} ({first_line(error)})"
-            raise ValueError(said) from error
+            raise ValueError(f"model.json: invalid arguments {dict(self.arguments)} ({first_line(error)})") from error
         if weights is not None:
             initialise(network, weights, made_of=self.arguments)
         return network
@@ -104,8 +103,10 @@ def model_content(model: Trained) -> dict[str, Any]:
 
 def save_weights(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write a state dict, with a digest, as one safetensors file, atomically; equal input gives equal bytes."""
-    # As safetensors wants them: on the CPU, dense, row-major, without shared memory.
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
+    # As safetensors wants them: on the CPU, dense, row-major, without shared memory; copied where they are not.
+    tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    owners = {value.untyped_storage().data_ptr(): name for name, value in tensors.items()}
+    tensors |= {name: tensors[name].clone() for name in tensors.keys() - owners.values()}
     note = json.dumps(metadata | {"sha256": _digest(tensors)}, sort_keys=True)
     with atomic_path(path) as part:
         part.write_bytes(save(tensors, {NOTE: note}))  # one entry: safetensors writes several in any order

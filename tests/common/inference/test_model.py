@@ -184,6 +184,15 @@ def test_weights_with_a_note(tmp_path):
     assert torch.equal(load_weights(tmp_path / "w.safetensors")["a"], WEIGHTS["a"])
 
 
+def test_weights_that_share_memory_and_some_not_dense_come_back(tmp_path):
+    drawn = torch.arange(6.0).reshape(2, 3)
+    weights = {"tied": drawn, "again": drawn, "turned": drawn.T, "part": drawn[1], "none": torch.empty(0)}
+    save_weights(tmp_path / "w.safetensors", weights, {})
+    found = load_weights(tmp_path / "w.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
 def test_truncated_weights_are_named(tmp_path):
     path = tmp_path / "w.safetensors"
     save_weights(path, WEIGHTS, {})
