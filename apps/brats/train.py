@@ -78,14 +78,20 @@ def choose(config: BratsConfig, data: Data, network: Build, run: Run) -> BratsCo
         return [window_side(side, most, config.windows.overlap) for side, most in pairs]
 
     chosen = choose_volumes(config, data, usual, network, run, window)
+    # A step of few filters takes 1.3 times as long in bf16 as in fp32 with vectors alone (an EPYC), 0.8 times with AMX.
+    few = (chosen.network.filters or 16) < 16 and not torch.cpu._is_amx_tile_supported()
+    if config.precision == "auto" and run.device.type == "cpu" and few:
+        chosen = replace(chosen, precision="fp32")
     if chosen.channels_last is not None:
         return chosen
-    fused = False
-    if run.device.type == "cuda":
-        norm = norms.GroupNormReLU(8, decided(chosen.network.filters))
-        trial = norm.kernel_trial(dtype_of(chosen.precision), run.device)
-        fused = bool(trust.choose([trial], config.kernels, config.store, run.say))
-    return replace(chosen, channels_last=faster_channels_last(chosen.precision, run.device, fused))
+    # On a CPU channels innermost are faster but in bf16, where the gradient of torch's group normalisation takes ten
+    # times as long (172 ms, not 16, for [2, 16, 64, 64, 64]; torch 2.13 on an EPYC with AVX-512 BF16). On a GPU torch's
+    # gives contiguous memory back, so that all that follows is turned: only with the fused one.
+    if run.device.type == "cpu":
+        return replace(chosen, channels_last=chosen.precision != "bf16")
+    norm = norms.GroupNormReLU(8, decided(chosen.network.filters))
+    trial = norm.kernel_trial(dtype_of(chosen.precision), run.device)
+    return replace(chosen, channels_last=bool(trust.choose([trial], config.kernels, config.store, run.say)))
 
 
 def window_side(extent: int, limit: int, overlap: float) -> int:
@@ -94,16 +100,6 @@ def window_side(extent: int, limit: int, overlap: float) -> int:
     while (side := extent / (count - (count - 1) * overlap)) > limit:
         count += 1
     return math.ceil(side)
-
-
-def faster_channels_last(precision: str, device: torch.device, fused: bool = False) -> bool:
-    """Return whether a SegResNet is to be trained with its channels innermost.
-
-    On a CPU it is faster so, except in bf16: there the gradient of torch's group normalisation takes ten times as long
-    (172 ms against 16 ms for [2, 16, 64, 64, 64], torch 2.13 on an EPYC with AVX-512 BF16). On a GPU torch's group
-    normalisation gives contiguous memory back, so that all that follows is turned: only with the `fused` one.
-    """
-    return fused if device.type == "cuda" else precision != "bf16"
 
 
 def setup(config: BratsConfig, data: Data, model: VolumeModel, run: Run) -> Setup:

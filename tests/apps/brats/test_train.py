@@ -14,7 +14,7 @@ from monai.data import CacheDataset
 from medspeed.apps.brats import infer
 from medspeed.apps.brats.config import RECIPES, BratsConfig
 from medspeed.apps.brats.guide import transforms
-from medspeed.apps.brats.train import main
+from medspeed.apps.brats.train import main, read_data, resolve
 from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.data.volumes import read_volume
@@ -23,6 +23,7 @@ from medspeed.common.ranks import SINGLE
 from medspeed.common.training import monai_batches
 from medspeed.common.training.config import Parallel
 from medspeed.common.training.monai_batches import monai_crops
+from medspeed.common.training.setup import start_run
 from medspeed.common.training.volume_config import Crops, Network, Windows
 from medspeed.data_scripts.make_phantoms import make_mri_phantoms
 from tests.support import last_weights
@@ -55,6 +56,25 @@ def losses(folder):
 
 def equal_weights(one, other):
     return all(torch.equal(value, last_weights(other)[name]) for name, value in last_weights(one).items())
+
+
+@pytest.mark.parametrize(
+    ("amx", "filters", "asked", "taken"),
+    [
+        (False, 8, "auto", "fp32"), (True, 8, "auto", "bf16"), (False, 16, "auto", "bf16"), (False, 8, "bf16", "bf16"),
+        (False, None, "auto", "fp32"),
+    ],
+)  # fmt: skip
+def test_few_filters_are_trained_in_bf16_by_themselves_only_on_a_cpu_with_amx(
+    amx, filters, asked, taken, heads, store, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr("medspeed.common.training.setup.computes_bf16", lambda device: True)
+    network = Network(filters=filters, blocks_down=(1, 1))
+    given = {**TINY, "device": "cpu", "precision": asked, "network": network, "engine": "none"}
+    config = BratsConfig(data=heads, store=store, run=tmp_path / "run", **given)
+    with start_run(config) as run:
+        assert resolve(config, read_data(config, run), run)[0].precision == taken
 
 
 def test_the_reports_viewer_has_every_validation_case_and_names_the_labels(run):
