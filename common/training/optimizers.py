@@ -179,23 +179,15 @@ class Novograd(_Uncompiled):
     def step(self) -> None:  # type: ignore[override]  # no closure: nothing here needs the loss twice
         """Update every parameter that is not frozen."""
         assert len(self.param_groups) == 1, "one group of parameters"
-        moment, second = self.pack()
-        lr = self.param_groups[0]["lr"]
+        second = self.pack()[1]
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         torch._foreach_copy_(self._updates, self._gradients())
         norms = torch.linalg.vector_norm(self._scratch, dim=1)
         divisor = self._divisors(norms, second, grad_scale, found_inf).unsqueeze(1)
-        if moment.is_cuda or found_inf is not None:
-            usual: dict[str, Any] = {"weight_decay": 0.0, "momentum": _BETA1, "dampening": 0.0, "nesterov": False}
-            usual |= {"maximize": False, "is_first_step": False, "found_inf": found_inf}
-            self._scratch.div_(divisor)
-            torch._fused_sgd_(self._parameters, self._updates, self._moments, lr=lr, **usual)
-            return
-        moment.mul_(_BETA1).addcdiv_(self._scratch, divisor)  # what a CPU does faster
-        if isinstance(lr, Tensor):
-            torch._foreach_addcmul_(self._parameters, self._moments, [lr] * len(self._moments), value=-1)
-        else:
-            torch._foreach_add_(self._parameters, self._moments, alpha=-lr)
+        usual: dict[str, Any] = {"weight_decay": 0.0, "momentum": _BETA1, "dampening": 0.0, "nesterov": False}
+        usual |= {"maximize": False, "is_first_step": False, "found_inf": found_inf}
+        self._scratch.div_(divisor)
+        torch._fused_sgd_(self._parameters, self._updates, self._moments, lr=self.param_groups[0]["lr"], **usual)
 
     def _divisors(self, norms: Tensor, second: Tensor, scale: Tensor | None, skip: Tensor | None) -> Tensor:
         """Update the second moments, unless the step is to be skipped; return what each block is divided by, [blocks].

@@ -2,11 +2,12 @@
 
 import json
 import sys
+import tracemalloc
 from dataclasses import asdict, replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from medspeed.common.inference.ensemble import RunModel
@@ -191,6 +192,29 @@ def test_weights_that_share_memory_and_some_not_dense_come_back(tmp_path):
     found = load_weights(tmp_path / "w.safetensors")
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+     torch.uint8, torch.bool],
+)  # fmt: skip
+def test_the_librarys_own_reader_finds_every_kind_of_number(dtype, tmp_path):
+    weights = {"b": torch.arange(7).to(dtype), "a": torch.arange(6).reshape(2, 3).to(dtype), "one": torch.tensor(1)}
+    save_weights(tmp_path / "w.safetensors", weights, {"dice": "0.9"})
+    found = load_file(tmp_path / "w.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in weights.items())
+
+
+def test_saving_weights_takes_no_memory_for_a_copy(tmp_path):
+    """What numpy's buffers and Python's bytes take is traced; a copy of 64 MiB would be."""
+    weights = {"a": torch.zeros(8, 2**20), "b": torch.zeros(8, 2**20)}
+    tracemalloc.start()
+    save_weights(tmp_path / "w.safetensors", weights, {})
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2**20
 
 
 def test_truncated_weights_are_named(tmp_path):
