@@ -26,5 +26,5 @@ def test_the_bill_names_each_installed_package_once():
     assert len({part["bom-ref"] for part in bill["components"]}) == len(bill["components"])
     assert parts["torch"]["version"] == metadata.version("torch")
     assert parts["torch"]["purl"] == f"pkg:pypi/torch@{metadata.version('torch').replace('+', '%2B')}"
-    assert torch.__version__ == metadata.version("torch")
+    assert torch.__version__.startswith(parts["torch"]["version"])  # a CUDA build from PyPI says "+cu" itself alone
     assert all(set(part) <= {"type", "bom-ref", "name", "version", "purl", "licenses"} for part in parts.values())
