@@ -118,8 +118,8 @@ class Novograd(_Uncompiled):
     Loss scaling happens inside: `torch.amp.GradScaler.step` hands its scale and its overflow flag over as the device
     tensors `grad_scale` and `found_inf`; a step that overflowed changes neither weights nor state.
 
-    The parameters have one dtype and one device. The learning rate may be changed between steps; as a scalar tensor on
-    that device it is read there, so that a step which a CUDA graph repeats follows it.
+    The parameters are dense, of one dtype and one device. The learning rate may be changed between steps; as a scalar
+    tensor on that device it is read there, so that a step which a CUDA graph repeats follows it.
 
     Source:
         Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments", arXiv:1905.11286.
@@ -151,7 +151,8 @@ class Novograd(_Uncompiled):
             return self._packed
         self._parameters = parameters = [each for each in self.param_groups[0]["params"] if each.requires_grad]
         first, state = parameters[0], self.state
-        assert {(p.device, p.dtype) for p in parameters} == {(first.device, first.dtype)}, "one device, one dtype"
+        kinds = {(p.device, p.dtype, p.stride() == torch.empty_like(p, device="meta").stride()) for p in parameters}
+        assert kinds == {(first.device, first.dtype, True)}, "one device, one dtype, no gaps in a parameter's memory"
         self._blocks = [math.ceil(parameter.numel() / BLOCK) for parameter in parameters]
         owner = [index for index, count in enumerate(self._blocks) for _ in range(count)]  # whose a block is
         self._owner = torch.tensor(owner, device=first.device)
@@ -170,9 +171,7 @@ class Novograd(_Uncompiled):
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return a buffer as tensors with the parameters' shapes and strides (foreach kernels want equal strides)."""
         parts = torch.split(flat.view(-1), [count * BLOCK for count in self._blocks])
-        # `empty_like` gives the strides a dense tensor of that memory format has, also for a parameter that is not.
-        dense = [torch.empty_like(parameter, device="meta") for parameter in self._parameters]
-        pairs = zip(parts, dense, strict=True)
+        pairs = zip(parts, self._parameters, strict=True)
         return [part.as_strided(each.shape, each.stride(), part.storage_offset()) for part, each in pairs]
 
     @torch.no_grad()

@@ -136,6 +136,13 @@ def test_gradients_of_other_strides_in_axes_of_length_1_stay_on_the_fast_path(mo
     assert all(view.stride() == given.stride() for to, those in copied for view, given in zip(to, those, strict=True))
 
 
+def test_a_parameter_with_gaps_in_its_memory_is_a_programmers_error():
+    weight = nn.Parameter(torch.ones(3, 8)[:, ::2])
+    weight.grad = torch.ones(3, 4)
+    with pytest.raises(AssertionError, match="no gaps in a parameter's memory"):
+        Novograd([weight]).step()
+
+
 def test_a_gradient_laid_out_unlike_its_parameter_is_a_programmers_error():
     weight = nn.Parameter(torch.ones(3, 4))
     weight.grad = torch.ones(4, 3).t()
