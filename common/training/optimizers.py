@@ -151,8 +151,9 @@ class Novograd(_Uncompiled):
             return self._packed
         self._parameters = parameters = [each for each in self.param_groups[0]["params"] if each.requires_grad]
         first, state = parameters[0], self.state
-        kinds = {(p.device, p.dtype, p.stride() == torch.empty_like(p, device="meta").stride()) for p in parameters}
-        assert kinds == {(first.device, first.dtype, True)}, "one device, one dtype, no gaps in a parameter's memory"
+        assert {(p.device, p.dtype) for p in parameters} == {(first.device, first.dtype)}, "one device, one dtype"
+        spans = [1 + sum((n - 1) * far for n, far in zip(p.shape, p.stride(), strict=True)) for p in parameters]
+        assert spans == [p.numel() for p in parameters], "no gaps in a parameter's memory"
         self._blocks = [math.ceil(parameter.numel() / BLOCK) for parameter in parameters]
         owner = [index for index, count in enumerate(self._blocks) for _ in range(count)]  # whose a block is
         self._owner = torch.tensor(owner, device=first.device)
