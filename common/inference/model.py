@@ -104,7 +104,7 @@ def model_content(model: Trained) -> dict[str, Any]:
 def save_weights(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write a state dict, with a digest, as one safetensors file, atomically; equal input gives equal bytes.
 
-    They go from the tensors to the file: safetensors' own `save` takes memory for all of them twice.
+    The bytes go from the tensors to the file; safetensors' own `save` would copy all of them twice in memory.
     """
     ordered = sorted(weights.items(), key=lambda each: (-each[1].element_size(), each[0]))  # so that each is aligned
     tensors = {name: value.detach().cpu().contiguous() for name, value in ordered}

@@ -60,7 +60,7 @@ class TrainingConfig:
         learning_rate: initial learning rate; 0.025 with muon, else 0.01, by default.
         schedule: how the learning rate changes over the run.
         epochs: passes over the training data.
-        precision: fp32, bf16, fp16 (with loss scaling) or auto (bf16 if the device supports it; guide: fp16 on GPUs).
+        precision: fp32, bf16, fp16 (with loss scaling) or auto (mostly bf16 if the device has it; guide: fp16 on GPUs).
         compile: compile the network with torch.compile.
         kernels: GPU kernels: torch, fused (where verified correct) or auto (fused where also measured to be faster).
         graph: run each GPU step as one CUDA graph: auto (where a trial shows it correct and faster) or off.

@@ -208,7 +208,7 @@ def test_the_librarys_own_reader_finds_every_kind_of_number(dtype, tmp_path):
 
 
 def test_saving_weights_takes_no_memory_for_a_copy(tmp_path):
-    """What numpy's buffers and Python's bytes take is traced; a copy of 64 MiB would be."""
+    """What is traced includes Python's bytes, so that a copy of the 64 MiB as bytes would show."""
     weights = {"a": torch.zeros(8, 2**20), "b": torch.zeros(8, 2**20)}
     tracemalloc.start()
     save_weights(tmp_path / "w.safetensors", weights, {})
