@@ -98,7 +98,6 @@ def export(
     """
     run.say(f"parity gate: {gate.origin}")
     with run.clock.stage("export"):
-        give_back_freed_memory()  # of the training
         reference = take_reference(network, gate)
         folder = run.directory / "exports"
         metadata = {**gate.metadata, "weights_sha256": sha256_of(run.directory / "best.safetensors")}
