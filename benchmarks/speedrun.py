@@ -170,14 +170,8 @@ class Course:
         """Return what fast took to a target, to infinity all its epochs; a store belongs to a seed."""
         run, metric = self.folder / f"{name}-{seed}", self.task["metric"]
         words = ["--data", self.data, "--run", run, "--store", self.folder / f"store-{seed}", "--seed", seed]
-        words += [
-            "--until",
-            f"{metric}={min(target, 1):g}",
-            "--engine",
-            "none",
-            *shlex.split(self.task["fast"]),
-            *self.flags,
-        ]
+        words += ["--until", f"{metric}={min(target, 1):g}", "--engine", "none", *shlex.split(self.task["fast"])]
+        words += self.flags
         call(f"apps/{self.task['app']}/train.py", *words, *([] if metric == "auc" else self._parts(seed)))
         summary = read_object(run / "summary.json")
         end, seconds = summary["target"], summary["seconds"]

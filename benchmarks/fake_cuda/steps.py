@@ -109,7 +109,7 @@ def _all(trials: Sequence[trust.Trial], wish: trust.Kernels, *_: object) -> froz
 def write_data(app: str, folder: Path) -> Path:
     """Write tiny data that an app takes, for batches as large as on a GPU; return the folder."""
     folder.mkdir(parents=True)
-    _write_volumes(folder, *_NAMES[app]) if app in _NAMES else _write_patches(folder)
+    _write_patches(folder) if app == "pathology" else _write_volumes(folder, *_NAMES[app])
     return folder
 
 

@@ -164,7 +164,7 @@ def _checked_engine(onnx: Path, reference: Reference, flavour: engines.Flavour, 
         none = replace(none, version=manifest.version, targets=manifest.targets)
         built = replace(none, path=str(plan), sha256=manifest.plan_sha256, bytes=plan.stat().st_size)
         if (problem := engines.host_problem(plan, manifest, device)) is not None:
-            return replace(built, reason=problem)
+            return replace(built, reason=f"not run here: {problem}")
         predict = engines.EnginePredictor(plan, device)
         ran, sizes = True, sorted({*BATCH_SIZES, manifest.batch[1]})
         difference, change = check_predictor(reference, predict, manifest.precision, str(plan), sizes, device)

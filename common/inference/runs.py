@@ -41,14 +41,14 @@ def read_model(run: Path, app: str, kind: type[Model], find: Find | None = None)
         raise FileNotFoundError(f"{path}: no such file; --model takes a run folder")
     try:
         content = read_object(path)
-        if content.pop("app") != app:
-            raise ValueError("it belongs to another app")
+        if (other := content.pop("app")) != app:
+            raise ValueError(f"it belongs to the app {str(other)[:60]!r}")
         if find is not None:
             for each in (content, *content.get("members", ())):
                 each["network"] = find(each["network"])
         return from_json(kind, content)
     except (ValueError, KeyError, TypeError, AssertionError) as error:
-        raise ValueError(f"{path}: not the model file of a {app} run ({error})") from error
+        raise ValueError(f"{path}: not the model file of a run of {app} ({error})") from error
 
 
 def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None = None) -> RunModel:

@@ -115,7 +115,7 @@ def test_infer_returns_label_maps_on_the_files_own_grid(run, heads, tmp_path):
 def test_a_run_of_another_app_is_refused(run, tmp_path):
     content = json.loads((run / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps({**content, "app": "spleen"}))
-    with pytest.raises(ValueError, match="not the model file of a brats run"):
+    with pytest.raises(ValueError, match="not the model file of a run of brats"):
         infer.main(InferConfig(tmp_path, tmp_path / "a.nii.gz", tmp_path / "out", device="cpu"))
 
 

@@ -77,7 +77,7 @@ def test_all_is_exported_and_recorded(tmp_path: Path, tiny: nn.Module, dices: Di
     assert [entry["reason"] for entry in content["onnx"]] == [None, None]
     for entry in content["engines"]:
         assert (entry["flavour"], entry["ran"]) == ("tensorrt_rtx", False)
-        assert entry["reason"] == "no CUDA device in use"
+        assert entry["reason"] == "not run here: no CUDA device in use"
     assert record.no_engine is None
 
 

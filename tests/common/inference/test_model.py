@@ -101,11 +101,11 @@ def test_the_network_is_built_of_its_arguments():
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [({"app": "spleen"}, "belongs to another app"), ({"app": "heart", "network": "resnet"}, "resnet"), ({}, "app")],
+    [({"app": "spleen"}, "the app 'spleen'"), ({"app": "heart", "network": "resnet"}, "resnet"), ({}, "app")],
 )
 def test_what_is_no_model_of_the_app_is_named(content, words, tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"model\.json: not the model file of a heart run .*{words}"):
+    with pytest.raises(ValueError, match=rf"model\.json: not the model file of a run of heart .*{words}"):
         load_models([tmp_path], "heart", find_network)
 
 
@@ -130,7 +130,7 @@ def test_values_out_of_their_bounds_are_named(part, value, words, tmp_path):
     write_model(tmp_path, "heart", UNET)
     content = json.loads((tmp_path / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps({**content, part: value}))
-    with pytest.raises(ValueError, match=rf"model\.json: not the model file of a heart run .*{words}"):
+    with pytest.raises(ValueError, match=rf"model\.json: not the model file of a run of heart .*{words}"):
         load_models([tmp_path], "heart", find_network)
 
 
