@@ -5,6 +5,7 @@ the last one. It vouches for the outputs of its own weights, options and input f
 """
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -12,8 +13,9 @@ import resource
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -132,18 +134,39 @@ class FolderJob(Generic[Source, Read, Computed]):
             say(f"{plural(kept, self.kind)} already finished with the same weights and options: kept")
         return left
 
+    @contextmanager
+    def _held(self) -> Iterator[bool]:
+        """Hold the folder, alone (True) or with others of the same identity; a BlockingIOError refuses another one."""
+        own, alone = json.dumps(self.identity, sort_keys=True), True
+        with (self.folder / ".job").open("a+", encoding="utf-8") as stream:
+            with locked(self.folder / ".lock"):
+                try:
+                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    stream.truncate(0)
+                    stream.write(own)
+                    stream.flush()
+                except BlockingIOError:
+                    stream.seek(0)
+                    alone = False
+                    if stream.read() != own:
+                        said = "in use by another process, with another model or options: wait, or choose another"
+                        raise BlockingIOError(f"{self.folder}: {said} --output") from None
+                fcntl.flock(stream, fcntl.LOCK_SH)
+            yield alone
+
     def run(self, items: Sequence[Item[Source]]) -> Predictions:
         """Do the items anew, then the tables; wait for the other processes, and return what became of this one's items.
 
-        A FileExistsError names an output that is there without a record.
+        An OSError names an output that is there without a record, or the folder that another job is writing into.
         """
-        _clear(items)
-        try:
-            failed = self.work(items)
-        finally:
-            if self.tables is not None:
-                with locked(self.folder / ".lock"):
-                    self.tables({item.name: record for item in self.items if (record := self.finished(item))})
+        with self._held() as alone:
+            _clear(items, self.items if alone else ())
+            try:
+                failed = self.work(items)
+            finally:
+                if self.tables is not None:
+                    with locked(self.folder / ".lock"):
+                        self.tables({item.name: record for item in self.items if (record := self.finished(item))})
         if failed:
             names = printable(", ".join(failed))
             say(f"{len(failed)} of {plural(len(self.share()), self.kind)} failed: {names}", "warning")
@@ -244,12 +267,15 @@ def _made(item: Item[Any]) -> set[str]:
     return {item.record.name, *map(str, names)} if isinstance(names, list) else {path.name for path in item.leavings}
 
 
-def _clear(items: Sequence[Item[Source]]) -> None:
-    """Remove what earlier runs left of items that are done anew: no old output may pass for a new one."""
+def _clear(items: Sequence[Item[Source]], abandoned: Sequence[Item[Source]]) -> None:
+    """Remove what earlier runs left of items that are done anew: no old output may pass for a new one.
+
+    Of `abandoned` items, which no process is at work on, half-written files go too.
+    """
     pairs = [(item, path, _made(item)) for item in items for path in dict.fromkeys(item.leavings)]
     there = [(item, path, path.name in made) for item, path, made in pairs if os.path.lexists(path)]
     _refuse(path for item, path, ours in there if not ours and path in item.outputs)
-    own = {path.with_name(part_ending(path.name)) for item in items for path in item.leavings}
+    own = {path.with_name(part_ending(path.name)) for item in abandoned for path in item.leavings}
     for part in [part for folder in {path.parent for path in own} for part in folder.glob(".part-*")]:
         if part.with_name(part.name.split("-", 2)[-1]) in own:  # .part-RANDOM-NAME, of a process that was killed
             part.unlink(missing_ok=True)

@@ -393,3 +393,19 @@ def test_the_peak_is_the_process_s_own_and_counts_what_it_takes():
     before, more = map(int, done.stdout.split())
     assert 2**22 < before < 2**29  # what the parent had
     assert 0.9 * 2**28 < more < 2**29
+
+
+def test_processes_share_a_folder_only_with_the_same_model_and_options(folder):
+    seen: list[Any] = []
+
+    def meanwhile(item, text):
+        if item.name == "b":
+            seen.append(do(doubling(folder))[1])
+            with pytest.raises(BlockingIOError, match=r"out: in use by another process, .*: wait, or choose another"):
+                do(doubling(folder, "y"))
+        return "x" + text
+
+    assert do(doubling(folder, compute=meanwhile)) == (["a", "b", "c"], 0)
+    assert seen == [0]
+    assert (folder / "out" / "a.txt").read_text() == "xa"
+    assert do(doubling(folder, "y")) == (["a", "b", "c"], 0)
