@@ -11,18 +11,20 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from medspeed.apps.pathology.model import load_model, normalised
-from medspeed.apps.pathology.patches.table import IMAGES, decode, table_of_images
+from medspeed.apps.pathology.patches.table import IMAGES, read_image
 from medspeed.apps.pathology.scan.scan import ProbabilityMap, View, choose_view, draw_heatmap, scan_slide, write_found
 from medspeed.apps.pathology.slides.camelyon import find_slides, is_slide
 from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask
 from medspeed.apps.pathology.slides.reader import Slide, open_slide
 from medspeed.common.clock import Stages
 from medspeed.common.console import hides_bar, say
-from medspeed.common.files import plural, sha256_of
+from medspeed.common.data.threads import map_in_threads
+from medspeed.common.files import plural, printable, sha256_of
 from medspeed.common.host_memory import keep_freed_memory
 from medspeed.common.inference.folder_job import FolderJob, Item, Prediction, Predictions, Record, peak_memory
 from medspeed.common.inference.measure import warn_of_training
@@ -54,20 +56,37 @@ class Scanner:
         warn_of_training(self.config.model)
 
     def score(self, files: list[Path]) -> Predictions:
-        """Write `probabilities.csv` (image, probability of tumour) of square images, as large as those in training."""
+        """Write `probabilities.csv` (image, probability of tumour) of square images, as large as those in training.
+
+        What cannot be read is set aside; a ValueError says that nothing can be.
+        """
         self.say_how(f"{len(files)} patches")
         output, given = self.config.output / "probabilities.csv", self.config.input
-        table = table_of_images(dict.fromkeys(files, 0), self.model.patch_size)  # their labels are not known
         at_once = self.model.tile_batch if self.opened.backend == "tensorrt" else _AT_ONCE
-        found: dict[str, list[dict[str, str]]] = {}
-        for rows, pixels in tqdm(decode(table), disable=hides_bar()):
-            calls = (normalised(call.to(self.device)) for call in torch.split(torch.from_numpy(pixels), at_once))
-            scores = torch.cat([torch.sigmoid(self.opened.predict(call)).flatten() for call in calls])
-            for row, score in zip(rows, scores.tolist(), strict=True):
-                name = files[row].relative_to(given if given.is_dir() else given.parent).as_posix()
-                found[name] = [{"probability": f"{score:.6f}"}]
+        found, failed = dict[str, list[dict[str, str]]](), dict[str, str]()
+
+        def read(file: Path) -> np.ndarray | str:
+            try:
+                return read_image(file, self.model.patch_size)
+            except ValueError as error:
+                return printable(str(error))
+
+        for start in tqdm(range(0, len(files), _AT_ONCE), disable=hides_bar()):
+            some = files[start : start + _AT_ONCE]
+            names = [file.relative_to(given if given.is_dir() else given.parent).as_posix() for file in some]
+            images = dict(zip(names, map_in_threads(read, some), strict=True))
+            failed |= {name: why for name, why in images.items() if isinstance(why, str)}
+            if good := {name: image for name, image in images.items() if not isinstance(image, str)}:
+                pixels = torch.from_numpy(np.stack([*good.values()]).transpose(0, 3, 1, 2))
+                calls = (normalised(call.to(self.device)) for call in torch.split(pixels, at_once))
+                scores = torch.cat([torch.sigmoid(self.opened.predict(call)).flatten() for call in calls]).tolist()
+                found |= {name: [{"probability": f"{score:.6f}"}] for name, score in zip(good, scores, strict=True)}
+        if not found:
+            raise ValueError(next(iter(failed.values())))
         write_measures(output, found, "image")
-        return Predictions({given.name: Prediction((output,), {"patches": len(files)})}, {})
+        for why in failed.values():
+            say(f"failed: {why}", "warning")
+        return Predictions({given.name: Prediction((output,), {"patches": len(found)})}, failed)
 
     def item(self, file: Path) -> Item[Path]:
         """Return a slide with the files that come out of it; its record is written last."""

@@ -135,14 +135,18 @@ def _segmented(runs: Sequence[Path], data: Path, output: Path, model: VolumeMode
     """Segment the labeled cases of a dataset; of the one that runs were trained on, the validation cases."""
     dataset, splits = read_dataset(data), []
     cases = dataset.cases
-    for path in [run / "split.json" for run in runs]:
+    for run in runs:
+        path, summary = run / "split.json", run / "summary.json"
         trained = read_object(path).get("training") if path.is_file() else []  # an imported run has none
-        if not isinstance(trained, list) or {case.name for case in cases} & {*map(str, trained)}:  # its own dataset
+        named = (read_object(summary).get("data") or {}).get("name") if summary.is_file() else None
+        shares = not isinstance(trained, list) or {case.name for case in cases} & {*map(str, trained)}
+        if shares and named in (None, dataset.name):
             splits.append(read_split(dataset, path))
     if splits:
         split = merged_split(splits)
         cases, held_out = split.validation, "" if split.held_out else ", NOT HELD OUT: they were trained on"
-        say(f"the {len(cases)} validation cases of the run{held_out}", "warning" if held_out else "note")
+        said = f"the {len(cases)} validation cases of the run (its own data: {data} has the same name, and cases of it)"
+        say(f"{said}{held_out}", "warning" if held_out else "note")
     segment_scans(InferConfig(tuple(runs), data, output, overlays=False), model, [case.image for case in cases])
     return {case.name: (output / case.image.name, case.label) for case in cases if case.label}
 

@@ -72,7 +72,7 @@ def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | N
     for item in share:
         for note in item.source.notes if isinstance(item.source, DicomSeries) else ():
             say(printable(f"{item.name}: {note}"), "warning")
-    warn_of_training(*config.model)
+    warn_of_training(*config.model, flips=config.flips)
     left = job.unfinished()
     if len(left) > 1:
         say_plan([item.source for item in left], model, segmenter.device, job.in_flight, job.room)
@@ -89,7 +89,7 @@ class Segmenter:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.pairs: list[torch.Tensor] = []  # how well the predictions of the scan that is computed agree
-        wanted = config.backend, config.precision
+        wanted = "torch" if config.fit_windows and config.backend == "auto" else config.backend, config.precision
         self.opened = open_models(config.model, model, *wanted, device=self.device, pairs=self.pairs)
         if config.fit_windows and self.opened.backend != "torch":
             needs = f"{self.opened.backend} needs windows of one size"

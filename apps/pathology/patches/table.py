@@ -1,7 +1,7 @@
 """Which patches there are: tables of them, those that labels.csv or NCRF list, and their pixels, decoded."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -86,14 +86,13 @@ def read_patch_folder(folder: Path) -> dict[str, PatchTable]:
         parts[_PARTS[split]][image] = _LABELS[row["label"]]
     if not parts["training"]:
         raise ValueError(f"{path}: no training images; expected some with split `train`, or no column `split`")
-    size = len(_read_image(next(iter(parts["training"]))))
-    return {part: table_of_images(labels, size) for part, labels in parts.items() if labels}
-
-
-def table_of_images(labels: Mapping[Path, int], size: int) -> PatchTable:
-    """Return the table of image files and their labels."""
-    file, corner = np.arange(len(labels), dtype=np.int32), np.zeros((len(labels), 2), np.int32)
-    return PatchTable(tuple(labels), file, corner, np.array([*labels.values()], np.uint8), size)
+    size = len(read_image(next(iter(parts["training"]))))
+    tables = {}
+    for part, labels in parts.items():
+        if labels:
+            file, corner = np.arange(len(labels), dtype=np.int32), np.zeros((len(labels), 2), np.int32)
+            tables[part] = PatchTable(tuple(labels), file, corner, np.array([*labels.values()], np.uint8), size)
+    return tables
 
 
 def _labelled_image(row: dict[str, str], folder: Path, where: str) -> Path:
@@ -119,7 +118,7 @@ def decode(
         for rows in np.split(group, range(_AT_ONCE, len(group), _AT_ONCE)):
             if slide is None:
                 files = [table.files[file] for file in table.file[rows]]
-                read = map_in_threads(partial(_read_image, size=size), files, workers=workers)
+                read = map_in_threads(partial(read_image, size=size), files, workers=workers)
                 pixels = np.stack(read)
             else:
                 pixels = slide.read_many(table.corner[rows].astype(np.int64), (size, size), workers=workers)
@@ -128,7 +127,8 @@ def decode(
             tell(f"{slide.path.name}: {len(slide.damaged)} DAMAGED TILES treated as white", "warning")
 
 
-def _read_image(file: Path, size: int | None = None) -> np.ndarray:
+def read_image(file: Path, size: int | None = None) -> np.ndarray:
+    """Return a square image, of this side if given, [S, S, 3] uint8; a ValueError says that it is none."""
     try:
         with Image.open(file) as image:
             width, height = image.size

@@ -240,6 +240,19 @@ def test_a_patch_alone_is_scored_and_one_of_another_size_is_named(config, tmp_pa
         infer.main(replace(config, input=tmp_path / "b.png", output=tmp_path / "other"))
 
 
+def test_a_bad_patch_is_set_aside(config, tmp_path, capsys):
+    folder = tmp_path / "patches"
+    folder.mkdir()
+    for name in "ac":
+        Image.new("RGB", (64, 64), PURPLE).save(folder / f"{name}.png")
+    (folder / "b.png").write_bytes((folder / "a.png").read_bytes()[:60])
+    done = infer.main(replace(config, input=folder))
+    assert (done.status, list(done.failed)) == (1, ["b.png"])
+    assert "b.png: cannot be read as an image" in capsys.readouterr().out
+    rows = (config.output / "probabilities.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["image", "a.png", "c.png"]
+
+
 def test_pictures_beside_slides_are_no_patches(config):
     Image.new("RGB", (64, 64)).save(config.input / "thumbnail.png")
     assert infer.main(config).status == 0

@@ -78,6 +78,9 @@ def test_the_warmup_takes_the_largest_window(tmp_path: Path):
     export_onnx(pooled, tmp_path / "m.onnx", (3, 128, 128), "fp32", {}, smallest=(3, 64, 64))
     found = configuration(write_triton(tmp_path, "patches", tmp_path / "m.onnx", "card"))
     assert list(found.model_warmup[0].inputs["image"].dims) == [3, 128, 128]
+    readme = (tmp_path / "patches" / "README.md").read_text()
+    assert "logits = predict(torch.zeros(1, 3, 128, 128))" in readme  # MONAI's inferer wants logits of a window's size
+    assert "sliding_window_inference" not in readme
 
 
 def test_group_normalisation_is_served_exactly(tmp_path: Path):

@@ -169,6 +169,14 @@ def test_a_model_that_learned_nothing_is_said_to_be_one(name, value, said, tmp_p
     assert ("LEARNED NOTHING" in capsys.readouterr().out) == said
 
 
+@pytest.mark.parametrize(("learned", "asked", "said"), [("", "x", True), ("xyz", "yz", False), ("x", "xy", True)])
+def test_flips_that_a_model_has_not_learned_are_said(learned, asked, said, tmp_path, capsys):
+    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "plan.json").write_text(json.dumps({"crops": {"flips": learned}}))
+    warn_of_training(tmp_path, flips=asked)
+    assert ("trained without flips of" in capsys.readouterr().out) == said
+
+
 @pytest.mark.parametrize(
     ("model", "words"), [(UNET, r"channels \(4, 8\), residual_units 1"), (SEGRESNET, "filters 8, blocks_down")]
 )
