@@ -10,7 +10,6 @@ import json
 import os
 import re
 import resource
-import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from medspeed.common.console import Kind, hides_bar, say, wants_traceback
+from medspeed.common.console import hides_bar, say, wants_traceback
 from medspeed.common.data.threads import thread_pool
 from medspeed.common.files import locked, part_ending, plural, printable, read_object, write_json
 from medspeed.common.ranks import torchrun_place
@@ -137,18 +136,15 @@ class FolderJob(Generic[Source, Read, Computed]):
     @contextmanager
     def _held(self) -> Iterator[bool]:
         """Hold the folder, alone (True) or with others of the same identity; a BlockingIOError refuses another one."""
-        own, alone = json.dumps(self.identity, sort_keys=True), True
-        with (self.folder / ".job").open("a+", encoding="utf-8") as stream:
+        own, alone, job = json.dumps(self.identity, sort_keys=True), True, self.folder / ".job"
+        with job.open("a") as stream:
             with locked(self.folder / ".lock"):
                 try:
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    stream.truncate(0)
-                    stream.write(own)
-                    stream.flush()
+                    job.write_text(own, encoding="utf-8")
                 except BlockingIOError:
-                    stream.seek(0)
                     alone = False
-                    if stream.read() != own:
+                    if job.read_text(encoding="utf-8") != own:
                         said = "in use by another process, with another model or options: wait, or choose another"
                         raise BlockingIOError(f"{self.folder}: {said} --output") from None
                 fcntl.flock(stream, fcntl.LOCK_SH)
@@ -167,8 +163,7 @@ class FolderJob(Generic[Source, Read, Computed]):
                 if self.tables is not None:
                     with locked(self.folder / ".lock"):
                         self.tables({item.name: record for item in self.items if (record := self.finished(item))})
-        if failed:
-            names = printable(", ".join(failed))
+        if names := printable(", ".join(failed)):
             say(f"{len(failed)} of {plural(len(self.share()), self.kind)} failed: {names}", "warning")
         wait_for_all()
         done = {item: record for item in self.share() if (record := self.finished(item)) and item.name not in failed}
@@ -214,8 +209,7 @@ class FolderJob(Generic[Source, Read, Computed]):
 
     def _mark(self, item: Item[Source]) -> Record:
         """Return all that decides what comes out for an item as it is now, as JSON gives it back."""
-        mark: Record = json.loads(json.dumps({**self.identity, "version": _VERSION, "input": item.stamp()}))
-        return mark
+        return dict(json.loads(json.dumps({**self.identity, "version": _VERSION, "input": item.stamp()})))
 
     def _read(self, item: Item[Source]) -> tuple[Record, Read]:
         return self._mark(item), self.read(item)  # in this order: what changes from now on shows
@@ -243,8 +237,7 @@ class FolderJob(Generic[Source, Read, Computed]):
             failed[item.name] = _why(item.name, error)
             say(f"failed: {failed[item.name]}", "warning")
         else:
-            kind: Kind = "warning" if record.get("uncertain") else "note"
-            say(f"{printable(item.name)}: {self.line(record)}", kind)
+            say(f"{printable(item.name)}: {self.line(record)}", "warning" if record.get("uncertain") else "note")
 
 
 def _why(name: str, error: Exception) -> str:
@@ -268,10 +261,7 @@ def _made(item: Item[Any]) -> set[str]:
 
 
 def _clear(items: Sequence[Item[Source]], abandoned: Sequence[Item[Source]]) -> None:
-    """Remove what earlier runs left of items that are done anew: no old output may pass for a new one.
-
-    Of `abandoned` items, which no process is at work on, half-written files go too.
-    """
+    """Remove what earlier runs left of items that are done anew, and half-written files of abandoned ones."""
     pairs = [(item, path, _made(item)) for item in items for path in dict.fromkeys(item.leavings)]
     there = [(item, path, path.name in made) for item, path, made in pairs if os.path.lexists(path)]
     _refuse(path for item, path, ours in there if not ours and path in item.outputs)
@@ -284,9 +274,8 @@ def _clear(items: Sequence[Item[Source]], abandoned: Sequence[Item[Source]]) -> 
 
 
 def _refuse(foreign: Iterable[Path]) -> None:
-    for path in foreign:
-        why = "already exists, not written by a run into this folder: choose another --output"
-        raise FileExistsError(f"{path}: {why}")
+    if path := next(iter(foreign), None):
+        raise FileExistsError(f"{path}: already exists, not written by a run into this folder: choose another --output")
 
 
 def wait_for_all() -> None:
@@ -308,4 +297,4 @@ def peak_memory() -> int:
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.is_file() else None  # a sandbox may leave it out
     peak = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak * 1024

@@ -1,6 +1,6 @@
 """Time metrics of label maps from files to figures: those of MONAI, case by case, and of `evaluate`, in turn.
 
-Run: python benchmarks/metrics.py --references FOLDER [--rounds 3]
+Run: python benchmarks/records/2026-11-22_cpu_metrics/metrics.py --references FOLDER [--rounds 3]
 
 The predictions are the first 20 references, with every voxel three further along x.
 """
