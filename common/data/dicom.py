@@ -126,11 +126,11 @@ def group_channels(found: Sequence[DicomSeries], channels: Sequence[str]) -> tup
 def _scan(study: str, series: Sequence[DicomSeries], wanted: Sequence[str]) -> DicomSeries:
     named = {name: [each for each in series if each.sequence == name] for name in wanted}
     names = {name: " and ".join(one.name for one in each) or "none" for name, each in named.items()}
-    unclear = [f"{name} is {names[name]}" for name, each in named.items() if len(each) != 1]
+    unclear = [f"{name}: {names[name]}" for name, each in named.items() if len(each) != 1]
     parts = tuple(each[0] for each in named.values() if each)
     problems = [f"{each.name}: {each.problem}" for each in parts if each.problem]
     if unclear:
-        said = f"of its {len(series)} series, {'; '.join(unclear)}; each channel must be one"
+        said = f"of its {len(series)} series, {'; '.join(unclear)}; each channel must be exactly one"
         problems = [f"{said}: name them in SeriesDescription or folders, leave out the others, or write a 4-D NIfTI"]
     notes = [f"{each.name}: {note}" for each in parts for note in each.notes]
     if left := len(series) - len(parts):

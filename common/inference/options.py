@@ -71,6 +71,8 @@ class InferConfig:
         folder = self.input if self.input.is_dir() else self.input.parent
         if self.output.resolve() == folder.resolve():
             raise ValueError(f"output {self.output}: must not be the input folder, whose files would be replaced")
+        if self.output.is_file():
+            raise ValueError(f"output {self.output}: is a file; it must be a folder, which is created")
         if set(self.flips) - set("xyz") or len(set(self.flips)) != len(self.flips):
             raise ValueError(f"flips {self.flips!r}: must be some of the letters x, y and z, each at most once")
         if not 0 <= (self.smallest_ml or 0.0) < float("inf"):

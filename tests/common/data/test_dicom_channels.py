@@ -69,8 +69,8 @@ def test_each_study_is_a_scan(tmp_path):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (("FLAIR", "T1w", "T2w"), "of its 3 series, t1ce is none; each channel must be one"),
-        ((*NAMES, "T1 SE"), r"of its 5 series, t1 is series-[0-9a-f]{12} and series-[0-9a-f]{12}; each channel must"),
+        (("FLAIR", "T1w", "T2w"), "of its 3 series, t1ce: none; each channel must be exactly one"),
+        ((*NAMES, "T1 SE"), r"of its 5 series, t1: series-[0-9a-f]{12} and series-[0-9a-f]{12}; each channel must"),
     ],
 )
 def test_a_channel_that_is_missing_or_twice_is_named(tmp_path, names, said):

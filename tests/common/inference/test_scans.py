@@ -347,3 +347,9 @@ def test_nothing_to_segment_says_where(tmp_path):
         find_scans(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such file"):
         find_scans(tmp_path / "missing.nii.gz")
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(ValueError, match=r"output .*out: is a file; it must be a folder"):
+        InferConfig(tmp_path / "run", tmp_path / "in", tmp_path / "out")
