@@ -220,6 +220,14 @@ def test_a_signed_slice_in_an_unsigned_jpeg_2000_stream_keeps_its_sign(tmp_path)
     np.testing.assert_array_equal(read_only(tmp_path).voxels, signed.T)
 
 
+def damaged_rle(number: int, image: Any) -> None:
+    """Invert bytes in the middle: what they decode to is longer than a slice, which pydicom only warns of."""
+    compressed(RLELossless)(number, image)
+    packed, middle = bytearray(image.PixelData), len(image.PixelData) // 2
+    packed[middle : middle + 9] = (each ^ 255 for each in packed[middle : middle + 9])
+    image.PixelData = bytes(packed)
+
+
 REFUSED: dict[str, tuple[Change, str]] = {
     "two phases": (
         lambda number, image: setattr(image, "ImagePositionPatient", [0, 0, number // 2]),
@@ -256,6 +264,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "huge slope": (at({2}, RescaleSlope="1e38"), ": values reach .*e.41: correct RescaleSlope"),
     "localizers": (at(ALL, ImageType=["ORIGINAL", "PRIMARY", "LOCALIZER"]), ": it contains only localizers"),
     "no pixels": (at({1}, PixelData=None), ": pixel data of slice 2 are missing, truncated or damaged"),
+    "damaged RLE": (damaged_rle, ": pixel data of slice [12] are missing, truncated or damaged"),
     "too few pixels": (at({1}, PixelData=b"\0" * 46), ": pixel data of slice 2 are missing, truncated"),
 }  # fmt: skip
 
