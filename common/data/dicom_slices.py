@@ -22,14 +22,7 @@ from pydicom.encaps import get_frame
 from pydicom.errors import BytesLengthException, InvalidDicomError
 from pydicom.misc import is_dicom
 from pydicom.pixels.decoders.base import get_decoder
-from pydicom.uid import (
-    JPEG2000,
-    UID,
-    DeflatedExplicitVRLittleEndian,
-    ExplicitVRLittleEndian,
-    JPEG2000Lossless,
-    RLELossless,
-)
+from pydicom.uid import JPEG2000, UID, DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian, JPEG2000Lossless
 
 MAX_HEADER = 2**24  # bytes of a deflated file before its pixels
 GEOMETRY = {"Rows": 1, "Columns": 1, "PixelSpacing": 2, "ImageOrientationPatient": 6, "ImagePositionPatient": 3}
@@ -175,16 +168,11 @@ def decode_slice(one: Slice) -> np.ndarray:
 
     def decoded() -> np.ndarray:
         image: Any = pydicom.dcmread(inflated(one.path, 4 * math.prod(due)))
-        syntax, signed = image.file_meta.TransferSyntaxUID, bool(image.PixelRepresentation)
-        if syntax in (JPEG2000, JPEG2000Lossless, RLELossless):  # GDCM would hold Python's lock
+        if image.file_meta.TransferSyntaxUID in (JPEG2000, JPEG2000Lossless):  # GDCM would hold Python's lock
             import imagecodecs  # here: compressed slices alone need its 27 MB
 
-            frame = get_frame(image.PixelData, 0, number_of_frames=1)
-            if syntax == RLELossless:  # pydicom cuts what is longer than it should be, as damage makes it
-                kind = np.dtype(f"{'i' if signed else 'u'}{image.BitsAllocated // 8}")
-                return np.frombuffer(imagecodecs.dicomrle_decode(frame, kind), kind).reshape(due)
-            pixels = np.asarray(imagecodecs.jpeg2k_decode(frame))
-            if pixels.shape == due and (pixels.dtype.kind == "i") == signed:
+            pixels = np.asarray(imagecodecs.jpeg2k_decode(get_frame(image.PixelData, 0, number_of_frames=1)))
+            if pixels.shape == due and (pixels.dtype.kind == "i") == bool(image.PixelRepresentation):
                 return pixels
         return np.asarray(image.pixel_array)
 
