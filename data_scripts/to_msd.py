@@ -48,7 +48,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--names", nargs="+", metavar="NAME", help="names of the labels 0, 1, ...; background first")
     add("--modality", nargs="+", metavar="NAME", help="modality of each channel: CT, or FLAIR T1w ...")
     values = "replace label values: 255=1"
-    add("--values", nargs="+", type=_mapping, default=[], metavar="OLD=NEW", help=values)
+    add("--values", nargs="+", action="extend", type=_mapping, default=[], metavar="OLD=NEW", help=values)
     add("--skip-bad", action="store_true", help="skip unusable cases and list them")
     add("--link", action="store_true", help="link unchanged files instead of copying them")
     options = parser.parse_args(arguments)
@@ -76,6 +76,8 @@ def _mistake(options: argparse.Namespace) -> str | None:
     for name in needed:
         if not getattr(options, name):
             return f"--{name} is missing: --{source} needs {', '.join(f'--{each}' for each in needed)}; see examples"
+    if len(dict(options.values)) < len({*options.values}):
+        return "--values: gives a value two meanings; give each once"
     if options.names and len(options.names) < 2:
         return f"--names {options.names[0]}: expected background and at least one structure: --names background liver"
     return None

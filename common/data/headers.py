@@ -27,10 +27,7 @@ _TYPES = {
     "i1": "char int8", "u1": "uchar uint8", "i2": "short int16", "u2": "ushort uint16", "i4": "int int32",
     "u4": "uint uint32", "i8": "longlong int64", "u8": "ulonglong uint64", "f4": "float", "f8": "double",
 }  # fmt: skip
-_SPACES = {  # NRRD's, to RAS
-    "left-posterior-superior": (-1, -1, 1), "right-anterior-superior": (1, 1, 1), "left-anterior-superior": (-1, 1, 1),
-    "lps": (-1, -1, 1), "ras": (1, 1, 1), "las": (-1, 1, 1),
-}  # fmt: skip
+_SPACES = {"lps": (-1, -1, 1), "ras": (1, 1, 1), "las": (-1, 1, 1)}  # NRRD's, short for left-posterior-superior, to RAS
 # What reading a damaged gzip stream raises; isal's type stub takes its own class for an instance.
 _DAMAGED = cast(tuple[type[Exception], ...], (EOFError, gzip.BadGzipFile, isal_zlib.error))
 Packed = Literal["raw", "gzip", "zlib"]
@@ -115,6 +112,8 @@ def _nifti_affine(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
         affine = np.asarray(header.get_best_affine(), np.float64)
     except (HeaderDataError, ValueError) as error:
         raise ValueError(f"{path}: its header has no affine ({error}): correct it with nibabel") from error
+    if not (header["sform_code"] or header["qform_code"]):
+        _warn_once(f"{path}: no orientation in its header, taken for LAS: check left and right, and correct the file")
     if unit := {1: ("metres", 1000), 3: ("micrometres", 0.001)}.get(int(header["xyzt_units"]) & 7):
         remedy = f'with nibabel, multiply the first three rows of its affine by {unit[1]} and set_xyzt_units("mm")'
         raise ValueError(f"{path}: its header has lengths in {unit[0]}, expected mm: {remedy}")
@@ -166,7 +165,8 @@ def _nrrd(fields: Mapping[str, str], start: int) -> Header:
     if "data file" in fields or "datafile" in fields:
         raise ValueError("its voxels lie in another file")
     space, encoding = fields["space"].lower(), fields["encoding"].lower()
-    if space not in _SPACES or encoding not in ("raw", "gzip", "gz"):
+    short = "".join(word[:1] for word in space.split("-")) if "-" in space else space
+    if short not in _SPACES or encoding not in ("raw", "gzip", "gz"):
         raise ValueError(f"space {space}, encoding {encoding}; LPS, RAS or LAS and raw or gzip are read")
     if any(int(fields.get(skip, "0")) for skip in ("line skip", "lineskip", "byte skip", "byteskip")):
         raise ValueError("voxels do not follow its header")
@@ -177,7 +177,7 @@ def _nrrd(fields: Mapping[str, str], start: int) -> Header:
     if len(columns) != 3 or len(vectors) not in (3, 4) or len(vectors) != len(sizes.split()):
         said = f"sizes {sizes} for {len(vectors)} space directions {fields['space directions']}"
         raise ValueError(f"{said}, expected 3 vectors, and none for channels")
-    affine = _to_ras(np.array(columns).T, _numbers(fields["space origin"].strip("()"), 3), _SPACES[space])
+    affine = _to_ras(np.array(columns).T, _numbers(fields["space origin"].strip("()"), 3), _SPACES[short])
     dtype = _dtype(fields["type"], fields.get("endian", "").lower() == "big")
     packed: Packed = "raw" if encoding == "raw" else "gzip"
     return Header(tuple(map(int, sizes.split())), channels, dtype, affine, packed, start)

@@ -142,6 +142,9 @@ def _segmented(runs: Sequence[Path], data: Path, output: Path, model: VolumeMode
         shares = not isinstance(trained, list) or {case.name for case in cases} & {*map(str, trained)}
         if shares and named in (None, dataset.name):
             splits.append(read_split(dataset, path))
+        elif shares:
+            same = f"cases of {data} have names of cases that trained {run}, on the dataset {named}"
+            say(printable(f"{same}: where they are the same scans, they are NOT HELD OUT"), "warning")
     if splits:
         split = merged_split(splits)
         cases, held_out = split.validation, "" if split.held_out else ", NOT HELD OUT: they were trained on"

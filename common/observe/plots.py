@@ -72,8 +72,7 @@ def style(axes: Axes, label: str = "", colour: str = _GREY) -> None:
 
 def draw_curve(axes: Axes, x: Values, y: Values, **options: Any) -> list[Any]:  # noqa: ANN401 - matplotlib's
     """Draw a thin line, with marks where it is of few points (one of a single point cannot be seen); return it."""
-    found: list[Any] = axes.plot(x, y, linewidth=1, marker="o" if len(x) <= 10 else "", markersize=3, **options)
-    return found
+    return list(axes.plot(x, y, linewidth=1, marker="o" if len(x) <= 10 else "", markersize=3, **options))
 
 
 def _column(records: Sequence[Mapping[str, Any]], name: str) -> Values:

@@ -81,9 +81,9 @@ def monai_crops(cases: Sequence[Case], transforms: Transforms, config: Segmentat
         loader = DataLoader(Dataset(items, chain), num_workers=workers or 0, **given)
 
     def to_batch(items: dict[str, Any]) -> Batch:
-        image = items["image"].to(run.device, torch.float32, non_blocking=True)
-        label = items["label"].to(run.device, torch.uint8, non_blocking=True)
-        return Batch(plain(image), plain(label), tuple(items["name"]))
+        image = items["image"].to(run.device, torch.float32, non_blocking=True).as_subclass(torch.Tensor)  # no metadata
+        label = items["label"].to(run.device, torch.uint8, non_blocking=True).as_subclass(torch.Tensor)
+        return Batch(image, label, tuple(items["name"]))
 
     return monai_batches(loader, to_batch, config.seed * world + run.ranks.rank)
 
@@ -104,12 +104,6 @@ def normalise_transforms(preparation: Preparation) -> list[Callable[[Any], Any]]
     if preparation.window is not None:
         return [mt.ScaleIntensityRanged("image", *preparation.window, 0.0, 1.0, clip=True)]
     return [mt.NormalizeIntensityd("image", nonzero=True, channel_wise=True)]
-
-
-def plain(tensor: Any) -> torch.Tensor:  # noqa: ANN401 - a MetaTensor or a Tensor
-    """Return a tensor without MONAI's metadata."""
-    bare: torch.Tensor = tensor.as_tensor() if hasattr(tensor, "as_tensor") else tensor
-    return bare
 
 
 class ForwardingThreadDataLoader(ThreadDataLoader):  # type: ignore[misc]

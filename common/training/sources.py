@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -104,6 +105,13 @@ def _divided(
     if config.fold is None:
         figures = fingerprint(split.training, dataset, store, known, config.workers)
     run.say(split.description)
+    beside = (config.init or kept).parent  # the folder of a run, perhaps, whose weights are to be trained on
+    with suppress(FileNotFoundError, LookupError, TypeError):
+        known = read_object(beside / "summary.json")["data"]["name"] == dataset.name
+        trained = read_object(beside / "split.json")["training"] if known else ()
+        if seen := ", ".join(sorted({case.name for case in split.validation}.intersection(trained))):
+            run.say(f"NOT HELD OUT: the weights of --init were trained on {seen}", "warning")
+            split = replace(split, held_out=False)
     write_json(kept, split.to_json())
     write_json(measured, asdict(figures))
     return split, figures

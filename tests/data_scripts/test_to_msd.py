@@ -177,7 +177,10 @@ def test_values_are_mapped(pairs: Path, capsys: pytest.CaptureFixture[str]) -> N
     save(pairs / "labels/b.nii.gz", mask(255))
     assert convert(pairs) == 1
     assert "found the values 255; known labels are 0 background, 1 organ" in capsys.readouterr().err
-    assert convert(pairs, "--values", "255=1") == 0
+    with pytest.raises(SystemExit):
+        convert(pairs, "--values", "255=1", "255=0")
+    assert "--values: gives a value two meanings" in capsys.readouterr().err
+    assert convert(pairs, "--values", "255=1", "--values", "9=0") == 0
     label = read_volume(written(pairs)["b"][1])
     assert label.voxels.dtype == np.uint8
     assert np.array_equal(label.voxels, mask())

@@ -19,7 +19,7 @@ from medspeed.apps.pathology.patches.table import IMAGES, PatchTable
 from medspeed.common.data.batches import Batch, Batches
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
-from medspeed.common.training.monai_batches import monai_batches, plain
+from medspeed.common.training.monai_batches import monai_batches
 
 
 class ColourJitterd(mt.RandomizableTransform):  # type: ignore[misc]
@@ -34,7 +34,7 @@ class ColourJitterd(mt.RandomizableTransform):  # type: ignore[misc]
         *spreads, hue = self.spreads
         factors = [self.R.uniform(max(0.0, 1 - spread), 1 + spread) for spread in spreads]
         factors.append(self.R.uniform(-hue, hue))
-        image = plain(torch.as_tensor(data["image"])).float().contiguous() / 255
+        image = torch.as_tensor(data["image"]).as_subclass(torch.Tensor).float().contiguous() / 255
         jitter_(image[None], np.array([factors], np.float32), self.R.permutation(4)[None])
         return {**data, "image": image * 255}
 
@@ -65,10 +65,10 @@ def monai_patches(table: PatchTable, config: PathologyConfig, run: Run) -> Batch
     how = f"patch by patch on the CPU ({against})" if against else "cuCIM on the GPU (cannot be seeded)"
     run.say(f"patches: read by {reader}, again in each epoch\naugmentation: {how}")
     on_cpu = cpu_transforms(config.augmentation) if against else []
-    on_device = cucim_transform(config.augmentation) if not against else plain
+    on_device = cucim_transform(config.augmentation) if not against else torch.Tensor.detach
 
     def to_batch(items: dict[str, Any]) -> Batch:
-        tensors = (plain(items[name]) for name in ("image", "label"))
+        tensors = (items[name].as_subclass(torch.Tensor) for name in ("image", "label"))
         image, label = (tensor.to(run.device, torch.float32, non_blocking=True) for tensor in tensors)
         return Batch(on_device(image), label.flatten(), tuple(items["name"]))
 

@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -184,6 +185,24 @@ def test_fine_tuning_starts_from_given_weights(run, phantoms, store, tmp_path):
     main(SpleenConfig(data=phantoms, store=store, run=tmp_path / "tuned", init=weights, **config))
     before, after = load_weights(weights), load_weights(tmp_path / "tuned" / "best.safetensors")
     assert torch.allclose(before["model.0.conv.unit0.conv.weight"], after["model.0.conv.unit0.conv.weight"], atol=1e-9)
+
+
+def test_cases_that_the_initial_weights_know_are_not_held_out(run, phantoms, store, tmp_path, capsys):
+    """One case moves from training to validation; of another dataset's weights the same names mean nothing."""
+    known = json.loads((run / "split.json").read_text())
+    split = {"training": [*known["validation"], *known["training"][1:]], "validation": known["training"][:1]}
+    (tmp_path / "split.json").write_text(json.dumps(split))
+    given = {**TINY, "epochs": 1, "learning_rate": 1e-12, "engine": "none", "split": str(tmp_path / "split.json")}
+    other = shutil.copytree(run, tmp_path / "other")
+    about = json.loads((run / "summary.json").read_text())
+    (other / "summary.json").write_text(json.dumps({**about, "data": {**about["data"], "name": "Other"}}))
+    for weights, held_out in ((run, False), (other, True)):
+        init = weights / "best.safetensors"
+        summary = main(SpleenConfig(data=phantoms, store=store, run=tmp_path / f"run-{held_out}", init=init, **given))
+        assert summary is not None
+        assert summary["held_out"] == held_out
+        said = f"NOT HELD OUT: the weights of --init were trained on {known['training'][0]}"
+        assert (said in capsys.readouterr().out) != held_out
 
 
 def test_surfaces_that_memory_does_not_hold_do_not_cost_the_export(phantoms, store, tmp_path, monkeypatch, any_quality):
