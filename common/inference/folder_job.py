@@ -115,8 +115,7 @@ class FolderJob(Generic[Source, Read, Computed]):
 
     def share(self) -> Sequence[Item[Source]]:
         """Return the items of this process."""
-        rank, ranks, _ = torchrun_place()
-        return self.items[rank::ranks]
+        return self.items[slice(torchrun_place()[0], None, torchrun_place()[1])]
 
     def unfinished(self) -> list[Item[Source]]:
         """Return the items of this process that are to be done, and say how many are kept.
@@ -202,10 +201,10 @@ class FolderJob(Generic[Source, Read, Computed]):
         """Return the record of an item that is finished as it is now, with all its outputs; else None."""
         try:
             record = read_object(item.record)
-            fits = record.get("mark") == self._mark(item)
+            whole = record.get("mark") == self._mark(item) and all(path.is_file() for path in item.outputs)
+            return record if whole else None
         except BAD_INPUT:  # there is none, or it is damaged
             return None
-        return record if fits and all(path.is_file() for path in item.outputs) else None
 
     def _mark(self, item: Item[Source]) -> Record:
         """Return all that decides what comes out for an item as it is now, as JSON gives it back."""
