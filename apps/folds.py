@@ -138,9 +138,13 @@ def _evaluated(run: Path) -> Evaluation:
 
 
 def _rows(found: Evaluation, figure: str) -> list[Scores]:
-    """Return of each structure the number of cases, and a figure of each metric."""
+    """Return of each structure the number of cases that have its first metric, and a figure of each metric."""
     return [
-        {"label": label, "cases": len(found.cases), **{name: each.get(figure) for name, each in metrics.items()}}
+        {
+            "label": label,
+            "cases": next(iter(metrics.values()))["cases"],
+            **{name: each.get(figure) for name, each in metrics.items()},
+        }
         for label, metrics in found.summary.items()
     ]
 

@@ -27,7 +27,7 @@ from medspeed.apps.pathology.patches.tables import Tables
 from medspeed.benchmarks import GUIDES
 from medspeed.common.clock import StepTimer, synchronise
 from medspeed.common.files import read_json_lines
-from medspeed.common.inference.folder_job import peak_memory
+from medspeed.common.inference.scan_files import peak_memory
 from medspeed.common.run import Run
 from medspeed.common.training.fit import Setup, fit
 from medspeed.common.training.setup import start_run

@@ -27,9 +27,9 @@ from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import write_json
 from medspeed.common.inference import Precision
-from medspeed.common.inference.folder_job import peak_memory
 from medspeed.common.inference.model import load_weights
 from medspeed.common.inference.predictors import computes_bf16
+from medspeed.common.inference.scan_files import peak_memory
 from medspeed.common.run import Run
 from medspeed.common.training.setup import choose_precision
 

@@ -167,7 +167,7 @@ def _complete(kind: type[Config], recipes: Mapping[str, Config], given: Mapping[
     for name, value in flat(config).items() if resumed else ():
         if name not in resumable and value != start[name]:
             raise ValueError(
-                f"{flag_of(name)} {value}: a resumed run keeps its own {name} ({start[name]}); "
+                f"{flag_of(name)} {value}: a resumed run keeps its own {name} ({start[name] or 'see plan.json'}); "
                 "drop the flag, or start a new run from its weights with --init"
             )
     return config

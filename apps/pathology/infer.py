@@ -26,9 +26,10 @@ from medspeed.common.console import hides_bar, say
 from medspeed.common.data.threads import map_in_threads
 from medspeed.common.files import plural, printable, sha256_of
 from medspeed.common.host_memory import keep_freed_memory
-from medspeed.common.inference.folder_job import FolderJob, Item, Prediction, Predictions, Record, peak_memory
+from medspeed.common.inference.folder_job import FolderJob, Item, Prediction, Predictions, Record
 from medspeed.common.inference.measure import warn_of_training
 from medspeed.common.inference.open_predictor import open_predictor
+from medspeed.common.inference.scan_files import peak_memory
 from medspeed.common.inference.scores import write_measures
 from medspeed.common.ranks import choose_device, torchrun_place
 from medspeed.common.run import one_line_errors

@@ -183,8 +183,7 @@ def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
-    return mixed
+    return np.asarray(value ^ (value >> np.uint64(31)))
 
 
 def partition_cases(count: int, partitions: int, number: int, seed: int = 0, round: int = 0) -> np.ndarray:

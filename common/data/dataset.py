@@ -176,7 +176,7 @@ def read_split(dataset: Dataset, path: Path) -> Split:
     training, validation = (tuple(by_name[name] for name in sorted(names)) for names in sides)
     unused = len(by_name) - len(training) - len(validation) + len(both)
     description = f"{len(training)} training and {len(validation)} validation cases ({unused} unused) named in {path}"
-    return Split(training, validation, not both, description)
+    return Split(training, validation, not both and content.get("held_out", True), description)
 
 
 def _cases(entries: Iterable[tuple[str, str | None]], path: Path) -> tuple[Case, ...]:

@@ -78,7 +78,7 @@ def write_package(folder: Path, files: Mapping[str, str | bytes]) -> Path:
     Raises:
         FileExistsError: the folder holds something, which would be mixed with what is handed over.
     """
-    if any(not path.is_dir() for path in folder.rglob("*")):  # folders of a disk that was full are no content
+    if any(path.is_symlink() or not path.is_dir() for path in folder.rglob("*")):  # of a full disk
         raise FileExistsError(f"{folder}: not empty; remove it, or choose another folder")
     for name, content in files.items():
         with atomic_path(folder / name) as part:

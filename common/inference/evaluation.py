@@ -138,18 +138,19 @@ def _segmented(runs: Sequence[Path], data: Path, output: Path, model: VolumeMode
     for run in runs:
         path, summary = run / "split.json", run / "summary.json"
         trained = read_object(path).get("training") if path.is_file() else []  # an imported run has none
-        named = (read_object(summary).get("data") or {}).get("name") if summary.is_file() else None
-        shares = not isinstance(trained, list) or {case.name for case in cases} & {*map(str, trained)}
-        if shares and named in (None, dataset.name):
+        about = read_object(summary).get("data") if summary.is_file() else None
+        named = about.get("name") if isinstance(about, dict) else None
+        shared = {case.name for case in cases} & {*map(str, trained)} if isinstance(trained, list) else None
+        if shared is None or (shared and named in (None, dataset.name)):
             splits.append(read_split(dataset, path))
-        elif shares:
+        elif shared:
             same = f"cases of {data} have names of cases that trained {run}, on the dataset {named}"
             say(printable(f"{same}: where they are the same scans, they are NOT HELD OUT"), "warning")
     if splits:
         split = merged_split(splits)
-        cases, held_out = split.validation, "" if split.held_out else ", NOT HELD OUT: they were trained on"
-        said = f"the {len(cases)} validation cases of the run (its own data: {data} has the same name, and cases of it)"
-        say(f"{said}{held_out}", "warning" if held_out else "note")
+        cases, held_out = split.validation, "" if split.held_out else ", NOT HELD OUT: some or all were trained on"
+        said = f"the {len(cases)} validation cases of the run, which was trained on cases of these names{held_out}"
+        say(said, "warning" if held_out else "note")
     segment_scans(InferConfig(tuple(runs), data, output, overlays=False), model, [case.image for case in cases])
     return {case.name: (output / case.image.name, case.label) for case in cases if case.label}
 

@@ -8,8 +8,6 @@ import errno
 import fcntl
 import json
 import os
-import re
-import resource
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -133,29 +131,35 @@ class FolderJob(Generic[Source, Read, Computed]):
         return left
 
     @contextmanager
-    def _held(self) -> Iterator[bool]:
-        """Hold the folder, alone (True) or with others of the same identity; a BlockingIOError refuses another one."""
-        own, alone, job = json.dumps(self.identity, sort_keys=True), True, self.folder / ".job"
-        with job.open("a") as stream:
+    def _held(self) -> Iterator[None]:
+        """Hold the folder with others of the same identity; a BlockingIOError says that another one holds it.
+
+        Whoever comes first removes what killed processes have left half-written.
+        """
+        own = json.dumps(self.identity, sort_keys=True)
+        with (self.folder / ".job").open("a+", encoding="utf-8") as stream:
             with locked(self.folder / ".lock"):
                 try:
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    job.write_text(own, encoding="utf-8")
+                    stream.truncate(0)
+                    stream.write(own)
+                    stream.flush()
+                    _remove_parts(self.items)
                 except BlockingIOError:
-                    alone = False
-                    if job.read_text(encoding="utf-8") != own:
+                    stream.seek(0)
+                    if stream.read() != own:
                         said = "in use by another process, with another model or options: wait, or choose another"
                         raise BlockingIOError(f"{self.folder}: {said} --output") from None
                 fcntl.flock(stream, fcntl.LOCK_SH)
-            yield alone
+            yield
 
     def run(self, items: Sequence[Item[Source]]) -> Predictions:
         """Do the items anew, then the tables; wait for the other processes, and return what became of this one's items.
 
         An OSError names an output that is there without a record, or the folder that another job is writing into.
         """
-        with self._held() as alone:
-            _clear(items, self.items if alone else ())
+        with self._held():
+            _clear(items)
             try:
                 failed = self.work(items)
             finally:
@@ -259,17 +263,20 @@ def _made(item: Item[Any]) -> set[str]:
     return {item.record.name, *map(str, names)} if isinstance(names, list) else {path.name for path in item.leavings}
 
 
-def _clear(items: Sequence[Item[Source]], abandoned: Sequence[Item[Source]]) -> None:
-    """Remove what earlier runs left of items that are done anew, and half-written files of abandoned ones."""
-    pairs = [(item, path, _made(item)) for item in items for path in dict.fromkeys(item.leavings)]
-    there = [(item, path, path.name in made) for item, path, made in pairs if os.path.lexists(path)]
-    _refuse(path for item, path, ours in there if not ours and path in item.outputs)
-    own = {path.with_name(part_ending(path.name)) for item in abandoned for path in item.leavings}
+def _clear(items: Sequence[Item[Source]]) -> None:
+    """Remove what earlier runs left of items that are done anew: no old output may pass for a new one."""
+    there = [(item, path) for item in items for path in dict.fromkeys(item.leavings) if os.path.lexists(path)]
+    pairs = [(item, path, path.name in _made(item)) for item, path in there]
+    _refuse(path for item, path, ours in pairs if not ours and path in item.outputs)
+    for path in [path for _, path, ours in pairs if ours]:
+        path.unlink(missing_ok=True)  # the record last: until then it says whose the others are
+
+
+def _remove_parts(items: Sequence[Item[Source]]) -> None:
+    own = {path.with_name(part_ending(path.name)) for item in items for path in item.leavings}
     for part in [part for folder in {path.parent for path in own} for part in folder.glob(".part-*")]:
         if part.with_name(part.name.split("-", 2)[-1]) in own:  # .part-RANDOM-NAME, of a process that was killed
             part.unlink(missing_ok=True)
-    for path in [path for _, path, ours in there if ours]:
-        path.unlink(missing_ok=True)  # the record last: until then it says whose the others are
 
 
 def _refuse(foreign: Iterable[Path]) -> None:
@@ -286,14 +293,3 @@ def wait_for_all() -> None:
         dist.init_process_group("gloo", timeout=timedelta(days=1))
         dist.barrier()
         dist.destroy_process_group()
-
-
-def peak_memory() -> int:
-    """Return the most memory that this process has had at once, bytes (its resident set).
-
-    Linux hands getrusage's figure on to children, which would begin with the peak of the process that started them.
-    """
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.is_file() else None  # a sandbox may leave it out
-    peak = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * 1024

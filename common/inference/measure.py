@@ -89,14 +89,15 @@ def warn_of_training(*runs: Path, flips: str = "") -> None:
     """Warn if a run was trained on synthetic data, learned nothing, or never saw one of the `flips` that are asked."""
     said: list[str] = []
     for run in runs:
-        with suppress(ValueError, OSError, AttributeError, LookupError, TypeError):  # there is none, or it is damaged
+        with suppress(ValueError, OSError, AttributeError):  # there is none, or it is damaged
             summary = read_object(run / "summary.json")
             data, quality = (summary.get(key) or {} for key in ("data", "quality"))
             if data.get("synthetic") is True:
                 said.append("was trained on SYNTHETIC DATA only: its results on patients are meaningless")
             if learned_nothing(quality.get("name"), quality.get("value")):
                 said.append("LEARNED NOTHING: its results are meaningless; train it again")
-            learned = read_object(run / "plan.json")["crops"]["flips"]
+        with suppress(ValueError, OSError, LookupError, TypeError):
+            learned = read_object(run / "plan.json")["crops"]["flips"] or ""
             if unseen := ", ".join(sorted(set(flips) - set(learned))):
                 said.append(f"was trained without flips of {unseen}: --flips can make its label maps much worse")
     for each in dict.fromkeys(said):

@@ -69,7 +69,7 @@ class VolumeModel:
         except BROKEN as error:
             raise ValueError(f"model.json: invalid arguments {dict(self.arguments)} ({first_line(error)})") from error
         if weights is not None:
-            initialise(network, weights, made_of=self.arguments)
+            initialise(network, weights, made_of={**self.arguments, "classes": self.labelling.channels})
         return network
 
 

@@ -1,6 +1,8 @@
 """The scans of an input: volumes in files, or DICOM series; found, read, and the memory that they take."""
 
 import math
+import re
+import resource
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,3 +116,14 @@ def scan_bytes(scan: Scan, model: VolumeModel) -> tuple[int, int]:
         return 0, 0
     host = voxels * (_DECODED * channels + _NATIVE + _STRUCTURE * len(model.labelling.regions))
     return host, fine * (_WORKING * channels + _LOGITS * model.labelling.channels)
+
+
+def peak_memory() -> int:
+    """Return the most memory that this process has had at once, bytes (its resident set).
+
+    Linux hands getrusage's figure on to children, which would begin with the peak of the process that started them.
+    """
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.is_file() else None  # a sandbox may leave it out
+    peak = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * 1024

@@ -25,7 +25,7 @@ from medspeed.common.data.volumes import Volume
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory
 from medspeed.common.inference.ensemble import members_of
-from medspeed.common.inference.folder_job import FolderJob, Item, Predictions, Record, peak_memory
+from medspeed.common.inference.folder_job import FolderJob, Item, Predictions, Record
 from medspeed.common.inference.labels import LabelScheme, dice_of_counts
 from medspeed.common.inference.measure import Measures, measure, read_figures, warn_of_training, with_doubts
 from medspeed.common.inference.model import VolumeModel, model_content
@@ -40,7 +40,7 @@ from medspeed.common.inference.postprocessing import (
 from medspeed.common.inference.predict import predict_logits, restore_labels, window_starts
 from medspeed.common.inference.predictors import Predictor
 from medspeed.common.inference.runs import digest_of, open_models, pair_counts
-from medspeed.common.inference.scan_files import Scan, find_scans, read_scan, say_plan, scan_bytes
+from medspeed.common.inference.scan_files import Scan, find_scans, peak_memory, read_scan, say_plan, scan_bytes
 from medspeed.common.inference.scores import write_measures
 from medspeed.common.observe.overlays import draw_overlay, oriented_scan
 from medspeed.common.ranks import choose_device, torchrun_place

@@ -131,7 +131,7 @@ def no_choice(config: SegmentationConfig, split: Split) -> str:
     if config.fast_dev_run:
         return "this is a fast dev run"
     if not split.held_out:
-        return "the validation cases were trained on"
+        return "validation cases were trained on"
     said = f"{plural(len(split.validation), 'validation case')}; a choice needs {post.FEWEST_CASES}"
     return said if len(split.validation) < post.FEWEST_CASES else ""
 
@@ -158,7 +158,7 @@ def choose_postprocessing(
 
 def doubts(value: float, held_out: bool, name: str = "Dice") -> list[str]:
     """Return warnings about a quality on the validation cases; `held_out` tells that none of them was trained on."""
-    found = [] if held_out else ["NOT HELD OUT: trained on these cases; their Dice does not show how good the model is"]
+    found = [] if held_out else ["NOT HELD OUT: trained on some or all; their Dice does not show how good the model is"]
     remedy = "train longer (--epochs), try another --seed, check the labels"
     return found + [f"NOTHING LEARNED: the {name} is that of chance; {remedy}"] * learned_nothing(name, value)
 

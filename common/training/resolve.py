@@ -37,7 +37,7 @@ SIZES: dict[str, dict[str, Any]] = {
 _FIELDS = {"channels": "channels"} | {name: f"network.{name}" for name in ("filters", "blocks_down", "dropout")}
 _DIVISORS = (1, 2, 4, 8, 16, 32, 64)
 _ODD = 5  # times a divisor: a side that no larger one divides
-_TOLD = ("spacing", "window", "patch_size", "mpp")  # fields whose choice the lines on the data say
+_TOLD = ("spacing", "window", "patch_size", "mpp", "init")  # fields whose choice other lines say
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
             if lacking := sorted(read_yaml(run.directory / "config.yaml").keys() - read_object(path).keys()):
                 raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or start a new run")
             return replaced(read_as(path, type(config)), {name: given[name] for name in config.RESUMABLE})
-        chosen = choose()
+        chosen = replaced(choose(), {"init": config.init and config.init.resolve()})  # `latest` is about to move
         device = "CPU" if run.device.type == "cpu" else "GPU"
         flags = []
         for name, value in flat(chosen).items():
@@ -79,7 +79,7 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
         if flags:
             run.say(f"defaults for this {device} (override any with its flag): {' '.join(flags)}")
         write_json(path, config_content(chosen))
-        if config.run is None:
+        if config.run is None and not config.fast_dev_run:
             point_latest(run.directory)  # a run that got no further leaves the link as it was
         return chosen
 

@@ -21,7 +21,7 @@ from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct
 from medspeed.common.data.folds import split_fold
 from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case
 from medspeed.common.data.threads import map_in_threads
-from medspeed.common.files import plural, read_as, read_object, write_json
+from medspeed.common.files import plural, printable, read_as, read_object, write_json
 from medspeed.common.inference.labels import mean_dice
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predict import working_counts
@@ -105,13 +105,14 @@ def _divided(
     if config.fold is None:
         figures = fingerprint(split.training, dataset, store, known, config.workers)
     run.say(split.description)
-    beside = (config.init or kept).parent  # the folder of a run, perhaps, whose weights are to be trained on
-    with suppress(FileNotFoundError, LookupError, TypeError):
-        known = read_object(beside / "summary.json")["data"]["name"] == dataset.name
-        trained = read_object(beside / "split.json")["training"] if known else ()
-        if seen := ", ".join(sorted({case.name for case in split.validation}.intersection(trained))):
-            run.say(f"NOT HELD OUT: the weights of --init were trained on {seen}", "warning")
-            split = replace(split, held_out=False)
+    if config.init is not None:
+        about, judged = config.init.with_name("summary.json"), {case.name for case in split.validation}
+        with suppress(ValueError, OSError, LookupError, TypeError):  # no run of ours lies beside the weights
+            same = not about.is_file() or read_object(about)["data"]["name"] == dataset.name
+            trained = read_object(about.with_name("split.json"))["training"] if same else ()
+            if seen := printable(", ".join(sorted(judged.intersection(trained)))[:200]):
+                run.say(f"NOT HELD OUT: the weights of --init were trained on {seen}", "warning")
+                split = replace(split, held_out=False)
     write_json(kept, split.to_json())
     write_json(measured, asdict(figures))
     return split, figures

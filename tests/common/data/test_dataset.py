@@ -234,6 +234,8 @@ def test_a_recorded_split_is_a_split_file(tmp_path, choice):
     again = split_cases(dataset, str(path))
     assert (again.training, again.validation, again.held_out) == (split.training, split.validation, split.held_out)
     assert "(0 unused)" in again.description
+    path.write_text(json.dumps({**split.to_json(), "held_out": False}))  # they trained the weights of --init
+    assert not split_cases(dataset, str(path)).held_out
 
 
 @pytest.mark.parametrize(

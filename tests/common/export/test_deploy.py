@@ -158,6 +158,8 @@ def test_what_the_runtimes_say_of_a_hostile_model_is_one_line(tmp_path: Path, ex
 def test_a_folder_that_holds_something_is_left_alone(served: Path, exported: Path):
     with pytest.raises(FileExistsError, match="not empty"):
         write_triton(served.parent, "spleen", exported / "model_fp16.onnx", "card")
+    (served.parent / "begun" / "1").mkdir(parents=True)  # as a full disk leaves it
+    write_triton(served.parent, "begun", exported / "model_fp16.onnx", "card")
     assert (served / "1" / "model.onnx").read_bytes() != (exported / "model_fp16.onnx").read_bytes()
 
 

@@ -375,7 +375,7 @@ def test_a_file_that_is_gone_is_named_without_its_folder(folder):
 
 
 CHILD = """
-from medspeed.common.inference.folder_job import peak_memory
+from medspeed.common.inference.scan_files import peak_memory
 
 before = peak_memory()
 held = bytearray(2**28)

@@ -77,7 +77,7 @@ from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.model import save_weights
 from medspeed.common.inference.scan_files import find_scans, say_plan
 from medspeed.common.inference.scans import Segmenter
-from medspeed.common.inference.folder_job import peak_memory
+from medspeed.common.inference.scan_files import peak_memory
 from tests.support import unet_model
 model = unet_model((2.0, 2.0, 2.0), (4, 8), (64, 64, 32))
 torch.manual_seed(0)

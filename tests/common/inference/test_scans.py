@@ -349,6 +349,20 @@ def test_nothing_to_segment_says_where(tmp_path):
         find_scans(tmp_path / "missing.nii.gz")
 
 
+def test_fitted_windows_are_computed_by_torch_unless_another_is_asked_for(run, scans, tmp_path, monkeypatch):
+    asked: list[str] = []
+
+    def opened(runs, model, backend, *given, **more):
+        asked.append(backend)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("medspeed.common.inference.scans.open_models", opened)
+    for fits, backend in ((True, "auto"), (False, "auto"), (True, "onnxruntime")):
+        with pytest.raises(ValueError, match="enough"):
+            segment(replace(config(run, scans, tmp_path / "out", fit_windows=fits), backend=backend))
+    assert asked == ["torch", "auto", "onnxruntime"]
+
+
 def test_an_output_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "out").touch()
     with pytest.raises(ValueError, match=r"output .*out: is a file; it must be a folder"):

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -94,7 +95,7 @@ def test_what_the_app_knows_spares_reading_all_scans(scans, tmp_path, run, monke
         ({"crop_size": (16, 16, 16)}, 1.2, (2.5, 2.5, 4.0)),  # twice the crop, half the voxel
         ({"crop_size": (16, 16, 16)}, 0.1, (5.7, 5.7, 5.7)),
         ({"spacing": (1.0, 1.0, 1.0)}, 1.2, (1.0, 1.0, 1.0)),
-        ({"init": "weights.safetensors"}, 1.2, (2.0, 2.0, 4.0)),  # made for a spacing
+        ({"init": Path("weights.safetensors")}, 1.2, (2.0, 2.0, 4.0)),  # made for a spacing
         ({"cache": "monai"}, 1.2, (2.0, 2.0, 4.0)),  # the guide's
     ],
 )
