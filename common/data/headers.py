@@ -113,7 +113,7 @@ def _nifti_affine(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
     except (HeaderDataError, ValueError) as error:
         raise ValueError(f"{path}: its header has no affine ({error}): correct it with nibabel") from error
     if not (header["sform_code"] or header["qform_code"]):
-        _warn_once(f"{path.parent}: files without orientation, taken for LAS: check left and right, and correct them")
+        _warn_once(f"{path.parent}: files without orientation are read as LAS: check left and right, and correct them")
     if unit := {1: ("metres", 1000), 3: ("micrometres", 0.001)}.get(int(header["xyzt_units"]) & 7):
         remedy = f'with nibabel, multiply the first three rows of its affine by {unit[1]} and set_xyzt_units("mm")'
         raise ValueError(f"{path}: its header has lengths in {unit[0]}, expected mm: {remedy}")

@@ -113,7 +113,8 @@ class FolderJob(Generic[Source, Read, Computed]):
 
     def share(self) -> Sequence[Item[Source]]:
         """Return the items of this process."""
-        return self.items[slice(torchrun_place()[0], None, torchrun_place()[1])]
+        rank, ranks, _ = torchrun_place()
+        return self.items[rank::ranks]
 
     def unfinished(self) -> list[Item[Source]]:
         """Return the items of this process that are to be done, and say how many are kept.

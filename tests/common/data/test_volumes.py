@@ -80,7 +80,7 @@ def test_a_slope_of_0_or_nan_means_none(tmp_path, slope):
 def test_the_affine_is_nibabels_for_all_codes(tmp_path, codes, caplog):
     path = write(tmp_path / "a.nii.gz", voxels_of(), sform_code=codes[0], qform_code=codes[1])
     assert np.array_equal(read_volume(path).affine, nibabel.load(path).affine)
-    assert (f"{tmp_path}: files without orientation, taken for LAS" in caplog.text) == (codes == (0, 0))
+    assert (f"{tmp_path}: files without orientation are read as LAS" in caplog.text) == (codes == (0, 0))
 
 
 def test_channels_and_axes_of_length_one(tmp_path):
