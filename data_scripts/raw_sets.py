@@ -14,7 +14,7 @@ import nibabel as nib
 import numpy as np
 from nibabel.affines import voxel_sizes
 
-from medspeed.common.data.dataset import SUFFIXES, read_dataset
+from medspeed.common.data.dataset import SUFFIXES, by_number, read_dataset
 from medspeed.common.data.volumes import Volume, check_same_grid, read_volume
 from medspeed.common.files import read_object, sha256_of
 
@@ -56,6 +56,7 @@ class RawSet:
     labels: tuple[str, ...]  # the name of each label number, background first; "" where a number means nothing
     cases: tuple[RawCase, ...]  # those that lack an image, a channel or a label say so in their problems
     values: Mapping[int, int] = field(default_factory=dict)  # numbers in the files that stand for another number
+    ignored: int | None = None  # the number in the files of voxels that nobody annotated
     most_off: float = _MOST_OFF  # how far off a whole number a label value is rounded, not refused
 
 
@@ -110,9 +111,12 @@ def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
     for case in cases.values():
         case.problems += [] if case.label else [f"no label in {folder / 'labelsTr'}"]
     tests = folder / "imagesTs"
-    held = _by_channel(tests, ending, modality) if any(tests.glob(f"[!.]*{ending}")) else {}
+    there = any(path.name.lower().endswith(ending) for path in tests.glob("[!.]*"))
+    held = _by_channel(tests, ending, modality) if there else {}
     set_name = re.sub(r"^Dataset\d+_", "", folder.resolve().name)
-    return RawSet(set_name, modality, labels, (*cases.values(), *held.values()))
+    numbers = content["labels"] if isinstance(content.get("labels"), dict) else {}
+    ignored = next((each for name, each in numbers.items() if name == "ignore" and isinstance(each, int)), None)
+    return RawSet(set_name, modality, labels, (*cases.values(), *held.values()), ignored=ignored)
 
 
 def read_msd(folder: Path) -> RawSet:
@@ -193,6 +197,8 @@ def read_numbers(label: Volume, raw: RawSet) -> np.ndarray:
         found_and_due = f"found the values {', '.join(unnamed[:5])}; known labels are {', '.join(named.values())}"
         free = [number for number in named if number not in found and number < int(unnamed[0])]
         remedy = f"--values={unnamed[0]}={max(free, default=0)}"  # BraTS has 0, 1, 2 and 4: 4=3
+        if int(unnamed[0]) == raw.ignored:
+            remedy += " (dataset.json says ignore: not annotated, but there is no way to leave voxels out)"
         raise ValueError(f"{label.path}: {found_and_due}; name these too, or map them: {remedy}")
     table = np.array([meant.get(number, 0) for number in range(low, high + 1)], np.uint8)
     return table[whole.astype(np.int32) - low]
@@ -210,7 +216,7 @@ def _volumes(folder: Path, *endings: str) -> list[tuple[str, Path]]:
         raise FileNotFoundError(f"{folder}: no such folder")
     named = re.compile(rf"([^.].*)({'|'.join(map(re.escape, endings or SUFFIXES))})", re.IGNORECASE)
     paths = sorted(folder.iterdir())
-    found = [(match[1], path) for path in paths if (match := named.fullmatch(path.name)) and path.is_file()]
+    found = [(match[1], path) for path in paths if (match := named.fullmatch(path.name)) and not path.is_dir()]
     if not found:
         only = f", only {others}" if (others := sorted({path.suffix for path in paths if path.suffix})) else ""
         raise FileNotFoundError(f"{folder}: contains no {', '.join(SUFFIXES)} files{only}")
@@ -233,13 +239,13 @@ def _by_channel(folder: Path, ending: str, modality: Sequence[str]) -> dict[str,
 
 
 def _names(content: object, key: str, path: Path) -> tuple[str, ...]:
-    """Return names in the order of their numbers, of {"0": "CT"} or {"CT": 0} (nnU-Net's labels since version 2)."""
+    """Return the name of each number ("" for a gap), of {"0": "CT"} or {"CT": 0} (nnU-Net's labels since version 2)."""
     pairs = content.items() if isinstance(content, dict) else ()
     numbered = [(a, b) if str(a).isdecimal() else (b, a) for a, b in pairs]
     # nnU-Net's "ignore" are voxels that nobody annotated
     found = {str(number): str(name) for number, name in numbered if name != "ignore"}
-    due = [str(number) for number in range(len(found))]
-    if not found or found.keys() != set(due):
-        remedy = "--names background FIRST SECOND ... names labels in its place"  # such as regions, lists of numbers
-        raise ValueError(f"{path}: {key}: expected names for 0, 1, ... without gaps, found {content!r}; {remedy}")
-    return tuple(found[number] for number in due)
+    try:
+        return by_number(found, key, path)
+    except ValueError as error:  # such as regions, which are lists of numbers
+        names = "; --names background FIRST SECOND ... names labels in its place" if key == "labels" else ""
+        raise ValueError(f"{error}{names}") from error

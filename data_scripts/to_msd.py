@@ -16,6 +16,7 @@ import nibabel as nib
 import numpy as np
 
 from medspeed.common.console import say
+from medspeed.common.data.dataset import read_names
 from medspeed.common.data.label_files import gzipped, write_label
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import flush_to_disk, write_json
@@ -92,14 +93,7 @@ def _convert(options: argparse.Namespace) -> int:
     """Check the cases of a set, write the good ones where asked to, and tell what there is."""
     if options.to and os.path.lexists(options.to):  # before an hour of checks, not after it
         raise FileExistsError(f"--to {options.to}: already exists; choose a new folder, or delete it")
-    if options.check:
-        raw = raw_sets.read_msd(options.check)
-    elif options.nnunet:
-        raw = raw_sets.read_nnunet(options.nnunet, options.names)
-    else:
-        name = options.to.resolve().name
-        raw = raw_sets.pair_folders(options.images, options.labels, name, options.modality, options.names)
-    raw = dataclasses.replace(raw, values=dict(options.values))
+    raw = _find(options)
     whole = [case for case in raw.cases if not case.problems]
     on_each(whole, partial(raw_sets.examine, raw=raw), "checking", _MOST_AT_ONCE)
     good = [case for case in raw.cases if not case.problems]
@@ -118,6 +112,23 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def _find(options: argparse.Namespace) -> RawSet:
+    """Return the set that the options name; what can be known to be wrong before its cases are read is a ValueError."""
+    if options.check:
+        return raw_sets.read_msd(options.check)
+    if options.nnunet:
+        raw = raw_sets.read_nnunet(options.nnunet, options.names)
+    else:
+        name = options.to.resolve().name
+        raw = raw_sets.pair_folders(options.images, options.labels, name, options.modality, options.names)
+    read_names(*_names_of(raw), (options.nnunet or options.to) / "dataset.json")
+    for old, new in options.values:
+        if new not in range(len(raw.labels)) or not raw.labels[new]:
+            known = ", ".join(f"{number} {name}" for number, name in enumerate(raw.labels) if name)
+            raise ValueError(f"--values {old}={new}: there is no label {new}; known labels are {known}")
+    return dataclasses.replace(raw, values=dict(options.values))
+
+
 def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -> None:
     """Write the good cases of a set; the folder appears when it is whole, or not at all.
 
@@ -129,12 +140,13 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
     if scratch.exists():  # of a run that was killed
         shutil.rmtree(scratch)
     cases, tests = (sorted(case.name for case in good if bool(case.label) == labelled) for labelled in (True, False))
+    modality, labels = _names_of(raw)
     listing = {
         "name": raw.name,
         "description": f"{folder.resolve().name}: converted by data_scripts/to_msd.py",
         "tensorImageSize": "4D" if len(raw.modality) > 1 else "3D",
-        "modality": dict(enumerate(raw.modality)),
-        "labels": dict(enumerate(raw.labels)),
+        "modality": modality,
+        "labels": labels,
         "numTraining": len(cases),
         "numTest": len(tests),
         "training": [{"image": f"./imagesTr/{n}.nii.gz", "label": f"./labelsTr/{n}.nii.gz"} for n in cases],
@@ -149,6 +161,11 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _names_of(raw: RawSet) -> tuple[dict[str, str], dict[str, str]]:
+    channels, labels = ({str(number): name for number, name in enumerate(each)} for each in (raw.modality, raw.labels))
+    return channels, {number: name for number, name in labels.items() if name}
 
 
 def _write_case(folder: Path, raw: RawSet, link: bool, case: RawCase) -> None:
@@ -222,6 +239,9 @@ def _notes(raw: RawSet, good: Sequence[RawCase]) -> dict[str, list[str]]:
     for names in twins.values():
         if len(names) > 1:
             notes["identical images; keep one of them, or the same scan may be in training and validation"] += names
+    if raw.ignored is not None and raw.ignored in raw.values:
+        taught = raw.labels[raw.values[raw.ignored]]
+        notes[f"voxels that dataset.json says to ignore become {taught}"] += [case.name for case in good if case.label]
     for number, name in enumerate(raw.labels):
         if number and name and not any(case.volumes[number] for case in good if case.volumes):
             notes["no case contains this label"].append(f"{number} {name}")

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from medspeed.apps.pathology.scan.froc import auc, find_lesions, froc, write_froc
 from medspeed.apps.pathology.scan.scan import read_detections_csv
-from medspeed.apps.pathology.slides.camelyon import DUPLICATE, SlideEntry, read_slide_set
+from medspeed.apps.pathology.slides.camelyon import DUPLICATE, MARKED, SlideEntry, read_slide_set
 from medspeed.apps.pathology.slides.layout import MAX_MPP, MIN_MPP
 from medspeed.apps.pathology.slides.masks import tumour_mask
 from medspeed.common.console import hides_bar, say
@@ -47,6 +47,7 @@ class SlideScores:
         froc: mean of the sensitivities at Camelyon16's rates of false positives; None, as they are, without lesions.
         slide_auc: None unless there are slides with tumor and without.
         mask_mpp: um per pixel of the masks in which lesions were found.
+        training: slides of the training half, which the model may have been trained on.
         left_out: why a slide was not judged, by name; `refused` are those whose scan or reference is damaged.
     """
 
@@ -56,6 +57,7 @@ class SlideScores:
     slide_auc: float | None
     mask_mpp: list[float]
     slides: dict[str, dict[str, Any]]
+    training: list[str]
     left_out: dict[str, str]
     refused: dict[str, str]
 
@@ -86,19 +88,26 @@ def main(config: EvaluateConfig) -> SlideScores:
         left_out.pop(name, None)
         judged[name] = {"tumour": entry.tumour, "probability": scan["probability"]}
         sizes |= {round(mpp, 4)} if entry.tumour else set()
-        for_froc += [(lesions, found)] if entry.scored else []
+        if entry.part:
+            say(printable(f"{name}: its lesions are not in the FROC: {MARKED}"), "warning")
+        for_froc += [] if entry.part else [(lesions, found)]
     left_out |= broken
     for name, reason in left_out.items():
         say(printable(f"{name}: skipped, {reason}")[:1000], "warning")
     if not judged:
-        raise ValueError(f"{config.scans}: none of {len(scans) + len(broken)} scans has a reference in {config.data}")
+        raise ValueError(f"{config.scans}: none of {len(scans) + len(broken)} scans can be judged by {config.data}")
+    if seen := sorted(judged.keys() & {entry.name for entry in slides.training}):
+        which = printable(f"{len(seen)} of {len(judged)} slides ({', '.join(seen[:5])}...)")
+        say(f"{which} are in the training half of {config.data}: NOT HELD OUT from a model trained on it", "warning")
     labels, scores = np.array([[each["tumour"], each["probability"]] for each in judged.values()]).T
     slide_auc = auc(labels, scores) if 0 < labels.sum() < len(labels) else None
     curve, masks = froc(for_froc), sorted(sizes)
     score, rates, count = (curve.score, list(curve.at_rates), curve.lesions) if curve else (None, None, 0)
-    scored = SlideScores(score, rates, count, slide_auc, masks, judged, left_out, broken)
+    scored = SlideScores(score, rates, count, slide_auc, masks, judged, seen, left_out, broken)
     write_json(config.scans / "froc.json", asdict(scored))
     if curve is None:
+        for name in ("froc.csv", "froc.png"):  # of an earlier time
+            (config.scans / name).unlink(missing_ok=True)
         say(f"FROC: not computed, no lesions larger than isolated tumour cells in {len(judged)} slides", "result")
     else:
         write_froc(config.scans, curve)

@@ -63,6 +63,8 @@ class Scanner:
         """
         self.say_how(f"{len(files)} patches")
         output, given = self.config.output / "probabilities.csv", self.config.input
+        if output.is_file() and not output.read_bytes().startswith(b"image,probability\n"):
+            raise FileExistsError(f"{output}: already exists, not written by medspeed: choose another --output")
         at_once = self.model.tile_batch if self.opened.backend == "tensorrt" else _AT_ONCE
         found, failed = dict[str, list[dict[str, str]]](), dict[str, str]()
 

@@ -91,13 +91,7 @@ def read_dataset(folder: Path) -> Dataset:
         due = "dataset.json, imagesTr and labelsTr (the layout of the Medical Segmentation Decathlon)"
         raise FileNotFoundError(f"{path}: not found; a dataset folder contains {due}")
     content = read_as(path, _Listed)
-    modality, labels = (_by_number(content[key], key, path) for key in ("modality", "labels"))
-    if "" in modality or len(labels) < 2:
-        raise ValueError(f"{path}: expected names for all channels, found {modality}, and two or more labels, {labels}")
-    wrong = [name for name, count in Counter(content["labels"].values()).items() if count > 1 or not name.isprintable()]
-    if wrong or not all(map(str.strip, content["labels"].values())):
-        found = _listed([ascii(name) for name in wrong]) or "an empty name"
-        raise ValueError(f"{path}: labels: expected a unique, printable name for each number, found {found}")
+    modality, labels = read_names(content["modality"], content["labels"], path)
     cases = _cases(((entry["image"], entry["label"]) for entry in content["training"]), path)
     if not cases:
         raise ValueError(f"{path}: training: expected at least one image with a label, found none")
@@ -108,6 +102,21 @@ def read_dataset(folder: Path) -> Dataset:
     test = (entry if isinstance(entry, str) else entry.get("image", "") for entry in content.get("test", []))
     test_cases = _cases(((image, None) for image in test), path)
     return Dataset(folder, content["name"], modality, labels, cases, test_cases, content.get("synthetic", False))
+
+
+def read_names(
+    modality: Mapping[str, str], labels: Mapping[str, str], path: Path
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the channels and of the labels that `path` has by number; ValueError if they are not fit."""
+    channels, structures = by_number(modality, "modality", path), by_number(labels, "labels", path)
+    if not all(map(str.strip, channels)) or len(structures) < 2:
+        found = f"found {channels}, and two or more labels, {structures}"
+        raise ValueError(f"{path}: expected names for all channels, {found}")
+    wrong = [name for name, count in Counter(labels.values()).items() if count > 1 or not name.isprintable()]
+    if wrong or not all(map(str.strip, labels.values())):
+        found = _listed([ascii(name) for name in wrong]) or "an empty name"
+        raise ValueError(f"{path}: labels: expected a unique, printable name for each number, found {found}")
+    return channels, structures
 
 
 def make_synthetic(folder: Path, script: str, *flags: str) -> Path:
@@ -203,7 +212,7 @@ def stem_of(name: str) -> str:
     return next((name[: -len(suffix)] for suffix in SUFFIXES if name.lower().endswith(suffix)), name)
 
 
-def _by_number(names: dict[str, str], key: str, path: Path) -> tuple[str, ...]:
+def by_number(names: Mapping[str, str], key: str, path: Path) -> tuple[str, ...]:
     """Return the name of each number from 0, "" for one that is left out."""
     numbers = {str(number) for number in range(256)}  # maps are uint8
     if "0" not in names or (wrong := sorted(names.keys() - numbers)):

@@ -60,7 +60,7 @@ def find_scans(path: Path, channels: int = 1, names: Sequence[str] = ()) -> list
 
 def volume_files(folder: Path) -> dict[str, Path]:
     """Return the NIfTI, NRRD and MetaImage files of a folder by name without suffix; a ValueError if two have one."""
-    files = sorted(each for each in folder.glob("[!.]*") if each.name.lower().endswith(SUFFIXES) and each.is_file())
+    files = sorted(each for each in folder.glob("[!.]*") if each.name.lower().endswith(SUFFIXES) and not each.is_dir())
     stems = Counter(stem_of(file.name) for file in files)
     if twice := [file.name for file in files if stems[stem_of(file.name)] > 1]:
         raise ValueError(f"{folder}: {' and '.join(twice[:4])} have one name but for the suffix: rename or remove one")

@@ -109,7 +109,8 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         run.say(doubt, "warning")
     chosen = choose_postprocessing([parts for parts, _ in judged], refusal, model, config, run)
     trivial = _without_learning(model, data, config, run) if run.ranks.leader else {}
-    name, selected = "foreground Dice, native grid, best weights", "validation" if split.held_out else "training"
+    selected = "training" if {*split.training} & {*split.validation} else "validation"
+    name = "foreground Dice, native grid, best weights"
     return Quality(name, mean, dice, selected, by_region, evaluation.summary, chosen, trivial)
 
 

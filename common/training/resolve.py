@@ -209,9 +209,9 @@ def choose_divisor(config: SegmentationConfig, build: Build, channels: int) -> t
 
     A ValueError says that it takes no images of `channels`, or what crop or window is no multiple.
     """
+    arguments = network_arguments(config, build)  # of all: what it does not take is found before the plan is kept
     if (levels := config.halvings()) is not None:
         return 2**levels, None  # the configuration has checked them
-    arguments = network_arguments(config, build)
     try:
         with torch.random.fork_rng(devices=[]):
             network = build(channels, 2, **arguments).to("meta")

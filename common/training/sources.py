@@ -109,10 +109,12 @@ def _divided(
         about, judged = config.init.with_name("summary.json"), {case.name for case in split.validation}
         with suppress(ValueError, OSError, LookupError, TypeError):  # no run of ours lies beside the weights
             same = not about.is_file() or read_object(about)["data"]["name"] == dataset.name
-            trained = read_object(about.with_name("split.json"))["training"] if same else ()
-            if seen := printable(", ".join(sorted(judged.intersection(trained)))[:200]):
-                run.say(f"NOT HELD OUT: the weights of --init were trained on {seen}", "warning")
-                split = replace(split, held_out=False)
+            seen = judged.intersection(read_object(about.with_name("split.json"))["training"])
+            split = replace(split, held_out=split.held_out and not (seen and same))
+            if seen:
+                said = "NOT HELD OUT:" if same else "NOT HELD OUT, if these are the same scans:"
+                names = printable(", ".join(sorted(seen))[:200])
+                run.say(f"{said} the weights of --init were trained on {names}", "warning")
     write_json(kept, split.to_json())
     write_json(measured, asdict(figures))
     return split, figures

@@ -434,14 +434,66 @@ def test_nnunets_ignored_voxels_are_not_a_class(tmp_path: Path, capsys: pytest.C
     raw = nnunet(tmp_path, labels={"background": 0, "organ": 1, "ignore": 2})
     save(raw / "labelsTr/b.nii.gz", mask(2))
     assert convert_nnunet(raw) == 1
-    assert "bad: b" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "bad: b" in told
+    assert "dataset.json says ignore" in told
+    assert convert_nnunet(raw, "--values", "2=0") == 0
+    assert "note: voxels that dataset.json says to ignore become background: a, b" in capsys.readouterr().out
+
+
+def test_nnunets_labels_may_have_gaps(tmp_path: Path) -> None:
+    raw = nnunet(tmp_path, labels={"background": 0, "organ": 1, "tumour": 3})
+    save(raw / "labelsTr/b.nii.gz", mask(3))
+    assert convert_nnunet(raw) == 0
+    dataset = read_dataset(tmp_path / "set")
+    assert dataset.labels == ("background", "organ", "", "tumour")
+    assert np.unique(read_volume(tmp_path / "set/labelsTr/b.nii.gz").voxels).tolist() == [0, 3]
+
+
+def test_suffixes_of_test_images_are_taken_in_any_case(tmp_path: Path) -> None:
+    raw = nnunet(tmp_path, channels=("CT",))
+    (raw / "imagesTs/t_0000.nii.gz").rename(raw / "imagesTs/t_0000.NII.GZ")
+    assert convert_nnunet(raw) == 0
+    assert [case.name for case in read_dataset(tmp_path / "set").test_cases] == ["t"]
+
+
+def test_links_to_files_that_are_gone_are_bad_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = nnunet(tmp_path, channels=("CT",))
+    for path in (raw / "imagesTr/b_0000.nii.gz", raw / "labelsTr/b.nii.gz"):
+        path.unlink()
+        path.symlink_to(tmp_path / "gone" / path.name)
+    assert convert_nnunet(raw) == 1
+    told = capsys.readouterr().err
+    assert told.count("bad: b") == 2
+    assert "b_0000.nii.gz: no such file" in told
+    assert_nothing_written(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--names", "background", "organ", "organ"], "unique"),
+        (["--names", "background", " "], "an empty name"),
+        (["--values", "1=2"], "--values 1=2: there is no label 2; known labels are 0 background, 1 organ"),
+    ],
+)
+def test_names_that_no_training_would_take_are_refused_before_the_cases_are_read(
+    tmp_path: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = nnunet(tmp_path)
+    (raw / "labelsTr/b.nii.gz").write_bytes(b"no volume")
+    assert convert_nnunet(raw, *flags) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert told.count("\n") == 1
+    assert_nothing_written(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"file_ending": ".png"}, "only .nii.gz and .nii"),
-        ({"labels": {"background": 0, "organ": 3}}, "without gaps"),
+        ({"labels": {"organ": 1}}, "found none for 0"),
         ({"labels": []}, "labels: expected"),
         ({"channel_names": None}, "channel_names"),
     ],

@@ -21,6 +21,7 @@ _PARTS |= {part: part for part in _PARTS.values()}
 _LABELS = {"0": 0, "1": 1}
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp"}
 _AT_ONCE = 256  # patches that are decoded in one go
+_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")  # of Pillow's, those of 8 bits a channel
 _LONGEST = 4096  # pixels of a patch's side
 # MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py: regions, grid and patches.
 REGION, GRID, PATCH_SIZE = 768, 3, 224
@@ -132,10 +133,12 @@ def read_image(file: Path, size: int | None = None) -> np.ndarray:
     try:
         with Image.open(file) as image:
             width, height = image.size
+            if image.mode not in _MODES:
+                raise ValueError(f"pixels of mode {image.mode}, expected 8 bits: save it as an 8-bit RGB PNG")
             if width == height == (size or width) <= _LONGEST:
                 return np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # it may say too many pixels
-        raise ValueError(f"{file}: cannot be read as an image ({error}); copy it again") from error
+        raise ValueError(f"{file}: cannot be read as an image ({error})") from error
     due = f"{size} x {size} like the network or the first patch" if size else f"squares of up to {_LONGEST}"
     raise ValueError(f"{file}: {width} x {height} pixels, expected {due}")
 

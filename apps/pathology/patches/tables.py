@@ -12,7 +12,7 @@ import numpy as np
 
 from medspeed.apps.pathology.config import DEFAULTS, PathologyConfig, Reader
 from medspeed.apps.pathology.patches.table import PatchTable, of_each_kind, read_coordinates, read_patch_folder
-from medspeed.apps.pathology.slides.camelyon import SlideEntry, read_slide_set
+from medspeed.apps.pathology.slides.camelyon import MARKED, SlideEntry, read_slide_set
 from medspeed.apps.pathology.slides.masks import ASSUMED_MPP, MPP_TOLERANCE, SlideMask, tissue_mask, tumour_mask
 from medspeed.apps.pathology.slides.reader import Slide, open_slide
 from medspeed.common.data.dataset import make_synthetic
@@ -54,7 +54,14 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
     folder = config.data or run.ranks.once(lambda: make_synthetic(made, "make_slides"))
     read = _listed if config.lists else _labelled if (folder / "labels.csv").is_file() else _sampled
     tables = run.ranks.once(lambda: _of_both_kinds(read(config, folder, run), run))
+    if config.mpp and tables.mpp and abs(config.mpp / tables.mpp - 1) > MPP_TOLERANCE:
+        said = f"patches are cut from the largest level of the slides, which has {tables.mpp:g} um"
+        raise ValueError(f"mpp {config.mpp}: {said}; drop the flag, which is for data that do not say it")
     tables, parts = replace(tables, mpp=config.mpp or tables.mpp), tables.parts
+    for name, found in {"patch_size": parts["training"].size, "patches_per_slide": tables.per_slide}.items():
+        if getattr(config, name) not in (None, found):
+            said = f"the patches of {tables.folder} are given, {parts['training'].size} pixels wide"
+            raise ValueError(f"{name} {getattr(config, name)}: {said}; drop the flag")
     if config.fast_dev_run:
         run.say(DEV_RUN, "warning")
         count = max(_FEW, config.batch_size or 0)
@@ -104,6 +111,9 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
 def _listed(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     lists = decided(config.lists)
     parts = {part: read_coordinates(path, folder) for part, path in zip(_NEEDED, lists, strict=True)}
+    if shared := {*parts["training"].files} & {*parts["validation"].files}:
+        names = ", ".join(sorted(path.name for path in shared)[:5])
+        raise ValueError(f"{lists[0]} and {lists[1]}: both have patches of {names}: keep each slide in one of them")
     for table in parts.values():
         for number, file in enumerate(table.files):
             # Beyond the slide it would be white, whatever its label says.
@@ -124,7 +134,7 @@ def _of_both_kinds(tables: Tables, run: Run) -> Tables:
         if name in _NEEDED:
             kind = "tumour" if table.label.min() == 0 else "normal"
             said = f"no {kind} patch among the {len(table)} for {name}, so there is no AUC"
-            raise ValueError(f"{tables.folder}: {said}; add some, or choose another --held-out or --seed")
+            raise ValueError(f"{tables.folder}: {said}; add some, or another --seed if they are divided by it")
         run.say(f"testing: skipped, all {len(table)} patches have the same label, so there is no AUC")
         del tables.parts[name]
     return tables
@@ -134,14 +144,17 @@ def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     parts = read_patch_folder(folder)
     if "validation" not in parts:
         training = parts["training"]
-        # Patches of one slide may come on both sides, unless --groups tells which slide they are from.
+        if config.groups is None:
+            remedy = "to keep slides apart, give labels.csv a column split, or use --fold with --groups"
+            run.say(f"patches are divided at random, those of a slide may train and validate: {remedy}", "warning")
         name = "{0.name}:[0, 0]" if config.fold is None else "{1}"
         names = [name.format(file, file.relative_to(folder).as_posix()) for file in training.files]
         held = hold_out(training.label, names, config, run)
         cut = {"training": training.take(~held), "validation": training.take(held)}
         parts = cut | {part: table for part, table in parts.items() if part not in cut}
-    elif config.fold is not None:
-        raise ValueError(f"{folder / 'labels.csv'}: has validation images in its column split; --fold needs it without")
+    elif config.fold is not None or config.held_out != PathologyConfig.held_out:
+        needs = "has validation images in its column split; --fold and --held-out need it without"
+        raise ValueError(f"{folder / 'labels.csv'}: {needs}")
     return Tables(folder, folder.name, False, None, parts)
 
 
@@ -159,6 +172,8 @@ def _sampled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     entries = {part: [slides.training[row] for row in some] for part, some in zip(_NEEDED, rows, strict=True)}
     parts = {}
     for part, some in (entries | ({"testing": testing} if testing else {})).items():
+        if names := ", ".join(entry.name for entry in some if entry.part):
+            run.say(f"only tumour is drawn from {names}: {MARKED}", "warning")
         table = parts[part] = sample_patches(some, config, run.ranks.leader)
         given = zip(table.files, np.bincount(table.file, minlength=len(table.files)), strict=True)
         if lacking := [f"{path.stem} {per_slide - count}" for path, count in given if count < per_slide]:

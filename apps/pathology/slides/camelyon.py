@@ -19,6 +19,7 @@ MARKED_IN_PART = frozenset(
     f"tumor_{number:03d}"
     for number in (10, 15, 18, 20, 25, 29, 33, 34, 44, 46, 51, 54, 55, 56, 67, 79, 85, 92, 95, 110)
 )
+MARKED = """Camelyon16's of this name is marked in part; for other slides write slides.json, {"name": "..."}"""
 _PLACES = {"training": ("training/images", "training/normal", "training/tumor"), "testing": ("testing/images",)}
 
 
@@ -30,12 +31,7 @@ class SlideEntry:
     path: Path
     tumour: bool
     marks: Path | None  # where that is: a mask, or an annotation (.xml)
-    part: bool = False  # only a part of its tumour is marked
-
-    @property
-    def scored(self) -> bool:
-        """Whether its lesions count in Camelyon16's FROC."""
-        return self.name.lower() not in (DUPLICATE, _TEST_MARKED_IN_PART) and not self.part
+    part: bool = False  # only a part of its tumour is marked: its lesions do not count in the FROC
 
 
 @dataclass(frozen=True)
@@ -106,12 +102,12 @@ def read_slide_set(folder: Path) -> SlideSet:
         raise FileNotFoundError(f"{folder}: no such folder, or no training slides in it; expected {due}")
     reference = _reference(folder)
     about = read_object(folder / "slides.json", "remove it") if (folder / "slides.json").is_file() else {}
-    name, synthetic = about.get("name", folder.resolve().name), about.get("synthetic", False)
+    name, synthetic, own = about.get("name", folder.resolve().name), about.get("synthetic", False), bool(about)
     if not (isinstance(name, str) and isinstance(synthetic, bool)):
         raise ValueError(f"{folder / 'slides.json'}: name must be text, synthetic true or false; remove the file")
-    tests = tuple(_entry(path, folder, "testing", synthetic, reference) for path in testing)
+    tests = tuple(_entry(path, folder, "testing", own, reference) for path in testing)
     known = reference is not None or any(entry.tumour for entry in tests)
-    entries = tuple(_entry(path, folder, "training", synthetic, None) for path in training)
+    entries = tuple(_entry(path, folder, "training", own, None) for path in training)
     return SlideSet(name, synthetic, entries, tests if known else ())
 
 
@@ -123,7 +119,7 @@ def _slides(folder: Path, half: str) -> list[Path]:
     return sorted(found, key=lambda path: path.stem)
 
 
-def _entry(path: Path, folder: Path, half: str, synthetic: bool, reference: dict[str, bool] | None) -> SlideEntry:
+def _entry(path: Path, folder: Path, half: str, own: bool, reference: dict[str, bool] | None) -> SlideEntry:
     name, bases = path.stem.lower(), (folder / half, folder)
     outlines = (base / place / f"{path.stem}.xml" for base in bases for place in ("annotations", "lesion_annotations"))
     masks = (base / "masks" / f"{path.stem}{MASK_ENDING}.tif" for base in bases)
@@ -131,15 +127,17 @@ def _entry(path: Path, folder: Path, half: str, synthetic: bool, reference: dict
     if half == "testing":
         if reference is not None and name not in reference:
             raise ValueError(f"{folder}: reference.csv does not list {path.stem}; add it, or move the slide away")
+        if reference is None and mask and not annotation:
+            raise ValueError(f"{mask}: write reference.csv to say which test slides have tumour: {path.stem},Tumor")
         tumour = annotation is not None if reference is None else reference[name]
-        return SlideEntry(path.stem, path, tumour, mask or annotation)
+        return SlideEntry(path.stem, path, tumour, mask or annotation, not own and name == _TEST_MARKED_IN_PART)
     tumour = name.startswith("tumor_")
     if not tumour and not name.startswith("normal_"):
         raise ValueError(f"{path}: a training slide must be named tumor_... if it has tumour, otherwise normal_...")
     if tumour and not (mask or annotation):
         said = f"neither an annotation ({path.stem}.xml) nor a mask ({path.stem}{MASK_ENDING}.tif) shows where"
         raise ValueError(f"{path}: {said} its tumour is; download one, or move the slide away")
-    return SlideEntry(path.stem, path, tumour, mask or annotation, part=not synthetic and name in MARKED_IN_PART)
+    return SlideEntry(path.stem, path, tumour, mask or annotation, not own and name in MARKED_IN_PART)
 
 
 def _reference(folder: Path) -> dict[str, bool] | None:

@@ -49,6 +49,14 @@ def test_so_many_scans_are_held_as_there_is_room_for_and_the_unreadable_count_no
     assert say_plan(broken, FINE, CPU, 3, 1) == (hosts[-1], working[-1])  # one is held in any case
 
 
+def test_a_link_to_a_file_that_is_gone_is_a_scan_that_will_fail(tmp_path):
+    there = scan(tmp_path, (4, 4, 4), (1.0, 1.0, 1.0))
+    gone = tmp_path / "b.nii.gz"
+    gone.symlink_to(tmp_path / "unmounted" / "b.nii.gz")
+    (tmp_path / "c.nii.gz").mkdir()
+    assert find_scans(tmp_path, 1) == [there, gone]
+
+
 def test_a_plan_that_cannot_fit_is_told(tmp_path, monkeypatch, capsys):
     scans = [scan(tmp_path, (50, 40, 30), (1.0, 1.0, 1.0), f"{number}.nii.gz") for number in range(2)]
     say_plan(scans, FINE, CPU, 5, 2**40)

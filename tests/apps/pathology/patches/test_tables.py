@@ -201,6 +201,21 @@ def test_patches_of_a_slide_stay_on_one_side(tmp_path):
         "\n".join(f"{row},{('split', 'train', 'val')[min(i, 2)]}" for i, row in enumerate(rows))
     )
     with pytest.raises(
-        ValueError, match=r"labels\.csv: has validation images in its column split; --fold needs it without"
+        ValueError, match=r"labels\.csv: has validation images in its column split; --fold and --held-out need it"
     ):
         tables_of(config, tmp_path)
+    with pytest.raises(ValueError, match="--held-out need it without"):
+        tables_of(PathologyConfig(data=tmp_path, held_out=0.4), tmp_path)
+
+
+@pytest.mark.parametrize("flag", [{"patch_size": 64}, {"patches_per_slide": 5}])
+def test_flags_that_given_patches_do_not_heed_are_refused(tmp_path, flag):
+    rows = ["image,label"]
+    for number in range(8):
+        Image.fromarray(np.full((32, 32, 3), number, np.uint8)).save(tmp_path / f"{number}.png")
+        rows.append(f"{number}.png,{number % 2}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    ((name, value),) = flag.items()
+    with pytest.raises(ValueError, match=rf"^{name} {value}: the patches of .* are given, 32 pixels wide; drop the flag"):
+        tables_of(PathologyConfig(data=tmp_path, **flag))
+    assert tables_of(PathologyConfig(data=tmp_path, patch_size=32))[0].parts["training"].size == 32
