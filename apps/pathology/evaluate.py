@@ -21,7 +21,7 @@ from medspeed.apps.pathology.slides.camelyon import DUPLICATE, MARKED, SlideEntr
 from medspeed.apps.pathology.slides.layout import MAX_MPP, MIN_MPP
 from medspeed.apps.pathology.slides.masks import tumour_mask
 from medspeed.common.console import hides_bar, say
-from medspeed.common.files import printable, read_as, write_json
+from medspeed.common.files import plural, printable, read_as, write_json
 from medspeed.common.run import one_line_errors
 
 # Camelyon16's slides of 0.243 um at level 6, at which MONAI's LesionFROC judges (the challenge's own code: level 5).
@@ -97,8 +97,8 @@ def main(config: EvaluateConfig) -> SlideScores:
     if not judged:
         raise ValueError(f"{config.scans}: none of {len(scans) + len(broken)} scans can be judged by {config.data}")
     if seen := sorted(judged.keys() & {entry.name for entry in slides.training}):
-        which = printable(f"{len(seen)} of {len(judged)} slides ({', '.join(seen[:5])}...)")
-        say(f"{which} are in the training half of {config.data}: NOT HELD OUT from a model trained on it", "warning")
+        said = f"in the training half of {config.data}, so NOT HELD OUT from a model trained on it: {', '.join(seen)}"
+        say(printable(f"{len(seen)} of {plural(len(judged), 'slide')} {said}")[:1000], "warning")
     labels, scores = np.array([[each["tumour"], each["probability"]] for each in judged.values()]).T
     slide_auc = auc(labels, scores) if 0 < labels.sum() < len(labels) else None
     curve, masks = froc(for_froc), sorted(sizes)

@@ -90,14 +90,28 @@ def test_slides_that_cannot_be_scored_are_left_out_and_said(tmp_path, capsys):
     write_scan(scans, "stranger", 0.9, "")
     write_scan(scans, "tumor_001", 0.9, "", mpp=None)
     write_scan(scans, "normal_001", 0.2, "")
+    (scans / "froc.csv").write_text("of an earlier time")
     found = judge(scans, data)
-    assert list(found["slides"]) == ["normal_001"]
+    assert not (scans / "froc.csv").exists()
+    assert list(found["slides"]) == found["training"] == ["normal_001"]
     assert set(found["left_out"]) == {"test_001", "test_002", "test_049", "stranger", "tumor_001"}
     assert "neither a mask" in found["left_out"]["test_001"]
     assert (found["froc"], found["slide_auc"]) == (None, None)
     said = capsys.readouterr().out
     assert "FROC: not computed" in said
     assert "slide AUC: none" in said
+    assert f"1 of 1 slide in the training half of {data}, so NOT HELD OUT" in said
+
+
+def test_lesions_of_slides_that_are_marked_in_part_do_not_count_which_is_said(tmp_path, capsys):
+    data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
+    for path in [path for path in data.rglob("tumor_001*") if path.is_file()]:
+        path.rename(path.with_name(path.name.replace("001", "010")))
+    write_scan(scans, "tumor_010", 0.9, "0.900000,160,140\n0.700000,300,60\n")
+    assert judge(scans, data)["lesions"] == 0
+    assert "tumor_010: its lesions are not in the FROC: Camelyon16's of this name" in capsys.readouterr().out
+    (data / "slides.json").write_text(json.dumps({"name": "Own slides"}))
+    assert judge(scans, data)["lesions"] == 2
 
 
 def test_nothing_to_score_is_an_error(tmp_path):
@@ -105,7 +119,7 @@ def test_nothing_to_score_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no finished scans"):
         evaluate.main(EvaluateConfig(scans, data))
     write_scan(scans, "stranger", 0.9, "")
-    with pytest.raises(ValueError, match="none of 1 scans has a reference"):
+    with pytest.raises(ValueError, match="none of 1 scans can be judged by"):
         evaluate.main(EvaluateConfig(scans, data))
 
 

@@ -111,7 +111,10 @@ def test_folders_that_cannot_train(tmp_path):
     with pytest.raises(ValueError, match=r"a\.png: 96 x 64 pixels, expected squares"):
         read_patch_folder(folder_of(tmp_path, ROWS, side=(96, 64)))
     (tmp_path / "images" / "a.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"a\.png: cannot be read as an image .*copy it again"):
+    with pytest.raises(ValueError, match=r"a\.png: cannot be read as an image "):
+        read_patch_folder(tmp_path)
+    Image.fromarray(np.full((96, 96), 40_000, np.uint16)).save(tmp_path / "images" / "a.png")
+    with pytest.raises(ValueError, match=r"a\.png: .*pixels of mode I;16, expected 8 bits"):
         read_patch_folder(tmp_path)
 
 

@@ -55,7 +55,10 @@ def test_room_for_fewer_patches_is_told(slides):
 
 def test_a_list_of_another_slide_is_refused(slides, tmp_path):
     (tmp_path / "list.csv").write_text("tumor_001,512,512,0,0,0,0,1,0,0,0,0\ntumor_001,9999,512,1,1,1,1,1,1,1,1,1\n")
-    config = PathologyConfig(data=slides, lists=(tmp_path / "list.csv", tmp_path / "list.csv"))
+    (tmp_path / "other.csv").write_text("normal_001,512,512,0,0,0,0,0,0,0,0,0\n")
+    with pytest.raises(ValueError, match=r"list\.csv: both have patches of tumor_001\.tif: keep each slide in one"):
+        tables_of(PathologyConfig(data=slides, lists=(tmp_path / "list.csv", tmp_path / "list.csv")))
+    config = PathologyConfig(data=slides, lists=(tmp_path / "list.csv", tmp_path / "other.csv"))
     with pytest.raises(ValueError, match=r"tumor_001\.tif: a patch is listed at .9615, 128., but the slide has 1024 x"):
         tables_of(config)
 
@@ -206,6 +209,11 @@ def test_patches_of_a_slide_stay_on_one_side(tmp_path):
         tables_of(config, tmp_path)
     with pytest.raises(ValueError, match="--held-out need it without"):
         tables_of(PathologyConfig(data=tmp_path, held_out=0.4), tmp_path)
+
+
+def test_the_pixel_size_of_slides_is_not_another_one(slides):
+    with pytest.raises(ValueError, match=r"^mpp 1\.0: patches are cut from the largest level of the slides, which has 0"):
+        tables_of(PathologyConfig(data=slides, patch_size=64, patches_per_slide=4, mpp=1.0))
 
 
 @pytest.mark.parametrize("flag", [{"patch_size": 64}, {"patches_per_slide": 5}])

@@ -36,7 +36,6 @@ BUCKET = [
     "annotations/test_002.xml",
     "masks/normal_001_mask.tif",
     "masks/tumor_002_mask.tif",
-    "masks/test_001_mask.tif",
 ]
 
 
@@ -126,11 +125,11 @@ def test_without_reference_and_annotations_nothing_is_known_of_test_slides(tmp_p
     assert read_slide_set(tmp_path).testing == ()
 
 
-def test_slides_with_tumour_that_is_not_marked_are_known_by_name_unless_they_are_drawn(tmp_path):
+def test_slides_with_tumour_that_is_not_marked_are_known_by_name_unless_the_set_has_another_name(tmp_path):
     names = ["training/images/Tumor_010.tif", "training/annotations/Tumor_010.xml"]
     lay_out(tmp_path, [*GUIDE, *names])
     assert [each.name for each in read_slide_set(tmp_path).training if each.part] == ["Tumor_010"]
-    (tmp_path / "slides.json").write_text(json.dumps({"name": "Phantoms", "synthetic": True}))
+    (tmp_path / "slides.json").write_text(json.dumps({"name": "Own slides"}))
     assert not any(each.part for each in read_slide_set(tmp_path).training)
 
 
@@ -141,10 +140,17 @@ def test_slides_of_every_suffix_that_is_scanned_train(tmp_path):
     assert [entry.path.name for entry in read_slide_set(tmp_path).training] == names
 
 
-def test_slides_that_the_challenge_does_not_score():
-    names = ("test_001", "test_049", "Test_049", "test_114", "test_115", "tumor_049")
-    entries = [SlideEntry(name, Path(name), True, None) for name in names]
-    assert [entry.name for entry in entries if entry.scored] == ["test_001", "test_115", "tumor_049"]
+def test_a_test_slide_that_is_marked_in_part_is_known_by_name(tmp_path):
+    lay_out(tmp_path, [*GUIDE, "testing/images/Test_114.tif", "testing/annotations/Test_114.xml"])
+    assert [each.name for each in read_slide_set(tmp_path).testing if each.part] == ["Test_114"]
+
+
+def test_a_mask_alone_does_not_say_whether_a_test_slide_has_tumour(tmp_path):
+    lay_out(tmp_path, [*GUIDE, "testing/masks/test_001_mask.tif"])
+    with pytest.raises(ValueError, match=r"test_001_mask\.tif: write reference\.csv .*: test_001,Tumor"):
+        read_slide_set(tmp_path)
+    (tmp_path / "testing" / "reference.csv").write_text("test_001,Tumor\ntest_002,Tumor\n")
+    assert [each.tumour for each in read_slide_set(tmp_path).testing] == [True, True]
 
 
 @pytest.mark.parametrize(
