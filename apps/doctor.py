@@ -3,7 +3,7 @@
 Run: medspeed doctor [--app NAME] [--json FILE] [-- FLAGS OF medspeed train NAME]
 
 It checks the machine. With --app it also runs a short training in a temporary folder, and reports the bottleneck, the
-possible speed-up and the flag that fixes it. The exit status is 0 if there is nothing to fix, otherwise 1.
+possible speed-up and the flag that fixes it. The exit status is 1 if a check fails or there is a bottleneck.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def explanations(config: TrainingConfig, precision: str) -> dict[Bound, str]:
     """Return what each bound is, and what to turn where this configuration has something to turn."""
     flag = "--cache auto" if isinstance(config, SegmentationConfig) else "--source resident"
     ours: bool = getattr(config, "ours", getattr(config, "source", "resident") == "resident")
-    gain = "keeps in memory what fits" if ours else "prepares each case once and augments whole batches on the device"
+    gain = "caches cases that all fit" if ours else "prepares each case once and augments whole batches on the device"
     kept, made = f"; use {flag}, which {gain}", "" if ours else f"; use {flag}, which {gain}"
     larger = "raise --batch-size" if config.compile else "raise --batch-size, or try --compile"
     late, local = "training waits for batches", "write the run to a local disk (--run)"

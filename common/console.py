@@ -26,7 +26,7 @@ _verbosity: Verbosity = "normal"  # of the process
 _REMEDIES = {
     r"MemoryError|an't allocate memory|Unable to allocate|out of memory|[Ss]torage size calculation overflowed|"
     r"could not create a primitive$|can't start new thread":  # oneDNN's word for it, and Python's
-        "out of memory: lower --batch-size, --crop-size or --windows.size, or use a smaller network",
+        "out of memory: lower the size of batches, crops, patches or windows, or use a smaller network",
     r"shared memory|/torch_\d+":
         "/dev/shm is too small for the batches in flight: enlarge it (docker run --shm-size 2g), or lower --workers",
     r"DataLoader worker":

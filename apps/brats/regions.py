@@ -80,6 +80,6 @@ def _tissues(dataset: Dataset, labels: tuple[str, ...]) -> dict[str, tuple[int, 
         known = "; ".join(f"{tissue}: {', '.join(names)}" for tissue, names in TISSUES.items())
         raise ValueError(
             f"{dataset.folder / 'dataset.json'}: regions names {problem}; known are {known}. For one region per label "
-            f"take --regions labels; for a challenge's numbers --regions {', '.join(NUMBERINGS)}"
+            f"train with --regions labels; for a challenge's numbers --regions {', '.join(NUMBERINGS)}"
         )
     return found

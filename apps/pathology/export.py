@@ -12,6 +12,7 @@ class PathologyExport(ExportConfig):
     """The configuration of an export.
 
     Args:
+        model: run folder; with --init, the run folder to create.
         patch_size: side of the patches in pixels.
         mpp: pixel size in um of the slides that the weights were trained on; unknown by default.
         tile_size: side of the tiles of a dense scan in pixels, a multiple of 32.
@@ -73,7 +74,7 @@ def main(config: PathologyExport) -> Path:
         """Judge on the patches that validated the run, or on synthetic ones."""
         own, synthetic = run.directory / "plan.json", PathologyConfig(patch_size=model.patch_size, store=scratch)
         trained = read_as(own, PathologyConfig) if own.is_file() else synthetic
-        trained = replace(trained, data=config.data or trained.data, init=None)
+        trained = replace(trained, data=config.data or trained.data, init=None, mpp=None)
         tables = find_tables(trained, run)
         validation = decoded(tables.parts["validation"], trained, run)
         training = decoded(tables.parts["training"], trained, run) if int8 else None

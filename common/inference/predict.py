@@ -179,7 +179,7 @@ def predict_logits(
         bad, bad_input = int((~total.isfinite()).any(dim=0).sum()), int((~image.isfinite()).sum())
         raise ValueError(
             f"{bad} of {total[0].numel()} voxels have non-finite logits, {bad_input} voxels of the image are not "
-            "finite. Where the image is finite, the network overflows: use bfloat16 or float32, or check its weights"
+            "finite. Where the image is finite, the network overflows: use bf16 or fp32, or check its weights"
         )
     return total[_box([each // 2 for each in missing], image.shape[1:])]
 
@@ -252,7 +252,7 @@ def _sum_windows(
 def _halved(batch_size: int, roi: Shape, error: torch.OutOfMemoryError) -> int:
     said, half = f"of {roi} voxels does not fit into the device's memory", batch_size // 2
     if not half:
-        remedy = "lower the window size, use half precision, or free device memory"
+        remedy = "use smaller windows, half precision, or --device cpu, or free the device's memory"
         raise torch.OutOfMemoryError(f"one window {said}: {remedy}") from error
-    warnings.warn(f"a batch of {batch_size} windows {said}: trying {half}; batch_size={half} avoids this", stacklevel=5)
+    warnings.warn(f"a batch of {batch_size} windows {said}: trying {half}", stacklevel=5)
     return half

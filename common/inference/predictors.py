@@ -131,7 +131,7 @@ def onnxruntime_predictor(path: Path) -> Predictor:
     import onnxruntime  # here, since a run on a GPU has no need of it
 
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: export the model first")
+        raise FileNotFoundError(f"{path} is missing: export it with --to onnx{' --int8' * ('int8' in path.name)}")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     model = with_exact_norms(path)

@@ -88,14 +88,14 @@ def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None 
     if any(model.precision != shared.precision for model in models):
         shared = replace(shared, precision="fp32")
     if any(model.postprocessing != shared.postprocessing for model in models):
-        say("no post-processing, since the models' own differ: choose with --largest-component or --smallest-ml")
+        say("no post-processing, since the models' own differ: infer takes --largest-component and --smallest-ml")
         return replace(shared, postprocessing=())
     return shared
 
 
 def _refusing(name: str) -> Callable[..., nn.Module]:
     def refuse(*_: object, **__: object) -> nn.Module:
-        remedy = f"if you trust it, pass --network {name}; its exported models need none (--backend onnxruntime)"
+        remedy = f"if you trust it, pass --network {name}; its exported models need none (infer --backend onnxruntime)"
         raise PermissionError(f"network {name}: the code of this model's author: {remedy}")
 
     refuse.__name__ = name  # as model.json keeps it

@@ -44,7 +44,7 @@ class TrainingConfig:
     Args:
         recipe: baseline (plain MONAI), guide (MONAI's fast-training guide) or fast (this project's own).
         data: dataset folder, in one of the layouts listed in the app's README; synthetic data without it.
-        run: run folder to create; runs/TIME by default.
+        run: run folder to create; runs/APP/TIME by default.
         resume: run folder to resume, with its own configuration.
         init: initial weights: a .safetensors file of this project, or a file that the app's README names.
         fold: fold that validates, from 0; the others train.
@@ -54,7 +54,7 @@ class TrainingConfig:
         store: cache directory for prepared and synthetic data.
         seed: random seed for the initial weights, the sampling and order of crops or patches, and the augmentation.
         device: auto, cpu, cuda or cuda:N.
-        workers: data-loading processes or preparation threads; all available cores by default.
+        workers: data-loading processes (MONAI's; none by default) or threads (one for each core).
         batch_size: crops or patches per step, over all ranks.
         optimizer: muon, novograd, monai_novograd (MONAI's), adam or sgd; by default the app's.
         learning_rate: initial learning rate; 0.025 with muon, else 0.01, by default.
@@ -135,7 +135,11 @@ class TrainingConfig:
         return (
             ("seed", 0 <= self.seed < 2**63, "0 or more, below 2 ** 63"),
             ("learning_rate", self.learning_rate is None or 0 < self.learning_rate < math.inf, "above 0"),
-            ("folds", (self.folds or 2) >= 2 and (self.fold is None) == (self.folds is None), "2 or more, with fold"),
+            (
+                "folds",
+                (self.folds or 2) >= 2 and (self.fold is None) == (self.folds is None),
+                "2 or more, and with fold",
+            ),
             ("fold", 0 <= (self.fold or 0) < (self.folds or 1), "0 or more, and below folds"),
             ("groups", self.groups is None or self.fold is not None, "given with fold and folds"),
         )

@@ -70,7 +70,7 @@ def monai_crops(cases: Sequence[Case], transforms: Transforms, config: Segmentat
     per_case, workers, world = decided(config.crops.per_case), config.workers, run.ranks.world
     cases_per_step, left = divmod(batch_size := decided(config.batch_size) // world, per_case)
     if left or not cases_per_step:
-        raise ValueError(f"batch_size {batch_size}: must be a multiple of crops.per_case ({per_case}) with MONAI")
+        raise ValueError(f"batch_size {batch_size} per rank: MONAI's must be a multiple of crops.per_case ({per_case})")
     items = [{"image": str(case.image), "label": str(case.label), "name": case.name} for case in cases]
     chain = mt.Compose(list(transforms))
     given = {"batch_size": cases_per_step, "shuffle": True, "generator": torch.Generator()}

@@ -99,7 +99,7 @@ def check_partitions(config: TrainingConfig, ranks: int) -> None:
         remedy = f"use {', '.join(map(str, fitting))} ranks, or start a new run with --parallel.partitions {ranks}"
         raise ValueError(f"parallel.partitions {partitions}: {said}; {remedy}")
     if batch_size % (divisor := partitions * accumulate):
-        why = f"{partitions} partitions, each split into {accumulate} micro-batches"
+        why = f"partitions: {partitions}, each split into {accumulate} micro-batches"
         raise ValueError(f"batch_size {batch_size}: must be a multiple of {divisor} ({why})")
 
 

@@ -99,7 +99,7 @@ def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> N
     needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
     if needed > free:
         said = f"{len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} is free"
-        raise OSError(f"{path.parent}: {said}; free some space, choose another --store, or fewer --patches-per-slide")
+        raise OSError(f"{path.parent}: {said}; free some space, choose another --store, or fewer patches")
     with atomic_path(path) as part:
         pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
         with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not leads)) as bar:

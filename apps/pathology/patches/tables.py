@@ -89,7 +89,7 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
     """Return which slides or patches validate, [N] bool: a share of those with tumour (label 1), and of those without.
 
     It depends on the seed and the names, not on their order. Of two or more of a kind, each side gets one at least; a
-    single one trains; a ValueError says that there are fewer than two of either. Those of a fold are kept: split.json.
+    single one trains; a ValueError says that neither kind has two. Those of a fold are kept: split.json.
     """
     if config.fold is not None:
         contents = {name: (["tumour" if label else "normal"], 0) for name, label in zip(names, labels, strict=True)}

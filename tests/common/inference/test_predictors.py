@@ -135,7 +135,7 @@ def test_onnxruntime_predictor_takes_any_layout_and_float(exported: Path, window
 
 
 def test_onnxruntime_predictor_refuses_what_does_not_fit(exported: Path, tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"no\.onnx is missing: export the model first"):
+    with pytest.raises(FileNotFoundError, match=r"no\.onnx is missing: export it with --to onnx$"):
         onnxruntime_predictor(tmp_path / "no.onnx")
     predict = onnxruntime_predictor(exported / "exports" / "model_fp32.onnx")
     with pytest.raises(ValueError, match=r"invalid dimensions for input.* Got: 8 Expected: 16"):

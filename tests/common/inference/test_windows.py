@@ -172,7 +172,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(fits: int):
     messages = [str(warning.message) for warning in warned]
     assert len(messages) == (2 if fits == 1 else 1)
     assert messages[0].startswith("a batch of 4 windows of (12, 12, 12) voxels does not fit")
-    assert messages[0].endswith("trying 2; batch_size=2 avoids this")
+    assert messages[0].endswith("trying 2")
     assert warned[0].filename == sliding_windows.__code__.co_filename  # the warning names the caller's line
     assert sizes[:3] == [4, 4, 2]  # the first four windows are not predicted again
     assert sizes.count(4) == 2
@@ -185,7 +185,7 @@ def test_out_of_memory_with_one_window_says_what_to_lower():
     def predict(windows: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
-    match = r"one window of \(12, 12, 12\) voxels.*lower the window size"
+    match = r"one window of \(12, 12, 12\) voxels.*use smaller windows"
     with pytest.raises(torch.OutOfMemoryError, match=match) as caught:
         sliding_windows(image_of((1, 20, 20, 20)), predict, (12, 12, 12), batch_size=2)
     assert "9 GiB" in str(caught.value.__cause__)

@@ -92,6 +92,13 @@ def test_the_divisor_is_that_of_the_levels(name, changes, divisor):
     assert torch.equal(torch.get_rng_state(), before)  # what a run draws does not depend on it
 
 
+def test_what_a_network_with_known_levels_does_not_take_is_found_with_its_divisor():
+    """So it is found before the plan of a run is kept, which would then be resumed with it."""
+    config = SegmentationConfig(network=Network("segresnet3d", 8, (1, 2)), channels=(8, 16))
+    with pytest.raises(ValueError, match=r"^channels \(8, 16\): network segresnet3d takes "):
+        choose_divisor(config, find_network("segresnet3d"), 1)
+
+
 def test_sides_that_do_not_divide_are_named_with_flag_and_bound():
     build = find_network("dynunet")
     for field, config in (

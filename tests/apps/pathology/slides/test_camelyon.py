@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from medspeed.apps.pathology.slides.camelyon import SlideEntry, read_slide_set
+from medspeed.apps.pathology.slides.camelyon import read_slide_set
 
 GUIDE = [
     "training/images/normal_001.tif",
