@@ -30,7 +30,7 @@ class InferConfig:
     """The configuration of inference.
 
     Args:
-        model: run folder, trained or imported (`medspeed export --init`); demo (spleen): small weights, of phantoms only.
+        model: run folder, trained or imported (`medspeed export --init`); demo: small CT weights, of phantoms (spleen).
             Several run folders, or a folder of folds: the mean of their logits, as if they were one model.
         input: a .nii.gz, .nii, .nrrd or .mha file, a folder of them (label maps keep the format), or a folder of DICOM
             series (of several channels: t1, t1ce, t2 and flair of a study, by SeriesDescription or folder name).

@@ -159,7 +159,7 @@ def choose_precision(wish: Literal["auto", Precision], device: torch.device, pla
     A network of volumes leaves so many `planes` of a crop, along X, at its coarsest level.
 
     Raises:
-        ValueError: fp16 on a CPU, which has no half-precision gradients of convolutions; or bf16 there, of 2 planes or 1.
+        ValueError: fp16 on a CPU, whose convolutions have no half-precision gradients; or bf16 there, of 1 or 2 planes.
     """
     if wish == "fp16" and device.type == "cpu":
         raise ValueError("precision fp16: needs a CUDA device; use bf16 or fp32 on this CPU")
