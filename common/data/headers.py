@@ -5,7 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, cast
 import nibabel
 import numpy as np
 from isal import igzip, isal_zlib
+from nibabel.orientations import aff2axcodes
 from nibabel.spatialimages import HeaderDataError
 
 HEADER_BYTES = 348  # of NIfTI
@@ -118,10 +119,14 @@ def _nifti_affine(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
         remedy = f'with nibabel, multiply the first three rows of its affine by {unit[1]} and set_xyzt_units("mm")'
         raise ValueError(f"{path}: its header has lengths in {unit[0]}, expected mm: {remedy}")
     sides, pixdim = np.linalg.norm(affine[:3, :3], axis=0), header["pixdim"][1:4].astype(np.float64)
+    remedy = "if the sform is right, image.set_qform(image.affine) in nibabel corrects the file"
     if np.isfinite(affine).all() and not np.allclose(sides, pixdim, rtol=_MAX_DISAGREEMENT):
         said = f"voxel size {sides_in_mm(sides)} in its sform, which is used, but {sides_in_mm(pixdim)} in its pixdim"
-        remedy = "if the sform is right, image.set_qform(image.affine) in nibabel corrects the file"
         _warn_once(f"{path}: {said}, which other programs may use: {remedy}")
+    with suppress(HeaderDataError, ValueError):  # a qform that is none
+        if header["sform_code"] and header["qform_code"] and aff2axcodes(header.get_qform()) != aff2axcodes(affine):
+            said = f"axes to {''.join(aff2axcodes(affine))} in its sform, which is used, but not in its qform"
+            _warn_once(f"{path}: {said}, which other programs may use: {remedy}")
     return affine
 
 

@@ -253,6 +253,19 @@ def test_a_bad_patch_is_set_aside(config, tmp_path, capsys):
     assert [row.split(",")[0] for row in rows] == ["image", "a.png", "c.png"]
 
 
+def test_scores_replace_those_of_a_run_but_no_file_of_the_users(config, tmp_path):
+    Image.new("RGB", (64, 64), PURPLE).save(tmp_path / "a.png")
+    scores = replace(config, input=tmp_path / "a.png")
+    config.output.mkdir()
+    table = config.output / "probabilities.csv"
+    table.write_bytes(b"\xffmy own table")
+    with pytest.raises(FileExistsError, match=r"probabilities\.csv: already exists, not written by medspeed"):
+        infer.main(scores)
+    assert table.read_bytes() == b"\xffmy own table"
+    table.unlink()
+    assert [infer.main(scores).status for _ in range(2)] == [0, 0]
+
+
 def test_pictures_beside_slides_are_no_patches(config):
     Image.new("RGB", (64, 64)).save(config.input / "thumbnail.png")
     assert infer.main(config).status == 0

@@ -248,6 +248,18 @@ def test_a_pixdim_that_is_not_the_affines_is_told_once(tmp_path, caplog, read):
     assert len(caplog.messages) == 1
 
 
+def test_a_qform_that_turns_the_axes_otherwise_is_told(tmp_path, caplog):
+    image = nibabel.Nifti1Image(voxels_of(), np.diag([2.0, 2, 2, 1]))
+    for code, told in ((1, 1), (0, 0)):
+        image.set_sform(np.diag([2.0, 2, 2, 1]), code=1)
+        image.set_qform(np.diag([-2.0, 2, 2, 1]), code=code)
+        nibabel.save(image, path := tmp_path / f"{code}.nii")
+        assert np.array_equal(read_header(path).affine, np.diag([2.0, 2, 2, 1]))
+        said = f"{path}: axes to RAS in its sform, which is used, but not in its qform, which other programs may use:"
+        assert [message.startswith(said) for message in caplog.messages] == [True] * told
+        caplog.clear()
+
+
 def test_voxels_that_are_no_numbers_are_counted(tmp_path):
     voxels = voxels_of(np.float32)
     voxels[0, 1, 2] = np.nan
