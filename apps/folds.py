@@ -40,7 +40,7 @@ import ctypes
 import signal
 from pathlib import Path
 from subprocess import Popen
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import yaml
 
@@ -48,6 +48,7 @@ from medspeed.common.console import say
 from medspeed.common.files import from_json, hold, printable, read_as, read_object, write_json, write_text
 from medspeed.common.inference.evaluation import Evaluation, say_means
 from medspeed.common.inference.scores import Scores, write_measures
+from medspeed.common.ranks import torchrun_place
 from medspeed.common.run import STOP_SIGNALS, one_line_errors, take_signals
 from medspeed.common.training.evaluate import Quality
 
@@ -55,6 +56,7 @@ from medspeed.common.training.evaluate import Quality
 class _Split(TypedDict):
     validation: list[str]
     fold_of: dict[str, int]
+    held_out: NotRequired[bool]
 
 
 class _Evaluated(TypedDict):
@@ -65,6 +67,8 @@ class _Evaluated(TypedDict):
 
 def main(config: TrainingConfig) -> Evaluation:
     """Train the folds that are missing, one after the other, and write the tables."""
+    if torchrun_place()[1] > 1:
+        raise ValueError("folds are trained one after the other, each by one process: start without torchrun")
     root = decided(config.run)
     root.mkdir(parents=True, exist_ok=True)
     hold(root / ".lock")
@@ -108,10 +112,14 @@ def tabulate(runs: Sequence[Path]) -> Evaluation:
     """Print and write the means of each fold and of all cases; return the evaluation (of patches a fold is a case)."""
     root, found = runs[0].parent, [_evaluated(run) for run in runs]
     splits = [read_as(run / "split.json", _Split) for run in runs]
-    fold_of = splits[0]["fold_of"]
+    fold_of, volumes = splits[0]["fold_of"], any((run / "evaluation.json").is_file() for run in runs)
     for fold, split in enumerate(splits):
         if split["fold_of"] != fold_of or {fold_of.get(name) for name in split["validation"]} != {fold}:
             raise ValueError(f"{runs[fold]}: divides other cases than fold-0; has the dataset changed? train all again")
+        if volumes and {*found[fold].cases, *found[fold].refused} != {*split["validation"]}:
+            raise ValueError(f"{runs[fold]}: evaluation.json is not of its cases; remove summary.json and repeat")
+        if not split.get("held_out", True):
+            say(f"{runs[fold]}: NOT HELD OUT: the weights of --init were trained on some of its cases", "warning")
     cases, refused = ({k: v for each in found for k, v in getattr(each, name).items()} for name in ("cases", "refused"))
     whole = replace(found[0], cases=cases, refused=refused)
     for name, why in refused.items():

@@ -188,15 +188,6 @@ def _typed(where: str, content: Mapping[Any, Any], leaves: Mapping[str, _Leaf], 
     return values
 
 
-class _Unique(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping; PyYAML itself would take the last of the values of a key."""
-        names = [key.value for key, _ in node.value]
-        if twice := {str(name) for name in names if names.count(name) > 1}:
-            raise ValueError(f"{min(twice)}: given twice")
-        return super().construct_mapping(node, deep)
-
-
 def read_yaml(path: Path) -> dict[Any, Any]:
     """Return the content of a configuration file, which is small and flat, as a hostile one is not."""
     if not path.is_file():
@@ -209,7 +200,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST_YAML or isinstance(event, yaml.AliasEvent):
                 raise ValueError(f"a configuration has no aliases, and {_DEEPEST_YAML} levels at most")
-        content = yaml.load(text, Loader=_Unique)
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(content, dict):

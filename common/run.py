@@ -52,6 +52,14 @@ class Run:
     ranks: Ranks = SINGLE  # the processes that train together
     trackers: Trackers = field(default_factory=Trackers)  # where curves and files go besides
 
+    @property
+    def planned(self) -> bool:
+        """Whether it goes on with the plan of its first start; a FileNotFoundError says that this is gone."""
+        plan = self.directory / "plan.json"
+        if self.resumed and not plan.is_file() and any((self.directory / "checkpoints").glob("epoch-*")):
+            raise FileNotFoundError(f"{plan}: missing beside checkpoints; restore it, or start a new run with --init")
+        return self.resumed and plan.is_file()
+
     def say(self, line: str, kind: Kind = "note") -> None:
         """Keep a line in `run.log`, and print it as `--quiet` and `--verbose` allow; only the leader does."""
         if not self.ranks.leader:

@@ -58,7 +58,7 @@ class PathologyConfig(TrainingConfig):
         init: initial weights: a .safetensors file of this project, or a .pth of torchvision's ResNet-18 (ImageNet).
         lists: coordinates of training and validation patches on the slides in --data (NCRF's CSV).
         mpp: pixel size of the patches in um; that of the slides by default. Scans use the nearest pyramid level.
-        held_out: fraction of the training slides (or patches) to validate on.
+        held_out: fraction of the training slides (or patches) to validate on, if nothing else divides them.
         reader: slide reader: auto, cucim, openslide or tifffile.
         source: uncached (MONAI's datasets and loaders) or resident (patches decoded once; on a GPU where they fit).
         patches_per_slide: patches sampled from each annotated slide.
@@ -95,7 +95,6 @@ class PathologyConfig(TrainingConfig):
             ("lists", self.lists is None or self.data is not None, "given together with data"),
             ("mpp", self.mpp is None or 0.05 <= self.mpp <= 100, "between 0.05 and 100 um"),
             ("held_out", 0 < self.held_out < 1, "above 0, below 1"),
-            ("held_out", self.held_out == PathologyConfig.held_out or not self.lists, "left out with lists"),
             ("fold", self.fold is None or (self.lists, self.held_out) == (None, 0.25), "without lists and held_out"),
             ("augmentation.label_smoothing", 0 <= self.augmentation.label_smoothing < 0.5, "in [0, 0.5)"),
             ("augmentation.jitter", 0 <= min(jitter) <= max(jitter) < math.inf and jitter[3] <= 0.5, parts),

@@ -46,7 +46,7 @@ class Split:
     validation: tuple[Case, ...]  # those on which quality is measured, likewise
     held_out: bool  # no validation case is a training case
     description: str  # how the split was made, in a sentence
-    record: Mapping[str, Any] = field(default_factory=dict)  # of a fold, see `medspeed.common.data.folds.deal_folds`
+    record: dict[str, Any] = field(default_factory=dict)  # of a fold, see `medspeed.common.data.folds.deal_folds`
 
     def to_json(self) -> dict[str, Any]:
         """Return the split by case names; written to a file, `split_cases` takes it back."""

@@ -135,11 +135,7 @@ class TrainingConfig:
         return (
             ("seed", 0 <= self.seed < 2**63, "0 or more, below 2 ** 63"),
             ("learning_rate", self.learning_rate is None or 0 < self.learning_rate < math.inf, "above 0"),
-            (
-                "folds",
-                (self.folds or 2) >= 2 and (self.fold is None) == (self.folds is None),
-                "2 or more, and with fold",
-            ),
+            ("folds", (self.folds or 2) >= 2 and (self.fold is None) == (self.folds is None), "2 or more, with fold"),
             ("fold", 0 <= (self.fold or 0) < (self.folds or 1), "0 or more, and below folds"),
             ("groups", self.groups is None or self.fold is not None, "given with fold and folds"),
         )

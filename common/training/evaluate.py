@@ -36,7 +36,7 @@ class Quality:
     name: str  # the metric and the grid it is computed on
     value: float  # mean over the cases
     per_case: dict[str, float]
-    selected_on: str  # the cases on which the best weights were chosen
+    selected_on: str  # "validation" if the best weights were chosen on cases that none were trained on, else "training"
     per_region: dict[str, float | None]  # mean Dice; null for a region absent from all cases
     metrics: dict[str, Any] = field(default_factory=dict)  # of each region: see `Evaluation.summary`
     postprocessing: dict[str, Any] = field(default_factory=dict)  # what was chosen, and the Dice before and after it
@@ -109,8 +109,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
         run.say(doubt, "warning")
     chosen = choose_postprocessing([parts for parts, _ in judged], refusal, model, config, run)
     trivial = _without_learning(model, data, config, run) if run.ranks.leader else {}
-    selected = "training" if {*split.training} & {*split.validation} else "validation"
-    name = "foreground Dice, native grid, best weights"
+    name, selected = "foreground Dice, native grid, best weights", "validation" if split.held_out else "training"
     return Quality(name, mean, dice, selected, by_region, evaluation.summary, chosen, trivial)
 
 

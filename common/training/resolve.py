@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -63,7 +63,7 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
     path, given = run.directory / "plan.json", flat(config)
 
     def make() -> C:
-        if run.resumed and path.is_file():
+        if run.planned:
             if lacking := sorted(read_yaml(run.directory / "config.yaml").keys() - read_object(path).keys()):
                 raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or start a new run")
             return replaced(read_as(path, type(config)), {name: given[name] for name in config.RESUMABLE})
@@ -169,6 +169,10 @@ def volume_model(
         precision=config.precision,
         modality=data.dataset.modality if len(data.dataset.modality) > 1 else (),
     )
+    kept = run.directory / "model.json"
+    meaning = json.loads(json.dumps(asdict(labelling)))
+    if run.resumed and kept.is_file() and (was := read_object(kept).get("labelling")) != meaning:
+        raise ValueError(f"{data.dataset.folder}: labels {meaning}; the run began with {was}: it cannot resume")
     run.ranks.once(lambda: write_model(run.directory, config.APP, model))
     return model
 

@@ -88,7 +88,7 @@ def _divided(
     dataset: Dataset, known: Preparation | None, config: SegmentationConfig, run: Run
 ) -> tuple[Split, Fingerprint]:
     kept, measured = run.directory / "split.json", run.directory / "fingerprint.json"
-    if run.resumed and (run.directory / "plan.json").is_file():
+    if run.planned:
         return read_split(dataset, kept), read_as(measured, Fingerprint)
     store = store_folder(config.store / "fingerprints", dataset.folder)
     if config.fold is None:
@@ -109,8 +109,10 @@ def _divided(
         about, judged = config.init.with_name("summary.json"), {case.name for case in split.validation}
         with suppress(ValueError, OSError, LookupError, TypeError):  # no run of ours lies beside the weights
             same = not about.is_file() or read_object(about)["data"]["name"] == dataset.name
-            seen = judged.intersection(read_object(about.with_name("split.json"))["training"])
-            split = replace(split, held_out=split.held_out and not (seen and same))
+            before = read_object(about.with_name("split.json"))
+            trained = {*before["training"], *before.get("trained_before", ())}
+            seen, record = judged & trained, split.record | ({"trained_before": sorted(trained)} if same else {})
+            split = replace(split, held_out=split.held_out and not (seen and same), record=record)
             if seen:
                 said = "NOT HELD OUT:" if same else "NOT HELD OUT, if these are the same scans:"
                 names = printable(", ".join(sorted(seen))[:200])
@@ -256,9 +258,11 @@ def _cache_plan(
     def held() -> int:
         """Return the number that decides what is trained on, which every rank and every later start takes."""
         kept = run.directory / "smart_cache.json"
-        number: int = read_object(kept)["cases"] if kept.is_file() else plan_of(asked=asked).held
-        write_json(kept, {"cases": number})
-        return number
+        content: dict[str, Any] = read_object(kept) if kept.is_file() else {"cases": plan_of(asked=asked).held}
+        if config.cache != (began := content.setdefault("asked", config.cache)):
+            raise ValueError(f"cache {config.cache}: the run began with {began}, which decides on what it trains")
+        write_json(kept, content)
+        return int(content["cases"])
 
     plan = plan_of(asked=run.ranks.once(held) if smart else None)
     run.say(plan.words + (f"; redistributed every {cache.reshuffle} epochs" if cache.reshuffle else ""))

@@ -138,6 +138,9 @@ class TrainingState:
             remedy = "remove the link and the file it points to, to resume from the checkpoint before it"
             said = f"does not fit this run ({first_line(error)}); start a new run, or {remedy}"
             raise ValueError(f"{self._folder / 'last'}: {said}") from error
+        if self._run.resumed:
+            where = f"goes on after step {self.steps_done}" if found else "starts anew: it has no checkpoint"
+            self._run.say(f"the run {where}", "note" if found else "warning")
         if self._on_cuda:  # each rank draws numbers of its own, for dropout
             seed, offset = torch.cuda.get_rng_state(self._run.device).view(torch.int64).tolist()  # eight bytes each
             own = torch.tensor([seed + self._run.ranks.rank, offset])
@@ -205,12 +208,16 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, An
         return None
     try:
         weights = load_weights(complete[-1])
-        state = io.BytesIO(weights.pop(_STATE).numpy().tobytes())
-        return weights, torch.load(state, map_location="cpu", weights_only=True)
+        stream = io.BytesIO(weights.pop(_STATE).numpy().tobytes())
+        state = torch.load(stream, map_location="cpu", weights_only=True)
     except (*UNREADABLE, OSError) as error:
         remedy = f"resume from {complete[-2].name}" if len(complete) > 1 else "start over"
         said = f"cannot be loaded safely ({first_line(error)}); remove it to {remedy}"
         raise ValueError(f"{complete[-1]}: {said}") from error
+    best = folder.with_name("best.safetensors")
+    if state.get("best_epoch") and not best.is_file():
+        raise FileNotFoundError(f"{best}: missing, the weights of epoch {state['best_epoch']}; restore it")
+    return weights, state
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +91,30 @@ def test_folds_that_do_not_divide_the_same_cases_are_refused(fold_of, validation
     ]
     with pytest.raises(ValueError, match="fold-1: divides other cases than fold-0"):
         tabulate(runs)
+
+
+def test_an_evaluation_of_other_cases_is_refused(tmp_path):
+    fold_of = {"one": 0, "two": 1}
+    runs = [finished(tmp_path, f"fold-{fold}", {name: (1.0, 1.0)}, fold_of) for name, fold in fold_of.items()]
+    assert tabulate(runs).cases.keys() == {"one", "two"}
+    shutil.copy(runs[0] / "evaluation.json", runs[1])
+    with pytest.raises(ValueError, match=r"fold-1: evaluation\.json is not of its cases; remove summary\.json"):
+        tabulate(runs)
+
+
+def test_a_fold_whose_cases_the_initial_weights_know_is_said(tmp_path, capsys):
+    runs = [finished(tmp_path, "fold-0", {"one": (1.0, 1.0)}, {"one": 0})]
+    split = json.loads((runs[0] / "split.json").read_text())
+    (runs[0] / "split.json").write_text(json.dumps({**split, "held_out": False}))
+    tabulate(runs)
+    assert "fold-0: NOT HELD OUT: the weights of --init were trained on some of its cases" in capsys.readouterr().out
+
+
+def test_several_ranks_train_no_folds(tmp_path, monkeypatch):
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="start without torchrun"):
+        main(PathologyConfig(run=tmp_path, fold=0, folds=2))
 
 
 def test_of_patches_each_fold_is_a_case(tmp_path, capsys):

@@ -226,7 +226,6 @@ def test_a_broken_yaml_file_is_a_users_mistake(tmp_path, capsys):
         ("root:x:0:0:root:/root:/bin/bash\n", "is no configuration"),
         ("config: /etc/passwd\n", "config: no such field"),
         ("5: 6\n", "5: no such field"),
-        ("epochs: 5\nseed: 1\nepochs: 50\n", "epochs: given twice"),
     ],
 )
 def test_a_hostile_file_is_refused_in_one_line_that_does_not_show_it(content, words, tmp_path, capsys):

@@ -152,9 +152,8 @@ def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
         held = hold_out(training.label, names, config, run)
         cut = {"training": training.take(~held), "validation": training.take(held)}
         parts = cut | {part: table for part, table in parts.items() if part not in cut}
-    elif config.fold is not None or config.held_out != PathologyConfig.held_out:
-        needs = "has validation images in its column split; --fold and --held-out need it without"
-        raise ValueError(f"{folder / 'labels.csv'}: {needs}")
+    elif config.fold is not None:
+        raise ValueError(f"{folder / 'labels.csv'}: has validation images in its column split; --fold needs it without")
     return Tables(folder, folder.name, False, None, parts)
 
 

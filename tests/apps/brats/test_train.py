@@ -140,10 +140,12 @@ def test_a_smart_cache_trains_resumes_and_keeps_its_number(heads, store, tmp_pat
     with pytest.raises(RuntimeError, match="power cut"):
         main(replace(config, run=tmp_path / "cut"))
     monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"cache smart:1: the run began with smart:2:0\.5"):
+        main(replace(config, resume=tmp_path / "cut", cache="smart:1"))
     main(replace(config, resume=tmp_path / "cut"))
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert equal_weights(tmp_path / "cut", tmp_path / "whole")
-    assert json.loads((tmp_path / "cut" / "smart_cache.json").read_text()) == {"cases": 2}
+    assert json.loads((tmp_path / "cut" / "smart_cache.json").read_text()) == {"cases": 2, "asked": "smart:2:0.5"}
 
 
 @pytest.mark.slow

@@ -16,10 +16,11 @@ from medspeed.common.config import config_content, config_to_yaml
 from medspeed.common.data import fingerprint
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.files import write_text
+from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.ranks import Ranks
 from medspeed.common.run import Run
 from medspeed.common.training.config import Parallel, TrainingConfig, decided
-from medspeed.common.training.resolve import Defaults, check_partitions, choose_volumes, keep_plan
+from medspeed.common.training.resolve import Defaults, check_partitions, choose_volumes, keep_plan, volume_model
 from medspeed.common.training.sources import read_volumes
 from medspeed.common.training.volume_config import Crops, SegmentationConfig, Windows
 from medspeed.models.unet3d import unet3d
@@ -186,6 +187,28 @@ def test_an_app_without_phantoms_asks_for_data(tmp_path, run):
         read_volumes(ToyConfig(store=tmp_path), run)
 
 
+def test_a_run_whose_plan_is_gone_decides_nothing_anew(scans, tmp_path, run):
+    later = replace(run, resumed=True)
+    assert not later.planned  # it ended before it had one
+    (run.directory / "checkpoints").mkdir()
+    (run.directory / "checkpoints" / "epoch-000001-step-000000.safetensors").touch()
+    for go_on in (lambda: read(scans, tmp_path, later), lambda: keep_plan(PLAIN, lambda: PLAIN, later)):
+        with pytest.raises(FileNotFoundError, match=r"plan\.json: missing beside checkpoints; restore it"):
+            go_on()
+    assert not (run.directory / "split.json").exists()
+
+
+def test_a_resumed_run_keeps_what_its_labels_mean(scans, tmp_path, run):
+    config, data = read(scans, tmp_path, run)
+    config = choose_volumes(config, data, USUAL, unet3d, run)
+    first, other = (one_region_per_label(("background", name)) for name in ("organ", "tumour"))
+    volume_model(config, data, unet3d, first, 1, run)
+    later = replace(run, resumed=True)
+    assert volume_model(config, data, unet3d, first, 1, later).labelling == first
+    with pytest.raises(ValueError, match=r"labels .*tumour.*; the run began with .*organ.*: it cannot resume"):
+        volume_model(config, data, unet3d, other, 1, later)
+
+
 def test_a_plan_that_lacks_fields_is_one_line(run):
     (run.directory / "plan.json").write_text("{}")
     with pytest.raises(ValueError, match=r"plan\.json: lacks .*precision.*; restore it, or start a new run"):
@@ -220,8 +243,8 @@ def test_a_fold_is_held_out_and_recorded_and_found_again(scans, tmp_path, run):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"fold": 0}, "folds None: must be 2 or more, and with fold"),
-        ({"folds": 5}, "folds 5: must be 2 or more, and with fold"),
+        ({"fold": 0}, "folds None: must be 2 or more, with fold"),
+        ({"folds": 5}, "folds 5: must be 2 or more, with fold"),
         ({"fold": 5, "folds": 5}, "fold 5: must be 0 or more, and below folds"),
         ({"fold": -1, "folds": 5}, "fold -1: must be 0 or more"),
         ({"groups": "(.*)_"}, "must be given with fold and folds"),
