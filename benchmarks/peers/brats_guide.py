@@ -32,6 +32,7 @@ LABELS = ["edema", "non-enhancing", "enhancing"]
 REGIONS = {"TC": (2, 3), "WT": (1, 2, 3), "ET": (3,)}
 METRIC, FALLS = "mean Dice of TC, WT and ET", True  # the learning rate
 HELD = 2  # of the sorted cases, the last ones validate
+NORMALISE = mt.NormalizeIntensityd("image", nonzero=True, channel_wise=True)  # after the crop, and so in every step
 
 # The overlap is without effect where a window is as large as a scan.
 FLAGS: dict[str, Any] = {"epochs": 300, "every": 20, "batch": 1, "rate": 1e-4, "split": Path}
@@ -72,11 +73,6 @@ def fixed_transforms(keys: Sequence[str], given: Given) -> list[Callable[..., An
     ]
 
 
-def normalisation() -> mt.NormalizeIntensityd:
-    """Return the normalisation, which the guide does after the crop and so in every step."""
-    return mt.NormalizeIntensityd("image", nonzero=True, channel_wise=True)
-
-
 def training_loader(given: Given) -> Any:  # noqa: ANN401 - MONAI's
     """Fill the cache and return the loader of random crops.
 
@@ -93,7 +89,7 @@ def training_loader(given: Given) -> Any:  # noqa: ANN401 - MONAI's
         mt.RandSpatialCropd(keys, roi_size=given.crop, random_size=False),
         mt.Lambdad("image", torch.clone),  # the normalisation writes into the crop, which is a view of the cache
         *(mt.RandFlipd(keys, prob=0.5, spatial_axis=axis) for axis in range(3)),
-        normalisation(),
+        NORMALISE,
         mt.RandScaleIntensityd("image", factors=0.1, prob=0.5),
         mt.RandShiftIntensityd("image", offsets=0.1, prob=0.5),
     ]
@@ -102,7 +98,7 @@ def training_loader(given: Given) -> Any:  # noqa: ANN401 - MONAI's
 
 def make_validation(given: Given) -> Callable[[nn.Module], float]:
     """Fill the cache of the validation cases and return what measures the mean Dice of the regions."""
-    fixed = [*fixed_transforms(("image", "label"), given), normalisation()]
+    fixed = [*fixed_transforms(("image", "label"), given), NORMALISE]
     loader = peers.cached(peers.read_pairs(given, HELD)[1], fixed, 4)
     masks = mt.Compose([mt.Activations(sigmoid=True), mt.AsDiscrete(threshold=0.5)])
     return lambda network: peers.mean_dice(network, loader, given, masks, mt.Identity())
@@ -127,7 +123,7 @@ def infer(files: Sequence[Path], network: nn.Module, to: Path, given: Given) -> 
         mt.AsDiscreted("pred", threshold=0.5),
         mt.Lambdad("pred", regions_to_label),
     ]
-    fixed = [*fixed_transforms(["image"], given), normalisation()]
+    fixed = [*fixed_transforms(["image"], given), NORMALISE]
     peers.segment(files, network, to, given, fixed, discrete, at_once=4)
 
 

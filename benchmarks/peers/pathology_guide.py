@@ -78,15 +78,6 @@ def scaling() -> list[Callable[..., Any]]:
     return [mt.CastToTyped("image", dtype=np.float32), mt.ScaleIntensityRanged("image", 0.0, 255.0, -1.0, 1.0)]
 
 
-def patch_transforms() -> list[Callable[..., Any]]:
-    """Return the random transforms of one patch, with the conversions of the script's numpy backend."""
-    drawn = [mt.Lambdad("image", jitter, track_meta=False)]
-    drawn += [mt.RandFlipd("image", spatial_axis=-1, prob=0.5), mt.RandRotate90d("image", prob=0.5)]
-    zoom = mt.RandZoomd("image", prob=0.5, min_zoom=0.9, max_zoom=1.1)
-    cast, scale = scaling()
-    return [*drawn, cast, zoom, scale, mt.ToTensord("image", track_meta=False)]
-
-
 def make_dataset(items: Sequence[Item], transforms: Sequence[Callable[..., Any]], given: Given) -> PatchWSIDataset:
     """Return the dataset of the tutorial: nine patches for each "location" (row, column), a centre; or one."""
     grid = math.isqrt(len(items[0]["label"]))
@@ -109,8 +100,18 @@ def make_loader(items: Sequence[Item], transforms: Sequence[Callable[..., Any]],
 
 
 def training_loader(given: Given) -> Any:  # noqa: ANN401 - MONAI's
-    """Return the loader of the training patches."""
-    return make_loader(read_list(given.training, given.data), patch_transforms(), given, shuffle=True)
+    """Return the loader of the training patches, with random transforms and the script's numpy conversions."""
+    cast, scale = scaling()
+    transforms = [
+        mt.Lambdad("image", jitter, track_meta=False),
+        mt.RandFlipd("image", spatial_axis=-1, prob=0.5),
+        mt.RandRotate90d("image", prob=0.5),
+        cast,
+        mt.RandZoomd("image", prob=0.5, min_zoom=0.9, max_zoom=1.1),
+        scale,
+        mt.ToTensord("image", track_meta=False),
+    ]
+    return make_loader(read_list(given.training, given.data), transforms, given, shuffle=True)
 
 
 def make_validation(given: Given) -> Callable[[nn.Module], float]:
