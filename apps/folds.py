@@ -147,14 +147,11 @@ def _evaluated(run: Path) -> Evaluation:
 
 def _rows(found: Evaluation, figure: str) -> list[Scores]:
     """Return of each structure the number of cases that have its first metric, and a figure of each metric."""
-    return [
-        {
-            "label": label,
-            "cases": next(iter(metrics.values()))["cases"],
-            **{name: each.get(figure) for name, each in metrics.items()},
-        }
-        for label, metrics in found.summary.items()
-    ]
+    rows = []
+    for label, metrics in found.summary.items():
+        cases = next(iter(metrics.values()))["cases"]
+        rows.append({"label": label, "cases": cases, **{name: each.get(figure) for name, each in metrics.items()}})
+    return rows
 
 
 if __name__ == "__main__":
