@@ -21,7 +21,6 @@ from torch.utils.flop_counter import flop_registry
 
 MEMORY = 141 * 10**9
 """Bytes of the device: those of an H200."""
-_NAME, _CAPABILITY = "fake H200", (9, 0)
 _ITEM, _EQUAL, _COPY = (getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "equal", "copy_"))
 _NOT_OPERATORS = ("prim::", "profiler::")
 
@@ -127,8 +126,7 @@ def _pin(tensor: Tensor, *_: Any) -> Tensor:  # noqa: ANN401
 
 
 def _is_pinned(tensor: Tensor, *_: Any) -> bool:  # noqa: ANN401
-    whole = tensor if tensor._base is None else tensor._base
-    return hasattr(tensor, "_medspeed_pinned") or hasattr(whole, "_medspeed_pinned")
+    return any(hasattr(each, "_medspeed_pinned") for each in (tensor, tensor._base))
 
 
 def _take_over(tensor: Tensor, changed: Tensor) -> None:  # torch's own way refuses what a fake mode has looked at
@@ -137,15 +135,14 @@ def _take_over(tensor: Tensor, changed: Tensor) -> None:  # torch's own way refu
 
 _STAND_INS: dict[str, Any] = {
     "is_available": lambda: True,
-    "is_initialized": lambda: False,
     "_lazy_init": lambda: None,
     "is_bf16_supported": lambda including_emulation=True: True,
     "device_count": lambda: 1,
     "current_device": lambda: 0,
     "set_device": lambda device: None,
     "synchronize": lambda device=None: None,
-    "get_device_name": lambda device=None: _NAME,
-    "get_device_capability": lambda device=None: _CAPABILITY,
+    "get_device_name": lambda device=None: "fake H200",
+    "get_device_capability": lambda device=None: (9, 0),
     "mem_get_info": lambda device=None: (MEMORY, MEMORY),
     "Event": lambda **_: SimpleNamespace(record=lambda: None, elapsed_time=lambda _: 1.0),  # no time passes
 }

@@ -13,11 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("shim.cpp")
+_TORCH = Path(str(distribution("torch").locate_file("torch")))  # its folder; it is not loaded
 
 
 def why_not() -> str | None:
     """Return why there can be no shim here: no compiler, or a torch that has CUDA itself; None where there can."""
-    version = (_torch() / "version.py").read_text(encoding="utf-8")
+    version = (_TORCH / "version.py").read_text(encoding="utf-8")
     if re.search(r"^cuda\b.*= None$", version, re.MULTILINE) is None:
         return "torch is built for CUDA; the fake device needs the CPU build"
     if find_spec("triton") is None:
@@ -31,21 +32,20 @@ def load() -> None:
     if reason := why_not():
         raise RuntimeError(f"fake CUDA: {reason}")
     shim = _build()
-    for library in (_torch() / "lib" / "libc10.so", _torch() / "lib" / "libtorch_cpu.so", shim):
+    for library in (_TORCH / "lib" / "libc10.so", _TORCH / "lib" / "libtorch_cpu.so", shim):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def _build() -> Path:
-    torch = _torch()
-    key = hashlib.sha256(_SOURCE.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
+    key = hashlib.sha256(_SOURCE.read_bytes() + (_TORCH / "version.py").read_bytes()).hexdigest()[:16]
     path = Path("~/.cache/medspeed/fake_cuda").expanduser() / f"shim-{key}.so"
     if path.is_file():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # several processes may build it at once
         part = Path(folder) / path.name
-        words = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch / 'include'}", str(_SOURCE)]
-        command = [_compiler(), *words, f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(part)]
+        words = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{_TORCH / 'include'}", str(_SOURCE)]
+        command = [_compiler(), *words, f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(part)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"fake CUDA: {' '.join(command)}: {done.stderr.strip()[:2000]}")
@@ -55,7 +55,3 @@ def _build() -> Path:
 
 def _compiler() -> str:
     return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or ""
-
-
-def _torch() -> Path:  # its folder; it is not loaded
-    return Path(str(distribution("torch").locate_file("torch")))

@@ -8,7 +8,7 @@ from medspeed.benchmarks.fake_cuda import shim
 @pytest.fixture
 def torch_folder(tmp_path, monkeypatch):
     """A torch that has nothing but its version."""
-    monkeypatch.setattr(shim, "_torch", lambda: tmp_path)
+    monkeypatch.setattr(shim, "_TORCH", tmp_path)
     (tmp_path / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
     return tmp_path
 
