@@ -250,8 +250,8 @@ def _notes(raw: RawSet, good: Sequence[RawCase]) -> dict[str, list[str]]:
 
 def _range(figures: Sequence[tuple[float, ...]]) -> str:
     """Return the least, the median and the most of each axis; one figure where they are all alike."""
-    parts = [np.min(figures, axis=0), np.median(figures, axis=0), np.max(figures, axis=0)]
-    least, median, most = ("x".join(f"{value:.4g}" for value in part.tolist()) for part in parts)
+    parts = np.quantile(figures, (0, 0.5, 1), axis=0).tolist()
+    least, median, most = ("x".join(f"{value:.4g}" for value in part) for part in parts)
     return least if least == most else f"{least} to {most}, median {median}"
 
 
