@@ -43,8 +43,7 @@ class Fields:
         """Return smooth noise, mean 0 and deviation about 1, whose bumps are about `length` um apart."""
         nodes, zoom = len(self.y), max(length / 2 / NODE, 1.0)
         coarse = self.rng.standard_normal((math.ceil(nodes / zoom) + 3,) * 2).astype(np.float32)
-        field: Floats = ndimage.zoom(coarse, zoom, order=3)[:nodes, :nodes]
-        return field
+        return ndimage.zoom(coarse, zoom, order=3)[:nodes, :nodes]
 
     def depth(self, inside: npt.NDArray[np.bool_]) -> Floats:
         """Return how deep each node lies inside, um; negative outside."""
