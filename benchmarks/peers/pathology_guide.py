@@ -165,8 +165,6 @@ def scan_slide(file: Path, network: nn.Module, given: Given) -> np.ndarray:
     dataset = MaskedPatchWSIDataset([{"image": str(file)}], transform=transform, reader=given.reader, **sizes)
     dataset.wsi_object_dict = {}  # a file that is open already must not be shared by processes
     found = np.zeros(dataset.image_data[0]["mask_size"], np.float64)
-    if not len(dataset):
-        return found
     device, amp_dtype = torch.device(given.device), peers.half_of(given.device)
     how = {"num_workers": given.workers, "multiprocessing_context": FORK if given.workers else None}
     for item in DataLoader(dataset, batch_size=given.scan_batch, **how):
