@@ -97,7 +97,6 @@ def train(guide: ModuleType, given: Given) -> None:
     network = guide.make_network(**given.network).to(given.device)
     step, optimizer = make_step(network, given.rate, guide.make_loss(), half_of(given.device))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=given.epochs)
-    held = False
     for epoch in range(1, given.most + 1):
         network.train()
         for item in loader:
