@@ -118,10 +118,9 @@ def climb(app: str, kind: str, data: Path, store: Path) -> dict[str, TrainingCon
 def beside(app: str, fast: TrainingConfig, ram: Path | None) -> dict[str, TrainingConfig | str]:
     """Return single changes of fast, or why one cannot run; `ram` is a folder in a RAM disk, if there is one."""
     disk = replace(fast, store=ram) if ram else f"there is no {RAM_DISK}"
-    rungs: dict[str, TrainingConfig | str] = {"the store in a RAM disk (--store /dev/shm)": disk}
-    for rung, changes in {**RUNGS["all"]["beside"], **RUNGS[app]["beside"]}.items():
-        rungs[rung] = replaced(fast, _tuples(changes))
-    return rungs
+    changes = {**RUNGS["all"]["beside"], **RUNGS[app]["beside"]}
+    rungs = {rung: replaced(fast, _tuples(each)) for rung, each in changes.items()}
+    return {"the store in a RAM disk (--store /dev/shm)": disk, **rungs}
 
 
 def _tuples(changes: dict[str, Any]) -> dict[str, Any]:
