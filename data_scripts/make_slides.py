@@ -162,7 +162,7 @@ def make_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(description=f"{__doc__} Same seed, same bytes.", epilog=_EXAMPLES)
     add = parser.add_argument
-    add("--to", type=Path, required=True, metavar="DIR", help="new or empty folder for the set")
+    add("--to", dest="folder", type=Path, required=True, metavar="DIR", help="new or empty folder for the set")
     add("--training", type=int, default=8, metavar="N", help="number of training slides, half with tumour (default 8)")
     add("--testing", type=int, default=6, metavar="N", help="number of test slides, half with tumour (default 6)")
     size = f"side of a slide in pixels of {MPP} um (default {DEFAULT_SIZE}); needs {BYTES_PER_PIXEL} bytes per pixel"
@@ -173,10 +173,9 @@ def make_parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    options = make_parser().parse_args(arguments)
-    given = options.to, options.training, options.testing, options.size, options.seed
-    told = f"synthetic slides in the layout of Camelyon16, seed {options.seed}; not for clinical use"
-    return run_program("make_slides", lambda: f"{make_slides(*given)}: {told}")
+    options = vars(make_parser().parse_args(arguments))
+    told = f"synthetic slides in the layout of Camelyon16, seed {options['seed']}; not for clinical use"
+    return run_program("make_slides", lambda: f"{make_slides(**options)}: {told}")
 
 
 if __name__ == "__main__":
