@@ -113,8 +113,7 @@ def _plain(one: Operator, read: int, written: int) -> Kernel:
 
 def _convolution(one: Operator) -> list[Kernel]:
     (image, weight, *bias), (result,) = one.inputs, one.outputs
-    found = _turned(result, image)
-    found.append(Kernel("convolution", _bytes((image, weight, result)), one.flops))
+    found = [*_turned(result, image), Kernel("convolution", _bytes((image, weight, result)), one.flops)]
     return [*found, Kernel("pointwise", 2 * result.size)] if bias else found
 
 
