@@ -1,6 +1,5 @@
 """Write label maps: NIfTI, NRRD or MetaImage, whatever the name says."""
 
-import io
 import math
 import os
 from collections.abc import Iterable
@@ -52,9 +51,8 @@ def _nifti_header(labels: np.ndarray, affine: np.ndarray) -> bytes:
         header["qform_code"] = 0
     header.set_data_offset(HEADER_BYTES + 4)
     header.set_slope_inter(1, 0)
-    stored = io.BytesIO()
-    header.write_to(stored)
-    return stored.getvalue().ljust(HEADER_BYTES + 4, b"\0")
+    block: bytes = header.binaryblock
+    return block.ljust(HEADER_BYTES + 4, b"\0")
 
 
 def _nrrd_header(shape: tuple[int, ...], affine: np.ndarray) -> bytes:
