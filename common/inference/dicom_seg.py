@@ -1,6 +1,5 @@
 """DICOM segmentations out: a label map as a SEG object that viewers lay over its series."""
 
-import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,10 +94,8 @@ def write_seg(
     except (AttributeError, TypeError, ValueError):  # highdicom's, of what a header lacks or holds
         raise refusal from None
     _set_distance(image, sources)
-    content = io.BytesIO()
-    image.save_as(content)
     with atomic_path(path) as part:
-        part.write_bytes(content.getbuffer())
+        image.save_as(part)
 
 
 def _source(file: Path, keep_patient: bool) -> pydicom.Dataset:
