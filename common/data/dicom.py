@@ -146,9 +146,7 @@ def _read_channels(scan: DicomSeries) -> Volume:
     except ValueError:
         names = ", ".join(each.name for each in scan.channels)
         raise ValueError(f"{scan.name}: {names} are not on one grid: register and resample them first") from None
-    voxels = np.empty((*first.voxels.shape, len(parts)), np.result_type(*(part.voxels for part in parts)), order="F")
-    for number, part in enumerate(parts):
-        voxels[..., number] = part.voxels
+    voxels = np.stack([part.voxels.T for part in parts]).T  # in Fortran order, as each part is
     return Volume(voxels, first.affine, Path(scan.name))
 
 
