@@ -12,7 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -204,12 +204,11 @@ class FolderJob(Generic[Source, Read, Computed]):
 
     def finished(self, item: Item[Source]) -> Record | None:
         """Return the record of an item that is finished as it is now, with all its outputs; else None."""
-        try:
+        with suppress(*BAD_INPUT):  # there is none, or it is damaged
             record = read_object(item.record)
-            whole = record.get("mark") == self._mark(item) and all(path.is_file() for path in item.outputs)
-            return record if whole else None
-        except BAD_INPUT:  # there is none, or it is damaged
-            return None
+            if record.get("mark") == self._mark(item) and all(path.is_file() for path in item.outputs):
+                return record
+        return None
 
     def _mark(self, item: Item[Source]) -> Record:
         """Return all that decides what comes out for an item as it is now, as JSON gives it back."""
