@@ -160,48 +160,36 @@ def patch_batches(patches: Patches, here: Sequence[int], config: PathologyConfig
     if not per_pass:
         said = f"{count} training patches in {partitions} partitions do not fill one batch"
         raise ValueError(f"batch_size {config.batch_size}: {said}; choose a smaller one, or more patches")
-    rows = [partition_cases(count, partitions, number) for number in here]
     ahead = None if isinstance(patches.pixels, torch.Tensor) else device
     steps = min(per_pass, (config.patches_per_epoch or count) // partitions // each)
-    sizes = steps * each, per_pass * each
-    parts = [partial(_shuffled, patches, part, config, device, *sizes) for part in rows]
+
+    @contextmanager
+    def shuffled(rows: np.ndarray, epoch: int) -> Iterator[Take]:
+        """Yield what takes and augments patches of some rows in an epoch, in an order of each pass over them."""
+        first, length, table = epoch * steps * each, per_pass * each, patches.table
+        orders = {}
+        for number in range(first // length, (first + steps * each - 1) // length + 1):
+            draws = keyed_uniforms(config.seed, number, rows, np.full(len(rows), _ORDER), 1)[:, 0]
+            orders[number] = rows[np.argsort(draws, kind="stable")]
+
+        def take(part: slice) -> Batch:
+            number, start = divmod(first + part.start, length)
+            some = orders[number][start : start + part.stop - part.start]
+            draw = draw_patches(config.augmentation, config.seed, number, some, table.size)
+            (pixels, places), form = patches.find(some, device), (dtype_of(config.precision), config.channels_last)
+            label = table.label[some].astype(np.float32)
+            names = tuple(table.files[file].stem for file in table.file[some])
+            if trusts(FUSED, pixels):
+                from medspeed.apps.pathology.patches.augment_triton import augmented
+
+                make = lambda rows, label: (augmented(pixels, rows, *form), label)  # noqa: E731
+                rows = np.arange(len(pixels)) if places is None else places
+                return Draft(device, [draw_table(draw, rows), label], make, id(pixels), names)
+            if places is not None:
+                pixels = pixels.index_select(0, upload(places, device))
+            return Batch(augment(pixels, draw), upload(label, device), names)
+
+        yield take
+
+    parts = [partial(shuffled, partition_cases(count, partitions, number)) for number in here]
     return keyed_batches(parts, steps, each, ahead)
-
-
-@contextmanager
-def _shuffled(
-    patches: Patches,
-    rows: np.ndarray,
-    config: PathologyConfig,
-    device: torch.device,
-    per_epoch: int,
-    per_pass: int,
-    epoch: int,
-) -> Iterator[Take]:
-    """Yield what takes and augments patches of some rows, so many in an epoch, in an order of each pass over them."""
-    table, first = patches.table, epoch * per_epoch
-    passes = range(first // per_pass, (first + per_epoch - 1) // per_pass + 1)
-    orders = {number: _order(rows, config.seed, number) for number in passes}
-
-    def take(part: slice) -> Batch:
-        number, start = divmod(first + part.start, per_pass)
-        some = orders[number][start : start + part.stop - part.start]
-        draw = draw_patches(config.augmentation, config.seed, number, some, table.size)
-        (pixels, places), form = patches.find(some, device), (dtype_of(config.precision), config.channels_last)
-        label, names = table.label[some].astype(np.float32), tuple(table.files[file].stem for file in table.file[some])
-        if trusts(FUSED, pixels):
-            from medspeed.apps.pathology.patches.augment_triton import augmented
-
-            make = lambda rows, label: (augmented(pixels, rows, *form), label)  # noqa: E731
-            rows = np.arange(len(pixels)) if places is None else places
-            return Draft(device, [draw_table(draw, rows), label], make, id(pixels), names)
-        if places is not None:
-            pixels = pixels.index_select(0, upload(places, device))
-        return Batch(augment(pixels, draw), upload(label, device), names)
-
-    yield take
-
-
-def _order(rows: np.ndarray, seed: int, number: int) -> np.ndarray:
-    draws = keyed_uniforms(seed, number, rows, np.full(len(rows), _ORDER), 1)[:, 0]
-    return rows[np.argsort(draws, kind="stable")]
