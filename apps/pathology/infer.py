@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from medspeed.apps.pathology.model import load_model, normalised
-from medspeed.apps.pathology.patches.table import IMAGES, read_image
+from medspeed.apps.pathology.patches.table import AT_ONCE, IMAGES, read_image
 from medspeed.apps.pathology.scan.scan import ProbabilityMap, View, choose_view, draw_heatmap, scan_slide, write_found
 from medspeed.apps.pathology.slides.camelyon import find_slides, is_slide
 from medspeed.apps.pathology.slides.masks import SlideMask, tissue_mask
@@ -35,7 +35,6 @@ from medspeed.common.ranks import choose_device, torchrun_place
 from medspeed.common.run import one_line_errors
 
 _COARSER = 1.5  # times the pixels of the training: what lies between a slide's pixels was never seen
-_AT_ONCE = 256  # patches in one call
 
 
 class Scanner:
@@ -65,7 +64,7 @@ class Scanner:
         output, given = self.config.output / "probabilities.csv", self.config.input
         if output.is_file() and not output.read_bytes().startswith(b"image,probability\n"):
             raise FileExistsError(f"{output}: already exists, not written by medspeed: choose another --output")
-        at_once = self.model.tile_batch if self.opened.backend == "tensorrt" else _AT_ONCE
+        at_once = self.model.tile_batch if self.opened.backend == "tensorrt" else AT_ONCE
         found, failed = dict[str, list[dict[str, str]]](), dict[str, str]()
 
         def read(file: Path) -> np.ndarray | str:
@@ -74,8 +73,8 @@ class Scanner:
             except ValueError as error:
                 return printable(str(error))
 
-        for start in tqdm(range(0, len(files), _AT_ONCE), disable=hides_bar()):
-            some = files[start : start + _AT_ONCE]
+        for start in tqdm(range(0, len(files), AT_ONCE), disable=hides_bar()):
+            some = files[start : start + AT_ONCE]
             names = [file.relative_to(given if given.is_dir() else given.parent).as_posix() for file in some]
             images = dict(zip(names, map_in_threads(read, some), strict=True))
             failed |= {name: why for name, why in images.items() if isinstance(why, str)}

@@ -10,7 +10,7 @@ from torch import nn
 
 from medspeed.apps.pathology.model import PathologyModel, normalised
 from medspeed.apps.pathology.patches.store import Patches, rank_rows
-from medspeed.apps.pathology.patches.table import of_each_kind
+from medspeed.apps.pathology.patches.table import AT_ONCE, of_each_kind
 from medspeed.apps.pathology.scan.froc import auc
 from medspeed.common.data.threads import prefetch
 from medspeed.common.export.export import Gate
@@ -19,14 +19,13 @@ from medspeed.common.inference.predictors import Predictor, torch_predictor
 from medspeed.common.run import Run
 from medspeed.common.training.evaluate import Quality, doubts
 
-_AT_ONCE = 256  # patches in one call
 _BINS = 16  # of each channel's histogram
 _MOST = 4096  # training patches whose colours are looked at, evenly spread
 _GATE_PATCHES = 512  # of each kind: those for validation that the gate scores with each export
 
 
 def patch_scores(
-    patches: Patches, predictor: Predictor, rows: np.ndarray, device: torch.device, at_once: int = _AT_ONCE
+    patches: Patches, predictor: Predictor, rows: np.ndarray, device: torch.device, at_once: int = AT_ONCE
 ) -> list[float]:
     """Return the tumour probability of the patches of some rows ([M] int), computed so many at once.
 
@@ -40,7 +39,7 @@ def patch_scores(
         return scores[: len(rows)].tolist()
 
 
-def call_size(count: int, at_once: int = _AT_ONCE) -> int:
+def call_size(count: int, at_once: int = AT_ONCE) -> int:
     """Return how many of `count` patches, at least 1, are computed in each of the fewest calls of at most so many."""
     return -(-count // -(-count // at_once))
 

@@ -20,7 +20,7 @@ _PARTS = {"train": "training", "val": "validation", "valid": "validation", "test
 _PARTS |= {part: part for part in _PARTS.values()}
 _LABELS = {"0": 0, "1": 1}
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp"}
-_AT_ONCE = 256  # patches that are decoded in one go
+AT_ONCE = 256  # patches that are decoded in one go, and that a network computes in one call
 _MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")  # of Pillow's, those of 8 bits a channel
 _LONGEST = 4096  # pixels of a patch's side
 # MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py: regions, grid and patches.
@@ -116,7 +116,7 @@ def decode(
     images = table.files[0].suffix.lower() in IMAGES  # then all are
     for group in [order] if images else np.split(order, np.flatnonzero(np.diff(table.file[order])) + 1):
         slide = None if images else open_slide(table.files[table.file[group[0]]], reader)
-        for rows in np.split(group, range(_AT_ONCE, len(group), _AT_ONCE)):
+        for rows in np.split(group, range(AT_ONCE, len(group), AT_ONCE)):
             if slide is None:
                 files = [table.files[file] for file in table.file[rows]]
                 read = map_in_threads(partial(read_image, size=size), files, workers=workers)
