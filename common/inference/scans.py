@@ -47,7 +47,6 @@ from medspeed.common.ranks import choose_device, torchrun_place
 
 ScanItem = Item[Scan]
 Found = tuple[Volume, np.ndarray, list[float]]
-ScanJob = FolderJob[Scan, Volume, Found]
 
 _PER_THREAD = 2**27  # bytes of room for each thread that reads or writes
 _OPTIONS = ("flips", "fit_windows", "overlays", "keep_patient")  # they change what comes out
@@ -107,7 +106,7 @@ class Segmenter:
             return self.model.postprocessing
         return clean_by_hand(self.model.labelling, bool(largest), smallest or 0.0)
 
-    def job(self, scans: Sequence[Scan]) -> ScanJob:
+    def job(self, scans: Sequence[Scan]) -> FolderJob[Scan, Volume, Found]:
         """Return the job of segmenting the scans into the output folder."""
         options = {name: getattr(self.config, name) for name in _OPTIONS}
         options["cleaning"] = [asdict(step) for step in self.cleaning]
