@@ -98,11 +98,9 @@ def initialise_from(network: nn.Module, path: Path) -> str:
         initialise(network, path)
         return f"weights: all from {path}"
     features = network.get_submodule("features")
-    own = features.state_dict().items()
-    counters = {name: value for name, value in own if name.endswith("num_batches_tracked")}  # old files lack them
     given = {name: value for name, value in load_weights(path).items() if not name.startswith("fc.")}
     try:
-        features.load_state_dict({**counters, **given})
+        features.load_state_dict(given)  # a plain dict may lack the counters of batches, as old files do
     except RuntimeError as error:
         problem = " ".join(str(error).split())[:300]
         raise ValueError(f"{path}: not the weights of TorchVision's ResNet-18 ({problem})") from error
