@@ -230,7 +230,12 @@ def _sum_windows(
         try:
             logits = predictor(windows)
         except torch.OutOfMemoryError as error:
-            windows = windows[: _halved(len(windows), roi, error)]
+            said, half = f"of {roi} voxels does not fit into the device's memory", len(windows) // 2
+            if not half:
+                remedy = "use smaller windows, half precision, or --device cpu, or free the device's memory"
+                raise torch.OutOfMemoryError(f"one window {said}: {remedy}") from error
+            warnings.warn(f"a batch of {len(windows)} windows {said}: trying {half}", stacklevel=4)
+            windows = windows[:half]
             continue
         assert (len(logits), *logits.shape[2:]) == (len(windows), *roi), tuple(logits.shape)
         assert logits.device == image.device, logits.device
@@ -247,12 +252,3 @@ def _sum_windows(
                 place.add_(window)
         done += len(batch)
     return total
-
-
-def _halved(batch_size: int, roi: Shape, error: torch.OutOfMemoryError) -> int:
-    said, half = f"of {roi} voxels does not fit into the device's memory", batch_size // 2
-    if not half:
-        remedy = "use smaller windows, half precision, or --device cpu, or free the device's memory"
-        raise torch.OutOfMemoryError(f"one window {said}: {remedy}") from error
-    warnings.warn(f"a batch of {batch_size} windows {said}: trying {half}", stacklevel=5)
-    return half
