@@ -83,10 +83,8 @@ def restore_labels(logits: torch.Tensor, grid: WorkingGrid, labelling: LabelSche
     logits = logits - bars[:, None, None, None] if bars.any() else logits
     labels = np.zeros(grid.native_shape, np.uint8, order="F")
     over_zero = len(logits) == 1 or not labelling.exclusive  # else over the first class, the background
-    if over_zero:
-        box = box_above(logits, 0)
-    else:
-        box = box_above((logits[1:].amax(dim=0) > logits[0]).view(torch.uint8)[None], 0)
+    higher = logits if over_zero else (logits[1:].amax(dim=0) > logits[0]).view(torch.uint8)[None]
+    box = box_above(higher, 0)
     if box is None:
         return labels
     box = tuple((start + first, start + stop) for start, (first, stop) in zip(grid.crop_start, box, strict=True))
@@ -245,10 +243,8 @@ def _sum_windows(
             total = torch.zeros((channels, *image.shape[1:]), dtype=torch.float32, device=image.device)
         for window, start in zip(logits, batch, strict=False):  # those that fill up the last batch are left out
             place = total[_box(start, roi)]
+            place.add_(window[1:] if subtract else window)
             if subtract:  # two passes in place are faster than one over a difference that needs memory first
-                place.add_(window[1:])
                 place.sub_(window[:1])
-            else:
-                place.add_(window)
         done += len(batch)
     return total
