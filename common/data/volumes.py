@@ -101,8 +101,14 @@ def check_same_grid(image: Volume, label: Volume, kind: str = "image") -> None:
 
 
 def _voxels(header: Header, path: Path, first_only: bool) -> np.ndarray:
-    """Read the voxels, [X, Y, Z] or [X, Y, Z, C], into one new array, for which there is room."""
-    _check_room(header, path)
+    """Read the voxels, [X, Y, Z] or [X, Y, Z, C], into one array; refuse what the file cannot hold, or the memory."""
+    declared = math.prod(header.sizes) * header.dtype.itemsize
+    bound = (path.stat().st_size - header.start) * (1 if header.packed == "raw" else _MAX_RATIO)
+    asked = f"{path}: its header declares {declared} bytes of voxels (shape {header.sizes}, {header.dtype})"
+    if declared > bound:
+        raise ValueError(f"{asked}, the file can hold at most {bound}: truncated, or a wrong header; copy it again")
+    if declared > max(free := free_memory(), ALWAYS_TRIED):
+        raise ValueError(f"{asked}, {free} bytes of memory are free: crop the scan, or use a machine with more memory")
     first_alone = first_only and header.channels == 3
     sizes = (*header.sizes[:3], 1) if first_alone else header.sizes
     needed = math.prod(sizes) * header.dtype.itemsize
@@ -145,17 +151,6 @@ class _Inflated(io.RawIOBase):
                 buffer[: len(found)] = found
                 return len(found)
         return 0
-
-
-def _check_room(header: Header, path: Path) -> None:
-    """Refuse voxels that the file cannot hold, or the memory."""
-    needed = math.prod(header.sizes) * header.dtype.itemsize
-    bound = (path.stat().st_size - header.start) * (1 if header.packed == "raw" else _MAX_RATIO)
-    asked = f"{path}: its header declares {needed} bytes of voxels (shape {header.sizes}, {header.dtype})"
-    if needed > bound:
-        raise ValueError(f"{asked}, the file can hold at most {bound}: truncated, or a wrong header; copy it again")
-    if needed > max(free := free_memory(), ALWAYS_TRIED):
-        raise ValueError(f"{asked}, {free} bytes of memory are free: crop the scan, or use a machine with more memory")
 
 
 def _fill(stream: io.RawIOBase | io.BufferedIOBase, buffer: np.ndarray) -> int:
