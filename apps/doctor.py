@@ -60,9 +60,9 @@ def explanations(config: TrainingConfig, precision: str) -> dict[Bound, str]:
         "preparation": f"{late}, limited by deterministic transforms{kept}",
         "augmentation": f"{late}, limited by random transforms{made}",
         "workers": f"{late}: too few workers; raise --workers",
-        "validation": "validation dominates; raise --validate-every",
-        "checkpointing": f"writing checkpoints dominates; {local}",
-        "logging": f"logging dominates; {local}",
+        "validation": "validation takes long; raise --validate-every",
+        "checkpointing": f"writing checkpoints takes long; {local}",
+        "logging": f"logging takes long; {local}",
         "kernel launch": f"the steps are too small: most of their time is independent of the batch size; {larger}",
         "threads": f"one thread is as fast as all: they wait for each other; unset OMP_* and GOMP_*, or {larger}",
         "compute": f"the device is busy, but another precision is faster; use --precision {precision}",
@@ -72,6 +72,8 @@ def explanations(config: TrainingConfig, precision: str) -> dict[Bound, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Look, and print what is found; return the exit status."""
     options = PARSER.parse_args(arguments)
+    if options.flags and not options.app:
+        PARSER.error(f"{options.flags[0]}: flags of a training need --app")
     config = parse_flags(options.app, options.flags) if options.app else None
     device = choose_device(config.device if config else "auto")
     checks = check_machine(config.store if config else TrainingConfig.store.expanduser(), device)

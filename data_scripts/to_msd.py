@@ -121,7 +121,7 @@ def _find(options: argparse.Namespace) -> RawSet:
     else:
         name = options.to.resolve().name
         raw = raw_sets.pair_folders(options.images, options.labels, name, options.modality, options.names)
-    read_names(*_names_of(raw), (options.nnunet or options.to) / "dataset.json")
+    read_names(_names_of(raw), (options.nnunet or options.to) / "dataset.json")
     for old, new in options.values:
         if new not in range(len(raw.labels)) or not raw.labels[new]:
             known = ", ".join(f"{number} {name}" for number, name in enumerate(raw.labels) if name)
@@ -140,13 +140,11 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
     if scratch.exists():  # of a run that was killed
         shutil.rmtree(scratch)
     cases, tests = (sorted(case.name for case in good if bool(case.label) == labelled) for labelled in (True, False))
-    modality, labels = _names_of(raw)
     listing = {
         "name": raw.name,
         "description": f"{folder.resolve().name}: converted by data_scripts/to_msd.py",
         "tensorImageSize": "4D" if len(raw.modality) > 1 else "3D",
-        "modality": modality,
-        "labels": labels,
+        **_names_of(raw),
         "numTraining": len(cases),
         "numTest": len(tests),
         "training": [{"image": f"./imagesTr/{n}.nii.gz", "label": f"./labelsTr/{n}.nii.gz"} for n in cases],
@@ -163,9 +161,9 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _names_of(raw: RawSet) -> tuple[dict[str, str], dict[str, str]]:
-    channels, labels = ({str(number): name for number, name in enumerate(each)} for each in (raw.modality, raw.labels))
-    return channels, {number: name for number, name in labels.items() if name}
+def _names_of(raw: RawSet) -> dict[str, dict[str, str]]:
+    by_number = {"modality": enumerate(raw.modality), "labels": enumerate(raw.labels)}
+    return {key: {str(number): name for number, name in names if name} for key, names in by_number.items()}
 
 
 def _write_case(folder: Path, raw: RawSet, link: bool, case: RawCase) -> None:

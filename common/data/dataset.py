@@ -91,7 +91,7 @@ def read_dataset(folder: Path) -> Dataset:
         due = "dataset.json, imagesTr and labelsTr (the layout of the Medical Segmentation Decathlon)"
         raise FileNotFoundError(f"{path}: not found; a dataset folder contains {due}")
     content = read_as(path, _Listed)
-    modality, labels = read_names(content["modality"], content["labels"], path)
+    modality, labels = read_names(content, path)
     cases = _cases(((entry["image"], entry["label"]) for entry in content["training"]), path)
     if not cases:
         raise ValueError(f"{path}: training: expected at least one image with a label, found none")
@@ -104,19 +104,16 @@ def read_dataset(folder: Path) -> Dataset:
     return Dataset(folder, content["name"], modality, labels, cases, test_cases, content.get("synthetic", False))
 
 
-def read_names(
-    modality: Mapping[str, str], labels: Mapping[str, str], path: Path
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the channels and of the labels that `path` has by number; ValueError if they are not fit."""
-    channels, structures = by_number(modality, "modality", path), by_number(labels, "labels", path)
-    if not all(map(str.strip, channels)) or len(structures) < 2:
-        found = f"found {channels}, and two or more labels, {structures}"
-        raise ValueError(f"{path}: expected names for all channels, {found}")
-    wrong = [name for name, count in Counter(labels.values()).items() if count > 1 or not name.isprintable()]
-    if wrong or not all(map(str.strip, labels.values())):
+def read_names(content: Mapping[str, Any], path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the channels and of the labels in a dataset.json; a ValueError says which are not fit."""
+    modality, labels = (by_number(content[key], key, path) for key in ("modality", "labels"))
+    if not all(map(str.strip, modality)) or len(labels) < 2:
+        raise ValueError(f"{path}: expected names for all channels, found {modality}, and two or more labels, {labels}")
+    wrong = [name for name, count in Counter(content["labels"].values()).items() if count > 1 or not name.isprintable()]
+    if wrong or not all(map(str.strip, content["labels"].values())):
         found = _listed([ascii(name) for name in wrong]) or "an empty name"
         raise ValueError(f"{path}: labels: expected a unique, printable name for each number, found {found}")
-    return channels, structures
+    return modality, labels
 
 
 def make_synthetic(folder: Path, script: str, *flags: str) -> Path:

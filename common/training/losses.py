@@ -74,6 +74,7 @@ _MONAI = {"monai_dice_ce": "DiceCELoss", "monai_dice_focal": "DiceFocalLoss", "m
 def build_loss(name: str, ranks: Ranks = SINGLE, regions: Sequence[Region] = ()) -> Loss:
     """Return a loss, of regions by sigmoid or of classes by softmax, the same on all ranks; MONAI's are their mean."""
     if not name.startswith("monai_"):
+        assert name.startswith(("dice_ce", "dice_focal")), name
         given = () if name == "dice_ce" else regions
         return partial(soft_dice, regions=given, batch=not name.endswith("_per_sample"), ranks=ranks)
     from monai import losses  # here: MONAI takes longer to load than all the rest

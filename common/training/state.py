@@ -208,16 +208,12 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, An
         return None
     try:
         weights = load_weights(complete[-1])
-        stream = io.BytesIO(weights.pop(_STATE).numpy().tobytes())
-        state = torch.load(stream, map_location="cpu", weights_only=True)
+        state = io.BytesIO(weights.pop(_STATE).numpy().tobytes())
+        return weights, torch.load(state, map_location="cpu", weights_only=True)
     except (*UNREADABLE, OSError) as error:
         remedy = f"resume from {complete[-2].name}" if len(complete) > 1 else "start over"
         said = f"cannot be loaded safely ({first_line(error)}); remove it to {remedy}"
         raise ValueError(f"{complete[-1]}: {said}") from error
-    best = folder.with_name("best.safetensors")
-    if state.get("best_epoch") and not best.is_file():
-        raise FileNotFoundError(f"{best}: missing, the weights of epoch {state['best_epoch']}; restore it")
-    return weights, state
 
 
 def _complete(folder: Path) -> list[Path]:
