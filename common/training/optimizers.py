@@ -155,9 +155,8 @@ class Novograd(_Uncompiled):
         spans = [1 + sum((n - 1) * far for n, far in zip(p.shape, p.stride(), strict=True)) for p in parameters]
         assert spans == [p.numel() for p in parameters], "no gaps in a parameter's memory"
         self._blocks = [math.ceil(parameter.numel() / BLOCK) for parameter in parameters]
-        owner = [index for index, count in enumerate(self._blocks) for _ in range(count)]  # whose a block is
-        self._owner = torch.tensor(owner, device=first.device)
-        average, second = first.new_zeros(len(owner), BLOCK), first.new_zeros(len(parameters))
+        self._owner = torch.repeat_interleave(torch.tensor(self._blocks)).to(first.device)  # whose a block is
+        average, second = first.new_zeros(len(self._owner), BLOCK), first.new_zeros(len(parameters))
         # The gradients, later the update, in a storage of their own: that of the moment is saved with the state.
         self._scratch = torch.zeros_like(average)
         self._moments, self._updates = self._views(average), self._views(self._scratch)
