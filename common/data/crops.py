@@ -40,8 +40,13 @@ def place_case(case: PreparedCase, tier: Tier, crop_size: Shape, device: torch.d
     """Put a labelled case, for crops of `crop_size` X, Y, Z, in a tier, by itself: "disk" leaves it where it is."""
     assert case.label is not None
     copied = partial(upload, device=device) if tier == "gpu" else torch.clone if tier == "ram" else torch.Tensor.detach
-    shape = _padded(case, crop_size)
-    return CachedCase(case.name, copied(case.image), copied(case.label), shape, _foreground(case.label, shape))
+    shape, numbers = _padded(case, crop_size), case.label.numpy()
+    found = np.flatnonzero(numbers != 0)  # NumPy finds the true ones of bools several times as fast
+    values = numbers.reshape(-1)[found]
+    if numbers.shape != tuple(shape):
+        found = np.ravel_multi_index(np.unravel_index(found, numbers.shape), tuple(shape))
+    foreground = tuple(found[values == number].astype(np.int32) for number in np.flatnonzero(np.bincount(values)))
+    return CachedCase(case.name, copied(case.image), copied(case.label), shape, foreground)
 
 
 def place_together(cases: Sequence[PreparedCase], crop_size: Shape, device: torch.device) -> list[CachedCase]:
@@ -143,12 +148,3 @@ def _changed(image: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
 
 def _padded(case: PreparedCase, crop_size: Shape) -> np.ndarray:
     return np.maximum(case.image.shape[1:], crop_size).astype(np.int64)
-
-
-def _foreground(label: torch.Tensor, shape: np.ndarray) -> tuple[np.ndarray, ...]:
-    numbers = label.numpy()
-    found = np.flatnonzero(numbers != 0)  # NumPy finds the true ones of bools several times as fast
-    values = numbers.reshape(-1)[found]
-    if numbers.shape != tuple(shape):
-        found = np.ravel_multi_index(np.unravel_index(found, numbers.shape), tuple(shape))
-    return tuple(found[values == number].astype(np.int32) for number in np.flatnonzero(np.bincount(values)))
