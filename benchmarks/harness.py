@@ -157,11 +157,6 @@ def in_turn(sides: Mapping[str, Callable[[], Figures]], rounds: int) -> dict[str
     return found
 
 
-def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Return the median over the rounds of slow / fast, to two decimals."""
-    return round(statistics.median(a / b for a, b in zip(slow, fast, strict=True)), 2)
-
-
 def median(seconds: Sequence[float]) -> float:
     """Return the median to a tenth of a millisecond."""
     return round(statistics.median(seconds), 4)
@@ -175,7 +170,7 @@ def row(what: str, unit: str, guide: Sequence[float], fast: Sequence[float]) -> 
     """
     centre = median if unit else lambda values: round(statistics.fmean(values), 5)
     both = {"guide": centre(guide) if guide else None, "fast": centre(fast)}
-    better = ratio(guide, fast) if guide and unit else None
+    better = round(statistics.median(a / b for a, b in zip(guide, fast, strict=True)), 2) if guide and unit else None
     return {"what": what, **both, "unit": unit, "ratio": better, "values": {"guide": [*guide], "fast": [*fast]}}
 
 

@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,27 +68,18 @@ def _mlflow(run: "Trackers", known: str) -> _Tracker:
     return _Tracker(number, scalars, files, lambda failed: client.set_terminated(number, "FAILED" if failed else None))
 
 
-def _wandb(run: "Trackers", known: str) -> _Tracker:
-    import wandb
-
-    quiet = wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=30)
-    options = {"dir": run.folder, "reinit": "create_new", "settings": quiet}  # beside a run of the user's own
-    return _like_wandb(wandb, run, known, os.environ.get("WANDB_PROJECT", run.project), options)
-
-
-def _trackio(run: "Trackers", known: str) -> _Tracker:
-    import trackio
-
-    return _like_wandb(trackio, run, known, run.project, {"embed": False, "auto_log_gpu": False})
-
-
-def _like_wandb(package: Any, run: "Trackers", known: str, project: str, options: dict[str, Any]) -> _Tracker:  # noqa: ANN401
-    """Return a run in a package with the interface of Weights & Biases."""
-    name = re.sub(r"[^\w.-]", "-", run.folder.name)[:64]
-    number = known or f"{name}-{uuid4().hex[:8]}"  # Trackio goes on by name, wandb by id
-    options |= {"id": number} if "settings" in options else {}
+def _like_wandb(name: str, run: "Trackers", known: str) -> _Tracker:
+    """Return a run in Weights & Biases, or in Trackio, whose interface is the same but for some options."""
+    package: Any = import_module(name)
+    options: dict[str, Any] = {"project": run.project, "embed": False, "auto_log_gpu": False}
+    title = re.sub(r"[^\w.-]", "-", run.folder.name)[:64]
+    number = known or f"{title}-{uuid4().hex[:8]}"  # Trackio goes on by name, wandb by id
+    if name == "wandb":
+        quiet = package.Settings(console="off", silent=True, init_timeout=30, login_timeout=30)
+        options = {"project": os.environ.get("WANDB_PROJECT", run.project), "id": number, "settings": quiet}
+        options |= {"dir": run.folder, "reinit": "create_new"}  # beside a run of the user's own
     with redirect_stdout(io.StringIO()):
-        begun = package.init(project=project, name=number, config=run.settings, resume="allow", **options)
+        begun = package.init(name=number, config=run.settings, resume="allow", **options)
 
     def files(paths: Sequence[Path]) -> None:
         artifact = package.Artifact(f"run-{number}", type="model")
@@ -96,12 +89,13 @@ def _like_wandb(package: Any, run: "Trackers", known: str, project: str, options
 
     def close(failed: bool) -> None:
         with redirect_stdout(io.StringIO()):
-            begun.finish(*([int(failed)] if "settings" in options else []))
+            begun.finish(*([int(failed)] if name == "wandb" else []))
 
     return _Tracker(number, lambda values, step: begun.log(dict(values), step=step), files, close)
 
 
-TRACKERS = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb, "trackio": _trackio}
+TRACKERS = {"tensorboard": _tensorboard, "mlflow": _mlflow}
+TRACKERS |= {name: partial(_like_wandb, name) for name in ("wandb", "trackio")}
 
 
 class Trackers:

@@ -114,8 +114,7 @@ def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
     there = any(path.name.lower().endswith(ending) for path in tests.glob("[!.]*"))
     held = _by_channel(tests, ending, modality) if there else {}
     set_name = re.sub(r"^Dataset\d+_", "", folder.resolve().name)
-    numbers = content["labels"] if isinstance(content.get("labels"), dict) else {}
-    ignored = next((each for name, each in numbers.items() if name == "ignore" and isinstance(each, int)), None)
+    ignored = content["labels"].get("ignore") if isinstance(content.get("labels"), dict) else None
     return RawSet(set_name, modality, labels, (*cases.values(), *held.values()), ignored=ignored)
 
 

@@ -16,7 +16,7 @@ import nibabel as nib
 import numpy as np
 
 from medspeed.common.console import say
-from medspeed.common.data.dataset import read_names
+from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.label_files import gzipped, write_label
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import flush_to_disk, write_json
@@ -79,6 +79,8 @@ def _mistake(options: argparse.Namespace) -> str | None:
             return f"--{name} is missing: --{source} needs {', '.join(f'--{each}' for each in needed)}; see examples"
     if len(dict(options.values)) < len({*options.values}):
         return "--values: gives a value two meanings; give each once"
+    if options.names and len({*filter(str.strip, options.names)}) < len(options.names):
+        return f"--names {' '.join(options.names)}: expected another name for each number"
     if options.names and len(options.names) < 2:
         return f"--names {options.names[0]}: expected background and at least one structure: --names background liver"
     return None
@@ -121,11 +123,9 @@ def _find(options: argparse.Namespace) -> RawSet:
     else:
         name = options.to.resolve().name
         raw = raw_sets.pair_folders(options.images, options.labels, name, options.modality, options.names)
-    read_names(_names_of(raw), (options.nnunet or options.to) / "dataset.json")
     for old, new in options.values:
         if new not in range(len(raw.labels)) or not raw.labels[new]:
-            known = ", ".join(f"{number} {name}" for number, name in enumerate(raw.labels) if name)
-            raise ValueError(f"--values {old}={new}: there is no label {new}; known labels are {known}")
+            raise ValueError(f"--values {old}={new}: there is no label {new}; name it, too")
     return dataclasses.replace(raw, values=dict(options.values))
 
 
@@ -144,7 +144,8 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
         "name": raw.name,
         "description": f"{folder.resolve().name}: converted by data_scripts/to_msd.py",
         "tensorImageSize": "4D" if len(raw.modality) > 1 else "3D",
-        **_names_of(raw),
+        "modality": dict(enumerate(raw.modality)),
+        "labels": {number: name for number, name in enumerate(raw.labels) if name},
         "numTraining": len(cases),
         "numTest": len(tests),
         "training": [{"image": f"./imagesTr/{n}.nii.gz", "label": f"./labelsTr/{n}.nii.gz"} for n in cases],
@@ -156,14 +157,10 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
         write_json(scratch / "dataset.json", listing)
         for path in scratch.rglob("*"):
             flush_to_disk(path)
+        read_dataset(scratch)  # which may still refuse names
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _names_of(raw: RawSet) -> dict[str, dict[str, str]]:
-    by_number = {"modality": enumerate(raw.modality), "labels": enumerate(raw.labels)}
-    return {key: {str(number): name for number, name in names if name} for key, names in by_number.items()}
 
 
 def _write_case(folder: Path, raw: RawSet, link: bool, case: RawCase) -> None:
@@ -237,7 +234,7 @@ def _notes(raw: RawSet, good: Sequence[RawCase]) -> dict[str, list[str]]:
     for names in twins.values():
         if len(names) > 1:
             notes["identical images; keep one of them, or the same scan may be in training and validation"] += names
-    if raw.ignored is not None and raw.ignored in raw.values:
+    if isinstance(raw.ignored, int) and raw.ignored in raw.values:
         taught = raw.labels[raw.values[raw.ignored]]
         notes[f"voxels that dataset.json says to ignore become {taught}"] += [case.name for case in good if case.label]
     for number, name in enumerate(raw.labels):

@@ -91,7 +91,13 @@ def read_dataset(folder: Path) -> Dataset:
         due = "dataset.json, imagesTr and labelsTr (the layout of the Medical Segmentation Decathlon)"
         raise FileNotFoundError(f"{path}: not found; a dataset folder contains {due}")
     content = read_as(path, _Listed)
-    modality, labels = read_names(content, path)
+    modality, labels = (by_number(content[key], key, path) for key in ("modality", "labels"))
+    if not all(map(str.strip, modality)) or len(labels) < 2:
+        raise ValueError(f"{path}: expected names for all channels, found {modality}, and two or more labels, {labels}")
+    wrong = [name for name, count in Counter(content["labels"].values()).items() if count > 1 or not name.isprintable()]
+    if wrong or not all(map(str.strip, content["labels"].values())):
+        found = _listed([ascii(name) for name in wrong]) or "an empty name"
+        raise ValueError(f"{path}: labels: expected a unique, printable name for each number, found {found}")
     cases = _cases(((entry["image"], entry["label"]) for entry in content["training"]), path)
     if not cases:
         raise ValueError(f"{path}: training: expected at least one image with a label, found none")
@@ -102,18 +108,6 @@ def read_dataset(folder: Path) -> Dataset:
     test = (entry if isinstance(entry, str) else entry.get("image", "") for entry in content.get("test", []))
     test_cases = _cases(((image, None) for image in test), path)
     return Dataset(folder, content["name"], modality, labels, cases, test_cases, content.get("synthetic", False))
-
-
-def read_names(content: Mapping[str, Any], path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the channels and of the labels in a dataset.json; a ValueError says which are not fit."""
-    modality, labels = (by_number(content[key], key, path) for key in ("modality", "labels"))
-    if not all(map(str.strip, modality)) or len(labels) < 2:
-        raise ValueError(f"{path}: expected names for all channels, found {modality}, and two or more labels, {labels}")
-    wrong = [name for name, count in Counter(content["labels"].values()).items() if count > 1 or not name.isprintable()]
-    if wrong or not all(map(str.strip, content["labels"].values())):
-        found = _listed([ascii(name) for name in wrong]) or "an empty name"
-        raise ValueError(f"{path}: labels: expected a unique, printable name for each number, found {found}")
-    return modality, labels
 
 
 def make_synthetic(folder: Path, script: str, *flags: str) -> Path:

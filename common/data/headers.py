@@ -125,8 +125,7 @@ def _nifti_affine(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
         _warn_once(f"{path}: {said}, which other programs may use: {remedy}")
     with suppress(HeaderDataError, ValueError):  # a qform that is none
         if header["sform_code"] and header["qform_code"] and aff2axcodes(header.get_qform()) != aff2axcodes(affine):
-            said = f"axes to {''.join(aff2axcodes(affine))} in its sform, which is used, but not in its qform"
-            _warn_once(f"{path}: {said}, which other programs may use: {remedy}")
+            _warn_once(f"{path}: its qform, which other programs may use, turns the axes otherwise: {remedy}")
     return affine
 
 

@@ -29,7 +29,9 @@ def draw_progress(path: Path, records: Sequence[Mapping[str, Any]], metric: str 
     empty axes; a value that is missing or not finite leaves a gap. Each of the records has "epoch" (from 1, in order),
     "loss" (mean over the epoch), "seconds" and, where it was validated, the metric by its name in small letters.
     """
-    epochs, loss, values, seconds = (_column(records, name) for name in ("epoch", "loss", metric.lower(), "seconds"))
+    names = ("epoch", "loss", metric.lower(), "seconds")
+    table = np.array([[record.get(name) for record in records] for name in names], np.float64)  # None becomes NaN
+    epochs, loss, values, seconds = np.where(np.isfinite(table), table, np.nan)
     figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     style(upper, "loss", _LOSS)
@@ -73,9 +75,3 @@ def style(axes: Axes, label: str = "", colour: str = _GREY) -> None:
 def draw_curve(axes: Axes, x: Values, y: Values, **options: Any) -> list[Any]:  # noqa: ANN401 - matplotlib's
     """Draw a thin line, with marks where it is of few points (one of a single point cannot be seen); return it."""
     return list(axes.plot(x, y, linewidth=1, marker="o" if len(x) <= 10 else "", markersize=3, **options))
-
-
-def _column(records: Sequence[Mapping[str, Any]], name: str) -> Values:
-    """Return one value of each record as float64; NaN where it is missing, None or not finite."""
-    values = np.array([record.get(name) for record in records], dtype=np.float64)  # None becomes NaN
-    return np.where(np.isfinite(values), values, np.nan)

@@ -469,12 +469,19 @@ def test_links_to_files_that_are_gone_are_bad_cases(tmp_path: Path, capsys: pyte
     assert_nothing_written(tmp_path)
 
 
+def test_a_set_that_no_training_would_read_is_not_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = nnunet(tmp_path, labels={"background": 0, "organ": 1, "Organ\n": 2})
+    assert convert_nnunet(raw) == 2
+    assert "expected a unique, printable name" in capsys.readouterr().err
+    assert_nothing_written(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--names", "background", "organ", "organ"], "unique"),
-        (["--names", "background", " "], "an empty name"),
-        (["--values", "1=2"], "--values 1=2: there is no label 2; known labels are 0 background, 1 organ"),
+        (["--names", "background", "organ", "organ"], "expected another name for each number"),
+        (["--names", "background", " "], "expected another name for each number"),
+        (["--values", "1=2"], "--values 1=2: there is no label 2; name it, too"),
     ],
 )
 def test_names_that_no_training_would_take_are_refused_before_the_cases_are_read(
@@ -482,7 +489,11 @@ def test_names_that_no_training_would_take_are_refused_before_the_cases_are_read
 ) -> None:
     raw = nnunet(tmp_path)
     (raw / "labelsTr/b.nii.gz").write_bytes(b"no volume")
-    assert convert_nnunet(raw, *flags) == 2
+    try:
+        status: object = convert_nnunet(raw, *flags)
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
     told = capsys.readouterr().err
     assert words in told
     assert told.count("\n") == 1

@@ -145,8 +145,7 @@ def _labelled(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     if "validation" not in parts:
         training = parts["training"]
         if config.groups is None:
-            remedy = "to keep slides apart, give labels.csv a column split, or use --fold with --groups"
-            run.say(f"patches are divided at random, those of a slide may train and validate: {remedy}", "warning")
+            run.say("patches are divided at random, so a slide may have some on both sides: use --fold and --groups")
         name = "{0.name}:[0, 0]" if config.fold is None else "{1}"
         names = [name.format(file, file.relative_to(folder).as_posix()) for file in training.files]
         held = hold_out(training.label, names, config, run)

@@ -15,6 +15,7 @@ PARSER.add_argument("--rounds", type=int, default=3, help="times each side runs"
 if __name__ == "__main__":
     PARSER.parse_args()  # before torch is loaded: --help answers at once
 
+import statistics
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +25,7 @@ import torch
 from monai import metrics
 from monai.transforms import LoadImage
 
-from medspeed.benchmarks.harness import median, ratio
+from medspeed.benchmarks.harness import median
 from medspeed.common.clock import seconds_of
 from medspeed.common.data.label_files import write_label
 from medspeed.common.data.volumes import read_volume
@@ -43,7 +44,8 @@ def main() -> None:
         rounds = [{side: seconds_of(run) for side, run in sides.items()} for _ in range(given.rounds + 1)]
         seconds = {side: [each[side] for each in rounds[1:]] for side in sides}  # after a warm-up
     print(*(f"{side}: {median(each)} s for {len(pairs)} pairs" for side, each in seconds.items()), sep="\n")
-    print(f"ratio: {ratio(seconds['MONAI'], seconds['evaluate'])}, the median of {given.rounds} rounds")
+    ratio = statistics.median(a / b for a, b in zip(seconds["MONAI"], seconds["evaluate"], strict=True))
+    print(f"ratio: {ratio:.2f}, the median of {given.rounds} rounds")
 
 
 def of_monai(files: tuple[Path, Path]) -> list[float]:

@@ -255,7 +255,7 @@ def test_a_qform_that_turns_the_axes_otherwise_is_told(tmp_path, caplog):
         image.set_qform(np.diag([-2.0, 2, 2, 1]), code=code)
         nibabel.save(image, path := tmp_path / f"{code}.nii")
         assert np.array_equal(read_header(path).affine, np.diag([2.0, 2, 2, 1]))
-        said = f"{path}: axes to RAS in its sform, which is used, but not in its qform, which other programs may use:"
+        said = f"{path}: its qform, which other programs may use, turns the axes otherwise: if the sform is right,"
         assert [message.startswith(said) for message in caplog.messages] == [True] * told
         caplog.clear()
 
