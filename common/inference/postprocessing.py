@@ -33,6 +33,10 @@ class Postprocessing:
         if not 0 < self.threshold < 1:
             raise ValueError(f"threshold {self.threshold}: must be a probability, above 0 and below 1")
 
+    def numbers(self, labelling: LabelScheme) -> list[int]:
+        """Return the label numbers of its structures."""
+        return sorted({number for name in self.structures for number in labelling.structures[name]})
+
     def kept(self, sizes: np.ndarray, voxel_ml: float) -> np.ndarray:
         """Return which components stay, bool [N + 1], by their voxels [N + 1]; number 0, outside, has none."""
         kept = sizes >= math.ceil(self.smallest_ml / voxel_ml * (1 - ROUNDING))

@@ -259,8 +259,7 @@ def clean_labels(labels: np.ndarray, labelling: LabelScheme, voxel_ml: float, st
     cleaned = labels.copy(order="K") if steps else labels
     inside = cleaned[foreground(labels)]
     for step in steps:
-        numbers = [number for name in step.structures for number in labelling.structures[name]]
-        parts = connected_components(np.isin(inside, numbers))
+        parts = connected_components(np.isin(inside, step.numbers(labelling)))
         inside[~step.kept(np.bincount(parts[parts > 0], minlength=1), voxel_ml)[parts]] = 0
     return cleaned
 
