@@ -125,17 +125,17 @@ def test_too_much_memory_is_one_line_with_advice(take):
         take()
     line = explained(found.value)
     assert line is not None
-    assert "lower --batch-size" in line
+    assert "lower the size of batches" in line
     assert "\n" not in line
 
 
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore"), "lower --batch-size"),
-        (MemoryError(), "lower --batch-size"),
-        (RuntimeError("could not create a primitive"), "lower --batch-size"),
-        (RuntimeError("can't start new thread"), "lower --batch-size"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore"), "lower the size of batches"),
+        (MemoryError(), "lower the size of batches"),
+        (RuntimeError("could not create a primitive"), "lower the size of batches"),
+        (RuntimeError("can't start new thread"), "lower the size of batches"),
         (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "), "lower --workers"),
         (RuntimeError("DataLoader worker (pid(s) 12) exited unexpectedly"), "lower --workers"),
         (RuntimeError("unable to allocate shared memory(shm) for file </torch_7_1_0>: No space left"), "/dev/shm"),

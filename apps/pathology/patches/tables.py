@@ -112,8 +112,7 @@ def _listed(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     lists = decided(config.lists)
     parts = {part: read_coordinates(path, folder) for part, path in zip(_NEEDED, lists, strict=True)}
     if shared := {*parts["training"].files} & {*parts["validation"].files}:
-        names = ", ".join(sorted(path.name for path in shared)[:5])
-        raise ValueError(f"{lists[0]} and {lists[1]}: both have patches of {names}: keep each slide in one of them")
+        raise ValueError(f"{lists[0]} and {lists[1]}: both have patches of {min(shared).name}: keep a slide in one")
     for table in parts.values():
         for number, file in enumerate(table.files):
             # Beyond the slide it would be white, whatever its label says.

@@ -56,7 +56,7 @@ def test_room_for_fewer_patches_is_told(slides):
 def test_a_list_of_another_slide_is_refused(slides, tmp_path):
     (tmp_path / "list.csv").write_text("tumor_001,512,512,0,0,0,0,1,0,0,0,0\ntumor_001,9999,512,1,1,1,1,1,1,1,1,1\n")
     (tmp_path / "other.csv").write_text("normal_001,512,512,0,0,0,0,0,0,0,0,0\n")
-    with pytest.raises(ValueError, match=r"list\.csv: both have patches of tumor_001\.tif: keep each slide in one"):
+    with pytest.raises(ValueError, match=r"list\.csv: both have patches of tumor_001\.tif: keep a slide in one"):
         tables_of(PathologyConfig(data=slides, lists=(tmp_path / "list.csv", tmp_path / "list.csv")))
     config = PathologyConfig(data=slides, lists=(tmp_path / "list.csv", tmp_path / "other.csv"))
     with pytest.raises(ValueError, match=r"tumor_001\.tif: a patch is listed at .9615, 128., but the slide has 1024 x"):
