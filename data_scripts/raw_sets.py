@@ -56,7 +56,7 @@ class RawSet:
     labels: tuple[str, ...]  # the name of each label number, background first; "" where a number means nothing
     cases: tuple[RawCase, ...]  # those that lack an image, a channel or a label say so in their problems
     values: Mapping[int, int] = field(default_factory=dict)  # numbers in the files that stand for another number
-    ignored: int | None = None  # the number in the files of voxels that nobody annotated
+    ignored: str = ""  # the number in the files of voxels that nobody annotated
     most_off: float = _MOST_OFF  # how far off a whole number a label value is rounded, not refused
 
 
@@ -114,7 +114,7 @@ def read_nnunet(folder: Path, names: Sequence[str] | None = None) -> RawSet:
     there = any(path.name.lower().endswith(ending) for path in tests.glob("[!.]*"))
     held = _by_channel(tests, ending, modality) if there else {}
     set_name = re.sub(r"^Dataset\d+_", "", folder.resolve().name)
-    ignored = content["labels"].get("ignore") if isinstance(content.get("labels"), dict) else None
+    ignored = str(content["labels"].get("ignore", "")) if isinstance(content.get("labels"), dict) else ""
     return RawSet(set_name, modality, labels, (*cases.values(), *held.values()), ignored=ignored)
 
 
@@ -196,8 +196,8 @@ def read_numbers(label: Volume, raw: RawSet) -> np.ndarray:
         found_and_due = f"found the values {', '.join(unnamed[:5])}; known labels are {', '.join(named.values())}"
         free = [number for number in named if number not in found and number < int(unnamed[0])]
         remedy = f"--values={unnamed[0]}={max(free, default=0)}"  # BraTS has 0, 1, 2 and 4: 4=3
-        if int(unnamed[0]) == raw.ignored:
-            remedy += " (dataset.json says ignore: not annotated, but there is no way to leave voxels out)"
+        if unnamed[0] == raw.ignored:
+            remedy = f"--values={unnamed[0]}=0 (dataset.json says ignore, but no voxel can be left out)"
         raise ValueError(f"{label.path}: {found_and_due}; name these too, or map them: {remedy}")
     table = np.array([meant.get(number, 0) for number in range(low, high + 1)], np.uint8)
     return table[whole.astype(np.int32) - low]

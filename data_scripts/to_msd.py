@@ -16,7 +16,6 @@ import nibabel as nib
 import numpy as np
 
 from medspeed.common.console import say
-from medspeed.common.data.dataset import read_dataset
 from medspeed.common.data.label_files import gzipped, write_label
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.files import flush_to_disk, write_json
@@ -79,8 +78,6 @@ def _mistake(options: argparse.Namespace) -> str | None:
             return f"--{name} is missing: --{source} needs {', '.join(f'--{each}' for each in needed)}; see examples"
     if len(dict(options.values)) < len({*options.values}):
         return "--values: gives a value two meanings; give each once"
-    if options.names and len({*filter(str.strip, options.names)}) < len(options.names):
-        return f"--names {' '.join(options.names)}: expected another name for each number"
     if options.names and len(options.names) < 2:
         return f"--names {options.names[0]}: expected background and at least one structure: --names background liver"
     return None
@@ -123,6 +120,9 @@ def _find(options: argparse.Namespace) -> RawSet:
     else:
         name = options.to.resolve().name
         raw = raw_sets.pair_folders(options.images, options.labels, name, options.modality, options.names)
+    names = [*filter(None, raw.labels)]
+    if not 1 < len(names) == len({*filter(str.strip, names)}) <= 256 or not all(map(str.strip, raw.modality)):
+        raise ValueError(f"names {raw.labels} and {raw.modality}: expected 2 to 256 labels, unlike, and all channels")
     for old, new in options.values:
         if new not in range(len(raw.labels)) or not raw.labels[new]:
             raise ValueError(f"--values {old}={new}: there is no label {new}; name it, too")
@@ -157,7 +157,6 @@ def _write_set(folder: Path, raw: RawSet, good: Sequence[RawCase], link: bool) -
         write_json(scratch / "dataset.json", listing)
         for path in scratch.rglob("*"):
             flush_to_disk(path)
-        read_dataset(scratch)  # which may still refuse names
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -234,8 +233,8 @@ def _notes(raw: RawSet, good: Sequence[RawCase]) -> dict[str, list[str]]:
     for names in twins.values():
         if len(names) > 1:
             notes["identical images; keep one of them, or the same scan may be in training and validation"] += names
-    if isinstance(raw.ignored, int) and raw.ignored in raw.values:
-        taught = raw.labels[raw.values[raw.ignored]]
+    if raw.ignored in map(str, raw.values):
+        taught = raw.labels[raw.values[int(raw.ignored)]]
         notes[f"voxels that dataset.json says to ignore become {taught}"] += [case.name for case in good if case.label]
     for number, name in enumerate(raw.labels):
         if number and name and not any(case.volumes[number] for case in good if case.volumes):

@@ -29,6 +29,7 @@ if __name__ == "__main__":
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,7 +75,8 @@ def main(config: PathologyExport) -> Path:
         """Judge on the patches that validated the run, or on synthetic ones."""
         own, synthetic = run.directory / "plan.json", PathologyConfig(patch_size=model.patch_size, store=scratch)
         trained = read_as(own, PathologyConfig) if own.is_file() else synthetic
-        trained = replace(trained, data=config.data or trained.data, init=None, mpp=None)
+        other: dict[str, Any] = {"data": config.data, "mpp": None, "patches_per_slide": None} if config.data else {}
+        trained = replace(trained, init=None, **other)
         tables = find_tables(trained, run)
         validation = decoded(tables.parts["validation"], trained, run)
         training = decoded(tables.parts["training"], trained, run) if int8 else None

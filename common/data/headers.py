@@ -124,7 +124,8 @@ def _nifti_affine(header: nibabel.Nifti1Header, path: Path) -> np.ndarray:
         said = f"voxel size {sides_in_mm(sides)} in its sform, which is used, but {sides_in_mm(pixdim)} in its pixdim"
         _warn_once(f"{path}: {said}, which other programs may use: {remedy}")
     with suppress(HeaderDataError, ValueError):  # a qform that is none
-        if header["sform_code"] and header["qform_code"] and aff2axcodes(header.get_qform()) != aff2axcodes(affine):
+        turned, used = (aff2axcodes(each) if np.isfinite(each).all() else () for each in (header.get_qform(), affine))
+        if header["sform_code"] and header["qform_code"] and turned != used and None not in (*turned, *used):
             _warn_once(f"{path}: its qform, which other programs may use, turns the axes otherwise: {remedy}")
     return affine
 

@@ -169,8 +169,7 @@ def volume_model(
         precision=config.precision,
         modality=data.dataset.modality if len(data.dataset.modality) > 1 else (),
     )
-    kept = run.directory / "model.json"
-    meaning = json.loads(json.dumps(asdict(labelling)))
+    kept, meaning = run.directory / "model.json", json.loads(json.dumps(asdict(labelling)))
     if run.resumed and kept.is_file() and (was := read_object(kept).get("labelling")) != meaning:
         raise ValueError(f"{data.dataset.folder}: labels {meaning}; the run began with {was}: it cannot resume")
     run.ranks.once(lambda: write_model(run.directory, config.APP, model))

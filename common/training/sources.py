@@ -21,7 +21,7 @@ from medspeed.common.data.fingerprint import Fingerprint, fingerprint, is_ct
 from medspeed.common.data.folds import split_fold
 from medspeed.common.data.preparation import Preparation, PreparedCase, prepare_case
 from medspeed.common.data.threads import map_in_threads
-from medspeed.common.files import plural, printable, read_as, read_object, write_json
+from medspeed.common.files import plural, read_as, read_object, write_json
 from medspeed.common.inference.labels import mean_dice
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.predict import working_counts
@@ -115,8 +115,7 @@ def _divided(
             split = replace(split, held_out=split.held_out and not (seen and same), record=record)
             if seen:
                 said = "NOT HELD OUT:" if same else "NOT HELD OUT, if these are the same scans:"
-                names = printable(", ".join(sorted(seen))[:200])
-                run.say(f"{said} the weights of --init were trained on {names}", "warning")
+                run.say(f"{said} the weights of --init were trained on {', '.join(sorted(seen))}"[:300], "warning")
     write_json(kept, split.to_json())
     write_json(measured, asdict(figures))
     return split, figures
@@ -258,11 +257,11 @@ def _cache_plan(
     def held() -> int:
         """Return the number that decides what is trained on, which every rank and every later start takes."""
         kept = run.directory / "smart_cache.json"
-        content: dict[str, Any] = read_object(kept) if kept.is_file() else {"cases": plan_of(asked=asked).held}
-        if config.cache != (began := content.setdefault("asked", config.cache)):
+        if run.planned and config.cache != (began := read_object(run.directory / "plan.json")["cache"]):
             raise ValueError(f"cache {config.cache}: the run began with {began}, which decides on what it trains")
-        write_json(kept, content)
-        return int(content["cases"])
+        number: int = read_object(kept)["cases"] if kept.is_file() else plan_of(asked=asked).held
+        write_json(kept, {"cases": number})
+        return number
 
     plan = plan_of(asked=run.ranks.once(held) if smart else None)
     run.say(plan.words + (f"; redistributed every {cache.reshuffle} epochs" if cache.reshuffle else ""))

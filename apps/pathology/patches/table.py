@@ -21,7 +21,6 @@ _PARTS |= {part: part for part in _PARTS.values()}
 _LABELS = {"0": 0, "1": 1}
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp"}
 AT_ONCE = 256  # patches that are decoded in one go, and that a network computes in one call
-_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")  # of Pillow's, those of 8 bits a channel
 _LONGEST = 4096  # pixels of a patch's side
 # MONAI tutorials, pathology/tumor_detection/torch/camelyon_train_evaluate_pytorch_gpu.py: regions, grid and patches.
 REGION, GRID, PATCH_SIZE = 768, 3, 224
@@ -133,7 +132,7 @@ def read_image(file: Path, size: int | None = None) -> np.ndarray:
     try:
         with Image.open(file) as image:
             width, height = image.size
-            if image.mode not in _MODES:
+            if image.mode.startswith(("I", "F")):  # of more than 8 bits
                 raise ValueError(f"pixels of mode {image.mode}, expected 8 bits: save it as an 8-bit RGB PNG")
             if width == height == (size or width) <= _LONGEST:
                 return np.asarray(image.convert("RGB"))

@@ -53,15 +53,8 @@ def find_tables(config: PathologyConfig, run: Run) -> Tables:
     made = config.store / "phantoms" / _SYNTHETIC
     folder = config.data or run.ranks.once(lambda: make_synthetic(made, "make_slides"))
     read = _listed if config.lists else _labelled if (folder / "labels.csv").is_file() else _sampled
-    tables = run.ranks.once(lambda: _of_both_kinds(read(config, folder, run), run))
-    if config.mpp and tables.mpp and abs(config.mpp / tables.mpp - 1) > MPP_TOLERANCE:
-        said = f"patches are cut from the largest level of the slides, which has {tables.mpp:g} um"
-        raise ValueError(f"mpp {config.mpp}: {said}; drop the flag, which is for data that do not say it")
+    tables = run.ranks.once(lambda: _checked(read(config, folder, run), config, run))
     tables, parts = replace(tables, mpp=config.mpp or tables.mpp), tables.parts
-    for name, found in {"patch_size": parts["training"].size, "patches_per_slide": tables.per_slide}.items():
-        if getattr(config, name) not in (None, found):
-            said = f"the patches of {tables.folder} are given, {parts['training'].size} pixels wide"
-            raise ValueError(f"{name} {getattr(config, name)}: {said}; drop the flag")
     if config.fast_dev_run:
         run.say(DEV_RUN, "warning")
         count = max(_FEW, config.batch_size or 0)
@@ -111,7 +104,7 @@ def hold_out(labels: np.ndarray, names: Sequence[str], config: PathologyConfig, 
 def _listed(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     lists = decided(config.lists)
     parts = {part: read_coordinates(path, folder) for part, path in zip(_NEEDED, lists, strict=True)}
-    if shared := {*parts["training"].files} & {*parts["validation"].files}:
+    if not run.resumed and (shared := {*parts["training"].files} & {*parts["validation"].files}):
         raise ValueError(f"{lists[0]} and {lists[1]}: both have patches of {min(shared).name}: keep a slide in one")
     for table in parts.values():
         for number, file in enumerate(table.files):
@@ -125,8 +118,14 @@ def _listed(config: PathologyConfig, folder: Path, run: Run) -> Tables:
     return Tables(folder, lists[0].stem, False, mpp, parts)
 
 
-def _of_both_kinds(tables: Tables, run: Run) -> Tables:
-    """Refuse to train on, or to validate by, patches of one kind; leave testing by them out, and say so."""
+def _checked(tables: Tables, config: PathologyConfig, run: Run) -> Tables:
+    """Refuse flags that the data do not heed, and patches of one kind; leave testing by such out, and say so."""
+    if config.mpp and tables.mpp and abs(config.mpp / tables.mpp - 1) > MPP_TOLERANCE and not run.resumed:
+        raise ValueError(f"mpp {config.mpp}: patches are cut from the slides' {tables.mpp:g} um; drop the flag")
+    size = tables.parts["training"].size
+    for name, found in {"patch_size": size, "patches_per_slide": tables.per_slide}.items():
+        if getattr(config, name) not in (None, found) and not run.resumed:
+            raise ValueError(f"{name} {getattr(config, name)}: the patches are given, of {size} pixels; drop the flag")
     for name, table in [*tables.parts.items()]:
         if table.label.min() != table.label.max():
             continue

@@ -102,9 +102,10 @@ def read_slide_set(folder: Path) -> SlideSet:
         raise FileNotFoundError(f"{folder}: no such folder, or no training slides in it; expected {due}")
     reference = _reference(folder)
     about = read_object(folder / "slides.json", "remove it") if (folder / "slides.json").is_file() else {}
-    name, synthetic, own = about.get("name", folder.resolve().name), about.get("synthetic", False), bool(about)
+    name, synthetic = about.get("name", folder.resolve().name), about.get("synthetic", False)
     if not (isinstance(name, str) and isinstance(synthetic, bool)):
         raise ValueError(f"{folder / 'slides.json'}: name must be text, synthetic true or false; remove the file")
+    own = synthetic or ("name" in about and name.lower() != "camelyon16")
     tests = tuple(_entry(path, folder, "testing", own, reference) for path in testing)
     known = reference is not None or any(entry.tumour for entry in tests)
     entries = tuple(_entry(path, folder, "training", own, None) for path in training)
@@ -128,7 +129,8 @@ def _entry(path: Path, folder: Path, half: str, own: bool, reference: dict[str, 
         if reference is not None and name not in reference:
             raise ValueError(f"{folder}: reference.csv does not list {path.stem}; add it, or move the slide away")
         if reference is None and mask and not annotation:
-            raise ValueError(f"{mask}: write reference.csv to say which test slides have tumour: {path.stem},Tumor")
+            said = f"missing, and {mask.name} alone does not say whether {path.stem} has tumour"
+            raise ValueError(f"{folder / 'reference.csv'}: {said}: list each test slide as NAME,Tumor or NAME,Normal")
         tumour = annotation is not None if reference is None else reference[name]
         return SlideEntry(path.stem, path, tumour, mask or annotation, not own and name == _TEST_MARKED_IN_PART)
     tumour = name.startswith("tumor_")

@@ -129,6 +129,8 @@ def test_slides_with_tumour_that_is_not_marked_are_known_by_name_unless_the_set_
     names = ["training/images/Tumor_010.tif", "training/annotations/Tumor_010.xml"]
     lay_out(tmp_path, [*GUIDE, *names])
     assert [each.name for each in read_slide_set(tmp_path).training if each.part] == ["Tumor_010"]
+    (tmp_path / "slides.json").write_text(json.dumps({"name": "Camelyon16"}))
+    assert any(each.part for each in read_slide_set(tmp_path).training)
     (tmp_path / "slides.json").write_text(json.dumps({"name": "Own slides"}))
     assert not any(each.part for each in read_slide_set(tmp_path).training)
 
@@ -147,7 +149,7 @@ def test_a_test_slide_that_is_marked_in_part_is_known_by_name(tmp_path):
 
 def test_a_mask_alone_does_not_say_whether_a_test_slide_has_tumour(tmp_path):
     lay_out(tmp_path, [*GUIDE, "testing/masks/test_001_mask.tif"])
-    with pytest.raises(ValueError, match=r"test_001_mask\.tif: write reference\.csv .*: test_001,Tumor"):
+    with pytest.raises(ValueError, match=r"reference\.csv: missing, and test_001_mask\.tif alone .*NAME,Tumor"):
         read_slide_set(tmp_path)
     (tmp_path / "testing" / "reference.csv").write_text("test_001,Tumor\ntest_002,Tumor\n")
     assert [each.tumour for each in read_slide_set(tmp_path).testing] == [True, True]
