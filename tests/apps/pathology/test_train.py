@@ -104,9 +104,8 @@ def test_a_folder_of_patches_trains_with_the_same_program(store, tmp_path):
         Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / f"{number}.png")
         rows.append(f"{number}.png,{label},{'train' if number < 24 else 'val'}")
     (tmp_path / "labels.csv").write_text("\n".join(rows) + "\n")
-    config = replace(
-        PathologyConfig(data=tmp_path, store=store, run=tmp_path / "run", **TINY), patch_size=None, epochs=6
-    )
+    config = PathologyConfig(data=tmp_path, store=store, run=tmp_path / "run", **TINY)
+    config = replace(config, patch_size=None, patches_per_slide=None, epochs=6)
     summary = main(config)
     assert summary is not None
     assert summary["quality"]["name"] == "patch AUC, validation patches, best weights"
