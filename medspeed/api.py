@@ -70,8 +70,8 @@ def predict(model: Runs, inputs: str | Path, output: str | Path, *, quiet: bool 
     What an earlier call with the same weights and options has finished is kept.
 
     Args:
-        model: folder of a training run, or "demo" for small weights that have seen phantoms alone. Several, or a
-            folder of folds: the mean of their logits.
+        model: folder of a training run, or "demo" for small weights that have seen CT phantoms alone. Of volumes,
+            several, or a folder of folds: the mean of their logits.
         inputs: a file, or a folder of NIfTI files, DICOM series, slides or patches.
         output: folder for label maps, pictures and `measurements.csv`.
         quiet: print nothing.
