@@ -50,7 +50,7 @@ def explanations(config: TrainingConfig, precision: str) -> dict[Bound, str]:
     """Return what each bound is, and what to turn where this configuration has something to turn."""
     flag = "--cache auto" if isinstance(config, SegmentationConfig) else "--source resident"
     ours: bool = getattr(config, "ours", getattr(config, "source", "resident") == "resident")
-    gain = "caches cases that all fit" if ours else "prepares each case once and augments whole batches on the device"
+    gain = "caches cases if all fit" if ours else "prepares each case once and augments whole batches on the device"
     kept, made = f"; use {flag}, which {gain}", "" if ours else f"; use {flag}, which {gain}"
     larger = "raise --batch-size" if config.compile else "raise --batch-size, or try --compile"
     late, local = "training waits for batches", "write the run to a local disk (--run)"

@@ -241,7 +241,6 @@ def _names(content: object, key: str, path: Path) -> tuple[str, ...]:
     """Return the name of each number ("" for a gap), of {"0": "CT"} or {"CT": 0} (nnU-Net's labels since version 2)."""
     pairs = content.items() if isinstance(content, dict) else ()
     numbered = [(a, b) if str(a).isdecimal() else (b, a) for a, b in pairs]
-    # nnU-Net's "ignore" are voxels that nobody annotated
     found = {str(number): str(name) for number, name in numbered if name != "ignore"}
     try:
         return by_number(found, key, path)

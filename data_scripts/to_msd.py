@@ -121,8 +121,9 @@ def _find(options: argparse.Namespace) -> RawSet:
         name = options.to.resolve().name
         raw = raw_sets.pair_folders(options.images, options.labels, name, options.modality, options.names)
     names = [*filter(None, raw.labels)]
-    if not 1 < len(names) == len({*filter(str.strip, names)}) <= 256 or not all(map(str.strip, raw.modality)):
-        raise ValueError(f"names {raw.labels} and {raw.modality}: expected 2 to 256 labels, unlike, and all channels")
+    different = raw.labels[0] and 1 < len(names) == len({*filter(str.strip, names)}) <= 256
+    if not different or not all(map(str.strip, raw.modality)):
+        raise ValueError(f"channels {raw.modality}, labels {raw.labels}: expected names for all, different for labels")
     for old, new in options.values:
         if new not in range(len(raw.labels)) or not raw.labels[new]:
             raise ValueError(f"--values {old}={new}: there is no label {new}; name it, too")

@@ -472,15 +472,16 @@ def test_links_to_files_that_are_gone_are_bad_cases(tmp_path: Path, capsys: pyte
 def test_a_set_that_no_training_would_read_is_not_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = nnunet(tmp_path, labels={"background": 0, "organ": 1, " ": 2})
     assert convert_nnunet(raw) == 2
-    assert "expected 2 to 256 labels, unlike, and all channels" in capsys.readouterr().err
+    assert "expected names for all, different for labels" in capsys.readouterr().err
     assert_nothing_written(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--names", "background", "organ", "organ"], "expected 2 to 256 labels, unlike"),
-        (["--names", "background", " "], "expected 2 to 256 labels, unlike"),
+        (["--names", "background", "organ", "organ"], "expected names for all, different for labels"),
+        (["--names", "background", " "], "expected names for all, different for labels"),
+        (["--names", "", "organ", "tumour"], "expected names for all"),
         (["--values", "1=2"], "--values 1=2: there is no label 2; name it, too"),
     ],
 )

@@ -121,11 +121,11 @@ def _listed(config: PathologyConfig, folder: Path, run: Run) -> Tables:
 def _checked(tables: Tables, config: PathologyConfig, run: Run) -> Tables:
     """Refuse flags that the data do not heed, and patches of one kind; leave testing by such out, and say so."""
     if config.mpp and tables.mpp and abs(config.mpp / tables.mpp - 1) > MPP_TOLERANCE and not run.resumed:
-        raise ValueError(f"mpp {config.mpp}: patches are cut from the slides' {tables.mpp:g} um; drop the flag")
+        raise ValueError(f"mpp {config.mpp}: the pixels of the slides have {tables.mpp:g} um; drop the flag")
     size = tables.parts["training"].size
     for name, found in {"patch_size": size, "patches_per_slide": tables.per_slide}.items():
         if getattr(config, name) not in (None, found) and not run.resumed:
-            raise ValueError(f"{name} {getattr(config, name)}: the patches are given, of {size} pixels; drop the flag")
+            raise ValueError(f"{name} {getattr(config, name)}: the data are patches already, of {size} pixels; drop it")
     for name, table in [*tables.parts.items()]:
         if table.label.min() != table.label.max():
             continue

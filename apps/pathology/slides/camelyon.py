@@ -19,7 +19,7 @@ MARKED_IN_PART = frozenset(
     f"tumor_{number:03d}"
     for number in (10, 15, 18, 20, 25, 29, 33, 34, 44, 46, 51, 54, 55, 56, 67, 79, 85, 92, 95, 110)
 )
-MARKED = """Camelyon16's of this name is marked in part; for other slides write slides.json, {"name": "..."}"""
+MARKED = """Camelyon16's slide of this name is partly annotated; for others write slides.json: {"name": "..."}"""
 _PLACES = {"training": ("training/images", "training/normal", "training/tumor"), "testing": ("testing/images",)}
 
 

@@ -109,7 +109,7 @@ def test_lesions_of_slides_that_are_marked_in_part_do_not_count_which_is_said(tm
         path.rename(path.with_name(path.name.replace("001", "010")))
     write_scan(scans, "tumor_010", 0.9, "0.900000,160,140\n0.700000,300,60\n")
     assert judge(scans, data)["lesions"] == 0
-    assert "tumor_010: its lesions are not in the FROC: Camelyon16's of this name" in capsys.readouterr().out
+    assert "tumor_010: its lesions are not in the FROC: Camelyon16's slide of this name" in capsys.readouterr().out
     (data / "slides.json").write_text(json.dumps({"name": "Own slides"}))
     assert judge(scans, data)["lesions"] == 2
 

@@ -211,7 +211,7 @@ def test_patches_of_a_slide_stay_on_one_side(tmp_path):
 
 
 def test_the_pixel_size_of_slides_is_not_another_one(slides):
-    with pytest.raises(ValueError, match=r"^mpp 1\.0: patches are cut from the slides' 0\.\d+ um; drop the flag"):
+    with pytest.raises(ValueError, match=r"^mpp 1\.0: the pixels of the slides have 0\.\d+ um; drop the flag"):
         tables_of(PathologyConfig(data=slides, patch_size=64, patches_per_slide=4, mpp=1.0))
 
 
@@ -223,7 +223,7 @@ def test_flags_that_given_patches_do_not_heed_are_refused(tmp_path, flag):
         rows.append(f"{number}.png,{number % 2}")
     (tmp_path / "labels.csv").write_text("\n".join(rows))
     ((name, value),) = flag.items()
-    with pytest.raises(ValueError, match=rf"^{name} {value}: the patches are given, of 32 pixels; drop the flag"):
+    with pytest.raises(ValueError, match=rf"^{name} {value}: the data are patches already, of 32 pixels; drop it"):
         tables_of(PathologyConfig(data=tmp_path, **flag))
     assert tables_of(PathologyConfig(data=tmp_path, **flag), resumed=True)  # it began before they were refused
     assert tables_of(PathologyConfig(data=tmp_path, patch_size=32))[0].parts["training"].size == 32
