@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
@@ -188,6 +189,15 @@ def _typed(where: str, content: Mapping[Any, Any], leaves: Mapping[str, _Leaf], 
     return values
 
 
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping, in which a key that is given twice, of which PyYAML takes the last, is a ValueError."""
+        for key, count in Counter(str(key.value).replace("-", "_") for key, _ in node.value).items():
+            if count > 1:
+                raise ValueError(f"{key}: given {count} times")
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path) -> dict[Any, Any]:
     """Return the content of a configuration file, which is small and flat, as a hostile one is not."""
     if not path.is_file():
@@ -200,7 +210,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST_YAML or isinstance(event, yaml.AliasEvent):
                 raise ValueError(f"a configuration has no aliases, and {_DEEPEST_YAML} levels at most")
-        content = yaml.safe_load(text)
+        content = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(content, dict):
