@@ -59,25 +59,21 @@ def _measure(name: str, mask: np.ndarray, affine: np.ndarray) -> Measures:
     order = np.argsort(nibabel.io_orientation(affine)[:, 0])
     vectors, mask = affine[:3, order], mask.transpose(order)
     extents = mask.shape * np.linalg.norm(vectors, axis=0)
-    lengths = [round(float(each), 2) for each in (*_axial_diameters(mask, vectors[:, :2]), *extents)]
+    # In the plane itself, so that a tilted slice is measured as it lies; a step along an axis makes a column of it.
+    plane = np.linalg.qr(vectors[:, :2])[1]
+    diameters = max(_diameters(each, plane) for each in np.moveaxis(mask, 2, 0) if each.any())
+    lengths = [round(float(each), 2) for each in (*diameters, *extents)]
     parts = int(connected_components(mask).max())
     volume_ml = round(voxels * abs(float(np.linalg.det(vectors))) / 1000, 3)
     return Measures(name, voxels, volume_ml, parts, *lengths)
 
 
-def _axial_diameters(mask: np.ndarray, plane: np.ndarray) -> tuple[float, float]:
-    """Return the longest diameter in any slice of a mask [R, A, S], and the extent across it in that slice, in mm."""
-    # In the plane itself, so that a tilted slice is measured as it lies; a step along an axis makes a column of it.
-    flat = np.linalg.qr(plane)[1]
-    return max(_diameters(each, flat) for each in np.moveaxis(mask, 2, 0) if each.any())
-
-
-def _diameters(mask: np.ndarray, flat: np.ndarray) -> tuple[float, float]:
-    """Return the largest distance of two points of a slice in mm, and the extent of all across that line."""
+def _diameters(mask: np.ndarray, plane: np.ndarray) -> tuple[float, float]:
+    """Return the largest distance of two points of a slice [R, A] in mm, and the extent of all across that line."""
     pixels = np.argwhere(mask)
     first, last = mask.argmax(axis=1), mask.shape[1] - 1 - mask[:, ::-1].argmax(axis=1)
     ends = pixels[(pixels[:, 1] == first[pixels[:, 0]]) | (pixels[:, 1] == last[pixels[:, 0]])]  # of columns: enough
-    points = (ends[:, None] + _MIDDLES).reshape(-1, 2) @ flat.T
+    points = (ends[:, None] + _MIDDLES).reshape(-1, 2) @ plane.T
     corners = points[ConvexHull(points).vertices]
     distances = squareform(pdist(corners))
     one, other = np.unravel_index(distances.argmax(), distances.shape)
