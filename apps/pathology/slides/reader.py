@@ -200,7 +200,7 @@ class Slide:
         return tile not in self.damaged
 
 
-def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
+def open_slide(path: Path, reader: Reader = "auto") -> Slide:
     """Open a tiled or stripped TIFF (.tif, .svs, ...) of 8-bit RGB, or, with OpenSlide, what else this knows.
 
     The reader "auto" is cuCIM where it is installed and sees all levels of the file, and this has no deflate; else
@@ -211,7 +211,6 @@ def open_slide(path: Path | str, reader: Reader = "auto") -> Slide:
         ModuleNotFoundError: the reader is not installed.
         ValueError: `read_layout` refuses the file, or no reader takes it.
     """
-    path = Path(path)
     layout = read_layout(path)
     refused = []
     for name in _LIBRARIES if reader == "auto" else (reader,):

@@ -154,7 +154,7 @@ def test_a_tile_never_scanned_is_white_and_not_damaged(tmp_path, reader):
 
 
 def test_auto_takes_the_first_reader_that_fits(pyramid, tmp_path, monkeypatch):
-    slide = open_slide(str(pyramid[0]))
+    slide = open_slide(pyramid[0])
     assert slide.reader == "cucim"
     write_pyramid(tmp_path / "sub.tif", subifds=True)  # the native readers see its first level only
     slide = open_slide(tmp_path / "sub.tif")
@@ -238,8 +238,8 @@ def test_ten_thousand_reads_leave_handles_and_memory_flat(tmp_path, reader):
 @pytest.mark.gpu
 def test_cucims_plugin_for_gpus_gives_the_same_pixels(pyramid):
     program = (
-        "import sys; from medspeed.apps.pathology.slides.reader import open_slide\n"
-        "a, b = (open_slide(sys.argv[1], reader).read(3, 5, 200, 100) for reader in ('cucim', 'tifffile'))\n"
+        "import sys; from pathlib import Path; from medspeed.apps.pathology.slides.reader import open_slide\n"
+        "a, b = (open_slide(Path(sys.argv[1]), reader).read(3, 5, 200, 100) for reader in ('cucim', 'tifffile'))\n"
         "sys.exit(int((a != b).any()))"
     )
     environment = {**os.environ, "ENABLE_CUSLIDE2": "1"}
