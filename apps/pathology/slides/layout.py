@@ -95,7 +95,6 @@ class Layout:
     mpp: float | None
     padded: bool = False  # levels are padded to whole tiles, so that their sizes do not tell how far they are reduced
     predicted: bool = False  # some of the file, be it a label, is deflate of differences between pixels
-    deflated: bool = False  # a level is deflate
 
 
 def read_layout(path: Path) -> Layout:
@@ -123,7 +122,6 @@ def read_layout(path: Path) -> Layout:
             levels = tuple(_level(page, found[0]) for page in found)
             sides = _pixel_sides(found[0]) if found else None
             predicted = any(page.compression in DEFLATE and page.predictor != 1 for page in pages)
-            deflated = any(page.compression in DEFLATE for page in found)
             padded = bool(found) and str(found[0].tags.valueof("Software", "")).startswith("Philips")
     except DAMAGE as error:
         raise ValueError(f"{path} ({size} bytes) has damaged TIFF directories ({error}): copy it again") from error
@@ -132,7 +130,7 @@ def read_layout(path: Path) -> Layout:
     if not levels:
         raise ValueError(f"{path}: contains no 8-bit RGB image (three interleaved samples): convert it to an RGB TIFF")
     _require_sound(path, size, levels)
-    return Layout(levels, checked_mpp(*sides, path) if sides else None, padded, predicted, deflated)
+    return Layout(levels, checked_mpp(*sides, path) if sides else None, padded, predicted)
 
 
 def _require_sound(path: Path, size: int, levels: tuple[Level, ...]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from medspeed.apps.pathology.config import Reader
-from medspeed.apps.pathology.slides.layout import Box, Layout, Level, checked_mpp, looks_whole, read_layout
+from medspeed.apps.pathology.slides.layout import DEFLATE, Box, Layout, Level, checked_mpp, looks_whole, read_layout
 
 WHITE = 255  # what lies outside a slide, was never scanned or cannot be decoded
 # TIFF's Compression tag: raw, LZW, JPEG, deflate (two numbers), Aperio's JPEG 2000 (two). cuCIM opens others too, and
@@ -215,7 +215,7 @@ def open_slide(path: Path, reader: Reader = "auto") -> Slide:
     refused = []
     for name in _LIBRARIES if reader == "auto" else (reader,):
         # cuCIM reads deflate right, but its libtiff prints an error for each level of each slide.
-        if reader == "auto" and name == "cucim" and layout.deflated:
+        if reader == "auto" and name == "cucim" and any(level.page.compression in DEFLATE for level in layout.levels):
             continue
         open_it, remedy = _LIBRARIES[name]
         try:
