@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -203,7 +202,7 @@ def initialise(
     network: nn.Module,
     path: Path,
     rename: Callable[[str], str] = lambda name: name,
-    made_of: Mapping[str, Any] = MappingProxyType({}),
+    made_of: Mapping[str, Any] | None = None,
 ) -> None:
     """Initialize a network, made of some arguments, with the weights of a file (see `load_weights`).
 
@@ -215,7 +214,7 @@ def initialise(
         missing, extra = sorted(own.keys() - given.keys())[:3], sorted(given.keys() - own.keys())[:3]
         shared = sorted(name for name in own.keys() & given.keys() if own[name] != given[name])
         shapes = [f"{name} {given[name]} instead of {own[name]}" for name in shared[:3]]
-        arguments = ", ".join(f"{name} {value}" for name, value in made_of.items())
+        arguments = ", ".join(f"{name} {value}" for name, value in (made_of or {}).items())
         remedy = f"; the network was built with {arguments}: use the values of the weights" if made_of else ""
         raise ValueError(f"{path}: does not fit; missing {missing}, unexpected {extra}, wrong shape {shapes}{remedy}")
     network.load_state_dict(weights)
