@@ -172,19 +172,20 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
     """Return batches of the cases of this rank's partitions, and the bytes that these leave of a GPU's budget."""
     partitions, size = decided(config.parallel.partitions), decided(config.crop_size)
     cases, cache, ranks = data.split.training, config.caching(), run.ranks
+    none, epochs = cache.mode == "none", decided(config.epochs)
     local = range(ranks.rank, partitions, ranks.world)
     parts = [partition_cases(len(cases), partitions, number) for number in local]
     mine = [cases[index] for part in parts for index in part]
     plan = _cache_plan(mine, len(local), len(cases) // partitions, model, config, run)
     with run.clock.stage("prepare"):  # "none" and "smart" prepare a case when it is needed
-        prepared = [] if cache.mode in ("none", "smart") else stored_cases(mine, model, config, run.ranks.leader)
+        prepared = [] if none or cache.mode == "smart" else stored_cases(mine, model, config, run.ranks.leader)
     if ranks.world > 1:
         names = ", ".join(case.name for case in mine)
         for share in ranks.gather([f"rank {ranks.rank} holds {len(mine)} of {len(cases)} cases: {names}"]):
             run.say(share)
 
     def load(number: int) -> CachedCase:
-        if cache.mode == "none":
+        if none:
             case = prepare_case(cases[number], model.preparation, model.labelling.numbers)
         else:
             (case,) = stored_cases([cases[number]], model, config)
@@ -192,7 +193,7 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
 
     def cases_of(number: int, part: np.ndarray, epoch: int) -> np.ndarray:
         """Return the cases that a partition trains on in an epoch, where they are loaded when they are needed."""
-        if cache.mode == "none":
+        if none:
             return part
         if cache.reshuffle is not None:
             return partition_cases(len(cases), partitions, number, config.seed, epoch // cache.reshuffle)
@@ -200,23 +201,17 @@ def our_batches(data: Data, model: VolumeModel, config: SegmentationConfig, run:
         replaced = plan.replaced or int(len(part) > plan.held)
         return cast(np.ndarray, part[smart_indices(len(part), plan.held, replaced, epoch)])
 
-    recent = lru_cache(max(8, decided(config.batch_size)))(load)  # fewer than a batch's are prepared twice for it
-    changing = partial(
-        CaseCache,
-        crop_size=size,
-        device=run.device,
-        on_host=plan.tier != "gpu",
-        load=recent if cache.mode == "none" else load,
-        ahead=None if cache.mode == "none" else plan.replaced or int(cache.reshuffle is None),
-        epochs=decided(config.epochs),
-    )
+    # Without a cache, fewer than a batch's are prepared twice for it.
+    taken = lru_cache(max(8, decided(config.batch_size)))(load) if none else load
+    ahead = None if none else plan.replaced or int(cache.reshuffle is None)
     caches, waiting = [], iter(prepared)
     with run.clock.stage("cache"):
         for number, part in zip(local, parts, strict=True):
             if prepared and cache.reshuffle is None:
                 caches.append(tiers.fill_cache([next(waiting) for _ in part], plan.tier, size, run.device, part))
             else:
-                caches.append(changing(cases_of=partial(cases_of, number, part)))
+                turns = partial(cases_of, number, part)
+                caches.append(CaseCache(turns, size, run.device, plan.tier != "gpu", taken, ahead, epochs))
     count = plan.held * partitions if cache.mode == "smart" else len(cases)
     sizes = decided(config.crops.per_case), decided(config.batch_size), count, partitions
     changes = config.crops.flips or "", config.crops.intensity, config.seed
