@@ -1,7 +1,7 @@
 """The end of a training run: evaluation, exports and summary."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
@@ -137,11 +137,7 @@ def no_choice(config: SegmentationConfig, split: Split) -> str:
 
 
 def choose_postprocessing(
-    cases: Sequence[Mapping[post.Steps, post.CaseParts]],
-    refusal: str,
-    model: VolumeModel,
-    config: SegmentationConfig,
-    run: Run,
+    cases: Sequence[Parts], refusal: str, model: VolumeModel, config: SegmentationConfig, run: Run
 ) -> dict[str, Any]:
     """Choose what gains Dice on validation cases; write it into `model.json`, say it, and return it for the summary."""
     before = [case_dice(case[()].counts) for case in cases]
