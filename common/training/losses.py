@@ -75,8 +75,7 @@ def build_loss(name: str, ranks: Ranks = SINGLE, regions: Sequence[Region] = ())
     """Return a loss, of regions by sigmoid or of classes by softmax, the same on all ranks; MONAI's are their mean."""
     if not name.startswith("monai_"):
         assert name.startswith(("dice_ce", "dice_focal")), name
-        given = () if name == "dice_ce" else regions
-        return partial(soft_dice, regions=given, batch=not name.endswith("_per_sample"), ranks=ranks)
+        return partial(soft_dice, regions=regions, batch=not name.endswith("_per_sample"), ranks=ranks)
     from monai import losses  # here: MONAI takes longer to load than all the rest
 
     arguments: dict[str, Any] = {"sigmoid": True} if regions else {"to_onehot_y": True, "softmax": True}
