@@ -209,8 +209,8 @@ class Log:
     def __init__(self, run: Run, config: TrainingConfig, rates: Sequence[float], state: TrainingState) -> None:
         self._run, self._rates, self._metric = run, rates, config.METRIC
         self._path, self._watching = run.directory / "metrics.jsonl", ExitStack()
-        if records := read_json_lines(self._path):  # those of epochs that are done again are dropped
-            kept = [record for record in records if record["epoch"] <= state.epoch]
+        if self._path.is_file():  # epochs that are done again are dropped, and a line cut short
+            kept = [record for record in read_json_lines(self._path) if record["epoch"] <= state.epoch]
             write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         plain = {name: each if isinstance(each, _PLAIN) else str(each) for name, each in flat(config).items()}
         run.trackers.begin(plain, state.steps_done)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from medspeed.common.clock import Clock
+from medspeed.common.files import read_json_lines
 from medspeed.common.run import Run
 from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.fit import Log
@@ -47,3 +48,9 @@ def test_of_many_epochs_some_and_the_validated_ones_are_lines(lines_of):
 
 def test_a_resumed_run_counts_its_own_epochs(lines_of):
     assert [line.split(":")[0] for line in lines_of(4, first=2)] == ["epoch 3/4", "epoch 4/4"]
+
+
+def test_a_first_line_that_a_crash_cut_short_is_dropped(lines_of, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "lo')
+    lines_of(2)
+    assert [record["epoch"] for record in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2]
