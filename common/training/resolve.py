@@ -68,6 +68,7 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
                 raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or start a new run")
             return replaced(read_as(path, type(config)), {name: given[name] for name in config.RESUMABLE})
         chosen = replaced(choose(), {"init": config.init and config.init.resolve()})  # `latest` is about to move
+        check_partitions(chosen, run.ranks.world)
         device = "CPU" if run.device.type == "cpu" else "GPU"
         flags = []
         for name, value in flat(chosen).items():
@@ -145,7 +146,6 @@ def choose_volumes(
     config = replaced(config, chosen)
     if config.precision == "fp32" and run.device.type == "cuda":
         run.say("precision fp32: training convolutions use TensorFloat-32 on this GPU; final evaluation uses full fp32")
-    check_partitions(config, run.ranks.world)
     _check_memory(config, channels, run)
     per_epoch = -(-len(data.split.training) * decided(config.crops.per_case) // decided(config.batch_size))
     epochs, validate_every = config.plan_epochs(usual.steps, per_epoch, usual.validations)

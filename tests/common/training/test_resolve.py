@@ -165,6 +165,12 @@ def test_ranks_that_cannot_share_a_plan_are_told(ranks, words):
         check_partitions(replace(PLAIN, batch_size=batch), ranks)
 
 
+def test_a_batch_that_does_not_divide_leaves_no_plan(run):
+    with pytest.raises(ValueError, match="must be a multiple of 8"):
+        keep_plan(PLAIN, lambda: replace(PLAIN, parallel=replace(PLAIN.parallel, accumulate=4)), run)
+    assert not (run.directory / "plan.json").exists()
+
+
 def test_a_resumed_run_is_checked_against_its_ranks(run):
     keep_plan(PLAIN, lambda: PLAIN, run)
     later = Run(run.directory, run.device, Clock(), True, Ranks(world=1))
