@@ -147,7 +147,9 @@ def choose_volumes(
     if config.precision == "fp32" and run.device.type == "cuda":
         run.say("precision fp32: training convolutions use TensorFloat-32 on this GPU; final evaluation uses full fp32")
     _check_memory(config, channels, run)
-    per_epoch = -(-len(data.split.training) * decided(config.crops.per_case) // decided(config.batch_size))
+    held = config.caching().cases  # of each partition, in an epoch of a smart cache
+    cases = len(data.split.training) if held is None else held * partitions
+    per_epoch = -(-cases * decided(config.crops.per_case) // decided(config.batch_size))
     epochs, validate_every = config.plan_epochs(usual.steps, per_epoch, usual.validations)
     return replaced(config, {"epochs": epochs, "validate_every": validate_every})
 

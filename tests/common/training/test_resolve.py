@@ -87,6 +87,12 @@ def test_what_the_app_knows_spares_reading_all_scans(scans, tmp_path, run, monke
     assert choose_volumes(config, data, USUAL, unet3d, run).spacing == (1.5, 1.5, 2.0)
 
 
+@pytest.mark.parametrize(("cache", "epochs"), [("auto", 3), ("smart:2", 3), ("smart:1", 6)])
+def test_with_a_smart_cache_a_run_has_as_many_steps(cache, epochs, scans, tmp_path, run):
+    config, data = read(scans, tmp_path, run, cache=cache, batch_size=1)
+    assert choose_volumes(config, data, USUAL, unet3d, run).epochs == epochs
+
+
 @pytest.mark.parametrize(
     ("fields", "crops_per_scan", "spacing"),
     [
