@@ -208,6 +208,8 @@ def volume_trials(config: SegmentationConfig, model: VolumeModel, batches: Batch
         return [value.detach(), gradient]
 
     found = [] if config.loss.startswith("monai_") else [trust.Trial(losses.FUSED, work, _tolerance(dtype), about)]
+    if config.caching().mode == "smart" or config.caching().reshuffle:  # such cases lie apart, where no kernel cuts
+        return found
     return [*found, *batch_trials(crops.FUSED, batches, dtype, about)]
 
 

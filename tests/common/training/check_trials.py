@@ -73,6 +73,8 @@ def test_crops_cut_in_the_wrong_place_are_found(tmp_path, monkeypatch):
 def test_what_the_run_does_not_use_is_not_tried(tmp_path):
     assert chosen(replace(CONFIG, loss="monai_dice_ce"), tmp_path)[0] == {"crops"}
     assert [trial.name for trial in trials_of(CONFIG, tier="ram")] == ["loss"]
+    for changing in ("smart", "gpu:2"):
+        assert [trial.name for trial in trials_of(replace(CONFIG, cache=changing))] == ["loss"]
 
 
 def test_a_verdict_is_of_the_sizes_of_the_run():
