@@ -191,10 +191,10 @@ def train_step(
 def _validated(setup: Setup, config: TrainingConfig, state: TrainingState, stop: GracefulStop, run: Run) -> float:
     """Validate after an epoch, keep the weights if they are the best so far, and return the metric."""
     ranks = run.ranks
+    ranks.average_buffers(setup.network)
     if ranks.world > 1:  # nothing stops their validation, and torchrun may not wait
         state.save()
     with run.clock.stage("validate"), record_function("validate"):
-        ranks.average_buffers(setup.network)
         value = ranks.from_leader(setup.validate(setup.network, stop.check))
         value = max(0.0, value) if config.fast_dev_run else value  # a few cases may well hold nothing to find: NaN
     epoch = state.epoch + 1
