@@ -167,10 +167,9 @@ def _complete(kind: type[Config], recipes: Mapping[str, Config], given: Mapping[
     config = from_json(kind, content)
     for name, value in flat(config).items() if resumed else ():
         if name not in resumable and value != start[name]:
-            raise ValueError(
-                f"{flag_of(name)} {value}: a resumed run keeps its own {name} ({start[name] or 'see plan.json'}); "
-                "drop the flag, or start a new run from its weights with --init"
-            )
+            own = "see plan.json" if start[name] is None else start[name]
+            said = f"{flag_of(name)} {value}: a resumed run keeps its own {name} ({own}); drop the flag"
+            raise ValueError(f"{said}, or start a new run from its weights with --init")
     return config
 
 
