@@ -1,1 +1,1 @@
-"""What a run writes about itself: folder, clock, curves, overlays, summary."""
+"""What is seen of a run: the machine's load, curves, overlays, the report, how far its steps are from the limit."""
