@@ -21,7 +21,6 @@ if __name__ == "__main__":
     PARSER.parse_args()  # before torch is loaded: --help answers at once
     wait_longer()  # as trainings do
 
-import math
 import os
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from medspeed.common.data.dataset import read_dataset, split_cases
 from medspeed.common.files import read_json_lines, write_json
 from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run, one_line_errors
-from medspeed.common.training.config import TrainingConfig, decided
+from medspeed.common.training.config import TrainingConfig
 from medspeed.common.training.fit import fit
 from medspeed.common.training.setup import choose_precision, start_run
 from medspeed.common.training.volume_config import SegmentationConfig
@@ -114,9 +113,7 @@ def examine(config: TrainingConfig) -> tuple[Verdict, Measured, dict[str, float]
             epochs = max(2, 1 + -(-_STEPS // per_epoch))
             few = replace(whole, epochs=epochs, validate_every=epochs)
             fit(replace(setup, validate=lambda *given: max(0.0, setup.validate(*given))), few, run)  # 0 for a NaN
-            levels = whole.halvings() if isinstance(whole, SegmentationConfig) else None
-            planes = math.inf if levels is None else decided(whole.crop_size)[0] // 2**levels
-            auto = choose_precision("auto", run.device, planes)
+            auto = choose_precision("auto", run.device)
             step, doubled, other, single = step_times(setup, auto)
             parts, workers = batch_parts(setup.batches, getattr(config, "cache", "auto"))
         planned, every = whole.epochs, whole.validate_every

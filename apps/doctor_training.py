@@ -87,7 +87,7 @@ def diagnose(measured: Measured, explanations: Mapping[Bound, str]) -> Verdict:
 def _behind_waiting(measured: Measured) -> Bound:
     """Return what makes the batches late: too few workers if enough of them would keep up, else its largest part."""
     needed = sum(measured.batch.values()) / measured.step
-    if measured.workers is not None and measured.workers < min(needed, measured.cores) and needed <= measured.cores:
+    if measured.workers is not None and measured.workers < needed <= measured.cores:
         return "workers"
     return max(measured.batch, key=lambda name: measured.batch[name])
 

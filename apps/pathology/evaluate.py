@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from medspeed.apps.pathology.scan.froc import auc, find_lesions, froc, write_froc
 from medspeed.apps.pathology.scan.scan import read_detections_csv
-from medspeed.apps.pathology.slides.camelyon import DUPLICATE, MARKED, SlideEntry, read_slide_set
+from medspeed.apps.pathology.slides.camelyon import MARKED, SlideEntry, read_slide_set
 from medspeed.apps.pathology.slides.layout import MAX_MPP, MIN_MPP
 from medspeed.apps.pathology.slides.masks import tumour_mask
 from medspeed.common.console import hides_bar, say
@@ -141,9 +141,7 @@ def _read_scans(folder: Path) -> tuple[dict[Path, Scan], dict[str, str]]:
 
 def _why_not(entry: SlideEntry | None, scan: Scan) -> str:
     if entry is None:
-        return "it is not in the set of slides"
-    if entry.name.lower() == DUPLICATE:
-        return "it is a duplicate that Camelyon16 does not score"
+        return "it is not in the set of slides, or the duplicate that Camelyon16 does not score"
     if entry.tumour and entry.marks is None:
         return f"it has tumour but neither a mask ({entry.name}_mask.tif) nor an annotation ({entry.name}.xml)"
     if entry.tumour and scan["mpp"] is None:

@@ -75,8 +75,11 @@ def main(config: PathologyExport) -> Path:
         """Judge on the patches that validated the run, or on synthetic ones."""
         own, synthetic = run.directory / "plan.json", PathologyConfig(patch_size=model.patch_size, store=scratch)
         trained = read_as(own, PathologyConfig) if own.is_file() else synthetic
-        other: dict[str, Any] = {"data": config.data, "mpp": None, "patches_per_slide": None} if config.data else {}
+        division = dict.fromkeys(("mpp", "patches_per_slide", "lists", "fold", "folds", "groups"))  # of its own data
+        other: dict[str, Any] = {**division, "data": config.data} if config.data else {}
         trained = replace(trained, init=None, **other)
+        if trained.data and not trained.data.exists() and not config.data:
+            trained = synthetic
         tables = find_tables(trained, run)
         validation = decoded(tables.parts["validation"], trained, run)
         training = decoded(tables.parts["training"], trained, run) if int8 else None

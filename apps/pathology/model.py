@@ -30,11 +30,20 @@ class PathologyModel:
     tile_batch: int
     precision: Precision  # of the training steps
 
+    def __post_init__(self) -> None:
+        margin = self.tile_size - self.core
+        if self.patch_size < STRIDE or self.patch_size % STRIDE:
+            raise ValueError(f"patch_size {self.patch_size}: must be a multiple of {STRIDE}, above 0")
+        if self.tile_size <= margin or self.tile_size % STRIDE:
+            why = f"the network sees {HALO} pixels around each of them, whose logits are discarded"
+            bound = f"a multiple of {STRIDE}, above {margin} for patches of {self.patch_size} pixels"
+            raise ValueError(f"tile_size {self.tile_size}: must be {bound}; {why}")
+
     def build(self, weights: Path | None = None) -> nn.Module:
         """Return the network, with the weights of a safetensors file where one is given."""
         network = resnet18_fcn(self.patch_size)
         if weights is not None:
-            network.load_state_dict(load_weights(weights))
+            initialise(network, weights)
         return network
 
     @property
@@ -60,10 +69,7 @@ def choose(config: PathologyConfig, count: int, device: torch.device, ranks: int
     """
     usual, margin = DEFAULTS[device.type], 2 * HALO + decided(config.patch_size) - STRIDE  # around a tile's core
     tile_size = config.tile_size or usual["core"] + margin
-    if tile_size <= margin:
-        why = f"the network sees {HALO} pixels around each of them, whose logits are discarded"
-        bound = f"above {margin} for patches of {config.patch_size} pixels"
-        raise ValueError(f"tile_size {tile_size}: must be {bound}; {why}")
+    PathologyModel(decided(config.patch_size), config.mpp, tile_size, 1, "fp32")  # checks them
     partitions = config.parallel.partitions or ranks
     batch_size = config.batch_size or max(1, min(usual["batch_size"], count) // partitions) * partitions
     usually = usual.get("epoch") if (config.source, config.epochs) == ("resident", None) else None

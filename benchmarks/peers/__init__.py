@@ -129,7 +129,8 @@ def read_pairs(given: Given, held: int) -> tuple[list[Item], list[Item]]:
     pairs = sorted(({key: str(given.data / path) for key, path in pair.items()} for pair in listed), key=str)
     if given.split is None:
         return pairs[:-held], pairs[-held:]
-    parts, named = json.loads(given.split.read_text()), {Path(each["image"]).name.split(".")[0]: each for each in pairs}
+    parts = json.loads(given.split.read_text())
+    named = {Path(each["image"]).name.split(".nii")[0]: each for each in pairs}
     return [named[name] for name in parts["training"]], [named[name] for name in parts["validation"]]
 
 

@@ -79,7 +79,7 @@ def write_seg(
     )
     found_by = AlgorithmIdentificationSequence(ALGORITHM, codes.cid7162.ArtificialIntelligence, version)
     segments = [
-        SegmentDescription(number, each.name, *_codes(each.name), "AUTOMATIC", found_by)
+        SegmentDescription(number, each.name.replace("\\", "/")[:64], *_codes(each.name), "AUTOMATIC", found_by)
         for number, each in enumerate(structures, 1)
     ]
     masks = np.stack([np.isin(labels.T, region.members) for region in structures], axis=-1)  # [Z, Y, X, S]

@@ -123,9 +123,10 @@ class FolderJob(Generic[Source, Read, Computed]):
         """
         share, lock = self.share(), self.folder / ".lock"
         with locked(lock):  # a folder that cannot be written is told now
-            ours = set(lock.read_text(encoding="utf-8").split())
-            _refuse(path for path in self.table_files if path.name not in ours and path.exists())
-            lock.write_text(" ".join(ours | {path.name for path in self.table_files}), encoding="utf-8")
+            ours, tables = lock.read_text(encoding="utf-8").split(), {path.name: path for path in self.table_files}
+            _refuse(path for name, path in tables.items() if name not in ours and path.exists())
+            with lock.open("a", encoding="utf-8") as stream:  # a process that is killed here leaves what stood there
+                stream.writelines(f" {name}" for name in tables.keys() - ours)
             left = [item for item in share if self.finished(item) is None]
         if kept := len(share) - len(left):
             say(f"{plural(kept, self.kind)} already finished with the same weights and options: kept")

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,14 @@ import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from medspeed.common.inference import Precision
 
 # From windows [B, C, *sides] float32 to logits [B, K, *sides] float32 on their device; sides: X, Y, Z or Y, X
 Predictor = Callable[[torch.Tensor], torch.Tensor]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_CONVOLUTIONS = (torch.conv2d, torch.conv3d, torch.conv_transpose2d, torch.conv_transpose3d)
 # Limits of ONEDNN_MAX_CPU_ISA below the instructions for bfloat16. Source: oneDNN, "CPU Dispatcher Control"
 _WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 # [batch, C, X, Y, Z] becomes [batch, groups, C / groups * X, Y * Z], whose means are taken over the last axis first.
@@ -73,9 +75,28 @@ def ieee_fp32() -> Iterator[None]:
             each.fp32_precision = precision
 
 
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which a network, and in training its loss, computes in a precision."""
-    return torch.autocast(device.type, DTYPES.get(precision), enabled=precision in DTYPES)
+@contextmanager
+def autocast(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Compute a network, and in training its loss, in a precision, inside."""
+    halved = precision in DTYPES
+    right = _ThinImages() if halved and device.type == "cpu" else nullcontext()
+    with torch.autocast(device.type, DTYPES.get(precision), enabled=halved), right:
+        yield
+
+
+class _ThinImages(TorchFunctionMode):
+    """Convolves images with a side of 1 or 2 in float32 on a CPU, inside.
+
+    In bf16 torch 2.13's oneDNN takes some of their values, forward or backward, from memory that nobody wrote; which,
+    depends on the processor. The check is in tests/common/inference/test_predictors.py.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:  # noqa: ANN401
+        if function not in _CONVOLUTIONS or min(given[0].shape[2:]) > 2:
+            return function(*given, **(named or {}))
+        dtype, given = torch.get_autocast_dtype("cpu"), tree_map_only(torch.Tensor, torch.Tensor.float, given)
+        with torch.autocast("cpu", enabled=False):
+            return function(*given, **(named or {})).to(dtype)
 
 
 def torch_predictor(network: nn.Module, precision: Precision = "fp32", tf32: bool = False) -> Predictor:

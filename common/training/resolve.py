@@ -66,7 +66,9 @@ def keep_plan(config: C, choose: Callable[[], C], run: Run) -> C:
         if run.planned:
             if lacking := sorted(read_yaml(run.directory / "config.yaml").keys() - read_object(path).keys()):
                 raise ValueError(f"{path}: lacks {', '.join(lacking)}; restore it, or start a new run")
-            return replaced(read_as(path, type(config)), {name: given[name] for name in config.RESUMABLE})
+            planned = replaced(read_as(path, type(config)), {name: given[name] for name in config.RESUMABLE})
+            choose_precision(planned.precision, run.device)  # which may be of another kind now
+            return planned
         chosen = replaced(choose(), {"init": config.init and config.init.resolve()})  # `latest` is about to move
         check_partitions(chosen, run.ranks.world)
         device = "CPU" if run.device.type == "cpu" else "GPU"
@@ -132,14 +134,15 @@ def choose_volumes(
     sizes, both = (data.figures.shape, data.figures.extent), (data.figures.spacing, preparation.spacing)
     shape, extent = ([round(n * native / mm) for n, native, mm in zip(each, *both, strict=True)] for each in sizes)
     crop = config.crop_size or _within(shape, usual.crop, divisor)
-    planes = coarsest_planes(network, channels, crop) if network else crop[0] // divisor
+    if network:
+        check_size(network, channels, crop)
     wish = config.precision
     if config.recipe == "guide" and wish == "auto":
         wish = "fp16" if run.device.type == "cuda" else "fp32"  # what the guide's autocast("cuda") does
     chosen = {
         "crop_size": crop,
         "windows.size": config.windows.size or _within(window_sides(shape, extent), usual.window, divisor),
-        "precision": choose_precision(wish, run.device, planes),
+        "precision": choose_precision(wish, run.device),
         "parallel.partitions": partitions,
         "batch_size": config.batch_size or -(-usual.batch_size // partitions) * partitions,
     }
@@ -224,20 +227,17 @@ def choose_divisor(config: SegmentationConfig, build: Build, channels: int) -> t
         raise ValueError(f"network {build.__name__}: invalid arguments {arguments} ({first_line(error)})") from error
     for divisor in _DIVISORS:
         with suppress(*([ValueError] if divisor < _DIVISORS[-1] else [])):
-            coarsest_planes(network, channels, (_ODD * divisor,) * 3, f"network {build.__name__}: an image of")
+            check_size(network, channels, (_ODD * divisor,) * 3, f"network {build.__name__}: an image of")
             break
     config.check_sides(divisor, f"for the network {build.__name__}")
     return divisor, network
 
 
-def coarsest_planes(network: nn.Module, channels: int, size: Size, told: str = "crop_size") -> int:
-    """Return the fewest voxels along X that a convolution of a network on "meta" reads from images of a size X, Y, Z.
+def check_size(network: nn.Module, channels: int, size: Size, told: str = "crop_size") -> None:
+    """Check that a network on "meta" takes images of a size X, Y, Z.
 
-    A ValueError says that it does not take them, does not return logits of their size, or does not use a weight.
+    A ValueError says that it does not, does not return logits of their size, or does not use a weight.
     """
-    planes = [size[0]]
-    kernels = (each for each in network.modules() if isinstance(each, nn.Conv3d) and max(each.kernel_size) > 1)
-    hooks = [each.register_forward_pre_hook(lambda _, given: planes.append(given[0].shape[2])) for each in kernels]
     try:
         logits = network(torch.empty(1, channels, *size, device="meta"))
         found = tuple(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
@@ -248,7 +248,3 @@ def coarsest_planes(network: nn.Module, channels: int, size: Size, told: str = "
             raise ValueError(f"the logits do not depend on the weight {idle[0]}: freeze it (requires_grad = False)")
     except BROKEN as error:
         raise ValueError(f"{told} {size}: {type(network).__name__} does not take it ({first_line(error)})") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return min(planes)

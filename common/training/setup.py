@@ -153,25 +153,17 @@ def learning_rates(config: TrainingConfig, total_steps: int) -> list[float]:
     return [rate * factor(step / total_steps) for step in range(total_steps)]
 
 
-def choose_precision(wish: Literal["auto", Precision], device: torch.device, planes: float = math.inf) -> Precision:
-    """Return the precision to train in; "auto" is bf16 where the device computes it in hardware, and rightly.
-
-    A network of volumes leaves so many `planes` of a crop, along X, at its coarsest level.
+def choose_precision(wish: Literal["auto", Precision], device: torch.device) -> Precision:
+    """Return the precision to train in; "auto" is bf16 where the device computes it in hardware.
 
     Raises:
-        ValueError: fp16 on a CPU, whose convolutions have no half-precision gradients; or bf16 there, of 1 or 2 planes.
+        ValueError: fp16 on a CPU, whose convolutions have no half-precision gradients.
     """
     if wish == "fp16" and device.type == "cpu":
         raise ValueError("precision fp16: needs a CUDA device; use bf16 or fp32 on this CPU")
-    # torch 2.13's oneDNN (AVX-512 BF16) takes the weights' gradients of conv3d from memory that nobody wrote where the
-    # first axis has exactly two planes, whatever the others; tests/common/training/test_setup.py has the check.
-    wrong = device.type == "cpu" and planes <= 2
-    if wish == "bf16" and wrong:
-        said = f"precision bf16: the network reduces a crop to {planes} planes, with wrong bf16 gradients on a CPU"
-        raise ValueError(f"{said}; use fp32, or crops that are longer along the first axis")
     if wish != "auto":
         return wish
-    return "bf16" if computes_bf16(device) and not wrong else "fp16" if device.type == "cuda" else "fp32"
+    return "bf16" if computes_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
 
 
 def dtype_of(precision: Literal["auto", Precision]) -> torch.dtype:

@@ -13,7 +13,7 @@ from medspeed.common.files import read_object, read_rows
 SUFFIXES = (".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
 MASK_ENDING = "_mask"  # of a mask's name, behind its slide's
 # Source: the README of the CAMELYON16 data. The first is a duplicate, the second is marked in part.
-DUPLICATE, _TEST_MARKED_IN_PART = "test_049", "test_114"
+_DUPLICATE, _TEST_MARKED_IN_PART = "test_049", "test_114"
 # Slides with tumour that is not marked, as two public pipelines list them; the release's own list was not at hand.
 MARKED_IN_PART = frozenset(
     f"tumor_{number:03d}"
@@ -106,7 +106,8 @@ def read_slide_set(folder: Path) -> SlideSet:
     if not (isinstance(name, str) and isinstance(synthetic, bool)):
         raise ValueError(f"{folder / 'slides.json'}: name must be text, synthetic true or false; remove the file")
     own = synthetic or ("name" in about and name.lower() != "camelyon16")
-    tests = tuple(_entry(path, folder, "testing", own, reference) for path in testing)
+    scored = (path for path in testing if own or path.stem.lower() != _DUPLICATE)
+    tests = tuple(_entry(path, folder, "testing", own, reference) for path in scored)
     known = reference is not None or any(entry.tumour for entry in tests)
     entries = tuple(_entry(path, folder, "training", own, None) for path in training)
     return SlideSet(name, synthetic, entries, tests if known else ())

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from medspeed.common.inference.model import arguments_of
-from medspeed.common.training.resolve import choose_divisor, choose_sizes, coarsest_planes, network_arguments
+from medspeed.common.training.resolve import check_size, choose_divisor, choose_sizes, network_arguments
 from medspeed.common.training.volume_config import Network, SegmentationConfig, Windows
 from medspeed.models import find_network
 
@@ -132,9 +132,10 @@ def test_arguments_that_build_nothing_are_named():
         choose_divisor(config, find_network("dynunet"), 1)
 
 
-def test_a_crop_leaves_so_many_planes():
+def test_a_size_that_a_network_does_not_take_is_refused():
     divisor, network = choose_divisor(DYNUNET, find_network("dynunet"), 1)
     assert network is not None
-    assert (divisor, coarsest_planes(network, 1, (16, 32, 32))) == (4, 4)
+    assert divisor == 4
+    check_size(network, 1, (16, 32, 32))
     with pytest.raises(ValueError, match=r"^crop_size \(4, 4, 4\): DynUNet does not take it \(.*spatial element"):
-        coarsest_planes(network, 1, (4, 4, 4))
+        check_size(network, 1, (4, 4, 4))
