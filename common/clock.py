@@ -49,15 +49,18 @@ class Stages:
 
 
 class Clock(Stages):
-    """The stages since the process started; no step of the system's clock moves them. What was before is `start`."""
+    """The stages since the process started, `whole`, or since now; no step of the system's clock moves them.
 
-    def __init__(self) -> None:
-        before = time.time() - psutil.Process().create_time()
+    What was before is `start`.
+    """
+
+    def __init__(self, whole: bool = True) -> None:
+        before = time.time() - psutil.Process().create_time() if whole else 0.0
         self._began = time.perf_counter() - before
         self._stages = {"start": before}
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each stage and, under `total`, all since the process started."""
+        """Return the seconds of each stage and, under `total`, all since it began."""
         total = self._stages.get("total", 0.0) + time.perf_counter() - self._began  # an earlier process's is added
         return super().seconds() | {"total": round(total, 4)}
 

@@ -139,7 +139,7 @@ def open_run(
     if ranks.watch is not None:
         ranks.watch.hint = lambda: how_to_go_on(folder)
     torch.manual_seed(seed)
-    return Run(folder, chosen, Clock(), resume is not None, ranks)
+    return Run(folder, chosen, Clock(is_our_program()), resume is not None, ranks)
 
 
 def how_to_go_on(folder: Path) -> str:
@@ -147,10 +147,15 @@ def how_to_go_on(folder: Path) -> str:
     last, best = folder / "checkpoints" / "last", folder / "best.safetensors"
     found = f"the last checkpoint is {last} -> {last.readlink()}; " if last.is_symlink() else ""
     found += f"the best weights are {best}; " if best.is_file() else ""
-    if not sys.argv[0].startswith("medspeed train ") and Path(sys.argv[0]).name != "train.py":  # somebody's own program
+    if not is_our_program():
         return f"{found}resume with medspeed.train(APP, resume={str(folder)!r})"
     program = sys.argv[0].split() if sys.argv[0].startswith("medspeed ") else ["python", sys.argv[0]]
     return f"{found}resume with {shlex.join([*program, '--resume', str(folder)])}"
+
+
+def is_our_program() -> bool:
+    """Return whether this process is a training by its command line, not somebody's own program that calls one."""
+    return sys.argv[0].startswith("medspeed train ") or Path(sys.argv[0]).name == "train.py"
 
 
 def take_signals(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]) -> ExitStack:

@@ -71,7 +71,8 @@ def choose(config: PathologyConfig, count: int, device: torch.device, ranks: int
     tile_size = config.tile_size or usual["core"] + margin
     PathologyModel(decided(config.patch_size), config.mpp, tile_size, 1, "fp32")  # checks them
     partitions = config.parallel.partitions or ranks
-    batch_size = config.batch_size or max(1, min(usual["batch_size"], count) // partitions) * partitions
+    smallest = partitions * config.parallel.accumulate
+    batch_size = config.batch_size or max(1, min(usual["batch_size"], count) // smallest) * smallest
     usually = usual.get("epoch") if (config.source, config.epochs) == ("resident", None) else None
     per_epoch = min(count, max(config.patches_per_epoch or usually or count, batch_size))
     epochs, validate_every = config.plan_epochs(usual["steps"], max(1, per_epoch // batch_size), _VALIDATIONS)

@@ -19,10 +19,10 @@ from medspeed.common.files import from_json, plural, read_object, write_json
 
 # As nnU-Net (dataset fingerprint extractor): every case has the same say, and the figures do not depend on chance.
 VOXELS_PER_CASE = 10_000
-_FINGERPRINT_VERSION = 6
+_FINGERPRINT_VERSION = 7
 _KNOWN_READ = 16  # cases of a dataset whose preparation is known
 _SAMPLED = 100_000  # voxels of an image that its percentiles are of
-_AIR = -500.0  # HU: at or below it lies what surrounds a patient, of which there is more or less
+AIR = -500.0  # HU: at or below it lies what surrounds a patient, of which there is more or less
 
 Window = tuple[float, float]  # lower and upper HU
 _Grid = tuple[np.ndarray, np.ndarray, np.ndarray]  # [3] along R, A, S: spacing in mm, shape and extent in voxels
@@ -124,7 +124,8 @@ def plan_preparation(
     window = known.window if known and not window else window
     if window is None:
         assert figures.foreground is not None
-        window = float(round(figures.foreground[0])), float(round(figures.foreground[1]))
+        low, high = map(round, figures.foreground)
+        window = float(low), float(max(high, low + 1))
         source = f"0.5 and 99.5 percentiles of the foreground of {those}"
     said = f"window ({window[0]:g}, {window[1]:g}) HU: {source}"
     return Preparation(spacing, "window", window, channels), (line, said)
@@ -142,9 +143,9 @@ def scan_figures(volume: Volume, ct: bool) -> CaseFigures:
     width, depth, height = (spacing * shape).round(2).tolist()
     first = volume.voxels.reshape(*volume.voxels.shape[:3], -1, order="F")[..., 0].ravel(order="K")
     values = first[np.linspace(0, first.size - 1, min(first.size, _SAMPLED)).astype(int)].astype(np.float64)
-    values = values[values > _AIR if ct else values != 0]
+    values = values[values > AIR if ct else values != 0]
     if not len(values):
-        values = np.array([_AIR])  # as far outside as can be told
+        values = np.array([AIR])  # as far outside as can be told
     elif not ct:
         values = (values - values.mean()) / (values.std() or 1)
     low, middle, high = np.percentile(values, [5, 50, 95]).round(3).tolist()
@@ -161,7 +162,7 @@ def _case_figures(case: Case, dataset: Dataset) -> tuple[_Grid, np.ndarray, Case
     chosen = places[np.linspace(0, len(places) - 1, min(len(places), VOXELS_PER_CASE)).astype(int)]
     spacing, shape = _ras_grid(image.voxels.shape, image.affine)
     filled = torch.from_numpy((image.voxels != 0).T.view(np.uint8)).reshape(-1, *image.voxels.shape[2::-1])
-    box = box_above(filled, 0) or [(0, 1)] * 3
+    box = box_above(filled, 0) or [(0, side) for side in filled.shape[1:]]
     _, extent = _ras_grid(tuple(stop - first for first, stop in reversed(box)), image.affine)
     samples = image.voxels.reshape(numbers.size, -1, order="F")[chosen].astype(np.float64)
     volumes = np.bincount(numbers[places], minlength=len(dataset.labels)) * image.voxel_ml

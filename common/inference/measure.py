@@ -12,7 +12,7 @@ from scipy.spatial import ConvexHull
 from scipy.spatial.distance import pdist, squareform
 
 from medspeed.common.console import say
-from medspeed.common.data.fingerprint import CaseFigures, Fingerprint
+from medspeed.common.data.fingerprint import AIR, CaseFigures, Fingerprint
 from medspeed.common.files import read_as, read_object
 from medspeed.common.inference.labels import Region, learned_nothing
 from medspeed.common.inference.postprocessing import connected_components, foreground
@@ -124,7 +124,8 @@ def with_doubts(
     That is a figure of the scan that is unlike those of all training cases, if there are any, or a low `agreement`, the
     Dice of several predictions with each other, by region; empty for one alone.
     """
-    rows = [*zip(*([*each.spacing, *each.size, *each.intensity] for each in (scan, *cases)), strict=True)]
+    told = [case for case in cases if case.intensity[0] > AIR]  # of the others the first channel is empty
+    rows = [*zip(*([*each.spacing, *each.size, *each.intensity] for each in (scan, *told)), strict=True)]
     spare = _SPREAD * (max(rows[-1][1:], default=0) - min(rows[-3][1:], default=0))
     spares = [None] * len(_LENGTHS) + [spare] * len(_INTENSITIES)
     figures = zip([*_LENGTHS, *_INTENSITIES], rows, spares, strict=True)

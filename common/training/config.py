@@ -145,7 +145,7 @@ class TrainingConfig:
         if self.until is None:
             return None
         metric = self.METRIC.lower()
-        found = re.fullmatch(rf"\s*{metric}\s*=((?=\.?\d)[01]?\.?\d*)", self.until.lower())
+        found = re.fullmatch(rf"\s*{metric}\s*=\s*((?=\.?\d)[01]?\.?\d*)", self.until.lower())
         if found is None or not 0 < float(found[1]) <= 1:
             raise ValueError(f"until {self.until}: must be {metric}=VALUE with a value above 0 and at most 1")
         return float(found[1])

@@ -18,7 +18,7 @@ from medspeed.common.export.export import GATE_CASES, GATE_WINDOWS, Exports, exp
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.inference import TOLERANCE
 from medspeed.common.inference import postprocessing as post
-from medspeed.common.inference.labels import Region, case_dice, dice_of_counts, learned_nothing
+from medspeed.common.inference.labels import Region, case_dice, dice_of_counts, learned_nothing, mean_dice
 from medspeed.common.inference.model import Trained, VolumeModel, write_model
 from medspeed.common.inference.predict import predict_logits, read_truth, restore_labels
 from medspeed.common.inference.predictors import torch_predictor
@@ -34,8 +34,8 @@ class Quality:
     """Result of the evaluation of a run."""
 
     name: str  # the metric and the grid it is computed on
-    value: float  # mean over the cases
-    per_case: dict[str, float]
+    value: float  # mean over the cases that have something to find, or where something was found
+    per_case: dict[str, float]  # 1 for the others
     selected_on: str  # "validation" if the best weights were chosen on cases that none were trained on, else "training"
     per_region: dict[str, float | None]  # mean Dice; null for a region absent from all cases
     metrics: dict[str, Any] = field(default_factory=dict)  # of each region: see `Evaluation.summary`
@@ -92,7 +92,7 @@ def evaluate(model: VolumeModel, fitted: Fitted, data: Data, config: Segmentatio
     named = {case.name: each for case, each in zip(split.validation, judged, strict=True)}
     counts = torch.stack([parts[()].counts for parts, _ in judged])
     dice = {name: case_dice(each) for name, each in zip(named, counts, strict=True)}
-    mean = sum(dice.values()) / len(dice)
+    mean = max(0.0, mean_dice([*counts]))  # 0 for a NaN, as a dry run's few cases may have
     means = zip(labelling.regions, dice_of_counts(counts).nanmean(dim=0).tolist(), strict=True)
     by_region = {region.name: None if math.isnan(value) else value for region, value in means}
     rows = {name: scores for name, (_, scores) in named.items() if not isinstance(scores, str)}
@@ -262,7 +262,7 @@ def without_learning(
         found[:, number] = (rows[row, count:] >= first) & (rows[row, count:] <= last)
         how.append(f"{region.name} by {'position' if row == channels else 'intensity'}")
     counts = torch.stack([(found & true).sum(2), found.sum(2) + true.sum(2)], dim=2)
-    return {"value": sum(map(case_dice, counts)) / len(counts), "how": ", ".join(how)}
+    return {"value": max(0.0, mean_dice([*counts])), "how": ", ".join(how)}
 
 
 def _sampled(case: PreparedCase, regions: Sequence[Region]) -> tuple[torch.Tensor, torch.Tensor]:

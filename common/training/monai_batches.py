@@ -33,7 +33,7 @@ def monai_batches(loader: Any, to_batch: Callable[[Any], Batch], seed: int) -> B
         if first_step == len(loader):  # nothing is left
             return
         assert first_step == 0, first_step
-        keyed = seed * 1_000_003 + number
+        keyed = (seed * 1_000_003 + number) % 2**63
         loader.generator.manual_seed(keyed)
         set_rnd(loader.dataset, keyed)
         for items in loader:

@@ -130,6 +130,7 @@ def choose_volumes(
         run.say(line)
     config = replaced(config, {n: getattr(preparation, n) for n in ("spacing", "window") if hasattr(config, n)})
     channels, partitions = len(data.dataset.modality), config.parallel.partitions or run.ranks.world
+    smallest = partitions * config.parallel.accumulate
     divisor, network = choose_divisor(config, build, channels)
     sizes, both = (data.figures.shape, data.figures.extent), (data.figures.spacing, preparation.spacing)
     shape, extent = ([round(n * native / mm) for n, native, mm in zip(each, *both, strict=True)] for each in sizes)
@@ -144,7 +145,7 @@ def choose_volumes(
         "windows.size": config.windows.size or _within(window_sides(shape, extent), usual.window, divisor),
         "precision": choose_precision(wish, run.device),
         "parallel.partitions": partitions,
-        "batch_size": config.batch_size or -(-usual.batch_size // partitions) * partitions,
+        "batch_size": config.batch_size or -(-usual.batch_size // smallest) * smallest,
     }
     config = replaced(config, chosen)
     if config.precision == "fp32" and run.device.type == "cuda":

@@ -56,9 +56,8 @@ class TrainingState:
         self._cases[step], self.step = cases, step + 1
 
     def note_validation(self, value: float, epoch: int) -> bool:
-        """Keep the metric of a validation; return whether it is the best so far; raise a ValueError if it is a NaN."""
-        if math.isnan(value):
-            raise ValueError("no validation case has any foreground, so there is no metric: choose another --split")
+        """Keep the metric of a validation, which is no NaN; return whether it is the best so far."""
+        assert not math.isnan(value), "a validation without foreground is refused before the training"
         self.last, self.recent = value, [*self.recent, value][-VALIDATIONS_HELD:]
         if value <= self.best:
             return False
