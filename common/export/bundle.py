@@ -22,6 +22,7 @@ from torch import nn
 
 from medspeed.common.export.model_card import filled, is_synthetic, model_card, write_package
 from medspeed.common.export.onnx_model import OPSET, read_metadata
+from medspeed.common.inference.ensemble import members_of
 from medspeed.common.inference.labels import LabelScheme, painting_order
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.postprocessing import ROUNDING, logit_bars
@@ -43,7 +44,7 @@ def write_volume_bundle(folder: Path, run: Path, task: str, model: VolumeModel) 
     Raises:
         ValueError: it has no such attribute.
     """
-    if model.members:
+    if members_of(model):
         raise ValueError(f"{run}: an ensemble cannot be a MONAI bundle; use --to onnx, engine or triton")
     labelling, network = model.labelling, model.build(run / "best.safetensors")
     named = getattr(network, "monai", None)

@@ -23,9 +23,10 @@ from medspeed.common.export.model_card import model_card, read_if_there
 from medspeed.common.export.onnx_model import read_metadata
 from medspeed.common.export.options import ExportConfig
 from medspeed.common.files import DIGESTS, atomic_path, read_as, write_json
+from medspeed.common.inference.ensemble import Ensemble, RunModel
 from medspeed.common.inference.evaluation import merged_split
 from medspeed.common.inference.measure import read_figures
-from medspeed.common.inference.model import Ensemble, Trained, VolumeModel, initialise, save_weights, write_model
+from medspeed.common.inference.model import Trained, VolumeModel, initialise, save_weights, write_model
 from medspeed.common.inference.open_predictor import check_digest, unfit
 from medspeed.common.inference.predict import sample_windows
 from medspeed.common.inference.predictors import onnx_errors, onnxruntime_predictor
@@ -42,7 +43,7 @@ _CONVOLUTIONS = ["Conv", "ConvTranspose"]
 _TIMED = 3  # windows, after one that sets up
 
 
-def export_run(app: str, task: str, config: ExportConfig, model: VolumeModel, phantoms: str | None) -> Path:
+def export_run(app: str, task: str, config: ExportConfig, model: RunModel, phantoms: str | None) -> Path:
     """Hand the run of a segmentation over in the form that the configuration names; return where it lies.
 
     `task` is what its networks do, in a sentence without a full stop; `phantoms`, ct or mri, are the synthetic cases
@@ -202,7 +203,7 @@ def quantise(fp32: Path, int8: Path, windows: torch.Tensor) -> None:
         onnx.checker.check_model(str(part), full_check=True)
 
 
-def write_ensemble(folder: Path, app: str, model: VolumeModel, runs: Sequence[Path]) -> None:
+def write_ensemble(folder: Path, app: str, model: RunModel, runs: Sequence[Path]) -> None:
     """Write the run folder of an ensemble, new or empty: model.json, all weights in one file, and what its data were.
 
     `model` is what `load_models` returned for the runs.

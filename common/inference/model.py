@@ -1,12 +1,11 @@
-"""A trained network or an ensemble, as used for inference: its description, `model.json`, and the weights beside it."""
+"""A trained network as used for inference: its description, `model.json`, and the weights beside it."""
 
 import hashlib
 import inspect
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import reduce
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +30,6 @@ UNREADABLE = (*BROKEN, pickle.UnpicklingError, EOFError)
 Trained = Any  # a `VolumeModel`, or an app's own: it has `precision`, and `build(weights)` returns the network
 
 
-class Ensemble(nn.Module):
-    """Several networks that take the same windows."""
-
-    def __init__(self, members: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.members = nn.ModuleList(members)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return the mean of their logits, [B, K, X, Y, Z] float32, of windows [B, C, X, Y, Z]."""
-        total: torch.Tensor = reduce(torch.add, (each(image).float() for each in self.members))
-        return total / len(self.members)
-
-
-@dataclass(frozen=True)
-class Member:
-    """A network of an ensemble, the name of the run it is from, and the SHA-256 of its weights."""
-
-    run: str
-    sha256: str
-    network: Callable[..., nn.Module]
-    arguments: Mapping[str, Any]
-
-
 @dataclass(frozen=True)
 class VolumeModel:
     """Everything inference needs to know about a volume segmentation network: the content of `model.json`."""
@@ -68,10 +44,8 @@ class VolumeModel:
     precision: Precision  # used in training, and for inference in PyTorch
     postprocessing: Steps = ()  # steps, as chosen on validation cases
     modality: tuple[str, ...] = ()  # name of each channel, as in dataset.json; nothing in files that do not name them
-    members: tuple[Member, ...] = ()  # of an ensemble, whose first network is `network`; none of a single network
 
     def __post_init__(self) -> None:
-        self.parts()  # whose arguments are checked
         given = self.arguments.values()
         sizes = [side for each in given for side in (each if isinstance(each, (list, tuple)) else [each])]
         small = all(abs(size) <= _MOST for size in sizes if isinstance(size, (int, float)))
@@ -87,24 +61,12 @@ class VolumeModel:
             if not holds:
                 raise ValueError(f"{name} {value}: must be {bound}")
 
-    def parts(self) -> list["VolumeModel"]:
-        """Return the models of its networks, each by itself."""
-        alone = (replace(self, network=each.network, arguments=each.arguments, members=()) for each in self.members)
-        return [*alone] or [self]
-
     def build(self, weights: Path | None = None) -> nn.Module:
-        """Return the network, or the `Ensemble` of all, with weights of a file, or random ones.
-
-        A ValueError says what does not fit.
-        """
-        networks = []
-        for part in self.parts():
-            try:
-                networks.append(part.network(self.preparation.channels, self.labelling.channels, **part.arguments))
-            except BROKEN as error:
-                said = f"invalid arguments {dict(part.arguments)} ({first_line(error)})"
-                raise ValueError(f"model.json: {said}") from error
-        network = Ensemble(networks) if self.members else networks[0]
+        """Return the network with weights of a file, or random ones; a ValueError says what does not fit."""
+        try:
+            network = self.network(self.preparation.channels, self.labelling.channels, **self.arguments)
+        except BROKEN as error:
+            raise ValueError(f"model.json: invalid arguments {dict(self.arguments)} ({first_line(error)})") from error
         if weights is not None:
             initialise(network, weights, made_of={**self.arguments, "classes": self.labelling.channels})
         return network

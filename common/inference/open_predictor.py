@@ -14,7 +14,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from medspeed.common.files import DIGESTS, read_object, sha256_of
 from medspeed.common.inference import AnyPrecision, Backend, ModelPrecision, Precision
-from medspeed.common.inference.model import Ensemble, Trained, first_line
+from medspeed.common.inference.ensemble import Ensemble
+from medspeed.common.inference.model import Trained, first_line
 from medspeed.common.inference.predictors import (
     Predictor,
     computes_bf16,

@@ -16,8 +16,9 @@ from medspeed.common.config import flat
 from medspeed.common.console import say
 from medspeed.common.files import from_json, printable, read_object, sha256_of
 from medspeed.common.inference import AnyPrecision, Backend
+from medspeed.common.inference.ensemble import Member, RunModel, members_of
 from medspeed.common.inference.labels import LabelScheme, Region, dice_counts
-from medspeed.common.inference.model import Member, Trained, VolumeModel, initialise, save_weights, write_model
+from medspeed.common.inference.model import Trained, VolumeModel, initialise, save_weights, write_model
 from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor, repeating_predictor
 from medspeed.common.inference.predictors import Predictor
 
@@ -50,7 +51,7 @@ def read_model(run: Path, app: str, kind: type[Model], find: Find | None = None)
         raise ValueError(f"{path}: not the model file of a run of {app} ({error})") from error
 
 
-def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None = None) -> VolumeModel:
+def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None = None) -> RunModel:
     """Read the `model.json` of a volume app's run; of several, what they share, with the networks as its members.
 
     The file may be anybody's: a network of the user's own is imported only if the user names it, too, as `network`.
@@ -67,7 +68,7 @@ def load_models(runs: Sequence[Path], app: str, find: Find, network: str | None 
             raise ValueError(f"its network is {stored}, not {network}: drop --network, or name the run's own")
         return given or (_refusing(stored) if _OWN.fullmatch(stored) else find(stored))
 
-    models = [read_model(run, app, VolumeModel, named) for run in runs]
+    models = [read_model(run, app, RunModel, named) for run in runs]
     if len(models) == 1:
         return models[0]
     members: list[Member] = []
@@ -101,7 +102,7 @@ def _refusing(name: str) -> Callable[..., nn.Module]:
     return refuse
 
 
-def _check_shared(run: Path, model: VolumeModel, first_run: Path, first: VolumeModel) -> None:
+def _check_shared(run: Path, model: RunModel, first_run: Path, first: RunModel) -> None:
     if model.members:
         names = ", ".join(each.run for each in model.members)
         raise ValueError(f"{run}: is an ensemble itself; name its models instead ({names})")
@@ -129,7 +130,7 @@ def open_models(
     PyTorch's windows are repeated as CUDA graphs. `pairs` receives how well several runs agree in their windows (see
     `pair_counts`).
     """
-    parts = model.parts() if len(runs) > 1 else [model]
+    parts = model.parts() if isinstance(model, RunModel) and len(runs) > 1 else [model]
 
     def opened(backend: Literal["auto", Backend]) -> list[OpenedPredictor]:
         one = partial(open_predictor, backend=backend, precision=precision, device=device)
@@ -141,7 +142,7 @@ def open_models(
     members = [each.predict for each in found]
     if found[0].backend == "torch" and device.type == "cuda":
         for number, part in enumerate(parts):
-            about = " + ".join(f"{each.network.__name__} {each.arguments}" for each in part.members or (part,))
+            about = " + ".join(f"{each.network.__name__} {each.arguments}" for each in members_of(part) or (part,))
             about, line = f"{about} in {found[0].precision}", partial(say, kind="detail")
             members[number] = repeating_predictor(members[number], about, line)
     together = partial(compared_mean, members, model.labelling, [] if pairs is None else pairs)

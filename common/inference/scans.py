@@ -24,6 +24,7 @@ from medspeed.common.data.threads import usable_cores
 from medspeed.common.data.volumes import Volume
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory
+from medspeed.common.inference.ensemble import members_of
 from medspeed.common.inference.folder_job import FolderJob, Item, Predictions, Record
 from medspeed.common.inference.labels import LabelScheme, dice_of_counts
 from medspeed.common.inference.measure import Measures, measure, read_figures, warn_of_training, with_doubts
@@ -195,7 +196,7 @@ class Segmenter:
     def write_tables(self, records: dict[str, Record]) -> None:
         """Write `measurements.csv` and the seconds of all finished scans."""
         table, timings = self.tables
-        names = [f"{each.run}:{each.sha256[:12]}" for each in self.model.members] or [self.weights[:12]]
+        names = [f"{each.run}:{each.sha256[:12]}" for each in members_of(self.model)] or [self.weights[:12]]
         tag = {"model": " ".join(names)}
         rows = {name: [{**each, **tag} for each in record["measures"]] for name, record in records.items()}
         write_measures(table, rows, columns=[*(each.name for each in fields(Measures)), "model"])

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from medspeed.common.inference.ensemble import RunModel
 from medspeed.common.inference.labels import LabelScheme, Region
 from medspeed.common.inference.measure import warn_of_training
 from medspeed.common.inference.model import initialise, load_weights, save_weights, write_model
@@ -35,7 +36,7 @@ SEGRESNET = replace(
 def test_every_network_of_volumes_is_written_in_one_shape_and_comes_back(model, tmp_path):
     write_model(tmp_path, "heart", model)
     again = load_models([tmp_path], "heart", find_network)
-    assert again == replace(model, arguments=again.arguments)
+    assert again == RunModel(**vars(replace(model, arguments=again.arguments)))
     assert again.arguments == json.loads(json.dumps(model.arguments))  # tuples are lists
     content = json.loads((tmp_path / "model.json").read_text())
     assert (content["app"], content["network"]) == ("heart", model.network.__name__)
