@@ -239,10 +239,12 @@ def _run_folder(root: Path, directory: Path | None, resume: Path | None) -> Path
             raise FileNotFoundError(f"{resume}: no run to resume (config.yaml is missing)")
         if (resume / "fold-0").is_dir():
             raise FileNotFoundError(f"{resume}: no run but a folder of folds; repeat the command `medspeed folds`")
-        return resume
+        return resume.resolve() if resume.is_symlink() else resume  # `latest` may move
     if directory is None:
         stamp = root / time.strftime("%Y%m%d-%H%M%S")
         directory = next(each for n in range(1000) if not (each := Path(f"{stamp}-{n}" if n else stamp)).exists())
+    if str(directory).encode(errors="ignore").decode() != str(directory):
+        raise ValueError(f"{directory}: the name is not UTF-8, so no weights can be written; choose another --run")
     if directory.exists() and any(directory.iterdir()):
         raise FileExistsError(f"{directory}: the run folder is not empty; choose another, or --resume {directory}")
     directory.mkdir(parents=True, exist_ok=True)

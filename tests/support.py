@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from medspeed.common.data.preparation import Preparation
 from medspeed.common.inference.labels import one_region_per_label
-from medspeed.common.inference.model import NOTE, VolumeModel
+from medspeed.common.inference.model import NOTE
 from medspeed.common.inference.predict import predict_logits
 from medspeed.common.inference.predictors import Predictor
+from medspeed.common.inference.runs import RunModel
 from medspeed.common.training.state import load_checkpoint
 from medspeed.models.unet3d import unet3d
 
@@ -49,12 +50,12 @@ def unet_model(
     labels: tuple[str, ...] = ("background", "spleen"),
     window_batch: int = 1,
     residual_units: int = 1,
-) -> VolumeModel:
+) -> RunModel:
     """Return the model of a U-Net for CT, as the spleen app has it."""
     preparation = Preparation(spacing, "window", (-57.0, 164.0))
     arguments = {"channels": channels, "residual_units": residual_units}
     labelling = one_region_per_label(labels)
-    return VolumeModel(unet3d, arguments, labelling, preparation, window_size, window_batch, 0.25, "fp32")
+    return RunModel(unet3d, arguments, labelling, preparation, window_size, window_batch, 0.25, "fp32")
 
 
 def note_of(weights: Path) -> dict[str, Any]:

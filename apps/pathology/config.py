@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from medspeed.common.config import parse_config
 from medspeed.common.inference import AnyPrecision, Backend
+from medspeed.common.inference.options import model_folder
 from medspeed.common.training.config import Check, TrainingConfig
 
 _DESCRIPTION = "Train a detector of metastases on patches of whole-slide images, to a checked TensorRT engine."
@@ -164,6 +165,7 @@ class ScanConfig:
     overlays: bool = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "model", model_folder(self.model))
         if not _on_stride(self.stride):
             raise ValueError(f"stride {self.stride}: must be a multiple of {_STRIDE} above 0")
 

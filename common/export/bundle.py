@@ -22,11 +22,11 @@ from torch import nn
 
 from medspeed.common.export.model_card import filled, is_synthetic, model_card, write_package
 from medspeed.common.export.onnx_model import OPSET, read_metadata
-from medspeed.common.inference.ensemble import members_of
 from medspeed.common.inference.labels import LabelScheme, painting_order
 from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.postprocessing import ROUNDING, logit_bars
 from medspeed.common.inference.predictors import with_exact_norms
+from medspeed.common.inference.runs import RunModel
 
 NetworkConfig = Mapping[str, Any]
 """A MONAI class as a bundle names it: "_target_" and every argument, such as {"_target_": "UNet", "in_channels": 1}."""
@@ -36,7 +36,7 @@ _KEPT = ("weights_sha256", "precision", "labels", "regions", "window", "smallest
 _ROUNDING = 1e-4  # of the largest logit: what the order of sums may change
 
 
-def write_volume_bundle(folder: Path, run: Path, task: str, model: VolumeModel) -> Path:
+def write_volume_bundle(folder: Path, run: Path, task: str, model: RunModel) -> Path:
     """Write a segmentation run as a MONAI bundle that writes NAME.nii.gz for each NAME.nii(.gz) (see `write_bundle`).
 
     The run's weights must fit MONAI's own class and arguments, which its network has as the attribute `monai`.
@@ -44,7 +44,7 @@ def write_volume_bundle(folder: Path, run: Path, task: str, model: VolumeModel) 
     Raises:
         ValueError: it has no such attribute.
     """
-    if members_of(model):
+    if model.members:
         raise ValueError(f"{run}: an ensemble cannot be a MONAI bundle; use --to onnx, engine or triton")
     labelling, network = model.labelling, model.build(run / "best.safetensors")
     named = getattr(network, "monai", None)

@@ -23,13 +23,13 @@ from medspeed.common.export.model_card import model_card, read_if_there
 from medspeed.common.export.onnx_model import read_metadata
 from medspeed.common.export.options import ExportConfig
 from medspeed.common.files import DIGESTS, atomic_path, read_as, write_json
-from medspeed.common.inference.ensemble import Ensemble, RunModel
 from medspeed.common.inference.evaluation import merged_split
 from medspeed.common.inference.measure import read_figures
 from medspeed.common.inference.model import Trained, VolumeModel, initialise, save_weights, write_model
-from medspeed.common.inference.open_predictor import check_digest, unfit
+from medspeed.common.inference.open_predictor import Ensemble, check_digest, unfit
 from medspeed.common.inference.predict import sample_windows
 from medspeed.common.inference.predictors import onnx_errors, onnxruntime_predictor
+from medspeed.common.inference.runs import RunModel
 from medspeed.common.ranks import choose_device
 from medspeed.common.run import Run
 

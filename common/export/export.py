@@ -15,7 +15,7 @@ from medspeed.common.data.dataset import Case
 from medspeed.common.data.preparation import PreparedCase
 from medspeed.common.export.onnx_model import Window, export_onnx
 from medspeed.common.export.tensorrt_engine import EngineChoice, build_engine, choose_flavour
-from medspeed.common.files import plural, record_digests, sha256_of
+from medspeed.common.files import atomic_path, plural, record_digests, sha256_of
 from medspeed.common.host_memory import give_back_freed_memory
 from medspeed.common.inference import ModelPrecision
 from medspeed.common.inference import tensorrt_runtime as engines
@@ -146,8 +146,9 @@ def volume_gate(
 def _checked_onnx(path: Path, precision: ModelPrecision, write: Writer, reference: Reference) -> Exported:
     give_back_freed_memory()  # of what computed before; ONNX Runtime takes its own
     try:
-        write(path)
-        difference, change = check_predictor(reference, onnxruntime_predictor(path), precision, str(path))
+        with atomic_path(path) as part:  # what is not judged has not its name
+            write(part)
+            difference, change = check_predictor(reference, onnxruntime_predictor(part), precision, str(path))
     except ParityError as refusal:
         _remove(path, path.with_suffix(".plan"))
         if precision == "fp32":

@@ -17,9 +17,8 @@ from medspeed.common.host_memory import free_memory
 from medspeed.common.inference import TOLERANCE
 from medspeed.common.inference.folder_job import BAD_INPUT
 from medspeed.common.inference.labels import LabelScheme
-from medspeed.common.inference.model import VolumeModel
 from medspeed.common.inference.options import EvaluateConfig, InferConfig
-from medspeed.common.inference.runs import Find, load_models
+from medspeed.common.inference.runs import Find, RunModel, load_models
 from medspeed.common.inference.scan_files import volume_files
 from medspeed.common.inference.scans import segment_scans
 from medspeed.common.inference.scores import OUT_OF_MEMORY, Labels, Scores, score, score_masks
@@ -131,7 +130,7 @@ def say_means(found: Evaluation) -> None:
         say(printable(f"{label:12} {next(iter(each.values()))['cases']:4} cases  {'  '.join(means)}"), "result")
 
 
-def _segmented(runs: Sequence[Path], data: Path, output: Path, model: VolumeModel) -> dict[str, tuple[Path, Path]]:
+def _segmented(runs: Sequence[Path], data: Path, output: Path, model: RunModel) -> dict[str, tuple[Path, Path]]:
     """Segment the labeled cases of a dataset; of the one that runs were trained on, the validation cases."""
     dataset, splits = read_dataset(data), []
     cases = dataset.cases

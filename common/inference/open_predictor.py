@@ -2,8 +2,9 @@
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,7 +15,6 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from medspeed.common.files import DIGESTS, read_object, sha256_of
 from medspeed.common.inference import AnyPrecision, Backend, ModelPrecision, Precision
-from medspeed.common.inference.ensemble import Ensemble
 from medspeed.common.inference.model import Trained, first_line
 from medspeed.common.inference.predictors import (
     Predictor,
@@ -39,6 +39,19 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _STORE = Path("~/.cache/medspeed")  # of verdicts, as of `--store`
 _MOST_SHAPES = 2  # that are captured: each holds the memory of a call of its own
 _TOLERANCE = 0.01  # of the logits: some kernels add in another order each time
+
+
+class Ensemble(nn.Module):
+    """Several networks that take the same windows."""
+
+    def __init__(self, members: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Return the mean of their logits, [B, K, X, Y, Z] float32, of windows [B, C, X, Y, Z]."""
+        total: torch.Tensor = reduce(torch.add, (each(image).float() for each in self.members))
+        return total / len(self.members)
 
 
 @dataclass(frozen=True)

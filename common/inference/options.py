@@ -129,7 +129,7 @@ def model_folder(model: Path) -> Path:
             if not copy.is_file() or copy.read_bytes() != content:
                 with atomic_path(copy) as part:
                     part.write_bytes(content)
-    return folder
+    return folder.resolve() if folder.is_symlink() else folder  # `latest` may move
 
 
 def model_folders(models: Path | Sequence[Path]) -> tuple[Path, ...]:

@@ -2,12 +2,12 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import combinations
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -16,10 +16,9 @@ from medspeed.common.config import flat
 from medspeed.common.console import say
 from medspeed.common.files import from_json, printable, read_object, sha256_of
 from medspeed.common.inference import AnyPrecision, Backend
-from medspeed.common.inference.ensemble import Member, RunModel, members_of
 from medspeed.common.inference.labels import LabelScheme, Region, dice_counts
 from medspeed.common.inference.model import Trained, VolumeModel, initialise, save_weights, write_model
-from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor, repeating_predictor
+from medspeed.common.inference.open_predictor import Ensemble, OpenedPredictor, open_predictor, repeating_predictor
 from medspeed.common.inference.predictors import Predictor
 
 Model = TypeVar("Model")
@@ -27,6 +26,41 @@ Find = Callable[..., Callable[..., nn.Module]]  # `medspeed.models.find_network`
 
 _OWN = re.compile(r"\w+(\.\w+)*:\w+")  # the name of a network of the user's own
 _SHARED = ("labelling", "preparation", "window_size", "overlap")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A network of an ensemble, the name of the run it is from, and the SHA-256 of its weights."""
+
+    run: str
+    sha256: str
+    network: Callable[..., nn.Module]
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunModel(VolumeModel):
+    """The model of one run, or of an ensemble: what its networks share, the first of which is `network`."""
+
+    members: tuple[Member, ...] = ()  # none of a single network
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.parts()  # whose arguments are checked
+
+    def parts(self) -> list["RunModel"]:
+        """Return the models of its networks, each by itself."""
+        alone = (replace(self, network=each.network, arguments=each.arguments, members=()) for each in self.members)
+        return [*alone] or [self]
+
+    def build(self, weights: Path | None = None) -> nn.Module:
+        """Return the network, or the `Ensemble` of all, with weights of a file; see `VolumeModel.build`."""
+        if not self.members:
+            return super().build(weights)
+        network = Ensemble([part.build() for part in self.parts()])
+        if weights is not None:
+            initialise(network, weights, made_of=self.arguments)
+        return network
 
 
 def read_model(run: Path, app: str, kind: type[Model], find: Find | None = None) -> Model:
@@ -117,7 +151,7 @@ def _check_shared(run: Path, model: RunModel, first_run: Path, first: RunModel) 
 
 def open_models(
     runs: Sequence[Path],
-    model: VolumeModel,
+    model: RunModel,
     backend: Literal["auto", Backend] = "auto",
     precision: Literal["auto", AnyPrecision] = "auto",
     *,
@@ -130,7 +164,7 @@ def open_models(
     PyTorch's windows are repeated as CUDA graphs. `pairs` receives how well several runs agree in their windows (see
     `pair_counts`).
     """
-    parts = model.parts() if isinstance(model, RunModel) and len(runs) > 1 else [model]
+    parts = model.parts() if len(runs) > 1 else [model]
 
     def opened(backend: Literal["auto", Backend]) -> list[OpenedPredictor]:
         one = partial(open_predictor, backend=backend, precision=precision, device=device)
@@ -142,7 +176,7 @@ def open_models(
     members = [each.predict for each in found]
     if found[0].backend == "torch" and device.type == "cuda":
         for number, part in enumerate(parts):
-            about = " + ".join(f"{each.network.__name__} {each.arguments}" for each in members_of(part) or (part,))
+            about = " + ".join(f"{each.network.__name__} {each.arguments}" for each in part.members or (part,))
             about, line = f"{about} in {found[0].precision}", partial(say, kind="detail")
             members[number] = repeating_predictor(members[number], about, line)
     together = partial(compared_mean, members, model.labelling, [] if pairs is None else pairs)

@@ -24,7 +24,6 @@ from medspeed.common.data.threads import usable_cores
 from medspeed.common.data.volumes import Volume
 from medspeed.common.files import plural, printable, write_json
 from medspeed.common.host_memory import free_memory, keep_freed_memory
-from medspeed.common.inference.ensemble import members_of
 from medspeed.common.inference.folder_job import FolderJob, Item, Predictions, Record
 from medspeed.common.inference.labels import LabelScheme, dice_of_counts
 from medspeed.common.inference.measure import Measures, measure, read_figures, warn_of_training, with_doubts
@@ -39,7 +38,7 @@ from medspeed.common.inference.postprocessing import (
 )
 from medspeed.common.inference.predict import predict_logits, restore_labels, window_starts
 from medspeed.common.inference.predictors import Predictor
-from medspeed.common.inference.runs import digest_of, open_models, pair_counts
+from medspeed.common.inference.runs import RunModel, digest_of, open_models, pair_counts
 from medspeed.common.inference.scan_files import Scan, find_scans, peak_memory, read_scan, say_plan, scan_bytes
 from medspeed.common.inference.scores import write_measures
 from medspeed.common.observe.overlays import draw_overlay, oriented_scan
@@ -52,7 +51,7 @@ _PER_THREAD = 2**27  # bytes of room for each thread that reads or writes
 _OPTIONS = ("flips", "fit_windows", "overlays", "keep_patient")  # they change what comes out
 
 
-def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | None = None) -> Predictions:
+def segment_scans(config: InferConfig, model: RunModel, scans: list[Scan] | None = None) -> Predictions:
     """Segment every scan; one that cannot be is set aside, and the others are done all the same.
 
     Under torchrun each process takes its share of the scans: those of the input, unless they are given.
@@ -81,7 +80,7 @@ def segment_scans(config: InferConfig, model: VolumeModel, scans: list[Scan] | N
 class Segmenter:
     """A model, opened on a device to segment scans; for the errors see `segment_scans`."""
 
-    def __init__(self, config: InferConfig, model: VolumeModel) -> None:
+    def __init__(self, config: InferConfig, model: RunModel) -> None:
         self.config, self.model = config, model
         self.began, self.stages = time.perf_counter(), defaultdict[str, Stages](Stages)
         self.device = choose_device(config.device, torchrun_place()[2])
@@ -196,7 +195,7 @@ class Segmenter:
     def write_tables(self, records: dict[str, Record]) -> None:
         """Write `measurements.csv` and the seconds of all finished scans."""
         table, timings = self.tables
-        names = [f"{each.run}:{each.sha256[:12]}" for each in members_of(self.model)] or [self.weights[:12]]
+        names = [f"{each.run}:{each.sha256[:12]}" for each in self.model.members] or [self.weights[:12]]
         tag = {"model": " ".join(names)}
         rows = {name: [{**each, **tag} for each in record["measures"]] for name, record in records.items()}
         write_measures(table, rows, columns=[*(each.name for each in fields(Measures)), "model"])

@@ -144,8 +144,8 @@ def choose_postprocessing(
     steps, after = ((), before) if refusal else post.choose(cases, model.labelling)
     means = {"before": sum(before) / len(before), "after": sum(after) / len(after)}
     words = f"none: {refusal or f'nothing gains more than {post.BOUND} Dice without the case that gains most'}"
+    run.ranks.once(lambda: write_model(run.directory, config.APP, replace(model, postprocessing=steps)))
     if steps:
-        run.ranks.once(lambda: write_model(run.directory, config.APP, replace(model, postprocessing=steps)))
         dice = "Dice {before:.4f} before, {after:.4f} after, on the validation cases".format(**means)
         words = f"{'; '.join(map(str, steps))} ({dice})"
     run.say(f"post-processing: {words}", "result" if steps else "note")

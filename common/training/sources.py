@@ -105,9 +105,9 @@ def _divided(
     if config.fold is None:
         figures = fingerprint(split.training, dataset, store, known, config.workers)
     run.say(split.description)
-    volumes_ml = np.sum([scan.volumes_ml for scan in figures.scans], axis=0)
-    if absent := [name for name, volume in list(zip(dataset.labels, volumes_ml, strict=True))[1:] if name and not volume]:
-        run.say(f"no training case has {', '.join(absent)}, so that nothing is learned of it", "warning")
+    named = [each for each in enumerate(dataset.labels) if all(each)]
+    if absent := [name for number, name in named if not any(scan.volumes_ml[number] for scan in figures.scans)]:
+        run.say(f"no training case has {', '.join(absent)}: nothing can be learned of it", "warning")
     if config.init is not None:
         about, judged = config.init.with_name("summary.json"), {case.name for case in split.validation}
         with suppress(ValueError, OSError, LookupError, TypeError):  # no run of ours lies beside the weights
@@ -150,7 +150,8 @@ def volume_setup(
         batches, room = guide_batches(transforms, data.split.training, model, config, run), 0
     with run.clock.stage("prepare"):
         judged = stored_cases(run.ranks.shard(data.split.validation), model, config, run.ranks.leader)
-        if not any(run.ranks.gather([bool(case.label.any()) for case in judged])) and not config.fast_dev_run:
+        filled = [case.label is not None and bool(case.label.any()) for case in judged]
+        if not any(run.ranks.gather(filled)) and not config.fast_dev_run:
             raise ValueError("no validation case has any foreground, so there is no metric: choose another --split")
     with run.clock.stage("cache"):
         held = tiers.hold_cases(judged, room, run.device)

@@ -1,13 +1,16 @@
 """Patches decoded once: one uint8 array in a file, checked, memory-mapped, held near the device and augmented on it."""
 
 import math
+import os
 import shutil
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 import torch
@@ -22,7 +25,7 @@ from medspeed.common.data.batches import Batch, Batches, Draft, Take, keyed_batc
 from medspeed.common.data.cache import measure_budgets, store_folder
 from medspeed.common.data.crops import upload
 from medspeed.common.data.threads import map_in_threads, usable_cores
-from medspeed.common.files import atomic_path, read_object, write_json
+from medspeed.common.files import atomic_path, locked, part_ending, read_object, write_json
 from medspeed.common.kernels.trust import trusts
 from medspeed.common.run import Run
 from medspeed.common.training.config import decided
@@ -91,24 +94,40 @@ def decoded(table: PatchTable, config: PathologyConfig, run: Run) -> Patches:
 def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> None:
     """Decode patches into a file, and note its checksum beside it, where these are not there and sound."""
     note, shape, leads = path.with_suffix(".json"), (len(table), 3, table.size, table.size), run.ranks.leader
-    with suppress(FileNotFoundError, ValueError, EOFError):
-        kept, pixels = read_object(note), np.load(path, mmap_mode="r")
-        if pixels.shape == shape and kept.get("crc32") == _crc32(pixels, leads):  # its name says for which table
+    changed = max(file.stat().st_ctime_ns for file in table.files)  # the time in the name copying tools set back
+
+    def sound() -> bool:
+        with suppress(FileNotFoundError, ValueError, EOFError, TokenError):  # two of NumPy's, of a damaged header
+            kept, pixels = read_object(note), np.load(path, mmap_mode="r")
+            if pixels.shape == shape and kept.get("changed") == changed:
+                return kept.get("crc32") == _crc32(pixels, leads)
+        return False
+
+    if sound():
+        return
+    with locked(path.with_suffix(".lock")):
+        if sound():  # another process has made it
             return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
-    if needed > free:
-        said = f"{len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} is free"
-        raise OSError(f"{path.parent}: {said}; free some space, choose another --store, or fewer patches")
-    with atomic_path(path) as part:
-        pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
-        with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not leads)) as bar:
-            for rows, read in decode(table, config.reader, config.workers, run.say):
-                pixels[rows] = read
-                bar.update(len(rows))
-        pixels.flush()
-        crc = _crc32(pixels, progress=False)
-    write_json(note, {"crc32": crc})
+        for part in path.parent.glob(f".part-*-{part_ending(path.name)}"):  # of a killed one
+            part.unlink()
+        needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
+        if needed > free:
+            said = (
+                f"{len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} is free"
+            )
+            raise OSError(f"{path.parent}: {said}; free some space, choose another --store, or fewer patches")
+        with atomic_path(path) as part:
+            pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
+            if sys.platform == "linux":  # all its room is taken now: a disk that fills later would kill the process
+                with part.open("r+b") as file:
+                    os.posix_fallocate(file.fileno(), 0, part.stat().st_size)
+            with tqdm(total=len(table), desc="decoding patches", unit="patch", disable=hides_bar(not leads)) as bar:
+                for rows, read in decode(table, config.reader, config.workers, run.say):
+                    pixels[rows] = read
+                    bar.update(len(rows))
+            pixels.flush()
+            crc = _crc32(pixels, progress=False)
+        write_json(note, {"crc32": crc, "changed": changed})
 
 
 def _crc32(pixels: np.ndarray, progress: bool) -> int:

@@ -26,11 +26,12 @@ from medspeed.common.data.volumes import read_volume
 from medspeed.common.export.bundle import LICENCE, painting, served_pipeline, write_triton, write_volume_bundle
 from medspeed.common.export.onnx_model import export_onnx
 from medspeed.common.inference.labels import LabelScheme, Region
-from medspeed.common.inference.model import VolumeModel, save_weights, write_model
+from medspeed.common.inference.model import save_weights, write_model
 from medspeed.common.inference.options import InferConfig
 from medspeed.common.inference.postprocessing import Postprocessing, logit_bars
 from medspeed.common.inference.predict import predict_labels, predict_logits
 from medspeed.common.inference.predictors import torch_predictor
+from medspeed.common.inference.runs import RunModel
 from medspeed.common.inference.scans import clean_labels, segment_scans
 from medspeed.data_scripts.make_phantoms import make_ct_phantoms, make_mri_phantoms
 from medspeed.models.resnet18_fcn import resnet18_fcn
@@ -54,24 +55,24 @@ TASK = "Segmentation of something"
 
 class Trained(NamedTuple):
     run: Path
-    model: VolumeModel
+    model: RunModel
 
 
-def spleen_model(labels: tuple[str, ...] = ("background", "spleen")) -> VolumeModel:
+def spleen_model(labels: tuple[str, ...] = ("background", "spleen")) -> RunModel:
     model = unet_model((4.1, 3.9, 5.3), (4, 8, 16), (48, 40, 32), labels, window_batch=2, residual_units=2)
     first = Postprocessing((labels[1],), largest=True), Postprocessing((labels[1],), threshold=0.7)
     steps = (*first, *(Postprocessing((name,), smallest_ml=0.2) for name in labels[2:]))
     return replace(model, postprocessing=steps)
 
 
-def brats_model() -> VolumeModel:
+def brats_model() -> RunModel:
     preparation = Preparation((2.27, 2.27, 2.27), "zscore", None, 4)
     arguments = {"filters": 8, "blocks_down": (1, 1, 1), "dropout": 0.0}
     steps = Postprocessing(("TC", "WT", "ET"), smallest_ml=0.1), Postprocessing(("ET",), threshold=0.7)
-    return VolumeModel(segresnet3d, arguments, BRATS, preparation, (40, 48, 32), 1, 0.25, "fp32", steps)
+    return RunModel(segresnet3d, arguments, BRATS, preparation, (40, 48, 32), 1, 0.25, "fp32", steps)
 
 
-def random_run(run: Path, app: str, model: VolumeModel) -> Trained:
+def random_run(run: Path, app: str, model: RunModel) -> Trained:
     torch.manual_seed(0)
     run.mkdir()
     built = with_statistics(model.build(), (model.preparation.channels, *model.window_size))

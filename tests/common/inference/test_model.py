@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from medspeed.common.inference.ensemble import RunModel
 from medspeed.common.inference.labels import LabelScheme, Region
 from medspeed.common.inference.measure import warn_of_training
 from medspeed.common.inference.model import initialise, load_weights, save_weights, write_model
 from medspeed.common.inference.postprocessing import Postprocessing
-from medspeed.common.inference.runs import import_weights, load_models
+from medspeed.common.inference.runs import RunModel, import_weights, load_models
 from medspeed.models import find_network
 from medspeed.models.segresnet3d import segresnet3d
 from tests.support import note_of, unet_model

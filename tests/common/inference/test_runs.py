@@ -18,11 +18,10 @@ from medspeed.common.config import parse_config
 from medspeed.common.data.preparation import prepare_volume
 from medspeed.common.data.volumes import read_volume
 from medspeed.common.inference import scans as scans_module
-from medspeed.common.inference.ensemble import Ensemble
 from medspeed.common.inference.evaluation import evaluate_folders
 from medspeed.common.inference.labels import one_region_per_label
 from medspeed.common.inference.model import VolumeModel, load_weights, save_weights, write_model
-from medspeed.common.inference.open_predictor import OpenedPredictor, open_predictor
+from medspeed.common.inference.open_predictor import Ensemble, OpenedPredictor, open_predictor
 from medspeed.common.inference.options import InferConfig, model_folders
 from medspeed.common.inference.postprocessing import Postprocessing
 from medspeed.common.inference.predict import predict_labels
