@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse words, those after `--` as they are; `--quiet` and `--verbose` take effect."""
         for name in ("stdout", "stderr"):  # which may have been closed
-            setattr(sys, name, getattr(sys, name) or Path(os.devnull).open("w"))
+            setattr(sys, name, getattr(sys, name) or Path(os.devnull).open("w"))  # noqa: SIM115
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
         found, others = super().parse_known_args([*map(_spelled, words[:end]), *words[end:]], namespace)

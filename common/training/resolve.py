@@ -178,7 +178,8 @@ def volume_model(
     kept, meaning = run.directory / "model.json", json.loads(json.dumps(asdict(labelling)))
     if run.resumed and kept.is_file() and (was := read_object(kept).get("labelling")) != meaning:
         raise ValueError(f"{data.dataset.folder}: labels {meaning}; the run began with {was}: it cannot resume")
-    run.ranks.once(lambda: kept.is_file() or write_model(run.directory, config.APP, model))  # with its post-processing
+    if not run.ranks.once(kept.is_file):  # with the post-processing that an earlier end has chosen
+        run.ranks.once(lambda: write_model(run.directory, config.APP, model))
     return model
 
 

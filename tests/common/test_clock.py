@@ -67,6 +67,12 @@ def test_the_total_counts_from_the_start_of_the_process():
     assert seconds["total"] >= seconds["start"] > 0
 
 
+def test_a_run_of_somebodys_own_program_counts_from_its_own_start():
+    seconds = Clock(whole=False).seconds()
+    assert seconds["start"] == 0
+    assert seconds["total"] < 1 < Clock().seconds()["total"]
+
+
 def profiled() -> dict[str, int]:
     """Return how often each of the spans `a` and `b` of a small program stands in a profile."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("a"):

@@ -69,6 +69,22 @@ def test_a_folder_in_use_is_refused_and_one_to_resume_is_kept(tmp_path):
         open_run(tmp_path, None, run.directory, "cpu", "", 0)
 
 
+def test_a_run_resumed_by_a_link_stays_where_it_is_when_the_link_moves(tmp_path):
+    first, second = (open_run(tmp_path, tmp_path / name, None, "cpu", "a: 1\n", 0) for name in "ab")
+    release(first.directory / ".lock")
+    point_latest(first.directory)
+    again = open_run(tmp_path, None, tmp_path / "latest", "cpu", "", 0)
+    point_latest(second.directory)
+    assert again.directory.resolve() == first.directory
+
+
+def test_a_run_folder_that_is_not_utf_8_is_refused(tmp_path):
+    folder = tmp_path / os.fsdecode(b"r\xe9")
+    with pytest.raises(ValueError, match="the name is not UTF-8, so no weights can be written; choose another --run"):
+        open_run(tmp_path, folder, None, "cpu", "a: 1\n", 0)
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "tpu:0", ""])
 def test_a_device_that_is_none_is_refused(name):
     with pytest.raises(ValueError, match="must be auto, cpu, cuda or cuda:N"):
@@ -124,6 +140,13 @@ def test_an_output_that_nobody_reads_stops_no_program_at_its_start(monkeypatch):
             unread.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # closing flushes again
     assert done == [True]
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_an_output_that_is_closed_stops_no_program(stream):
+    command = [sys.executable, "-m", "medspeed.apps.doctor", "--help"]
+    done = subprocess.run(["sh", "-c", f'exec "$@" {stream}>&-', "sh", *command], check=False, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_programmers_error_keeps_its_traceback():

@@ -112,10 +112,8 @@ def _keep(path: Path, table: PatchTable, config: PathologyConfig, run: Run) -> N
             part.unlink()
         needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
         if needed > free:
-            said = (
-                f"{len(table)} patches of {table.size} pixels need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} is free"
-            )
-            raise OSError(f"{path.parent}: {said}; free some space, choose another --store, or fewer patches")
+            said = f"need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} is free; free some space, choose another --store"
+            raise OSError(f"{path.parent}: {len(table)} patches of {table.size} pixels {said}, or fewer patches")
         with atomic_path(path) as part:
             pixels = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
             if sys.platform == "linux":  # all its room is taken now: a disk that fills later would kill the process

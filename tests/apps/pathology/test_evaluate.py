@@ -114,6 +114,18 @@ def test_lesions_of_slides_that_are_marked_in_part_do_not_count_which_is_said(tm
     assert judge(scans, data)["lesions"] == 2
 
 
+def test_a_slide_of_an_own_set_counts_whatever_camelyons_duplicate_is_called(tmp_path):
+    data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
+    write_scan(scans, "test_001", 0.5, "")
+    write_scan(scans, "test_002", 0.4, "")
+    write_scan(scans, "test_049", 0.9, "")
+    found = judge(scans, data)
+    assert (found["slide_auc"], found["left_out"].keys()) == (1.0, {"test_049"})
+    (data / "slides.json").write_text(json.dumps({"name": "Own slides"}))
+    found = judge(scans, data)
+    assert (found["slide_auc"], found["left_out"]) == (0.5, {})
+
+
 def test_nothing_to_score_is_an_error(tmp_path):
     data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
     with pytest.raises(FileNotFoundError, match="no finished scans"):
@@ -137,9 +149,7 @@ def test_scans_by_different_weights_are_refused(tmp_path):
 def test_test_slides_without_a_scan_are_said(tmp_path, capsys):
     data, scans = write_set(tmp_path / "set"), tmp_path / "scans"
     write_scan(scans, "test_001", 0.9, "0.900000,160,140\n")
-    assert judge(scans, data)["left_out"] == {
-        "test_002": "it has not been scanned", "test_049": "it has not been scanned"
-    }  # fmt: skip
+    assert judge(scans, data)["left_out"] == {"test_002": "it has not been scanned"}
 
 
 def test_a_slide_marked_in_part_counts_for_the_auc_alone(tmp_path):

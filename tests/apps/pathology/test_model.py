@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from medspeed.apps.pathology.config import GUIDE, JITTER, Augmentation, PathologyConfig
-from medspeed.apps.pathology.model import binary_cross_entropy, choose, initialise_from, model_of
+from medspeed.apps.pathology.model import PathologyModel, binary_cross_entropy, choose, initialise_from, model_of
 from medspeed.common.inference.model import save_weights
 from medspeed.common.training.config import Parallel, decided
 from medspeed.common.training.resolve import check_partitions
@@ -77,13 +77,22 @@ def test_what_was_asked_for_wins():
 def test_a_tile_keeps_whole_cells_inside_its_halo():
     model = model_of(chosen(PathologyConfig(), patch_size=224), CPU)
     assert model.tile_size - 2 * 224 - (224 - 32) == model.core == 1024
-    with pytest.raises(ValueError, match="tile_size 640: must be above 640 for patches of 224 pixels"):
+    with pytest.raises(ValueError, match="tile_size 640: must be a multiple of 32, above 640 for patches of 224"):
         chosen(PathologyConfig(tile_size=640), patch_size=224)
 
 
-def test_patches_that_the_stride_does_not_divide_are_refused():
-    with pytest.raises(ValueError, match="patch_size 100: must be a multiple of 32"):
-        chosen(PathologyConfig(), patch_size=100)
+@pytest.mark.parametrize("patch_size", [0, 16, 100])
+def test_patches_that_the_stride_does_not_divide_are_refused(patch_size):
+    with pytest.raises(ValueError, match=f"patch_size {patch_size}: must be a multiple of 32"):
+        chosen(PathologyConfig(), patch_size=patch_size)
+    with pytest.raises(ValueError, match=f"patch_size {patch_size}: must be a multiple of 32"):
+        PathologyModel(patch_size, None, 1152, 1, "fp32")
+
+
+def test_a_model_whose_tiles_keep_nothing_is_refused():
+    for tile_size in (320, 640, 1100):
+        with pytest.raises(ValueError, match=f"tile_size {tile_size}: must be a multiple of 32, above 640"):
+            PathologyModel(224, None, tile_size, 1, "fp32")
 
 
 def test_the_guide_has_its_own_precision():

@@ -244,10 +244,8 @@ def test_what_cannot_be_meant_is_refused(dataset, wanted, message):
         plan_preparation(dataset, figures_of(dataset), **wanted)
 
 
-def test_a_constant_foreground_has_no_window():
-    figures = figures_of(CT, foreground=(50.0, 50.2))
-    with pytest.raises(ValueError, match=r"window \(50.0, 50.0\): the lower bound must be below"):
-        plan_preparation(CT, figures)
+def test_a_constant_foreground_has_a_window_of_one_unit():
+    assert plan_preparation(CT, figures_of(CT, foreground=(50.0, 50.2)))[0].window == (50.0, 51.0)
 
 
 @pytest.mark.real_data
@@ -276,3 +274,12 @@ def test_the_extent_is_that_of_the_box_around_what_is_not_zero_in_the_first_chan
     dataset = Dataset(tmp_path, "Brains", ("FLAIR", "T1w"), ("background", "tumour"), tuple(cases), (), False)
     figures = fingerprint(cases, dataset)
     assert (figures.shape, figures.extent) == ((9, 8, 7), (3, 4, 2))
+
+
+def test_an_empty_first_channel_has_the_extent_of_its_image(tmp_path):
+    """As small as nothing, it would make windows of a few voxels."""
+    image, label = np.zeros((9, 8, 7, 2), np.int16), np.zeros((9, 8, 7), np.uint8)
+    image[..., 1], label[4, 6, 2] = 5, 1
+    dataset = Dataset(tmp_path, "Brains", ("FLAIR", "T1w"), ("background", "tumour"), (), (), False)
+    figures = fingerprint([write_case(tmp_path, "a", image, label, (1, 1, 1))], dataset, tmp_path / "store")
+    assert figures.extent == figures.shape == (9, 8, 7)

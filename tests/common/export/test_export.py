@@ -239,3 +239,15 @@ def test_why_the_range_is_checked_in_torch(tmp_path: Path, overflowing: nn.Modul
     assert onnxruntime_predictor(path)(windows).isfinite().all()
     with torch.no_grad():
         assert not HalfNetwork(copy.deepcopy(overflowing))(windows).isfinite().all()
+
+
+def test_a_model_that_is_not_judged_yet_has_not_its_name(tmp_path: Path, tiny: nn.Module):
+    """A run that is killed while the gate judges leaves nothing that inference would take."""
+    there = []
+
+    def evaluate(predictor: object) -> float:
+        there.append({path.name for path in (tmp_path / "exports").glob("model_*")})
+        return 0.9
+
+    export(tiny, tmp_path, evaluate, engine="none")
+    assert there == [set(), set(), {"model_fp32.onnx"}]

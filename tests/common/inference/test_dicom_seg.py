@@ -73,6 +73,13 @@ def test_regions_may_overlap(tmp_path):
     assert image.SegmentsOverlap == "YES"
 
 
+def test_a_name_is_one_value_of_64_characters_at_most(tmp_path):
+    write_slices(tmp_path / "in", STORED)
+    named = [Region("a\\b", (1,), 1), Region("c" * 70, (2,), 2)]
+    *_, image = segment(tmp_path / "in", labels_of((0, 0, 0, 1)), named)
+    assert [each.SegmentLabel for each in image.SegmentSequence] == ["a/b", "c" * 64]
+
+
 def test_what_a_viewer_asks_for_is_there(tmp_path):
     write_slices(tmp_path / "in", STORED)
     structures = [SPLEEN, Region("left kidney", (2,), 2), Region("liver tumour", (3,), 3), Region("thing", (4,), 4)]

@@ -237,6 +237,14 @@ def test_what_changed_is_done_anew(folder):
     assert (folder / "out" / "c.txt").read_text() == "yc"
 
 
+def test_a_file_replaced_by_one_of_its_size_and_time_is_done_anew(folder):
+    for text in ("one", "two"):
+        (folder / "in" / "a").write_text(text)
+        os.utime(folder / "in" / "a", (1e9, 1e9))
+        do(doubling(folder))
+        assert (folder / "out" / "a.txt").read_text() == f"x{text}"
+
+
 def test_a_job_that_dies_leaves_no_record_that_vouches_for_another_s_output(folder):
     do(doubling(folder))
     assert do(doubling(folder, items=[with_picture(item) for item in doubling(folder).items]))[0] == ["a", "b", "c"]
@@ -319,6 +327,16 @@ def test_a_table_of_others_is_not_replaced_however_often_one_tries(folder):
     for word in "xy":
         do(doubling(folder, word, table_files=[table]))
     assert table.read_text() == "a=2 b=2 c=2"
+
+
+def test_which_tables_are_ours_is_only_ever_added_to(folder):
+    """A process that is killed while it writes leaves what stood there."""
+    do(doubling(folder, table_files=[folder / "out" / "table"]))
+    before = (folder / "out" / ".lock").read_bytes()
+    do(doubling(folder, table_files=[folder / "out" / "table", folder / "out" / "other"]))
+    after = (folder / "out" / ".lock").read_bytes()
+    assert after.startswith(before)
+    assert after.split() == [b"table", b"other"]
 
 
 def test_names_of_any_length_and_bytes_cost_no_others(folder, capsys):

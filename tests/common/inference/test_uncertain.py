@@ -45,6 +45,11 @@ def test_a_scan_like_those_of_the_training_is_not_doubted():
     assert doubts(OTHER) == ["", ""]
 
 
+def test_a_training_case_whose_first_channel_is_empty_says_nothing_about_intensities():
+    empty, bright = replace(ONE, intensity=(-500.0, -500.0, -500.0)), replace(SCAN, intensity=(-100.0, 30.0, 401.0))
+    assert doubts(bright, cases=(ONE, OTHER, empty)) == doubts(bright) != ["", ""]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

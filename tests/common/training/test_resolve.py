@@ -162,6 +162,24 @@ def test_a_plan_is_said_and_kept_and_found_again(run, capsys):
     assert again == replace(plan, workers=3)  # where it computes may differ
 
 
+def test_a_plan_that_the_device_of_a_resumed_run_cannot_follow_is_refused(run):
+    keep_plan(PLAIN, lambda: replace(PLAIN, precision="fp16"), run)
+    with pytest.raises(ValueError, match="precision fp16: needs a CUDA device"):
+        keep_plan(PLAIN, lambda: pytest.fail("it is decided"), replace(run, resumed=True))
+
+
+def test_the_batch_divides_into_the_parts_that_are_asked_for(scans, tmp_path, run):
+    config, data = read(scans, tmp_path, run, parallel=Parallel(partitions=1, accumulate=3))
+    assert choose_volumes(config, data, USUAL, unet3d, run).batch_size == 6
+
+
+def test_a_label_that_no_training_case_has_is_named(scans, tmp_path, run, capsys):
+    path = scans / "dataset.json"
+    path.write_text(path.read_text().replace('"3": "cyst"', '"3": "cyst", "4": "stone"'))
+    read(scans, tmp_path, run)
+    assert "no training case has stone: nothing can be learned of it" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"), [(3, "3 ranks cannot share them evenly"), (2, "batch_size 3: must be a multiple of 2")]
 )
@@ -215,8 +233,11 @@ def test_a_resumed_run_keeps_what_its_labels_mean(scans, tmp_path, run):
     config = choose_volumes(config, data, USUAL, unet3d, run)
     first, other = (one_region_per_label(("background", name)) for name in ("organ", "tumour"))
     volume_model(config, data, unet3d, first, 1, run)
-    later = replace(run, resumed=True)
+    later, kept = replace(run, resumed=True), run.directory / "model.json"
+    kept.write_text(kept.read_text().replace("{", '{"postprocessing": [],', 1))
+    before = kept.read_bytes()
     assert volume_model(config, data, unet3d, first, 1, later).labelling == first
+    assert kept.read_bytes() == before  # with what an earlier end has chosen
     with pytest.raises(ValueError, match=r"labels .*tumour.*; the run began with .*organ.*: it cannot resume"):
         volume_model(config, data, unet3d, other, 1, later)
 

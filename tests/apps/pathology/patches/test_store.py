@@ -1,3 +1,4 @@
+import os
 import threading
 import tracemalloc
 from dataclasses import replace
@@ -102,6 +103,33 @@ def test_another_file_gives_another_store(tmp_path: Path, images: PatchTable):
     stored(images, tmp_path / "store")
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(images.files[0])
     assert stored(images, tmp_path / "store")[1].max() == 0
+
+
+def test_a_file_replaced_by_one_of_its_size_and_time_is_decoded_anew(tmp_path: Path):
+    """As copying tools leave it; what is of the same content is decoded once."""
+    file = tmp_path / "a.bmp"
+    table = PatchTable((file,), np.zeros(1, np.int32), np.zeros((1, 2), np.int32), np.ones(1, np.uint8), 32)
+    for value in (0, 9):
+        Image.fromarray(np.full((32, 32, 3), value, np.uint8)).save(file)
+        os.utime(file, (1e9, 1e9))
+        assert (stored(table, tmp_path / "store") == value).all()
+    assert len(list((tmp_path / "store").rglob("*.npy"))) == 1
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, images: PatchTable):
+    whole = stored(images, tmp_path / "store")
+    (path,) = (tmp_path / "store").rglob("*.npy")
+    left = path.with_name(f".part-01234567-{path.name}")
+    path.rename(left)
+    assert np.array_equal(stored(images, tmp_path / "store"), whole)
+    assert not left.exists()
+
+
+def test_a_damaged_header_is_made_anew(tmp_path: Path, images: PatchTable):
+    whole = stored(images, tmp_path / "store")
+    (path,) = (tmp_path / "store").rglob("*.npy")
+    path.write_bytes(path.read_bytes().replace(b")", b"(", 1))
+    assert np.array_equal(stored(images, tmp_path / "store"), whole)
 
 
 def test_images_must_be_alike_and_whole(tmp_path: Path, images: PatchTable):
