@@ -1,4 +1,5 @@
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 
 from medspeed.apps.pathology import infer
 from medspeed.apps.pathology.config import RECIPES, PathologyConfig, ScanConfig
+from medspeed.apps.pathology.export import PathologyExport
+from medspeed.apps.pathology.export import main as export_pathology
 from medspeed.apps.pathology.train import main
 from medspeed.common.training.fit import train_step
 from medspeed.data_scripts.make_slides import make_slides
@@ -121,6 +124,31 @@ def test_the_run_scans_slides(run, slides, tmp_path):
         assert infer.main(config).status == 0
         found[mode] = sorted(path.parent.name for path in (tmp_path / mode).glob("*/slide.json"))
     assert found["dense"] == found["patches"] == ["test_001", "test_002"]
+
+
+@pytest.mark.slow
+def test_an_export_on_other_data_leaves_the_run_as_it_is_and_without_data_judges_on_synthetic_ones(
+    run, slides, tmp_path, any_quality, monkeypatch
+):
+    copied = shutil.copytree(run, tmp_path / "run", symlinks=True)
+    plan = json.loads((copied / "plan.json").read_text()) | {
+        "data": str(tmp_path / "gone"),
+        "fold": 0,
+        "folds": 2,
+        "held_out": 0.25,
+    }
+    (copied / "plan.json").write_text(json.dumps(plan))
+    (copied / "split.json").write_text('{"fold": 0}')
+    export_pathology(PathologyExport((copied,), "onnx", data=slides, device="cpu"))
+    assert (copied / "split.json").read_text() == '{"fold": 0}'
+
+    def found(config: PathologyConfig, run: object) -> None:
+        assert config.data is config.fold is None
+        raise FileNotFoundError("drawing them takes long")
+
+    monkeypatch.setattr("medspeed.apps.pathology.export.find_tables", found)
+    with pytest.raises(FileNotFoundError, match="drawing them takes long"):
+        export_pathology(PathologyExport((copied,), "onnx", device="cpu"))
 
 
 @pytest.mark.slow

@@ -60,7 +60,9 @@ def test_what_is_no_target_is_refused(text):
         TrainingConfig(until=text)
 
 
-@pytest.mark.parametrize(("text", "value"), [("dice=0.90", 0.9), ("Dice=.5", 0.5), ("dice=1", 1.0), (None, None)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("dice=0.90", 0.9), ("Dice=.5", 0.5), ("dice=1", 1.0), (" dice = 0.9", 0.9), (None, None)]
+)
 def test_what_is_one(text, value):
     assert TrainingConfig(until=text).target() == value
 
