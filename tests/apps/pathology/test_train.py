@@ -126,29 +126,25 @@ def test_the_run_scans_slides(run, slides, tmp_path):
     assert found["dense"] == found["patches"] == ["test_001", "test_002"]
 
 
-@pytest.mark.slow
-def test_an_export_on_other_data_leaves_the_run_as_it_is_and_without_data_judges_on_synthetic_ones(
-    run, slides, tmp_path, any_quality, monkeypatch
+def test_an_export_divides_other_data_anew_and_without_data_judges_on_synthetic_ones(
+    run, slides, tmp_path, monkeypatch
 ):
+    """With the fold of the run it would write the other data's division over the run's."""
     copied = shutil.copytree(run, tmp_path / "run", symlinks=True)
-    plan = json.loads((copied / "plan.json").read_text()) | {
-        "data": str(tmp_path / "gone"),
-        "fold": 0,
-        "folds": 2,
-        "held_out": 0.25,
-    }
+    plan = json.loads((copied / "plan.json").read_text())
+    plan |= {"data": str(tmp_path / "gone"), "fold": 0, "folds": 2, "held_out": 0.25}
     (copied / "plan.json").write_text(json.dumps(plan))
-    (copied / "split.json").write_text('{"fold": 0}')
-    export_pathology(PathologyExport((copied,), "onnx", data=slides, device="cpu"))
-    assert (copied / "split.json").read_text() == '{"fold": 0}'
+    judged: list[PathologyConfig] = []
 
-    def found(config: PathologyConfig, run: object) -> None:
-        assert config.data is config.fold is None
-        raise FileNotFoundError("drawing them takes long")
+    def noting(config: PathologyConfig, run: object) -> None:
+        judged.append(config)
+        raise FileNotFoundError("that is enough")
 
-    monkeypatch.setattr("medspeed.apps.pathology.export.find_tables", found)
-    with pytest.raises(FileNotFoundError, match="drawing them takes long"):
-        export_pathology(PathologyExport((copied,), "onnx", device="cpu"))
+    monkeypatch.setattr("medspeed.apps.pathology.export.find_tables", noting)
+    for data in (slides, None):
+        with pytest.raises(FileNotFoundError, match="that is enough"):
+            export_pathology(PathologyExport((copied,), "onnx", data=data, device="cpu"))
+    assert [(each.data, each.fold, each.lists) for each in judged] == [(slides, None, None), (None, None, None)]
 
 
 @pytest.mark.slow
